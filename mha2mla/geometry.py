@@ -1,0 +1,101 @@
+"""The shape of one Multi-head Latent Attention layer, and every check on that shape. No tensors, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass(frozen=True)
+class MLAGeometry:
+    """Static shape of one MLA layer (symbols as in DeepSeek-V2, arXiv 2405.04434, extended by G rope heads).
+
+    A cached token is ``c`` of ``kv_lora_rank`` numbers and ``k_pe`` of ``num_rope_heads * qk_rope_head_dim`` numbers;
+    query head ``h`` reads rope head ``h // (num_attention_heads // num_rope_heads)``.
+
+    Args:
+        num_attention_heads: H, query heads.
+        num_rope_heads: G, rotary keys cached per token; divides H. 1 is DeepSeek's shared ``k_pe``.
+        kv_lora_rank: d_c, width of the cached latent.
+        qk_rope_head_dim: d_r, rotary width per rope head; even, since RoPE turns pairs.
+        qk_nope_head_dim: un-rotated width of a query head in the expanded form; 0 when every pair is rotated.
+        v_head_dim: value width of a head in the expanded form; ``None`` means ``kv_lora_rank`` (absorbed view).
+        num_key_value_heads: heads that the latent is expanded to; divides H. ``None`` means H.
+
+    Raises:
+        ValueError: naming the argument, its value and what was expected.
+    """
+
+    num_attention_heads: int
+    num_rope_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int = 0
+    v_head_dim: int | None = None
+    num_key_value_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.kv_lora_rank)
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name == "qk_nope_head_dim" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{field.name} is {value!r}; expected an int >= {least}")
+        for name in ("num_rope_heads", "num_key_value_heads"):
+            if self.num_attention_heads % getattr(self, name):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; expected a divisor of num_attention_heads="
+                    f"{self.num_attention_heads}"
+                )
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; expected an even number (RoPE turns pairs)")
+
+    @classmethod
+    def full_rank(cls, num_attention_heads: int, num_key_value_heads: int, head_dim: int) -> MLAGeometry:
+        """The geometry that reproduces an MHA/GQA layer to rounding: every pair rotated, the latent is the values."""
+        return cls(
+            num_attention_heads=num_attention_heads,
+            num_rope_heads=num_key_value_heads,
+            kv_lora_rank=num_key_value_heads * head_dim,
+            qk_rope_head_dim=head_dim,
+            qk_nope_head_dim=0,
+            v_head_dim=head_dim,
+            num_key_value_heads=num_key_value_heads,
+        )
+
+    @property
+    def rope_width(self) -> int:
+        """G * d_r: rotary numbers cached per token."""
+        return self.num_rope_heads * self.qk_rope_head_dim
+
+    @property
+    def cache_numel_per_token(self) -> int:
+        """Numbers cached per token and layer: d_c + G * d_r."""
+        return self.kv_lora_rank + self.rope_width
+
+    @property
+    def source_cache_numel_per_token(self) -> int:
+        """Numbers that the MHA/GQA layer behind this one caches: keys and values of every kv head.
+
+        The source's key and value heads are both taken to be ``v_head_dim`` wide, as in every supported family.
+        """
+        return 2 * self.num_key_value_heads * self.v_head_dim
+
+    def cache_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes cached per token and layer for elements of ``itemsize`` bytes (2 for bfloat16)."""
+        return self.cache_numel_per_token * itemsize
+
+    def decode_flops_per_token(self) -> int:
+        """Multiply-adds counted twice, per query token and cached token, in the absorbed form: 2 H (2 d_c + d_r)."""
+        return 2 * self.num_attention_heads * (2 * self.kv_lora_rank + self.qk_rope_head_dim)
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"H={self.num_attention_heads} G={self.num_rope_heads} d_c={self.kv_lora_rank} d_r={self.qk_rope_head_dim}"
+            f" ({self.cache_numel_per_token} numbers per token)"
+        )
