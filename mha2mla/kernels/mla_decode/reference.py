@@ -1,0 +1,55 @@
+"""The oracle of ``mla_decode``: plain torch, any device, float64-capable. Speed may not live here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mla_decode_reference(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    cache_starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(softmax_scale * (q_latent c^T + q_pe k_pe^T)) c`` over each sequence's pages (DeepSeek-V2, section 2.1).
+
+    Shapes as in :func:`mha2mla.kernels.mla_decode`. The arithmetic is float64 for float64 inputs and float32 for all
+    others; only ``out`` is rounded to the input's dtype. Values of tokens that no query sees are never used, so NaN in
+    unused pages does not matter. Reads no tensor on the host.
+
+    Returns:
+        ``out [B, S_q, H, d_c]`` in the dtype of ``q_latent`` and ``lse [B, H, S_q]`` (natural log) in the dtype of the
+        arithmetic. A query that sees no token gives zeros and ``-inf``.
+    """
+    batch, seqlen_q, heads, _ = q_latent.shape
+    num_pages, page_size, num_rope_heads, rope_dim = rope_cache.shape
+    dtype = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
+    capacity = block_table.shape[1] * page_size if num_pages else 0
+    token = torch.arange(capacity, device=q_latent.device)
+    length = cache_seqlens.long().clamp(0, capacity)[:, None]
+    start = torch.zeros_like(length) if cache_starts is None else cache_starts.long()[:, None]
+    used = (token >= start) & (token < length)  # [B, T]
+    page = torch.where(used, block_table.long()[:, token // page_size], 0)
+    row = (token % page_size).expand_as(page)
+    latent = torch.where(used[..., None], latent_cache[page, row].to(dtype), 0)  # [B, T, d_c]
+    k_pe = torch.where(used[..., None, None], rope_cache[page, row].to(dtype), 0)  # [B, T, G, d_r]
+
+    grouped = q_pe.to(dtype).view(batch, seqlen_q, num_rope_heads, heads // num_rope_heads, rope_dim)
+    score = torch.einsum("bshd,btd->bhst", q_latent.to(dtype), latent)
+    score = score + torch.einsum("bsgrd,btgd->bgrst", grouped, k_pe).reshape(score.shape)
+    limit = length[:, :, None].expand(batch, 1, seqlen_q)
+    if causal:  # bottom-right aligned: the last query sees everything
+        limit = limit - (seqlen_q - 1) + torch.arange(seqlen_q, device=q_latent.device)
+    visible = used[:, None, None, :] & (token < limit[..., None])  # [B, 1, S_q, T]
+    score = torch.where(visible, score * softmax_scale, -torch.inf)
+    lse = torch.logsumexp(score, dim=-1)
+    weight = torch.exp(score - torch.where(lse == -torch.inf, 0, lse)[..., None])
+    out = torch.einsum("bhst,btd->bshd", weight, latent)
+    return out.to(q_latent.dtype), lse

@@ -1,0 +1,266 @@
+"""MLA decode, heads on the N side of the matrix instruction, pipelined by the compiler: the path that runs everywhere.
+
+``S^T[tokens, rows] = C Q^T`` (+ rope scores) and ``O^T[d_c, rows] += C^T P^T`` take both operands from one tile of the
+latent cache, so a handful of heads needs no padding to the 64 rows of a Hopper matrix instruction. The same body is
+compiled for sm_90 (wgmma, TMA), for sm_80 and newer (mma, cp.async) and, unpipelined on one thread, for the CPU.
+"""
+
+from __future__ import annotations
+
+import tilelang.language as T
+
+from mha2mla.kernels.mla_decode.selection import padded_latent_columns, padded_rope_columns
+from mha2mla.kernels.mla_decode.tiling import RowTiling
+
+MASKED = -1e30  # far below any real score in float32, and finite: differences of it are not NaN
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+
+def make_swap_ab(
+    *,
+    heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    num_rope_heads: int,
+    page_size: int,
+    dtype: str,
+    tiling: RowTiling,
+    block_tokens: int = 64,
+    num_stages: int = 2,
+    threads: int = 256,
+    on_cpu: bool = False,
+):
+    """A TileLang function ``mla_decode_swap_ab`` for one static shape; batch, pages, lengths and splits are run-time values.
+
+    Args:
+        heads, kv_lora_rank, qk_rope_head_dim, num_rope_heads: H, d_c, d_r, G.
+        page_size: tokens per page, a power of two >= 16.
+        dtype: "bfloat16" or "float16" ("float32" on the CPU).
+        tiling: which query rows one CTA serves.
+        block_tokens: cached tokens per tile.
+        num_stages: tiles in flight.
+        threads: 128 or 256; 256 splits heads (scores) and d_c (output) over two warpgroups.
+        on_cpu: compile for TileLang's C target: thread-local buffers, one thread.
+
+    The function's arguments: q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r], latent_cache [P,page,d_c], rope_cache
+    [P,page,G*d_r] (all with run-time strides), block_table [B,max_pages], cache_seqlens [B], cache_starts [B] (int32),
+    softmax_scale, causal and use_starts (0 or 1), and the outputs: partial_out [B,splits,S_q,H,d_c] and partial_lse [B,splits,S_q,H]
+    (float32; lse is a natural log; a split without tokens writes only lse = -inf).
+    """
+    d_c, d_r, seqlen_q_max = kv_lora_rank, qk_rope_head_dim, tiling.seqlen_q
+    rows, head_rows, block = tiling.rows, tiling.head_rows, block_tokens
+    groups, group = tiling.groups_per_tile, tiling.heads_per_group
+    latent_cols = padded_latent_columns(d_c, threads)
+    rope_cols = padded_rope_columns(groups * d_r)
+    block_diagonal = groups > 1
+    pieces = max(1, block // page_size)  # pages per tile
+    piece = block // pieces
+    warps = block // 16
+    accum = T.float32
+    tile_columns = d_r * groups
+
+    alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
+    alloc_fragment = T.alloc_local if on_cpu else T.alloc_fragment
+    parallel = T.grid if on_cpu else T.Parallel
+    by_row, by_column = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
+    score_policy = by_column if threads > 128 else by_row
+
+    batch, seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
+    num_pages, max_pages, num_splits = T.dynamic("num_pages"), T.dynamic("max_pages"), T.dynamic("num_splits")
+    ql_b, ql_s, ql_h = T.dynamic("ql_b"), T.dynamic("ql_s"), T.dynamic("ql_h")
+    qp_b, qp_s, qp_h = T.dynamic("qp_b"), T.dynamic("qp_s"), T.dynamic("qp_h")
+    lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
+
+    @T.macro
+    def load_tile(latent_cache, rope_cache, block_table, b, t0, last, column, c_tile, k_tile):
+        """One tile of the cache. Pages past the last used one are never looked up: the last used page stands in."""
+        if pieces == 1:
+            T.copy(
+                latent_cache[block_table[b, t0 // page_size], t0 % page_size : t0 % page_size + block, 0:latent_cols],
+                c_tile,
+            )
+            T.copy(
+                rope_cache[
+                    block_table[b, t0 // page_size],
+                    t0 % page_size : t0 % page_size + block,
+                    column : column + rope_cols,
+                ],
+                k_tile,
+            )
+        else:
+            for u in list(range(pieces)):
+                for c in list(range(0, latent_cols, 64)):  # panels of the swizzled tile are contiguous per page
+                    T.copy(
+                        latent_cache[
+                            block_table[b, T.min(t0 // page_size + u, last)], 0:page_size, c : c + min(64, latent_cols)
+                        ],
+                        c_tile[u * piece : (u + 1) * piece, c : c + min(64, latent_cols)],
+                    )
+                for c in list(range(0, rope_cols, 64)):
+                    T.copy(
+                        rope_cache[
+                            block_table[b, T.min(t0 // page_size + u, last)],
+                            0:page_size,
+                            column + c : column + c + min(64, rope_cols),
+                        ],
+                        k_tile[u * piece : (u + 1) * piece, c : c + min(64, rope_cols)],
+                    )
+
+    @T.macro
+    def attend(masked, t0, start, stop, tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage, s, p, o, r, m, mn, mo, mon, al):
+        """Online softmax over one tile (Milakov and Gimelshein, arXiv 1805.02867); the denominator stays per position."""
+        T.gemm(c_tile, q_tile, s, transpose_B=True, clear_accum=True, policy=score_policy)
+        T.gemm(k_tile, qp_tile, s, transpose_B=True, policy=score_policy)
+        if masked:
+            for i, j in parallel(block, rows):
+                s[i, j] = T.if_then_else(
+                    (t0 + i >= start) & (t0 + i < stop - tail + T.min(j // head_rows, tail)), s[i, j], MASKED
+                )
+        view = T.view(s, [warps, 16, rows])
+        T.reduce_max(view, r, dim=1)
+        T.copy(r, stage)
+        for j in parallel(rows):  # running maximum, in the scores' layout
+            mn[j] = m[j]
+            for w in T.unroll(warps):
+                mn[j] = T.max(mn[j], stage[w, j])
+        for j in parallel(rows):  # and in the accumulator's
+            mon[j] = mo[j]
+            for w in T.unroll(warps):
+                mon[j] = T.max(mon[j], stage[w, j])
+        for i, j in parallel(block, rows):
+            if masked:
+                s[i, j] = T.if_then_else(s[i, j] == MASKED, 0.0, T.exp2(s[i, j] * scale - mn[j] * scale))
+            else:
+                s[i, j] = T.exp2(s[i, j] * scale - mn[j] * scale)
+        T.copy(s, p_tile)
+        for i, j in parallel(block, rows):
+            p[i, j] = p[i, j] * T.exp2(m[j] * scale - mn[j] * scale) + s[i, j]
+        for j in parallel(rows):
+            m[j] = mn[j]
+        for j in parallel(rows):
+            al[j] = T.exp2(mo[j] * scale - mon[j] * scale)
+            mo[j] = mon[j]
+        for d, j in parallel(latent_cols, rows):
+            o[d, j] *= al[j]
+        T.gemm(c_tile, p_tile, o, transpose_A=True, policy=by_row)
+
+    @T.prim_func
+    def mla_decode_swap_ab(
+        q_latent: T.StridedTensor([batch, seqlen_q, heads, d_c], [ql_b, ql_s, ql_h, 1], dtype),
+        q_pe: T.StridedTensor([batch, seqlen_q, heads, d_r], [qp_b, qp_s, qp_h, 1], dtype),
+        latent_cache: T.StridedTensor([num_pages, page_size, d_c], [lc_p, lc_t, 1], dtype),
+        rope_cache: T.StridedTensor([num_pages, page_size, num_rope_heads * d_r], [rc_p, rc_t, 1], dtype),
+        block_table: T.Tensor([batch, max_pages], T.int32),
+        cache_seqlens: T.Tensor([batch], T.int32),
+        cache_starts: T.Tensor([batch], T.int32),
+        partial_out: T.Tensor([batch, num_splits, seqlen_q, heads, d_c], accum),
+        partial_lse: T.Tensor([batch, num_splits, seqlen_q, heads], accum),
+        softmax_scale: T.float32,
+        causal: T.int32,
+        use_starts: T.int32,
+    ):
+        with T.Kernel(batch, tiling.num_tiles, num_splits, threads=threads) as (b, y, z):
+            q_tile = alloc_shared([rows, latent_cols], dtype)
+            qp_tile = alloc_shared([rows, rope_cols], dtype)
+            c_tile = alloc_shared([block, latent_cols], dtype)
+            k_tile = alloc_shared([block, rope_cols], dtype)
+            p_tile = alloc_shared([block, rows], dtype)
+            stage = alloc_shared([warps, rows], accum)
+            s = alloc_fragment([block, rows], accum)
+            p = alloc_fragment([block, rows], accum)
+            o = alloc_fragment([latent_cols, rows], accum)
+            r = alloc_fragment([warps, rows], accum)
+            m = alloc_fragment([rows], accum)
+            mn = alloc_fragment([rows], accum)
+            mo = alloc_fragment([rows], accum)
+            mon = alloc_fragment([rows], accum)
+            al = alloc_fragment([rows], accum)
+            den = alloc_fragment([rows], accum)
+
+            head0 = y // tiling.tiles_per_group * (groups * group) + y % tiling.tiles_per_group * tiling.heads_per_tile
+            column = y // tiling.tiles_per_group * tile_columns
+            head_stop = T.min(
+                heads, y // tiling.tiles_per_group * (groups * group) + groups * group
+            )  # heads past it belong to the next tile's group
+            scale = softmax_scale * LOG2E
+
+            for i, d in parallel(rows, latent_cols):
+                q_tile[i, d] = T.if_then_else(
+                    (i // head_rows < seqlen_q) & (i % head_rows < head_stop - head0) & (d < d_c),
+                    q_latent[b, i // head_rows, head0 + i % head_rows, d],
+                    T.cast(0, dtype),
+                )
+            for i, d in parallel(rows, rope_cols):
+                if block_diagonal:
+                    qp_tile[i, d] = T.if_then_else(
+                        (i // head_rows < seqlen_q)
+                        & (i % head_rows < head_stop - head0)
+                        & (d // d_r == i % head_rows // group),
+                        q_pe[b, i // head_rows, head0 + i % head_rows, d % d_r],
+                        T.cast(0, dtype),
+                    )
+                else:
+                    qp_tile[i, d] = T.if_then_else(
+                        (i // head_rows < seqlen_q) & (i % head_rows < head_stop - head0) & (d < d_r),
+                        q_pe[b, i // head_rows, head0 + i % head_rows, d],
+                        T.cast(0, dtype),
+                    )
+            T.fill(o, 0)
+            T.fill(p, 0)
+            T.fill(m, MASKED)
+            T.fill(mo, MASKED)
+
+            stop = T.max(0, T.min(cache_seqlens[b], max_pages * page_size))
+            start = T.max(0, T.min(cache_starts[b] * use_starts, stop))
+            tail = (seqlen_q - 1) * causal  # tokens that only the later queries see
+            last = T.max(0, (stop - 1) // page_size)
+            tile0 = start // block
+            tiles = (stop + block - 1) // block - tile0
+            lo = tile0 + T.truncdiv(tiles * z, num_splits)
+            hi = tile0 + T.truncdiv(tiles * (z + 1), num_splits)
+            # tiles that every query sees whole; those before and after need masks and cleaned values
+            full_lo = T.max(lo, T.min(hi, (start + block - 1) // block))
+            full_hi = T.max(full_lo, T.min(hi, T.max(0, stop - tail) // block))
+
+            for k in T.Pipelined(full_hi - full_lo, num_stages=num_stages):
+                load_tile(
+                    latent_cache, rope_cache, block_table, b, (full_lo + k) * block, last, column, c_tile, k_tile
+                )
+                attend(
+                    False, 0, start, stop, tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage,
+                    s, p, o, r, m, mn, mo, mon, al,
+                )  # fmt: skip
+            for k in T.serial(full_lo - lo + hi - full_hi):
+                t0 = T.if_then_else(k < full_lo - lo, lo + k, full_hi + k - (full_lo - lo)) * block
+                load_tile(latent_cache, rope_cache, block_table, b, t0, last, column, c_tile, k_tile)
+                T.sync_threads()
+                for i, d in parallel(block, latent_cols):  # a weight of 0 does not clean a NaN
+                    if (t0 + i < start) | (t0 + i >= stop):
+                        c_tile[i, d] = T.cast(0, dtype)
+                T.sync_threads()
+                attend(
+                    True, t0, start, stop, tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage,
+                    s, p, o, r, m, mn, mo, mon, al,
+                )  # fmt: skip
+
+            p_view = T.view(p, [warps, 16, rows])
+            T.reduce_sum(p_view, r, dim=1)
+            T.sync_threads()
+            T.copy(r, stage)
+            for j in parallel(rows):
+                den[j] = 0
+                for w in T.unroll(warps):
+                    den[j] += stage[w, j]
+            for j in parallel(rows):
+                if (j // head_rows < seqlen_q) & (j % head_rows < head_stop - head0) & (j % head_rows < tiling.heads_per_tile):
+                    partial_lse[b, z, j // head_rows, head0 + j % head_rows] = T.if_then_else(
+                        den[j] == 0, -T.infinity(accum), (T.log2(den[j]) + mo[j] * scale) * LN2
+                    )
+            if hi > lo:
+                for d, j in parallel(latent_cols, rows):
+                    if (j // head_rows < seqlen_q) & (j % head_rows < head_stop - head0) & (j % head_rows < tiling.heads_per_tile):
+                        if d < d_c:
+                            partial_out[b, z, j // head_rows, head0 + j % head_rows, d] = o[d, j] / T.max(den[j], 1e-30)
+
+    return mla_decode_swap_ab
