@@ -1,0 +1,16 @@
+"""Evaluation: what a conversion cost in quality, and what it gained in memory and speed."""
+
+from mha2mla.eval.environment import collect_environment
+from mha2mla.eval.latency import attention_latency
+from mha2mla.eval.quality import QualityReport, evaluate_quality
+from mha2mla.eval.report import print_table, write_json
+
+__all__ = [
+    "QualityReport",
+    "attention_latency",
+    "collect_environment",
+    "decode_step_latency",
+    "evaluate_quality",
+    "print_table",
+    "write_json",
+]

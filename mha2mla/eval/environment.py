@@ -1,0 +1,166 @@
+"""Which machine, driver, clocks, libraries and commit a number was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("mha2mla", "torch", "triton", "transformers", "tilelang", "apache-tvm-ffi", "safetensors", "numpy")
+_SMI_FIELDS = {
+    "gpu": "name",
+    "driver": "driver_version",
+    "sm_clock_mhz": "clocks.sm",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_cap_w": "power.limit",
+    "memory_mib": "memory.total",
+}
+
+
+def collect_environment(device: int = 0) -> dict[str, Any]:
+    """Everything that belongs beside a measured number, as a flat dict of JSON values.
+
+    Nothing here initialises CUDA in this process: the GPU is asked through NVML (package ``nvidia-ml-py``) or, failing
+    that, ``nvidia-smi``. What cannot be found out is ``None``, never left out.
+
+    Args:
+        device: index of the GPU as the driver counts them.
+
+    Returns:
+        ``date`` (UTC, ISO 8601), ``commit`` (with ``+dirty`` when tracked files differ; where there is no git, the
+        variable ``MHA2MLA_COMMIT``), ``python``, ``platform``, ``cpu``, ``cpu_count``, one version per library, ``cuda``
+        (what torch was built for), ``gpu``, ``driver``, clocks in MHz, ``power_cap_w`` in W, ``memory_mib`` in MiB.
+    """
+    report: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+    for name in LIBRARIES:
+        try:
+            report[name] = version(name)
+        except PackageNotFoundError:
+            report[name] = None
+    report["cuda"] = _torch_cuda()
+    report.update(_gpu_from_nvml(device) or _gpu_from_smi(device) or dict.fromkeys(_SMI_FIELDS))
+    return report
+
+
+def describe_environment(environment: dict[str, Any]) -> str:
+    """One line to stand under a table: device, driver and clocks where there are any, versions, commit, date."""
+    parts = []
+    if environment.get("gpu"):
+        parts.append(
+            f"{environment['gpu']} (driver {environment['driver']}, SM {_shown(environment['sm_clock_mhz'])} of "
+            f"{_shown(environment['sm_clock_max_mhz'])} MHz, cap {_shown(environment['power_cap_w'])} W)"
+        )
+    else:
+        parts.append(f"{environment['cpu']}, {environment['cpu_count']} cores, no GPU")
+    parts += [f"{name} {environment[name]}" for name in ("torch", "transformers", "tilelang") if environment.get(name)]
+    parts.append(f"commit {environment['commit'] or 'unknown'}")
+    parts.append(environment["date"])
+    return " · ".join(parts)
+
+
+def _shown(value: Any) -> str:
+    return "?" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _run(*command: str, cwd: Path | None = None) -> str | None:
+    """Standard output of a command, or None when it is absent, fails or hangs."""
+    try:
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _commit() -> str | None:
+    here = Path(__file__).resolve().parent
+    # An installed copy may lie inside somebody else's repository: only a tracked file makes the commit ours.
+    if _run("git", "ls-files", "--error-unmatch", Path(__file__).name, cwd=here) is not None:
+        commit = _run("git", "rev-parse", "--short=12", "HEAD", cwd=here)
+        if commit:
+            return commit + ("+dirty" if _run("git", "status", "--porcelain", "-uno", cwd=here) else "")
+    return os.environ.get("MHA2MLA_COMMIT") or None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        if line.lower().startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _torch_cuda() -> str | None:
+    import torch
+
+    return torch.version.cuda
+
+
+def _gpu_from_nvml(index: int) -> dict[str, Any] | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+
+        def ask(function, *arguments):
+            try:
+                value = function(*arguments)
+            except pynvml.NVMLError:
+                return None
+            return value.decode() if isinstance(value, bytes) else value
+
+        power = ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        return {
+            "gpu": ask(pynvml.nvmlDeviceGetName, handle),
+            "driver": ask(pynvml.nvmlSystemGetDriverVersion),
+            "sm_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            "sm_clock_max_mhz": ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+            "power_cap_w": None if power is None else power / 1000,
+            "memory_mib": None if memory is None else memory.total // 2**20,
+        }
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu_from_smi(index: int) -> dict[str, Any] | None:
+    query = ",".join(_SMI_FIELDS.values())
+    answer = _run("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={index}")
+    if not answer:
+        return None
+    values = [value.strip() for value in answer.splitlines()[0].split(",")]
+    if len(values) != len(_SMI_FIELDS):
+        return None
+    return {key: _number(value) for key, value in zip(_SMI_FIELDS, values, strict=True)}
+
+
+def _number(value: str) -> Any:
+    if value.startswith("[") or value in ("", "N/A"):
+        return None
+    try:
+        return float(value) if "." in value and value.count(".") == 1 else int(value)
+    except ValueError:
+        return value

@@ -1,0 +1,382 @@
+"""What a conversion gained: time of the attention op and of a whole decode step, source against MLA.
+
+Every row is measured after, and only after, the same inputs passed a check against float64. Time comes from a library:
+``triton.testing`` on CUDA (cold L2 for each run; CUDA-graph time beside it), ``torch.utils.benchmark`` on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
+
+# An implementation is right when its error against float64 is at most this many times that of the same formula in plain
+# torch at the same dtype.
+ERROR_FACTOR = 2.0
+# Both errors are a handful of roundings in float32; below this their ratio says nothing.
+ERROR_FLOOR = 4 * torch.finfo(torch.float32).eps
+
+COLUMNS = {
+    "op": "op",
+    "implementation": "implementation",
+    "batch": "batch",
+    "seqlen": "length",
+    "cache_bytes": "cache bytes",
+    "us_p20": "p20 µs",
+    "us_p50": "p50 µs",
+    "us_p80": "p80 µs",
+    "us_graph": "graph µs",
+    "gb_per_s": "GB/s",
+    "error": "error",
+    "status": "status",
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Quantiles of one call in µs, and its CUDA-graph time (``None``: no GPU, or why it cannot be captured)."""
+
+    p20: float
+    p50: float
+    p80: float
+    graph: float | None = None
+    graph_refused: str | None = None
+
+    def to_row(self) -> dict[str, Any]:
+        row = {"us_p20": self.p20, "us_p50": self.p50, "us_p80": self.p80, "us_graph": self.graph}
+        return row | ({"graph_refused": self.graph_refused} if self.graph_refused else {})
+
+
+def time_callable(call: Callable[[], Any], device: torch.device | str, *, min_run_time: float = 0.3) -> Timing:
+    """Times a call that leaves its inputs as they were.
+
+    Args:
+        call: what to time; takes nothing. Warmed up before anything counts.
+        device: where it computes.
+        min_run_time: seconds to spend measuring.
+
+    Returns:
+        Quantiles over runs. CUDA: device time of a run with cold L2, from events; the graph time is with warm L2.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        from triton.testing import do_bench, do_bench_cudagraph
+
+        with torch.cuda.device(device):
+            p20, p50, p80 = do_bench(call, warmup=25, rep=int(min_run_time * 1000), quantiles=[0.2, 0.5, 0.8])
+            graph = refused = None
+            try:
+                graph = do_bench_cudagraph(call, rep=100, return_mode="median") * 1000
+            except Exception as error:  # a call that cannot be captured fails in its own way: host sync, allocation, …
+                torch.cuda.synchronize()
+                refused = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return Timing(p20 * 1000, p50 * 1000, p80 * 1000, graph, refused)
+
+    from torch.utils.benchmark import Timer
+
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    timer.timeit(1)
+    times = [seconds * 1e6 for seconds in timer.blocked_autorange(min_run_time=min_run_time).times]
+    if len(times) == 1:
+        times *= 2  # a single long block: all quantiles are that one
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return Timing(fifths[0], statistics.median(times), fifths[3])
+
+
+@dataclass(frozen=True)
+class Check:
+    """Error of an implementation against float64, beside that of plain torch at the same dtype.
+
+    ``error`` and ``torch_error`` are Frobenius-relative; ``max_error`` and ``torch_max_error`` are the largest absolute
+    ones, divided by the largest absolute reference value.
+    """
+
+    error: float
+    max_error: float
+    torch_error: float
+    torch_max_error: float
+    same_finiteness: bool
+
+    @property
+    def passed(self) -> bool:
+        return (
+            self.same_finiteness
+            and self.error <= max(ERROR_FACTOR * self.torch_error, ERROR_FLOOR)
+            and self.max_error <= max(ERROR_FACTOR * self.torch_max_error, ERROR_FLOOR)
+        )
+
+    @property
+    def status(self) -> str:
+        if self.passed:
+            return "ok"
+        if not self.same_finiteness:
+            return "wrong: inf or NaN where float64 has none, or the reverse"
+        return (
+            f"wrong: error {self.error:.2e} (largest {self.max_error:.2e}); expected at most {ERROR_FACTOR:g} times"
+            f" plain torch's {self.torch_error:.2e} (largest {self.torch_max_error:.2e})"
+        )
+
+
+def compare(out: Tensor, torch_out: Tensor, reference: Tensor) -> Check:
+    """Compares an output, and plain torch's at the same dtype, with a float64 reference of the same shape."""
+    out, torch_out, reference = (tensor.detach().double().cpu() for tensor in (out, torch_out, reference))
+    finite = reference.isfinite()
+    same = bool((out.isnan() == reference.isnan()).all() and (out.isinf() == reference.isinf()).all())
+    scale, largest = reference[finite].norm().clamp_min(1e-300), reference[finite].abs().max().clamp_min(1e-300)
+
+    def errors(tensor: Tensor) -> tuple[float, float]:
+        difference = tensor[finite] - reference[finite]
+        return (difference.norm() / scale).item(), (difference.abs().max() / largest).item()
+
+    return Check(*errors(out), *errors(torch_out), same)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
+    """Textbook MHA/GQA of one token at its inputs' dtype: the reference in float64, the yardstick at a lower one.
+
+    Args:
+        q: [H, d_k]. k: [h_kv, T, d_k]. v: [h_kv, T, d_v]; h_kv divides H.
+
+    Returns:
+        [H, d_v].
+    """
+    grouped = q.unflatten(0, (k.shape[0], -1))
+    weight = _softmax(torch.einsum("grd,gtd->grt", grouped, k), softmax_scale)
+    return torch.einsum("grt,gtd->grd", weight, v).flatten(0, 1)
+
+
+def plain_mla(q_latent: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, softmax_scale: float) -> Tensor:
+    """Textbook absorbed MLA of one token at the dtype of its inputs (the formula of ``mla_decode``'s docstring).
+
+    Args:
+        q_latent: [H, d_c]. q_pe: [H, d_r]. latent: [T, d_c]. k_pe: [T, G, d_r]; G divides H.
+
+    Returns:
+        [H, d_c].
+    """
+    grouped = q_pe.unflatten(0, (k_pe.shape[1], -1))
+    score = torch.einsum("hd,td->ht", q_latent, latent)
+    score = score + torch.einsum("grd,tgd->grt", grouped, k_pe).flatten(0, 1)
+    return torch.einsum("ht,td->hd", _softmax(score, softmax_scale), latent)
+
+
+def _softmax(score: Tensor, softmax_scale: float) -> Tensor:
+    """Softmax over tokens in at least float32, then back at the scores' dtype, as attention in torch has it."""
+    wide = torch.float64 if score.dtype == torch.float64 else torch.float32
+    return torch.softmax(score * softmax_scale, dim=-1, dtype=wide).to(score.dtype)
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """One decode shape of the source's attention: what every baseline gets.
+
+    Attributes:
+        q: [B, H, 1, d_h]. k, v: [B, h_kv, T, d_h]. softmax_scale: of the source.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    softmax_scale: float
+
+
+Baseline = Callable[[AttentionInputs], Callable[[], Tensor] | str]
+"""Given inputs, returns a call giving [B, H, 1, d_h], or the reason why there is none here ("not installed", …)."""
+
+
+def sdpa_baseline(inputs: AttentionInputs) -> Callable[[], Tensor]:
+    """torch's scaled_dot_product_attention over the source's own KV cache, whichever kernel it picks."""
+    from torch.nn.functional import scaled_dot_product_attention
+
+    grouped = inputs.k.shape[1] != inputs.q.shape[1]
+    return lambda: scaled_dot_product_attention(
+        inputs.q, inputs.k, inputs.v, scale=inputs.softmax_scale, enable_gqa=grouped
+    )
+
+
+def flash_attention_3_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
+    """FlashAttention-3's decode over the source's KV cache, where the package ``flash_attn_interface`` is installed."""
+    if inputs.q.device.type != "cuda":
+        return f"runs on CUDA devices; device is {inputs.q.device}"
+    if inputs.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes float16 and bfloat16; dtype is {inputs.q.dtype}"
+    try:
+        from flash_attn_interface import flash_attn_with_kvcache
+    except ImportError as error:
+        return f"flash_attn_interface is not installed ({error})"
+    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
+    seqlens = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
+    return lambda: flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=seqlens, softmax_scale=inputs.softmax_scale, causal=True
+    ).transpose(1, 2)
+
+
+BASELINES: Mapping[str, Baseline] = {
+    "torch SDPA": sdpa_baseline,
+    "FlashAttention-3": flash_attention_3_baseline,
+}
+
+
+@torch.inference_mode()
+def attention_latency(
+    geometry: MLAGeometry,
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    seqlens: Sequence[int] = (1024,),
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    page_size: int = 64,
+    softmax_scale: float | None = None,
+    backend: str | None = None,
+    baselines: Mapping[str, Baseline] = BASELINES,
+    min_run_time: float = 0.3,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Decode attention alone, one new token per sequence: the source's over its KV cache, ours over the latent cache.
+
+    Neither includes projections, RoPE or the write of the new token. Inputs are random normal numbers, pages shuffled.
+
+    Args:
+        geometry: of the MLA layer; the source is its ``num_key_value_heads`` heads of width ``v_head_dim``.
+        batch_sizes, seqlens: every pair of them is measured; ``seqlen`` counts the new token.
+        page_size: tokens per page of the latent cache, a power of two.
+        softmax_scale: default ``v_head_dim ** -0.5``, the source's.
+        backend: of ``mla_decode``; ``None`` lets it choose.
+        baselines: name → :data:`Baseline`; one that is absent here gives a row ``missing: why``.
+        min_run_time: seconds of measurement per row.
+
+    Returns:
+        Rows for :func:`mha2mla.eval.print_table` with the keys of :data:`COLUMNS`. ``cache_bytes`` is what one call
+        reads of the cache, ``gb_per_s`` that over the median time. A row whose check failed has no time.
+    """
+    device = torch.device(device)
+    heads, kv_heads, head_dim = geometry.num_attention_heads, geometry.num_key_value_heads, geometry.v_head_dim
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    rows = []
+    for batch in batch_sizes:
+        for seqlen in seqlens:
+            generator = torch.Generator(device).manual_seed(seed)
+
+            def normal(*shape: int, generator=generator) -> Tensor:
+                return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+            shape = {"op": "attention", "batch": batch, "seqlen": seqlen, "dtype": _name(dtype), "device": device.type}
+            inputs = AttentionInputs(
+                normal(batch, heads, 1, head_dim),
+                normal(batch, kv_heads, seqlen, head_dim),
+                normal(batch, kv_heads, seqlen, head_dim),
+                scale,
+            )
+            read = inputs.k.nbytes + inputs.v.nbytes
+            for name, baseline in baselines.items():
+                row = shape | {"implementation": name, "cache_bytes": read}
+                call = baseline(inputs)
+                if isinstance(call, str):
+                    rows.append(row | {"status": f"missing: {call}"})
+                    continue
+                rows.append(row | _measured(call, _check_source(call(), inputs), read, device, min_run_time))
+            del inputs
+            read = batch * seqlen * geometry.cache_bytes_per_token(dtype.itemsize)
+            row = shape | {"implementation": "mla_decode", "geometry": str(geometry), "cache_bytes": read}
+            why = explain_mla_decode(geometry, page_size, dtype, device)
+            chosen = backend or ("tilelang" if why is None else "reference")
+            row["implementation"] = f"mla_decode ({chosen})"
+            if chosen == "reference" and why is not None:
+                row["backend_reason"] = why
+            if chosen == "tilelang" and why is not None:
+                rows.append(row | {"status": f"missing: {why}"})
+                continue
+            paged = _PagedInputs.random(geometry, batch, seqlen, page_size, normal)
+            plan = plan_mla_decode(paged.q_latent, paged.rope_cache, paged.block_table, geometry.qk_rope_head_dim)
+            out = torch.empty_like(paged.q_latent)
+
+            def call(paged=paged, plan=plan, out=out) -> Tensor:
+                return mla_decode(*paged.arguments, softmax_scale=scale, plan=plan, out=out, backend=backend)
+
+            rows.append(row | _measured(call, _check_mla(call(), paged, scale), read, device, min_run_time))
+    return rows
+
+
+def _measured(
+    call: Callable[[], Any], check: Check, read: int, device: torch.device, min_run_time: float
+) -> dict[str, Any]:
+    """The time of a call that passed its check; the reason, and no time, otherwise."""
+    row = {"error": check.error, "torch_error": check.torch_error, "status": check.status}
+    if not check.passed:
+        return row
+    timing = time_callable(call, device, min_run_time=min_run_time)
+    return row | timing.to_row() | {"gb_per_s": read / timing.p50 / 1e3}
+
+
+def _check_source(out: Tensor, inputs: AttentionInputs) -> Check:
+    """[B, H, 1, d_h] against :func:`plain_attention`, one sequence at a time (float64 copies are large)."""
+    results = {}
+    for dtype in (torch.float64, inputs.q.dtype):
+        sequences = zip(inputs.q[:, :, 0].to(dtype), inputs.k, inputs.v, strict=True)
+        results[dtype] = torch.stack(
+            [plain_attention(q, k.to(dtype), v.to(dtype), inputs.softmax_scale) for q, k, v in sequences]
+        )
+    return compare(out[:, :, 0], results[inputs.q.dtype], results[torch.float64])
+
+
+@dataclass(frozen=True)
+class _PagedInputs:
+    """Arguments of one ``mla_decode`` call with one new token per sequence; shapes as in its docstring."""
+
+    q_latent: Tensor
+    q_pe: Tensor
+    latent_cache: Tensor
+    rope_cache: Tensor
+    block_table: Tensor
+    cache_seqlens: Tensor
+
+    @classmethod
+    def random(
+        cls, geometry: MLAGeometry, batch: int, seqlen: int, page_size: int, normal: Callable[..., Tensor]
+    ) -> _PagedInputs:
+        pages = -(-seqlen // page_size)
+        q_latent = normal(batch, 1, geometry.num_attention_heads, geometry.kv_lora_rank)
+        device = q_latent.device
+        order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).to(device)
+        return cls(
+            q_latent=q_latent,
+            q_pe=normal(batch, 1, geometry.num_attention_heads, geometry.qk_rope_head_dim),
+            latent_cache=normal(batch * pages, page_size, geometry.kv_lora_rank),
+            rope_cache=normal(batch * pages, page_size, geometry.num_rope_heads, geometry.qk_rope_head_dim),
+            block_table=order.view(batch, pages).int(),
+            cache_seqlens=torch.full((batch,), seqlen, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        return (
+            self.q_latent, self.q_pe, self.latent_cache, self.rope_cache, self.block_table, self.cache_seqlens
+        )  # fmt: skip
+
+
+def _check_mla(out: Tensor, paged: _PagedInputs, scale: float) -> Check:
+    """[B, 1, H, d_c] against :func:`plain_mla`, one sequence at a time."""
+    results = {}
+    for dtype in (torch.float64, out.dtype):
+        sequences = []
+        for row, pages in enumerate(paged.block_table.long()):
+            length = int(paged.cache_seqlens[row])
+            latent, k_pe = (
+                cache[pages].flatten(0, 1)[:length].to(dtype) for cache in (paged.latent_cache, paged.rope_cache)
+            )
+            q_latent, q_pe = (q[row, 0].to(dtype) for q in (paged.q_latent, paged.q_pe))
+            sequences.append(plain_mla(q_latent, q_pe, latent, k_pe, scale))
+        results[dtype] = torch.stack(sequences)
+    return compare(out[:, 0], results[out.dtype], results[torch.float64])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
