@@ -1,0 +1,198 @@
+"""Statistics of one source layer on calibration text, and the activations that wait between two layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
+
+SPILL_BYTES = 1 << 30
+_MAP_ELEMENTS = 1 << 24  # of attention maps that exist at a time
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """What the conversion of one layer reads of the calibration text. float64 / complex128.
+
+    u is the encoder's input: the normed hidden state x, or under q/k-norm [normed keys of all kv heads | x].
+    q and k are taken before RoPE, after biases and norms; z_j = k_j + i k_{j + d/2} is a rotary pair.
+
+    Attributes:
+        tokens: how many tokens were seen.
+        mean: [E] E[u].
+        covariance: [E, E] of u, centred.
+        query_second_moment: [H, d, d] E[q q^T].
+        key_covariance: [d // 2, h_kv, h_kv] Hermitian E[z z^H] over kv heads per frequency; not centred, since a rotated
+            key's mean does not drop out of softmax.
+        mean_phase: [H, d // 2] g = E exp(iθΔ), Δ = query position − key position, weighted by attention without the sink
+            column (the first token of a window); None when it was not asked for.
+    """
+
+    tokens: int
+    mean: torch.Tensor
+    covariance: torch.Tensor
+    query_second_moment: torch.Tensor
+    key_covariance: torch.Tensor
+    mean_phase: torch.Tensor | None
+
+
+class StatisticsCollector:
+    """Accumulates ``LayerStatistics`` from a layer's normed inputs, batch by batch.
+
+    Args:
+        spec: the source model.
+        weights: this layer's, in the dtype of the activations.
+        window: sliding window of this layer, or None.
+        phases: whether to measure attention-weighted phases, which needs the attention maps.
+    """
+
+    def __init__(self, spec: SourceSpec, weights: AttentionWeights, *, window: int | None, phases: bool) -> None:
+        self.spec, self.weights, self.window, self.phases = spec, weights, window, phases
+        device = weights.q_weight.device
+        size, heads, kv_heads = spec.feature_size, spec.num_attention_heads, spec.num_key_value_heads
+        d, half = spec.head_dim, spec.head_dim // 2
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.tokens = 0
+        self._sum = zeros(size)
+        self._outer = zeros(size, size)
+        self._query = zeros(heads, d, d)
+        self._key = zeros(half, kv_heads, kv_heads, dtype=torch.complex128)
+        self._phase = zeros(heads, half, dtype=torch.complex128)
+        self._mass = zeros(heads)
+
+    def add(self, hidden: torch.Tensor) -> None:
+        """Takes normed inputs of the attention, [windows, length, hidden]; a window starts at position 0."""
+        spec = self.spec
+        half = spec.head_dim // 2
+        query = self._project(hidden, self.weights.q_weight, self.weights.q_bias, self.weights.q_norm)
+        key = self._project(hidden, self.weights.k_weight, self.weights.k_bias, self.weights.k_norm)
+        features = torch.cat([key.flatten(2), hidden], -1) if spec.qk_norm else hidden
+        features = features.flatten(0, 1).double()
+        self.tokens += features.shape[0]
+        self._sum += features.sum(0)
+        self._outer += features.T @ features
+        rows = query.flatten(0, 1).transpose(0, 1).double()  # [H, tokens, d]
+        self._query += rows.mT @ rows
+        pairs = torch.complex(key[..., :half], key[..., half:]).flatten(0, 1).permute(2, 1, 0)  # [half, h_kv, tokens]
+        self._key += (pairs @ pairs.mH).to(torch.complex128)
+        if self.phases:
+            self._add_phases(query.transpose(1, 2), key.transpose(1, 2))
+
+    def finish(self) -> LayerStatistics:
+        """The statistics of everything added."""
+        mean = self._sum / self.tokens
+        covariance = self._outer / self.tokens - torch.outer(mean, mean)
+        phase = None
+        if self.phases:  # a head that never looks past the sink has no distances: treat its pairs as un-turned
+            mass = self._mass[:, None]
+            phase = torch.where(mass > 0, self._phase / mass.clamp_min(1e-30), torch.ones_like(self._phase))
+        return LayerStatistics(
+            tokens=self.tokens,
+            mean=mean,
+            covariance=(covariance + covariance.T) / 2,
+            query_second_moment=self._query / self.tokens,
+            key_covariance=self._key / self.tokens,
+            mean_phase=phase,
+        )
+
+    def _project(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[windows, length, heads, d]: projection, bias and head norm, before RoPE."""
+        heads = torch.nn.functional.linear(hidden, weight, bias).unflatten(-1, (-1, self.spec.head_dim))
+        if norm is not None:
+            heads = torch.nn.functional.rms_norm(heads, (self.spec.head_dim,), norm, self.spec.norm_eps)
+        return heads
+
+    def _add_phases(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        """query [windows, H, length, d], key [windows, h_kv, length, d]."""
+        spec, length = self.spec, query.shape[2]
+        half = spec.head_dim // 2
+        position = torch.arange(length, device=query.device, dtype=torch.float64)
+        angle = position[:, None] * spec.inv_freq.to(query.device, torch.float64)  # [length, half]
+        cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
+        turns = torch.cat([cos, sin], -1)
+        query = _rotate(query, cos, sin) * (spec.attention_factor**2 * spec.softmax_scale)
+        key = _rotate(key, cos, sin).repeat_interleave(spec.group_size, 1)
+        step = max(1, min(length, _MAP_ELEMENTS // (query.shape[0] * query.shape[1] * length)))
+        for start in range(0, length, step):
+            rows = slice(start, min(start + step, length))
+            seen = rows.stop  # keys after the last query of this block are masked for all of them
+            scores = query[:, :, rows] @ key[:, :, :seen].mT
+            ahead = position[None, :seen] - position[rows, None]
+            hidden = ahead > 0
+            if self.window is not None:
+                hidden |= ahead <= -self.window
+            weight = torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
+            weight[..., 0] = 0  # the sink: attended for its lack of content, at any distance
+            # Σ_t p exp(iθ(s − t)) = exp(iθs) (Σ_t p cos θt − i Σ_t p sin θt), summed over queries s and windows
+            real, imag = (weight @ turns[:seen]).split(half, -1)
+            turned = (cos[rows] * real + sin[rows] * imag, sin[rows] * real - cos[rows] * imag)
+            self._phase += torch.complex(*(part.sum((0, 2), dtype=torch.float64) for part in turned))
+            self._mass += weight.sum((0, 2, 3), dtype=torch.float64)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class ActivationStore:
+    """Hidden states of all windows at one layer boundary: in memory, or in a mapped file when larger than a limit.
+
+    Args:
+        windows, length, hidden_size: shape.
+        dtype: of the activations (bfloat16 is stored as its bits).
+        folder: where the file goes when one is needed.
+        spill_bytes: larger stores go to disk.
+    """
+
+    def __init__(
+        self,
+        windows: int,
+        length: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        folder: Path,
+        spill_bytes: int = SPILL_BYTES,
+    ) -> None:
+        shape = (windows, length, hidden_size)
+        size = windows * length * hidden_size * dtype.itemsize
+        self.path: Path | None = None
+        if size <= spill_bytes:
+            self._data = torch.empty(shape, dtype=dtype)
+        else:
+            handle, count = f"activations-{id(self):x}.bin", size
+            self.path = folder / handle
+            mapped = np.memmap(self.path, dtype=np.uint8, mode="w+", shape=(count,))
+            self._data = torch.from_numpy(mapped).view(dtype).view(shape)
+
+    def __len__(self) -> int:
+        return self._data.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a window."""
+        return self._data.shape[1]
+
+    def read(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Windows ``start:stop`` as a tensor of its own, [stop − start, length, hidden]."""
+        return self._data[start:stop].to(device, copy=True)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Puts windows back at ``start``."""
+        self._data[start : start + values.shape[0]] = values.to("cpu")
+
+    def close(self) -> None:
+        """Frees the memory or removes the file."""
+        self._data = torch.empty(0, 0, 0)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)

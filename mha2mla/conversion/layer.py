@@ -1,0 +1,130 @@
+"""One source layer and its statistics in, the tensors of one MLA layer out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
+from mha2mla.conversion.calibration import LayerStatistics
+from mha2mla.conversion.low_rank import LatentFactors, LatentProblem, factorise
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.rope_selection import RotaryBasis, select_rotary_basis
+from mha2mla.geometry import MLAGeometry
+
+
+@dataclass(frozen=True)
+class ConvertedBiases:
+    """Which attention biases a converted model has; the same for all layers, since the config says it once."""
+
+    q: bool
+    kv: bool
+    o: bool
+
+
+def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) -> ConvertedBiases:
+    """The biases that exact conversion needs (CONVERSION §3).
+
+    A query bias stays. A key bias stays on rotary dims only. A value bias, and the mean that a centred latent loses, go
+    through ``o_proj``. Under q/k-norm the key's bias stays with ``k_proj``.
+    """
+    return ConvertedBiases(
+        q=spec.q_bias,
+        kv=spec.k_bias,
+        o=spec.o_bias or spec.v_bias or (recipe.centered and not recipe.is_exact(geometry)),
+    )
+
+
+def convert_layer(
+    spec: SourceSpec,
+    geometry: MLAGeometry,
+    recipe: Recipe,
+    weights: AttentionWeights,
+    statistics: LayerStatistics | None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of one MLA layer, named as in the checkpoint below ``self_attn.``, float64 (``inv_freq`` float32).
+
+    Args:
+        weights: float64.
+        statistics: of this layer; None when the recipe needs none.
+    """
+    basis = select_rotary_basis(spec, geometry, recipe, statistics)
+    basis = RotaryBasis(**{name: value.to(weights.q_weight.device) for name, value in vars(basis).items()})
+    factors = factorise(latent_problem(spec, weights, basis, statistics), geometry.kv_lora_rank, recipe)
+    return assemble(spec, geometry, recipe, weights, basis, factors)
+
+
+def latent_problem(
+    spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis, statistics: LayerStatistics | None
+) -> LatentProblem:
+    """What the latent of this layer must hold, once the rotary part is chosen."""
+    heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    value = weights.v_weight.view(kv_heads, d, -1)
+    if spec.qk_norm:  # u = [normed keys | hidden state]
+        key = torch.cat([basis.key_nope, basis.key_nope.new_zeros(*basis.key_nope.shape[:2], spec.hidden_size)], -1)
+        value = torch.cat([value.new_zeros(kv_heads, d, kv_heads * d), value], -1)
+    else:
+        key = basis.key_nope @ weights.k_weight
+    nope = basis.query_nope.shape[1]
+    if statistics is None:
+        metric = torch.eye(nope, dtype=key.dtype, device=key.device).expand(kv_heads, nope, nope)
+    else:
+        moment = statistics.query_second_moment.to(key.device)
+        read = basis.query_nope @ moment @ basis.query_nope.mT
+        metric = read.view(kv_heads, spec.group_size, nope, nope).sum(1)
+    out = weights.o_weight.view(-1, heads, d).transpose(0, 1)  # [H, hidden, d]
+    value_metric = (out.mT @ out).view(kv_heads, spec.group_size, d, d).sum(1)
+    return LatentProblem(
+        key=key,
+        value=value,
+        key_metric=metric,
+        value_metric=value_metric,
+        mean=None if statistics is None else statistics.mean.to(key.device),
+        covariance=None if statistics is None else statistics.covariance.to(key.device),
+    )
+
+
+def assemble(
+    spec: SourceSpec,
+    geometry: MLAGeometry,
+    recipe: Recipe,
+    weights: AttentionWeights,
+    basis: RotaryBasis,
+    factors: LatentFactors,
+) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors from the two choices of a layer (names and shapes: ``modeling.MLAAttention``)."""
+    heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    biases = converted_biases(spec, geometry, recipe)
+    query_map = torch.cat([basis.query_nope, basis.query_rope], 1)  # [H, d_n + d_r, d]
+    key_rope = basis.key_rope.flatten(0, 1)  # [G d_r, h_kv d]
+    tensors: dict[str, torch.Tensor] = {}
+    if spec.qk_norm:
+        width = kv_heads * d
+        tensors["q_proj.weight"], tensors["q_norm.weight"] = weights.q_weight, weights.q_norm
+        tensors["k_proj.weight"], tensors["k_norm.weight"] = weights.k_weight, weights.k_norm
+        tensors["q_b_proj"] = query_map
+        tensors["k_a_proj.weight"] = torch.cat([factors.encoder[:, :width], key_rope])
+        tensors["v_a_proj.weight"] = factors.encoder[:, width:]
+        if biases.q:
+            tensors["q_proj.bias"] = weights.q_bias
+        if biases.kv:
+            tensors["k_proj.bias"] = weights.k_bias
+    else:
+        tensors["q_proj.weight"] = (query_map @ weights.q_weight.view(heads, d, -1)).flatten(0, 1)
+        tensors["kv_a_proj.weight"] = torch.cat([factors.encoder, key_rope @ weights.k_weight])
+        if biases.q:
+            tensors["q_proj.bias"] = (query_map @ weights.q_bias.view(heads, d, 1)).flatten()
+        if biases.kv:  # the latent has no bias: what it would add to a score is the same for every token
+            latent = weights.k_bias.new_zeros(geometry.kv_lora_rank)
+            tensors["kv_a_proj.bias"] = torch.cat([latent, key_rope @ weights.k_bias])
+    if geometry.qk_nope_head_dim:
+        tensors["k_b_proj"] = factors.key_decoder
+    tensors["v_b_proj"] = factors.value_decoder
+    tensors["o_proj.weight"] = weights.o_weight
+    if biases.o:
+        offset = factors.value_offset if weights.v_bias is None else factors.value_offset + weights.v_bias.view(kv_heads, d)
+        folded = weights.o_weight @ offset.repeat_interleave(spec.group_size, 0).flatten()
+        tensors["o_proj.bias"] = folded if weights.o_bias is None else folded + weights.o_bias
+    tensors["inv_freq"] = basis.inv_freq.float()
+    return tensors

@@ -1,0 +1,247 @@
+"""What a conversion is asked to do: one frozen dataclass, its YAML/dict round trip, and the rule from bytes to ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mha2mla.conversion.adapters import SourceSpec
+from mha2mla.geometry import MLAGeometry
+
+LAYOUTS = ("per-group", "shared")
+ROPE_SELECTIONS = ("high", "low", "uniform", "2-norm", "rotation")
+LOW_RANKS = ("svd-joint", "svd-split", "whitened-joint")
+DEFAULT_CACHE_RATIO = 0.5
+GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a layer is turned into MLA, and how many numbers per token it may cache.
+
+    The target is either ``cache_ratio`` or the pair ``kv_lora_rank`` and ``qk_rope_head_dim``; with neither,
+    ``cache_ratio`` is 0.5.
+
+    Args:
+        layout: ``"per-group"`` keeps one rotary key per kv head (G = h_kv; MHA gives G = H), every head the same number
+            of pairs. ``"shared"`` keeps one rotary key for all heads (G = 1, DeepSeek's layout).
+        rope_selection: which rotary pairs stay rotary. The candidates are (frequency, kv head): every head keeps its own
+            best in the per-group layout, the best of all heads together stay in the shared one.
+
+            * ``"high"`` / ``"low"``: highest / lowest frequencies (in the shared layout the same ones for all heads);
+            * ``"uniform"``: evenly spaced over the frequencies;
+            * ``"2-norm"``: largest root mean square |q| · |k| (arXiv 2502.14837, S_2-norm);
+            * ``"rotation"``: largest E|q|² E|k|² · cost, where cost is what not rotating a pair changes: 2 (1 − Re g), or
+              1 − |g|² with ``mean_phase``; g = E exp(iθΔ) over attention-weighted distances Δ without the sink column.
+              In the shared layout the candidates are the principal components of all kv heads' keys within one frequency
+              (a unitary basis: RoPE commutes with it).
+        low_rank: how the un-rotated keys and the values become one latent.
+
+            * ``"svd-joint"``: truncated SVD of the stacked weights [W_K; W_V] (arXiv 2502.14837);
+            * ``"svd-split"``: two SVDs, the rank divided in proportion to the keys' and values' widths;
+            * ``"whitened-joint"``: principal components of the outputs on calibration text, which is the SVD of the
+              stacked weights times the square root of the input covariance.
+        cache_ratio: cached numbers after / before, in (0, 1]; never exceeded. 1.0 is full rank: every pair stays rotary,
+            the latent holds the values, the model is the source to rounding. Otherwise ``rope_share`` of the budget is
+            rotary, rounded to the nearest multiple of 8 per rope head (at least 8), and what is left, rounded down to a
+            multiple of 8, is latent.
+        kv_lora_rank: latent width d_c; needs ``qk_rope_head_dim``.
+        qk_rope_head_dim: rotary width d_r of a rope head, even; needs ``kv_lora_rank``.
+        rope_share: rotary share of a ``cache_ratio`` budget.
+        mean_phase: multiply the query of an un-rotated pair by g instead of 1 (estimated per query head).
+        centered: put the values' mean, as far as the latent loses it, into ``o_proj.bias`` (a value bias goes there
+            anyway), and fit ``"whitened-joint"`` to deviations from the mean: an un-rotated key's mean is invisible to
+            softmax. Off: no bias is created, for engines that cannot hold one.
+        query_weighting: ``"whitened-joint"`` measures key errors by the queries' second moment.
+        output_weighting: ``"whitened-joint"`` measures value errors after ``o_proj``.
+        key_weight: energy of the keys relative to the values in ``"whitened-joint"``, after both are scaled to the same
+            energy.
+        longrope_table: which of longrope's two tables becomes the layer's: ``"short"`` (lengths up to the original
+            maximum) or ``"long"``.
+        calibration_text: what ``mha2mla.texts.load_text`` takes.
+        calibration_tokens: tokens of calibration text, rounded down to whole windows.
+        calibration_length: window length; calibrate at the length you will run.
+        seed: chooses the calibration windows.
+
+    Raises:
+        ValueError: naming the field, its value and what was expected.
+    """
+
+    layout: str = "per-group"
+    rope_selection: str = "rotation"
+    low_rank: str = "whitened-joint"
+    cache_ratio: float | None = None
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    rope_share: float = 0.25
+    mean_phase: bool = True
+    centered: bool = True
+    query_weighting: bool = True
+    output_weighting: bool = True
+    key_weight: float = 4.0
+    longrope_table: str = "short"
+    calibration_text: str = "builtin:pydoc"
+    calibration_tokens: int = 16384
+    calibration_length: int = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("layout", LAYOUTS),
+            ("rope_selection", ROPE_SELECTIONS),
+            ("low_rank", LOW_RANKS),
+            ("longrope_table", ("short", "long")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, choices))}")
+        for name in ("mean_phase", "centered", "query_weighting", "output_weighting"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected true or false")
+        for name in ("cache_ratio", "rope_share", "key_weight"):
+            value = getattr(self, name)
+            if name == "cache_ratio" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name} is {value!r}; expected a number > 0")
+        if self.cache_ratio is not None and self.cache_ratio > 1:
+            raise ValueError(f"cache_ratio is {self.cache_ratio!r}; expected at most 1.0 (full rank)")
+        if self.rope_share >= 1:
+            raise ValueError(f"rope_share is {self.rope_share!r}; expected less than 1 (the latent needs the rest)")
+        for name, least in (
+            ("kv_lora_rank", 1),
+            ("qk_rope_head_dim", 2),
+            ("calibration_tokens", 1),
+            ("calibration_length", 2),
+            ("seed", 0),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("kv_lora_rank", "qk_rope_head_dim"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; expected an int >= {least}")
+        if (self.kv_lora_rank is None) != (self.qk_rope_head_dim is None):
+            given, missing = ("kv_lora_rank", "qk_rope_head_dim")[:: 1 if self.kv_lora_rank is not None else -1]
+            raise ValueError(f"{given} is {getattr(self, given)} but {missing} is not given; expected both or neither")
+        if self.kv_lora_rank is not None and self.cache_ratio is not None:
+            raise ValueError(
+                f"cache_ratio is {self.cache_ratio!r} beside kv_lora_rank={self.kv_lora_rank}; expected either a ratio or"
+                " ranks"
+            )
+        if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; expected an even number (RoPE turns pairs)")
+        if not isinstance(self.calibration_text, str) or not self.calibration_text:
+            raise ValueError(f"calibration_text is {self.calibration_text!r}; expected the name of a text")
+        if self.calibration_tokens < self.calibration_length:
+            raise ValueError(
+                f"calibration_tokens is {self.calibration_tokens}; expected at least one window of"
+                f" calibration_length={self.calibration_length}"
+            )
+
+    @property
+    def target_cache_ratio(self) -> float | None:
+        """The ratio asked for; None when ranks are given."""
+        if self.kv_lora_rank is not None:
+            return None
+        return DEFAULT_CACHE_RATIO if self.cache_ratio is None else float(self.cache_ratio)
+
+    def geometry(self, spec: SourceSpec) -> MLAGeometry:
+        """The geometry that this recipe gives a layer of ``spec``.
+
+        Raises:
+            ValueError: the target does not fit the source (more pairs or more rank than it has, or a budget too small).
+        """
+        heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+        rope_heads = kv_heads if self.layout == "per-group" else 1
+        key_width = kv_heads * head_dim
+        all_pairs = key_width // rope_heads
+        if self.kv_lora_rank is not None:
+            rope, rank = self.qk_rope_head_dim, self.kv_lora_rank
+            if rope > all_pairs:
+                raise ValueError(
+                    f"qk_rope_head_dim is {rope}; expected at most {all_pairs}, all the pairs that {kv_heads} kv heads of"
+                    f" width {head_dim} have in the {self.layout} layout"
+                )
+        elif self.target_cache_ratio == 1.0:
+            rope, rank = all_pairs, key_width
+        else:
+            budget = math.floor(self.target_cache_ratio * 2 * key_width + 1e-9)
+            rope = max(GRANULE, GRANULE * math.floor(self.rope_share * budget / rope_heads / GRANULE + 0.5))
+            rope = min(rope, all_pairs // 2 * 2)
+            rank = (budget - rope * rope_heads) // GRANULE * GRANULE
+            if rank < GRANULE:
+                raise ValueError(
+                    f"cache_ratio is {self.target_cache_ratio}, {budget} numbers per token and layer, of which the smallest"
+                    f" rotary part ({rope_heads} x {rope}) leaves {budget - rope * rope_heads} for the latent; expected at"
+                    f" least {GRANULE}: use a larger ratio or the shared layout"
+                )
+        full = 2 * key_width - rope * rope_heads
+        if rank > full:
+            raise ValueError(
+                f"kv_lora_rank is {rank}; expected at most {full}, which with {rope_heads} x {rope} rotary numbers is"
+                " already everything that the source caches"
+            )
+        nope = 0 if rope == all_pairs else head_dim - rope if self.layout == "per-group" else head_dim
+        return MLAGeometry(
+            num_attention_heads=heads,
+            num_rope_heads=rope_heads,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=rope,
+            qk_nope_head_dim=nope,
+            v_head_dim=head_dim,
+            num_key_value_heads=kv_heads,
+        )
+
+    def is_exact(self, geometry: MLAGeometry) -> bool:
+        """Whether the converted layer is the source layer to rounding: all pairs rotate and no value is lost."""
+        return geometry.qk_nope_head_dim == 0 and (
+            geometry.kv_lora_rank >= geometry.num_key_value_heads * geometry.v_head_dim
+        )
+
+    def needs_phases(self, geometry: MLAGeometry) -> bool:
+        """Whether attention-weighted distances must be measured."""
+        return geometry.qk_nope_head_dim > 0 and (self.rope_selection == "rotation" or self.mean_phase)
+
+    def needs_calibration(self, geometry: MLAGeometry) -> bool:
+        """Whether any statistic of calibration text enters the weights."""
+        if self.is_exact(geometry):
+            return False
+        selects = geometry.qk_nope_head_dim > 0 and self.rope_selection in ("2-norm", "rotation")
+        return selects or self.needs_phases(geometry) or self.centered or self.low_rank == "whitened-joint"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Recipe:
+        """A recipe from plain values; absent keys take their defaults, unknown ones are refused."""
+        if not isinstance(values, dict):
+            raise ValueError(f"recipe is {values!r}; expected a mapping of recipe keys")
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ValueError(f"recipe key {key!r} is unknown; expected one of {', '.join(known)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Recipe:
+        """A recipe from a YAML file.
+
+        Raises:
+            ValueError: the file is no YAML mapping of recipe keys.
+        """
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"recipe file {path} is not YAML: {error}") from error
+        return cls.from_dict({} if values is None else values)
+
+    def to_yaml(self, path: str | Path | None = None) -> str:
+        """YAML text of this recipe, also written to ``path`` when one is given."""
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text

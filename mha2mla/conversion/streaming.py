@@ -1,0 +1,150 @@
+"""Running a causal language model layer by layer: one layer's weights in memory at a time, source and converted alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from mha2mla.conversion.adapters import TensorSource
+from mha2mla.conversion.calibration import ActivationStore
+
+
+class StreamedModel:
+    """The modules of a Llama-shaped causal language model, filled from a checkpoint when they are needed.
+
+    The model class is transformers' own (or this package's), built without memory on the meta device, so that what runs is
+    what ``from_pretrained`` would run.
+
+    Args:
+        config: of a registered model with ``model.embed_tokens``, ``model.layers``, ``model.norm``, ``model.rotary_emb`` and
+            ``lm_head``.
+        source: its tensors.
+        sliding_windows: per layer, visible tokens or None.
+        device, dtype: of the computation; rotary tables stay float32.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        source: TensorSource,
+        sliding_windows: tuple[int | None, ...],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config, self.source, self.sliding_windows = config, source, sliding_windows
+        self.device, self.dtype = device, dtype
+        with torch.device("meta"):
+            self.skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        base = self.skeleton.model
+        # Its tables are computed from the config, never stored; on the meta device they would be lost.
+        rotary_config = getattr(base.rotary_emb, "config", config)
+        self._rotary = type(base.rotary_emb)(rotary_config).to(device)
+
+    def expected_names(self) -> frozenset[str]:
+        """State-dict names of the model, without the ones tied to another."""
+        tied = self.skeleton._tied_weights_keys or {}
+        names = set(self.skeleton.state_dict())
+        if self.config.tie_word_embeddings:
+            names -= set(tied)
+        return frozenset(names)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.skeleton.model.layers)
+
+    @torch.inference_mode()
+    def embed(self, tokens: torch.Tensor, store: ActivationStore) -> None:
+        """Writes the embeddings of ``tokens`` [windows, length] to ``store``."""
+        table = self._tensor("model.embed_tokens.weight")
+        for window in range(tokens.shape[0]):
+            store.write(window, table[tokens[window].to(self.device)][None])
+
+    def layer(self, index: int) -> nn.Module:
+        """Decoder layer ``index`` with its weights."""
+        return self._fill(self.skeleton.model.layers[index], f"model.layers.{index}.")
+
+    @torch.inference_mode()
+    def run_layer(
+        self,
+        layer: nn.Module,
+        index: int,
+        store: ActivationStore,
+        *,
+        batch: int,
+        observe: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """Replaces the activations in ``store`` by the output of ``layer``.
+
+        Args:
+            batch: windows at a time.
+            observe: called with the normed input of the attention, [windows, length, hidden], of every batch.
+        """
+        handle = None
+        if observe is not None:
+
+            def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+                observe(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+            handle = layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            position = torch.arange(store.length, device=self.device)[None]
+            mask = self._mask(index, store.length)
+            for start in range(0, len(store), batch):
+                hidden = store.read(start, min(start + batch, len(store)), self.device)
+                output = layer(
+                    hidden,
+                    attention_mask=mask,
+                    position_ids=position,
+                    position_embeddings=self._rotary(hidden, position),
+                    past_key_values=None,
+                    use_cache=False,
+                )
+                store.write(start, output[0] if isinstance(output, tuple) else output)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def head(self) -> nn.Module:
+        """Final norm and language-model head: hidden states [..., hidden] -> logits [..., vocabulary]."""
+        norm = self._fill(self.skeleton.model.norm, "model.norm.")
+        tied = self.config.tie_word_embeddings
+        weight = self._tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
+        lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        lm_head.weight = nn.Parameter(weight, requires_grad=False)
+        return nn.Sequential(norm, lm_head)
+
+    def _mask(self, index: int, length: int) -> torch.Tensor | None:
+        window = self.sliding_windows[index]
+        if window is None or window >= length:
+            return None  # SDPA's own causal path
+        position = torch.arange(length, device=self.device)
+        distance = position[:, None] - position[None]
+        return ((distance >= 0) & (distance < window))[None, None]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self.source.tensor(name).to(self.device, self.dtype)
+
+    def _fill(self, module: nn.Module, prefix: str) -> nn.Module:
+        # The meta module stays empty: a filled copy leaves memory when its user lets go of it.
+        with torch.device("meta"):
+            filled = _clone(module)
+        state = {}
+        for name in module.state_dict():
+            tensor = self.source.tensor(prefix + name)
+            keep = name.endswith("inv_freq")
+            state[name] = tensor.to(self.device, torch.float32 if keep else self.dtype)
+        filled.load_state_dict(state, assign=True, strict=True)
+        for name, tensor in [*filled.named_parameters(), *filled.named_buffers()]:
+            if tensor.is_meta:
+                raise ValueError(f"{prefix}{name} is not stored in the checkpoint")
+        return filled.eval().requires_grad_(False)
+
+
+def _clone(module: nn.Module) -> nn.Module:
+    from copy import deepcopy
+
+    return deepcopy(module)
