@@ -1,7 +1,7 @@
 """Evaluation: what a conversion cost in quality, and what it gained in memory and speed."""
 
 from mha2mla.eval.environment import collect_environment
-from mha2mla.eval.latency import attention_latency
+from mha2mla.eval.latency import attention_latency, decode_step_latency, model_latency
 from mha2mla.eval.quality import QualityReport, evaluate_quality
 from mha2mla.eval.report import print_table, write_json
 
@@ -11,6 +11,7 @@ __all__ = [
     "collect_environment",
     "decode_step_latency",
     "evaluate_quality",
+    "model_latency",
     "print_table",
     "write_json",
 ]

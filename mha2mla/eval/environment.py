@@ -32,9 +32,9 @@ def collect_environment(device: int = 0) -> dict[str, Any]:
         device: index of the GPU as the driver counts them.
 
     Returns:
-        ``date`` (UTC, ISO 8601), ``commit`` (with ``+dirty`` when tracked files differ; where there is no git, the
-        variable ``MHA2MLA_COMMIT``), ``python``, ``platform``, ``cpu``, ``cpu_count``, one version per library, ``cuda``
-        (what torch was built for), ``gpu``, ``driver``, clocks in MHz, ``power_cap_w`` in W, ``memory_mib`` in MiB.
+        ``date`` (UTC, ISO 8601); ``commit``, with ``+dirty`` when tracked files differ (where there is no git: what
+        ``MHA2MLA_COMMIT`` says); ``python``, ``platform``, ``cpu``, ``cpu_count``; one version per library; ``cuda``,
+        what torch was built for; ``gpu``, ``driver``, clocks in MHz, ``power_cap_w`` in W, ``memory_mib`` in MiB.
     """
     report: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mha2mla.eval.loading import check_device, load_model
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
 
@@ -376,6 +377,193 @@ def _check_mla(out: Tensor, paged: _PagedInputs, scale: float) -> Check:
             sequences.append(plain_mla(q_latent, q_pe, latent, k_pe, scale))
         results[dtype] = torch.stack(sequences)
     return compare(out[:, 0], results[out.dtype], results[torch.float64])
+
+
+@torch.inference_mode()
+def decode_step_latency(
+    models: Mapping[str, torch.nn.Module],
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    seqlens: Sequence[int] = (512,),
+    min_run_time: float = 0.5,
+    prefill_chunk: int = 1024,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """One whole decode step of each model: a token in, logits out, ``seqlen`` tokens cached with the new one.
+
+    Each model fills a cache of fixed size with the same random tokens, then makes the same step again and again, the
+    cache being put back by one token after each. The step's logits are checked first: against the same model in float64
+    without a cache (norms and angles in float32, as transformers has them), with its cacheless logits at its own dtype
+    as the yardstick.
+
+    Args:
+        models: name → causal language model, all on one device; for instance ``{"source": …, "converted": …}``.
+        batch_sizes, seqlens: every pair of them is measured.
+        min_run_time: seconds of measurement per row.
+        prefill_chunk: tokens per sequence that are prefilled at a time.
+        seed: of the tokens.
+
+    Returns:
+        Rows with the keys of :data:`COLUMNS`, and ``ms_per_token`` (median; a step yields ``batch`` tokens at once).
+        The float64 check makes a copy of a model's weights at eight bytes each.
+    """
+    rows = []
+    longest, largest = max(seqlens), max(batch_sizes)
+    # The first and the last sequence of every batch are checked.
+    checked = sorted({0} | {batch - 1 for batch in batch_sizes})
+    for name, model in models.items():
+        device, dtype = model.device, model.dtype
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, model.config.vocab_size, (largest, longest), generator=generator).to(device)
+        positions = torch.tensor([seqlen - 1 for seqlen in seqlens], device=device)
+        # Attention is causal: the logits after a prefix do not depend on what follows, so one pass serves all lengths.
+        yardstick = _logits_without_cache(model, ids[checked], positions)
+        exact = _logits_without_cache(copy.deepcopy(model).double(), ids[checked], positions)
+        for batch in batch_sizes:
+            for column, seqlen in enumerate(seqlens):
+                row = {
+                    "op": "decode step",
+                    "implementation": name,
+                    "batch": batch,
+                    "seqlen": seqlen,
+                    "dtype": _name(dtype),
+                    "device": device.type,
+                    "cache_bytes": batch * seqlen * cache_bytes_per_token(model, dtype.itemsize),
+                }
+                step = _DecodeStep.prefilled(model, ids[:batch, :seqlen], prefill_chunk)
+                here = [index for index, sequence in enumerate(checked) if sequence in (0, batch - 1)]
+                out = step()[sorted({0, batch - 1})]
+                check = compare(out, yardstick[here, column], exact[here, column])
+                row |= _measured(step, check, row["cache_bytes"], device, min_run_time)
+                if "us_p50" in row:
+                    row["ms_per_token"] = row["us_p50"] / 1e3
+                rows.append(row)
+    return rows
+
+
+def cache_bytes_per_token(model: torch.nn.Module, itemsize: int) -> int:
+    """Bytes that all layers of a model cache per token, for elements of ``itemsize`` bytes; source or converted."""
+    config = model.config
+    if hasattr(config, "cache_bytes_per_token"):
+        return config.cache_bytes_per_token(itemsize)
+    config = config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
+
+
+def _logits_without_cache(model: torch.nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
+    """[sequences, positions, vocabulary] logits of whole texts, one text at a time."""
+    return torch.cat([model(input_ids=text[None], use_cache=False, logits_to_keep=positions).logits for text in ids])
+
+
+@dataclass(frozen=True)
+class _DecodeStep:
+    """A model, its filled cache and the next token: calling it makes the step, and leaves the cache as it was."""
+
+    model: torch.nn.Module
+    cache: Any
+    token: Tensor
+    position: Tensor
+
+    @classmethod
+    def prefilled(cls, model: torch.nn.Module, ids: Tensor, chunk: int) -> _DecodeStep:
+        """All but the last of ``ids [B, T]`` go into the cache; the last is the step's token."""
+        batch, seqlen = ids.shape
+        cache = _fixed_cache(model, seqlen)
+        for start in range(0, seqlen - 1, chunk):
+            part = slice(start, min(start + chunk, seqlen - 1))
+            positions = torch.arange(part.start, part.stop, device=ids.device).expand(batch, -1)
+            model(
+                input_ids=ids[:, part], past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1
+            )
+        position = torch.full((batch, 1), seqlen - 1, device=ids.device)
+        return cls(model, cache, ids[:, -1:].clone(), position)
+
+    def __call__(self) -> Tensor:
+        logits = self.model(
+            input_ids=self.token, past_key_values=self.cache, position_ids=self.position, use_cache=True
+        ).logits[:, 0]
+        for layer in self.cache.layers:
+            layer.cumulative_length.sub_(1)
+        return logits
+
+
+def _fixed_cache(model: torch.nn.Module, length: int) -> Any:
+    """The cache of fixed size that ``generate(cache_implementation="static")`` gives a model."""
+    if model.config.model_type == "mha2mla":
+        from mha2mla.modeling import LatentCache
+
+        return LatentCache(model.config, max_cache_len=length)
+    from transformers import StaticCache
+
+    return StaticCache(config=model.config, max_cache_len=length)
+
+
+def model_latency(
+    source: Any,
+    converted: Any,
+    *,
+    op: str = "both",
+    batch_sizes: Sequence[int] = (1, 8),
+    seqlens: Sequence[int] = (512, 2048),
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    page_size: int = 64,
+    layer: int = 0,
+    backend: str | None = None,
+    min_run_time: float = 0.5,
+) -> list[dict[str, Any]]:
+    """Latency of a converted checkpoint beside its source: attention op of one layer, whole decode step, or both.
+
+    Args:
+        source, converted: folder, hub id, or a loaded causal language model.
+        op: ``"attention"``, ``"step"`` or ``"both"``.
+        dtype: what to compute in; default bfloat16 on CUDA, float32 on a CPU. Loaded models keep theirs.
+        layer: whose geometry the attention op has.
+        backend: of the decode op, in both measurements; ``None`` lets it choose.
+        batch_sizes, seqlens, page_size, min_run_time: as in :func:`attention_latency` and :func:`decode_step_latency`.
+
+    Raises:
+        FileNotFoundError: a folder that is not there.
+        ValueError: an argument out of range, or ``converted`` is no converted model.
+    """
+    if op not in ("attention", "step", "both"):
+        raise ValueError(f"op is {op!r}; expected 'attention', 'step' or 'both'")
+    for name, values in (("batch_sizes", batch_sizes), ("seqlens", seqlens)):
+        least = 1 if name == "batch_sizes" else 2
+        if not values or any(value < least for value in values):
+            raise ValueError(f"{name} is {list(values)}; expected one or more numbers >= {least}")
+    device = check_device(device)
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    converted = load_model(converted, "converted", device=device, dtype=dtype)
+    config = converted.config
+    if config.model_type != "mha2mla":
+        raise ValueError(f"converted has model_type {config.model_type!r}; expected 'mha2mla', a converted checkpoint")
+    if not 0 <= layer < config.num_hidden_layers:
+        raise ValueError(f"layer is {layer}; expected 0 to {config.num_hidden_layers - 1}")
+    rows = []
+    if op in ("attention", "both"):
+        rows += attention_latency(
+            config.layer_geometry(layer),
+            batch_sizes=batch_sizes,
+            seqlens=seqlens,
+            dtype=converted.dtype,
+            device=converted.device,
+            page_size=page_size,
+            softmax_scale=config.softmax_scale,
+            backend=backend,
+            min_run_time=min_run_time,
+        )
+    if op in ("step", "both"):
+        source = load_model(source, "source", device=device, dtype=dtype)
+        converted.config.decode_backend = backend
+        rows += decode_step_latency(
+            {"source": source, "converted": converted},
+            batch_sizes=batch_sizes,
+            seqlens=seqlens,
+            min_run_time=min_run_time,
+        )
+    return rows
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -9,9 +9,24 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from mha2mla.eval.loading import load_model, load_tokenizer
+
 # Log-probabilities are taken in float32 over slices of at most this many logits (2**25 float32 = 128 MiB), so that a
 # large vocabulary times a long window does not decide how much memory an evaluation takes.
 _LOGITS_PER_SLICE = 2**25
+
+COLUMNS = {
+    "perplexity_source": "perplexity source",
+    "perplexity_converted": "converted",
+    "perplexity_ratio": "ratio",
+    "kl": "KL (nats)",
+    "top1_agreement": "top-1 agreement",
+    "num_tokens": "tokens",
+    "seqlen": "window",
+    "text": "text",
+    "dtype": "dtype",
+    "device": "device",
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +90,7 @@ def evaluate_quality(
         dtype: what folders are loaded as. float32 compares the conversions, not the rounding.
 
     Raises:
+        FileNotFoundError: a folder that is not there.
         ValueError: the two do not share one vocabulary or cut the text into different tokens; ``seqlen`` or
             ``max_tokens`` is too small; the text is shorter than one window.
     """
@@ -84,16 +100,13 @@ def evaluate_quality(
         raise ValueError(f"seqlen is {seqlen}; expected at least 2 (the first token of a window is not scored)")
     if max_tokens < seqlen:
         raise ValueError(f"max_tokens is {max_tokens}; expected at least one window of seqlen={seqlen} tokens")
-    tokenizer = tokenizer if tokenizer is not None else _tokenizer_of(source, "source")
+    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source, "source")
     content = load_text(text)
     _check_same_tokens(tokenizer, converted, content[:20_000])
-    source, converted = (_loaded(model, device, dtype) for model in (source, converted))
+    source = load_model(source, "source", device=device, dtype=dtype)
+    converted = load_model(converted, "converted", device=device, dtype=dtype)
     _check_same_vocabulary(source, converted)
-    available = len(tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"])
-    count = min(max_tokens, available) // seqlen
-    if count == 0:
-        raise ValueError(f"text is {text!r} with {available} tokens; expected at least one window of seqlen={seqlen}")
-    windows = token_windows(tokenizer, content, length=seqlen, count=count)
+    windows = token_windows(tokenizer, content, length=seqlen, count=max_tokens // seqlen)
 
     nll_source = nll_converted = divergence = 0.0
     agreeing = scored = 0
@@ -120,7 +133,7 @@ def evaluate_quality(
         kl=divergence / scored,
         top1_agreement=agreeing / scored,
         num_tokens=scored,
-        num_windows=count,
+        num_windows=len(windows),
         seqlen=seqlen,
         text=text,
         dtype=str(converted.dtype).removeprefix("torch."),
@@ -131,27 +144,6 @@ def evaluate_quality(
 def _exp(mean_nll: float) -> float:
     """exp that says infinity instead of raising: a broken model has a perplexity too."""
     return math.exp(mean_nll) if mean_nll < 700 else math.inf if mean_nll == mean_nll else math.nan
-
-
-def _loaded(model: Any, device: str | torch.device | None, dtype: torch.dtype) -> torch.nn.Module:
-    if isinstance(model, torch.nn.Module):
-        return model.eval()
-    from transformers import AutoModelForCausalLM
-
-    import mha2mla  # noqa: F401  registers model_type "mha2mla"
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-
-
-def _tokenizer_of(model: Any, name: str) -> Any:
-    if isinstance(model, torch.nn.Module):
-        raise ValueError(f"tokenizer is None; expected one, since {name} is a loaded model and not a folder")
-    from transformers import AutoTokenizer
-
-    import mha2mla  # noqa: F401  a converted folder's tokenizer is looked up through its config
-
-    return AutoTokenizer.from_pretrained(model)
 
 
 def _check_same_vocabulary(source: torch.nn.Module, converted: torch.nn.Module) -> None:
@@ -165,7 +157,7 @@ def _check_same_tokens(tokenizer: Any, converted: Any, sample: str) -> None:
     """A converted folder brings its own tokenizer: perplexities are comparable only if it cuts the text alike."""
     if isinstance(converted, torch.nn.Module):
         return
-    theirs = _tokenizer_of(converted, "converted")
+    theirs = load_tokenizer(converted, "converted")
     if theirs.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"converted has a tokenizer of {len(theirs)} tokens whose vocabulary is not the source's "

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 SCHEMA = "mha2mla.report/1"
-_LONGEST_CELL = 40
+_LONGEST_CELL = 56
 _PIPE_WIDTH = 160
 Row = Mapping[str, Any]
 
@@ -43,6 +43,7 @@ def print_table(
         columns = list(dict.fromkeys(key for row in rows for key in row))
     headings = dict(columns) if isinstance(columns, Mapping) else {key: key.replace("_", " ") for key in columns}
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.show_header = any(headings.values())
     for key, heading in headings.items():
         numeric = any(isinstance(row.get(key), int | float) for row in rows)
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
@@ -78,8 +79,8 @@ def format_value(value: Any) -> str:
             return str(value)
         if value != 0 and not 1e-3 <= abs(value) < 1e6:
             return f"{value:.2e}"
-        digits = 4 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
-        return f"{value:,.{min(digits, 4)}f}"
+        digits = 0 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{digits}f}"
     return str(value)
 
 

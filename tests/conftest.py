@@ -1,0 +1,43 @@
+"""What every test gets: a seed of its own, one thread, and a skip by name where there is no GPU."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seeds torch from the test's id: the same numbers whatever runs before it, other numbers in other tests."""
+    value = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture(scope="session")
+def tiny_source(tmp_path_factory: pytest.TempPathFactory):
+    """Folder of a random two-layer Llama (4 query heads, 2 kv heads of width 16) with a byte-level tokenizer."""
+    from mha2mla.sources import tiny_checkpoint
+
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "source")
+
+
+@pytest.fixture(scope="session")
+def tiny_converted(tiny_source, tmp_path_factory: pytest.TempPathFactory):
+    """The same model converted to half its cache, per-group ``k_pe``."""
+    import mha2mla
+
+    destination = tmp_path_factory.mktemp("tiny") / "converted"
+    recipe = mha2mla.Recipe(cache_ratio=0.5, calibration_tokens=256, calibration_length=64)
+    mha2mla.convert(str(tiny_source), destination, recipe, device="cpu", progress=False)
+    return destination

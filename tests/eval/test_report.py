@@ -1,0 +1,85 @@
+"""Tables and JSON files of measured rows."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from rich.console import Console
+
+from mha2mla.eval.report import SCHEMA, format_value, print_table, write_json
+
+
+def printed(rows, **arguments) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    print_table(rows, console=console, **arguments)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (True, "yes"),
+        (49152, "49,152"),
+        (0.0, "0"),
+        (1.5, "1.500"),
+        (12.3456, "12.35"),
+        (1234.56, "1,235"),
+        (-1234.56, "-1,235"),
+        (999.96, "1,000.0"),
+        (0.0123456, "0.01235"),
+        (0.00123456, "0.001235"),
+        (2.5e-7, "2.50e-07"),
+        (3e8, "3.00e+08"),
+        (math.inf, "inf"),
+        ("[x]", "[x]"),
+    ],
+)
+def test_format_value(value, text):
+    assert format_value(value) == text
+
+
+def test_table_shows_every_key_of_every_row():
+    text = printed([{"a": 1, "b_c": 2.0}, {"a": 3, "d": "[bold]x"}], title="rows", caption="below")
+    for piece in ("rows", "b c", "2.000", "[bold]x", "–", "below"):
+        assert piece in text
+
+
+def test_columns_choose_order_and_heading():
+    text = printed([{"a": 1, "b": 2}], columns={"b": "second"})
+    assert "second" in text and "1" not in text
+
+
+def test_long_cells_become_numbered_notes():
+    reason = "missing: " + "a long reason " * 10
+    lines = printed([{"x": 1, "status": reason}, {"x": 2, "status": reason}, {"x": 3, "status": "ok"}])
+    assert lines.count("missing [1]") == 2
+    assert "[1] missing: a long reason" in lines
+    assert "[2]" not in lines
+
+
+def test_json_holds_rows_fields_and_schema(tmp_path):
+    path = write_json(
+        tmp_path / "new" / "r.json",
+        kind="quality",
+        rows=[{"x": 1.5, "y": None, "z": math.inf}],
+        environment={"gpu": None},
+    )
+    loaded = json.loads(path.read_text())
+    assert loaded == {
+        "schema": SCHEMA,
+        "kind": "quality",
+        "environment": {"gpu": None},
+        "rows": [{"x": 1.5, "y": None, "z": "inf"}],
+    }
+
+
+def test_json_failure_leaves_the_old_file_and_no_other(tmp_path):
+    path = write_json(tmp_path / "r.json", kind="k", rows=[{"x": 1}])
+    before = path.read_text()
+    with pytest.raises(ValueError, match="JSON cannot express"):
+        write_json(path, kind="k", rows=[{"x": torch.zeros(1)}])
+    assert path.read_text() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["r.json"]
