@@ -1,7 +1,5 @@
 """MLA decode, second kernel: merges the partial outputs of a sequence's splits by their log-sum-exps."""
 
-from __future__ import annotations
-
 import tilelang.language as T
 
 from mha2mla.kernels.mla_decode.swap_ab import LN2, LOG2E, MASKED

@@ -113,53 +113,104 @@ def swap_ab_shared_memory(
     return queries + tiles + weights + 2048
 
 
-def _swap_ab_candidates(shape: DecodeShape, capability: int):
-    """Configurations from the one expected fastest to the one that fits anywhere."""
-    hopper = capability == 90
-    threads = 256 if hopper and shape.kv_lora_rank > 128 else 128
-    blocks = (64,) if hopper else (64, 32)
-    # accumulators: d_c * rows floats over the threads, 128 registers a thread at most
-    for num_stages in (2, 1):
-        for block in blocks:
-            for max_rows in (64, 32, 16):
-                if padded_latent_columns(shape.kv_lora_rank, threads) * max_rows > 128 * threads:
-                    continue
-                if max_rows < (8 * shape.seqlen_q if shape.seqlen_q > 1 else 1):
-                    continue
-                for max_groups in (128, 64, 32, 16, 8, 4, 2, 1):
-                    yield num_stages, block, max_rows, max_groups, threads
+@dataclass(frozen=True)
+class RopeBlocks:
+    """How ``swap_ab_ws`` cuts the rope scores of a tile into matrix products with zeros where head and rope head differ.
+
+    Few columns: one block, every row against all columns of the tile. Many columns, when rope groups fall into blocks
+    of 8 rows: each block of 8 rows against its own columns only.
+
+    Attributes: ``num_blocks`` of ``block_rows`` rows and ``block_columns`` columns, streamed as ``chunks_per_block``
+    chunks of ``chunk_columns``.
+    """
+
+    num_blocks: int
+    block_rows: int
+    block_columns: int
+    chunks_per_block: int
+    chunk_columns: int
+
+
+def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
+    """The blocks for a tile; octets when its rope columns exceed 128 and whole groups fill 8 rows."""
+    columns = tiling.groups_per_tile * qk_rope_head_dim
+    octets = (
+        columns > 128 and tiling.seqlen_q == 1 and tiling.heads_per_group in (1, 2, 4, 8) and tiling.tiles_per_group == 1
+    )
+    if octets:
+        columns = 8 // tiling.heads_per_group * qk_rope_head_dim
+    num_blocks = -(-tiling.heads_per_tile // 8) if octets else 1
+    if columns <= 64:
+        chunk = padded_rope_columns(columns)
+    else:
+        chunk = 128 if columns % 128 == 0 else 64
+    return RopeBlocks(num_blocks, 8 if octets else tiling.rows, columns, -(-columns // chunk), chunk)
+
+
+def swap_ab_ws_shared_memory(
+    tiling: RowTiling, rope: RopeBlocks, kv_lora_rank: int, num_stages: int, rope_stages: int
+) -> int:
+    """Bytes of shared memory that ``swap_ab_ws`` allocates for 16-bit elements, with 2 KiB for alignment and barriers."""
+    latent = padded_latent_columns(kv_lora_rank, 128)
+    queries = tiling.rows * latent + rope.num_blocks * rope.block_rows * rope.chunks_per_block * rope.chunk_columns
+    rings = num_stages * 64 * latent + rope_stages * 64 * rope.chunk_columns
+    return 2 * (queries + rings + 64 * tiling.rows) + 16 * tiling.rows + 2048
+
+
+def _accumulators(latent_columns: int, rows: int, block: int, threads: int) -> int:
+    """Registers a thread needs for the output, the scores and the denominators."""
+    return (latent_columns + 2 * block) * rows // threads
+
+
+def _candidates(shape: DecodeShape, capability: int, limit: int):
+    """(rank, choice or None, bytes) of every configuration; smaller ranks are expected to be faster.
+
+    Each tile of rows reads the whole cache again (mostly from L2), so few tiles come first, then bytes in flight.
+    """
+    for max_rows in (64, 32, 16):
+        if shape.seqlen_q > 1 and max_rows < 8 * shape.seqlen_q:
+            continue
+        for max_groups in (128, 64, 32, 16, 8, 4, 2, 1):
+            tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
+            if capability == 90:
+                rope = rope_blocks(tiling, shape.qk_rope_head_dim)
+                latent = padded_latent_columns(shape.kv_lora_rank, 128)
+                for num_stages in (4, 3, 2):
+                    for rope_stages in (6, 4, 3, 2):
+                        used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
+                        fits = used <= limit and _accumulators(latent, tiling.rows, 64, 128) <= 160
+                        in_flight = num_stages * latent + rope_stages * rope.chunk_columns
+                        choice = KernelChoice(
+                            "swap_ab_ws", tiling, 64, num_stages, 256, rope_stages,
+                            f"swap_ab_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {num_stages} latent and "
+                            f"{rope_stages} rope stages, {used} of {limit} bytes of shared memory on sm_{capability}",
+                        )  # fmt: skip
+                        yield (0, tiling.num_tiles, -in_flight, tiling.rows), choice if fits else None, used
+            threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
+            latent = padded_latent_columns(shape.kv_lora_rank, threads)
+            for block in (64,) if capability == 90 else (64, 32):
+                used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, 1, threads)
+                fits = used <= limit and _accumulators(latent, tiling.rows, block, threads) <= 144
+                choice = KernelChoice(
+                    "swap_ab", tiling, block, 1, threads, 0,
+                    f"swap_ab: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
+                    f"{used} of {limit} bytes of shared memory on sm_{capability}",
+                )  # fmt: skip
+                yield (1, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
 
 
 def select_kernel(shape: DecodeShape, capability: int) -> KernelChoice:
-    """The kernel and tiles for ``shape`` on compute capability ``capability``.
-
-    Fewest tiles first (each tile reads the whole cache again, through L2), then the deepest pipeline that fits.
+    """The kernel and tiles for ``shape`` on compute capability ``capability`` (90 for Hopper).
 
     Raises:
         ValueError: with the numbers, if no configuration fits into the device's shared memory.
     """
     limit = shared_memory_limit(capability)
-    best: tuple[tuple[int, int, int, int], KernelChoice, int] | None = None
-    least = None
-    for num_stages, block, max_rows, max_groups, threads in _swap_ab_candidates(shape, capability):
-        if shape.page_size < block and block % shape.page_size:
-            continue
-        tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
-        used = swap_ab_shared_memory(
-            tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, num_stages, threads
-        )
-        least = used if least is None else min(least, used)
-        if used > limit:
-            continue
-        rank = (tiling.num_tiles, -num_stages, tiling.rows, -block)
-        if best is None or rank < best[0]:
-            reason = (
-                f"swap_ab: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {num_stages} stage(s) of {block} tokens, "
-                f"{used} of {limit} bytes of shared memory on sm_{capability}"
-            )
-            best = (rank, KernelChoice("swap_ab", tiling, block, num_stages, threads, 0, reason), used)
-    if best is None:
+    candidates = list(_candidates(shape, capability, limit))
+    fitting = [(rank, choice) for rank, choice, _ in candidates if choice is not None]
+    if not fitting:
         raise ValueError(
-            f"shape {shape} needs at least {least} bytes of shared memory a block; sm_{capability} has {limit}"
+            f"{shape} needs at least {min(used for *_, used in candidates)} bytes of shared memory a block; "
+            f"sm_{capability} has {limit}"
         )
-    return best[1]
+    return min(fitting, key=lambda entry: entry[0])[1]

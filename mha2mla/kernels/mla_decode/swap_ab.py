@@ -5,8 +5,6 @@ latent cache, so a handful of heads needs no padding to the 64 rows of a Hopper 
 compiled for sm_90 (wgmma, TMA), for sm_80 and newer (mma, cp.async) and, unpipelined on one thread, for the CPU.
 """
 
-from __future__ import annotations
-
 import tilelang.language as T
 
 from mha2mla.kernels.mla_decode.selection import padded_latent_columns, padded_rope_columns
@@ -27,7 +25,6 @@ def make_swap_ab(
     dtype: str,
     tiling: RowTiling,
     block_tokens: int = 64,
-    num_stages: int = 2,
     threads: int = 256,
     on_cpu: bool = False,
 ):
@@ -39,7 +36,6 @@ def make_swap_ab(
         dtype: "bfloat16" or "float16" ("float32" on the CPU).
         tiling: which query rows one CTA serves.
         block_tokens: cached tokens per tile.
-        num_stages: tiles in flight.
         threads: 128 or 256; 256 splits heads (scores) and d_c (output) over two warpgroups.
         on_cpu: compile for TileLang's C target: thread-local buffers, one thread.
 
@@ -59,6 +55,8 @@ def make_swap_ab(
     warps = block // 16
     accum = T.float32
     tile_columns = d_r * groups
+    tile_heads, tiles_per_group = tiling.heads_per_tile, tiling.tiles_per_group
+    even = tile_heads * tiling.num_tiles == heads
 
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
     alloc_fragment = T.alloc_local if on_cpu else T.alloc_fragment
@@ -71,6 +69,12 @@ def make_swap_ab(
     ql_b, ql_s, ql_h = T.dynamic("ql_b"), T.dynamic("ql_s"), T.dynamic("ql_h")
     qp_b, qp_s, qp_h = T.dynamic("qp_b"), T.dynamic("qp_s"), T.dynamic("qp_h")
     lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
+
+    def token(row):
+        return row // head_rows if seqlen_q_max > 1 else 0
+
+    def head(row):
+        return row % head_rows if seqlen_q_max > 1 else row
 
     @T.macro
     def load_tile(latent_cache, rope_cache, block_table, b, t0, last, column, c_tile, k_tile):
@@ -108,18 +112,20 @@ def make_swap_ab(
                     )
 
     @T.macro
-    def attend(masked, t0, start, stop, tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage, s, p, o, r, m, mn, mo, mon, al):
+    def attend(
+        t0, start, stop, tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage, s, p, o, r, m, mn, mo, mon, al
+    ):  # fmt: skip
         """Online softmax over one tile (Milakov and Gimelshein, arXiv 1805.02867); the denominator stays per position."""
         T.gemm(c_tile, q_tile, s, transpose_B=True, clear_accum=True, policy=score_policy)
         T.gemm(k_tile, qp_tile, s, transpose_B=True, policy=score_policy)
-        if masked:
-            for i, j in parallel(block, rows):
-                s[i, j] = T.if_then_else(
-                    (t0 + i >= start) & (t0 + i < stop - tail + T.min(j // head_rows, tail)), s[i, j], MASKED
-                )
+        for i, j in parallel(block, rows):
+            s[i, j] = T.if_then_else(
+                (t0 + i >= start) & (t0 + i < stop - tail + T.min(token(j), tail)), s[i, j], MASKED
+            )
         view = T.view(s, [warps, 16, rows])
         T.reduce_max(view, r, dim=1)
         T.copy(r, stage)
+        T.sync_threads()
         for j in parallel(rows):  # running maximum, in the scores' layout
             mn[j] = m[j]
             for w in T.unroll(warps):
@@ -129,10 +135,7 @@ def make_swap_ab(
             for w in T.unroll(warps):
                 mon[j] = T.max(mon[j], stage[w, j])
         for i, j in parallel(block, rows):
-            if masked:
-                s[i, j] = T.if_then_else(s[i, j] == MASKED, 0.0, T.exp2(s[i, j] * scale - mn[j] * scale))
-            else:
-                s[i, j] = T.exp2(s[i, j] * scale - mn[j] * scale)
+            s[i, j] = T.if_then_else(s[i, j] == MASKED, 0.0, T.exp2(s[i, j] * scale - mn[j] * scale))
         T.copy(s, p_tile)
         for i, j in parallel(block, rows):
             p[i, j] = p[i, j] * T.exp2(m[j] * scale - mn[j] * scale) + s[i, j]
@@ -178,32 +181,32 @@ def make_swap_ab(
             al = alloc_fragment([rows], accum)
             den = alloc_fragment([rows], accum)
 
-            head0 = y // tiling.tiles_per_group * (groups * group) + y % tiling.tiles_per_group * tiling.heads_per_tile
-            column = y // tiling.tiles_per_group * tile_columns
-            head_stop = T.min(
-                heads, y // tiling.tiles_per_group * (groups * group) + groups * group
-            )  # heads past it belong to the next tile's group
+            head0 = y // tiles_per_group * (groups * group) + y % tiles_per_group * tile_heads
+            column = y // tiles_per_group * tile_columns
+            # heads of this tile: the last tile of a group, or of all groups, may have fewer
+            first = y % tiles_per_group * tile_heads if tiles_per_group > 1 else y * tile_heads
+            valid = tile_heads if even else T.min(tile_heads, (group if tiles_per_group > 1 else heads) - first)
             scale = softmax_scale * LOG2E
 
             for i, d in parallel(rows, latent_cols):
                 q_tile[i, d] = T.if_then_else(
-                    (i // head_rows < seqlen_q) & (i % head_rows < head_stop - head0) & (d < d_c),
-                    q_latent[b, i // head_rows, head0 + i % head_rows, d],
+                    (token(i) < seqlen_q) & (head(i) < valid) & (d < d_c),
+                    q_latent[b, token(i), head0 + head(i), d],
                     T.cast(0, dtype),
                 )
             for i, d in parallel(rows, rope_cols):
                 if block_diagonal:
                     qp_tile[i, d] = T.if_then_else(
-                        (i // head_rows < seqlen_q)
-                        & (i % head_rows < head_stop - head0)
-                        & (d // d_r == i % head_rows // group),
-                        q_pe[b, i // head_rows, head0 + i % head_rows, d % d_r],
+                        (token(i) < seqlen_q)
+                        & (head(i) < valid)
+                        & (d // d_r == head(i) // group),
+                        q_pe[b, token(i), head0 + head(i), d % d_r],
                         T.cast(0, dtype),
                     )
                 else:
                     qp_tile[i, d] = T.if_then_else(
-                        (i // head_rows < seqlen_q) & (i % head_rows < head_stop - head0) & (d < d_r),
-                        q_pe[b, i // head_rows, head0 + i % head_rows, d],
+                        (token(i) < seqlen_q) & (head(i) < valid) & (d < d_r),
+                        q_pe[b, token(i), head0 + head(i), d],
                         T.cast(0, dtype),
                     )
             T.fill(o, 0)
@@ -213,34 +216,28 @@ def make_swap_ab(
 
             stop = T.max(0, T.min(cache_seqlens[b], max_pages * page_size))
             start = T.max(0, T.min(cache_starts[b] * use_starts, stop))
-            tail = (seqlen_q - 1) * causal  # tokens that only the later queries see
+            tail = (seqlen_q - 1) * causal  # the last `tail` tokens are hidden from some queries
             last = T.max(0, (stop - 1) // page_size)
-            tile0 = start // block
-            tiles = (stop + block - 1) // block - tile0
-            lo = tile0 + T.truncdiv(tiles * z, num_splits)
-            hi = tile0 + T.truncdiv(tiles * (z + 1), num_splits)
-            # tiles that every query sees whole; those before and after need masks and cleaned values
-            full_lo = T.max(lo, T.min(hi, (start + block - 1) // block))
-            full_hi = T.max(full_lo, T.min(hi, T.max(0, stop - tail) // block))
+            # Kept in memory on purpose: as expressions these are substituted into every index, and TileLang's
+            # simplifier takes minutes over the nested minima.
+            span = T.alloc_local([6], T.int32)
+            span[0], span[1], span[2] = stop, start, last
+            span[3] = start // block
+            span[4] = (stop + block - 1) // block - start // block
+            span[5] = T.truncdiv(span[4] * z, num_splits)
 
-            for k in T.Pipelined(full_hi - full_lo, num_stages=num_stages):
-                load_tile(
-                    latent_cache, rope_cache, block_table, b, (full_lo + k) * block, last, column, c_tile, k_tile
-                )
-                attend(
-                    False, 0, start, stop, tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage,
-                    s, p, o, r, m, mn, mo, mon, al,
-                )  # fmt: skip
-            for k in T.serial(full_lo - lo + hi - full_hi):
-                t0 = T.if_then_else(k < full_lo - lo, lo + k, full_hi + k - (full_lo - lo)) * block
-                load_tile(latent_cache, rope_cache, block_table, b, t0, last, column, c_tile, k_tile)
+            for k in T.serial(T.truncdiv(span[4] * (z + 1), num_splits) - span[5]):
+                t0 = (span[3] + span[5] + k) * block
                 T.sync_threads()
-                for i, d in parallel(block, latent_cols):  # a weight of 0 does not clean a NaN
-                    if (t0 + i < start) | (t0 + i >= stop):
-                        c_tile[i, d] = T.cast(0, dtype)
+                load_tile(latent_cache, rope_cache, block_table, b, t0, span[2], column, c_tile, k_tile)
                 T.sync_threads()
+                if (t0 < span[1]) | (t0 + block > span[0]):
+                    for i, d in parallel(block, latent_cols):  # a weight of 0 does not clean a NaN
+                        if (t0 + i < span[1]) | (t0 + i >= span[0]):
+                            c_tile[i, d] = T.cast(0, dtype)
+                    T.sync_threads()
                 attend(
-                    True, t0, start, stop, tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage,
+                    t0, span[1], span[0], tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage,
                     s, p, o, r, m, mn, mo, mon, al,
                 )  # fmt: skip
 
@@ -253,14 +250,14 @@ def make_swap_ab(
                 for w in T.unroll(warps):
                     den[j] += stage[w, j]
             for j in parallel(rows):
-                if (j // head_rows < seqlen_q) & (j % head_rows < head_stop - head0) & (j % head_rows < tiling.heads_per_tile):
-                    partial_lse[b, z, j // head_rows, head0 + j % head_rows] = T.if_then_else(
+                if (token(j) < seqlen_q) & (head(j) < valid):
+                    partial_lse[b, z, token(j), head0 + head(j)] = T.if_then_else(
                         den[j] == 0, -T.infinity(accum), (T.log2(den[j]) + mo[j] * scale) * LN2
                     )
-            if hi > lo:
+            if T.truncdiv(span[4] * (z + 1), num_splits) > span[5]:
                 for d, j in parallel(latent_cols, rows):
-                    if (j // head_rows < seqlen_q) & (j % head_rows < head_stop - head0) & (j % head_rows < tiling.heads_per_tile):
+                    if (token(j) < seqlen_q) & (head(j) < valid):
                         if d < d_c:
-                            partial_out[b, z, j // head_rows, head0 + j % head_rows, d] = o[d, j] / T.max(den[j], 1e-30)
+                            partial_out[b, z, token(j), head0 + head(j), d] = o[d, j] / T.max(den[j], 1e-30)
 
     return mla_decode_swap_ab
