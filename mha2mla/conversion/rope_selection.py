@@ -124,7 +124,7 @@ def _rotation_scores(
 def _keep_top(scores: torch.Tensor, geometry: MLAGeometry, recipe: Recipe) -> torch.Tensor:
     """Kept (frequency, component) pairs: bool [half, components]."""
     pairs = geometry.qk_rope_head_dim // 2
-    kept = torch.zeros_like(scores, dtype=torch.bool)
+    kept = torch.zeros(scores.shape, dtype=torch.bool)
     if recipe.layout == "per-group":
         return kept.scatter_(0, scores.sort(dim=0, descending=True, stable=True).indices[:pairs], True)
     order = scores.flatten().sort(descending=True, stable=True).indices[:pairs]

@@ -21,7 +21,8 @@ class CheckpointError(ValueError):
 class CheckpointReader:
     """Tensors of a safetensors checkpoint by name.
 
-    Files are mapped read-only and opened at construction, so that a missing or truncated shard shows before any work.
+    Every shard's header is read at construction, so that a missing or truncated shard shows before any work. Files are
+    mapped read-only, stay open until ``release``, and what is handed out is a copy.
 
     Args:
         folder: local Hugging Face folder.
@@ -36,35 +37,39 @@ class CheckpointReader:
         if not self.folder.is_dir():
             raise CheckpointError(f"source {str(self.folder)!r} is not a folder")
         self._files: dict[str, Any] = {}
+        self._names: dict[str, frozenset[str]] = {}
         self._shard_of: dict[str, str] = {}
         index = self.folder / INDEX_FILE
         if index.exists():
             promised = _read_index(index)
             for shard in sorted(set(promised.values())):
-                self._open(shard)
+                self._names[shard] = frozenset(self._open(shard).keys())
             for name, shard in promised.items():
-                if name not in self._names_in(shard):
+                if name not in self._names[shard]:
                     raise CheckpointError(f"{index} says that {name} is in {shard}, which does not hold it")
             self._shard_of = promised
         elif (self.folder / SINGLE_FILE).exists():
-            self._open(SINGLE_FILE)
-            self._shard_of = dict.fromkeys(self._names_in(SINGLE_FILE), SINGLE_FILE)
+            self._names[SINGLE_FILE] = frozenset(self._open(SINGLE_FILE).keys())
+            self._shard_of = dict.fromkeys(self._names[SINGLE_FILE], SINGLE_FILE)
         else:
             found = sorted(path.name for path in self.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
             hint = f" ({found[0]} is not read: save it as safetensors first)" if found else ""
             raise CheckpointError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
-    def _open(self, shard: str) -> None:
-        path = self.folder / shard
-        if not path.exists():
-            raise CheckpointError(f"shard {path} is missing, though {INDEX_FILE} names it")
-        try:
-            self._files[shard] = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"shard {path} is truncated or damaged: {error}") from error
+    def _open(self, shard: str) -> Any:
+        if shard not in self._files:
+            path = self.folder / shard
+            if not path.exists():
+                raise CheckpointError(f"shard {path} is missing, though {INDEX_FILE} names it")
+            try:
+                self._files[shard] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"shard {path} is truncated or damaged: {error}") from error
+        return self._files[shard]
 
-    def _names_in(self, shard: str) -> frozenset[str]:
-        return frozenset(self._files[shard].keys())
+    def release(self) -> None:
+        """Unmaps the files, so that what was read no longer counts as this process's memory; reading opens them again."""
+        self._files.clear()
 
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
@@ -80,7 +85,7 @@ class CheckpointReader:
 
     def nbytes(self) -> int:
         """Bytes of all weight files."""
-        return sum(os.path.getsize(self.folder / shard) for shard in self._files)
+        return sum(os.path.getsize(self.folder / shard) for shard in self._names)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor by name, on the CPU in its stored dtype.
@@ -89,7 +94,7 @@ class CheckpointReader:
             CheckpointError: absent, or a value is NaN or infinite.
         """
         self._slice(name)
-        tensor = self._files[self._shard_of[name]].get_tensor(name)
+        tensor = self._open(self._shard_of[name]).get_tensor(name).clone()
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"tensor {name} in {self._shard_of[name]} has {bad} NaN or infinite values")
@@ -98,7 +103,7 @@ class CheckpointReader:
     def _slice(self, name: str) -> Any:
         if name not in self._shard_of:
             raise CheckpointError(f"tensor {name} is absent from {self.folder}")
-        return self._files[self._shard_of[name]].get_slice(name)
+        return self._open(self._shard_of[name]).get_slice(name)
 
 
 def _read_index(path: Path) -> dict[str, str]:

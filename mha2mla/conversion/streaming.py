@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from mha2mla.conversion.adapters import TensorSource
 from mha2mla.conversion.calibration import ActivationStore
+from mha2mla.conversion.source import CheckpointReader
 
 
 class StreamedModel:
@@ -29,7 +30,7 @@ class StreamedModel:
     def __init__(
         self,
         config: PreTrainedConfig,
-        source: TensorSource,
+        source: CheckpointReader,
         sliding_windows: tuple[int | None, ...],
         *,
         device: torch.device,
@@ -56,12 +57,20 @@ class StreamedModel:
     def num_layers(self) -> int:
         return len(self.skeleton.model.layers)
 
+    @property
+    def hidden_size(self) -> int:
+        return self.skeleton.model.embed_tokens.embedding_dim
+
+    @property
+    def vocab_size(self) -> int:
+        return self.skeleton.model.embed_tokens.num_embeddings
+
     @torch.inference_mode()
     def embed(self, tokens: torch.Tensor, store: ActivationStore) -> None:
         """Writes the embeddings of ``tokens`` [windows, length] to ``store``."""
-        table = self._tensor("model.embed_tokens.weight")
+        table = self.source.tensor("model.embed_tokens.weight")
         for window in range(tokens.shape[0]):
-            store.write(window, table[tokens[window].to(self.device)][None])
+            store.write(window, table[tokens[window]][None].to(self.dtype))
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer ``index`` with its weights."""
@@ -130,8 +139,7 @@ class StreamedModel:
 
     def _fill(self, module: nn.Module, prefix: str) -> nn.Module:
         # The meta module stays empty: a filled copy leaves memory when its user lets go of it.
-        with torch.device("meta"):
-            filled = _clone(module)
+        filled = deepcopy(module)
         state = {}
         for name in module.state_dict():
             tensor = self.source.tensor(prefix + name)
@@ -143,8 +151,3 @@ class StreamedModel:
                 raise ValueError(f"{prefix}{name} is not stored in the checkpoint")
         return filled.eval().requires_grad_(False)
 
-
-def _clone(module: nn.Module) -> nn.Module:
-    from copy import deepcopy
-
-    return deepcopy(module)

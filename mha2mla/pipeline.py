@@ -1,0 +1,613 @@
+"""convert = conversion + verification: check everything, write a temporary folder, read it back, compare, rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+
+from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
+from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, LayerStatistics, StatisticsCollector
+from mha2mla.conversion.card import model_card
+from mha2mla.conversion.layer import convert_layer, converted_biases
+from mha2mla.conversion.parity import ParityReport, compare
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.source import CheckpointError, CheckpointReader
+from mha2mla.conversion.streaming import StreamedModel
+from mha2mla.conversion.writer import DEFAULT_SHARD_BYTES, ShardedWriter, check_destination, temporary_folder
+from mha2mla.geometry import MLAGeometry
+from mha2mla.texts import load_text, token_windows
+
+FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
+EVALUATION_TEXT = "builtin:prose"
+EVALUATION_TOKENS = 4096
+PAGE_SIZE = 64
+_BATCH_TOKENS = 2048  # tokens that a layer sees at a time
+
+# What a checkpoint carries beside weights and config.
+_COMPANIONS = (
+    "tokenizer*",
+    "*.model",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates",
+    "generation_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+class ParityError(ValueError):
+    """A conversion that must be exact is not; nothing was written under the destination's name."""
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What ``convert`` did and measured.
+
+    Attributes:
+        name: last part of the destination.
+        source, destination: folders.
+        source_name: what the caller called the source, a hub id or a folder's last part.
+        geometry: of every layer.
+        cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
+        recipe: with the target ratio filled in.
+        calibration_tokens: 0 when the recipe needs none.
+        parity: source against the checkpoint read back from disk.
+        decode_backend: which backend serves this geometry in decoding, and why not the other.
+        seconds: of the phases, and in total.
+        peak_rss_bytes: largest resident memory of this process so far.
+        weight_bytes: of the written tensors.
+    """
+
+    name: str
+    source: str
+    source_name: str
+    destination: str
+    model_type: str
+    num_layers: int
+    geometry: MLAGeometry
+    cache_numel_per_token: int
+    source_cache_numel_per_token: int
+    recipe: dict[str, Any]
+    calibration_tokens: int
+    evaluation_text: str
+    evaluation_length: int
+    compute_dtype: str
+    weights_dtype: str
+    device: str
+    parity: ParityReport
+    decode_backend: str
+    rope_note: str
+    seconds: dict[str, float]
+    peak_rss_bytes: int
+    weight_bytes: int
+    mha2mla_version: str
+
+    @property
+    def cache_ratio(self) -> float:
+        """Cached numbers after / before."""
+        return self.cache_numel_per_token / self.source_cache_numel_per_token
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        values = {**vars(self), "geometry": self.geometry.to_dict(), "parity": self.parity.to_dict()}
+        return {**values, "cache_ratio": self.cache_ratio}
+
+    def __str__(self) -> str:
+        parity, seconds = self.parity, ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
+        return (
+            f"{self.name}: {self.geometry}, cache {self.cache_ratio:.4f} of the source's; perplexity"
+            f" {parity.perplexity_source:.3f} -> {parity.perplexity_converted:.3f} ({parity.perplexity_ratio:.4f} x),"
+            f" KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}, logits' relative error"
+            f" {parity.logits_relative_error:.3g}; decode: {self.decode_backend}; peak memory"
+            f" {self.peak_rss_bytes / 2**30:.2f} GiB; seconds: {seconds}"
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A conversion after all checks and before any work."""
+
+    source: Path
+    source_name: str
+    destination: Path
+    config: PreTrainedConfig
+    adapter: FamilyAdapter
+    spec: SourceSpec
+    recipe: Recipe
+    geometry: MLAGeometry
+    reader: CheckpointReader
+    model: StreamedModel
+    calibration: torch.Tensor | None
+    evaluation: torch.Tensor
+    evaluation_text: str
+    device: torch.device
+    compute_dtype: torch.dtype
+    weights_dtype: torch.dtype | None
+    spill_bytes: int
+    max_shard_bytes: int
+    progress: bool
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    recipe: Recipe | None = None,
+    *,
+    calibration: str | torch.Tensor | None = None,
+    evaluation: str | torch.Tensor = EVALUATION_TEXT,
+    evaluation_tokens: int = EVALUATION_TOKENS,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    overwrite: bool = False,
+    progress: bool = True,
+    spill_bytes: int = SPILL_BYTES,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> ConversionReport:
+    """Converts an MHA/GQA checkpoint to MLA and proves what came out.
+
+    Everything that can be refused is refused before any work. Layers are read, calibrated, converted and written one at a
+    time; the result is read back from a temporary folder, compared with the source on held-out text, and only then
+    renamed. The source is never opened for writing.
+
+    Args:
+        source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
+        destination: folder to create.
+        recipe: what to do; default ``Recipe()``.
+        calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows, length].
+        evaluation: held-out text or token windows of the comparison.
+        evaluation_tokens: at most so many of that text.
+        device: of the computation; default CUDA where there is one, else the CPU.
+        dtype: of the written weights; default the source's own. ``inv_freq`` and the bias that conversion folds into
+            ``o_proj`` stay float32: what the source adds in two places would lose its last bits in one.
+        compute_dtype: of the layers that are run. Statistics and factorisations are float64.
+        overwrite: replace an existing destination, after the new one is complete.
+        progress: show progress bars and the summary on standard error.
+        spill_bytes: activations at a layer boundary go to disk when they are larger.
+        max_shard_bytes: size of a weight file.
+
+    Raises:
+        UnsupportedSourceError: the source cannot be converted, by name.
+        CheckpointError: the source is incomplete or damaged.
+        DestinationError: the destination overlaps the source, exists, or cannot be written.
+        ParityError: a full-rank conversion is not the source to rounding.
+        ValueError: any other argument, by name.
+    """
+    started = time.perf_counter()
+    plan = _check(
+        source,
+        destination,
+        recipe if recipe is not None else Recipe(),
+        calibration=calibration,
+        evaluation=evaluation,
+        evaluation_tokens=evaluation_tokens,
+        device=device,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        overwrite=overwrite,
+        progress=progress,
+        spill_bytes=spill_bytes,
+        max_shard_bytes=max_shard_bytes,
+    )
+    seconds: dict[str, float] = {}
+    with temporary_folder(plan.destination, overwrite=overwrite) as folder:
+        with _timed(seconds, "convert"):
+            weight_bytes = _write_weights(plan, folder)
+            _write_companions(plan, folder)
+        with _timed(seconds, "verify"):
+            parity = _verify(plan, folder)
+        seconds["total"] = time.perf_counter() - started
+        report = _report(plan, parity, seconds, weight_bytes)
+        base_model = None if Path(report.source_name).exists() or "/" not in report.source_name else report.source_name
+        (folder / "README.md").write_text(model_card(report.to_dict(), base_model=base_model), encoding="utf-8")
+    if progress:
+        tqdm.write(str(report), file=sys.stderr)
+    return report
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - started
+
+
+def _check(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    recipe: Recipe,
+    *,
+    calibration: str | torch.Tensor | None,
+    evaluation: str | torch.Tensor,
+    evaluation_tokens: int,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    compute_dtype: torch.dtype,
+    overwrite: bool,
+    progress: bool,
+    spill_bytes: int,
+    max_shard_bytes: int,
+) -> _Plan:
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe is a {type(recipe).__name__}; expected a Recipe")
+    for name, value in (("dtype", dtype), ("compute_dtype", compute_dtype)):
+        if value is None and name == "dtype":
+            continue
+        if not isinstance(value, torch.dtype) or not value.is_floating_point:
+            raise ValueError(f"{name} is {value!r}; expected a floating-point torch.dtype")
+    for name, size in (("spill_bytes", spill_bytes), ("max_shard_bytes", max_shard_bytes)):
+        if size < 0:
+            raise ValueError(f"{name} is {size}; expected a number of bytes")
+    target = _device(device)
+    folder = _source_folder(source)
+    check_destination(Path(destination), folder, overwrite=overwrite)
+    values = _read_config(folder)
+    adapter = adapter_for(values)
+    config = AutoConfig.from_pretrained(folder)
+    spec = adapter.specify(config, longrope_table=recipe.longrope_table)
+    geometry = recipe.geometry(spec)
+    reader = CheckpointReader(folder)
+    model = StreamedModel(config, reader, spec.sliding_windows, device=target, dtype=compute_dtype)
+    _check_names(model, reader)
+    windows = None
+    if recipe.needs_calibration(geometry):
+        windows = _windows(
+            folder,
+            spec,
+            calibration if calibration is not None else recipe.calibration_text,
+            "calibration",
+            length=recipe.calibration_length,
+            tokens=recipe.calibration_tokens,
+            vocabulary=config.vocab_size,
+            seed=recipe.seed,
+        )
+    held_out = _windows(
+        folder,
+        spec,
+        evaluation,
+        "evaluation",
+        length=min(recipe.calibration_length, evaluation_tokens),
+        tokens=evaluation_tokens,
+        vocabulary=config.vocab_size,
+        seed=None,
+    )
+    return _Plan(
+        source=folder,
+        source_name=folder.name if Path(source).exists() else str(source),
+        destination=Path(destination),
+        config=config,
+        adapter=adapter,
+        spec=spec,
+        recipe=recipe,
+        geometry=geometry,
+        reader=reader,
+        model=model,
+        calibration=windows,
+        evaluation=held_out,
+        evaluation_text=evaluation if isinstance(evaluation, str) else "token windows of the caller",
+        device=target,
+        compute_dtype=compute_dtype,
+        weights_dtype=dtype,
+        spill_bytes=spill_bytes,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+    )
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device is {str(device)!r}, which cannot be used here: {error}") from error
+    return target
+
+
+def _source_folder(source: str | os.PathLike[str]) -> Path:
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(source)
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise CheckpointError(f"source {name!r} is no folder; expected a Hugging Face folder or a hub id OWNER/NAME")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise CheckpointError(f"source {name!r} is no folder and cannot be fetched from the hub: {error}") from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        raise CheckpointError(f"source {str(folder)!r} has no config.json")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return values
+
+
+def _check_names(model: StreamedModel, reader: CheckpointReader) -> None:
+    """The source has every tensor of its model, in its shape, and none that would be lost."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.skeleton.state_dict().items()}
+    missing = sorted(model.expected_names() - reader.names())
+    if missing:
+        raise CheckpointError(f"tensor {missing[0]} is absent from {reader.folder} ({len(missing)} absent in all)")
+    extra = sorted(name for name in reader.names() - set(shapes) if not name.endswith("rotary_emb.inv_freq"))
+    if extra:
+        raise UnsupportedSourceError(
+            f"tensor {extra[0]} of {reader.folder} is unknown to {type(model.skeleton).__name__}"
+            f" ({len(extra)} unknown in all); the conversion would lose it"
+        )
+    for name in sorted(model.expected_names()):
+        if reader.shape(name) != shapes[name]:
+            raise CheckpointError(f"tensor {name} has shape {reader.shape(name)}; the config says {shapes[name]}")
+
+
+def _windows(
+    folder: Path,
+    spec: SourceSpec,
+    text: str | torch.Tensor,
+    name: str,
+    *,
+    length: int,
+    tokens: int,
+    vocabulary: int,
+    seed: int | None,
+) -> torch.Tensor:
+    if isinstance(text, torch.Tensor):
+        if text.dtype != torch.int64 or text.ndim != 2 or text.shape[0] < 1 or text.shape[1] < 2:
+            raise ValueError(f"{name} is {text.dtype} {tuple(text.shape)}; expected int64 [windows >= 1, length >= 2]")
+        windows = text
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"source {str(folder)!r} has no usable tokenizer, so {name} must be token windows: {error}"
+            ) from error
+        try:
+            windows = token_windows(tokenizer, load_text(text), length, max(1, tokens // length), seed=seed)
+        except ValueError as error:
+            raise ValueError(f"{name} {text!r}: {error}") from error
+    if int(windows.min()) < 0 or int(windows.max()) >= vocabulary:
+        raise ValueError(
+            f"{name} has token {int(windows.max())}; expected tokens below vocab_size={vocabulary} of {spec.model_type}"
+        )
+    return windows.cpu()
+
+
+def _batch(windows: torch.Tensor) -> int:
+    return max(1, _BATCH_TOKENS // windows.shape[1])
+
+
+def _write_weights(plan: _Plan, folder: Path) -> int:
+    """Streams every tensor to ``folder``: attention converted, all others copied."""
+    writer = ShardedWriter(folder, max_shard_bytes=plan.max_shard_bytes)
+    attention: set[str] = set()
+    for layer in range(plan.spec.num_layers):
+        attention |= set(plan.adapter.attention_names(plan.spec, layer).values())
+    copied = sorted(plan.model.expected_names() - attention)
+    store = None
+    try:
+        if plan.calibration is not None:
+            store = ActivationStore(
+                *plan.calibration.shape,
+                plan.spec.hidden_size,
+                dtype=plan.compute_dtype,
+                folder=folder,
+                spill_bytes=plan.spill_bytes,
+            )
+            plan.model.embed(plan.calibration, store)
+        outside = [name for name in copied if not name.startswith("model.layers.")]
+        for name in outside:
+            _copy(plan, writer, name)
+        plan.reader.release()
+        layers = tqdm(range(plan.spec.num_layers), desc="convert", unit="layer", disable=not plan.progress)
+        for layer in layers:
+            prefix = plan.adapter.layer_prefix(layer)
+            for name in copied:
+                if name.startswith(prefix):
+                    _copy(plan, writer, name)
+            statistics = None if store is None else _calibrate(plan, layer, store)
+            weights = plan.adapter.attention_weights(
+                plan.reader, plan.spec, layer, device=plan.device, dtype=torch.float64
+            )
+            tensors = convert_layer(plan.spec, plan.geometry, plan.recipe, weights, statistics)
+            stored = _stored_dtype(plan, plan.adapter.attention_names(plan.spec, layer)["o_weight"])
+            for name, tensor in tensors.items():
+                full = name in ("inv_freq", "o_proj.bias")
+                writer.add(f"{prefix}self_attn.{name}", tensor.to(torch.float32 if full else stored))
+            plan.reader.release()
+        writer.finish()
+    finally:
+        if store is not None:
+            store.close()
+    return writer.total_bytes
+
+
+def _stored_dtype(plan: _Plan, name: str) -> torch.dtype:
+    return plan.weights_dtype if plan.weights_dtype is not None else plan.reader.tensor(name).dtype
+
+
+def _copy(plan: _Plan, writer: ShardedWriter, name: str) -> None:
+    tensor = plan.reader.tensor(name)
+    if plan.weights_dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(plan.weights_dtype)
+    writer.add(name, tensor)
+
+
+def _calibrate(plan: _Plan, layer: int, store: ActivationStore) -> LayerStatistics:
+    """Statistics of one layer; leaves the next layer's inputs in ``store``."""
+    weights = plan.adapter.attention_weights(
+        plan.reader, plan.spec, layer, device=plan.device, dtype=plan.compute_dtype
+    )
+    collector = StatisticsCollector(
+        plan.spec,
+        weights,
+        window=plan.spec.sliding_windows[layer],
+        phases=plan.recipe.needs_phases(plan.geometry),
+    )
+    module = plan.model.layer(layer)
+    plan.model.run_layer(module, layer, store, batch=_batch(plan.calibration), observe=collector.add)
+    return collector.finish()
+
+
+def _write_companions(plan: _Plan, folder: Path) -> None:
+    """config.json, and everything that the source carries beside its weights."""
+    from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+
+    for pattern in _COMPANIONS:
+        for path in sorted(plan.source.glob(pattern)):
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(path, folder / path.name)
+    geometry, spec = plan.geometry, plan.spec
+    biases = converted_biases(spec, geometry, plan.recipe)
+    dtype = _stored_dtype(plan, plan.adapter.attention_names(spec, 0)["o_weight"])
+    config = MHA2MLAConfig(
+        source_config=plan.config.to_dict(),
+        num_rope_heads=geometry.num_rope_heads,
+        kv_lora_rank=geometry.kv_lora_rank,
+        qk_rope_head_dim=geometry.qk_rope_head_dim,
+        qk_nope_head_dim=geometry.qk_nope_head_dim,
+        v_head_dim=geometry.v_head_dim,
+        qk_norm=spec.qk_norm,
+        attention_q_bias=biases.q,
+        attention_kv_bias=biases.kv,
+        attention_o_bias=biases.o,
+        softmax_scale=spec.softmax_scale,
+        rope_attention_scaling=spec.attention_factor,
+        recipe=_recorded_recipe(plan),
+    )
+    config.dtype = dtype
+    config.architectures = [MHA2MLAForCausalLM.__name__]
+    config.save_pretrained(folder)
+
+
+def _recorded_recipe(plan: _Plan) -> dict[str, Any]:
+    """The recipe with the target that was meant, so that a later default does not change what it says."""
+    return {**plan.recipe.to_dict(), "cache_ratio": plan.recipe.target_cache_ratio}
+
+
+def _verify(plan: _Plan, folder: Path) -> ParityReport:
+    """Reads ``folder`` back and compares it with the source.
+
+    Raises:
+        CheckpointError: the written names are not the model's.
+        ParityError: full rank was asked for, and the logits differ by more than rounding.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    reader = CheckpointReader(folder)
+    converted = StreamedModel(
+        config, reader, plan.spec.sliding_windows, device=plan.device, dtype=plan.compute_dtype
+    )
+    if reader.names() != converted.expected_names():
+        different = sorted(reader.names() ^ converted.expected_names())
+        raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
+    parity = compare(
+        plan.model,
+        converted,
+        plan.evaluation,
+        folder=folder,
+        batch=_batch(plan.evaluation),
+        spill_bytes=plan.spill_bytes,
+        progress=plan.progress,
+    )
+    reader.release()
+    if plan.recipe.is_exact(plan.geometry):
+        tolerance = parity_tolerance(plan)
+        # Written so that NaN fails.
+        if not parity.logits_relative_error <= tolerance:
+            raise ParityError(
+                f"logits of the full-rank conversion differ from the source's by {parity.logits_relative_error:.3g}"
+                f" (relative); expected at most {tolerance:.3g}"
+            )
+    return parity
+
+
+def parity_tolerance(plan: _Plan) -> float:
+    """Largest relative error of logits at full rank: 1e-4 in float32; a few roundings where numbers are narrower."""
+    narrow = [plan.compute_dtype]
+    if plan.weights_dtype is not None:
+        narrow.append(plan.weights_dtype)
+    source = _source_dtype(plan)
+    narrow = [dtype for dtype in narrow if torch.finfo(dtype).eps > torch.finfo(source).eps or dtype is narrow[0]]
+    return max([FULL_RANK_TOLERANCE] + [8 * torch.finfo(dtype).eps for dtype in narrow])
+
+
+def _source_dtype(plan: _Plan) -> torch.dtype:
+    return plan.reader.tensor(plan.adapter.attention_names(plan.spec, 0)["o_weight"]).dtype
+
+
+def _report(plan: _Plan, parity: ParityReport, seconds: dict[str, float], weight_bytes: int) -> ConversionReport:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    geometry, layers = plan.geometry, plan.spec.num_layers
+    weights_dtype = plan.weights_dtype or _source_dtype(plan)
+    return ConversionReport(
+        name=plan.destination.resolve().name,
+        source=str(plan.source),
+        source_name=plan.source_name,
+        destination=str(plan.destination),
+        model_type=plan.spec.model_type,
+        num_layers=layers,
+        geometry=geometry,
+        cache_numel_per_token=layers * geometry.cache_numel_per_token,
+        source_cache_numel_per_token=layers * geometry.source_cache_numel_per_token,
+        recipe=_recorded_recipe(plan),
+        calibration_tokens=0 if plan.calibration is None else plan.calibration.numel(),
+        evaluation_text=plan.evaluation_text,
+        evaluation_length=plan.evaluation.shape[1],
+        compute_dtype=str(plan.compute_dtype).removeprefix("torch."),
+        weights_dtype=str(weights_dtype).removeprefix("torch."),
+        device=str(plan.device),
+        parity=parity,
+        decode_backend=_decode_backend(plan, weights_dtype),
+        rope_note=plan.spec.rope_note,
+        seconds=seconds,
+        peak_rss_bytes=peak if sys.platform == "darwin" else peak * 1024,
+        weight_bytes=weight_bytes,
+        mha2mla_version=_version(),
+    )
+
+
+def _decode_backend(plan: _Plan, weights_dtype: torch.dtype) -> str:
+    """What serves decoding here, in a sentence."""
+    from mha2mla.kernels import explain_mla_decode
+
+    half = weights_dtype if weights_dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    reason = explain_mla_decode(plan.geometry, PAGE_SIZE, half, plan.device)
+    return "tilelang" if reason is None else f"reference ({reason})"
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mha2mla")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"

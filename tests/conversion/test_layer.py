@@ -1,0 +1,337 @@
+"""One layer: the identities that conversion rests on (DESIGN §1), and every recipe against the source's attention."""
+
+import itertools
+
+import pytest
+import torch
+
+from mha2mla.conversion.adapters import ADAPTERS, AttentionWeights, SourceSpec
+from mha2mla.conversion.calibration import LayerStatistics, StatisticsCollector
+from mha2mla.conversion.layer import convert_layer, latent_problem
+from mha2mla.conversion.low_rank import factorise
+from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, ROPE_SELECTIONS, Recipe
+from mha2mla.conversion.rope_selection import RotaryBasis, rotation_cost, select_rotary_basis
+from tests.conversion import tiny
+from tests.conversion.plain_mla import plain_mla_attention
+
+
+class Layer:
+    """The first layer of a tiny model in float64: its attention, its weights, inputs and their statistics."""
+
+    def __init__(self, case: str = "llama", **keys):
+        family, case_keys = tiny.CASES[case]
+        self.model = tiny.model(family, **{**case_keys, **keys}).double()
+        self.spec: SourceSpec = ADAPTERS[family].specify(self.model.config)
+        attention = self.model.model.layers[0].self_attn
+        self.weights = AttentionWeights(
+            **{f"{part}_weight": getattr(attention, f"{part}_proj").weight.detach() for part in "qkvo"},
+            **{
+                f"{part}_bias": None if getattr(attention, f"{part}_proj").bias is None
+                else getattr(attention, f"{part}_proj").bias.detach()
+                for part in "qkvo"
+            },
+            **{f"{part}_norm": getattr(attention, f"{part}_norm").weight.detach() for part in "qk" if self.spec.qk_norm},
+        )
+        # Correlated inputs with a mean, as real ones are.
+        generator = torch.Generator().manual_seed(5)
+        mixing = torch.randn(self.spec.hidden_size, self.spec.hidden_size, generator=generator, dtype=torch.float64)
+        decay = torch.logspace(0, -2, self.spec.hidden_size, dtype=torch.float64)
+        noise = torch.randn(6, 40, self.spec.hidden_size, generator=generator, dtype=torch.float64)
+        self.inputs = noise * decay @ mixing / 3 + 0.5 * torch.randn(self.spec.hidden_size, generator=generator).double()
+        window = self.spec.sliding_windows[0]
+        collector = StatisticsCollector(self.spec, self.weights, window=window, phases=True)
+        collector.add(self.inputs[:4])
+        collector.add(self.inputs[4:])
+        self.statistics: LayerStatistics = collector.finish()
+        distance = torch.arange(40)[:, None] - torch.arange(40)[None]
+        self.mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+    @torch.no_grad()
+    def source_output(self) -> torch.Tensor:
+        """What transformers' own attention makes of the inputs."""
+        base = self.model.model
+        rotary = base.rotary_emb(self.inputs.float(), torch.arange(40)[None])
+        rotary = tuple(table.double() for table in rotary)
+        return base.layers[0].self_attn(self.inputs, position_embeddings=rotary, attention_mask=self.mask[None, None])[0]
+
+    def converted(self, recipe: Recipe) -> dict[str, torch.Tensor]:
+        return convert_layer(self.spec, recipe.geometry(self.spec), recipe, self.weights, self.statistics)
+
+    def output(self, recipe: Recipe, tensors=None, first_position: int = 0) -> torch.Tensor:
+        return plain_mla_attention(
+            self.inputs,
+            self.converted(recipe) if tensors is None else tensors,
+            recipe.geometry(self.spec),
+            self.spec,
+            self.mask,
+            first_position,
+        )
+
+
+def relative(actual, expected):
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_full_rank_is_the_source(case, layout):
+    layer = Layer(case)
+    recipe = Recipe(layout=layout, cache_ratio=1.0)
+    assert relative(layer.output(recipe), layer.source_output()) < 2e-6  # the source's cos and sin are float32
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("selection", ROPE_SELECTIONS)
+def test_all_pairs_but_one_rank_everything_is_the_source_when_nothing_is_un_rotated(layout, selection):
+    layer = Layer("qwen2")
+    width = layer.spec.num_key_value_heads * layer.spec.head_dim
+    rope = layer.spec.head_dim if layout == "per-group" else width
+    recipe = Recipe(layout=layout, rope_selection=selection, qk_rope_head_dim=rope, kv_lora_rank=width)
+    assert relative(layer.output(recipe), layer.source_output()) < 2e-6
+
+
+def shared_basis(layer: Layer, kept: int, mean_phase: bool = False) -> tuple[RotaryBasis, Recipe]:
+    width = 2 * layer.spec.num_key_value_heads * layer.spec.head_dim
+    recipe = Recipe(layout="shared", qk_rope_head_dim=kept, kv_lora_rank=width - kept, mean_phase=mean_phase)
+    return select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics), recipe
+
+
+def test_rope_commutes_with_a_unitary_map_across_heads():
+    """Kept and dropped parts of a shared basis add up to the source's scores when both are rotated."""
+    layer = Layer("qwen2", num_key_value_heads=4)
+    basis, _ = shared_basis(layer, 12)
+    spec = layer.spec
+    heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    query = torch.randn(heads, d, dtype=torch.float64)
+    key = torch.randn(kv_heads, d, dtype=torch.float64)
+
+    def score(query, key, inv_freq, distance):
+        half = query.shape[-1] // 2
+        turn = torch.polar(torch.ones(half, dtype=torch.float64), inv_freq.double() * distance)
+        return (torch.complex(query[..., :half], query[..., half:]) * turn).conj().mul(
+            torch.complex(key[..., :half], key[..., half:])
+        ).real.sum(-1)
+
+    for distance in (0, 1, 17):
+        expected = score(query, key.repeat_interleave(spec.group_size, 0), spec.inv_freq, distance)
+        stacked = key.flatten()
+        kept = score(
+            torch.einsum("hed,hd->he", basis.query_rope, query), basis.key_rope[0] @ stacked, basis.inv_freq[0], distance
+        )
+        left = (basis.key_nope @ stacked).repeat_interleave(spec.group_size, 0)
+        dropped = score(torch.einsum("hed,hd->he", basis.query_nope, query), left, spec.inv_freq, distance)
+        assert torch.allclose(kept + dropped, expected)
+
+
+def test_a_shared_basis_keeps_the_largest_components():
+    layer = Layer("llama", num_key_value_heads=4)
+    few, _ = shared_basis(layer, 8)
+    more, _ = shared_basis(layer, 24)
+    listed = [sorted(basis.frequencies.flatten().tolist()) for basis in (few, more)]
+    remaining = list(listed[1])
+    for frequency in listed[0]:
+        remaining.remove(frequency)  # ValueError if a pair kept first is dropped later
+    assert len(remaining) == 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_rotation_dropping_it_costs_nothing(layout):
+    """At one position all pairs are un-rotated: partial RoPE at full rank is then exact, biases and all."""
+    layer = Layer("qwen2")
+    still = SourceSpec(**{**vars(layer.spec), "inv_freq": torch.zeros_like(layer.spec.inv_freq)})
+    layer.spec = still
+    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=56 if layout == "shared" else 48, mean_phase=False)
+    exact = Recipe(layout=layout, cache_ratio=1.0)
+    assert relative(layer.output(recipe), layer.output(exact)) < 1e-9
+
+
+def test_a_key_bias_on_un_rotated_dims_is_dropped_and_on_rotated_ones_kept():
+    layer = Layer("qwen2")
+    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=40)
+    tensors = layer.converted(recipe)
+    bias = tensors["kv_a_proj.bias"]
+    assert (bias[:40] == 0).all() and (bias[40:] != 0).all()
+    # Any bias of un-rotated key rows shifts all scores of a query alike.
+    shifted = {**tensors, "kv_a_proj.bias": bias.clone()}
+    shifted["k_b_proj"] = torch.cat([tensors["k_b_proj"], torch.randn_like(tensors["k_b_proj"][..., :1])], -1)
+    shifted["v_b_proj"] = torch.cat([tensors["v_b_proj"], torch.zeros_like(tensors["v_b_proj"][..., :1])], -1)
+    shifted["kv_a_proj.bias"] = torch.cat([bias[:40], torch.ones(1).double(), bias[40:]])
+    weight = tensors["kv_a_proj.weight"]
+    shifted["kv_a_proj.weight"] = torch.cat([weight[:40], torch.zeros_like(weight[:1]), weight[40:]])
+    wider = Recipe(qk_rope_head_dim=4, kv_lora_rank=41)
+    assert relative(layer.output(wider, shifted), layer.output(recipe, tensors)) < 1e-9
+
+
+def test_a_value_bias_is_folded_into_the_output_bias():
+    layer = Layer("qwen2")
+    recipe = Recipe(cache_ratio=1.0)
+    tensors = layer.converted(recipe)
+    heads = layer.weights.v_bias.view(-1, layer.spec.head_dim).repeat_interleave(layer.spec.group_size, 0)
+    assert torch.allclose(tensors["o_proj.bias"], layer.weights.o_weight @ heads.flatten())
+    assert layer.spec.o_bias is False
+
+
+def test_the_attention_factor_reaches_un_rotated_pairs_squared():
+    layer = Layer("llama-yarn")
+    assert layer.spec.attention_factor == 1.3
+    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=56, mean_phase=False, rope_selection="high")
+    basis = select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics)
+    assert torch.allclose(basis.query_nope.square().sum(-1), torch.full((4, 12), 1.3**4, dtype=torch.float64))
+    assert torch.equal(basis.query_rope.square().sum(-1), torch.ones(4, 4, dtype=torch.float64))
+
+
+def test_mean_phase_is_the_best_constant_for_the_measured_distances():
+    phase = torch.tensor([0.3 + 0.4j, 1.0 + 0j, 0j], dtype=torch.complex128)
+    assert torch.allclose(rotation_cost(phase, mean_phase=True), torch.tensor([0.75, 0.0, 1.0]).double())
+    assert torch.allclose(rotation_cost(phase, mean_phase=False), torch.tensor([1.4, 0.0, 2.0]).double())
+    angle = torch.linspace(0, 2, 50, dtype=torch.float64)
+    turns = torch.polar(torch.ones_like(angle), angle)
+    mean = turns.mean()
+    measured = (turns - mean).abs().square().mean()
+    assert torch.allclose(rotation_cost(mean, mean_phase=True), measured)
+    assert (turns - 1).abs().square().mean() > measured
+
+
+def test_statistics_are_those_of_the_formulas():
+    layer = Layer("qwen3-biases-yarn")
+    spec, weights, x = layer.spec, layer.weights, layer.inputs
+
+    def project(weight, bias, norm):
+        heads = (x @ weight.T + bias).unflatten(-1, (-1, spec.head_dim))
+        return heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + spec.norm_eps) * norm
+
+    query = project(weights.q_weight, weights.q_bias, weights.q_norm)
+    key = project(weights.k_weight, weights.k_bias, weights.k_norm)
+    features = torch.cat([key.flatten(2), x], -1).flatten(0, 1)
+    statistics = layer.statistics
+    assert statistics.tokens == 240
+    assert torch.allclose(statistics.mean, features.mean(0))
+    assert torch.allclose(statistics.covariance, torch.cov(features.T, correction=0))
+    expected = torch.einsum("wlhd,wlhe->hde", query, query) / 240
+    assert torch.allclose(statistics.query_second_moment, expected)
+    half = spec.head_dim // 2
+    pairs = torch.complex(key[..., :half], key[..., half:])
+    assert torch.allclose(statistics.key_covariance, torch.einsum("wlaj,wlbj->jab", pairs, pairs.conj()) / 240)
+    # Phases, one attention weight at a time.
+    turned = torch.polar(torch.ones(40, half).double(), torch.arange(40).double()[:, None] * spec.inv_freq.double())
+    q = torch.complex(query[..., :half], query[..., half:]) * turned[:, None]
+    k = (pairs * turned[:, None]).repeat_interleave(spec.group_size, 2)
+    scores = torch.einsum("wshj,wthj->whst", q.conj(), k).real * spec.softmax_scale * spec.attention_factor**2
+    weight = scores.masked_fill(~layer.mask, float("-inf")).softmax(-1)
+    weight[..., 0] = 0
+    distance = torch.arange(40)[:, None] - torch.arange(40)[None]
+    turns = torch.polar(torch.ones(40, 40, half).double(), distance[..., None] * spec.inv_freq.double())
+    expected = torch.einsum("whst,stj->hj", weight.to(turns.dtype), turns) / weight.sum((0, 2, 3))[:, None]
+    assert torch.allclose(statistics.mean_phase, expected)
+
+
+def test_blocks_of_an_attention_map_add_up(monkeypatch):
+    layer = Layer("mistral-sliding")
+    monkeypatch.setattr("mha2mla.conversion.calibration._MAP_ELEMENTS", 6 * 4 * 40 * 7)
+    collector = StatisticsCollector(layer.spec, layer.weights, window=9, phases=True)
+    collector.add(layer.inputs)
+    assert torch.allclose(collector.finish().mean_phase, layer.statistics.mean_phase)
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3-biases-yarn"])
+@pytest.mark.parametrize(("layout", "selection", "low_rank"), list(itertools.product(LAYOUTS, ROPE_SELECTIONS, LOW_RANKS)))
+def test_every_recipe_gives_the_tensors_of_its_geometry(case, layout, selection, low_rank):
+    layer = Layer(case)
+    recipe = Recipe(layout=layout, rope_selection=selection, low_rank=low_rank, qk_rope_head_dim=8, kv_lora_rank=24)
+    geometry = recipe.geometry(layer.spec)
+    tensors = layer.converted(recipe)
+    assert tensors["inv_freq"].shape == (geometry.num_rope_heads, 4) and tensors["inv_freq"].dtype == torch.float32
+    assert set(tensors["inv_freq"].flatten().tolist()) <= set(layer.spec.inv_freq.tolist())
+    assert tensors["k_b_proj"].shape == (2, geometry.qk_nope_head_dim, 24)
+    assert tensors["v_b_proj"].shape == (2, 16, 24)
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    assert relative(layer.output(recipe), layer.source_output()) < 1.5
+
+
+@pytest.mark.parametrize("low_rank", LOW_RANKS)
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_the_error_falls_with_the_rank(case, low_rank):
+    layer = Layer(case)
+    expected = layer.source_output()
+    width = 2 * layer.spec.num_key_value_heads * layer.spec.head_dim
+
+    def error(rank):
+        rope = layer.spec.head_dim - 2
+        recipe = Recipe(low_rank=low_rank, rope_selection="rotation", qk_rope_head_dim=rope, kv_lora_rank=rank)
+        problem = latent_problem(
+            layer.spec,
+            layer.weights,
+            select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics),
+            layer.statistics,
+        )
+        factors = factorise(problem, rank, recipe)
+        approximate = factors.value_decoder @ factors.encoder
+        return relative(layer.output(recipe), expected), relative(approximate, problem.value)
+
+    full = width - 2 * (layer.spec.head_dim - 2)
+    ranks = [4, 12, 20, 28, full]
+    errors = [error(rank) for rank in ranks]
+    assert all(later[1] <= earlier[1] + 1e-9 for earlier, later in itertools.pairwise(errors))
+    assert errors[-1][1] < 1e-12 and errors[-1][0] < errors[0][0]
+
+
+def test_whitening_fits_the_inputs_that_occur():
+    """On inputs in a subspace the whitened latent is exact at the subspace's rank; plain SVD is not."""
+    layer = Layer("llama")
+    directions = torch.randn(8, layer.spec.hidden_size, dtype=torch.float64)
+    layer.inputs = torch.randn(6, 40, 8, dtype=torch.float64) @ directions
+    collector = StatisticsCollector(layer.spec, layer.weights, window=None, phases=True)
+    collector.add(layer.inputs)
+    layer.statistics = collector.finish()
+    recipe = {"rope_selection": "high", "qk_rope_head_dim": 14, "kv_lora_rank": 8, "mean_phase": False}
+    full = Recipe(**{**recipe, "kv_lora_rank": 36})
+    expected = layer.output(full)
+    assert relative(layer.output(Recipe(**recipe, low_rank="whitened-joint")), expected) < 1e-6
+    assert relative(layer.output(Recipe(**recipe, low_rank="svd-joint")), expected) > 1e-2
+
+
+def test_centring_leaves_the_mean_output_intact():
+    layer = Layer("llama")
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=8, low_rank="svd-joint", centered=True)
+    tensors = layer.converted(recipe)
+    mean = layer.statistics.mean
+    latent = tensors["kv_a_proj.weight"][:8] @ mean
+    approximate = (tensors["v_b_proj"] @ latent).repeat_interleave(2, 0).flatten()
+    exact = (layer.weights.v_weight @ mean).view(2, 16).repeat_interleave(2, 0).flatten()
+    weight = layer.weights.o_weight
+    assert torch.allclose(weight @ approximate + tensors["o_proj.bias"], weight @ exact)
+    assert "o_proj.bias" not in layer.converted(Recipe(qk_rope_head_dim=8, kv_lora_rank=8, centered=False))
+
+
+def test_positions_are_relative():
+    layer = Layer("qwen2-tied-yarn")
+    for layout in LAYOUTS:
+        recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=32)
+        assert relative(layer.output(recipe, first_position=1000), layer.output(recipe)) < 1e-6
+
+
+def test_a_kept_pair_keeps_both_its_halves():
+    """FAILURES 23: a dim kept without its partner."""
+    layer = Layer("llama-mha")
+    recipe = Recipe(rope_selection="2-norm", qk_rope_head_dim=6, kv_lora_rank=32)
+    basis = select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics)
+    for head in range(4):
+        rows = basis.key_rope[head].view(6, 4, 16)
+        chosen = rows.nonzero()
+        assert (chosen[:, 1] == head).all()
+        dims = chosen[:, 2].tolist()
+        assert [dim - 8 for dim in dims[3:]] == dims[:3] == basis.frequencies[head].tolist()
+        rest = set(basis.key_nope[head].view(10, 4, 16).nonzero()[:, 2].tolist())
+        assert rest | set(dims) == set(range(16)) and not rest & set(dims)
+
+
+@pytest.mark.parametrize(("selection", "expected"), [("high", [0, 1]), ("low", [6, 7]), ("uniform", [0, 4])])
+def test_fixed_rules_choose_by_frequency(selection, expected):
+    layer = Layer("llama")
+    recipe = Recipe(rope_selection=selection, qk_rope_head_dim=4, kv_lora_rank=32, mean_phase=False)
+    basis = select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, None)
+    assert basis.frequencies.tolist() == [expected, expected]
+    recipe = Recipe(layout="shared", rope_selection=selection, qk_rope_head_dim=8, kv_lora_rank=32, mean_phase=False)
+    basis = select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, None)
+    wanted = [0, 2, 4, 6] if selection == "uniform" else sorted(2 * expected)
+    assert basis.frequencies.tolist() == [wanted]

@@ -1,0 +1,127 @@
+"""Tiny random checkpoints of every family, with a byte-level tokenizer, for tests that convert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.llama import LlamaConfig
+from transformers.models.mistral import MistralConfig
+from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen3 import Qwen3Config
+
+CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "attention_factor": 1.3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+}
+
+# name -> (family, config keys): every trait of FAILURES 24 occurs in at least one.
+CASES = {
+    "llama": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 24}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "mistral": ("mistral", {"head_dim": 24}),
+    "mistral-sliding": ("mistral", {"sliding_window": 9}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "qwen3-biases-yarn": ("qwen3", {"attention_bias": True, "head_dim": 16, "rope_parameters": YARN}),
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes as tokens, behind a start token that it adds itself."""
+    from tokenizers.processors import TemplateProcessing
+
+    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    bytes_only.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_only, bos_token="<s>", eos_token="</s>")
+
+
+def config(family: str = "llama", **keys):
+    """A config of two small layers; ``keys`` override."""
+    values = {
+        "vocab_size": 264,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return CONFIGS[family](**{**values, **keys})
+
+
+def model(family: str = "llama", *, seed: int = 0, **keys) -> torch.nn.Module:
+    """A random model whose attention looks at content and whose biases are not zero."""
+    torch.manual_seed(seed)
+    made = AutoModelForCausalLM.from_config(config(family, **keys), attn_implementation="sdpa").eval().float()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.6, 1.4)
+            elif "embed" in name or "lm_head" in name:
+                parameter.normal_(std=1.0)
+            else:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+    return made
+
+
+def checkpoint(folder: Path, family: str = "llama", *, shard_bytes: int | str = "5GB", **keys) -> Path:
+    """A saved random model with its tokenizer."""
+    model(family, **keys).save_pretrained(folder, max_shard_size=shard_bytes)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """float32 logits of a saved model, through ``from_pretrained``."""
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return loaded(tokens).logits
+
+
+def some_tokens(windows: int = 3, length: int = 40, vocabulary: int = 258) -> torch.Tensor:
+    return torch.randint(2, vocabulary, (windows, length), generator=torch.Generator().manual_seed(1))
+
+
+def loaded_tokenizer(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)

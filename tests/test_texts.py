@@ -1,0 +1,99 @@
+import sys
+
+import pytest
+import torch
+
+from mha2mla.texts import load_text, start_tokens, token_windows
+from tests.conversion import tiny
+
+
+def test_builtin_texts_are_there_and_of_different_kinds():
+    manual, prose = load_text("builtin:pydoc"), load_text("builtin:prose")
+    assert len(manual) > 200_000 and manual == load_text("builtin:pydoc")
+    assert 14_000 < len(prose) < 20_000
+    # Evaluation text must not be a part of the calibration text.
+    assert not any(line in manual for line in prose.splitlines() if len(line) > 40)
+
+
+def test_a_file_is_read_as_utf8(tmp_path):
+    (tmp_path / "text").write_text("Grüße", encoding="utf-8")
+    assert load_text(tmp_path / "text") == "Grüße"
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [(b"", "is empty"), (b" \n ", "is empty"), ("Grüße".encode("latin-1"), "is not UTF-8"), (None, "is no file")],
+)
+def test_a_bad_file_is_named(tmp_path, content, named):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=named) as error:
+        load_text(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "named"), [("builtin:novel", "unknown"), ("hf:", "malformed"), ("hf:a:b:c:d:e", "malformed")])
+def test_a_bad_name_is_refused(name, named):
+    with pytest.raises(ValueError, match=named):
+        load_text(name)
+
+
+def test_a_dataset_without_the_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="needs the datasets package"):
+        load_text("hf:owner/name")
+
+
+def test_a_dataset_column_is_joined(monkeypatch):
+    class Rows(dict):
+        column_names = ["body"]
+
+    asked = []
+
+    class Datasets:
+        @staticmethod
+        def load_dataset(path, config, *, split):
+            asked.append((path, config, split))
+            return Rows(body=["one", "two"])
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    assert load_text("hf:owner/name:en:test:body") == "one\n\ntwo"
+    assert asked == [("owner/name", "en", "test")]
+    with pytest.raises(ValueError, match="no column 'text'"):
+        load_text("hf:owner/name")
+
+
+def test_windows_tile_the_text_behind_a_start_token():
+    tokenizer = tiny.tokenizer()
+    text = "".join(chr(ord("a") + i % 26) for i in range(100))
+    windows = token_windows(tokenizer, text, 11)
+    assert windows.shape == (10, 11) and windows.dtype == torch.int64
+    assert start_tokens(tokenizer) == [0] and (windows[:, 0] == 0).all()
+    assert tokenizer.decode(windows[:, 1:].flatten()) == text
+    assert torch.equal(token_windows(tokenizer, text, 11, 2, 10), windows[1:3])
+
+
+def test_drawn_windows_are_reproducible_and_in_text_order():
+    tokenizer = tiny.tokenizer()
+    text = load_text("builtin:prose")
+    everything = token_windows(tokenizer, text, 64).tolist()
+    drawn = token_windows(tokenizer, text, 64, 9, seed=3)
+    assert torch.equal(drawn, token_windows(tokenizer, text, 64, 9, seed=3))
+    places = [everything.index(window) for window in drawn.tolist()]
+    assert places == sorted(places) and len(set(places)) == 9 and places != list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"length": 1}, "length is 1"),
+        ({"length": 8, "count": 0}, "count is 0"),
+        ({"length": 8, "offset": -1}, "offset is -1"),
+        ({"length": 8, "offset": 10}, "text has 0 tokens after offset 10"),
+        ({"length": 64}, "at least one window"),
+    ],
+)
+def test_a_text_that_is_too_short_or_a_bad_argument_is_named(keys, named):
+    with pytest.raises(ValueError, match=named):
+        token_windows(tiny.tokenizer(), "ten bytes!", **keys)
