@@ -52,7 +52,7 @@ format: $(STAMP)
 
 # The .py is the source; the .ipynb is generated from it and carries no outputs.
 notebook: $(STAMP)
-	$(BIN)/jupytext --to ipynb notebooks/compare_latencies.py
+	$(BIN)/jupytext --update --to ipynb notebooks/compare_latencies.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

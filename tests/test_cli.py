@@ -1,0 +1,164 @@
+"""The verbs, called as a user calls them."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from mha2mla import cli
+from mha2mla.cli import build_parser, main
+from mha2mla.conversion.recipe import Recipe
+
+
+def run(*argv) -> int:
+    return main([str(argument) for argument in argv])
+
+
+def parsed_recipe(*flags: str) -> Recipe:
+    arguments = build_parser().parse_args(["convert", "from", "to", *flags])
+    return cli._recipe(arguments["convert"])
+
+
+def test_help_names_every_verb(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run("--help")
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for verb in ("convert", "eval", "demo", "inspect", "env"):
+        assert verb in text
+
+
+@pytest.mark.parametrize(
+    "verb", [("convert",), ("eval", "quality"), ("eval", "latency"), ("demo",), ("inspect",), ("env",)]
+)
+def test_every_option_is_explained(verb, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(*verb, "--help")
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    parser = build_parser()
+    for name in verb:
+        parser = parser._subcommands_action._name_parser_map[name]
+    for action in parser._actions:
+        if action.dest not in ("help", "config"):
+            assert action.help and action.dest.replace("_", "-") in out.replace("_", "-"), action.dest
+
+
+def test_every_recipe_key_is_a_flag():
+    recipe = parsed_recipe(
+        "--layout", "shared", "--rope-selection=high", "--low-rank=svd-split", "--cache-ratio", "0.25",
+        "--centered", "false", "--calibration-tokens", "1024", "--key-weight", "2",
+    )  # fmt: skip
+    assert recipe == Recipe(
+        layout="shared",
+        rope_selection="high",
+        low_rank="svd-split",
+        cache_ratio=0.25,
+        centered=False,
+        calibration_tokens=1024,
+        key_weight=2.0,
+    )
+    assert parsed_recipe() == Recipe()
+
+
+def test_flags_win_over_the_file(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"layout": "shared", "cache_ratio": 0.25, "seed": 3}))
+    assert parsed_recipe("--recipe", str(file)) == Recipe(layout="shared", cache_ratio=0.25, seed=3)
+    assert parsed_recipe("--seed", "0", "--recipe", str(file)) == Recipe(layout="shared", cache_ratio=0.25, seed=0)
+    ranks = parsed_recipe("--recipe", str(file), "--kv-lora-rank", "64", "--qk-rope-head-dim", "16")
+    assert ranks == Recipe(layout="shared", kv_lora_rank=64, qk_rope_head_dim=16, seed=3)
+
+
+def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
+    destination = tmp_path / "mla"
+    small = ("--calibration-tokens", 256, "--calibration-length", 64, "--device", "cpu")
+    assert run("convert", tiny_source, destination, "--layout", "shared", "--cache-ratio", 0.5, *small) == 0
+    assert "perplexity" in capsys.readouterr().out
+
+    # Once more: refused, and allowed when asked for.
+    assert run("convert", tiny_source, destination, *small) == 2
+    assert "destination" in capsys.readouterr().err
+    assert run("convert", tiny_source, destination, "--layout", "shared", "--overwrite", *small) == 0
+    capsys.readouterr()
+
+    report = tmp_path / "inspect.json"
+    assert run("inspect", destination, "--dtype", "float16", "--json", report) == 0
+    shown = json.loads(report.read_text())
+    assert shown["summary"]["cache bytes per token of the source"] == 2 * 2 * 2 * 16 * 2
+    assert shown["summary"]["cache bytes per token"] == sum(
+        2 * row["bytes_per_token_and_layer"] for row in shown["rows"]
+    )
+    assert shown["rows"][0]["layers"] == "0–1" and shown["rows"][0]["num_rope_heads"] == 1
+    assert shown["summary"]["recipe.layout"] == "shared"
+
+    report = tmp_path / "quality.json"
+    quick = ("--seqlen", 64, "--max-tokens", 256, "--device", "cpu")
+    assert run("eval", "quality", tiny_source, destination, *quick, "--json", report) == 0
+    assert json.loads(report.read_text())["rows"][0]["num_tokens"] == 4 * 63
+
+    report = tmp_path / "latency.json"
+    quick = ("--batch-sizes", "[1,2]", "--seqlens", "[32]", "--min-run-time", 0.002, "--device", "cpu")
+    assert run("eval", "latency", tiny_source, destination, *quick, "--json", report) == 0
+    written = json.loads(report.read_text())
+    assert {row["op"] for row in written["rows"]} == {"attention", "decode step"}
+    assert written["environment"]["torch"]
+
+
+def test_env(tmp_path, capsys):
+    assert run("env", "--json", tmp_path / "env.json") == 0
+    assert "transformers" in capsys.readouterr().out
+    assert json.loads((tmp_path / "env.json").read_text())["kind"] == "environment"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["convert", "/no/such/folder", "out"], "/no/such/folder"),
+        (["inspect", "/no/such/folder"], "checkpoint is '/no/such/folder'"),
+        (["demo", "--model", "/no/such/folder"], "model is '/no/such/folder'"),
+        (["eval", "quality", "/no/such/a", "/no/such/b"], "/no/such/a"),
+        (["convert", "a", "b", "--recipe", "/no/such.yaml"], "/no/such.yaml"),
+        (["convert", "a", "b", "--cache-ratio", "1.5"], "cache_ratio is 1.5"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("mha2mla: error: ")]
+    assert len(lines) == 1 and message in lines[0] and "Traceback" not in error
+
+
+def test_an_unconverted_checkpoint_is_refused(tiny_source, capsys):
+    assert run("inspect", tiny_source) == 2
+    assert "model_type 'llama'; expected 'mha2mla'" in capsys.readouterr().err
+
+
+def test_a_truncated_config_is_one_line(tiny_source, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_source, broken)
+    (broken / "config.json").write_text('{"model_type": ')
+    assert run("convert", broken, tmp_path / "out") == 2
+    assert "config.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_debug_shows_where():
+    with pytest.raises(FileNotFoundError):
+        main(["--debug", "inspect", "/no/such/folder"])
+
+
+def test_unknown_flags_and_values_are_refused(capsys):
+    for argv in (["convert", "a", "b", "--layout", "cubist"], ["frobnicate"], ["demo", "--speed", "11"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(argv)
+        assert stopped.value.code == 2
+        capsys.readouterr()
+
+
+def test_python_dash_m_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "mha2mla", "--version"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("mha2mla ")

@@ -1,0 +1,44 @@
+"""The notebook runs, and is what its source says."""
+
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+jupytext = pytest.importorskip("jupytext", reason="extra `notebooks` is not installed")
+nbformat = pytest.importorskip("nbformat", reason="extra `notebooks` is not installed")
+
+
+def cells(notebook) -> list[tuple[str, str]]:
+    return [(cell.cell_type, cell.source.strip()) for cell in notebook.cells]
+
+
+def test_there_is_a_notebook():
+    assert "compare_latencies" in NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_notebook_is_its_source(name):
+    """After a change of the .py: `make notebook`."""
+    source, notebook = jupytext.read(FOLDER / f"{name}.py"), nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    assert cells(notebook) == cells(source)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are stripped"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_notebook_runs(name, tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="extra `notebooks` is not installed")
+    pytest.importorskip("ipykernel", reason="extra `notebooks` is not installed")
+    pytest.importorskip("matplotlib", reason="extra `notebooks` is not installed")
+    pytest.importorskip("pandas", reason="extra `notebooks` is not installed")
+    monkeypatch.delenv("MHA2MLA_NOTEBOOK_MODEL", raising=False)
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=170, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "a plot was drawn"
+    text = "".join(output.get("text", "") for output in outputs if output.output_type == "stream")
+    assert "MLA (converted):" in text
