@@ -1,0 +1,378 @@
+"""convert(), end to end on tiny checkpoints: exactness, refusals, crashes, what is written and what is reported."""
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import mha2mla
+from mha2mla.conversion.adapters import UnsupportedSourceError
+from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, ROPE_SELECTIONS
+from mha2mla.conversion.source import CheckpointError
+from mha2mla.conversion.writer import DestinationError
+from mha2mla.pipeline import ParityError
+from tests.conversion import tiny
+
+SHORT = {"calibration_tokens": 512, "calibration_length": 64}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("source") / "tiny")
+
+
+def convert(source, destination, recipe=None, **keys):
+    keys = {"evaluation_tokens": 256, "device": "cpu", "progress": False, **keys}
+    return mha2mla.convert(source, destination, mha2mla.Recipe(**SHORT) if recipe is None else recipe, **keys)
+
+
+def checksums(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
+
+
+def relative(actual, expected):
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_full_rank_reproduces_the_source(case, layout, tmp_path):
+    """FAILURES 23, 24, 29: pairing, biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
+    family, keys = tiny.CASES[case]
+    source = tiny.checkpoint(tmp_path / "source", family, **keys)
+    report = convert(source, tmp_path / "out", mha2mla.Recipe(layout=layout, cache_ratio=1.0, **SHORT))
+    tokens = tiny.some_tokens()
+    assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(source, tokens)) <= 1e-4
+    assert report.parity.logits_relative_error <= 1e-4
+    assert report.cache_ratio == 1.0 and report.calibration_tokens == 0
+
+
+def test_full_rank_reproduces_a_bfloat16_source_with_biases(tmp_path):
+    """The value bias moves into o_proj: rounded to bfloat16 there, it alone would break parity."""
+    tiny.model("qwen2").to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    tiny.tokenizer().save_pretrained(tmp_path / "source")
+    report = convert(tmp_path / "source", tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
+    tokens = tiny.some_tokens()
+    assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(tmp_path / "source", tokens)) <= 1e-4
+    assert report.weights_dtype == "bfloat16"
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    narrow = {name for name, dtype in dtypes.items() if dtype == "F32"}
+    assert narrow == {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ("inv_freq", "o_proj.bias")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "selection", "low_rank"), list(itertools.product(LAYOUTS, ROPE_SELECTIONS, LOW_RANKS))
+)
+def test_every_recipe_runs_and_reloads_as_measured(layout, selection, low_rank, source, tmp_path):
+    recipe = mha2mla.Recipe(layout=layout, rope_selection=selection, low_rank=low_rank, **SHORT)
+    held_out = tiny.some_tokens(2, 32)
+    report = convert(source, tmp_path / "out", recipe, evaluation=held_out)
+    expected = tiny.logits(source, held_out)[:, :-1]
+    actual = tiny.logits(tmp_path / "out", held_out)[:, :-1]
+    assert relative(actual, expected) == pytest.approx(report.parity.logits_relative_error, rel=1e-3)
+    loss = torch.nn.functional.cross_entropy(actual.flatten(0, 1), held_out[:, 1:].flatten())
+    assert report.parity.perplexity_converted == pytest.approx(float(loss.exp()), rel=1e-3)
+    assert report.cache_ratio <= 0.5
+
+
+def test_the_report_measures_what_the_models_say(source, tmp_path):
+    held_out = tiny.some_tokens(3, 50)
+    report = convert(source, tmp_path / "out", evaluation=held_out)
+    p, q = (tiny.logits(folder, held_out)[:, :-1].double().log_softmax(-1) for folder in (source, tmp_path / "out"))
+    parity = report.parity
+    assert parity.tokens == 147
+    assert parity.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    assert parity.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+    nll = -p.gather(-1, held_out[:, 1:, None]).mean()
+    assert parity.perplexity_source == pytest.approx(float(nll.exp()), rel=1e-3)
+    assert len(parity.layer_errors) == 2 and 0 < parity.layer_errors[0] <= 1.5
+    assert report.peak_rss_bytes > 50 << 20 and set(report.seconds) == {"convert", "verify", "total"}
+    assert json.loads(json.dumps(report.to_dict()))["cache_ratio"] == report.cache_ratio
+    assert "peak memory" in str(report)
+
+
+def test_the_folder_is_a_whole_checkpoint(tmp_path):
+    """FAILURES 29: names equal the model's, companions are there, the card says what was measured."""
+    source = tiny.checkpoint(tmp_path / "source", tie_word_embeddings=True, shard_bytes=20_000)
+    (source / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
+    (source / "LICENSE").write_text("terms")
+    report = convert(source, tmp_path / "out", max_shard_bytes=30_000)
+    out = tmp_path / "out"
+    names = set(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
+    assert names == set(model.state_dict()) - {"lm_head.weight"}
+    assert model.config.model_type == "mha2mla"
+    assert model.config.source_config["model_type"] == "llama"
+    assert mha2mla.Recipe.from_dict(model.config.recipe).target_cache_ratio == 0.5
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
+    assert (out / "LICENSE").read_text() == "terms"
+    assert tiny.loaded_tokenizer(out)("abc").input_ids == tiny.loaded_tokenizer(source)("abc").input_ids
+    card = (out / "README.md").read_text()
+    for text in ("import mha2mla", f"{report.parity.perplexity_converted:.4f}", "rope_selection: rotation", "`llama`"):
+        assert text in card
+    assert not [path.name for path in out.iterdir() if path.name.startswith(("shard-", "activations-"))]
+
+
+def test_the_source_is_not_touched(source, tmp_path):
+    """FAILURES 27."""
+    before = checksums(source)
+    os.chmod(source / "model.safetensors", 0o400)
+    convert(source, tmp_path / "out")
+    assert checksums(source) == before
+
+
+def test_the_same_recipe_gives_the_same_weights_however_memory_is_cut(source, tmp_path):
+    convert(source, tmp_path / "one")
+    convert(source, tmp_path / "two", spill_bytes=0, max_shard_bytes=10_000)
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())["weight_map"]
+    two = {}
+    for shard in set(index.values()):
+        two |= load_file(tmp_path / "two" / shard)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_another_seed_gives_other_weights(source, tmp_path):
+    convert(source, tmp_path / "one")
+    convert(source, tmp_path / "two", mha2mla.Recipe(seed=1, **SHORT))
+    assert checksums(tmp_path / "one")["model.safetensors"] != checksums(tmp_path / "two")["model.safetensors"]
+
+
+def test_the_written_dtype_can_be_chosen(source, tmp_path):
+    recipe = mha2mla.Recipe(cache_ratio=1.0, **SHORT)
+    report = convert(source, tmp_path / "out", recipe, dtype=torch.bfloat16)
+    assert report.weights_dtype == "bfloat16" and 1e-4 < report.parity.logits_relative_error < 0.06
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_old_rotary_buffers_in_a_source_are_passed_over(tmp_path):
+    source = tiny.checkpoint(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
+
+
+def edit_config(folder, **keys):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_config(folder):
+    (folder / "config.json").write_text("{")
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def put_nan(tensors):
+    tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = float("nan")
+
+
+def put_inf_in_mlp(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
+
+
+DAMAGES = {
+    "unknown family": (lambda f: edit_config(f, model_type="gpt2"), UnsupportedSourceError, "'gpt2' cannot be converted"),
+    "quantised": (
+        lambda f: edit_config(f, quantization_config={"quant_method": "awq"}),
+        UnsupportedSourceError,
+        "quantised",
+    ),
+    "dynamic ntk": (
+        lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        UnsupportedSourceError,
+        "dynamic NTK",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "has no config.json"),
+    "broken config": (damage_config, CheckpointError, "is not JSON"),
+    "truncated shard": (truncate, CheckpointError, "truncated or damaged"),
+    "missing tensor": (
+        lambda f: edit_weights(f, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight")),
+        CheckpointError,
+        "model.layers.1.self_attn.k_proj.weight is absent",
+    ),
+    "unknown tensor": (
+        lambda f: edit_weights(f, lambda t: t.update({"model.layers.0.self_attn.sinks": torch.ones(4)})),
+        UnsupportedSourceError,
+        "self_attn.sinks",
+    ),
+    "other shape": (
+        lambda f: edit_config(f, num_key_value_heads=4),
+        CheckpointError,
+        r"k_proj.weight has shape \(32, 48\); the config says \(64, 48\)",
+    ),
+    "NaN in attention": (
+        lambda f: edit_weights(f, put_nan),
+        CheckpointError,
+        "layers.1.self_attn.v_proj.weight in model.safetensors has 1 NaN",
+    ),
+    "Inf in an MLP": (lambda f: edit_weights(f, put_inf_in_mlp), CheckpointError, "up_proj.weight in model.safetensors has 1"),
+    "no tokenizer": (
+        lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
+        CheckpointError,
+        "no usable tokenizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
+    source = tiny.checkpoint(tmp_path / "source")
+    change, error, named = DAMAGES[damage]
+    change(source)
+    with pytest.raises(error, match=named):
+        convert(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "named"),
+    [
+        ({"calibration": "builtin:novel"}, ValueError, "calibration 'builtin:novel'"),
+        ({"calibration": "EMPTY"}, ValueError, "is empty"),
+        ({"calibration": "SHORT"}, ValueError, "at least one window"),
+        ({"calibration": "LATIN"}, ValueError, "is not UTF-8"),
+        ({"calibration": torch.zeros(3, dtype=torch.int64)}, ValueError, "calibration is torch.int64"),
+        ({"calibration": torch.full((1, 8), 999)}, ValueError, "token 999; expected tokens below vocab_size=264"),
+        ({"evaluation": "EMPTY"}, ValueError, "is empty"),
+        ({"device": "cuda:77"}, ValueError, "device is 'cuda:77'"),
+        ({"device": "gpu"}, ValueError, "device is 'gpu'"),
+        ({"dtype": torch.int8}, ValueError, "dtype is torch.int8"),
+        ({"recipe": {"layout": "shared"}}, ValueError, "recipe is a dict"),
+        ({"recipe": "TOO WIDE"}, ValueError, "qk_rope_head_dim is 18"),
+    ],
+)
+def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_path):
+    (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "SHORT").write_text("short")
+    (tmp_path / "LATIN").write_bytes("Grüße".encode("latin-1"))
+    texts = sorted(path.name for path in tmp_path.iterdir())
+    keys = {key: str(tmp_path / value) if value in texts else value for key, value in keys.items() if key != "recipe"} | {
+        key: mha2mla.Recipe(qk_rope_head_dim=18, kv_lora_rank=8) if value == "TOO WIDE" else value
+        for key, value in keys.items()
+        if key == "recipe"
+    }
+    with pytest.raises(error, match=named):
+        convert(source, tmp_path / "out", **keys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == texts
+
+
+def test_a_source_that_is_no_folder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="is no folder"):
+        convert(tmp_path / "absent", tmp_path / "out")
+
+
+def test_a_bad_destination_is_refused_before_work(source, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "precious").write_text("x")
+    with pytest.raises(DestinationError, match="exists"):
+        convert(source, tmp_path / "there")
+    assert (tmp_path / "there" / "precious").read_text() == "x"
+    with pytest.raises(DestinationError, match="overlap"):
+        convert(source, source, overwrite=True)
+    with pytest.raises(DestinationError, match="cannot be written"):
+        convert(source, "/proc/mha2mla-cannot-exist/out")
+
+
+def test_overwriting_replaces_the_whole_folder(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stale").write_text("x")
+    convert(source, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "stale").exists() and (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_path, monkeypatch):
+    """FAILURES 29: loads, but talks nonsense."""
+    from mha2mla import pipeline
+
+    right = pipeline.convert_layer
+
+    def wrong(*arguments):
+        tensors = right(*arguments)
+        return {**tensors, "inv_freq": tensors["inv_freq"].flip(-1)}
+
+    monkeypatch.setattr(pipeline, "convert_layer", wrong)
+    with pytest.raises(ParityError, match="differ from the source's"):
+        convert(source, tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(source, tmp_path, monkeypatch):
+    def full(*arguments, **keys):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mha2mla.conversion.writer.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        convert(source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+import mha2mla
+from mha2mla.conversion import writer
+
+class Slow(writer.ShardedWriter):
+    def _flush(self):
+        super()._flush()
+        if len(self._shards) == 3:
+            Path(sys.argv[3]).touch()
+            time.sleep(600)
+
+from mha2mla import pipeline
+pipeline.ShardedWriter = Slow
+recipe = mha2mla.Recipe(calibration_tokens=512, calibration_length=64)
+mha2mla.convert(sys.argv[1], sys.argv[2], recipe, device="cpu", progress=False, spill_bytes=0, max_shard_bytes=10_000)
+"""
+
+
+def test_a_killed_conversion_leaves_nothing_under_the_final_name_and_the_next_one_succeeds(source, tmp_path):
+    """FAILURES 27: a crash mid-write leaves half a checkpoint."""
+    marker, out = tmp_path / "marker", tmp_path / "here" / "out"
+    root = Path(mha2mla.__file__).parents[1]
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(source), str(out), str(marker)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not marker.exists():
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        left = list(out.parent.glob(".out.mha2mla-tmp/*.safetensors"))
+        assert left and not out.exists()
+        with pytest.raises(DestinationError, match="another process"):
+            convert(source, out)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert not out.exists()
+    convert(source, out)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert tiny.logits(out, tiny.some_tokens()).isfinite().all()
