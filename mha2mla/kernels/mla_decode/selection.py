@@ -135,7 +135,7 @@ def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
     """The blocks for a tile; octets when its rope columns exceed 128 and whole groups fill 8 rows."""
     columns = tiling.groups_per_tile * qk_rope_head_dim
     octets = (
-        columns > 128 and tiling.seqlen_q == 1 and tiling.heads_per_group in (1, 2, 4, 8) and tiling.tiles_per_group == 1
+        columns > 128 and tiling.tokens_per_tile == 1 and tiling.heads_per_group in (1, 2, 4, 8) and tiling.tiles_per_group == 1
     )
     if octets:
         columns = 8 // tiling.heads_per_group * qk_rope_head_dim
@@ -168,8 +168,6 @@ def _candidates(shape: DecodeShape, capability: int, limit: int):
     Each tile of rows reads the whole cache again (mostly from L2), so few tiles come first, then bytes in flight.
     """
     for max_rows in (64, 32, 16):
-        if shape.seqlen_q > 1 and max_rows < 8 * shape.seqlen_q:
-            continue
         for max_groups in (128, 64, 32, 16, 8, 4, 2, 1):
             tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
             if capability == 90:

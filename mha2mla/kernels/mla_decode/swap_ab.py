@@ -44,7 +44,7 @@ def make_swap_ab(
     softmax_scale, causal and use_starts (0 or 1), and the outputs: partial_out [B,splits,S_q,H,d_c] and partial_lse [B,splits,S_q,H]
     (float32; lse is a natural log; a split without tokens writes only lse = -inf).
     """
-    d_c, d_r, seqlen_q_max = kv_lora_rank, qk_rope_head_dim, tiling.seqlen_q
+    d_c, d_r, tile_tokens = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile
     rows, head_rows, block = tiling.rows, tiling.head_rows, block_tokens
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
     latent_cols = padded_latent_columns(d_c, threads)
@@ -52,11 +52,13 @@ def make_swap_ab(
     block_diagonal = groups > 1
     pieces = max(1, block // page_size)  # pages per tile
     piece = block // pieces
+    whole = 1 if pieces == 1 else 0  # a tile lies within one page; else it starts on a page
+    panels = list(range(0, latent_cols, 64))
     warps = block // 16
     accum = T.float32
     tile_columns = d_r * groups
     tile_heads, tiles_per_group = tiling.heads_per_tile, tiling.tiles_per_group
-    even = tile_heads * tiling.num_tiles == heads
+    even = tile_heads * tiling.head_tiles == heads
 
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
     alloc_fragment = T.alloc_local if on_cpu else T.alloc_fragment
@@ -71,57 +73,43 @@ def make_swap_ab(
     lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
 
     def token(row):
-        return row // head_rows if seqlen_q_max > 1 else 0
+        return row // head_rows if tile_tokens > 1 else 0
 
     def head(row):
-        return row % head_rows if seqlen_q_max > 1 else row
+        return row % head_rows if tile_tokens > 1 else row
 
     @T.macro
     def load_tile(latent_cache, rope_cache, block_table, b, t0, last, column, c_tile, k_tile):
         """One tile of the cache. Pages past the last used one are never looked up: the last used page stands in."""
-        if pieces == 1:
-            T.copy(
-                latent_cache[block_table[b, t0 // page_size], t0 % page_size : t0 % page_size + block, 0:latent_cols],
-                c_tile,
-            )
-            T.copy(
-                rope_cache[
-                    block_table[b, t0 // page_size],
-                    t0 % page_size : t0 % page_size + block,
-                    column : column + rope_cols,
-                ],
-                k_tile,
-            )
-        else:
-            for u in list(range(pieces)):
-                for c in list(range(0, latent_cols, 64)):  # panels of the swizzled tile are contiguous per page
-                    T.copy(
-                        latent_cache[
-                            block_table[b, T.min(t0 // page_size + u, last)], 0:page_size, c : c + min(64, latent_cols)
-                        ],
-                        c_tile[u * piece : (u + 1) * piece, c : c + min(64, latent_cols)],
-                    )
-                for c in list(range(0, rope_cols, 64)):
-                    T.copy(
-                        rope_cache[
-                            block_table[b, T.min(t0 // page_size + u, last)],
-                            0:page_size,
-                            column + c : column + c + min(64, rope_cols),
-                        ],
-                        k_tile[u * piece : (u + 1) * piece, c : c + min(64, rope_cols)],
-                    )
+        for u in list(range(pieces)):
+            for c in panels:  # panels of the swizzled tile are contiguous per page
+                T.copy(
+                    latent_cache[
+                        block_table[b, T.min(t0 // page_size + u, last)],
+                        t0 % page_size * whole : t0 % page_size * whole + piece,
+                        c : c + 64,
+                    ],
+                    c_tile[u * piece : (u + 1) * piece, c : c + 64],
+                )
+            for c in list(range(0, rope_cols, 64)):
+                T.copy(
+                    rope_cache[
+                        block_table[b, T.min(t0 // page_size + u, last)],
+                        t0 % page_size * whole : t0 % page_size * whole + piece,
+                        column + c : column + c + min(64, rope_cols),
+                    ],
+                    k_tile[u * piece : (u + 1) * piece, c : c + min(64, rope_cols)],
+                )
 
     @T.macro
     def attend(
-        t0, start, stop, tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage, s, p, o, r, m, mn, mo, mon, al
+        t0, start, limit, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage, s, p, o, r, m, mn, mo, mon, al
     ):  # fmt: skip
         """Online softmax over one tile (Milakov and Gimelshein, arXiv 1805.02867); the denominator stays per position."""
         T.gemm(c_tile, q_tile, s, transpose_B=True, clear_accum=True, policy=score_policy)
         T.gemm(k_tile, qp_tile, s, transpose_B=True, policy=score_policy)
         for i, j in parallel(block, rows):
-            s[i, j] = T.if_then_else(
-                (t0 + i >= start) & (t0 + i < stop - tail + T.min(token(j), tail)), s[i, j], MASKED
-            )
+            s[i, j] = T.if_then_else((t0 + i >= start) & (t0 + i < limit[j]), s[i, j], MASKED)
         view = T.view(s, [warps, 16, rows])
         T.reduce_max(view, r, dim=1)
         T.copy(r, stage)
@@ -163,7 +151,7 @@ def make_swap_ab(
         causal: T.int32,
         use_starts: T.int32,
     ):
-        with T.Kernel(batch, tiling.num_tiles, num_splits, threads=threads) as (b, y, z):
+        with T.Kernel(batch, tiling.num_tiles, num_splits, threads=threads) as (b, tile, z):
             q_tile = alloc_shared([rows, latent_cols], dtype)
             qp_tile = alloc_shared([rows, rope_cols], dtype)
             c_tile = alloc_shared([block, latent_cols], dtype)
@@ -180,7 +168,10 @@ def make_swap_ab(
             mon = alloc_fragment([rows], accum)
             al = alloc_fragment([rows], accum)
             den = alloc_fragment([rows], accum)
+            limit = alloc_fragment([rows], T.int32)  # first token that a row's query does not see
 
+            y = tile % tiling.head_tiles if tiling.token_tiles > 1 else tile
+            token0 = tile // tiling.head_tiles * tile_tokens if tiling.token_tiles > 1 else 0
             head0 = y // tiles_per_group * (groups * group) + y % tiles_per_group * tile_heads
             column = y // tiles_per_group * tile_columns
             # heads of this tile: the last tile of a group, or of all groups, may have fewer
@@ -188,25 +179,26 @@ def make_swap_ab(
             valid = tile_heads if even else T.min(tile_heads, (group if tiles_per_group > 1 else heads) - first)
             scale = softmax_scale * LOG2E
 
-            for i, d in parallel(rows, latent_cols):
-                q_tile[i, d] = T.if_then_else(
-                    (token(i) < seqlen_q) & (head(i) < valid) & (d < d_c),
-                    q_latent[b, token(i), head0 + head(i), d],
-                    T.cast(0, dtype),
-                )
+            for c in panels:
+                for i, d in parallel(rows, 64):
+                    q_tile[i, c + d] = T.if_then_else(
+                        (token0 + token(i) < seqlen_q) & (head(i) < valid) & (c + d < d_c),
+                        q_latent[b, token0 + token(i), head0 + head(i), c + d],
+                        T.cast(0, dtype),
+                    )
             for i, d in parallel(rows, rope_cols):
                 if block_diagonal:
                     qp_tile[i, d] = T.if_then_else(
-                        (token(i) < seqlen_q)
+                        (token0 + token(i) < seqlen_q)
                         & (head(i) < valid)
                         & (d // d_r == head(i) // group),
-                        q_pe[b, token(i), head0 + head(i), d % d_r],
+                        q_pe[b, token0 + token(i), head0 + head(i), d % d_r],
                         T.cast(0, dtype),
                     )
                 else:
                     qp_tile[i, d] = T.if_then_else(
-                        (token(i) < seqlen_q) & (head(i) < valid) & (d < d_r),
-                        q_pe[b, token(i), head0 + head(i), d],
+                        (token0 + token(i) < seqlen_q) & (head(i) < valid) & (d < d_r),
+                        q_pe[b, token0 + token(i), head0 + head(i), d],
                         T.cast(0, dtype),
                     )
             T.fill(o, 0)
@@ -225,6 +217,8 @@ def make_swap_ab(
             span[3] = start // block
             span[4] = (stop + block - 1) // block - start // block
             span[5] = T.truncdiv(span[4] * z, num_splits)
+            for j in parallel(rows):
+                limit[j] = span[0] - tail + T.min(token0 + token(j), tail)
 
             for k in T.serial(T.truncdiv(span[4] * (z + 1), num_splits) - span[5]):
                 t0 = (span[3] + span[5] + k) * block
@@ -232,12 +226,13 @@ def make_swap_ab(
                 load_tile(latent_cache, rope_cache, block_table, b, t0, span[2], column, c_tile, k_tile)
                 T.sync_threads()
                 if (t0 < span[1]) | (t0 + block > span[0]):
-                    for i, d in parallel(block, latent_cols):  # a weight of 0 does not clean a NaN
-                        if (t0 + i < span[1]) | (t0 + i >= span[0]):
-                            c_tile[i, d] = T.cast(0, dtype)
+                    for c in panels:  # a weight of 0 does not clean a NaN
+                        for i, d in parallel(block, 64):
+                            if (t0 + i < span[1]) | (t0 + i >= span[0]):
+                                c_tile[i, c + d] = T.cast(0, dtype)
                     T.sync_threads()
                 attend(
-                    t0, span[1], span[0], tail, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage,
+                    t0, span[1], limit, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage,
                     s, p, o, r, m, mn, mo, mon, al,
                 )  # fmt: skip
 
@@ -250,14 +245,14 @@ def make_swap_ab(
                 for w in T.unroll(warps):
                     den[j] += stage[w, j]
             for j in parallel(rows):
-                if (token(j) < seqlen_q) & (head(j) < valid):
-                    partial_lse[b, z, token(j), head0 + head(j)] = T.if_then_else(
+                if (token0 + token(j) < seqlen_q) & (head(j) < valid):
+                    partial_lse[b, z, token0 + token(j), head0 + head(j)] = T.if_then_else(
                         den[j] == 0, -T.infinity(accum), (T.log2(den[j]) + mo[j] * scale) * LN2
                     )
             if T.truncdiv(span[4] * (z + 1), num_splits) > span[5]:
                 for d, j in parallel(latent_cols, rows):
-                    if (token(j) < seqlen_q) & (head(j) < valid):
+                    if (token0 + token(j) < seqlen_q) & (head(j) < valid):
                         if d < d_c:
-                            partial_out[b, z, token(j), head0 + head(j), d] = o[d, j] / T.max(den[j], 1e-30)
+                            partial_out[b, z, token0 + token(j), head0 + head(j), d] = o[d, j] / T.max(den[j], 1e-30)
 
     return mla_decode_swap_ab

@@ -39,11 +39,11 @@ def make_swap_ab_ws(
         num_stages: latent tiles in flight.
         rope_stages: chunks of rotary keys in flight.
     """
-    d_c, d_r, seqlen_q_max = kv_lora_rank, qk_rope_head_dim, tiling.seqlen_q
+    d_c, d_r, tile_tokens = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile
     rows, head_rows = tiling.rows, tiling.head_rows
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
     tile_heads, tiles_per_group = tiling.heads_per_tile, tiling.tiles_per_group
-    even = tile_heads * tiling.num_tiles == heads
+    even = tile_heads * tiling.head_tiles == heads
     latent_cols = padded_latent_columns(d_c, CONSUMERS)
     chunk, chunks = rope.chunk_columns, rope.chunks_per_block
     octets = rope.block_rows < rows
@@ -63,10 +63,10 @@ def make_swap_ab_ws(
     lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
 
     def token(row):
-        return row // head_rows if seqlen_q_max > 1 else 0
+        return row // head_rows if tile_tokens > 1 else 0
 
     def head(row):
-        return row % head_rows if seqlen_q_max > 1 else row
+        return row % head_rows if tile_tokens > 1 else row
 
     @T.prim_func
     def mla_decode_swap_ab_ws(
@@ -83,7 +83,7 @@ def make_swap_ab_ws(
         causal: T.int32,
         use_starts: T.int32,
     ):
-        with T.Kernel(batch, tiling.num_tiles, num_splits, threads=2 * CONSUMERS) as (b, y, z):
+        with T.Kernel(batch, tiling.num_tiles, num_splits, threads=2 * CONSUMERS) as (b, tile, z):
             q_tile = T.alloc_shared([rows, latent_cols], dtype)
             qp_tile = T.alloc_shared([rope.num_blocks * rope.block_rows, chunks * chunk], dtype)
             c_ring = T.alloc_shared([num_stages, BLOCK, latent_cols], dtype)
@@ -97,6 +97,8 @@ def make_swap_ab_ws(
             k_free = T.alloc_barrier([CONSUMERS] * rope_stages)
             thread = T.get_thread_binding()
 
+            y = tile % tiling.head_tiles if tiling.token_tiles > 1 else tile
+            token0 = tile // tiling.head_tiles * tile_tokens if tiling.token_tiles > 1 else 0
             head0 = y // tiles_per_group * (groups * group) + y % tiles_per_group * tile_heads
             column = y // tiles_per_group * (groups * d_r)
             # heads of this tile: the last tile of a group, or of all groups, may have fewer
@@ -122,8 +124,8 @@ def make_swap_ab_ws(
                         )
                     else:
                         qp_tile[i, d] = T.if_then_else(
-                            (token(i) < seqlen_q) & (head(i) < valid) & (d // d_r == head(i) // group % groups),
-                            q_pe[b, token(i), head0 + head(i), d % d_r],
+                            (token0 + token(i) < seqlen_q) & (head(i) < valid) & (d // d_r == head(i) // group % groups),
+                            q_pe[b, token0 + token(i), head0 + head(i), d % d_r],
                             T.cast(0, dtype),
                         )
             T.sync_threads()
@@ -139,10 +141,13 @@ def make_swap_ab_ws(
                 mn = T.alloc_fragment([rows], accum)
                 al = T.alloc_fragment([rows], accum)
                 den = T.alloc_fragment([rows], accum)
+                limit = T.alloc_fragment([rows], T.int32)  # first token that a row's query does not see
                 scale = softmax_scale * LOG2E
                 T.fill(o, 0)
                 T.fill(p, 0)
                 T.fill(m, MASKED)
+                for j in T.Parallel(rows):
+                    limit[j] = span[0] - (seqlen_q - 1) * causal + T.min(token0 + token(j), (seqlen_q - 1) * causal)
                 T.barrier_wait(q_full, 0)
                 for k in T.serial(span[4]):
                     t0 = (span[3] + k) * BLOCK
@@ -183,19 +188,12 @@ def make_swap_ab_ws(
                             for i, j in T.Parallel(BLOCK, 8):
                                 s[i, q * 8 + j] += rs[q][i, j]
                     for i, j in T.Parallel(BLOCK, rows):
-                        s[i, j] = T.if_then_else(
-                            (t0 + i >= span[1])
-                            & (
-                                t0 + i
-                                < span[0] - (seqlen_q - 1) * causal + T.min(token(j), (seqlen_q - 1) * causal)
-                            ),
-                            s[i, j],
-                            MASKED,
-                        )
+                        s[i, j] = T.if_then_else((t0 + i >= span[1]) & (t0 + i < limit[j]), s[i, j], MASKED)
                     if (t0 < span[1]) | (t0 + BLOCK > span[0]):  # a weight of 0 does not clean a NaN
-                        for i, d in T.Parallel(BLOCK, latent_cols):
-                            if (t0 + i < span[1]) | (t0 + i >= span[0]):
-                                c_ring[k % num_stages, i, d] = T.cast(0, dtype)
+                        for c in panel_list:  # by panels: other widths cost registers for divisions by 3, 5 or 7
+                            for i, d in T.Parallel(BLOCK, 64):
+                                if (t0 + i < span[1]) | (t0 + i >= span[0]):
+                                    c_ring[k % num_stages, i, c + d] = T.cast(0, dtype)
                         T.fence_proxy_async()
                     view = T.view(s, [warps, 16, rows])
                     T.reduce_max(view, r, dim=1)
@@ -228,26 +226,30 @@ def make_swap_ab_ws(
                     for w in warp_list:
                         den[j] += stage[w, j]
                 for j in T.Parallel(rows):
-                    if (token(j) < seqlen_q) & (head(j) < valid):
-                        partial_lse[b, z, token(j), head0 + head(j)] = T.if_then_else(
+                    if (token0 + token(j) < seqlen_q) & (head(j) < valid):
+                        partial_lse[b, z, token0 + token(j), head0 + head(j)] = T.if_then_else(
                             den[j] == 0, -T.infinity(accum), (T.log2(den[j]) + m[j] * scale) * LN2
                         )
                 if span[4] > 0:
                     for d, j in T.Parallel(latent_cols, rows):
-                        if (token(j) < seqlen_q) & (head(j) < valid):
+                        if (token0 + token(j) < seqlen_q) & (head(j) < valid):
                             if d < d_c:
-                                partial_out[b, z, token(j), head0 + head(j), d] = o[d, j] / T.max(den[j], 1e-30)
+                                partial_out[b, z, token0 + token(j), head0 + head(j), d] = o[d, j] / T.max(den[j], 1e-30)
             else:
                 T.set_max_nreg(40, 0)
                 if thread < CONSUMERS + 32:
-                    for v in list(range(seqlen_q_max)):
+                    if tile_tokens == 1:
                         T.tma_copy(
-                            q_latent[b, v, head0 : head0 + (head_rows if seqlen_q_max > 1 else rows), 0:latent_cols],
-                            q_tile[
-                                v * head_rows : v * head_rows + (head_rows if seqlen_q_max > 1 else rows), :
-                            ],
-                            barrier=q_full,
+                            q_latent[b, token0, head0 : head0 + rows, 0:latent_cols], q_tile, barrier=q_full
                         )
+                    else:
+                        for v in list(range(tile_tokens)):
+                            for c in panel_list:
+                                T.tma_copy(
+                                    q_latent[b, token0 + v, head0 : head0 + head_rows, c : c + 64],
+                                    q_tile[v * head_rows : (v + 1) * head_rows, c : c + 64],
+                                    barrier=q_full,
+                                )
                     if thread == CONSUMERS:
                         T.barrier_arrive(q_full)
                     for k in T.serial(span[4]):
