@@ -1,0 +1,57 @@
+"""Converts MHA/GQA checkpoints to Multi-head Latent Attention, runs them, and measures what was gained and lost.
+
+Importing this package registers ``model_type: mha2mla`` with transformers' auto classes. It imports no kernel compiler and
+touches no GPU; everything else is looked up when it is first asked for (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import mha2mla.modeling  # noqa: F401  registers the model
+
+if TYPE_CHECKING:
+    from mha2mla.conversion.recipe import Recipe
+    from mha2mla.geometry import MLAGeometry
+    from mha2mla.modeling import LatentCache, MHA2MLAConfig, MHA2MLAForCausalLM
+    from mha2mla.pipeline import ConversionReport, convert
+
+    __version__: str
+
+_LAZY = {
+    "ConversionReport": "mha2mla.pipeline",
+    "LatentCache": "mha2mla.modeling",
+    "MHA2MLAConfig": "mha2mla.modeling",
+    "MHA2MLAForCausalLM": "mha2mla.modeling",
+    "MLAGeometry": "mha2mla.geometry",
+    "Recipe": "mha2mla.conversion.recipe",
+    "convert": "mha2mla.pipeline",
+}
+
+__all__ = [
+    "ConversionReport",
+    "LatentCache",
+    "MHA2MLAConfig",
+    "MHA2MLAForCausalLM",
+    "MLAGeometry",
+    "Recipe",
+    "__version__",
+    "convert",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version(__name__)
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

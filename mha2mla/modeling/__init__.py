@@ -1,0 +1,21 @@
+"""The Hugging Face model of a converted checkpoint: config, attention, cache, generation."""
+
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mha2mla.modeling.attention import MLAAttention
+from mha2mla.modeling.cache import LatentCache
+from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.forms import LayerAttention
+from mha2mla.modeling.model import MHA2MLAForCausalLM, MHA2MLAPreTrainedModel
+
+AutoConfig.register(MHA2MLAConfig.model_type, MHA2MLAConfig, exist_ok=True)
+AutoModelForCausalLM.register(MHA2MLAConfig, MHA2MLAForCausalLM, exist_ok=True)
+
+__all__ = [
+    "LatentCache",
+    "LayerAttention",
+    "MHA2MLAConfig",
+    "MHA2MLAForCausalLM",
+    "MHA2MLAPreTrainedModel",
+    "MLAAttention",
+]

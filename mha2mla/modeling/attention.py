@@ -1,0 +1,232 @@
+"""Multi-head Latent Attention of one layer: its parameters, and both of its forms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
+
+from mha2mla.kernels import mla_decode
+from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.forms import DecodeStep
+from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
+
+
+class MLAAttention(nn.Module):
+    """MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1) with G rotary keys per token and an explicit table of frequencies.
+
+    With H query heads, h_kv heads that the latent expands to, and the widths of :class:`mha2mla.geometry.MLAGeometry`::
+
+        score[h, t] = softmax_scale * (q_nope[h] . W_UK[kv(h)] c[t] + q_pe[h] . k_pe[t, g(h)])
+        out[h]      = sum_t softmax_t(score[h, t]) W_UV[kv(h)] c[t]
+
+    Args:
+        config: of the model.
+        layer_idx: which layer.
+
+    The parameters are the tensors of the checkpoint:
+
+    * ``q_proj.weight`` [H * (d_n + d_r), hidden], per head [nope | rope], and ``kv_a_proj.weight`` [d_c + G * d_r, hidden];
+    * with ``config.qk_norm`` instead ``q_proj.weight`` [H * d_h, hidden], ``q_norm``, ``q_b_proj`` [H, d_n + d_r, d_h];
+      ``k_proj.weight`` [h_kv * d_h, hidden], ``k_norm``, ``k_a_proj.weight`` [d_c + G * d_r, h_kv * d_h], and
+      ``v_a_proj.weight`` [d_c, hidden]: the latent encodes normed keys, so that decoding it stays linear;
+    * ``k_b_proj`` [h_kv, d_n, d_c] W_UK (absent if d_n is 0), ``v_b_proj`` [h_kv, d_v, d_c] W_UV, ``o_proj``;
+    * ``inv_freq`` [G, d_r / 2] float32, a buffer that stays float32 whatever the module is cast to.
+    """
+
+    def __init__(self, config: MHA2MLAConfig, layer_idx: int) -> None:
+        super().__init__()
+        geometry = config.layer_geometry(layer_idx)
+        self.config, self.layer_idx, self.geometry = config, layer_idx, geometry
+        self.sliding_window = config.layer_sliding_window(layer_idx)
+        self.attention_dropout = config.attention_dropout or 0.0
+        self.is_causal = True
+        # Heads of the expanded keys: the fewest that both kv heads and rope heads divide.
+        self.num_expanded_heads = math.lcm(geometry.num_key_value_heads, geometry.num_rope_heads)
+        self.num_key_value_groups = geometry.num_attention_heads // self.num_expanded_heads
+
+        heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
+        query_dim = geometry.qk_nope_head_dim + geometry.qk_rope_head_dim
+        cached_dim = geometry.cache_numel_per_token
+        hidden, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        if config.qk_norm:
+            self.q_proj = nn.Linear(hidden, heads * head_dim, bias=config.attention_q_bias)
+            self.q_norm = LlamaRMSNorm(head_dim, eps=eps)
+            self.q_b_proj = nn.Parameter(torch.empty(heads, query_dim, head_dim))
+            self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.attention_kv_bias)
+            self.k_norm = LlamaRMSNorm(head_dim, eps=eps)
+            self.k_a_proj = nn.Linear(kv_heads * head_dim, cached_dim, bias=False)
+            self.v_a_proj = nn.Linear(hidden, geometry.kv_lora_rank, bias=False)
+        else:
+            self.q_proj = nn.Linear(hidden, heads * query_dim, bias=config.attention_q_bias)
+            self.kv_a_proj = nn.Linear(hidden, cached_dim, bias=config.attention_kv_bias)
+        if geometry.qk_nope_head_dim:
+            self.k_b_proj = nn.Parameter(torch.empty(kv_heads, geometry.qk_nope_head_dim, geometry.kv_lora_rank))
+        self.v_b_proj = nn.Parameter(torch.empty(kv_heads, geometry.v_head_dim, geometry.kv_lora_rank))
+        self.o_proj = nn.Linear(heads * geometry.v_head_dim, hidden, bias=config.attention_o_bias)
+        self.register_buffer(
+            "inv_freq", torch.empty(geometry.num_rope_heads, geometry.qk_rope_head_dim // 2, dtype=torch.float32)
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MLAAttention:
+        """Moves and casts as any module, but ``inv_freq`` only moves: a bfloat16 frequency is off by whole turns."""
+        inv_freq = self.inv_freq
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32:
+            self.inv_freq = inv_freq.to(device=self.inv_freq.device)
+        return self
+
+    @torch.no_grad()
+    def init_weights(self, std: float, rope_theta: float) -> None:
+        """Random per-head maps and RoPE's default frequencies, for what was not loaded from a checkpoint."""
+        for name in ("q_b_proj", "k_b_proj", "v_b_proj"):
+            if (weight := getattr(self, name, None)) is not None:
+                init.normal_(weight, mean=0.0, std=std)
+        pairs = self.inv_freq.shape[1]
+        exponent = torch.arange(pairs, dtype=torch.float32, device=self.inv_freq.device) / pairs
+        init.copy_(self.inv_freq, (rope_theta**-exponent).expand_as(self.inv_freq))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        position_ids: Tensor | None = None,
+        mla_step: DecodeStep | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of S new tokens over the cache and themselves.
+
+        Args:
+            hidden_states: [B, S, hidden].
+            position_embeddings: the source architecture's; ignored, every layer has its own frequencies.
+            attention_mask: 4-D mask of the expanded form; the absorbed form does not look at it.
+            past_key_values: a :class:`~mha2mla.modeling.LatentCache`, or any transformers cache for the expanded form.
+            position_ids: [B or 1, S].
+            mla_step: what the model's forward pass decided; without it the layer runs the expanded form.
+
+        Returns:
+            [B, S, hidden], and None where other models have attention weights.
+
+        Raises:
+            ValueError: ``position_ids`` is missing.
+        """
+        if position_ids is None:
+            raise ValueError("position_ids is None; expected [B, S] token positions")
+        cos, sin = rotary_cos_sin(
+            position_ids.to(hidden_states.device),
+            self.inv_freq,
+            self.config.rope_attention_scaling,
+            hidden_states.dtype,
+        )
+        q_nope, q_pe = self._query(hidden_states, cos, sin)
+        latent, k_pe = self._latent(hidden_states, cos, sin)
+        if past_key_values is not None:
+            # One "head" each, and k_pe flattened: StaticLayer wants keys and values with as many heads.
+            latent, k_pe = past_key_values.update(latent[:, None], k_pe.flatten(2)[:, None], self.layer_idx)
+            latent, k_pe = latent[:, 0], k_pe[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1))
+        if mla_step is not None and mla_step.absorbed[self.layer_idx]:
+            starts = mla_step.cache_starts[self.sliding_window]
+            out = self._absorbed(q_nope, q_pe, past_key_values.layers[self.layer_idx], starts)
+        else:
+            out = self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
+        return self.o_proj(out.flatten(2)), None
+
+    def _query(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """q_nope [B, S, H, d_n] and rotated q_pe [B, S, H, d_r]."""
+        geometry = self.geometry
+        query = self.q_proj(hidden_states).unflatten(-1, (geometry.num_attention_heads, -1))
+        if self.config.qk_norm:
+            query = torch.einsum("bshd,hed->bshe", self.q_norm(query), self.q_b_proj)
+        q_nope, q_pe = query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
+        grouped = q_pe.unflatten(2, (geometry.num_rope_heads, -1))
+        return q_nope, apply_rotary(grouped, cos, sin).flatten(2, 3)
+
+    def _latent(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """What is cached: c [B, S, d_c] and rotated k_pe [B, S, G, d_r]."""
+        geometry = self.geometry
+        if self.config.qk_norm:
+            key = self.k_proj(hidden_states).unflatten(-1, (geometry.num_key_value_heads, -1))
+            encoded = self.k_a_proj(self.k_norm(key).flatten(2))
+        else:
+            encoded = self.kv_a_proj(hidden_states)
+        latent, k_pe = encoded.split((geometry.kv_lora_rank, geometry.rope_width), dim=-1)
+        if self.config.qk_norm:
+            latent = latent + self.v_a_proj(hidden_states)
+        return latent, apply_rotary(k_pe.unflatten(-1, (geometry.num_rope_heads, -1)), cos, sin)
+
+    def _expanded(
+        self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Tensor:
+        """Keys and values of every head from c [B, T, d_c] and k_pe [B, T, G, d_r], then ordinary attention.
+
+        Returns:
+            [B, S, H, d_v].
+        """
+        geometry, heads = self.geometry, self.num_expanded_heads
+        query = torch.cat((q_nope, q_pe), dim=-1).transpose(1, 2)
+        key = _repeat_heads(k_pe.transpose(1, 2), heads)
+        if geometry.qk_nope_head_dim:
+            key = torch.cat((_repeat_heads(_decode_latent(latent, self.k_b_proj), heads), key), dim=-1)
+        value = _repeat_heads(_decode_latent(latent, self.v_b_proj), heads)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, _ = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.config.softmax_scale,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return out
+
+    def _absorbed(self, q_nope: Tensor, q_pe: Tensor, layer: Any, cache_starts: Tensor | None) -> Tensor:
+        """W_UK goes to the query and W_UV to the output, so that attention runs over the cached c itself.
+
+        Returns:
+            [B, S, H, d_v].
+        """
+        geometry = self.geometry
+        kv_heads = geometry.num_key_value_heads
+        if geometry.qk_nope_head_dim:
+            q_latent = torch.einsum("bskrn,knc->bskrc", q_nope.unflatten(2, (kv_heads, -1)), self.k_b_proj).flatten(
+                2, 3
+            )
+        else:
+            q_latent = q_pe.new_zeros(*q_pe.shape[:3], geometry.kv_lora_rank)
+        out = mla_decode(
+            q_latent,
+            q_pe,
+            layer.latent_cache,
+            layer.rope_cache,
+            layer.block_table,
+            layer.cache_seqlens,
+            softmax_scale=self.config.softmax_scale,
+            cache_starts=None if cache_starts is None else cache_starts.to(q_pe.device),
+            backend=self.config.decode_backend,
+        )
+        return torch.einsum("bskrc,kvc->bskrv", out.unflatten(2, (kv_heads, -1)), self.v_b_proj).flatten(2, 3)
+
+
+def _decode_latent(latent: Tensor, decoder: Tensor) -> Tensor:
+    """latent [B, T, d_c] through decoder [h_kv, width, d_c]: [B, h_kv, T, width]."""
+    return F.linear(latent, decoder.flatten(0, 1)).unflatten(-1, decoder.shape[:2]).transpose(1, 2)
+
+
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, n, T, d] -> [B, heads, T, d], every head ``heads / n`` times side by side; a view where nothing repeats."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

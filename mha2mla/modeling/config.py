@@ -1,0 +1,200 @@
+"""The config of a converted model: the source's own config kept whole, and the geometry of every MLA layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from mha2mla.geometry import MLAGeometry
+
+SCHEMA_VERSION = 1
+MLA_FORMS = ("auto", "expanded", "absorbed")
+DECODE_BACKENDS = (None, "tilelang", "reference")
+
+# What transformers, generation and serving tools read from the top level of a config. Taken from the source unless given,
+# and handed back to the source's base model, so that the top level is what counts (resized embeddings, fewer layers, …).
+_MIRRORED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "attention_dropout",
+    "use_cache",
+    "tie_word_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "sliding_window",
+    "layer_types",
+)
+_PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+
+
+@strict
+class MHA2MLAConfig(PreTrainedConfig):
+    """Configuration of :class:`~mha2mla.modeling.MHA2MLAForCausalLM`.
+
+    Args:
+        source_config: ``to_dict()`` of the config that the checkpoint was converted from; its ``model_type`` names the
+            architecture around the attention.
+        num_rope_heads: G, rotary keys cached per token; one number, or one per layer.
+        kv_lora_rank: d_c, width of the cached latent; one number, or one per layer.
+        qk_rope_head_dim: d_r, rotary width per rope head; one number, or one per layer.
+        qk_nope_head_dim: d_n, un-rotated width of a query head; one number, or one per layer; 0 when all pairs rotate.
+        v_head_dim: d_v, value width of a head in the expanded form; the source's head width.
+        qk_norm: the source normalises queries and keys per head before RoPE (Qwen3).
+        attention_q_bias, attention_kv_bias, attention_o_bias: which of the attention biases exist.
+        softmax_scale: the source's (``head_dim ** -0.5`` unless its config says otherwise).
+        rope_attention_scaling: factor on cos and sin (YaRN, longrope).
+        recipe: how the checkpoint was converted; a record, never read here.
+        schema_version: of the checkpoint's layout; a newer one than this package knows is refused.
+        mla_form: "auto" (absorbed for decode where a kernel serves it), "expanded", or "absorbed"; may be changed at run
+            time.
+        decode_backend: passed to :func:`mha2mla.kernels.mla_decode`; may be changed at run time.
+
+    The other fields repeat the source's, for readers that expect them at the top level; where they differ from
+    ``source_config`` they win.
+
+    Raises:
+        ValueError: naming the field, its value and what was expected.
+    """
+
+    model_type = "mha2mla"
+    has_no_defaults_at_init: ClassVar[bool] = True
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    source_config: dict[str, Any]
+    num_rope_heads: int | list[int]
+    kv_lora_rank: int | list[int]
+    qk_rope_head_dim: int | list[int]
+    qk_nope_head_dim: int | list[int]
+    v_head_dim: int
+    softmax_scale: float
+    qk_norm: bool = False
+    attention_q_bias: bool = False
+    attention_kv_bias: bool = False
+    attention_o_bias: bool = False
+    rope_attention_scaling: float = 1.0
+    recipe: dict[str, Any] | None = None
+    schema_version: int = SCHEMA_VERSION
+    mla_form: str = "auto"
+    decode_backend: str | None = None
+
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_hidden_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str | None = None
+    max_position_embeddings: int | None = None
+    initializer_range: float | None = None
+    rms_norm_eps: float | None = None
+    attention_dropout: int | float | None = None
+    use_cache: bool | None = None
+    tie_word_embeddings: bool | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.schema_version > SCHEMA_VERSION:
+            raise ValueError(
+                f"schema_version is {self.schema_version}; expected at most {SCHEMA_VERSION}: the checkpoint was written "
+                "by a newer mha2mla, please upgrade"
+            )
+        source = self._source_from_dict()
+        for name in _MIRRORED:
+            if getattr(self, name) is None and hasattr(source, name):
+                setattr(self, name, getattr(source, name))
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self._check()
+        super().__post_init__(**kwargs)
+
+    def _source_from_dict(self) -> PreTrainedConfig:
+        model_type = self.source_config.get("model_type")
+        if model_type not in CONFIG_MAPPING:
+            raise ValueError(f"source_config['model_type'] is {model_type!r}; expected one that transformers knows")
+        # to_dict() writes model_type, which is a class attribute and no argument.
+        values = {name: value for name, value in self.source_config.items() if name != "model_type"}
+        return CONFIG_MAPPING[model_type](**values)
+
+    def _check(self) -> None:
+        layers = self.num_hidden_layers
+        for name in _PER_LAYER:
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != layers:
+                raise ValueError(f"{name} has {len(value)} entries; expected {layers}, one per layer")
+        for index in range(layers):
+            try:
+                self.layer_geometry(index)
+            except ValueError as error:
+                raise ValueError(f"layer {index}: {error}") from error
+        if not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
+            raise ValueError(f"softmax_scale is {self.softmax_scale}; expected a positive finite number")
+        if self.mla_form not in MLA_FORMS:
+            raise ValueError(f"mla_form is {self.mla_form!r}; expected one of {MLA_FORMS}")
+        if self.decode_backend not in DECODE_BACKENDS:
+            raise ValueError(f"decode_backend is {self.decode_backend!r}; expected one of {DECODE_BACKENDS}")
+        for index, kind in enumerate(self.layer_types or ()):
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ValueError(f"layer_types[{index}] is {kind!r}; expected 'full_attention' or 'sliding_attention'")
+
+    def build_source_config(self) -> PreTrainedConfig:
+        """A config of the source's own class for the modules around the attention."""
+        source = self._source_from_dict()
+        for name in _MIRRORED:
+            if hasattr(source, name):
+                setattr(source, name, getattr(self, name))
+        return source
+
+    @property
+    def qk_head_dim(self) -> int | list[int]:
+        """Query width of a head in the expanded form, d_n + d_r. By this name transformers recognises MLA models."""
+        widths = [
+            geometry.qk_nope_head_dim + geometry.qk_rope_head_dim
+            for geometry in map(self.layer_geometry, range(self.num_hidden_layers))
+        ]
+        return widths[0] if len(set(widths)) == 1 else widths
+
+    def layer_geometry(self, layer_idx: int) -> MLAGeometry:
+        """Shape of layer ``layer_idx``."""
+        values = {name: getattr(self, name) for name in _PER_LAYER}
+        return MLAGeometry(
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            v_head_dim=self.v_head_dim,
+            **{name: value[layer_idx] if isinstance(value, list) else value for name, value in values.items()},
+        )
+
+    def layer_sliding_window(self, layer_idx: int) -> int | None:
+        """Tokens that a query of layer ``layer_idx`` sees, itself included; None for all."""
+        # Families without layer_types (Mistral) apply their window to every layer.
+        if self.layer_types is not None and self.layer_types[layer_idx] != "sliding_attention":
+            return None
+        return self.sliding_window
+
+    def cache_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes cached per token, all layers, for elements of ``itemsize`` bytes (2 for bfloat16)."""
+        return sum(self.layer_geometry(i).cache_bytes_per_token(itemsize) for i in range(self.num_hidden_layers))
+
+    def source_cache_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes that the source model caches per token, all layers, for elements of ``itemsize`` bytes."""
+        numbers = (self.layer_geometry(i).source_cache_numel_per_token for i in range(self.num_hidden_layers))
+        return itemsize * sum(numbers)

@@ -1,0 +1,107 @@
+"""Which of the two forms of MLA a layer runs, and why: expanded for long queries, absorbed for decode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import explain_mla_decode
+
+MAX_DECODE_QUERY_LENGTH = 8  # longer queries amortise expanding the latent
+
+
+@dataclass(frozen=True)
+class FormChoice:
+    """How a layer attends over its cache.
+
+    Attributes:
+        form: "absorbed" or "expanded".
+        backend: what computes it: "tilelang" or "reference" for the absorbed form, else the attention implementation.
+        reason: in words.
+    """
+
+    form: str
+    backend: str
+    reason: str
+
+    @property
+    def absorbed(self) -> bool:
+        return self.form == "absorbed"
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """One line of ``attention_report``: what serves single-token decode in layer ``layer_idx``, and why."""
+
+    layer_idx: int
+    geometry: MLAGeometry
+    sliding_window: int | None
+    form: str
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What a forward pass over a LatentCache decided once for all of its layers.
+
+    Attributes:
+        absorbed: per layer, whether it runs the absorbed form.
+        cache_starts: by sliding window (None: without one), [B] int32, the first token that is visible; None means 0.
+    """
+
+    absorbed: tuple[bool, ...]
+    cache_starts: Mapping[int | None, Tensor | None]
+
+
+@lru_cache(maxsize=1024)  # asked for every layer of every step
+def choose_form(
+    geometry: MLAGeometry,
+    *,
+    mla_form: str,
+    decode_backend: str | None,
+    attn_implementation: str,
+    sliding_window: int | None,
+    query_length: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FormChoice:
+    """The form for ``query_length`` new tokens per sequence over a LatentCache that already holds tokens.
+
+    Args:
+        geometry: of the layer.
+        mla_form, decode_backend: of the config.
+        attn_implementation: what computes the expanded form.
+        sliding_window: of the layer.
+        page_size, dtype, device: of the cache.
+    """
+
+    def expanded(reason: str) -> FormChoice:
+        return FormChoice("expanded", attn_implementation, reason)
+
+    if mla_form == "expanded":
+        return expanded("mla_form is 'expanded'")
+    if query_length > MAX_DECODE_QUERY_LENGTH:
+        return expanded(f"{query_length} new tokens; the absorbed form serves up to {MAX_DECODE_QUERY_LENGTH}")
+    if sliding_window is not None and query_length > 1:
+        # The op takes one first token per sequence, and here each query has its own.
+        return expanded(f"{query_length} new tokens under a sliding window; the absorbed form serves one")
+    if decode_backend == "reference":
+        return FormChoice("absorbed", "reference", "decode_backend is 'reference'")
+    refusal = explain_mla_decode(geometry, page_size, dtype, device, query_length)
+    if decode_backend == "tilelang":
+        reason = "decode_backend is 'tilelang'" + (f", which refuses: {refusal}" if refusal else "")
+        return FormChoice("absorbed", "tilelang", reason)
+    if refusal is None:
+        return FormChoice("absorbed", "tilelang", "the TileLang kernel serves this geometry")
+    if mla_form == "absorbed":
+        return FormChoice("absorbed", "reference", f"mla_form is 'absorbed', and TileLang refuses: {refusal}")
+    if device.type != "cuda":
+        return FormChoice("absorbed", "reference", refusal)
+    return expanded(f"TileLang refuses: {refusal}")

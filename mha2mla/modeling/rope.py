@@ -1,0 +1,35 @@
+"""Rotary position embedding from a layer's own table of frequencies, one row per rope head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary_cos_sin(position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of ``position * inv_freq``, times ``scaling``.
+
+    Args:
+        position_ids: [B or 1, S] integers.
+        inv_freq: [G, d_r / 2] float32, radians per token.
+        scaling: attention factor of YaRN and longrope, else 1.
+        dtype: of the result. Angles are float32 whatever it is: bfloat16 cannot count positions beyond 256.
+
+    Returns:
+        Two tensors [B or 1, S, G, d_r / 2].
+    """
+    angle = position_ids[..., None, None].to(torch.float32) * inv_freq.to(torch.float32)
+    return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns pairs (j, j + d_r / 2) of the last dimension: the halves layout of Llama.
+
+    Args:
+        x: [B, S, G, …, d_r].
+        cos, sin: [B or 1, S, G, d_r / 2]; dimensions between G and d_r share them.
+    """
+    missing = x.dim() - cos.dim()
+    cos, sin = (t.reshape(*t.shape[:3], *[1] * missing, t.shape[-1]) for t in (cos, sin))
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
