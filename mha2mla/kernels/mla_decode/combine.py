@@ -34,11 +34,15 @@ def make_combine(
     alloc_fragment = T.alloc_local if on_cpu else T.alloc_fragment
     parallel = T.grid if on_cpu else T.Parallel
 
+    def strided(shape, strides):  # the CPU target's wrapper passes no run-time strides
+        return T.Tensor(shape, dtype) if on_cpu else T.StridedTensor(shape, strides, dtype)
+
+
     @T.prim_func
     def mla_decode_combine(
         partial_out: T.Tensor([batch, num_splits, seqlen_q, heads, kv_lora_rank], accum),
         partial_lse: T.Tensor([batch, num_splits, seqlen_q, heads], accum),
-        out: T.StridedTensor([batch, seqlen_q, heads, kv_lora_rank], [o_b, o_s, o_h, 1], dtype),
+        out: strided([batch, seqlen_q, heads, kv_lora_rank], [o_b, o_s, o_h, 1]),
         lse: T.Tensor([batch, heads, seqlen_q], accum),
     ):
         with T.Kernel(heads * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):

@@ -63,6 +63,10 @@ def make_swap_ab(
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
     alloc_fragment = T.alloc_local if on_cpu else T.alloc_fragment
     parallel = T.grid if on_cpu else T.Parallel
+
+    def strided(shape, strides):  # the CPU target's wrapper passes no run-time strides
+        return T.Tensor(shape, dtype) if on_cpu else T.StridedTensor(shape, strides, dtype)
+
     by_row, by_column = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
     score_policy = by_column if threads > 128 else by_row
 
@@ -138,10 +142,10 @@ def make_swap_ab(
 
     @T.prim_func
     def mla_decode_swap_ab(
-        q_latent: T.StridedTensor([batch, seqlen_q, heads, d_c], [ql_b, ql_s, ql_h, 1], dtype),
-        q_pe: T.StridedTensor([batch, seqlen_q, heads, d_r], [qp_b, qp_s, qp_h, 1], dtype),
-        latent_cache: T.StridedTensor([num_pages, page_size, d_c], [lc_p, lc_t, 1], dtype),
-        rope_cache: T.StridedTensor([num_pages, page_size, num_rope_heads * d_r], [rc_p, rc_t, 1], dtype),
+        q_latent: strided([batch, seqlen_q, heads, d_c], [ql_b, ql_s, ql_h, 1]),
+        q_pe: strided([batch, seqlen_q, heads, d_r], [qp_b, qp_s, qp_h, 1]),
+        latent_cache: strided([num_pages, page_size, d_c], [lc_p, lc_t, 1]),
+        rope_cache: strided([num_pages, page_size, num_rope_heads * d_r], [rc_p, rc_t, 1]),
         block_table: T.Tensor([batch, max_pages], T.int32),
         cache_seqlens: T.Tensor([batch], T.int32),
         cache_starts: T.Tensor([batch], T.int32),

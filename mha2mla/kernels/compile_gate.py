@@ -1,0 +1,121 @@
+"""Compiles a TileLang function for a GPU that is not there and reads what the compiler says: registers, spills, shared memory.
+
+Nothing is launched. ``nvcc`` and ``cuobjdump`` come from the machine or from NVIDIA's pip packages (the ``dev`` extra).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+SPILL_LIMIT = 16  # bytes; more costs more than it hides
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """What was read of one kernel: registers a thread, spilled bytes, shared memory bytes a block, instruction counts."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    serialized_wgmma: bool
+    instructions: dict[str, int] | None
+
+    def complaints(self, shared_limit: int) -> list[str]:
+        """Reasons to refuse the kernel; empty when it is fit to run. Instruction checks need a disassembler."""
+        found = []
+        if self.spill_bytes > SPILL_LIMIT:
+            found.append(f"{self.spill_bytes} bytes of spills; expected at most {SPILL_LIMIT}")
+        if self.shared_bytes > shared_limit:
+            found.append(f"{self.shared_bytes} bytes of shared memory; the device has {shared_limit}")
+        if self.serialized_wgmma:
+            found.append("ptxas serialised wgmma")
+        return found
+
+
+def find_tool(name: str) -> str | None:
+    """Path of ``nvcc``, ``cuobjdump`` or ``nvdisasm``: on PATH, or in the pip packages' ``nvidia/cu13/bin``; else None."""
+    packaged = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin"
+    return shutil.which(name) or shutil.which(name, path=str(packaged))
+
+
+def compile_only(function, arch: str, pass_configs: dict | None = None) -> list[GateReport]:
+    """Lower ``function`` (a TileLang prim_func) for ``arch`` ("sm_90a") and assemble it with nvcc.
+
+    Returns:
+        One report per kernel; ``instructions`` is None where no ``cuobjdump`` is found.
+
+    Raises:
+        FileNotFoundError: if there is no nvcc.
+        RuntimeError: with nvcc's message, if it refuses the source.
+    """
+    import tilelang
+    from tilelang import tvm
+
+    nvcc = find_tool("nvcc")
+    if nvcc is None:
+        raise FileNotFoundError("nvcc is not on PATH and not installed by pip (pip install 'mha2mla[dev]')")
+    target = tvm.target.Target({"kind": "cuda", "arch": arch})
+    with tvm.transform.PassContext(opt_level=3, config=pass_configs or {}), target:
+        artifact = tilelang.lower(function, target=target)
+    root = Path(tilelang.__file__).parent
+    include = [f"-I{root / part}" for part in ("src", "3rdparty/cutlass/include", "src/tl_templates")]
+    fast = ["--use_fast_math"] if (pass_configs or {}).get("tl.enable_fast_math") else []
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
+        source.write_text(artifact.kernel_source)
+        command = [
+            nvcc, "-std=c++17", "-O3", f"-arch={arch}", "-cubin", "-w", "--expt-relaxed-constexpr",
+            "--expt-extended-lambda", "-Xptxas", "-v", *fast, *include, "-o", str(cubin), str(source),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"nvcc refused the kernel for {arch}: {done.stderr[-2000:]}")
+        counts = _instructions(cubin)
+    reports = []
+    for name, body in re.findall(
+        r"Compiling entry function '([^']+)'.*?\n(.*?)(?=ptxas info\s+: Compiling|\Z)", done.stderr, re.S
+    ):
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", body)
+        static = re.search(r"(\d+) bytes smem", body)
+        reports.append(
+            GateReport(
+                name=name,
+                registers=int(re.search(r"Used (\d+) registers", body).group(1)),
+                spill_bytes=max(int(spills.group(1)), int(spills.group(2))) if spills else 0,
+                shared_bytes=(int(static.group(1)) if static else 0) + _dynamic_shared(artifact, name),
+                serialized_wgmma="wgmma" in done.stderr and "serializ" in done.stderr,
+                instructions=counts.get(name) if counts is not None else None,
+            )
+        )
+    return reports
+
+
+def _dynamic_shared(artifact, name: str) -> int:
+    for variable, function in artifact.device_mod.functions.items():
+        if variable.name_hint == name:
+            for key, value in function.attrs.items():
+                if "dyn" in str(key).lower():
+                    return int(value)
+    return 0
+
+
+def _instructions(cubin: Path) -> dict[str, dict[str, int]] | None:
+    cuobjdump = find_tool("cuobjdump")
+    if cuobjdump is None:
+        return None
+    listing = subprocess.run([cuobjdump, "--dump-sass", str(cubin)], capture_output=True, text=True)
+    if listing.returncode:
+        return None
+    operation = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", re.M)
+    return {
+        name: dict(Counter(operation.findall(body)))
+        for name, body in re.findall(r"Function : (\S+)\n(.*?)(?=Function : |\Z)", listing.stdout, re.S)
+    }
