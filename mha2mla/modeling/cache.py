@@ -98,7 +98,8 @@ class LatentLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Appends S tokens to every sequence.
 
-        The cache keeps values, not their history: gradients reach the latents of this call, not those of earlier ones.
+        The cache keeps values, not their history: gradients pass a first call only. (Training over a filled cache is refused
+        by the model.)
 
         Args:
             key_states: [B, 1, S, d_c], the latent.
@@ -115,6 +116,8 @@ class LatentLayer(CacheLayerMixin):
         batch, _, new_tokens, _ = key_states.shape
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if batch != self.batch_size and self.is_empty and not self.is_compileable:
+            self._allocate(batch, key_states.dtype, key_states.device)
         if batch != self.batch_size:
             raise ValueError(
                 f"key_states has batch size {batch}; expected {self.batch_size}, that of the cached tokens"

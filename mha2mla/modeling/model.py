@@ -102,6 +102,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             past_key_values: tokens before these; with ``use_cache`` and None a dynamic :class:`LatentCache` is made.
             inputs_embeds: [B, S, hidden] instead of ``input_ids``.
             labels: [B, S], -100 where there is no loss.
+            use_cache: default the config's; while training, False.
             logits_to_keep: that many last positions, or their indices; 0 means all.
             **kwargs: to the base model and its layers.
 
@@ -109,9 +110,11 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             ``logits`` [B, S or logits_to_keep, vocabulary], ``past_key_values``, and ``loss`` if there are ``labels``.
 
         Raises:
-            ValueError: ``config.mla_form`` is "absorbed", and this call cannot be served so.
+            ValueError: ``config.mla_form`` is "absorbed", and this call cannot be served so; or a LatentCache that holds
+                tokens is given while training.
         """
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = LatentCache(self.config)
         batch, query_length = (inputs_embeds if input_ids is None else input_ids).shape[:2]
@@ -160,6 +163,11 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         is_padding_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         if is_padding_mask and query_length > 1 and not torch.compiler.is_compiling():
             cache.padding_is_left = cache.padding_is_left and _is_left_padding(attention_mask)
+        if self.training and torch.is_grad_enabled() and not cache.is_empty:
+            raise ValueError(
+                "past_key_values is a LatentCache that holds tokens, and it keeps no gradients; expected a DynamicCache or None"
+                " while training"
+            )
         if cache.is_empty:
             return None  # nothing to attend over but the new tokens: expanding them is cheaper than absorbing
         if not cache.padding_is_left or not (is_padding_mask or attention_mask is None):
@@ -173,9 +181,9 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         absorbed = tuple(choice.absorbed for choice in choices)
         if not any(absorbed):
             return None
-        starts = (
-            attention_mask.to(torch.int32).argmax(dim=-1).to(torch.int32).expand(batch) if is_padding_mask else None
-        )
+        starts = None
+        if is_padding_mask:
+            starts = attention_mask.to(torch.int32).argmax(dim=-1).to(torch.int32).expand(batch).contiguous()
         windows = {layer.self_attn.sliding_window for layer in self.model.layers}
         return DecodeStep(absorbed, {window: _visible_from(cache, window, starts) for window in windows})
 
@@ -231,7 +239,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         if isinstance(past_key_values, LatentCache):
             if attention_mask is None:
                 return None
-            return F.pad(attention_mask, (0, past_key_values.capacity - attention_mask.shape[-1]))
+            # Ones: what is to come is hidden by causality, and zeros behind the tokens would look like right padding.
+            return F.pad(attention_mask, (0, past_key_values.capacity - attention_mask.shape[-1]), value=1)
         return create_masks_for_generate(
             config=self.model.config,
             inputs_embeds=inputs_embeds,
