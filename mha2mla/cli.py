@@ -230,9 +230,12 @@ def build_parser() -> ArgumentParser:
 
 
 def _version() -> str:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
-    return version("mha2mla")
+    try:
+        return version("mha2mla")
+    except PackageNotFoundError:
+        return "(not installed)"  # run from a folder on PYTHONPATH
 
 
 def _first_line(function: Any) -> str:

@@ -55,7 +55,7 @@ class DemoSettings:
 
     evaluation: str = "builtin:prose"
     evaluation_tokens: int = 4096
-    cached_tokens: int = 512
+    cached_tokens: int = 256
     min_run_time: float = 1.0
 
 
@@ -151,7 +151,7 @@ def run_demo(
             {row["model"]: running}, seqlens=[settings.cached_tokens], min_run_time=settings.min_run_time
         )[0]
         row |= {key: timed.get(key) for key in ("ms_per_token", "us_p20", "us_p50", "us_p80", "us_graph", "status")}
-        row["decode"] = _served_by(running)
+        row |= _served_by(running)
         del running
     for row in rows:
         row["reduction"] = 1 - row["cache_bytes_per_token"] / rows[0]["cache_bytes_per_token"]
@@ -203,11 +203,16 @@ def _size(model: torch.nn.Module) -> dict[str, Any]:
     return row | {"geometry": text}
 
 
-def _served_by(model: torch.nn.Module) -> str:
-    """Which form and backend serve decode, and why not the kernel where it does not."""
+def _served_by(model: torch.nn.Module) -> dict[str, Any]:
+    """Which form and backend serve decode, in how many layers, and why."""
     if model.config.model_type != "mha2mla":
-        return f"transformers, {model.config._attn_implementation}"
-    return "absorbed"
+        return {"decode": f"transformers, {model.config._attn_implementation}", "decode_reason": None}
+    layers = model.attention_report()
+    ways = Counter(", ".join(filter(None, (layer.form, layer.backend))) for layer in layers)
+    several = len(ways) > 1
+    decode = "; ".join(way + f" ({count} layers)" * several for way, count in ways.most_common())
+    reasons = dict.fromkeys(layer.reason for layer in layers if layer.reason)
+    return {"decode": decode, "decode_reason": "; ".join(reasons) or None}
 
 
 def _print(rows: list[dict[str, Any]], prompt: str, settings: DemoSettings, dtype: torch.dtype, output: Path) -> None:
@@ -226,6 +231,7 @@ def _print(rows: list[dict[str, Any]], prompt: str, settings: DemoSettings, dtyp
         f"perplexity … logits error: {settings.evaluation}, {evaluated:,} tokens in windows of {length}, float32",
         f"ms/token: {str(dtype).removeprefix('torch.')}, batch 1, {settings.cached_tokens} cached tokens, median; timed"
         " only after a check against float64",
+        *(f"decode: {reason}" for reason in dict.fromkeys(row["decode_reason"] for row in rows) if reason),
         describe_environment(collect_environment()),
         f"checkpoints: {output}",
     )

@@ -88,8 +88,8 @@ def time_callable(call: Callable[[], Any], device: torch.device | str, *, min_ru
     times = [seconds * 1e6 for seconds in timer.blocked_autorange(min_run_time=min_run_time).times]
     if len(times) == 1:
         times *= 2  # a single long block: all quantiles are that one
-    fifths = statistics.quantiles(times, n=5, method="inclusive")
-    return Timing(fifths[0], statistics.median(times), fifths[3])
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    return Timing(tenths[1], tenths[4], tenths[7])
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def test_attention_rows(dtype):
             assert row["status"].startswith("missing: ") and "us_p50" not in row
             continue
         assert row["status"] == "ok", row
-        assert 0 < row["us_p20"] <= row["us_p50"] <= row["us_p80"]
+        assert 0 < row["us_p20"] <= row["us_p50"] * (1 + 1e-12) <= row["us_p80"] * (1 + 2e-12)
         width = 3 * 2 * 16 if row["implementation"] == "torch SDPA" else 24 + 3 * 8
         assert row["cache_bytes"] == row["batch"] * row["seqlen"] * width * dtype.itemsize
         assert row["gb_per_s"] == pytest.approx(row["cache_bytes"] / row["us_p50"] / 1e3)
@@ -131,7 +131,7 @@ def test_timing_of_a_known_duration():
     import time
 
     timing = time_callable(lambda: time.sleep(0.004), "cpu", min_run_time=0.05)
-    assert 4000 <= timing.p20 <= timing.p50 <= timing.p80 and timing.p50 < 40_000
+    assert 4000 <= timing.p20 <= timing.p50 * (1 + 1e-12) <= timing.p80 * (1 + 2e-12) and timing.p50 < 40_000
     assert timing.graph is None
 
 
