@@ -164,15 +164,16 @@ def convert(
 ) -> ConversionReport:
     """Converts an MHA/GQA checkpoint to MLA and proves what came out.
 
-    Everything that can be refused is refused before any work. Layers are read, calibrated, converted and written one at a
-    time; the result is read back from a temporary folder, compared with the source on held-out text, and only then
+    Everything that can be refused is refused before any work. Layers are read, calibrated, converted and written one
+    at a time; the result is read back from a temporary folder, compared with the source on held-out text, and only then
     renamed. The source is never opened for writing.
 
     Args:
         source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
         destination: folder to create.
         recipe: what to do; default ``Recipe()``.
-        calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows, length].
+        calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows,
+            length].
         evaluation: held-out text or token windows of the comparison.
         evaluation_tokens: at most so many of that text.
         device: of the computation; default CUDA where there is one, else the CPU.
@@ -472,6 +473,7 @@ def _calibrate(plan: _Plan, layer: int, store: ActivationStore) -> LayerStatisti
         weights,
         window=plan.spec.sliding_windows[layer],
         phases=plan.recipe.needs_phases(plan.geometry),
+        attended=plan.recipe.needs_attended(plan.geometry),
     )
     module = plan.model.layer(layer)
     plan.model.run_layer(module, layer, store, batch=_batch(plan.calibration), observe=collector.add)
@@ -525,9 +527,7 @@ def _verify(plan: _Plan, folder: Path) -> ParityReport:
     """
     config = AutoConfig.from_pretrained(folder)
     reader = CheckpointReader(folder)
-    converted = StreamedModel(
-        config, reader, plan.spec.sliding_windows, device=plan.device, dtype=plan.compute_dtype
-    )
+    converted = StreamedModel(config, reader, plan.spec.sliding_windows, device=plan.device, dtype=plan.compute_dtype)
     if reader.names() != converted.expected_names():
         different = sorted(reader.names() ^ converted.expected_names())
         raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")

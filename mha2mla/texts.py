@@ -17,10 +17,10 @@ def load_text(name: str | Path) -> str:
     """A text by name.
 
     Args:
-        name: ``"builtin:pydoc"``, the help topics of the running Python (a technical manual of some 700 kB: calibration);
-            ``"builtin:prose"``, short prose of several kinds written for this package (16 kB: evaluation);
-            ``"hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"``, a Hugging Face dataset (split ``train`` and column ``text`` unless
-            given; needs the ``datasets`` package); anything else is the path of a UTF-8 file.
+        name: ``"builtin:pydoc"``, the help topics of the running Python (a technical manual of some 700 kB:
+            calibration); ``"builtin:prose"``, short prose of several kinds written for this package (16 kB:
+            evaluation); ``"hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"``, a Hugging Face dataset (split ``train`` and
+            column ``text`` unless given; needs the ``datasets`` package); anything else is the path of a UTF-8 file.
 
     Raises:
         ValueError: unknown builtin, no such file, not UTF-8, empty, or a dataset without the column.

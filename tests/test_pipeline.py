@@ -197,7 +197,11 @@ def put_inf_in_mlp(tensors):
 
 
 DAMAGES = {
-    "unknown family": (lambda f: edit_config(f, model_type="gpt2"), UnsupportedSourceError, "'gpt2' cannot be converted"),
+    "unknown family": (
+        lambda f: edit_config(f, model_type="gpt2"),
+        UnsupportedSourceError,
+        "'gpt2' cannot be converted",
+    ),
     "quantised": (
         lambda f: edit_config(f, quantization_config={"quant_method": "awq"}),
         UnsupportedSourceError,
@@ -231,7 +235,11 @@ DAMAGES = {
         CheckpointError,
         "layers.1.self_attn.v_proj.weight in model.safetensors has 1 NaN",
     ),
-    "Inf in an MLP": (lambda f: edit_weights(f, put_inf_in_mlp), CheckpointError, "up_proj.weight in model.safetensors has 1"),
+    "Inf in an MLP": (
+        lambda f: edit_weights(f, put_inf_in_mlp),
+        CheckpointError,
+        "up_proj.weight in model.safetensors has 1",
+    ),
     "no tokenizer": (
         lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
         CheckpointError,
@@ -272,7 +280,9 @@ def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_pat
     (tmp_path / "SHORT").write_text("short")
     (tmp_path / "LATIN").write_bytes("Grüße".encode("latin-1"))
     texts = sorted(path.name for path in tmp_path.iterdir())
-    keys = {key: str(tmp_path / value) if value in texts else value for key, value in keys.items() if key != "recipe"} | {
+    keys = {
+        key: str(tmp_path / value) if value in texts else value for key, value in keys.items() if key != "recipe"
+    } | {
         key: mha2mla.Recipe(qk_rope_head_dim=18, kv_lora_rank=8) if value == "TOO WIDE" else value
         for key, value in keys.items()
         if key == "recipe"

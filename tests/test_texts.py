@@ -33,7 +33,9 @@ def test_a_bad_file_is_named(tmp_path, content, named):
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "named"), [("builtin:novel", "unknown"), ("hf:", "malformed"), ("hf:a:b:c:d:e", "malformed")])
+@pytest.mark.parametrize(
+    ("name", "named"), [("builtin:novel", "unknown"), ("hf:", "malformed"), ("hf:a:b:c:d:e", "malformed")]
+)
 def test_a_bad_name_is_refused(name, named):
     with pytest.raises(ValueError, match=named):
         load_text(name)
@@ -47,7 +49,7 @@ def test_a_dataset_without_the_package_says_what_to_install(monkeypatch):
 
 def test_a_dataset_column_is_joined(monkeypatch):
     class Rows(dict):
-        column_names = ["body"]
+        column_names = ("body",)
 
     asked = []
 

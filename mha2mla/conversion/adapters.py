@@ -185,7 +185,9 @@ class FamilyAdapter:
         for field, name in self.attention_names(spec, layer).items():
             tensor = source.tensor(name)
             if tuple(tensor.shape) != shapes[field]:
-                raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}; expected {shapes[field]} by the config")
+                raise ValueError(
+                    f"tensor {name} has shape {tuple(tensor.shape)}; expected {shapes[field]} by the config"
+                )
             tensors[field] = tensor.to(device=device, dtype=dtype)
         return AttentionWeights(**tensors)
 
@@ -286,7 +288,7 @@ def rotary_table(config: PreTrainedConfig, longrope_table: str) -> tuple[torch.T
         raise UnsupportedSourceError(f"partial_rotary_factor is {partial}; a partly rotated head is not supported")
     if rope_type == "dynamic":
         raise UnsupportedSourceError(
-            "rope_type is 'dynamic': dynamic NTK computes another table for every length, so no fixed rotary part exists"
+            "rope_type is 'dynamic': dynamic NTK has another table for every length, so no fixed rotary part exists"
         )
     if rope_type == "default":
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

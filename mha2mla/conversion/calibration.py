@@ -12,6 +12,7 @@ from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
 
 SPILL_BYTES = 1 << 30
 _MAP_ELEMENTS = 1 << 24  # of attention maps that exist at a time
+_ATTENDED_STRIDE = 4  # averages of neighbouring queries are alike: a quarter of them costs a quarter
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,16 @@ class LayerStatistics:
         mean: [E] E[u].
         covariance: [E, E] of u, centred.
         query_second_moment: [H, d, d] E[q q^T].
-        key_covariance: [d // 2, h_kv, h_kv] Hermitian E[z z^H] over kv heads per frequency; not centred, since a rotated
-            key's mean does not drop out of softmax.
-        mean_phase: [H, d // 2] g = E exp(iθΔ), Δ = query position − key position, weighted by attention without the sink
-            column (the first token of a window); None when it was not asked for.
+        key_covariance: [d // 2, h_kv, h_kv] Hermitian E[z z^H] over kv heads per frequency; not centred, since a
+            rotated key's mean does not drop out of softmax.
+        mean_phase: [H, d // 2] g = E exp(iθΔ), Δ = query position − key position, weighted by attention without the
+            sink column (the first token of a window); None when it was not asked for.
+        attended_mean: [H, E] E[Σ_t p_t u_t], what a head's attention makes of the inputs, over queries; None when it
+            was not asked for.
+        attended_covariance: [E, E] of the same averages, each head centred by itself, mean over heads; None likewise.
+        attention_covariance: [E, E] E Σ_t p_t (u_t − ū)(u_t − ū)^T, ū = Σ_t p_t u_t: the covariance of the inputs
+            under one query's attention, mean over queries and heads. Softmax sees a key error only as it differs
+            among the tokens that a query attends to. None likewise.
     """
 
     tokens: int
@@ -38,6 +45,9 @@ class LayerStatistics:
     query_second_moment: torch.Tensor
     key_covariance: torch.Tensor
     mean_phase: torch.Tensor | None
+    attended_mean: torch.Tensor | None = None
+    attended_covariance: torch.Tensor | None = None
+    attention_covariance: torch.Tensor | None = None
 
 
 class StatisticsCollector:
@@ -47,11 +57,20 @@ class StatisticsCollector:
         spec: the source model.
         weights: this layer's, in the dtype of the activations.
         window: sliding window of this layer, or None.
-        phases: whether to measure attention-weighted phases, which needs the attention maps.
+        phases: whether to measure attention-weighted phases.
+        attended: whether to measure attention-weighted averages of the inputs (of every fourth query).
     """
 
-    def __init__(self, spec: SourceSpec, weights: AttentionWeights, *, window: int | None, phases: bool) -> None:
-        self.spec, self.weights, self.window, self.phases = spec, weights, window, phases
+    def __init__(
+        self,
+        spec: SourceSpec,
+        weights: AttentionWeights,
+        *,
+        window: int | None,
+        phases: bool = False,
+        attended: bool = False,
+    ) -> None:
+        self.spec, self.weights, self.window, self.phases, self.attended = spec, weights, window, phases, attended
         device = weights.q_weight.device
         size, heads, kv_heads = spec.feature_size, spec.num_attention_heads, spec.num_key_value_heads
         d, half = spec.head_dim, spec.head_dim // 2
@@ -66,6 +85,10 @@ class StatisticsCollector:
         self._key = zeros(half, kv_heads, kv_heads, dtype=torch.complex128)
         self._phase = zeros(heads, half, dtype=torch.complex128)
         self._mass = zeros(heads)
+        self._attended_queries = 0
+        self._attended_sum = zeros(heads, size)
+        self._attended_outer = zeros(size, size)
+        self._attention_outer = zeros(size, size)
 
     def add(self, hidden: torch.Tensor) -> None:
         """Takes normed inputs of the attention, [windows, length, hidden]; a window starts at position 0."""
@@ -74,16 +97,16 @@ class StatisticsCollector:
         query = self._project(hidden, self.weights.q_weight, self.weights.q_bias, self.weights.q_norm)
         key = self._project(hidden, self.weights.k_weight, self.weights.k_bias, self.weights.k_norm)
         features = torch.cat([key.flatten(2), hidden], -1) if spec.qk_norm else hidden
-        features = features.flatten(0, 1).double()
-        self.tokens += features.shape[0]
-        self._sum += features.sum(0)
-        self._outer += features.T @ features
+        flat = features.flatten(0, 1).double()
+        self.tokens += flat.shape[0]
+        self._sum += flat.sum(0)
+        self._outer += flat.T @ flat
         rows = query.flatten(0, 1).transpose(0, 1).double()  # [H, tokens, d]
         self._query += rows.mT @ rows
         pairs = torch.complex(key[..., :half], key[..., half:]).flatten(0, 1).permute(2, 1, 0)  # [half, h_kv, tokens]
         self._key += (pairs @ pairs.mH).to(torch.complex128)
-        if self.phases:
-            self._add_phases(query.transpose(1, 2), key.transpose(1, 2))
+        if self.phases or self.attended:
+            self._add_attention(query.transpose(1, 2), key.transpose(1, 2), features)
 
     def finish(self) -> LayerStatistics:
         """The statistics of everything added."""
@@ -93,6 +116,15 @@ class StatisticsCollector:
         if self.phases:  # a head that never looks past the sink has no distances: treat its pairs as un-turned
             mass = self._mass[:, None]
             phase = torch.where(mass > 0, self._phase / mass.clamp_min(1e-30), torch.ones_like(self._phase))
+        attended_mean = attended_covariance = attention_covariance = None
+        if self.attended:
+            attended_mean = self._attended_sum / self._attended_queries
+            averages = self._attended_queries * self.spec.num_attention_heads
+            pooled = self._attended_outer / averages
+            attention_covariance = self._attention_outer / averages - pooled
+            attention_covariance = (attention_covariance + attention_covariance.T) / 2
+            attended_covariance = pooled - attended_mean.T @ attended_mean / self.spec.num_attention_heads
+            attended_covariance = (attended_covariance + attended_covariance.T) / 2
         return LayerStatistics(
             tokens=self.tokens,
             mean=mean,
@@ -100,6 +132,9 @@ class StatisticsCollector:
             query_second_moment=self._query / self.tokens,
             key_covariance=self._key / self.tokens,
             mean_phase=phase,
+            attended_mean=attended_mean,
+            attended_covariance=attended_covariance,
+            attention_covariance=attention_covariance,
         )
 
     def _project(
@@ -111,10 +146,9 @@ class StatisticsCollector:
             heads = torch.nn.functional.rms_norm(heads, (self.spec.head_dim,), norm, self.spec.norm_eps)
         return heads
 
-    def _add_phases(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        """query [windows, H, length, d], key [windows, h_kv, length, d]."""
+    def _add_attention(self, query: torch.Tensor, key: torch.Tensor, features: torch.Tensor) -> None:
+        """query [windows, H, length, d], key [windows, h_kv, length, d], features [windows, length, E]."""
         spec, length = self.spec, query.shape[2]
-        half = spec.head_dim // 2
         position = torch.arange(length, device=query.device, dtype=torch.float64)
         angle = position[:, None] * spec.inv_freq.to(query.device, torch.float64)  # [length, half]
         cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
@@ -131,12 +165,29 @@ class StatisticsCollector:
             if self.window is not None:
                 hidden |= ahead <= -self.window
             weight = torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
-            weight[..., 0] = 0  # the sink: attended for its lack of content, at any distance
-            # Σ_t p exp(iθ(s − t)) = exp(iθs) (Σ_t p cos θt − i Σ_t p sin θt), summed over queries s and windows
-            real, imag = (weight @ turns[:seen]).split(half, -1)
-            turned = (cos[rows] * real + sin[rows] * imag, sin[rows] * real - cos[rows] * imag)
-            self._phase += torch.complex(*(part.sum((0, 2), dtype=torch.float64) for part in turned))
-            self._mass += weight.sum((0, 2, 3), dtype=torch.float64)
+            if self.attended:
+                self._add_attended(weight[:, :, ::_ATTENDED_STRIDE], features[:, :seen])
+            if self.phases:
+                self._add_phases(weight, turns[:seen], cos[rows], sin[rows])
+
+    def _add_attended(self, weight: torch.Tensor, features: torch.Tensor) -> None:
+        """weight [windows, H, queries, keys], features [windows, keys, E]."""
+        averages = weight @ features[:, None]
+        self._attended_queries += averages.shape[0] * averages.shape[2]
+        self._attended_sum += averages.sum((0, 2), dtype=torch.float64)
+        flat = averages.flatten(0, 2)
+        self._attended_outer += (flat.T @ flat).double()
+        mass = weight.sum((1, 2))[..., None]  # attention that each token received
+        self._attention_outer += ((features * mass).flatten(0, 1).T @ features.flatten(0, 1)).double()
+
+    def _add_phases(self, weight: torch.Tensor, turns: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """weight [windows, H, queries, keys], turns [keys, 2 half] as (cos | sin), cos and sin [queries, half]."""
+        weight[..., 0] = 0  # the sink: attended for its lack of content, at any distance
+        # Σ_t p exp(iθ(s − t)) = exp(iθs) (Σ_t p cos θt − i Σ_t p sin θt), summed over queries s and windows
+        real, imag = (weight @ turns).chunk(2, -1)
+        turned = (cos * real + sin * imag, sin * real - cos * imag)
+        self._phase += torch.complex(*(part.sum((0, 2), dtype=torch.float64) for part in turned))
+        self._mass += weight.sum((0, 2, 3), dtype=torch.float64)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

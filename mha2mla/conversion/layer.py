@@ -80,9 +80,29 @@ def latent_problem(
         value=value,
         key_metric=metric,
         value_metric=value_metric,
-        mean=None if statistics is None else statistics.mean.to(key.device),
-        covariance=None if statistics is None else statistics.covariance.to(key.device),
+        **_input_moments(spec, statistics, key.device),
     )
+
+
+def _input_moments(
+    spec: SourceSpec, statistics: LayerStatistics | None, device: torch.device
+) -> dict[str, torch.Tensor | None]:
+    """Means and covariances of a ``LatentProblem``: of the inputs, or under attention where that was measured."""
+    if statistics is None:
+        return dict.fromkeys(("covariance", "mean", "value_covariance", "value_mean"))
+    attended = statistics.attended_mean is not None
+    value_mean = statistics.attended_mean if attended else statistics.mean.expand(spec.num_attention_heads, -1)
+    covariance = value_covariance = statistics.covariance
+    if attended:
+        # A key error matters among the tokens that a query attends to; alone, that leaves the others free to intrude.
+        covariance = (statistics.covariance + statistics.attention_covariance) / 2
+        value_covariance = statistics.attended_covariance
+    return {
+        "covariance": covariance.to(device),
+        "mean": statistics.mean.to(device),
+        "value_covariance": value_covariance.to(device),
+        "value_mean": value_mean.to(device),
+    }
 
 
 def assemble(
@@ -123,8 +143,10 @@ def assemble(
     tensors["v_b_proj"] = factors.value_decoder
     tensors["o_proj.weight"] = weights.o_weight
     if biases.o:
-        offset = factors.value_offset if weights.v_bias is None else factors.value_offset + weights.v_bias.view(kv_heads, d)
-        folded = weights.o_weight @ offset.repeat_interleave(spec.group_size, 0).flatten()
+        offset = weights.o_weight.new_zeros(heads, d) if factors.value_offset is None else factors.value_offset
+        if weights.v_bias is not None:
+            offset = offset + weights.v_bias.view(kv_heads, d).repeat_interleave(spec.group_size, 0)
+        folded = weights.o_weight @ offset.flatten()
         tensors["o_proj.bias"] = folded if weights.o_bias is None else folded + weights.o_bias
     tensors["inv_freq"] = basis.inv_freq.float()
     return tensors

@@ -8,10 +8,13 @@ import torch
 
 from mha2mla.conversion.recipe import Recipe
 
+_SWEEPS = 8
+
 
 @dataclass(frozen=True)
 class LatentFactors:
-    """c = ``encoder`` u; un-rotated keys ≈ ``key_decoder`` c; values ≈ ``value_decoder`` c + ``value_offset``.
+    """c = ``encoder`` u; un-rotated keys ≈ ``key_decoder`` c; values ≈ ``value_decoder`` c, on average off by
+    ``value_offset``.
 
     All float64; u is the encoder's input, E wide.
 
@@ -19,13 +22,13 @@ class LatentFactors:
         encoder: [d_c, E].
         key_decoder: [h_kv, d_n, d_c].
         value_decoder: [h_kv, d_v, d_c].
-        value_offset: [h_kv, d_v]; zero unless centred.
+        value_offset: [H, d_v], by query head since each attends differently; None unless centred.
     """
 
     encoder: torch.Tensor
     key_decoder: torch.Tensor
     value_decoder: torch.Tensor
-    value_offset: torch.Tensor
+    value_offset: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -37,25 +40,32 @@ class LatentProblem:
         value: [h_kv, d_v, E], values without their bias.
         key_metric: [h_kv, d_n, d_n], cost of a key error e is e^T M e: second moment of the queries that read it.
         value_metric: [h_kv, d_v, d_v], cost of a value error: W_O^T W_O of the heads that read it.
-        mean: [E], mean of u; None when no statistics were taken.
-        covariance: [E, E], centred covariance of u; None when no statistics were taken.
+        covariance: [E, E], of the inputs that keys are fitted to, centred; None when no statistics were taken.
+        mean: [E], their mean; None likewise.
+        value_covariance: [E, E], of the inputs that values are fitted to (u itself, or its averages under attention).
+        value_mean: [H, E], their mean per query head.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     key_metric: torch.Tensor
     value_metric: torch.Tensor
-    mean: torch.Tensor | None
     covariance: torch.Tensor | None
+    mean: torch.Tensor | None
+    value_covariance: torch.Tensor | None
+    value_mean: torch.Tensor | None
 
 
 def factorise(problem: LatentProblem, rank: int, recipe: Recipe) -> LatentFactors:
-    """A latent of ``rank`` numbers by ``recipe.low_rank``; exact, with selections for decoders, when it holds everything."""
+    """A latent of ``rank`` numbers by ``recipe.low_rank``; exact when wide enough."""
     key, value = problem.key.flatten(0, 1), problem.value.flatten(0, 1)
     rows = key.shape[0] + value.shape[0]
     if rank >= rows:
         encoder = torch.cat([key, value, key.new_zeros(rank - rows, key.shape[1])])
         decoder = torch.eye(rows, rank, dtype=key.dtype, device=key.device)
+    elif rank >= key.shape[1]:  # wide enough for the input itself
+        encoder = torch.eye(rank, key.shape[1], dtype=key.dtype, device=key.device)
+        decoder = torch.cat([key, value]) @ encoder.T
     elif recipe.low_rank == "svd-joint":
         decoder, encoder = _principal(torch.cat([key, value]), None, rank)
     elif recipe.low_rank == "svd-split":
@@ -64,9 +74,11 @@ def factorise(problem: LatentProblem, rank: int, recipe: Recipe) -> LatentFactor
         decoder, encoder = _whitened(problem, rank, recipe)
     key_decoder = decoder[: key.shape[0]].view(*problem.key.shape[:2], rank)
     value_decoder = decoder[key.shape[0] :].view(*problem.value.shape[:2], rank)
-    offset = torch.zeros(problem.value.shape[:2], dtype=key.dtype, device=key.device)
-    if recipe.centered and problem.mean is not None and rank < rows:
-        offset = problem.value @ problem.mean - value_decoder @ (encoder @ problem.mean)
+    offset = None
+    if recipe.centered and problem.value_mean is not None and rank < min(rows, key.shape[1]):
+        heads = problem.value_mean.view(problem.value.shape[0], -1, problem.value.shape[2])  # [h_kv, group, E]
+        lost = problem.value - value_decoder @ encoder
+        offset = torch.einsum("ade,age->agd", lost, heads).flatten(0, 1)
     return LatentFactors(encoder, key_decoder, value_decoder, offset)
 
 
@@ -74,13 +86,34 @@ def _principal(target: torch.Tensor, covariance: torch.Tensor | None, rank: int)
     """Best rank-``rank`` ``decoder @ encoder`` ≈ ``target`` [m, E] in the norm E|(target − decoder encoder) u|².
 
     With C the covariance of u (None: identity, plain SVD) and U the leading eigenvectors of T C T^T, the optimum is
-    U U^T T: the same matrix as the truncated SVD of T C^{1/2} times C^{-1/2}, without inverting C. The latent's channels
-    are scaled to unit variance, so that no channel is lost in a narrow cache dtype.
+    U U^T T: the same matrix as the truncated SVD of T C^{1/2} times C^{-1/2}, without inverting C. A target taller than
+    wide is solved on its narrow side instead. The latent's channels are scaled to unit variance, so that no channel is
+    lost in a narrow cache dtype.
     """
-    energy, vectors = torch.linalg.eigh(target @ target.T if covariance is None else target @ covariance @ target.T)
-    energy, vectors = energy.flip(0)[:rank], vectors.flip(1)[:, :rank]
-    scale = energy.clamp_min(1e-12 * energy[0].clamp_min(torch.finfo(energy.dtype).tiny)).sqrt()
-    return vectors * scale, (vectors / scale).T @ target
+    rows, columns = target.shape
+    if rows <= columns:
+        energy, vectors = torch.linalg.eigh(target @ (target.T if covariance is None else covariance @ target.T))
+        vectors, scale = vectors.flip(1)[:, :rank], _scale(energy, rank)
+        return vectors * scale, (vectors / scale).T @ target
+    factor = (
+        torch.eye(columns, dtype=target.dtype, device=target.device) if covariance is None else _cholesky(covariance)
+    )
+    inner = target @ factor
+    energy, vectors = torch.linalg.eigh(inner.T @ inner)
+    vectors = vectors.flip(1)[:, :rank]
+    return inner @ vectors, torch.linalg.solve_triangular(factor, vectors.T, upper=False, left=False)
+
+
+def _scale(energy: torch.Tensor, rank: int) -> torch.Tensor:
+    """Square roots of the largest eigenvalues, none of them zero."""
+    energy = energy.flip(0)[:rank]
+    return energy.clamp_min(1e-12 * energy[0].clamp_min(torch.finfo(energy.dtype).tiny)).sqrt()
+
+
+def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
+    """Lower factor of a positive semi-definite matrix, made invertible by a small ridge."""
+    ridge = 1e-7 * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    return torch.linalg.cholesky(matrix + ridge)
 
 
 def _split(key: torch.Tensor, value: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,21 +133,72 @@ def _split(key: torch.Tensor, value: torch.Tensor, rank: int) -> tuple[torch.Ten
 
 
 def _whitened(problem: LatentProblem, rank: int, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    covariance = problem.covariance
+    covariance, value_covariance = problem.covariance, problem.value_covariance
     if not recipe.centered:
         covariance = covariance + torch.outer(problem.mean, problem.mean)
+        value_covariance = value_covariance + problem.value_mean.T @ problem.value_mean / problem.value_mean.shape[0]
     key_root, key_inverse = _roots(problem.key_metric, recipe.query_weighting)
     value_root, value_inverse = _roots(problem.value_metric, recipe.output_weighting)
     key, value = (key_root @ problem.key).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
     gain = 1.0
     if key.shape[0]:
-        energy = [torch.einsum("me,ef,mf->", part, covariance, part).clamp_min(1e-300) for part in (key, value)]
-        gain = float((recipe.key_weight * energy[1] / energy[0]).sqrt())
-    decoder, encoder = _principal(torch.cat([gain * key, value]), covariance, rank)
+        key_energy, value_energy = (
+            torch.einsum("me,ef,mf->", part, metric, part).clamp_min(1e-300)
+            for part, metric in ((key, covariance), (value, value_covariance))
+        )
+        gain = float((recipe.key_weight * value_energy / key_energy).sqrt())
+    if recipe.attended and key.shape[0]:
+        decoder, encoder = _alternate(gain * key, covariance, value, value_covariance, rank)
+    else:
+        decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)
     rows = key.shape[0]
     key_part = key_inverse @ decoder[:rows].view(*problem.key.shape[:2], rank) / gain
     value_part = value_inverse @ decoder[rows:].view(*problem.value.shape[:2], rank)
     return torch.cat([key_part.flatten(0, 1), value_part.flatten(0, 1)]), encoder
+
+
+def _alternate(
+    key: torch.Tensor, key_metric: torch.Tensor, value: torch.Tensor, value_metric: torch.Tensor, rank: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One encoder A for two targets under two input covariances: least |K − B_K A|²_C + |V − B_V A|²_D.
+
+    Alternating least squares from the principal components under the mean metric. For fixed decoders A solves
+    B_K^T B_K A C + B_V^T B_V A D = B_K^T K C + B_V^T V D; with C = S S^T, D = S δ S^T and B_K^T B_K = Z Z^T,
+    B_V^T B_V = Z γ Z^T that is elementwise: (Z^T A S)_ij = (Z^{-1} (B_K^T K S + B_V^T V S δ))_ij / (1 + γ_i δ_j).
+    """
+    _, encoder = _principal(torch.cat([key, value]), (key_metric + value_metric) / 2, rank)
+    basis, delta = _simultaneous(key_metric, value_metric)
+    inverse = torch.linalg.inv(basis)
+    key_basis, value_basis = key @ basis, value @ basis
+    for _ in range(_SWEEPS):
+        key_decoder = _decoder(key, key_metric, encoder)
+        value_decoder = _decoder(value, value_metric, encoder)
+        mixing, gamma = _simultaneous(key_decoder.T @ key_decoder, value_decoder.T @ value_decoder)
+        right = key_decoder.T @ key_basis + value_decoder.T @ value_basis * delta
+        right = torch.linalg.solve(mixing, right) / (1 + gamma[:, None] * delta)
+        encoder = torch.linalg.solve(mixing.T, right) @ inverse
+    # Channels of unit variance, un-correlated: a narrow cache dtype then loses none of them.
+    energy, vectors = torch.linalg.eigh(encoder @ key_metric @ encoder.T)
+    encoder = (vectors / energy.clamp_min(1e-12 * energy[-1]).sqrt()).T @ encoder
+    decoder = torch.cat([_decoder(key, key_metric, encoder), _decoder(value, value_metric, encoder)])
+    return decoder, encoder
+
+
+def _simultaneous(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """S and δ with first = S S^T and second = S diag(δ) S^T."""
+    factor = _cholesky(first)
+    inner = torch.linalg.solve_triangular(factor, second, upper=False)
+    inner = torch.linalg.solve_triangular(factor, inner.mT, upper=False)
+    delta, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
+    return factor @ vectors, delta.clamp_min(0)
+
+
+def _decoder(target: torch.Tensor, metric: torch.Tensor, encoder: torch.Tensor) -> torch.Tensor:
+    """Best B for a fixed encoder: T C A^T (A C A^T)^{-1}."""
+    seen = metric @ encoder.T
+    gram = encoder @ seen
+    ridge = 1e-9 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve(gram + ridge, (target @ seen).T).T
 
 
 def _roots(metric: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a conversion is asked to do: one frozen dataclass, its YAML/dict round trip, and the rule from bytes to ranks."""
+"""What a conversion is asked to do: one frozen dataclass, its YAML round trip, and the rule from bytes to ranks."""
 
 from __future__ import annotations
 
@@ -29,33 +29,38 @@ class Recipe:
     Args:
         layout: ``"per-group"`` keeps one rotary key per kv head (G = h_kv; MHA gives G = H), every head the same number
             of pairs. ``"shared"`` keeps one rotary key for all heads (G = 1, DeepSeek's layout).
-        rope_selection: which rotary pairs stay rotary. The candidates are (frequency, kv head): every head keeps its own
-            best in the per-group layout, the best of all heads together stay in the shared one.
+        rope_selection: which rotary pairs stay rotary. The candidates are (frequency, kv head): every head keeps its
+            own best in the per-group layout, the best of all heads together stay in the shared one.
 
             * ``"high"`` / ``"low"``: highest / lowest frequencies (in the shared layout the same ones for all heads);
             * ``"uniform"``: evenly spaced over the frequencies;
             * ``"2-norm"``: largest root mean square |q| · |k| (arXiv 2502.14837, S_2-norm);
-            * ``"rotation"``: largest E|q|² E|k|² · cost, where cost is what not rotating a pair changes: 2 (1 − Re g), or
-              1 − |g|² with ``mean_phase``; g = E exp(iθΔ) over attention-weighted distances Δ without the sink column.
-              In the shared layout the candidates are the principal components of all kv heads' keys within one frequency
-              (a unitary basis: RoPE commutes with it).
+            * ``"rotation"``: largest E|q|² E|k|² (1 − |g|²), g = E exp(iθΔ) over attention-weighted distances Δ
+              without the sink column: 1 − |g|² is the variance of the turn, which no constant factor replaces. In the
+              shared layout the candidates are the principal components of all kv heads' keys within one frequency (a
+              unitary basis: RoPE commutes with it).
         low_rank: how the un-rotated keys and the values become one latent.
 
             * ``"svd-joint"``: truncated SVD of the stacked weights [W_K; W_V] (arXiv 2502.14837);
             * ``"svd-split"``: two SVDs, the rank divided in proportion to the keys' and values' widths;
             * ``"whitened-joint"``: principal components of the outputs on calibration text, which is the SVD of the
               stacked weights times the square root of the input covariance.
-        cache_ratio: cached numbers after / before, in (0, 1]; never exceeded. 1.0 is full rank: every pair stays rotary,
-            the latent holds the values, the model is the source to rounding. Otherwise ``rope_share`` of the budget is
-            rotary, rounded to the nearest multiple of 8 per rope head (at least 8), and what is left, rounded down to a
-            multiple of 8, is latent.
+        cache_ratio: cached numbers after / before, in (0, 1]; never exceeded. 1.0 is full rank: every pair stays
+            rotary, the latent holds the values, the model is the source to rounding. Otherwise ``rope_share`` of the
+            budget is rotary, rounded to the nearest multiple of 8 per rope head (at least 8), and what is left,
+            rounded down to a multiple of 8, is latent.
         kv_lora_rank: latent width d_c; needs ``qk_rope_head_dim``.
         qk_rope_head_dim: rotary width d_r of a rope head, even; needs ``kv_lora_rank``.
         rope_share: rotary share of a ``cache_ratio`` budget.
-        mean_phase: multiply the query of an un-rotated pair by g instead of 1 (estimated per query head).
+        mean_phase: from 0 to 1, how far the query of an un-rotated pair is multiplied by its mean turn g, estimated per
+            query head: the factor is 1 + mean_phase (g − 1). g alone is the best constant for the tokens that are
+            attended to and overfits them; halfway was best in every measurement.
         centered: put the values' mean, as far as the latent loses it, into ``o_proj.bias`` (a value bias goes there
             anyway), and fit ``"whitened-joint"`` to deviations from the mean: an un-rotated key's mean is invisible to
             softmax. Off: no bias is created, for engines that cannot hold one.
+        attended: ``"whitened-joint"`` fits values to what attention makes of the inputs (their weighted averages, sink
+            included) instead of to the inputs themselves, and keys half to how the inputs differ under one query's
+            attention; ``centered`` takes the mean of those averages, head by head.
         query_weighting: ``"whitened-joint"`` measures key errors by the queries' second moment.
         output_weighting: ``"whitened-joint"`` measures value errors after ``o_proj``.
         key_weight: energy of the keys relative to the values in ``"whitened-joint"``, after both are scaled to the same
@@ -78,14 +83,15 @@ class Recipe:
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
     rope_share: float = 0.25
-    mean_phase: bool = True
+    mean_phase: float = 0.5
     centered: bool = True
+    attended: bool = True
     query_weighting: bool = True
     output_weighting: bool = True
-    key_weight: float = 4.0
+    key_weight: float = 1.0
     longrope_table: str = "short"
     calibration_text: str = "builtin:pydoc"
-    calibration_tokens: int = 16384
+    calibration_tokens: int = 8192
     calibration_length: int = 512
     seed: int = 0
 
@@ -98,7 +104,7 @@ class Recipe:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, choices))}")
-        for name in ("mean_phase", "centered", "query_weighting", "output_weighting"):
+        for name in ("centered", "attended", "query_weighting", "output_weighting"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected true or false")
         for name in ("cache_ratio", "rope_share", "key_weight"):
@@ -107,6 +113,9 @@ class Recipe:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
                 raise ValueError(f"{name} is {value!r}; expected a number > 0")
+        phase = self.mean_phase
+        if isinstance(phase, bool) or not isinstance(phase, int | float) or not 0 <= phase <= 1:
+            raise ValueError(f"mean_phase is {phase!r}; expected a number from 0 to 1")
         if self.cache_ratio is not None and self.cache_ratio > 1:
             raise ValueError(f"cache_ratio is {self.cache_ratio!r}; expected at most 1.0 (full rank)")
         if self.rope_share >= 1:
@@ -128,8 +137,7 @@ class Recipe:
             raise ValueError(f"{given} is {getattr(self, given)} but {missing} is not given; expected both or neither")
         if self.kv_lora_rank is not None and self.cache_ratio is not None:
             raise ValueError(
-                f"cache_ratio is {self.cache_ratio!r} beside kv_lora_rank={self.kv_lora_rank}; expected either a ratio or"
-                " ranks"
+                f"cache_ratio is {self.cache_ratio!r} beside kv_lora_rank={self.kv_lora_rank}; expected one of them"
             )
         if self.qk_rope_head_dim is not None and self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; expected an even number (RoPE turns pairs)")
@@ -162,8 +170,8 @@ class Recipe:
             rope, rank = self.qk_rope_head_dim, self.kv_lora_rank
             if rope > all_pairs:
                 raise ValueError(
-                    f"qk_rope_head_dim is {rope}; expected at most {all_pairs}, all the pairs that {kv_heads} kv heads of"
-                    f" width {head_dim} have in the {self.layout} layout"
+                    f"qk_rope_head_dim is {rope}; expected at most {all_pairs}, all the pairs that {kv_heads} kv heads"
+                    f" of width {head_dim} have in the {self.layout} layout"
                 )
         elif self.target_cache_ratio == 1.0:
             rope, rank = all_pairs, key_width
@@ -174,9 +182,9 @@ class Recipe:
             rank = (budget - rope * rope_heads) // GRANULE * GRANULE
             if rank < GRANULE:
                 raise ValueError(
-                    f"cache_ratio is {self.target_cache_ratio}, {budget} numbers per token and layer, of which the smallest"
-                    f" rotary part ({rope_heads} x {rope}) leaves {budget - rope * rope_heads} for the latent; expected at"
-                    f" least {GRANULE}: use a larger ratio or the shared layout"
+                    f"cache_ratio is {self.target_cache_ratio}, {budget} numbers per token and layer, of which the"
+                    f" smallest rotary part ({rope_heads} x {rope}) leaves {budget - rope * rope_heads} for the latent;"
+                    f" expected at least {GRANULE}: use a larger ratio or the shared layout"
                 )
         full = 2 * key_width - rope * rope_heads
         if rank > full:
@@ -203,7 +211,11 @@ class Recipe:
 
     def needs_phases(self, geometry: MLAGeometry) -> bool:
         """Whether attention-weighted distances must be measured."""
-        return geometry.qk_nope_head_dim > 0 and (self.rope_selection == "rotation" or self.mean_phase)
+        return geometry.qk_nope_head_dim > 0 and (self.rope_selection == "rotation" or self.mean_phase > 0)
+
+    def needs_attended(self, geometry: MLAGeometry) -> bool:
+        """Whether attention-weighted averages of the inputs must be measured."""
+        return self.attended and not self.is_exact(geometry) and (self.centered or self.low_rank == "whitened-joint")
 
     def needs_calibration(self, geometry: MLAGeometry) -> bool:
         """Whether any statistic of calibration text enters the weights."""

@@ -63,15 +63,12 @@ def select_rotary_basis(
     return build(spec, geometry, kept, basis, scale, phase)
 
 
-def rotation_cost(phase: torch.Tensor, *, mean_phase: bool) -> torch.Tensor:
-    """What leaving a pair un-rotated changes, per unit of E|q|² E|k|²: E_Δ|exp(iθΔ) − f|² for f = g or f = 1.
+def rotation_cost(phase: torch.Tensor) -> torch.Tensor:
+    """1 − |g|²: per unit of E|q|² E|k|², what leaving a pair un-rotated loses even under its best constant factor.
 
-    Args:
-        phase: g = E_Δ exp(iθΔ), complex, any shape.
-        mean_phase: whether the query is multiplied by g (cost 1 − |g|²) or left alone (cost 2 (1 − Re g)).
+    E_Δ|exp(iθΔ) − f|² is least, and this, for f = g = E_Δ exp(iθΔ); the variance of the turn.
     """
-    cost = 1 - phase.abs().square() if mean_phase else 2 * (1 - phase.real)
-    return cost.clamp_min(0)
+    return (1 - phase.abs().square()).clamp_min(0)
 
 
 def pair_energy(second_moment: torch.Tensor) -> torch.Tensor:
@@ -103,11 +100,12 @@ def _rotation_scores(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores [half, components], basis U [half, h_kv, components] and key scale D [half, h_kv].
 
-    Component n of frequency j is Σ_a conj(U[j,a,n]) D[j,a] k_{a,j}: a principal component of the keys, each head weighted
-    by what its queries lose when the pair is not rotated. The unitary U commutes with RoPE; D is undone in the queries.
+    Component n of frequency j is Σ_a conj(U[j,a,n]) D[j,a] k_{a,j}: a principal component of the keys, each head
+    weighted by what its queries lose when the pair is not rotated. The unitary U commutes with RoPE; D is undone in
+    the queries.
     """
     half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
-    cost = rotation_cost(statistics.mean_phase, mean_phase=recipe.mean_phase)
+    cost = rotation_cost(statistics.mean_phase)
     weight = (pair_energy(statistics.query_second_moment) * cost).view(kv_heads, spec.group_size, half).sum(1).T.cpu()
     covariance = statistics.key_covariance.cpu()
     if recipe.layout == "per-group":
@@ -145,18 +143,16 @@ def _keep_uniform(half: int, kv_heads: int, geometry: MLAGeometry, recipe: Recip
 
 
 def _query_phase(spec: SourceSpec, recipe: Recipe, statistics: LayerStatistics | None) -> torch.Tensor:
-    """[H, half] complex: what an un-rotated pair's query is multiplied by. cos and sin carry the attention factor on both
-    sides of a score, so a pair that loses them loses its square."""
-    shape = (spec.num_attention_heads, spec.head_dim // 2)
-    if recipe.mean_phase and statistics is not None and statistics.mean_phase is not None:
-        phase = statistics.mean_phase.cpu()
-    else:
-        phase = torch.ones(shape, dtype=torch.complex128)
+    """[H, half] complex: what an un-rotated pair's query is multiplied by. cos and sin carry the attention factor on
+    both sides of a score, so a pair that loses them loses its square."""
+    phase = torch.ones(spec.num_attention_heads, spec.head_dim // 2, dtype=torch.complex128)
+    if recipe.mean_phase > 0 and statistics is not None and statistics.mean_phase is not None:
+        phase = phase + recipe.mean_phase * (statistics.mean_phase.cpu() - phase)
     return phase * spec.attention_factor**2
 
 
 def _real_rows(coefficients: torch.Tensor) -> torch.Tensor:
-    """The real matrix of a complex-linear map z -> C z with vectors in the halves layout: [..., m, n] -> [..., 2m, 2n]."""
+    """Real matrix of the complex map z -> C z on vectors in the halves layout: [..., m, n] -> [..., 2m, 2n]."""
     real, imag = coefficients.real, coefficients.imag
     return torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
 

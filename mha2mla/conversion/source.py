@@ -28,8 +28,8 @@ class CheckpointReader:
         folder: local Hugging Face folder.
 
     Raises:
-        CheckpointError: no folder, no safetensors weights, an index that is no index, a missing or truncated shard, or a
-            tensor that the index promises and its shard lacks.
+        CheckpointError: no folder, no safetensors weights, an index that is no index, a missing or truncated shard,
+            or a tensor that the index promises and its shard lacks.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -52,7 +52,9 @@ class CheckpointReader:
             self._names[SINGLE_FILE] = frozenset(self._open(SINGLE_FILE).keys())
             self._shard_of = dict.fromkeys(self._names[SINGLE_FILE], SINGLE_FILE)
         else:
-            found = sorted(path.name for path in self.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+            found = sorted(
+                path.name for path in self.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf")
+            )
             hint = f" ({found[0]} is not read: save it as safetensors first)" if found else ""
             raise CheckpointError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
 
@@ -68,7 +70,7 @@ class CheckpointReader:
         return self._files[shard]
 
     def release(self) -> None:
-        """Unmaps the files, so that what was read no longer counts as this process's memory; reading opens them again."""
+        """Unmaps the files, so that what was read leaves this process's memory; reading opens them again."""
         self._files.clear()
 
     def names(self) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Running a causal language model layer by layer: one layer's weights in memory at a time, source and converted alike."""
+"""Running a causal language model layer by layer, one layer's weights in memory at a time, source or converted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mha2mla.conversion.source import CheckpointReader
 class StreamedModel:
     """The modules of a Llama-shaped causal language model, filled from a checkpoint when they are needed.
 
-    The model class is transformers' own (or this package's), built without memory on the meta device, so that what runs is
-    what ``from_pretrained`` would run.
+    The model class is transformers' own (or this package's), built without memory on the meta device, so that what
+    runs is what ``from_pretrained`` would run.
 
     Args:
-        config: of a registered model with ``model.embed_tokens``, ``model.layers``, ``model.norm``, ``model.rotary_emb`` and
-            ``lm_head``.
+        config: of a registered model with ``model.embed_tokens``, ``model.layers``, ``model.norm``,
+            ``model.rotary_emb`` and ``lm_head``.
         source: its tensors.
         sliding_windows: per layer, visible tokens or None.
         device, dtype: of the computation; rotary tables stay float32.
@@ -150,4 +150,3 @@ class StreamedModel:
             if tensor.is_meta:
                 raise ValueError(f"{prefix}{name} is not stored in the checkpoint")
         return filled.eval().requires_grad_(False)
-

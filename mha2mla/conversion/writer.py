@@ -26,12 +26,14 @@ def check_destination(destination: Path, source: Path, *, overwrite: bool) -> No
     """Refuses a destination before any work.
 
     Raises:
-        DestinationError: it is the source or lies in it (or the other way round), exists without ``overwrite``, is a file,
-            or its parent folder cannot be created or written.
+        DestinationError: it is the source or lies in it (or the other way round), exists without ``overwrite``, is a
+            file, or its parent folder cannot be created or written.
     """
     here, there = destination.resolve(), source.resolve()
     if here == there or there in here.parents or here in there.parents:
-        raise DestinationError(f"destination {str(destination)!r} and source {str(source)!r} overlap; expected another folder")
+        raise DestinationError(
+            f"destination {str(destination)!r} and source {str(source)!r} overlap; expected another folder"
+        )
     if destination.exists():
         if not destination.is_dir():
             raise DestinationError(f"destination {str(destination)!r} is a file; expected a folder name")
@@ -51,9 +53,9 @@ def check_destination(destination: Path, source: Path, *, overwrite: bool) -> No
 def temporary_folder(destination: Path, *, overwrite: bool) -> Iterator[Path]:
     """A folder beside ``destination`` that takes its name when the block ends without an exception.
 
-    The name is fixed (``.NAME.mha2mla-tmp``) and held by a lock: the next run clears what a killed one left, and two runs
-    cannot write the same destination. With ``overwrite`` the old folder is moved aside, and brought back if the process
-    dies between the two renames.
+    The name is fixed (``.NAME.mha2mla-tmp``) and held by a lock: the next run clears what a killed one left, and two
+    runs cannot write the same destination. With ``overwrite`` the old folder is moved aside, and brought back if the
+    process dies between the two renames.
 
     Raises:
         DestinationError: another process is writing the same destination.

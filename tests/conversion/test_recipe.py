@@ -32,7 +32,9 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
         ({"kv_lora_rank": 0, "qk_rope_head_dim": 8}, "kv_lora_rank is 0"),
         ({"rope_share": 1.0}, "rope_share is 1.0"),
         ({"key_weight": -1}, "key_weight is -1"),
-        ({"mean_phase": 1}, "mean_phase is 1"),
+        ({"mean_phase": 1.5}, "mean_phase is 1.5"),
+        ({"mean_phase": True}, "mean_phase is True"),
+        ({"centered": 1}, "centered is 1"),
         ({"calibration_text": ""}, "calibration_text is ''"),
         ({"calibration_tokens": 100, "calibration_length": 128}, "calibration_tokens is 100"),
         ({"calibration_length": 1}, "calibration_length is 1"),
@@ -90,7 +92,9 @@ def test_the_target_gives_the_geometry(recipe, rope_heads, rank, rope, nope):
 
 
 @pytest.mark.parametrize("layout", ["per-group", "shared"])
-@pytest.mark.parametrize("keys", [SMOLLM2, {**SMOLLM2, "num_key_value_heads": 9}, {"num_key_value_heads": 1, "head_dim": 64}])
+@pytest.mark.parametrize(
+    "keys", [SMOLLM2, {**SMOLLM2, "num_key_value_heads": 9}, {"num_key_value_heads": 1, "head_dim": 64}]
+)
 def test_a_ratio_is_never_exceeded_and_nearly_reached(layout, keys):
     source = spec(**keys)
     for percent in range(35, 100):
@@ -126,7 +130,7 @@ def test_calibration_is_asked_for_only_when_a_statistic_enters_the_weights():
         recipe = Recipe(**keys)
         return recipe.needs_calibration(recipe.geometry(source))
 
-    plain = {"rope_selection": "high", "low_rank": "svd-joint", "centered": False, "mean_phase": False}
+    plain = {"rope_selection": "high", "low_rank": "svd-joint", "centered": False, "mean_phase": 0.0}
     assert not needs(cache_ratio=1.0)
     assert not needs(**plain)
     for key, value in (
@@ -134,6 +138,6 @@ def test_calibration_is_asked_for_only_when_a_statistic_enters_the_weights():
         ("rope_selection", "rotation"),
         ("low_rank", "whitened-joint"),
         ("centered", True),
-        ("mean_phase", True),
+        ("mean_phase", 0.5),
     ):
         assert needs(**{**plain, key: value})

@@ -63,7 +63,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """Bytes as tokens, behind a start token that it adds itself."""
     from tokenizers.processors import TemplateProcessing
 
-    vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        token: index for index, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     bytes_only = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_only.decoder = decoders.ByteLevel()
