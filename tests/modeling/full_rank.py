@@ -1,0 +1,77 @@
+"""The exact full-rank MLA model of an MHA/GQA model, written out by hand: c is the values, every pair is rotated."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+
+
+def full_rank(source: nn.Module, **config_keys) -> MHA2MLAForCausalLM:
+    """``source``'s weights as an MLA model with G = h_kv, d_r = d_v = d_h, d_c = h_kv * d_h, d_n = 0."""
+    attention = source.model.layers[0].self_attn
+    kv_heads, head_dim = source.config.num_key_value_heads, attention.head_dim
+    qk_norm = hasattr(attention, "k_norm")
+    config = MHA2MLAConfig(
+        source_config=source.config.to_dict(),
+        num_rope_heads=kv_heads,
+        kv_lora_rank=kv_heads * head_dim,
+        qk_rope_head_dim=head_dim,
+        qk_nope_head_dim=0,
+        v_head_dim=head_dim,
+        qk_norm=qk_norm,
+        attention_q_bias=attention.q_proj.bias is not None,
+        attention_kv_bias=attention.k_proj.bias is not None,
+        attention_o_bias=attention.o_proj.bias is not None or attention.v_proj.bias is not None,
+        softmax_scale=attention.scaling,
+        rope_attention_scaling=source.model.rotary_emb.attention_scaling,
+        **config_keys,
+    )
+    model = MHA2MLAForCausalLM(config).eval()
+    state = {name: tensor for name, tensor in source.state_dict().items() if ".self_attn." not in name}
+    for index, layer in enumerate(source.model.layers):
+        tensors = attention_tensors(layer.self_attn, kv_heads, source.model.rotary_emb.inv_freq)
+        state |= {f"model.layers.{index}.self_attn.{name}": tensor for name, tensor in tensors.items()}
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+def attention_tensors(attention: nn.Module, kv_heads: int, inv_freq: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of one layer, named as in the checkpoint."""
+    head_dim, groups = attention.head_dim, attention.num_key_value_groups
+    width = kv_heads * head_dim
+    heads = kv_heads * groups
+    identity = torch.eye(width)
+    tensors = {
+        "q_proj.weight": attention.q_proj.weight,
+        "v_b_proj": identity.view(kv_heads, head_dim, width),
+        "o_proj.weight": attention.o_proj.weight,
+        "inv_freq": inv_freq.expand(kv_heads, -1),
+    }
+    if hasattr(attention, "k_norm"):
+        tensors |= {
+            "q_norm.weight": attention.q_norm.weight,
+            "k_norm.weight": attention.k_norm.weight,
+            "q_b_proj": torch.eye(head_dim).expand(heads, -1, -1),
+            "k_proj.weight": attention.k_proj.weight,
+            "k_a_proj.weight": torch.cat([torch.zeros(width, width), identity]),
+            "v_a_proj.weight": attention.v_proj.weight,
+        }
+        if attention.k_proj.bias is not None:
+            tensors["k_proj.bias"] = attention.k_proj.bias
+    else:
+        tensors["kv_a_proj.weight"] = torch.cat([attention.v_proj.weight, attention.k_proj.weight])
+        if attention.k_proj.bias is not None:
+            tensors["kv_a_proj.bias"] = torch.cat([torch.zeros(width), attention.k_proj.bias])
+    if attention.q_proj.bias is not None:
+        tensors["q_proj.bias"] = attention.q_proj.bias
+    offset = torch.zeros(attention.o_proj.out_features)
+    if attention.v_proj.bias is not None:
+        values = attention.v_proj.bias.view(kv_heads, 1, head_dim).expand(-1, groups, -1).flatten()
+        offset = offset + attention.o_proj.weight @ values
+    if attention.o_proj.bias is not None:
+        offset = offset + attention.o_proj.bias
+    if attention.v_proj.bias is not None or attention.o_proj.bias is not None:
+        tensors["o_proj.bias"] = offset
+    return {name: tensor.detach() for name, tensor in tensors.items()}

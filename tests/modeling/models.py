@@ -1,0 +1,116 @@
+"""Tiny random models for the tests of this folder: sources of every family, and MLA models with un-rotated dims."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    # Large enough for attention to be far from uniform.
+    "initializer_range": 0.25,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "attention_factor": 1.3,
+}
+WINDOW = 9
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+# name -> (family, config keys): every trait of FAILURES 24 in at least one.
+SOURCES = {
+    "llama": ("llama", {"attention_bias": True}),
+    "llama-yarn-tied": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 12, "attention_bias": True}),
+    "mistral": ("mistral", {"head_dim": 12, "sliding_window": None}),
+    "mistral-sliding": ("mistral", {"sliding_window": WINDOW}),
+}
+# name -> (source, geometry): G = 1, between and h_kv; d_n = 0 and not; ranks that differ between layers.
+GEOMETRIES = {
+    "per-group": ("llama", {"num_rope_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}),
+    "shared": ("qwen2", {"num_rope_heads": 1, "kv_lora_rank": 24, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8}),
+    "per-head": ("qwen3", {"num_rope_heads": 6, "kv_lora_rank": 16, "qk_rope_head_dim": 2, "qk_nope_head_dim": 10}),
+    "odd groups": ("llama", {"num_rope_heads": 3, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}),
+    "no nope": ("llama", {"num_rope_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 0}),
+    "per layer": (
+        "llama",
+        {"num_rope_heads": 2, "kv_lora_rank": [16, 8], "qk_rope_head_dim": [4, 6], "qk_nope_head_dim": [4, 0]},
+    ),
+    "sliding": (
+        "mistral-sliding",
+        {"num_rope_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+    ),
+    "some sliding": (
+        "qwen2-sliding",
+        {"num_rope_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+    ),
+}
+
+
+def source_config(case: str, **keys):
+    family, case_keys = SOURCES[case]
+    return FAMILIES[family](**{**SIZES, **case_keys, **keys})
+
+
+def source_model(case: str, **keys) -> nn.Module:
+    """A random source model in float32; biases and norms random too, so that losing one shows."""
+    model = AutoModelForCausalLM.from_config(source_config(case, **keys), attn_implementation="sdpa").eval()
+    return randomise(model)
+
+
+def mla_config(case: str = "per-group", **keys) -> MHA2MLAConfig:
+    source, geometry = GEOMETRIES[case]
+    config = source_config(source)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = {
+        "source_config": config.to_dict(),
+        "v_head_dim": head_dim,
+        "softmax_scale": head_dim**-0.5,
+        "qk_norm": config.model_type == "qwen3",
+        "attention_q_bias": config.model_type != "mistral",
+        "attention_kv_bias": config.model_type != "mistral",
+        "attention_o_bias": True,
+    }
+    return MHA2MLAConfig(**{**values, **geometry, **keys})
+
+
+def mla_model(case: str = "per-group", **keys) -> MHA2MLAForCausalLM:
+    """A random MLA model in float32."""
+    return randomise(MHA2MLAForCausalLM(mla_config(case, **keys)).eval())
+
+
+def randomise(model):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    """Random ids that are no special tokens."""
+    return torch.randint(3, SIZES["vocab_size"], (batch, length))
+
+
+def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of ``expected``."""
+    difference, norm = (torch.linalg.vector_norm(t.double()) for t in (value - expected, expected))
+    return float(difference / norm)

@@ -1,0 +1,173 @@
+"""LatentCache: bytes to the number, growth, and transformers' verbs on it."""
+
+import pytest
+import torch
+
+from mha2mla.modeling import LatentCache
+from tests.modeling import models
+
+
+@torch.no_grad()
+def filled(model, ids, **keys) -> LatentCache:
+    cache = LatentCache(model.config, **keys)
+    model(ids, past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def next_logits(model, cache, ids, **keys):
+    return model(ids, past_key_values=cache, **keys).logits
+
+
+def tensors(cache) -> list[torch.Tensor]:
+    """Every tensor that hangs on a cache."""
+    return [
+        value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["per-group", "shared", "per-head", "per layer"])
+def test_bytes_are_exact_failure_12(case, dtype):
+    """Nothing but c and k_pe: pages times the config's bytes per token, and a few integers of bookkeeping."""
+    model = models.mla_model(case).to(dtype)
+    per_token = model.config.cache_bytes_per_token(dtype.itemsize)
+    numbers = sum(model.config.layer_geometry(i).cache_numel_per_token for i in range(2))
+    assert per_token == numbers * dtype.itemsize < model.config.source_cache_bytes_per_token(dtype.itemsize)
+    ids = models.tokens(3, 33)
+    for keys, pages in (({}, 3), ({"max_cache_len": 60}, 4)):
+        cache = filled(model, ids, page_size=16, **keys)
+        assert cache.nbytes == 3 * pages * 16 * per_token
+        assert sum(t.nbytes for t in tensors(cache) if t.is_floating_point()) == cache.nbytes
+        assert sum(t.nbytes for t in tensors(cache) if not t.is_floating_point()) == 2 * 4 * (3 * pages + 3)
+
+
+def test_growth_doubles_and_keeps_what_is_there():
+    model = models.mla_model()
+    ids = models.tokens(2, 150)
+    cache, capacities = LatentCache(model.config, page_size=16), []
+    for start in range(0, 150, 10):
+        with torch.no_grad():
+            logits = model(ids[:, start : start + 10], past_key_values=cache).logits
+        capacities.append(cache.capacity)
+        assert cache.get_mask_sizes(5, 0) == (start + 15, 0)
+    assert sorted(set(capacities)) == [16, 32, 64, 128, 256]
+    expected = model(ids, use_cache=False).logits[:, 140:]
+    assert models.relative_error(logits, expected) < 2e-5
+
+
+def test_a_static_cache_does_not_move_and_has_an_end():
+    model = models.mla_model()
+    cache = LatentCache(model.config, max_cache_len=40, page_size=16)
+    assert cache.get_max_length() == cache.capacity == 48 and LatentCache(model.config).get_max_length() == -1
+    with torch.no_grad():
+        model(models.tokens(2, 5), past_key_values=cache)
+        addresses = [tensor.data_ptr() for tensor in tensors(cache)]
+        model(models.tokens(2, 3), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.crop(-2)
+        cache.reset()
+        model(models.tokens(2, 20), past_key_values=cache)
+    assert [tensor.data_ptr() for tensor in tensors(cache)] == addresses
+    fresh = LatentCache(model.config, max_cache_len=40, page_size=16)
+    with torch.no_grad(), pytest.raises(ValueError, match="key_states has 49 tokens; expected at most 48"):
+        model(models.tokens(2, 49), past_key_values=fresh)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+class TestVerbs:
+    """Each verb, then one step, against a cache that was filled with what the verb should leave."""
+
+    @pytest.fixture
+    def model(self):
+        return models.mla_model("some sliding")
+
+    @pytest.fixture
+    def keys(self, static):
+        return {"max_cache_len": 40 if static else None, "page_size": 16}
+
+    def check(self, model, cache, ids, keys):
+        step = models.tokens(ids.shape[0], 1)
+        assert int(cache.get_seq_length()) == ids.shape[1]
+        expected = next_logits(model, filled(model, ids, **keys), step)
+        assert models.relative_error(next_logits(model, cache, step), expected) < 1e-6
+        # Again in the other form, over the view that it reads.
+        cache.crop(-1)
+        model.config.mla_form = "expanded"
+        assert models.relative_error(next_logits(model, cache, step), expected) < 2e-5
+        model.config.mla_form = "auto"
+
+    def test_crop(self, model, keys):
+        ids = models.tokens(2, 20)
+        cache = filled(model, ids, **keys)
+        cache.crop(0)
+        cache.crop(-6)
+        self.check(model, cache, ids[:, :14], keys)
+        with pytest.raises(ValueError, match="tokens_to_remove is 3"):
+            cache.crop(3)
+
+    def test_reorder_cache(self, model, keys):
+        ids, order = models.tokens(3, 20), torch.tensor([2, 0, 0])
+        cache = filled(model, ids, **keys)
+        cache.reorder_cache(order)
+        self.check(model, cache, ids[order], keys)
+
+    def test_batch_repeat_interleave(self, model, keys):
+        ids = models.tokens(2, 20)
+        cache = filled(model, ids, **keys)
+        cache.batch_repeat_interleave(3)
+        self.check(model, cache, ids.repeat_interleave(3, 0), keys)
+
+    @pytest.mark.parametrize("indices", [[2, 0], [True, False, True, False]])
+    def test_batch_select_indices(self, model, keys, indices):
+        ids, indices = models.tokens(4, 20), torch.tensor(indices)
+        cache = filled(model, ids, **keys)
+        cache.batch_select_indices(indices)
+        self.check(model, cache, ids[indices], keys)
+
+    def test_reset(self, model, keys):
+        cache = filled(model, models.tokens(2, 30), **keys)
+        cache.reset()
+        assert int(cache.get_seq_length()) == 0
+        ids = models.tokens(2, 17)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        self.check(model, cache, ids, keys)
+
+    def test_another_batch_is_refused(self, model, keys):
+        cache = filled(model, models.tokens(2, 5), **keys)
+        with torch.no_grad(), pytest.raises(ValueError, match="key_states has batch size 3; expected 2"):
+            model(models.tokens(3, 1), past_key_values=cache)
+
+    def test_early_initialization(self, model, keys):
+        cache = LatentCache(model.config, **keys)
+        cache.early_initialization(2, num_heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
+        assert cache.is_initialized and int(cache.get_seq_length()) == 0
+        ids = models.tokens(2, 17)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        self.check(model, cache, ids, keys)
+
+
+def test_a_reset_dynamic_cache_takes_another_batch():
+    model = models.mla_model()
+    cache = filled(model, models.tokens(2, 9))
+    cache.reset()
+    ids = models.tokens(5, 6)
+    with torch.no_grad():
+        logits = model(ids, past_key_values=cache).logits
+    assert torch.equal(logits, model(ids, use_cache=False).logits)
+    assert cache.get_seq_length() == 6
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"page_size": 24}, "page_size is 24"),
+        ({"page_size": 8}, "page_size is 8"),
+        ({"max_cache_len": 0}, "max_cache_len is 0"),
+    ],
+)
+def test_bad_arguments(keys, message):
+    with pytest.raises(ValueError, match=message):
+        LatentCache(models.mla_config(), **keys)

@@ -1,0 +1,63 @@
+"""The full-rank MLA model is its source, to rounding, for every family and every trait."""
+
+import pytest
+import torch
+
+from tests.modeling import models
+from tests.modeling.full_rank import full_rank
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", models.SOURCES)
+@torch.no_grad()
+def test_logits_failures_13_23_24(case, implementation):
+    """Scale, pairing, and biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
+    source = models.source_model(case)
+    model = full_rank(source)
+    model.set_attn_implementation(implementation)
+    assert model.config._attn_implementation == model.model.config._attn_implementation == implementation
+    ids = models.tokens(2, 37)
+    expected = source(ids).logits
+    assert models.relative_error(model(ids, use_cache=False).logits, expected) < 1e-5
+    positions = torch.arange(100, 137)[None]
+    shifted = model(ids, position_ids=positions, use_cache=False).logits
+    assert models.relative_error(shifted, source(ids, position_ids=positions).logits) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+@pytest.mark.parametrize("case", models.SOURCES)
+@torch.no_grad()
+def test_cached_decode(case, form):
+    source = models.source_model(case)
+    model = full_rank(source, mla_form=form)
+    ids = models.tokens(2, 30)
+    expected = source(ids).logits
+    cache = model(ids[:, :14]).past_key_values
+    for step in range(14, 30):
+        logits = model(ids[:, step : step + 1], past_key_values=cache).logits[:, 0]
+        assert models.relative_error(logits, expected[:, step]) < 1e-5
+
+
+@pytest.mark.parametrize("case", models.SOURCES)
+def test_greedy_tokens_of_a_padded_batch(case):
+    source = models.source_model(case)
+    model = full_rank(source)
+    ids, mask = models.tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
+    for row, padding in enumerate((0, 5, 11)):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = source.generate(ids, **options)
+    for implementation in ("dynamic", "static"):
+        assert torch.equal(model.generate(ids, cache_implementation=implementation, **options), expected)
+
+
+@torch.no_grad()
+def test_bfloat16_is_the_source_bit_by_bit():
+    """The same products in the same order: rounding, too, is the source's (c is the values, and W_UV copies them)."""
+    source = models.source_model("mistral")
+    model = full_rank(source).to(torch.bfloat16)
+    inv_freq = source.model.rotary_emb.inv_freq
+    source.to(torch.bfloat16)
+    source.model.rotary_emb.inv_freq = inv_freq  # which .to() rounds in transformers' models, and must not in ours
+    ids = models.tokens(2, 20)
+    assert torch.equal(model(ids, use_cache=False).logits, source(ids).logits)
