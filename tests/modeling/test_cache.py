@@ -21,9 +21,7 @@ def next_logits(model, cache, ids, **keys):
 
 def tensors(cache) -> list[torch.Tensor]:
     """Every tensor that hangs on a cache."""
-    return [
-        value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)
-    ]
+    return [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

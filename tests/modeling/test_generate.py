@@ -1,0 +1,130 @@
+"""generate(): greedy, sampled, beams, padded batches; growing, static and stock caches; the same tokens from all of them."""
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+
+from mha2mla.modeling import LatentCache
+from tests.modeling import models
+
+
+def padded(*lengths: int) -> dict[str, torch.Tensor]:
+    """A left-padded batch of random prompts, as generate takes it."""
+    total = max(lengths)
+    ids, mask = models.tokens(len(lengths), total), torch.ones(len(lengths), total, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, : total - length] = models.SIZES["pad_token_id"]
+        mask[row, : total - length] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("case", models.GEOMETRIES)
+def test_greedy_tokens_of_every_form_and_cache(case):
+    """Against no cache at all; windows are left behind on the way."""
+    model = models.mla_model(case)
+    inputs = padded(12, 7, 1)
+    options = {"max_new_tokens": 14, "do_sample": False}
+    expected = model.generate(**inputs, use_cache=False, **options)
+    for form in ("auto", "absorbed", "expanded"):
+        model.config.mla_form = form
+        for kind in (None, "dynamic", "static"):
+            assert torch.equal(model.generate(**inputs, cache_implementation=kind, **options), expected), (form, kind)
+    model.config.mla_form = "auto"
+    for cache in (
+        DynamicCache(config=model.config),
+        StaticCache(config=model.config, max_cache_len=26),
+        LatentCache(model.config, page_size=16),
+        LatentCache(model.config, max_cache_len=26, page_size=16),
+    ):
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **options), expected), cache
+
+
+def test_generate_makes_a_latent_cache():
+    model = models.mla_model()
+    for kind, static in ((None, False), ("dynamic", False), ("static", True)):
+        out = model.generate(
+            **padded(5), max_new_tokens=3, do_sample=False, cache_implementation=kind, return_dict_in_generate=True
+        )
+        assert isinstance(out.past_key_values, LatentCache)
+        assert out.past_key_values.is_compileable is static
+        assert int(out.past_key_values.get_seq_length()) == 7
+    out = model.generate(**padded(5), max_new_tokens=3, use_cache=False, return_dict_in_generate=True)
+    assert out.past_key_values is None
+
+
+def test_an_offloaded_cache_is_left_to_transformers():
+    model = models.mla_model()
+    arguments: dict = {}
+    model._prepare_cache_for_generation(GenerationConfig(cache_implementation="offloaded"), arguments, None, 1, 8)
+    assert type(arguments["past_key_values"]) is DynamicCache
+
+
+def test_a_padded_batch_says_what_its_sequences_say():
+    model = models.mla_model()
+    inputs = padded(11, 6, 2)
+    together = model.generate(**inputs, max_new_tokens=9, do_sample=False)[:, 11:]
+    for row, length in enumerate((11, 6, 2)):
+        alone = model.generate(inputs["input_ids"][row : row + 1, 11 - length :], max_new_tokens=9, do_sample=False)
+        assert torch.equal(alone[0, length:], together[row])
+
+
+def test_sampling_with_a_seed():
+    model = models.mla_model()
+    inputs = padded(9, 4)
+
+    def sample(seed: int, **options) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return model.generate(**inputs, max_new_tokens=12, do_sample=True, top_k=0, temperature=0.8, **options)
+
+    expected = sample(3, use_cache=False)
+    assert not torch.equal(expected, sample(4, use_cache=False))
+    for kind in ("dynamic", "static"):
+        assert torch.equal(sample(3, cache_implementation=kind), expected)
+
+
+def test_beam_search_reorders_the_cache():
+    model = models.mla_model()
+    inputs = padded(9, 4)
+    options = {"max_new_tokens": 10, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    expected = model.generate(**inputs, use_cache=False, **options)
+    for kind in ("dynamic", "static"):
+        assert torch.equal(model.generate(**inputs, cache_implementation=kind, **options), expected)
+
+
+def test_assisted_generation_crops_the_cache():
+    """Drafts of an assistant that is often wrong, and of prompt lookup; 2 to 8 queries at a time are absorbed."""
+    model, assistant = models.mla_model(), models.mla_model()
+    ids = models.tokens(1, 12).repeat(1, 2)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=4, **options), expected)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_chunked_prefill(kind):
+    model = models.mla_model()
+    inputs = padded(23, 11)
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": kind, "disable_compile": True}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, prefill_chunk_size=10, **options), expected)
+
+
+def test_continuing_from_a_cache():
+    """A second turn over what the first one cached."""
+    model = models.mla_model()
+    ids = models.tokens(1, 10)
+    cache = LatentCache(model.config)
+    first = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    prompt = torch.cat((first, models.tokens(1, 7)), dim=1)
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert cache.get_seq_length() == 14
+    assert torch.equal(model.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False), expected)
+
+
+def test_embeddings_as_prompt():
+    model = models.mla_model()
+    ids = models.tokens(2, 8)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)[:, 8:]
+    embeddings = model.get_input_embeddings()(ids)
+    assert torch.equal(model.generate(inputs_embeds=embeddings, max_new_tokens=5, do_sample=False), expected)
