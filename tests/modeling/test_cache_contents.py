@@ -1,0 +1,77 @@
+"""What a filled latent cache is: pages that the op reads, nothing that leaks, copies, and gradients.
+
+Its bytes, growth and verbs are in test_cache.py.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from mha2mla.modeling import LatentCache
+from tests.modeling import models
+
+KINDS = {"dynamic": None, "static": 64}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def filled(model, ids, kind, page_size=16):
+    cache = LatentCache(model.config, max_cache_len=KINDS[kind], page_size=page_size)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def next_logits(model, ids, cache):
+    return model(ids, past_key_values=cache).logits
+
+
+def test_pages_are_what_the_op_expects(kind):
+    model = models.mla_model("per-group")
+    cache = filled(model, models.tokens(3, 37), kind)
+    layer, pages = cache.layers[0], cache.capacity // 16
+    assert layer.latent_cache.shape == (3 * pages, 16, 16) and layer.rope_cache.shape == (3 * pages, 16, 2, 4)
+    assert torch.equal(layer.block_table, torch.arange(3 * pages, dtype=torch.int32).view(3, pages))
+    assert torch.equal(layer.cache_seqlens, torch.full((3,), 37, dtype=torch.int32))
+
+
+def test_a_copy_is_another_cache(kind):
+    """A prompt is prefilled once and continued several times."""
+    model = models.mla_model()
+    prompt = filled(model, models.tokens(2, 20), kind)
+    more = models.tokens(2, 1)
+    first = next_logits(model, more, copy.deepcopy(prompt))
+    next_logits(model, models.tokens(2, 1), copy.deepcopy(prompt))
+    assert torch.equal(next_logits(model, more, copy.deepcopy(prompt)), first)
+    assert int(prompt.get_seq_length()) == 20
+
+
+def test_unused_pages_do_not_matter_failure_2(kind):
+    model = models.mla_model(mla_form="absorbed")
+    ids, more = models.tokens(2, 20), models.tokens(2, 1)
+    expected = next_logits(model, more, filled(model, ids, kind))
+    cache = filled(model, ids, kind)
+    for layer in cache.layers:
+        for tokens in layer._tokens():
+            tokens[:, :, 21:] = torch.nan
+    assert torch.equal(next_logits(model, more, cache), expected)
+
+
+def test_gradients_reach_a_prefilled_batch():
+    model = models.mla_model().train()
+    ids = models.tokens(2, 12)
+    grads = []
+    for use_cache in (False, True):
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=use_cache).loss.backward()
+        grads.append([parameter.grad.clone() for parameter in model.parameters()])
+    for without, with_cache in zip(*grads, strict=True):
+        assert torch.equal(without, with_cache) and without.abs().sum() > 0
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values .*while training"):
+        model(ids, past_key_values=cache)

@@ -1,0 +1,73 @@
+"""A decode step over a static cache: one graph, compiled once, right at every length."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import CompileConfig
+
+from mha2mla.modeling import LatentCache
+from tests.modeling import models
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("case", "padded"), [("per-group", False), ("shared", True), ("some sliding", True)])
+@torch.no_grad()
+def test_one_full_graph_for_all_lengths_failures_17_22(case, padded):
+    model = models.mla_model(case, mla_form="absorbed")
+    ids, mask = models.tokens(2, 24), None
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, :6] = 0
+
+    def seen(length, cache):
+        """The mask as generate hands it over."""
+        if mask is None:
+            return None
+        return model.create_masks_for_generate(model.config, ids[:, :1], mask[:, :length], cache)
+
+    cache, reference = (LatentCache(model.config, max_cache_len=32, page_size=16) for _ in range(2))
+    for prefilled in (cache, reference):
+        model(ids[:, :13], attention_mask=seen(13, prefilled), past_key_values=prefilled)
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model, backend=counter, fullgraph=True)
+    for index in range(13, 24):
+        inputs = {
+            "input_ids": ids[:, index : index + 1],
+            "position_ids": torch.full((2, 1), index),
+            "attention_mask": seen(index + 1, cache),
+            "use_cache": True,
+        }
+        logits = step(**inputs, past_key_values=cache).logits
+        expected = model(**inputs, past_key_values=reference).logits
+        assert models.relative_error(logits, expected) < 1e-6
+    assert counter.frame_count == 1
+    for layer in cache.layers:
+        assert torch.equal(layer.cache_seqlens, torch.full((2,), 24, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("form", ["auto", "expanded"])
+def test_generate_compiles_its_step(form):
+    """As generate does by itself on a GPU with a static cache, in both forms: one graph, and one for two prompts."""
+    model = models.mla_model(mla_form=form)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    compile_config._compile_all_devices = True
+    for length in (11, 9):
+        ids, mask = models.tokens(2, length), torch.ones(2, length, dtype=torch.long)
+        ids[1, :4], mask[1, :4] = 0, 0
+        options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+        expected = model.generate(ids, use_cache=False, **options)
+        out = model.generate(ids, cache_implementation="static", compile_config=compile_config, **options)
+        assert torch.equal(out, expected)
+    assert len(graphs) == 1
