@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -101,27 +102,42 @@ def _capability(device: torch.device) -> int:
     return major * 10 + minor
 
 
-def _geometry(q_latent: Tensor, q_pe: Tensor, rope_cache: Tensor) -> MLAGeometry:
-    return MLAGeometry(
-        num_attention_heads=q_latent.shape[2],
-        num_rope_heads=rope_cache.shape[2],
-        kv_lora_rank=q_latent.shape[3],
-        qk_rope_head_dim=q_pe.shape[3],
+@lru_cache(maxsize=4096)
+def _dispatch(
+    backend: str,
+    heads: int,
+    num_rope_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    page_size: int,
+    seqlen_q: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DecodeShape | None:
+    """The shape to compile for, or None where the reference serves; remembered, since a decode loop asks every step.
+
+    "auto" prefers TileLang. Raises ValueError with the reason if ``backend`` is "tilelang" and no kernel serves the call.
+    """
+    if backend == "reference":
+        return None
+    geometry = MLAGeometry(heads, num_rope_heads, kv_lora_rank, qk_rope_head_dim)
+    why = explain_mla_decode(geometry, page_size, dtype, device, seqlen_q)
+    if why is None:
+        return _shape(geometry, page_size, dtype, seqlen_q)
+    if backend == "tilelang":
+        raise ValueError(f"backend is 'tilelang', which refuses this call: {why}")
+    return None
+
+
+def _dispatch_call(backend: str, q_latent: Tensor, q_pe_width: int, rope_cache: Tensor) -> DecodeShape | None:
+    _, seqlen_q, heads, d_c = q_latent.shape
+    _, page_size, num_rope_heads, _ = rope_cache.shape
+    return _dispatch(
+        backend, heads, num_rope_heads, d_c, q_pe_width, page_size, seqlen_q, q_latent.dtype, q_latent.device
     )
 
 
-def _resolve_backend(backend: str | None, geometry: MLAGeometry, q_latent: Tensor, page_size: int) -> str:
-    """The backend that serves a call; ``None`` prefers TileLang and falls back to the reference off CUDA only."""
-    if backend == "reference":
-        return backend
-    why = explain_mla_decode(geometry, page_size, q_latent.dtype, q_latent.device, q_latent.shape[1])
-    if why is None:
-        return "tilelang"
-    if backend == "tilelang":
-        raise ValueError(f"backend is 'tilelang', which refuses this call: {why}")
-    return "reference"
-
-
+@lru_cache(maxsize=4096)
 def choose_num_splits(batch: int, num_tiles: int, max_tokens: int, num_sms: int) -> int:
     """Parts to cut each sequence into so that a grid of ``batch * num_tiles * splits`` blocks ends soonest.
 
@@ -142,15 +158,13 @@ def plan_mla_decode(q_latent: Tensor, rope_cache: Tensor, block_table: Tensor, q
     [P, page, G, d_r]``, ``block_table [B, max_pages]``. Allocates the workspace on ``q_latent``'s device; reads no values.
     """
     batch, seqlen_q, heads, d_c = q_latent.shape
+    shape = _dispatch_call("auto", q_latent, qk_rope_head_dim, rope_cache)
     num_splits = 1
-    geometry = MLAGeometry(heads, rope_cache.shape[2], d_c, qk_rope_head_dim)
-    page_size = rope_cache.shape[1]
-    if explain_mla_decode(geometry, page_size, q_latent.dtype, q_latent.device, seqlen_q) is None:
-        choice = select_kernel(_shape(geometry, page_size, q_latent.dtype, seqlen_q), _capability(q_latent.device))
+    if shape is not None:
         num_splits = choose_num_splits(
             batch,
-            choice.tiling.num_tiles,
-            block_table.shape[1] * page_size,
+            select_kernel(shape, _capability(q_latent.device)).tiling.num_tiles,
+            block_table.shape[1] * rope_cache.shape[1],
             torch.cuda.get_device_properties(q_latent.device).multi_processor_count,
         )
     workspace = {"dtype": torch.float32, "device": q_latent.device}
@@ -317,19 +331,17 @@ def mla_decode(
     _validate(
         q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale, cache_starts, out, backend
     )  # fmt: skip
-    resolved = _resolve_backend(backend, _geometry(q_latent, q_pe, rope_cache), q_latent, latent_cache.shape[1])
     tensors = (q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, cache_starts)
+    options = (softmax_scale, causal, backend or "auto")
     if plan is None and out is None:
-        out, lse = torch.ops.mha2mla.mla_decode(*tensors, softmax_scale, causal, resolved)
+        out, lse = torch.ops.mha2mla.mla_decode(*tensors, *options)
     else:
-        if plan is None:
-            plan = plan_mla_decode(q_latent, rope_cache, block_table, q_pe.shape[3])
-        plan.check(q_latent)
+        if plan is not None:
+            plan.check(q_latent)
         out = torch.empty_like(q_latent, memory_format=torch.contiguous_format) if out is None else out
         lse = _empty_lse(q_latent)
-        torch.ops.mha2mla.mla_decode_out(
-            *tensors, softmax_scale, causal, resolved, plan.num_splits, plan.partial_out, plan.partial_lse, out, lse
-        )
+        workspace = (0, None, None) if plan is None else (plan.num_splits, plan.partial_out, plan.partial_lse)
+        torch.ops.mha2mla.mla_decode_out(*tensors, *options, *workspace, out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -351,16 +363,18 @@ def _decode_out(
     causal: bool,
     backend: str,
     num_splits: int,
-    partial_out: Tensor,
-    partial_lse: Tensor,
+    partial_out: Tensor | None,
+    partial_lse: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    if backend == "tilelang":
+    shape = _dispatch_call(backend, q_latent, q_pe.shape[3], rope_cache)
+    if shape is not None:
         from mha2mla.kernels.mla_decode.launch import launch_mla_decode
 
-        geometry = _geometry(q_latent, q_pe, rope_cache)
-        shape = _shape(geometry, latent_cache.shape[1], q_latent.dtype, q_latent.shape[1])
+        if partial_out is None or partial_lse is None:
+            plan = plan_mla_decode(q_latent, rope_cache, block_table, q_pe.shape[3])
+            partial_out, partial_lse = plan.partial_out, plan.partial_lse
         launch_mla_decode(
             shape, q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, cache_starts,
             softmax_scale, causal, partial_out, partial_lse, out, lse,
@@ -386,12 +400,11 @@ def _decode(
     causal: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    plan = plan_mla_decode(q_latent, rope_cache, block_table, q_pe.shape[3])
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
     lse = _empty_lse(q_latent)
     _decode_out(
         q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, cache_starts, softmax_scale, causal,
-        backend, plan.num_splits, plan.partial_out, plan.partial_lse, out, lse,
+        backend, 0, None, None, out, lse,
     )  # fmt: skip
     return out, lse
 
@@ -407,8 +420,8 @@ _INPUTS = (
 _LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
 _LIBRARY.define(f"mla_decode({_INPUTS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    f"mla_decode_out({_INPUTS}, int num_splits, Tensor(a!) partial_out, Tensor(b!) partial_lse, Tensor(c!) out,"
-    " Tensor(d!) lse) -> ()"
+    f"mla_decode_out({_INPUTS}, int num_splits, Tensor(a!)? partial_out, Tensor(b!)? partial_lse,"
+    " Tensor(c!) out, Tensor(d!) lse) -> ()"
 )
 _LIBRARY.impl("mla_decode", _decode, "CompositeExplicitAutograd")
 _LIBRARY.impl("mla_decode_out", _decode_out, "CompositeExplicitAutograd")

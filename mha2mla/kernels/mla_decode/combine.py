@@ -28,7 +28,7 @@ def make_combine(
     accum = T.float32
     batch, seqlen_q, num_splits = T.dynamic("batch"), T.dynamic("seqlen_q"), T.dynamic("num_splits")
     o_b, o_s, o_h = T.dynamic("o_b"), T.dynamic("o_s"), T.dynamic("o_h")
-    columns = min(block_columns, kv_lora_rank)
+    columns = min(block_columns, 1 << (kv_lora_rank - 1).bit_length())  # a power of two: others find no layout
     column_blocks = -(-kv_lora_rank // columns)
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
     alloc_fragment = T.alloc_local if on_cpu else T.alloc_fragment
@@ -46,24 +46,27 @@ def make_combine(
         lse: T.Tensor([batch, heads, seqlen_q], accum),
     ):
         with T.Kernel(heads * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):
-            weight = alloc_fragment([MAX_SPLITS], accum)
+            weight = alloc_fragment([1, MAX_SPLITS], accum)
             weights = alloc_shared([MAX_SPLITS], accum)
             top = alloc_fragment([1], accum)
             total = alloc_fragment([1], accum)
+            sums = alloc_shared([2], accum)
             part = alloc_fragment([block_splits, columns], accum)
             merged = alloc_fragment([columns], accum)
             h = x // column_blocks
             c0 = x % column_blocks * columns
 
-            for k in parallel(MAX_SPLITS):
-                weight[k] = -T.infinity(accum)
-                if k < num_splits:
-                    weight[k] = partial_lse[b, k, q, h]
-            T.reduce_max(weight, top, dim=0)
-            for k in parallel(MAX_SPLITS):
-                weight[k] = T.exp2((weight[k] - T.max(top[0], MASKED)) * LOG2E)
-            T.reduce_sum(weight, total, dim=0)
-            T.copy(weight, weights)
+            for i, k in parallel(1, MAX_SPLITS):
+                weight[i, k] = T.if_then_else(k < num_splits, partial_lse[b, k, q, h], -T.infinity(accum))
+            T.reduce_max(weight, top, dim=1)
+            for i, k in parallel(1, MAX_SPLITS):
+                weight[i, k] = T.exp2((weight[i, k] - T.max(top[i], MASKED)) * LOG2E)
+            T.reduce_sum(weight, total, dim=1)
+            for i, k in parallel(1, MAX_SPLITS):
+                weights[k] = weight[i, k]
+            for i in parallel(1):
+                sums[0] = top[i]
+                sums[1] = total[i]
             T.fill(part, 0)
             T.sync_threads()
             for k in T.serial(T.ceildiv(num_splits, block_splits)):
@@ -71,21 +74,18 @@ def make_combine(
                     part[i, c] += T.if_then_else(
                         (k * block_splits + i < num_splits) & (c0 + c < kv_lora_rank),
                         T.if_then_else(
-                            weights[T.min(k * block_splits + i, MAX_SPLITS - 1)] == 0,
+                            weights[k * block_splits + i] == 0,
                             0.0,
-                            weights[T.min(k * block_splits + i, MAX_SPLITS - 1)]
-                            * partial_out[b, k * block_splits + i, q, h, c0 + c],
+                            weights[k * block_splits + i] * partial_out[b, k * block_splits + i, q, h, c0 + c],
                         ),
                         0.0,
                     )
             T.reduce_sum(part, merged, dim=0)
             for c in parallel(columns):
                 if c0 + c < kv_lora_rank:
-                    out[b, q, h, c0 + c] = T.if_then_else(total[0] == 0, 0.0, merged[c] / total[0])
-            if x % column_blocks == 0:
-                for k in parallel(1):
-                    lse[b, h, q] = T.if_then_else(
-                        total[0] == 0, -T.infinity(accum), top[0] + T.log2(total[0]) * LN2
-                    )
+                    out[b, q, h, c0 + c] = T.if_then_else(sums[1] == 0, 0.0, merged[c] / sums[1])
+            for i in parallel(1):
+                if x % column_blocks == 0:
+                    lse[b, h, q] = T.if_then_else(sums[1] == 0, -T.infinity(accum), sums[0] + T.log2(sums[1]) * LN2)
 
     return mla_decode_combine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, RowTiling, tile_rows
@@ -197,6 +198,7 @@ def _candidates(shape: DecodeShape, capability: int, limit: int):
                 yield (1, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
 
 
+@lru_cache(maxsize=1024)
 def select_kernel(shape: DecodeShape, capability: int) -> KernelChoice:
     """The kernel and tiles for ``shape`` on compute capability ``capability`` (90 for Hopper).
 
