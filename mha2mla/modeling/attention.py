@@ -21,7 +21,7 @@ from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 
 
 class MLAAttention(nn.Module):
-    """MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1) with G rotary keys per token and an explicit table of frequencies.
+    """MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1) with G rotary keys per token and a table of frequencies.
 
     With H query heads, h_kv heads that the latent expands to, and the widths of :class:`mha2mla.geometry.MLAGeometry`::
 
@@ -34,7 +34,8 @@ class MLAAttention(nn.Module):
 
     The parameters are the tensors of the checkpoint:
 
-    * ``q_proj.weight`` [H * (d_n + d_r), hidden], per head [nope | rope], and ``kv_a_proj.weight`` [d_c + G * d_r, hidden];
+    * ``q_proj.weight`` [H * (d_n + d_r), hidden], per head [nope | rope], and ``kv_a_proj.weight``
+      [d_c + G * d_r, hidden];
     * with ``config.qk_norm`` instead ``q_proj.weight`` [H * d_h, hidden], ``q_norm``, ``q_b_proj`` [H, d_n + d_r, d_h];
       ``k_proj.weight`` [h_kv * d_h, hidden], ``k_norm``, ``k_a_proj.weight`` [d_c + G * d_r, h_kv * d_h], and
       ``v_a_proj.weight`` [d_c, hidden]: the latent encodes normed keys, so that decoding it stays linear;

@@ -15,8 +15,8 @@ PAGE_SIZE = 64
 class LatentLayer(CacheLayerMixin):
     """One layer of a :class:`LatentCache`.
 
-    Sequence ``b`` owns pages ``b * max_pages … (b + 1) * max_pages - 1``, so that a sequence's tokens also lie side by side
-    and the expanded form reads them as a view.
+    Sequence ``b`` owns pages ``b * max_pages … (b + 1) * max_pages - 1``, so that a sequence's tokens also lie side by
+    side and the expanded form reads them as a view.
 
     Attributes:
         latent_cache: [B * max_pages, page, d_c].
@@ -57,7 +57,10 @@ class LatentLayer(CacheLayerMixin):
         return self.latent_cache.nbytes + self.rope_cache.nbytes if self.is_initialized else 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates a static layer's pages; a dynamic one starts without. ``key_states`` gives batch, dtype and device."""
+        """Allocates a static layer's pages; a dynamic one starts without.
+
+        ``key_states [B, ...]`` gives batch, dtype and device; the widths are the geometry's.
+        """
         self._allocate(key_states.shape[0], key_states.dtype, key_states.device)
         # As transformers' StaticLayer: a compiled step may then mutate these in place inside a CUDA graph.
         if self.is_compileable and not torch.compiler.is_compiling():
@@ -98,8 +101,8 @@ class LatentLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Appends S tokens to every sequence.
 
-        The cache keeps values, not their history: gradients pass a first call only. (Training over a filled cache is refused
-        by the model.)
+        The cache keeps values, not their history: gradients pass a first call only. (Training over a filled cache is
+        refused by the model.)
 
         Args:
             key_states: [B, 1, S, d_c], the latent.
@@ -107,8 +110,8 @@ class LatentLayer(CacheLayerMixin):
 
         Returns:
             What the expanded form attends over, as wide as ``get_mask_sizes`` said before this call: the arguments
-            themselves if the layer was empty; else [B, 1, T, d_c] and [B, 1, T, G * d_r] with T tokens cached (dynamic) or
-            the capacity (static, zeros behind the cached tokens).
+            themselves if the layer was empty; else [B, 1, T, d_c] and [B, 1, T, G * d_r] with T tokens cached (dynamic)
+            or the capacity (static, zeros behind the cached tokens).
 
         Raises:
             ValueError: another batch size than before, or more tokens than an empty static layer holds.
@@ -127,7 +130,8 @@ class LatentLayer(CacheLayerMixin):
         if self.is_compileable:
             if first_call and new_tokens > self.capacity:
                 raise ValueError(
-                    f"key_states has {new_tokens} tokens; expected at most {self.capacity}, the capacity of this static cache"
+                    f"key_states has {new_tokens} tokens; expected at most {self.capacity}, the capacity of this "
+                    "static cache"
                 )
             # Positions are computed on the device: nothing here depends on the length's value.
             positions = torch.arange(new_tokens, device=self.device) + self.cache_seqlens[:1]
@@ -218,12 +222,12 @@ class LatentLayer(CacheLayerMixin):
 
 
 class LatentCache(Cache):
-    """Cache of a converted model: pages of c and k_pe per layer, which :func:`mha2mla.kernels.mla_decode` reads in place.
+    """Cache of a converted model: pages of c and k_pe per layer, which :func:`mha2mla.kernels.mla_decode` reads.
 
     Args:
         config: of the model.
-        max_cache_len: tokens per sequence, padding included, of a static cache (CUDA graphs, ``torch.compile``); None for
-            a dynamic one, which doubles its pages when they are full.
+        max_cache_len: tokens per sequence, padding included, of a static cache (CUDA graphs, ``torch.compile``); None
+            for a dynamic one, which doubles its pages when they are full.
         page_size: tokens per page, a power of two >= 16.
 
     Attributes:

@@ -14,8 +14,8 @@ SCHEMA_VERSION = 1
 MLA_FORMS = ("auto", "expanded", "absorbed")
 DECODE_BACKENDS = (None, "tilelang", "reference")
 
-# What transformers, generation and serving tools read from the top level of a config. Taken from the source unless given,
-# and handed back to the source's base model, so that the top level is what counts (resized embeddings, fewer layers, …).
+# What transformers, generation and serving tools read from the top level of a config. Taken from the source unless
+# given, and handed back to the source's base model: the top level is what counts (resized embeddings, fewer layers, …).
 _MIRRORED = (
     "vocab_size",
     "hidden_size",
@@ -58,8 +58,8 @@ class MHA2MLAConfig(PreTrainedConfig):
         rope_attention_scaling: factor on cos and sin (YaRN, longrope).
         recipe: how the checkpoint was converted; a record, never read here.
         schema_version: of the checkpoint's layout; a newer one than this package knows is refused.
-        mla_form: "auto" (absorbed for decode where a kernel serves it), "expanded", or "absorbed"; may be changed at run
-            time.
+        mla_form: "auto" (absorbed for decode where a kernel serves it), "expanded", or "absorbed"; may be changed at
+            run time.
         decode_backend: passed to :func:`mha2mla.kernels.mla_decode`; may be changed at run time.
 
     The other fields repeat the source's, for readers that expect them at the top level; where they differ from
@@ -113,8 +113,8 @@ class MHA2MLAConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.schema_version > SCHEMA_VERSION:
             raise ValueError(
-                f"schema_version is {self.schema_version}; expected at most {SCHEMA_VERSION}: the checkpoint was written "
-                "by a newer mha2mla, please upgrade"
+                f"schema_version is {self.schema_version}; expected at most {SCHEMA_VERSION}: the checkpoint was "
+                "written by a newer mha2mla, please upgrade"
             )
         source = self._source_from_dict()
         for name in _MIRRORED:

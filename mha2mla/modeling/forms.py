@@ -59,8 +59,7 @@ class DecodeStep:
     cache_starts: Mapping[int | None, Tensor | None]
 
 
-@lru_cache(maxsize=1024)  # asked for every layer of every step
-def choose_form(
+def decide_form(
     geometry: MLAGeometry,
     *,
     mla_form: str,
@@ -105,3 +104,7 @@ def choose_form(
     if device.type != "cuda":
         return FormChoice("absorbed", "reference", refusal)
     return expanded(f"TileLang refuses: {refusal}")
+
+
+# Asked in every step.
+choose_form = lru_cache(maxsize=1024)(decide_form)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,14 @@ from transformers.utils import can_return_tuple
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.cache import PAGE_SIZE, LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, DecodeStep, FormChoice, LayerAttention, choose_form
+from mha2mla.modeling.forms import (
+    MAX_DECODE_QUERY_LENGTH,
+    DecodeStep,
+    FormChoice,
+    LayerAttention,
+    choose_form,
+    decide_form,
+)
 
 
 class MHA2MLAPreTrainedModel(PreTrainedModel):
@@ -26,9 +33,9 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
     config_class = MHA2MLAConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     # By transformers' name for "also under from_pretrained(dtype=bfloat16)"; casts after loading: MLAAttention._apply.
-    _keep_in_fp32_modules_strict = ["inv_freq"]
+    _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["inv_freq"]
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
@@ -50,8 +57,8 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
 class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
     """Causal language model of a converted checkpoint.
 
-    ``model`` is an instance of the source's own base class (``LlamaModel``, …) in which every ``layers[i].self_attn`` is an
-    :class:`MLAAttention`; names in the state dict differ from the source's below ``self_attn`` only.
+    ``model`` is an instance of the source's own base class (``LlamaModel``, …) in which every ``layers[i].self_attn``
+    is an :class:`MLAAttention`; names in the state dict differ from the source's below ``self_attn`` only.
 
     Prefill and long queries run the expanded form; up to 8 new tokens over a :class:`LatentCache` run the absorbed form
     where a kernel serves it (``config.mla_form``, ``attention_report``). Other caches of transformers work too, in the
@@ -61,7 +68,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         ValueError: the source's architecture has no ``layers[i].self_attn`` to replace.
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: MHA2MLAConfig) -> None:
         super().__init__(config)
@@ -70,12 +77,17 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         # The source's plan shards projections that are not there any more.
         source.base_model_tp_plan = None
         self.model = MODEL_MAPPING[type(source)](source)
-        for layer_idx, layer in enumerate(getattr(self.model, "layers", ())):
-            if not hasattr(layer, "self_attn"):
-                raise ValueError(
-                    f"source_config['model_type'] is {source.model_type!r}; expected a family whose layers have a self_attn"
-                )
+        layers = getattr(self.model, "layers", None)
+        if layers is None or not all(hasattr(layer, "self_attn") for layer in layers):
+            raise ValueError(
+                f"source_config['model_type'] is {source.model_type!r}; expected a family whose layers have a self_attn"
+            )
+        for layer_idx, layer in enumerate(layers):
             layer.self_attn = MLAAttention(config, layer_idx)
+        # Layers of one kind are served alike: what a step asks, it asks once per kind.
+        kinds = [(layer.self_attn.geometry, layer.self_attn.sliding_window) for layer in layers]
+        self._kinds = tuple(dict.fromkeys(kinds))
+        self._kind_of_layer = tuple(self._kinds.index(kind) for kind in kinds)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -110,8 +122,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             ``logits`` [B, S or logits_to_keep, vocabulary], ``past_key_values``, and ``loss`` if there are ``labels``.
 
         Raises:
-            ValueError: ``config.mla_form`` is "absorbed", and this call cannot be served so; or a LatentCache that holds
-                tokens is given while training.
+            ValueError: ``config.mla_form`` is "absorbed", and this call cannot be served so; or a LatentCache that
+                holds tokens is given while training.
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -150,8 +162,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
     ) -> DecodeStep | None:
         """The forms of all layers for these new tokens, and where their sequences start; None: all expanded.
 
-        Depends on shapes and on what the host knows of the cache, never on values on the device, except that the mask of
-        more than one new token is checked for left padding, once per call.
+        Depends on shapes and on what the host knows of the cache, never on values on the device, except that the mask
+        of more than one new token is checked for left padding, once per call.
         """
         forced = self.config.mla_form == "absorbed" and query_length <= MAX_DECODE_QUERY_LENGTH
         if not isinstance(cache, LatentCache):
@@ -165,45 +177,47 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             cache.padding_is_left = cache.padding_is_left and _is_left_padding(attention_mask)
         if self.training and torch.is_grad_enabled() and not cache.is_empty:
             raise ValueError(
-                "past_key_values is a LatentCache that holds tokens, and it keeps no gradients; expected a DynamicCache or None"
-                " while training"
+                "past_key_values is a LatentCache that holds tokens, and it keeps no gradients; expected a "
+                "DynamicCache or None while training"
             )
         if cache.is_empty:
             return None  # nothing to attend over but the new tokens: expanding them is cheaper than absorbing
         if not cache.padding_is_left or not (is_padding_mask or attention_mask is None):
             if forced:
                 raise ValueError(
-                    "attention_mask hides more than left padding; expected [B, tokens] of zeros, then ones, since mla_form is"
-                    " 'absorbed'"
+                    "attention_mask hides more than left padding; expected [B, tokens] of zeros, then ones, since "
+                    "mla_form is 'absorbed'"
                 )
             return None
-        choices = [choice for _, choice in self._form_choices(query_length, cache.page_size)]
-        absorbed = tuple(choice.absorbed for choice in choices)
+        absorbed = tuple(choice.absorbed for choice in self._form_choices(query_length, cache.page_size))
         if not any(absorbed):
             return None
         starts = None
         if is_padding_mask:
             starts = attention_mask.to(torch.int32).argmax(dim=-1).to(torch.int32).expand(batch).contiguous()
-        windows = {layer.self_attn.sliding_window for layer in self.model.layers}
+        windows = {window for _, window in self._kinds}
         return DecodeStep(absorbed, {window: _visible_from(cache, window, starts) for window in windows})
 
-    def _form_choices(self, query_length: int, page_size: int) -> list[tuple[MLAAttention, FormChoice]]:
-        choices = []
-        for layer in self.model.layers:
-            attention = layer.self_attn
-            choice = choose_form(
-                attention.geometry,
+    def _form_choices(self, query_length: int, page_size: int) -> list[FormChoice]:
+        """The choice of every layer."""
+        weight = self.model.layers[0].self_attn.v_b_proj
+        # Dynamo does not trace into lru_cache without a warning, and needs no memory: it decides once per graph.
+        choose = decide_form if torch.compiler.is_compiling() else choose_form
+        choices = [
+            choose(
+                geometry,
                 mla_form=self.config.mla_form,
                 decode_backend=self.config.decode_backend,
                 attn_implementation=self.config._attn_implementation,
-                sliding_window=attention.sliding_window,
+                sliding_window=window,
                 query_length=query_length,
                 page_size=page_size,
-                dtype=attention.v_b_proj.dtype,
-                device=attention.v_b_proj.device,
+                dtype=weight.dtype,
+                device=weight.device,
             )
-            choices.append((attention, choice))
-        return choices
+            for geometry, window in self._kinds
+        ]
+        return [choices[kind] for kind in self._kind_of_layer]
 
     def attention_report(self, query_length: int = 1, page_size: int = PAGE_SIZE) -> list[LayerAttention]:
         """What serves decode in every layer, and why.
@@ -212,15 +226,11 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             query_length: new tokens per sequence.
             page_size: of the LatentCache.
         """
-        return [
-            LayerAttention(
-                layer_idx=attention.layer_idx,
-                geometry=attention.geometry,
-                sliding_window=attention.sliding_window,
-                **vars(choice),
-            )
-            for attention, choice in self._form_choices(query_length, page_size)
-        ]
+        lines = []
+        for layer_idx, choice in enumerate(self._form_choices(query_length, page_size)):
+            geometry, window = self._kinds[self._kind_of_layer[layer_idx]]
+            lines.append(LayerAttention(layer_idx, geometry, sliding_window=window, **vars(choice)))
+        return lines
 
     def create_masks_for_generate(
         self,
@@ -233,8 +243,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
     ) -> Any:
         """What ``generate`` hands to ``forward`` as a mask when the cache is static.
 
-        Over a LatentCache it stays 2-D, because the absorbed form takes its starts from it, and gets the cache's length, so
-        that a compiled step sees one shape. Other caches get the masks of the source's architecture.
+        Over a LatentCache it stays 2-D, because the absorbed form takes its starts from it, and gets the cache's
+        length, so that a compiled step sees one shape. Other caches get the masks of the source's architecture.
         """
         if isinstance(past_key_values, LatentCache):
             if attention_mask is None:
