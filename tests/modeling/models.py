@@ -112,5 +112,5 @@ def tokens(batch: int, length: int) -> torch.Tensor:
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of ``expected``."""
-    difference, norm = (torch.linalg.vector_norm(t.double()) for t in (value - expected, expected))
+    difference, norm = (torch.linalg.vector_norm(t.detach().double()) for t in (value - expected, expected))
     return float(difference / norm)

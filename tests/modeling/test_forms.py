@@ -41,7 +41,7 @@ def absorbed_calls(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("case", models.GEOMETRIES)
 @torch.no_grad()
 def test_cached_equals_uncached_in_both_forms_failure_28(case, static, monkeypatch):
-    """Prefill, single tokens, several tokens, a chunk too long to absorb: each over what is cached, windows included."""
+    """Prefill, single tokens, several, a chunk too long to absorb: each over what is cached, windows included."""
     calls = absorbed_calls(monkeypatch)
     model = models.mla_model(case)
     ids = models.tokens(3, 40)
@@ -53,7 +53,7 @@ def test_cached_equals_uncached_in_both_forms_failure_28(case, static, monkeypat
         logits = decode(model, ids, [11, 12, 13, 17, 20, 36, 37, 38], cache)
         assert models.relative_error(logits, expected) < TOLERANCE
     windows = [model.config.layer_sliding_window(index) for index in range(2)]
-    once = sum(([length] for length in (1, 1, 4, 3, 1, 1, 2) for window in windows if length == 1 or not window), [])
+    once = [length for length in (1, 1, 4, 3, 1, 1, 2) for window in windows if length == 1 or not window]
     assert calls == 2 * once
 
 

@@ -1,0 +1,163 @@
+"""Weights in and out of a folder: names, dtypes, tied embeddings, construction without memory."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from mha2mla.modeling import MHA2MLAForCausalLM, MLAAttention
+from tests.modeling import models
+from tests.modeling.full_rank import full_rank
+
+TIED = "llama-yarn-tied"
+
+
+def tables(model) -> list[torch.Tensor]:
+    return [layer.self_attn.inv_freq for layer in model.model.layers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", models.GEOMETRIES)
+@torch.no_grad()
+def test_round_trip(case, dtype, tmp_path):
+    model = models.mla_model(case)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert type(again) is MHA2MLAForCausalLM and not again.training
+    state, expected = again.state_dict(), model.state_dict()
+    assert state.keys() == expected.keys()
+    for name, tensor in state.items():
+        kept = name.endswith("inv_freq")
+        assert tensor.dtype == (torch.float32 if kept else dtype), name
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+    ids = models.tokens(2, 9)
+    assert torch.equal(again(ids).logits, model.to(dtype)(ids).logits)
+
+
+@pytest.mark.parametrize("case", models.SOURCES)
+@torch.no_grad()
+def test_full_rank_survives_the_folder(case, tmp_path):
+    """Tables of scaled RoPE included: they are read, not derived again."""
+    source = models.source_model(case)
+    full_rank(source).save_pretrained(tmp_path)
+    ids = models.tokens(2, 20)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert models.relative_error(again(ids).logits, source(ids).logits) < 1e-5
+
+
+def test_names_are_the_sources_outside_attention():
+    source, model = models.source_model("qwen3"), models.mla_model("per-head")
+    ours, theirs = ({name for name in m.state_dict() if ".self_attn." not in name} for m in (model, source))
+    assert ours == theirs
+    attention = {name.partition(".self_attn.")[2] for name in model.state_dict()} - {""}
+    assert attention == {
+        "q_proj.weight", "q_proj.bias", "q_norm.weight", "q_b_proj", "k_proj.weight", "k_proj.bias", "k_norm.weight",
+        "k_a_proj.weight", "v_a_proj.weight", "k_b_proj", "v_b_proj", "o_proj.weight", "o_proj.bias", "inv_freq",
+    }  # fmt: skip
+    attention = {name.partition(".self_attn.")[2] for name in models.mla_model("no nope").state_dict()} - {""}
+    assert attention == {
+        "q_proj.weight", "q_proj.bias", "kv_a_proj.weight", "kv_a_proj.bias", "v_b_proj", "o_proj.weight",
+        "o_proj.bias", "inv_freq",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64])
+def test_frequencies_stay_float32_under_casts(cast):
+    model = models.mla_model()
+    before = [table.clone() for table in tables(model)]
+    model.to(cast)
+    model.to(torch.float32)
+    model.bfloat16().half().double()
+    assert model.dtype == torch.float64
+    for table, expected in zip(tables(model), before, strict=True):
+        assert table.dtype == torch.float32 and torch.equal(table, expected)
+
+
+def test_frequencies_are_stored_as_float32(tmp_path):
+    models.mla_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.get_tensor("model.layers.1.self_attn.inv_freq").dtype == torch.float32
+        assert file.get_tensor("model.layers.1.self_attn.v_b_proj").dtype == torch.bfloat16
+
+
+def test_far_positions_in_bfloat16():
+    """Positions are counted in float32: 10000 and 10001 differ, which they do not in bfloat16."""
+    model = full_rank(models.source_model("mistral")).to(torch.bfloat16)
+    hidden = torch.randn(1, 2, 48, dtype=torch.bfloat16)
+    attention: MLAAttention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        near, far = (attention(hidden, position_ids=torch.tensor([[0, at]]))[0][0, 1] for at in (1, 10001))
+        shifted = attention(hidden, position_ids=torch.tensor([[10000, 10001]]))[0][0, 1]
+    assert models.relative_error(shifted, near) < 0.03 < 0.1 < models.relative_error(far, near)
+
+
+def test_tied_embeddings_failure_24(tmp_path):
+    model = full_rank(models.source_model(TIED))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+@torch.no_grad()
+def test_resized_embeddings(tmp_path):
+    model = full_rank(models.source_model(TIED))
+    model.resize_token_embeddings(104)
+    ids = torch.tensor([[1, 100, 103]])
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, expected)
+
+
+def test_shards(tmp_path):
+    model = models.mla_model()
+    model.save_pretrained(tmp_path, max_shard_size="50KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(model.state_dict()) and len(set(index["weight_map"].values())) > 1
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("case", models.GEOMETRIES)
+@torch.no_grad()
+def test_random_weights_are_sane(case):
+    model = AutoModelForCausalLM.from_config(models.mla_config(case))
+    std = model.config.initializer_range
+    for name, parameter in model.named_parameters():
+        if "_b_proj" in name:
+            assert 0.7 * std < parameter.std() < 1.3 * std, name
+    for table in tables(model):
+        assert (table[:, 0] == 1).all() and (table.diff(dim=1) < 0).all() and (table > 0).all()
+    assert model(models.tokens(2, 9)).logits.isfinite().all()
+
+
+def test_a_tensor_that_is_missing_gets_random_weights_and_the_others_do_not(tmp_path):
+    """As transformers does it for every model, with a report."""
+    model = models.mla_model()
+    state = model.state_dict()
+    del state["model.layers.0.self_attn.v_b_proj"]
+    model.save_pretrained(tmp_path, state_dict=state)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"model.layers.0.self_attn.v_b_proj"}
+    assert again.model.layers[0].self_attn.v_b_proj.isfinite().all()
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in state.items())
+
+
+def test_construction_without_memory():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(models.mla_config("per layer"))
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+    assert model.model.layers[0].self_attn.inv_freq.dtype == torch.float32
+    # accelerate places whole decoder layers.
+    assert model._no_split_modules == {"LlamaDecoderLayer"}
+
+
+def test_hidden_states_are_the_base_models():
+    model = models.mla_model()
+    out = model(models.tokens(2, 5), output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    assert not isinstance(model(models.tokens(2, 5), return_dict=False), dict)

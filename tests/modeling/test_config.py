@@ -1,0 +1,107 @@
+"""The config: what it mirrors, what it counts, what it refuses."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling import MHA2MLAConfig
+from mha2mla.modeling.config import SCHEMA_VERSION
+from tests.modeling import models
+
+
+@pytest.mark.parametrize("case", models.GEOMETRIES)
+def test_round_trip(case, tmp_path):
+    config = models.mla_config(case, recipe={"layout": "shared", "seed": 3})
+    config.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["model_type"] == "mha2mla" and stored["schema_version"] == SCHEMA_VERSION
+    assert stored["source_config"]["model_type"] == config.source_config["model_type"]
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is MHA2MLAConfig
+    assert [again.layer_geometry(i) for i in range(2)] == [config.layer_geometry(i) for i in range(2)]
+    # Through JSON, which knows no integer keys.
+    ours, theirs = (json.loads(json.dumps(c.to_dict(), default=str)) for c in (again, config))
+    for record in ("_name_or_path", "transformers_version", "architectures"):
+        ours.pop(record, None), theirs.pop(record, None)
+    assert ours == theirs
+
+
+def test_a_source_config_is_kept_whole_and_given_back():
+    source = models.source_config("llama-yarn-tied")
+    config = models.mla_config(source_config=source.to_dict())
+    assert config.source_config == source.to_dict()
+    again = config.build_source_config()
+    assert type(again) is type(source)
+    assert again.to_dict() == source.to_dict()
+    assert config.tie_word_embeddings and config.vocab_size == 96 and config.bos_token_id == 1
+
+
+def test_the_top_level_wins_over_the_source():
+    """As after resize_token_embeddings, which knows nothing of source_config."""
+    config = models.mla_config(vocab_size=100)
+    assert config.source_config["vocab_size"] == 96
+    assert config.build_source_config().vocab_size == config.vocab_size == 100
+
+
+def test_geometry_per_layer():
+    config = models.mla_config("per layer")
+    assert config.layer_geometry(1) == MLAGeometry(
+        num_attention_heads=6,
+        num_rope_heads=2,
+        kv_lora_rank=8,
+        qk_rope_head_dim=6,
+        qk_nope_head_dim=0,
+        v_head_dim=8,
+        num_key_value_heads=2,
+    )
+    assert config.cache_bytes_per_token(2) == 2 * ((16 + 2 * 4) + (8 + 2 * 6))
+    assert config.source_cache_bytes_per_token(2) == 2 * 2 * (2 * 2 * 8)
+    # By this name transformers recognises MLA when it sizes caches (CONVERSION §4).
+    assert config.qk_head_dim == [8, 6]
+    assert models.mla_config("shared").qk_head_dim == 14
+
+
+def test_windows_are_the_sources():
+    for case, windows in (("per-group", [None] * 2), ("sliding", [9, 9]), ("some sliding", [None, 9])):
+        config = models.mla_config(case)
+        assert [config.layer_sliding_window(index) for index in range(2)] == windows
+
+
+def test_a_newer_schema_is_refused_failure_29(tmp_path):
+    config = models.mla_config()
+    config.schema_version = SCHEMA_VERSION + 1
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"schema_version is {SCHEMA_VERSION + 1}; expected at most {SCHEMA_VERSION}"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"source_config": {"model_type": "nonesuch"}}, r"source_config\['model_type'\] is 'nonesuch'"),
+        ({"source_config": {"hidden_size": 8}}, r"source_config\['model_type'\] is None"),
+        ({"kv_lora_rank": [16]}, "kv_lora_rank has 1 entries; expected 2"),
+        ({"qk_rope_head_dim": [4, 5]}, "layer 1: qk_rope_head_dim is 5; expected an even number"),
+        ({"num_rope_heads": 4}, "layer 0: num_rope_heads is 4; expected a divisor"),
+        ({"kv_lora_rank": 0}, "layer 0: kv_lora_rank is 0"),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive"),
+        ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+        ({"mla_form": "best"}, "mla_form is 'best'; expected one of"),
+        ({"decode_backend": "cuda"}, "decode_backend is 'cuda'; expected one of"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types\[1\] is 'chunked_attention'"),
+    ],
+)
+def test_bad_values_are_named(keys, message):
+    with pytest.raises(ValueError, match=message):
+        models.mla_config(**keys)
+
+
+def test_wrong_types_are_refused():
+    with pytest.raises(Exception, match="kv_lora_rank"):
+        models.mla_config(kv_lora_rank="16")
+    with pytest.raises(TypeError, match="source_config"):
+        MHA2MLAConfig(
+            num_rope_heads=1, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, softmax_scale=1.0
+        )
