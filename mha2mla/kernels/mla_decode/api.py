@@ -175,23 +175,38 @@ def plan_mla_decode(q_latent: Tensor, rope_cache: Tensor, block_table: Tensor, q
     )
 
 
-def _expect(condition: bool, name: str, was: object, expected: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} is {was}; expected {expected}")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def _check_rows(name: str, tensor: Tensor, row_dims: int) -> None:
-    """The last dimension contiguous, the others free, all of them on 16-byte boundaries (TMA and vector loads)."""
-    step = 16 // tensor.element_size()
-    _expect(tensor.shape[-1] <= 1 or tensor.stride(-1) == 1, f"{name}.stride(-1)", tensor.stride(-1), "1")
-    if tensor.dtype in (torch.bfloat16, torch.float16):
-        for dim in range(row_dims):
-            _expect(
-                tensor.shape[dim] <= 1 or tensor.stride(dim) % step == 0,
-                f"{name}.stride({dim})",
-                tensor.stride(dim),
-                f"a multiple of {step} elements (16 bytes)",
-            )
+def _error(name: str, was: object, expected: object) -> ValueError:
+    return ValueError(f"{name} is {was}; expected {expected}")
+
+
+def _check_data(name: str, tensor: Tensor, layout: str, like: Tensor) -> None:
+    """Rank, dtype and device as ``like``; last dimension contiguous, 16-bit rows on 16-byte boundaries (TMA)."""
+    if tensor.dim() != layout.count(",") + 1:
+        raise _error(f"{name}.shape", tuple(tensor.shape), layout)
+    if tensor.dtype != like.dtype:
+        raise _error(f"{name}.dtype", tensor.dtype, f"{like.dtype}, as q_latent")
+    if tensor.device != like.device:
+        raise _error(f"{name}.device", tensor.device, f"{like.device}, as q_latent")
+    shape, strides = tensor.shape, tensor.stride()
+    if strides[-1] != 1 and shape[-1] > 1:
+        raise _error(f"{name}.stride(-1)", strides[-1], "1")
+    if tensor.element_size() == 2:
+        rows = strides[:-1] if name != "rope_cache" else strides[:2]
+        for dim, stride in enumerate(rows):
+            if stride % 8 and shape[dim] > 1:
+                raise _error(f"{name}.stride({dim})", stride, "a multiple of 8 elements (16 bytes)")
+
+
+def _check_index(name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.dtype != torch.int32:
+        raise _error(f"{name}.dtype", tensor.dtype, "torch.int32")
+    if tensor.device != like.device:
+        raise _error(f"{name}.device", tensor.device, f"{like.device}, as q_latent")
+    if not tensor.is_contiguous():
+        raise _error(f"{name}.stride()", tensor.stride(), "contiguous")
 
 
 def _validate(
@@ -206,76 +221,46 @@ def _validate(
     out: Tensor | None,
     backend: str | None,
 ) -> None:
-    tensors = {"q_latent": q_latent, "q_pe": q_pe, "latent_cache": latent_cache, "rope_cache": rope_cache}
-    ranks = {"q_latent": 4, "q_pe": 4, "latent_cache": 3, "rope_cache": 4}
-    layouts = {
-        "q_latent": "[B, S_q, H, d_c]",
-        "q_pe": "[B, S_q, H, d_r]",
-        "latent_cache": "[P, page, d_c]",
-        "rope_cache": "[P, page, G, d_r]",
-    }
-    _expect(backend is None or backend in BACKENDS, "backend", repr(backend), f"None or one of {BACKENDS}")
-    for name, tensor in tensors.items():
-        _expect(tensor.dim() == ranks[name], f"{name}.shape", tuple(tensor.shape), layouts[name])
-        _expect(tensor.dtype == q_latent.dtype, f"{name}.dtype", tensor.dtype, f"{q_latent.dtype}, as q_latent")
-        _expect(tensor.device == q_latent.device, f"{name}.device", tensor.device, f"{q_latent.device}, as q_latent")
-    _expect(
-        q_latent.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64),
-        "q_latent.dtype",
-        q_latent.dtype,
-        "bfloat16, float16, float32 or float64",
-    )
+    """Everything the host can know; runs on every call, so messages are made only when something is wrong."""
+    if backend is not None and backend not in BACKENDS:
+        raise _error("backend", repr(backend), f"None or one of {BACKENDS}")
+    if q_latent.dtype not in _DTYPES:
+        raise _error("q_latent.dtype", q_latent.dtype, "bfloat16, float16, float32 or float64")
+    _check_data("q_latent", q_latent, "[B, S_q, H, d_c]", q_latent)
+    _check_data("q_pe", q_pe, "[B, S_q, H, d_r]", q_latent)
+    _check_data("latent_cache", latent_cache, "[P, page, d_c]", q_latent)
+    _check_data("rope_cache", rope_cache, "[P, page, G, d_r]", q_latent)
     batch, seqlen_q, heads, d_c = q_latent.shape
-    _expect(
-        tuple(q_pe.shape[:3]) == (batch, seqlen_q, heads), "q_pe.shape", tuple(q_pe.shape), f"[{batch}, {seqlen_q}, {heads}, d_r]"
-    )
-    _expect(latent_cache.shape[2] == d_c, "latent_cache.shape", tuple(latent_cache.shape), f"[P, page, {d_c}]")
-    _expect(
-        rope_cache.shape[:2] == latent_cache.shape[:2] and rope_cache.shape[3] == q_pe.shape[3],
-        "rope_cache.shape",
-        tuple(rope_cache.shape),
-        f"[{latent_cache.shape[0]}, {latent_cache.shape[1]}, G, {q_pe.shape[3]}]",
-    )
-    _expect(
-        rope_cache.shape[2] >= 1 and heads % rope_cache.shape[2] == 0,
-        "rope_cache.shape[2] (num_rope_heads)",
-        rope_cache.shape[2],
-        f"a divisor of H={heads}",
-    )
-    _expect(
-        rope_cache.shape[2] == 1 or rope_cache.stride(2) == rope_cache.shape[3],
-        "rope_cache.stride(2)",
-        rope_cache.stride(2),
-        f"{rope_cache.shape[3]}: the rope heads of a token side by side",
-    )
-    _check_rows("q_latent", q_latent, 3)
-    _check_rows("q_pe", q_pe, 3)
-    _check_rows("latent_cache", latent_cache, 2)
-    _check_rows("rope_cache", rope_cache, 2)
-    vectors = {"cache_seqlens": cache_seqlens} | ({} if cache_starts is None else {"cache_starts": cache_starts})
-    for name, tensor in vectors.items():
-        _expect(tuple(tensor.shape) == (batch,), f"{name}.shape", tuple(tensor.shape), f"[{batch}]")
-    _expect(
-        block_table.dim() == 2 and block_table.shape[0] == batch,
-        "block_table.shape",
-        tuple(block_table.shape),
-        f"[{batch}, max_pages]",
-    )
-    for name, tensor in (vectors | {"block_table": block_table}).items():
-        _expect(tensor.dtype == torch.int32, f"{name}.dtype", tensor.dtype, "torch.int32")
-        _expect(tensor.device == q_latent.device, f"{name}.device", tensor.device, f"{q_latent.device}, as q_latent")
-        _expect(tensor.is_contiguous(), f"{name}.stride()", tensor.stride(), "contiguous")
-    _expect(
-        isinstance(softmax_scale, (int, float)) and math.isfinite(softmax_scale) and softmax_scale > 0,
-        "softmax_scale",
-        repr(softmax_scale),
-        "a positive finite number",
-    )
+    d_r = q_pe.shape[3]
+    pages, page_size, groups, rope_width = rope_cache.shape
+    if q_pe.shape[:3] != q_latent.shape[:3]:
+        raise _error("q_pe.shape", tuple(q_pe.shape), f"[{batch}, {seqlen_q}, {heads}, d_r]")
+    if latent_cache.shape[2] != d_c:
+        raise _error("latent_cache.shape", tuple(latent_cache.shape), f"[P, page, {d_c}]")
+    if latent_cache.shape[0] != pages or latent_cache.shape[1] != page_size or rope_width != d_r:
+        raise _error(
+            "rope_cache.shape", tuple(rope_cache.shape), f"[{latent_cache.shape[0]}, {latent_cache.shape[1]}, G, {d_r}]"
+        )
+    if groups < 1 or heads % groups:
+        raise _error("rope_cache.shape[2] (num_rope_heads)", groups, f"a divisor of H={heads}")
+    if groups > 1 and rope_cache.stride(2) != d_r:
+        raise _error("rope_cache.stride(2)", rope_cache.stride(2), f"{d_r}: the rope heads of a token side by side")
+    if block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise _error("block_table.shape", tuple(block_table.shape), f"[{batch}, max_pages]")
+    _check_index("block_table", block_table, q_latent)
+    if cache_seqlens.dim() != 1 or cache_seqlens.shape[0] != batch:
+        raise _error("cache_seqlens.shape", tuple(cache_seqlens.shape), f"[{batch}]")
+    _check_index("cache_seqlens", cache_seqlens, q_latent)
+    if cache_starts is not None:
+        if cache_starts.dim() != 1 or cache_starts.shape[0] != batch:
+            raise _error("cache_starts.shape", tuple(cache_starts.shape), f"[{batch}]")
+        _check_index("cache_starts", cache_starts, q_latent)
+    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
+        raise _error("softmax_scale", repr(softmax_scale), "a positive finite number")
     if out is not None:
-        _expect(tuple(out.shape) == tuple(q_latent.shape), "out.shape", tuple(out.shape), str(list(q_latent.shape)))
-        _expect(out.dtype == q_latent.dtype, "out.dtype", out.dtype, f"{q_latent.dtype}, as q_latent")
-        _expect(out.device == q_latent.device, "out.device", out.device, f"{q_latent.device}, as q_latent")
-        _check_rows("out", out, 3)
+        _check_data("out", out, "[B, S_q, H, d_c]", q_latent)
+        if out.shape != q_latent.shape:
+            raise _error("out.shape", tuple(out.shape), list(q_latent.shape))
 
 
 def mla_decode(
