@@ -33,7 +33,7 @@ from mha2mla.texts import load_text, token_windows
 
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 EVALUATION_TEXT = "builtin:prose"
-EVALUATION_TOKENS = 4096
+EVALUATION_TOKENS = 2048
 PAGE_SIZE = 64
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 

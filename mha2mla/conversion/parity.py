@@ -13,7 +13,7 @@ from tqdm import tqdm
 from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
 from mha2mla.conversion.streaming import StreamedModel
 
-_LOGITS = 1 << 25  # numbers of one block of logits
+_LOGITS = 1 << 23  # numbers of one block of logits
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ def _compare_logits(
         for start in range(0, length - 1, step):
             part = slice(start, start + step)
             reference, other = (head(states[part]).float() for head, states in zip(heads, hidden, strict=True))
-            sums["difference"] += float((other - reference).square().sum(dtype=torch.float64))
-            sums["norm"] += float(reference.square().sum(dtype=torch.float64))
+            sums["difference"] += _sum((other - reference).square())
+            sums["norm"] += _sum(reference.square())
             sums["agree"] += float((reference.argmax(-1) == other.argmax(-1)).sum())
             reference, other = reference.log_softmax(-1), other.log_softmax(-1)
             target = targets[part, None]
-            sums["source"] -= float(reference.gather(1, target).sum(dtype=torch.float64))
-            sums["converted"] -= float(other.gather(1, target).sum(dtype=torch.float64))
-            sums["kl"] += float((reference.exp() * (reference - other)).sum(dtype=torch.float64))
+            sums["source"] -= _sum(reference.gather(1, target))
+            sums["converted"] -= _sum(other.gather(1, target))
+            sums["kl"] += _sum(reference.exp() * (reference - other))
     count = windows * (length - 1)
     return ParityReport(
         tokens=count,
@@ -134,6 +134,11 @@ def _compare_logits(
         logits_relative_error=math.sqrt(sums["difference"] / sums["norm"]) if sums["norm"] else math.inf,
         layer_errors=errors,
     )
+
+
+def _sum(rows: torch.Tensor) -> float:
+    """Rows in their own precision, their sums in float64: exact enough, and much faster than all in float64."""
+    return float(rows.sum(-1).double().sum())
 
 
 def _exp(value: float) -> float:
