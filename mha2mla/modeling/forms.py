@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ class DecodeStep:
     cache_starts: Mapping[int | None, Tensor | None]
 
 
-def decide_form(
+@lru_cache(maxsize=1024)  # asked in every step
+def choose_form(
     geometry: MLAGeometry,
     *,
     mla_form: str,
@@ -106,5 +108,7 @@ def decide_form(
     return expanded(f"TileLang refuses: {refusal}")
 
 
-# Asked in every step.
-choose_form = lru_cache(maxsize=1024)(decide_form)
+@torch.compiler.assume_constant_result
+def is_absorbed(geometry: MLAGeometry, **arguments: Any) -> bool:
+    """Whether :func:`choose_form` says absorbed; dynamo takes the answer and does not trace how it was found."""
+    return choose_form(geometry, **arguments).absorbed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -16,14 +17,7 @@ from transformers.utils import can_return_tuple
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.cache import PAGE_SIZE, LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.forms import (
-    MAX_DECODE_QUERY_LENGTH,
-    DecodeStep,
-    FormChoice,
-    LayerAttention,
-    choose_form,
-    decide_form,
-)
+from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, DecodeStep, LayerAttention, choose_form, is_absorbed
 
 
 class MHA2MLAPreTrainedModel(PreTrainedModel):
@@ -189,21 +183,20 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
                     "mla_form is 'absorbed'"
                 )
             return None
-        absorbed = tuple(choice.absorbed for choice in self._form_choices(query_length, cache.page_size))
-        if not any(absorbed):
+        of_kinds = self._of_kinds(is_absorbed, query_length, cache.page_size)
+        if not any(of_kinds):
             return None
+        absorbed = tuple(of_kinds[kind] for kind in self._kind_of_layer)
         starts = None
         if is_padding_mask:
             starts = attention_mask.to(torch.int32).argmax(dim=-1).to(torch.int32).expand(batch).contiguous()
         windows = {window for _, window in self._kinds}
         return DecodeStep(absorbed, {window: _visible_from(cache, window, starts) for window in windows})
 
-    def _form_choices(self, query_length: int, page_size: int) -> list[FormChoice]:
-        """The choice of every layer."""
+    def _of_kinds(self, choose: Callable[..., Any], query_length: int, page_size: int) -> list[Any]:
+        """What ``choose`` (:func:`choose_form` or its like) says of every kind of layer."""
         weight = self.model.layers[0].self_attn.v_b_proj
-        # Dynamo does not trace into lru_cache without a warning, and needs no memory: it decides once per graph.
-        choose = decide_form if torch.compiler.is_compiling() else choose_form
-        choices = [
+        return [
             choose(
                 geometry,
                 mla_form=self.config.mla_form,
@@ -217,7 +210,6 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             )
             for geometry, window in self._kinds
         ]
-        return [choices[kind] for kind in self._kind_of_layer]
 
     def attention_report(self, query_length: int = 1, page_size: int = PAGE_SIZE) -> list[LayerAttention]:
         """What serves decode in every layer, and why.
@@ -226,11 +218,11 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             query_length: new tokens per sequence.
             page_size: of the LatentCache.
         """
-        lines = []
-        for layer_idx, choice in enumerate(self._form_choices(query_length, page_size)):
-            geometry, window = self._kinds[self._kind_of_layer[layer_idx]]
-            lines.append(LayerAttention(layer_idx, geometry, sliding_window=window, **vars(choice)))
-        return lines
+        choices = self._of_kinds(choose_form, query_length, page_size)
+        return [
+            LayerAttention(layer_idx, *self._kinds[kind], **vars(choices[kind]))
+            for layer_idx, kind in enumerate(self._kind_of_layer)
+        ]
 
     def create_masks_for_generate(
         self,
