@@ -111,9 +111,13 @@ def _scale(energy: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
-    """Lower factor of a positive semi-definite matrix, made invertible by a small ridge."""
-    ridge = 1e-7 * matrix.diagonal().mean() * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    return torch.linalg.cholesky(matrix + ridge)
+    """Lower factor of a positive semi-definite matrix, made invertible by a small ridge.
+
+    A sum of float32 products is positive semi-definite up to its rounding only (few tokens, many dimensions): the ridge
+    also covers the most negative eigenvalue.
+    """
+    ridge = 1e-7 * matrix.diagonal().mean() + 2 * (-torch.linalg.eigvalsh(matrix)[0]).clamp_min(0)
+    return torch.linalg.cholesky(matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))
 
 
 def _split(key: torch.Tensor, value: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
