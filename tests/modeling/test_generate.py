@@ -1,4 +1,4 @@
-"""generate(): greedy, sampled, beams, padded batches; growing, static and stock caches; the same tokens from all of them."""
+"""generate(): greedy, sampled, beams, padded batches; growing, static and stock caches; the same tokens from all."""
 
 import pytest
 import torch

@@ -1,0 +1,151 @@
+"""The model on a GPU: the TileLang kernel behind it, CUDA graphs, compilation, no look at the device."""
+
+import copy
+
+import pytest
+import torch
+
+from mha2mla.modeling import LatentCache, MHA2MLAForCausalLM
+from tests.modeling import models
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+CASES = {
+    "per-group": {"num_rope_heads": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48},
+    "shared": {"num_rope_heads": 1, "kv_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64},
+    "full rank": {"num_rope_heads": 2, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 0},
+}
+
+
+@pytest.fixture(params=CASES)
+def model(request) -> MHA2MLAForCausalLM:
+    """bfloat16, two layers, 6 query and 2 kv heads of width 64; the kernel serves it."""
+    keys = {"hidden_size": 256, "head_dim": 64, "initializer_range": 0.0625}
+    source = models.source_config("llama", **keys)
+    config = models.mla_config(
+        "per-group", source_config=source.to_dict(), v_head_dim=64, softmax_scale=0.125, **CASES[request.param]
+    )
+    made = models.randomise(MHA2MLAForCausalLM(config).eval()).to("cuda", torch.bfloat16)
+    assert {line.backend for line in made.attention_report()} == {"tilelang"}
+    return made
+
+
+def batch(length: int, *paddings: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, mask and positions of a left-padded batch."""
+    ids = models.tokens(len(paddings), length).cuda()
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate(paddings):
+        mask[row, :padding] = 0
+    return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def decode(model, inputs, prefill: int, form: str, step: int = 1, **cache_keys) -> torch.Tensor:
+    """Logits of all tokens behind ``prefill``, ``step`` of them at a time."""
+    ids, mask, position = inputs
+    model.config.mla_form = form
+    cache = LatentCache(model.config, **cache_keys)
+    logits = []
+    for start, stop in [(0, prefill), *((t, t + step) for t in range(prefill, ids.shape[1], step))]:
+        part = slice(start, stop)
+        out = model(ids[:, part], attention_mask=mask[:, :stop], position_ids=position[:, part], past_key_values=cache)
+        logits.append(out.logits)
+    model.config.mla_form = "auto"
+    return torch.cat(logits[1:], dim=1)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 8])
+def test_the_kernel_is_as_right_as_the_expanded_form(model, step):
+    """Both in bfloat16, against float32; lengths cross pages and tiles, one sequence is mostly padding."""
+    inputs = batch(150 + 2 * 40, 0, 7, 190)
+    exact = decode(copy.deepcopy(model).float(), inputs, 150, "expanded", step)
+    errors = {
+        form: models.relative_error(decode(model, inputs, 150, form, step)[:2], exact[:2])
+        for form in ("auto", "expanded")
+    }
+    assert errors["auto"] < 1.5 * errors["expanded"] < 0.1
+    # Padding is not attended to: the third sequence's last tokens.
+    assert models.relative_error(decode(model, inputs, 150, "auto", step)[2, 45:], exact[2, 45:]) < 0.1
+
+
+def test_dynamic_is_static(model):
+    inputs = batch(90, 0, 20)
+    assert torch.equal(decode(model, inputs, 60, "auto"), decode(model, inputs, 60, "auto", max_cache_len=128))
+
+
+@torch.no_grad()
+def test_a_step_in_a_cuda_graph(model):
+    """Captured at one length, replayed at others, left padding included."""
+    ids, mask, position = batch(90, 0, 20)
+    expected = decode(model, (ids, mask, position), 60, "auto", max_cache_len=128)
+    cache = LatentCache(model.config, max_cache_len=128)
+    model(ids[:, :60], attention_mask=mask[:, :60], position_ids=position[:, :60], past_key_values=cache)
+    token, here = ids[:, 60:61].clone(), position[:, 60:61].clone()
+    whole = model.create_masks_for_generate(model.config, token, mask, cache)
+
+    def step() -> torch.Tensor:
+        return model(token, attention_mask=whole, position_ids=here, past_key_values=cache).logits
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+            cache.crop(-1)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    logits = []
+    for t in range(60, 90):
+        token.copy_(ids[:, t : t + 1])
+        here.copy_(position[:, t : t + 1])
+        graph.replay()
+        logits.append(captured.clone())
+    assert torch.equal(torch.cat(logits, dim=1), expected)
+    assert cache.layers[0].cache_seqlens.tolist() == [90, 90]
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 128])
+@torch.no_grad()
+def test_no_synchronisation_in_a_step_failure_14(model, max_cache_len):
+    ids, mask, position = batch(62, 0, 20)
+    cache = LatentCache(model.config, max_cache_len=max_cache_len)
+    for start, stop in ((0, 60), (60, 61), (61, 62)):
+        part = slice(start, stop)
+        torch.cuda.set_sync_debug_mode("error" if start == 61 else "default")
+        try:
+            model(ids[:, part], attention_mask=mask[:, :stop], position_ids=position[:, part], past_key_values=cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@torch.no_grad()
+def test_one_full_graph_compiled(model):
+    """reduce-overhead: fused, and captured in CUDA graphs by the compiler."""
+    ids, _, position = batch(75, 0, 0)
+    expected = decode(model, (ids, torch.ones_like(ids), position), 60, "auto")
+    cache = LatentCache(model.config, max_cache_len=128)
+    model(ids[:, :60], past_key_values=cache)
+    step = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    logits = [
+        step(
+            input_ids=ids[:, t : t + 1].clone(), position_ids=position[:, t : t + 1].clone(), past_key_values=cache
+        ).logits.clone()
+        for t in range(60, 75)
+    ]
+    # Fusion rounds elsewhere.
+    assert models.relative_error(torch.cat(logits, dim=1), expected) < 0.05
+    torch._dynamo.reset()
+
+
+def test_generate_with_a_static_cache(model):
+    ids, mask, _ = batch(40, 0, 11)
+    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    expected = model.generate(ids, output_logits=True, **options)
+    eager = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(eager.sequences, expected.sequences)
+    # Compiled, as transformers does by itself: rounding may turn a close call, so the first logits are compared.
+    compiled = model.generate(ids, cache_implementation="static", output_logits=True, **options)
+    assert models.relative_error(compiled.logits[1], expected.logits[1]) < 0.05
+    torch._dynamo.reset()
