@@ -465,9 +465,9 @@ def _copy(plan: _Plan, writer: ShardedWriter, name: str) -> None:
 
 def _calibrate(plan: _Plan, layer: int, store: ActivationStore) -> LayerStatistics:
     """Statistics of one layer; leaves the next layer's inputs in ``store``."""
-    weights = plan.adapter.attention_weights(
-        plan.reader, plan.spec, layer, device=plan.device, dtype=plan.compute_dtype
-    )
+    # Activations may be narrow, what is learnt from them is not.
+    dtype = torch.promote_types(plan.compute_dtype, torch.float32)
+    weights = plan.adapter.attention_weights(plan.reader, plan.spec, layer, device=plan.device, dtype=dtype)
     collector = StatisticsCollector(
         plan.spec,
         weights,

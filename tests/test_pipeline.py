@@ -160,6 +160,16 @@ def test_the_written_dtype_can_be_chosen(source, tmp_path):
     assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float64])
+def test_layers_can_run_in_another_dtype(compute_dtype, source, tmp_path):
+    usual = convert(source, tmp_path / "usual")
+    report = convert(source, tmp_path / "out", compute_dtype=compute_dtype)
+    assert report.weights_dtype == "float32"
+    close = 0.2 if compute_dtype is torch.bfloat16 else 1e-3
+    assert report.parity.perplexity_source == pytest.approx(usual.parity.perplexity_source, rel=close)
+    assert report.parity.perplexity_converted == pytest.approx(usual.parity.perplexity_converted, rel=close)
+
+
 def test_old_rotary_buffers_in_a_source_are_passed_over(tmp_path):
     source = tiny.checkpoint(tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
@@ -386,3 +396,15 @@ def test_a_killed_conversion_leaves_nothing_under_the_final_name_and_the_next_on
     convert(source, out)
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert tiny.logits(out, tiny.some_tokens()).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpu_converts_as_a_cpu_does(layout, source, tmp_path):
+    for ratio in (1.0, 0.5):
+        recipe = mha2mla.Recipe(layout=layout, cache_ratio=ratio, **SHORT)
+        on_cpu = convert(source, tmp_path / f"cpu-{ratio}", recipe)
+        on_gpu = convert(source, tmp_path / f"gpu-{ratio}", recipe, device="cuda")
+        assert on_gpu.device == "cuda"
+        assert on_gpu.parity.perplexity_converted == pytest.approx(on_cpu.parity.perplexity_converted, rel=1e-2)
+    assert convert(source, tmp_path / "default", recipe, device=None).device == "cuda"

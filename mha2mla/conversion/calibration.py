@@ -55,7 +55,7 @@ class StatisticsCollector:
 
     Args:
         spec: the source model.
-        weights: this layer's, in the dtype of the activations.
+        weights: this layer's; their dtype, float32 or float64, is what the statistics are computed in.
         window: sliding window of this layer, or None.
         phases: whether to measure attention-weighted phases.
         attended: whether to measure attention-weighted averages of the inputs (of every eighth query).
@@ -93,6 +93,7 @@ class StatisticsCollector:
     def add(self, hidden: torch.Tensor) -> None:
         """Takes normed inputs of the attention, [windows, length, hidden]; a window starts at position 0."""
         spec = self.spec
+        hidden = hidden.to(self.weights.q_weight.dtype)
         half = spec.head_dim // 2
         query = self._project(hidden, self.weights.q_weight, self.weights.q_bias, self.weights.q_norm)
         key = self._project(hidden, self.weights.k_weight, self.weights.k_bias, self.weights.k_norm)
