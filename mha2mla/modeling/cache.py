@@ -111,7 +111,7 @@ class LatentLayer(CacheLayerMixin):
         Returns:
             What the expanded form attends over, as wide as ``get_mask_sizes`` said before this call: the arguments
             themselves if the layer was empty; else [B, 1, T, d_c] and [B, 1, T, G * d_r] with T tokens cached (dynamic)
-            or the capacity (static, zeros behind the cached tokens).
+            or the capacity (static; what lies behind the cached tokens is finite, and masked).
 
         Raises:
             ValueError: another batch size than before, or more tokens than an empty static layer holds.

@@ -20,7 +20,7 @@ CASES = {
 @pytest.fixture(params=CASES)
 def model(request) -> MHA2MLAForCausalLM:
     """bfloat16, two layers, 6 query and 2 kv heads of width 64; the kernel serves it."""
-    keys = {"hidden_size": 256, "head_dim": 64, "initializer_range": 0.0625}
+    keys = {"hidden_size": 384, "head_dim": 64, "initializer_range": 0.05}
     source = models.source_config("llama", **keys)
     config = models.mla_config(
         "per-group", source_config=source.to_dict(), v_head_dim=64, softmax_scale=0.125, **CASES[request.param]
