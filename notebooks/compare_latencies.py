@@ -16,14 +16,19 @@
 # Converts a checkpoint, generates with source and converted model, and plots what a decode step costs over batch size
 # and length. Every time shown was measured after the same inputs passed a check against float64.
 #
-# The next cell holds all the choices. As it stands it takes about a minute on a laptop: a small Llama of random weights,
-# so its text is noise and only its shapes are real. Set the variable `MHA2MLA_NOTEBOOK_MODEL` (or `MODEL` below) to a
-# folder or hub id for a real one, or to `smollm2` for the model of the demo.
+# The next cell holds all the choices. As it stands it takes about a minute on a laptop: a small Llama of random
+# weights, so its text is noise and only its shapes are real. Set the variable `MHA2MLA_NOTEBOOK_MODEL` (or `MODEL`
+# below) to a folder or hub id for a real one, or to `smollm2` for the model of the demo.
 
 # %%
 import os
 import tempfile
+import warnings
 from pathlib import Path
+
+# Progress bars, and the complaint that ipywidgets could draw nicer ones, have no place in a saved notebook.
+os.environ.setdefault("TQDM_DISABLE", "1")
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -101,7 +106,8 @@ attention = pd.DataFrame(
 )
 step = pd.DataFrame(decode_step_latency(models, batch_sizes=BATCH_SIZES, seqlens=SEQLENS, min_run_time=0.2))
 columns = ["op", "implementation", "batch", "seqlen", "cache_bytes", "us_p20", "us_p50", "us_p80", "error", "status"]
-pd.concat([attention, step])[columns]
+shown = pd.concat([attention, step], ignore_index=True)[columns]
+shown.style.format(precision=1, thousands=",", na_rep="").format("{:.1e}", subset="error", na_rep="")
 
 # %% [markdown]
 # ## Plot
