@@ -1,7 +1,7 @@
 """Converts MHA/GQA checkpoints to Multi-head Latent Attention, runs them, and measures what was gained and lost.
 
-Importing this package registers ``model_type: mha2mla`` with transformers' auto classes. It imports no kernel compiler and
-touches no GPU; everything else is looked up when it is first asked for (PEP 562).
+Importing this package registers ``model_type: mha2mla`` with transformers' auto classes. It imports no kernel compiler
+and touches no GPU; everything else is looked up when it is first asked for (PEP 562).
 """
 
 from __future__ import annotations
