@@ -22,6 +22,9 @@ from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
 # An implementation is right when its error against float64 is at most this many times that of the same formula in plain
 # torch at the same dtype.
 ERROR_FACTOR = 2.0
+# The absorbed and the expanded form are equal in exact arithmetic and round differently: how differently depends on the
+# conditioning of the latent's basis. Between the two forms, an error this many times larger is still rounding.
+ACROSS_FORMS_FACTOR = 8.0
 # Both errors are a handful of roundings in float32; below this their ratio says nothing.
 ERROR_FLOOR = 4 * torch.finfo(torch.float32).eps
 
@@ -105,13 +108,14 @@ class Check:
     torch_error: float
     torch_max_error: float
     same_finiteness: bool
+    factor: float = ERROR_FACTOR
 
     @property
     def passed(self) -> bool:
         return (
             self.same_finiteness
-            and self.error <= max(ERROR_FACTOR * self.torch_error, ERROR_FLOOR)
-            and self.max_error <= max(ERROR_FACTOR * self.torch_max_error, ERROR_FLOOR)
+            and self.error <= max(self.factor * self.torch_error, ERROR_FLOOR)
+            and self.max_error <= max(self.factor * self.torch_max_error, ERROR_FLOOR)
         )
 
     @property
@@ -121,12 +125,12 @@ class Check:
         if not self.same_finiteness:
             return "wrong: inf or NaN where float64 has none, or the reverse"
         return (
-            f"wrong: error {self.error:.2e} (largest {self.max_error:.2e}); expected at most {ERROR_FACTOR:g} times"
+            f"wrong: error {self.error:.2e} (largest {self.max_error:.2e}); expected at most {self.factor:g} times"
             f" plain torch's {self.torch_error:.2e} (largest {self.torch_max_error:.2e})"
         )
 
 
-def compare(out: Tensor, torch_out: Tensor, reference: Tensor) -> Check:
+def compare(out: Tensor, torch_out: Tensor, reference: Tensor, factor: float = ERROR_FACTOR) -> Check:
     """Compares an output, and plain torch's at the same dtype, with a float64 reference of the same shape."""
     out, torch_out, reference = (tensor.detach().double().cpu() for tensor in (out, torch_out, reference))
     finite = reference.isfinite()
@@ -137,7 +141,7 @@ def compare(out: Tensor, torch_out: Tensor, reference: Tensor) -> Check:
         difference = tensor[finite] - reference[finite]
         return (difference.norm() / scale).item(), (difference.abs().max() / largest).item()
 
-    return Check(*errors(out), *errors(torch_out), same)
+    return Check(*errors(out), *errors(torch_out), same, factor)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
@@ -392,9 +396,10 @@ def decode_step_latency(
     """One whole decode step of each model: a token in, logits out, ``seqlen`` tokens cached with the new one.
 
     Each model fills a cache of fixed size with the same random tokens, then makes the same step again and again, the
-    cache being put back by one token after each. The step's logits are checked first: against the same model in float64
-    without a cache (norms and angles in float32, as transformers has them), with its cacheless logits at its own dtype
-    as the yardstick.
+    cache being put back by one token after each. First the step's logits are checked against the same model in float64
+    without a cache (norms and angles in float32, as transformers has them). The yardstick is its cacheless logits at
+    its own dtype; for a converted model, whose step is another form of the same sum, those with a wider factor, and the
+    same step with the decode op's torch reference.
 
     Args:
         models: name → causal language model, all on one device; for instance ``{"source": …, "converted": …}``.
@@ -432,8 +437,7 @@ def decode_step_latency(
                 }
                 step = _DecodeStep.prefilled(model, ids[:batch, :seqlen], prefill_chunk)
                 here = [index for index, sequence in enumerate(checked) if sequence in (0, batch - 1)]
-                out = step()[sorted({0, batch - 1})]
-                check = compare(out, yardstick[here, column], exact[here, column])
+                check = _check_step(step, sorted({0, batch - 1}), yardstick[here, column], exact[here, column])
                 row |= _measured(step, check, row["cache_bytes"], device, min_run_time)
                 if "us_p50" in row:
                     row["ms_per_token"] = row["us_p50"] / 1e3
@@ -486,6 +490,23 @@ class _DecodeStep:
         for layer in self.cache.layers:
             layer.cumulative_length.sub_(1)
         return logits
+
+
+def _check_step(step: _DecodeStep, sequences: list[int], yardstick: Tensor, exact: Tensor) -> Check:
+    """The logits ``[sequences, vocabulary]`` of a step, for some of its sequences."""
+    out = step()[sequences]
+    config = step.model.config
+    if config.model_type != "mha2mla":
+        return compare(out, yardstick, exact)
+    across_forms = compare(out, yardstick, exact, ACROSS_FORMS_FACTOR)
+    if not across_forms.passed:
+        return across_forms
+    backend = config.decode_backend
+    config.decode_backend = "reference"
+    try:
+        return compare(out, step()[sequences], exact)
+    finally:
+        config.decode_backend = backend
 
 
 def _fixed_cache(model: torch.nn.Module, length: int) -> Any:

@@ -20,6 +20,7 @@ from mha2mla.eval.latency import (
 )
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import mla_decode
+from mha2mla.modeling import MHA2MLAForCausalLM
 
 QUICK = {"min_run_time": 0.002}
 GEOMETRY = MLAGeometry(6, 3, 24, 8, 8, 16, 3)
@@ -151,7 +152,7 @@ def test_decode_step_rows(tiny_source, tiny_converted):
     assert all(after <= before / 2 for before, after in zip(half[:6], half[6:], strict=True))
 
 
-class WrongStep(LlamaForCausalLM):
+class WrongStep:
     """Reads another token than it was given, but only when it decodes with a cache."""
 
     def forward(self, input_ids, past_key_values=None, **keywords):
@@ -161,9 +162,29 @@ class WrongStep(LlamaForCausalLM):
         )
 
 
+class WrongLlama(WrongStep, LlamaForCausalLM):
+    pass
+
+
+class WrongMLA(WrongStep, MHA2MLAForCausalLM):
+    pass
+
+
 def test_a_model_whose_cached_step_is_wrong_gets_no_speed(tiny_source):
-    rows = decode_step_latency({"source": WrongStep.from_pretrained(tiny_source)}, seqlens=(40,), **QUICK)
+    rows = decode_step_latency({"source": WrongLlama.from_pretrained(tiny_source)}, seqlens=(40,), **QUICK)
     assert rows[0]["status"].startswith("wrong: ") and "us_p50" not in rows[0]
+
+
+def test_a_converted_model_whose_cached_step_is_wrong_gets_no_speed(tiny_converted):
+    rows = decode_step_latency({"converted": WrongMLA.from_pretrained(tiny_converted)}, seqlens=(40,), **QUICK)
+    assert rows[0]["status"].startswith("wrong: ") and "us_p50" not in rows[0]
+
+
+def test_the_check_leaves_the_backend_as_it_was(tiny_converted):
+    model = MHA2MLAForCausalLM.from_pretrained(tiny_converted)
+    model.config.decode_backend = None
+    decode_step_latency({"converted": model}, seqlens=(8,), **QUICK)
+    assert model.config.decode_backend is None
 
 
 def test_model_latency_joins_both_measurements(tiny_source, tiny_converted):
