@@ -219,7 +219,7 @@ def _print(rows: list[dict[str, Any]], prompt: str, settings: DemoSettings, dtyp
     console = Console()
     console.print(Text(f"\nprompt: {prompt}", style="bold"))
     for row in rows:
-        console.print(Text(f"\n{row['model']}:", style="bold"), Text(row["text"]))
+        console.print(Text(f"\n{row['model']}:", style="bold"), Text(row["text"] or "(no text: it ends at once)"))
     shown = [row | {"reduction": None if row is rows[0] else f"{row['reduction']:.1%}"} for row in rows]
     console.print()
     # A model whose step failed its check has no time; the table then says why.
