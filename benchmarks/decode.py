@@ -3,8 +3,9 @@
     python benchmarks/decode.py check --json runs/decode-check.json
     python benchmarks/decode.py speed --json runs/decode-speed.json
 
-A speed is printed only after the same inputs passed the correctness check. FlashAttention-3 is taken from the folder that
-MHA2MLA_PEERS names (compiled ops of the vLLM wheel), else from the package flash_attn_interface, else "missing: why".
+A speed is printed only after the same inputs passed the correctness check. FlashAttention-3 is taken from the folder
+that MHA2MLA_PEERS names (compiled ops of the vLLM wheel), else from the package flash_attn_interface, else it is
+"missing: why".
 """
 
 from __future__ import annotations
@@ -22,17 +23,24 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mha2mla.eval.environment import collect_environment, describe_environment  # noqa: E402
-from mha2mla.eval.latency import time_callable  # noqa: E402
-from mha2mla.eval.report import print_table, write_json  # noqa: E402
-from mha2mla.geometry import MLAGeometry  # noqa: E402
-from mha2mla.kernels import mla_decode, plan_mla_decode  # noqa: E402
-from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel  # noqa: E402
-from tests.kernels.problems import Problem, errors, exact, torch_at  # noqa: E402
+from mha2mla.eval.environment import collect_environment, describe_environment
+from mha2mla.eval.latency import time_callable
+from mha2mla.eval.report import print_table, write_json
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import mla_decode, plan_mla_decode
+from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
+from tests.kernels.problems import Problem, errors, exact, torch_at
 
 # heads -> kv heads of a model with so many heads (SmolLM2, Qwen2, Gemma, Llama and their kin)
 KV_HEADS = {9: 3, 14: 2, 16: 4, 24: 8, 32: 8, 40: 8, 64: 8, 128: 16}
-LENGTHS = {"1": (1,) * 3, "63": (63,) * 3, "64": (64,) * 3, "65": (65,) * 3, "4096": (4096,) * 3, "mixed": (0, 1, 300, 5000, 64)}
+LENGTHS = {
+    "1": (1,) * 3,
+    "63": (63,) * 3,
+    "64": (64,) * 3,
+    "65": (65,) * 3,
+    "4096": (4096,) * 3,
+    "mixed": (0, 1, 300, 5000, 64),
+}
 LATENT = {9: 192, 14: 128, 16: 512, 24: 320, 32: 512, 40: 448, 64: 512, 128: 512}
 
 
@@ -80,7 +88,7 @@ def matrix() -> list[tuple[str, Problem]]:
 
 
 def check(json: str | None = None) -> bool:
-    """Prints the error of every shape against float64, beside torch's at bfloat16; returns whether all are within twice."""
+    """Prints every shape's error against float64, beside torch's at bfloat16; returns whether all are within twice."""
     problems = matrix()
     compile_all([shape_of(problem) for _, problem in problems])
     from mha2mla.kernels.mla_decode.launch import compile_mla_decode
@@ -107,7 +115,7 @@ def check(json: str | None = None) -> bool:
                 "torch": torch_relative,
                 "largest": largest,
                 "torch_largest": torch_largest,
-                "lse_error": float((lse[finite].double() - expected_lse[finite]).abs().max()) if bool(finite.any()) else 0.0,
+                "lse_error": float((lse - expected_lse)[finite].abs().max()) if bool(finite.any()) else 0.0,
                 "ok": same
                 and relative <= 2 * torch_relative
                 and largest <= 2 * torch_largest
@@ -142,16 +150,22 @@ def check(json: str | None = None) -> bool:
         )
     environment = collect_environment()
     print_table(summary, title="error against float64 (bfloat16)", caption=describe_environment(environment))
-    print(f"{compilations} compilations for {len(geometries)} geometries, {len(rows)} calls; wrong: {sum(not r['ok'] for r in rows)}")
+    print(
+        f"{compilations} compilations for {len(geometries)} geometries, {len(rows)} calls;"
+        f" wrong: {sum(not row['ok'] for row in rows)}"
+    )
     if json:
         write_json(json, kind="decode-check", rows=rows, environment=environment, compilations=compilations)
     return all(row["ok"] for row in rows) and compilations == len(geometries)
 
 
-def flash_attention_3(heads: int, head_dim: int, batch: int, length: int, page: int = 64) -> Callable[[], torch.Tensor] | str:
+def flash_attention_3(
+    heads: int, head_dim: int, batch: int, length: int, page: int = 64
+) -> Callable[[], torch.Tensor] | str:
     """MHA decode of the source model by FlashAttention-3 over a paged cache, or why there is none."""
     cache = [
-        torch.randn(batch * length // page, page, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        torch.randn(batch * length // page, page, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
     ]
     q = torch.randn(batch, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     table = torch.randperm(batch * length // page, device="cuda").int().view(batch, -1)
@@ -236,7 +250,8 @@ def speed(json: str | None = None, only: int | None = None) -> bool:
         torch_relative, _ = errors(torch_at(sample, torch.bfloat16), expected)
         geometry = MLAGeometry(heads, groups, d_c, d_r)
         size = batch * length * geometry.cache_bytes_per_token(2)
-        row = {"H": heads, "G": groups, "d_c": d_c, "d_r": d_r, "page": page, "B": batch, "length": length, "MB": size / 1e6,
+        row = {"H": heads, "G": groups, "d_c": d_c, "d_r": d_r, "page": page, "B": batch,
+               "length": length, "MB": size / 1e6,
                "splits": plan.num_splits, "error": relative, "torch": torch_relative}  # fmt: skip
         if relative > 2 * torch_relative:
             rows.append(row | {"us": None, "status": "wrong"})

@@ -1,4 +1,4 @@
-"""Compiles a TileLang function for a GPU that is not there and reads what the compiler says: registers, spills, shared memory.
+"""Compiles a TileLang function for a GPU that is not there and reads what the compiler says of it.
 
 Nothing is launched. ``nvcc`` and ``cuobjdump`` come from the machine or from NVIDIA's pip packages (the ``dev`` extra).
 """
@@ -19,7 +19,7 @@ SPILL_LIMIT = 16  # bytes; more costs more than it hides
 
 @dataclass(frozen=True)
 class GateReport:
-    """What was read of one kernel: registers a thread, spilled bytes, shared memory bytes a block, instruction counts."""
+    """What was read of one kernel: registers a thread, spilled bytes, shared memory bytes a block, instructions."""
 
     name: str
     registers: int
@@ -41,7 +41,7 @@ class GateReport:
 
 
 def find_tool(name: str) -> str | None:
-    """Path of ``nvcc``, ``cuobjdump`` or ``nvdisasm``: on PATH, or in the pip packages' ``nvidia/cu13/bin``; else None."""
+    """Path of ``nvcc`` or ``cuobjdump``: on PATH, or in the pip packages' ``nvidia/cu13/bin``; else None."""
     packaged = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "bin"
     return shutil.which(name) or shutil.which(name, path=str(packaged))
 

@@ -62,7 +62,10 @@ class DecodeStep:
 
 @lru_cache(maxsize=1024)  # asked in every step
 def choose_form(
-    geometry: MLAGeometry,
+    num_attention_heads: int,
+    num_rope_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
     *,
     mla_form: str,
     decode_backend: str | None,
@@ -76,7 +79,8 @@ def choose_form(
     """The form for ``query_length`` new tokens per sequence over a LatentCache that already holds tokens.
 
     Args:
-        geometry: of the layer.
+        num_attention_heads, num_rope_heads, kv_lora_rank, qk_rope_head_dim: of the layer's geometry; as numbers, since
+            dynamo (torch 2.11) cannot hand a dataclass to a function that it does not trace.
         mla_form, decode_backend: of the config.
         attn_implementation: what computes the expanded form.
         sliding_window: of the layer.
@@ -95,6 +99,7 @@ def choose_form(
         return expanded(f"{query_length} new tokens under a sliding window; the absorbed form serves one")
     if decode_backend == "reference":
         return FormChoice("absorbed", "reference", "decode_backend is 'reference'")
+    geometry = MLAGeometry(num_attention_heads, num_rope_heads, kv_lora_rank, qk_rope_head_dim)
     refusal = explain_mla_decode(geometry, page_size, dtype, device, query_length)
     if decode_backend == "tilelang":
         reason = "decode_backend is 'tilelang'" + (f", which refuses: {refusal}" if refusal else "")
@@ -109,6 +114,6 @@ def choose_form(
 
 
 @torch.compiler.assume_constant_result
-def is_absorbed(geometry: MLAGeometry, **arguments: Any) -> bool:
+def is_absorbed(*geometry: int, **arguments: Any) -> bool:
     """Whether :func:`choose_form` says absorbed; dynamo takes the answer and does not trace how it was found."""
-    return choose_form(geometry, **arguments).absorbed
+    return choose_form(*geometry, **arguments).absorbed

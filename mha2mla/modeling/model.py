@@ -198,7 +198,10 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         weight = self.model.layers[0].self_attn.v_b_proj
         return [
             choose(
-                geometry,
+                geometry.num_attention_heads,
+                geometry.num_rope_heads,
+                geometry.kv_lora_rank,
+                geometry.qk_rope_head_dim,
                 mla_form=self.config.mla_form,
                 decode_backend=self.config.decode_backend,
                 attn_implementation=self.config._attn_implementation,

@@ -81,7 +81,7 @@ def exact(inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def torch_at(inputs: dict, dtype: torch.dtype) -> torch.Tensor:
-    """The same formula in plain torch with every intermediate held in ``dtype``: what "twice torch's error" refers to."""
+    """The same formula in plain torch, every intermediate held in ``dtype``: what "twice torch's error" refers to."""
     q_latent, q_pe = inputs["q_latent"].to(dtype), inputs["q_pe"].to(dtype)
     latent_cache, rope_cache = inputs["latent_cache"].to(dtype), inputs["rope_cache"].to(dtype)
     page, heads, seqlen_q = latent_cache.shape[1], q_latent.shape[2], q_latent.shape[1]
@@ -92,8 +92,10 @@ def torch_at(inputs: dict, dtype: torch.dtype) -> torch.Tensor:
         latent = latent_cache[pages].flatten(0, 1)[:length]
         k_pe = rope_cache[pages].flatten(0, 1)[:length].repeat_interleave(heads // rope_cache.shape[2], 1)
         token = torch.arange(length, device=latent.device)
-        limit = length - torch.arange(seqlen_q - 1, -1, -1, device=latent.device) if inputs["causal"] else torch.full(
-            (seqlen_q,), length, device=latent.device
+        limit = (
+            length - torch.arange(seqlen_q - 1, -1, -1, device=latent.device)
+            if inputs["causal"]
+            else torch.full((seqlen_q,), length, device=latent.device)
         )
         visible = (token >= start) & (token < limit[:, None])  # [S_q, t]
         latent = torch.where((token >= start)[:, None], latent, 0)
@@ -117,7 +119,7 @@ def errors(out: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
 
 
 def assert_right(inputs: dict, out: torch.Tensor, lse: torch.Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Error against float64 at most twice that of torch at ``dtype``; empty rows exactly 0 and -inf. Returns both errors."""
+    """Error against float64 at most twice that of torch at ``dtype``; empty rows exactly 0 and -inf."""
     expected, expected_lse = exact(inputs)
     assert not torch.isnan(out).any(), "NaN reached the output"
     relative, largest = errors(out, expected)

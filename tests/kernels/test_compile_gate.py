@@ -1,4 +1,4 @@
-"""Every kind of kernel the dispatch chooses, compiled for GPUs that are not here: no spills, shared memory as computed."""
+"""Every kind of kernel that dispatch chooses, compiled for GPUs that are not here: no spills, memory as computed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-from mha2mla.kernels.compile_gate import compile_only, find_tool  # noqa: E402
-from mha2mla.kernels.mla_decode.build import PASS_CONFIGS, make_merge, make_split  # noqa: E402
-from mha2mla.kernels.mla_decode.selection import (  # noqa: E402
+from mha2mla.kernels.compile_gate import compile_only, find_tool
+from mha2mla.kernels.mla_decode.build import PASS_CONFIGS, make_merge, make_split
+from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
     rope_blocks,
     select_kernel,
@@ -48,7 +48,9 @@ def test_hopper(shape):
         assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions
 
 
-@pytest.mark.parametrize(("capability", "shape"), AMPERE, ids=lambda x: name(x) if isinstance(x, DecodeShape) else str(x))
+@pytest.mark.parametrize(
+    ("capability", "shape"), AMPERE, ids=lambda x: name(x) if isinstance(x, DecodeShape) else str(x)
+)
 def test_before_hopper(capability, shape):
     choice = select_kernel(shape, capability)
     (report,) = compile_only(make_split(shape, choice), f"sm_{capability}", PASS_CONFIGS)

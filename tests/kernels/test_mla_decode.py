@@ -14,7 +14,7 @@ from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.api import MAX_SPLITS, choose_num_splits
 from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel, shared_memory_limit
 from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, tile_rows
-from tests.kernels.problems import Problem, assert_right, errors, exact, torch_at
+from tests.kernels.problems import Problem, assert_right, errors, torch_at
 
 BASE = Problem(6, 3, 24, 8, (0, 1, 70), page_size=16, seqlen_q=2)
 
@@ -137,15 +137,21 @@ def test_reference_addresses_64_bits_failure_4():
     q = torch.randn(1, 1, 2, width)
     out = mla_decode(q, q[..., :8], latent, rope, table, torch.tensor([20], dtype=torch.int32), softmax_scale=0.1)
     again = mla_decode(
-        q, q[..., :8], latent[:1], rope[:1], torch.zeros_like(table), torch.tensor([20], dtype=torch.int32), softmax_scale=0.1
+        q,
+        q[..., :8],
+        latent[:1],
+        rope[:1],
+        torch.zeros_like(table),
+        torch.tensor([20], dtype=torch.int32),
+        softmax_scale=0.1,
     )
     assert torch.equal(out, again)
 
 
 def test_explanations_name_the_limit():
     def why(dtype=torch.bfloat16, page=64, seqlen_q=1, device="cpu", **geometry):
-        return explain_mla_decode(MLAGeometry(**(dict(
-            num_attention_heads=32, num_rope_heads=8, kv_lora_rank=512, qk_rope_head_dim=16) | geometry)), page, dtype, device, seqlen_q)  # fmt: skip
+        usual = {"num_attention_heads": 32, "num_rope_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 16}
+        return explain_mla_decode(MLAGeometry(**(usual | geometry)), page, dtype, device, seqlen_q)
 
     assert "float32" in why(dtype=torch.float32)
     assert "kv_lora_rank is 520" in why(kv_lora_rank=520)

@@ -65,8 +65,10 @@ def test_float16(problem):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seqlen_q", [2, 3, 4, 8])
 def test_several_new_tokens_failure_5(seqlen_q, causal):
-    lengths = (0, 1, seqlen_q, 64 + seqlen_q, 200)
+    # 65, 130 and 195 end in a tile that the earlier queries do not see at all
+    lengths = (0, 1, seqlen_q, 64 + seqlen_q, 200, 65, 130, 195)
     check(Problem(16, 16, 512, 16, lengths, seqlen_q=seqlen_q, causal=causal))
+    check(Problem(6, 2, 64, 16, lengths, seqlen_q=seqlen_q, causal=causal, starts=(0, 1, 0, 70, 190, 64, 7, 195)))
     check(Problem(9, 3, 192, 64, lengths, seqlen_q=seqlen_q, causal=causal))
 
 
@@ -117,7 +119,8 @@ def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
     problem = Problem(32, 8, 512, 16, (100, 100, 100), slack=20)
     inputs = problem.inputs(torch.bfloat16, "cuda")
     inputs["latent_cache"], inputs["rope_cache"] = (
-        torch.randn_like(inputs[name]).repeat(10, *([1] * (inputs[name].dim() - 1))) for name in ("latent_cache", "rope_cache")
+        torch.randn_like(inputs[name]).repeat(10, *([1] * (inputs[name].dim() - 1)))
+        for name in ("latent_cache", "rope_cache")
     )
     pages = inputs["latent_cache"].shape[0]
     inputs["block_table"] = torch.randint(0, pages, inputs["block_table"].shape, dtype=torch.int32, device="cuda")
@@ -197,4 +200,6 @@ def test_random_dynamic_arguments(seed):
 
     lengths = tuple(draw(0, 900) for _ in range(draw(1, 40)))
     starts = tuple(draw(0, length) for length in lengths) if seed % 2 else None
-    check(Problem(12, 4, 128, 16, lengths, page_size=32, seqlen_q=draw(1, 2), starts=starts, slack=draw(0, 9), seed=seed))
+    check(
+        Problem(12, 4, 128, 16, lengths, page_size=32, seqlen_q=draw(1, 2), starts=starts, slack=draw(0, 9), seed=seed)
+    )

@@ -5,35 +5,41 @@ Checks algebra, masks, paging, tiling and splits; layouts and barriers need a GP
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
+
 from tests.kernels.problems import Problem, assert_right
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-import tilelang  # noqa: E402
+import tilelang
 
-from mha2mla.kernels.mla_decode.build import make_merge, make_split  # noqa: E402
-from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice  # noqa: E402
-from mha2mla.kernels.mla_decode.tiling import tile_rows  # noqa: E402
+from mha2mla.kernels.mla_decode.build import make_merge, make_split
+from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
+from mha2mla.kernels.mla_decode.tiling import tile_rows
 
 PASS_CONFIGS = {"tirx.disable_vectorize": True}
 
 
-@lru_cache(maxsize=None)
+@cache
 def compiled(shape: DecodeShape, max_rows: int, max_groups: int):
     tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
     choice = KernelChoice("swap_ab", tiling, 64, 1, 1, 0, "test")
-    functions = (make_split(shape, choice, dtype="float32", on_cpu=True), make_merge(shape, dtype="float32", on_cpu=True))
+    functions = (
+        make_split(shape, choice, dtype="float32", on_cpu=True),
+        make_merge(shape, dtype="float32", on_cpu=True),
+    )
     return tuple(
         tilelang.compile(f, target="c", target_host="c", execution_backend="cython", pass_configs=PASS_CONFIGS)
         for f in functions
     )
 
 
-def run(problem: Problem, num_splits: int, max_rows: int = 32, max_groups: int = 8, compiled_seqlen_q: int | None = None):
+def run(
+    problem: Problem, num_splits: int, max_rows: int = 32, max_groups: int = 8, compiled_seqlen_q: int | None = None
+):
     shape = DecodeShape(
         problem.heads,
         problem.num_rope_heads,

@@ -116,7 +116,7 @@ def _dispatch(
 ) -> DecodeShape | None:
     """The shape to compile for, or None where the reference serves; remembered, since a decode loop asks every step.
 
-    "auto" prefers TileLang. Raises ValueError with the reason if ``backend`` is "tilelang" and no kernel serves the call.
+    "auto" prefers TileLang. Raises ValueError with the reason if ``backend`` is "tilelang" and no kernel serves it.
     """
     if backend == "reference":
         return None
@@ -155,7 +155,8 @@ def choose_num_splits(batch: int, num_tiles: int, max_tokens: int, num_sms: int)
 
 def plan_mla_decode(q_latent: Tensor, rope_cache: Tensor, block_table: Tensor, qk_rope_head_dim: int) -> DecodePlan:
     """A plan for calls of :func:`mla_decode` with these shapes: ``q_latent [B, S_q, H, d_c]``, ``rope_cache
-    [P, page, G, d_r]``, ``block_table [B, max_pages]``. Allocates the workspace on ``q_latent``'s device; reads no values.
+    [P, page, G, d_r]``, ``block_table [B, max_pages]``. Allocates the workspace on ``q_latent``'s device; reads no
+    values.
     """
     batch, seqlen_q, heads, d_c = q_latent.shape
     shape = _dispatch_call("auto", q_latent, qk_rope_head_dim, rope_cache)
@@ -304,7 +305,7 @@ def mla_decode(
         backend: "tilelang", "reference", or None: TileLang where :func:`explain_mla_decode` has nothing against it.
 
     The four data tensors share a dtype (bfloat16 or float16; the reference also takes float32 and float64) and may be
-    strided views: last dimension contiguous, 16-bit rows on 16-byte boundaries, the G rope heads of a token side by side.
+    strided views: last dimension contiguous, 16-bit rows on 16-byte boundaries, a token's G rope heads side by side.
 
     Returns:
         ``out [B, S_q, H, d_c]``, and with ``return_lse`` also ``lse [B, H, S_q]`` (natural log, float32; float64 from

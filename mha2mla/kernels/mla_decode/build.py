@@ -1,4 +1,4 @@
-"""From a kernel choice to TileLang functions: the one place that knows every kernel file of this op and its pass settings."""
+"""From a kernel choice to TileLang functions: the one room that knows every kernel file and its pass settings."""
 
 from __future__ import annotations
 
@@ -29,6 +29,4 @@ def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = 
 
 def make_merge(shape: DecodeShape, *, dtype: str | None = None, on_cpu: bool = False):
     """The TileLang function that merges the splits of ``shape`` (not compiled)."""
-    return make_combine(
-        heads=shape.heads, kv_lora_rank=shape.kv_lora_rank, dtype=dtype or shape.dtype, on_cpu=on_cpu
-    )
+    return make_combine(heads=shape.heads, kv_lora_rank=shape.kv_lora_rank, dtype=dtype or shape.dtype, on_cpu=on_cpu)

@@ -17,7 +17,7 @@ def make_combine(
     threads: int = 128,
     on_cpu: bool = False,
 ):
-    """A TileLang function ``mla_decode_combine``; batch, new tokens and splits (<= :data:`MAX_SPLITS`) are run-time values.
+    """A TileLang function ``mla_decode_combine``; batch, new tokens and splits (<= MAX_SPLITS) are run-time values.
 
     Partials whose lse is -inf are never read, so they may hold anything (flash-decoding; FAILURES 1).
 
@@ -36,7 +36,6 @@ def make_combine(
 
     def strided(shape, strides):  # the CPU target's wrapper passes no run-time strides
         return T.Tensor(shape, dtype) if on_cpu else T.StridedTensor(shape, strides, dtype)
-
 
     @T.prim_func
     def mla_decode_combine(

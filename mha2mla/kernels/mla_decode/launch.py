@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import tilelang
 import torch
@@ -12,7 +12,7 @@ from mha2mla.kernels.mla_decode.build import PASS_CONFIGS, make_merge, make_spli
 from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
 
 
-@lru_cache(maxsize=None)
+@cache
 def compile_mla_decode(shape: DecodeShape, capability: int):
     """The compiled split and combine kernels of a shape. One compilation serves every batch, length and page count."""
     choice = select_kernel(shape, capability)

@@ -18,7 +18,7 @@ def mla_decode_reference(
     causal: bool = True,
     cache_starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(softmax_scale * (q_latent c^T + q_pe k_pe^T)) c`` over each sequence's pages (DeepSeek-V2, section 2.1).
+    """``softmax(softmax_scale * (q_latent c^T + q_pe k_pe^T)) c`` over each sequence's pages (DeepSeek-V2, 2.1).
 
     Shapes as in :func:`mha2mla.kernels.mla_decode`. The arithmetic is float64 for float64 inputs and float32 for all
     others; only ``out`` is rounded to the input's dtype. Values of tokens that no query sees are never used, so NaN in

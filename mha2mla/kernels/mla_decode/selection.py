@@ -1,4 +1,4 @@
-"""Which TileLang kernel, with which tiles, serves a decode geometry, and why one is refused. Arithmetic only: no TileLang, no torch."""
+"""Which kernel, with which tiles, serves a decode geometry, and why one is refused. Arithmetic only, no TileLang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ MAX_ROPE_WIDTH = 2048
 DTYPES = ("bfloat16", "float16")
 
 # Shared memory a block may use, bytes, by compute capability (CUDA C++ programming guide, "Technical Specifications").
-SHARED_MEMORY = {80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
+SHARED_MEMORY = {
+    80: 166912,
+    86: 101376,
+    87: 166912,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    103: 232448,
+    120: 101376,
+    121: 101376,
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,8 @@ def refusal(geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int) ->
         ),
         (
             geometry.rope_width <= MAX_ROPE_WIDTH,
-            f"num_rope_heads * qk_rope_head_dim is {geometry.rope_width}; TileLang kernels take at most {MAX_ROPE_WIDTH}",
+            f"num_rope_heads * qk_rope_head_dim is {geometry.rope_width}; "
+            f"TileLang kernels take at most {MAX_ROPE_WIDTH}",
         ),
         (
             page_size >= 16 and page_size & (page_size - 1) == 0,
@@ -84,7 +95,7 @@ def refusal(geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int) ->
 
 
 def shared_memory_limit(capability: int) -> int:
-    """Bytes of shared memory a block may use on compute capability ``capability`` (90 for Hopper); 99 KiB if unknown."""
+    """Bytes of shared memory a block may use on a compute capability (90 for Hopper); 99 KiB if unknown."""
     return SHARED_MEMORY.get(capability, 101376)
 
 
@@ -116,7 +127,7 @@ def swap_ab_shared_memory(
 
 @dataclass(frozen=True)
 class RopeBlocks:
-    """How ``swap_ab_ws`` cuts the rope scores of a tile into matrix products with zeros where head and rope head differ.
+    """How ``swap_ab_ws`` cuts a tile's rope scores into products, with zeros where head and rope head differ.
 
     Few columns: one block, every row against all columns of the tile. Many columns, when rope groups fall into blocks
     of 8 rows: each block of 8 rows against its own columns only.
@@ -136,7 +147,10 @@ def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
     """The blocks for a tile; octets when its rope columns exceed 128 and whole groups fill 8 rows."""
     columns = tiling.groups_per_tile * qk_rope_head_dim
     octets = (
-        columns > 128 and tiling.tokens_per_tile == 1 and tiling.heads_per_group in (1, 2, 4, 8) and tiling.tiles_per_group == 1
+        columns > 128
+        and tiling.tokens_per_tile == 1
+        and tiling.heads_per_group in (1, 2, 4, 8)
+        and tiling.tiles_per_group == 1
     )
     if octets:
         columns = 8 // tiling.heads_per_group * qk_rope_head_dim
@@ -151,7 +165,7 @@ def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
 def swap_ab_ws_shared_memory(
     tiling: RowTiling, rope: RopeBlocks, kv_lora_rank: int, num_stages: int, rope_stages: int
 ) -> int:
-    """Bytes of shared memory that ``swap_ab_ws`` allocates for 16-bit elements, with 2 KiB for alignment and barriers."""
+    """Bytes of shared memory that ``swap_ab_ws`` allocates (16-bit elements), with 2 KiB for alignment and barriers."""
     latent = padded_latent_columns(kv_lora_rank, 128)
     queries = tiling.rows * latent + rope.num_blocks * rope.block_rows * rope.chunks_per_block * rope.chunk_columns
     rings = num_stages * 64 * latent + rope_stages * 64 * rope.chunk_columns

@@ -10,7 +10,9 @@ import tilelang.language as T
 from mha2mla.kernels.mla_decode.selection import padded_latent_columns, padded_rope_columns
 from mha2mla.kernels.mla_decode.tiling import RowTiling
 
-MASKED = -1e30  # far below any real score in float32, and finite: differences of it are not NaN
+# Far below any real score in float32, and finite: differences of it are not NaN. Subtract before scaling: contracted to a
+# fused multiply-add, ``m * scale - m * scale`` is the rounding error of 1e30, and its exponential infinite.
+MASKED = -1e30
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
@@ -28,7 +30,7 @@ def make_swap_ab(
     threads: int = 256,
     on_cpu: bool = False,
 ):
-    """A TileLang function ``mla_decode_swap_ab`` for one static shape; batch, pages, lengths and splits are run-time values.
+    """A TileLang function ``mla_decode_swap_ab`` for one static shape; batch, pages, lengths, splits come at run time.
 
     Args:
         heads, kv_lora_rank, qk_rope_head_dim, num_rope_heads: H, d_c, d_r, G.
@@ -41,8 +43,8 @@ def make_swap_ab(
 
     The function's arguments: q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r], latent_cache [P,page,d_c], rope_cache
     [P,page,G*d_r] (all with run-time strides), block_table [B,max_pages], cache_seqlens [B], cache_starts [B] (int32),
-    softmax_scale, causal and use_starts (0 or 1), and the outputs: partial_out [B,splits,S_q,H,d_c] and partial_lse [B,splits,S_q,H]
-    (float32; lse is a natural log; a split without tokens writes only lse = -inf).
+    softmax_scale, causal and use_starts (0 or 1), and the outputs: partial_out [B,splits,S_q,H,d_c] and partial_lse
+    [B,splits,S_q,H] (float32; lse is a natural log; a split without tokens writes only lse = -inf).
     """
     d_c, d_r, tile_tokens = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile
     rows, head_rows, block = tiling.rows, tiling.head_rows, block_tokens
@@ -109,7 +111,7 @@ def make_swap_ab(
     def attend(
         t0, start, limit, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage, s, p, o, r, m, mn, mo, mon, al
     ):  # fmt: skip
-        """Online softmax over one tile (Milakov and Gimelshein, arXiv 1805.02867); the denominator stays per position."""
+        """Online softmax over one tile (arXiv 1805.02867); the denominator stays per position until the end."""
         T.gemm(c_tile, q_tile, s, transpose_B=True, clear_accum=True, policy=score_policy)
         T.gemm(k_tile, qp_tile, s, transpose_B=True, policy=score_policy)
         for i, j in parallel(block, rows):
@@ -127,14 +129,14 @@ def make_swap_ab(
             for w in T.unroll(warps):
                 mon[j] = T.max(mon[j], stage[w, j])
         for i, j in parallel(block, rows):
-            s[i, j] = T.if_then_else(s[i, j] == MASKED, 0.0, T.exp2(s[i, j] * scale - mn[j] * scale))
+            s[i, j] = T.if_then_else(s[i, j] == MASKED, 0.0, T.exp2((s[i, j] - mn[j]) * scale))
         T.copy(s, p_tile)
         for i, j in parallel(block, rows):
-            p[i, j] = p[i, j] * T.exp2(m[j] * scale - mn[j] * scale) + s[i, j]
+            p[i, j] = p[i, j] * T.exp2((m[j] - mn[j]) * scale) + s[i, j]
         for j in parallel(rows):
             m[j] = mn[j]
         for j in parallel(rows):
-            al[j] = T.exp2(mo[j] * scale - mon[j] * scale)
+            al[j] = T.exp2((mo[j] - mon[j]) * scale)
             mo[j] = mon[j]
         for d, j in parallel(latent_cols, rows):
             o[d, j] *= al[j]
@@ -193,9 +195,7 @@ def make_swap_ab(
             for i, d in parallel(rows, rope_cols):
                 if block_diagonal:
                     qp_tile[i, d] = T.if_then_else(
-                        (token0 + token(i) < seqlen_q)
-                        & (head(i) < valid)
-                        & (d // d_r == head(i) // group),
+                        (token0 + token(i) < seqlen_q) & (head(i) < valid) & (d // d_r == head(i) // group),
                         q_pe[b, token0 + token(i), head0 + head(i), d % d_r],
                         T.cast(0, dtype),
                     )

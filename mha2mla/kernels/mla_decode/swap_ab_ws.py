@@ -1,7 +1,7 @@
-"""MLA decode for Hopper, heads on the N side of wgmma, warp-specialised: one warpgroup computes, two warps stream the cache.
+"""MLA decode for Hopper, heads on the N side of wgmma: one warpgroup computes, two warps stream the cache.
 
-The latent and the rotary keys travel through two independent TMA rings, so many rope heads (a converted MHA model caches
-one rotary key per head) cost bytes but no pipeline stages of the latent. Scores and output as in ``swap_ab``.
+The latent and the rotary keys travel through two independent TMA rings, so many rope heads (a converted MHA model
+caches one rotary key per head) cost bytes but no pipeline stages of the latent. Scores and output as in ``swap_ab``.
 """
 
 import tilelang.language as T
@@ -124,7 +124,9 @@ def make_swap_ab_ws(
                         )
                     else:
                         qp_tile[i, d] = T.if_then_else(
-                            (token0 + token(i) < seqlen_q) & (head(i) < valid) & (d // d_r == head(i) // group % groups),
+                            (token0 + token(i) < seqlen_q)
+                            & (head(i) < valid)
+                            & (d // d_r == head(i) // group % groups),
                             q_pe[b, token0 + token(i), head0 + head(i), d % d_r],
                             T.cast(0, dtype),
                         )
@@ -177,7 +179,7 @@ def make_swap_ab_ws(
                                     policy=by_row,
                                 )
                             if q * chunks + u >= rope_stages - 1 and q * chunks + u < total_chunks - 1:
-                                # the ring is shorter than the chunks of a tile: free the oldest slot as soon as it is read
+                                # the ring is shorter than a tile's chunks: free the oldest slot as soon as it is read
                                 T.wait_wgmma(rope_stages - 1)
                                 T.barrier_arrive(k_free[(n - (rope_stages - 1)) % rope_stages])
                     T.wait_wgmma(0)
@@ -205,10 +207,10 @@ def make_swap_ab_ws(
                         for w in warp_list:
                             mn[j] = T.max(mn[j], stage[w, j])
                     for j in T.Parallel(rows):
-                        al[j] = T.exp2(m[j] * scale - mn[j] * scale)
+                        al[j] = T.exp2((m[j] - mn[j]) * scale)
                         m[j] = mn[j]
                     for i, j in T.Parallel(BLOCK, rows):
-                        s[i, j] = T.if_then_else(s[i, j] == MASKED, 0.0, T.exp2(s[i, j] * scale - mn[j] * scale))
+                        s[i, j] = T.if_then_else(s[i, j] == MASKED, 0.0, T.exp2((s[i, j] - mn[j]) * scale))
                     T.copy(s, p_tile)
                     for i, j in T.Parallel(BLOCK, rows):
                         p[i, j] = p[i, j] * al[j] + s[i, j]
@@ -234,14 +236,14 @@ def make_swap_ab_ws(
                     for d, j in T.Parallel(latent_cols, rows):
                         if (token0 + token(j) < seqlen_q) & (head(j) < valid):
                             if d < d_c:
-                                partial_out[b, z, token0 + token(j), head0 + head(j), d] = o[d, j] / T.max(den[j], 1e-30)
+                                partial_out[b, z, token0 + token(j), head0 + head(j), d] = o[d, j] / T.max(
+                                    den[j], 1e-30
+                                )
             else:
                 T.set_max_nreg(40, 0)
                 if thread < CONSUMERS + 32:
                     if tile_tokens == 1:
-                        T.tma_copy(
-                            q_latent[b, token0, head0 : head0 + rows, 0:latent_cols], q_tile, barrier=q_full
-                        )
+                        T.tma_copy(q_latent[b, token0, head0 : head0 + rows, 0:latent_cols], q_tile, barrier=q_full)
                     else:
                         for v in list(range(tile_tokens)):
                             for c in panel_list:

@@ -1,4 +1,4 @@
-"""How one decode problem is cut into tiles of query rows: pure arithmetic shared by the kernels, the dispatch and the tests."""
+"""How one decode problem is cut into tiles of query rows: arithmetic shared by kernels, dispatch and tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SEQLENS_Q = (1, 2, 4, 8)  # numbers of new tokens that kernels are compiled for;
 
 @dataclass(frozen=True)
 class RowTiling:
-    """One CTA serves ``heads_per_tile`` heads of ``tokens_per_tile`` new tokens; row ``s * head_rows + i`` is token s, head i.
+    """A CTA serves ``heads_per_tile`` heads of ``tokens_per_tile`` new tokens; row ``s * head_rows + i`` is (s, i).
 
     A tile never mixes parts of rope groups: it holds ``groups_per_tile`` whole groups, or a part of one group, so its
     ``k_pe`` columns are one contiguous window. Rows that belong to no head (the head count is rarely a power of two)
