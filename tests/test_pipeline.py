@@ -293,7 +293,7 @@ def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_pat
     keys = {
         key: str(tmp_path / value) if value in texts else value for key, value in keys.items() if key != "recipe"
     } | {
-        key: mha2mla.Recipe(qk_rope_head_dim=18, kv_lora_rank=8) if value == "TOO WIDE" else value
+        key: mha2mla.Recipe(layout="per-group", qk_rope_head_dim=18, kv_lora_rank=8) if value == "TOO WIDE" else value
         for key, value in keys.items()
         if key == "recipe"
     }

@@ -1,18 +1,22 @@
 """One layer: the identities that conversion rests on (DESIGN §1), and every recipe against the source's attention."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 
+from mha2mla.conversion import recipe as recipes
 from mha2mla.conversion.adapters import ADAPTERS, AttentionWeights, SourceSpec
 from mha2mla.conversion.calibration import LayerStatistics, StatisticsCollector
 from mha2mla.conversion.layer import convert_layer, latent_problem
 from mha2mla.conversion.low_rank import factorise
-from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, ROPE_SELECTIONS, Recipe
+from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, ROPE_SELECTIONS
 from mha2mla.conversion.rope_selection import RotaryBasis, rotation_cost, select_rotary_basis
 from tests.conversion import tiny
 from tests.conversion.plain_mla import plain_mla_attention
+
+Recipe = functools.partial(recipes.Recipe, layout="per-group")  # unless a test says otherwise
 
 
 class Layer:
@@ -61,10 +65,10 @@ class Layer:
             0
         ]
 
-    def converted(self, recipe: Recipe) -> dict[str, torch.Tensor]:
+    def converted(self, recipe: recipes.Recipe) -> dict[str, torch.Tensor]:
         return convert_layer(self.spec, recipe.geometry(self.spec), recipe, self.weights, self.statistics)
 
-    def output(self, recipe: Recipe, tensors=None, first_position: int = 0) -> torch.Tensor:
+    def output(self, recipe: recipes.Recipe, tensors=None, first_position: int = 0) -> torch.Tensor:
         return plain_mla_attention(
             self.inputs,
             self.converted(recipe) if tensors is None else tensors,
@@ -97,7 +101,7 @@ def test_all_pairs_but_one_rank_everything_is_the_source_when_nothing_is_un_rota
     assert relative(layer.output(recipe), layer.source_output()) < 2e-6
 
 
-def shared_basis(layer: Layer, kept: int, mean_phase: float = 0.0) -> tuple[RotaryBasis, Recipe]:
+def shared_basis(layer: Layer, kept: int, mean_phase: float = 0.0) -> tuple[RotaryBasis, recipes.Recipe]:
     width = 2 * layer.spec.num_key_value_heads * layer.spec.head_dim
     recipe = Recipe(layout="shared", qk_rope_head_dim=kept, kv_lora_rank=width - kept, mean_phase=mean_phase)
     return select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics), recipe
