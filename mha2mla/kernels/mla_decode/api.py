@@ -97,6 +97,7 @@ def _shape(geometry: MLAGeometry, page_size: int, dtype: torch.dtype, seqlen_q: 
     )
 
 
+@lru_cache(maxsize=64)
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
@@ -137,7 +138,6 @@ def _dispatch_call(backend: str, q_latent: Tensor, q_pe_width: int, rope_cache: 
     )
 
 
-@lru_cache(maxsize=4096)
 def choose_num_splits(batch: int, num_tiles: int, max_tokens: int, num_sms: int) -> int:
     """Parts to cut each sequence into so that a grid of ``batch * num_tiles * splits`` blocks ends soonest.
 
@@ -153,6 +153,13 @@ def choose_num_splits(batch: int, num_tiles: int, max_tokens: int, num_sms: int)
     return min(range(1, min(MAX_SPLITS, tokens) + 1), key=cost)
 
 
+@lru_cache(maxsize=4096)
+def _num_splits(shape: DecodeShape, batch: int, max_tokens: int, device: torch.device) -> int:
+    num_tiles = select_kernel(shape, _capability(device)).tiling.num_tiles
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return choose_num_splits(batch, num_tiles, max_tokens, num_sms)
+
+
 def plan_mla_decode(q_latent: Tensor, rope_cache: Tensor, block_table: Tensor, qk_rope_head_dim: int) -> DecodePlan:
     """A plan for calls of :func:`mla_decode` with these shapes: ``q_latent [B, S_q, H, d_c]``, ``rope_cache
     [P, page, G, d_r]``, ``block_table [B, max_pages]``. Allocates the workspace on ``q_latent``'s device; reads no
@@ -160,14 +167,8 @@ def plan_mla_decode(q_latent: Tensor, rope_cache: Tensor, block_table: Tensor, q
     """
     batch, seqlen_q, heads, d_c = q_latent.shape
     shape = _dispatch_call("auto", q_latent, qk_rope_head_dim, rope_cache)
-    num_splits = 1
-    if shape is not None:
-        num_splits = choose_num_splits(
-            batch,
-            select_kernel(shape, _capability(q_latent.device)).tiling.num_tiles,
-            block_table.shape[1] * rope_cache.shape[1],
-            torch.cuda.get_device_properties(q_latent.device).multi_processor_count,
-        )
+    max_tokens = block_table.shape[1] * rope_cache.shape[1]
+    num_splits = 1 if shape is None else _num_splits(shape, batch, max_tokens, q_latent.device)
     workspace = {"dtype": torch.float32, "device": q_latent.device}
     return DecodePlan(
         num_splits=num_splits,
@@ -362,8 +363,8 @@ def _decode_out(
             plan = plan_mla_decode(q_latent, rope_cache, block_table, q_pe.shape[3])
             partial_out, partial_lse = plan.partial_out, plan.partial_lse
         launch_mla_decode(
-            shape, q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, cache_starts,
-            softmax_scale, causal, partial_out, partial_lse, out, lse,
+            shape, _capability(q_latent.device), q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens,
+            cache_starts, softmax_scale, causal, partial_out, partial_lse, out, lse,
         )  # fmt: skip
     else:
         reference_out, reference_lse = mla_decode_reference(

@@ -25,6 +25,7 @@ def compile_mla_decode(shape: DecodeShape, capability: int):
 
 def launch_mla_decode(
     shape: DecodeShape,
+    capability: int,
     q_latent: Tensor,
     q_pe: Tensor,
     latent_cache: Tensor,
@@ -47,9 +48,8 @@ def launch_mla_decode(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    major, minor = torch.cuda.get_device_capability(q_latent.device)
+    split, merge = compile_mla_decode(shape, capability)
     with torch.cuda.device(q_latent.device):
-        split, merge = compile_mla_decode(shape, major * 10 + minor)
         split(
             q_latent,
             q_pe,

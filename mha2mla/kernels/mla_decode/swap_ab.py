@@ -10,8 +10,8 @@ import tilelang.language as T
 from mha2mla.kernels.mla_decode.selection import padded_latent_columns, padded_rope_columns
 from mha2mla.kernels.mla_decode.tiling import RowTiling
 
-# Far below any real score in float32, and finite: differences of it are not NaN. Subtract before scaling: contracted to a
-# fused multiply-add, ``m * scale - m * scale`` is the rounding error of 1e30, and its exponential infinite.
+# Far below any real score in float32, and finite: differences of it are not NaN. Subtract before scaling: contracted
+# to a fused multiply-add, ``m * scale - m * scale`` is the rounding error of 1e30, and its exponential infinite.
 MASKED = -1e30
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -30,7 +30,7 @@ def make_swap_ab(
     threads: int = 256,
     on_cpu: bool = False,
 ):
-    """A TileLang function ``mla_decode_swap_ab`` for one static shape; batch, pages, lengths, splits come at run time.
+    """A TileLang function ``mla_decode_swap_ab`` for one static shape; batch, pages, lengths, splits at run time.
 
     Args:
         heads, kv_lora_rank, qk_rope_head_dim, num_rope_heads: H, d_c, d_r, G.
