@@ -136,3 +136,29 @@ def assert_right(inputs: dict, out: torch.Tensor, lse: torch.Tensor, dtype: torc
         assert float((lse[seen].double() - expected_lse[seen]).abs().max()) <= bound
     assert float(out.transpose(1, 2)[empty].abs().sum()) == 0, "a row that sees no token must be zero"
     return relative, torch_relative
+
+
+def run_kernels(split, merge, inputs: dict, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A compiled split kernel and combine on one problem, every output and all workspace poisoned with NaN before."""
+    q, lengths, starts = inputs["q_latent"], inputs["cache_seqlens"], inputs["cache_starts"]
+    batch, seqlen_q, heads, d_c = q.shape
+    floats = {"dtype": torch.float32, "device": q.device}
+    partial_out = torch.full((batch, num_splits, seqlen_q, heads, d_c), torch.nan, **floats)
+    partial_lse = torch.full((batch, num_splits, seqlen_q, heads), torch.nan, **floats)
+    out, lse = torch.full_like(q, torch.nan), torch.full((batch, heads, seqlen_q), torch.nan, **floats)
+    split(
+        q,
+        inputs["q_pe"],
+        inputs["latent_cache"],
+        inputs["rope_cache"].flatten(2),
+        inputs["block_table"],
+        lengths,
+        lengths if starts is None else starts,
+        partial_out,
+        partial_lse,
+        inputs["softmax_scale"],
+        int(inputs["causal"]),
+        int(starts is not None),
+    )
+    merge(partial_out, partial_lse, out, lse)
+    return out, lse

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import mla_decode, plan_mla_decode
-from tests.kernels.problems import Problem, assert_right, errors, exact
+from tests.kernels.problems import Problem, assert_right, errors, exact, run_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -203,3 +203,75 @@ def test_random_dynamic_arguments(seed):
     check(
         Problem(12, 4, 128, 16, lengths, page_size=32, seqlen_q=draw(1, 2), starts=starts, slack=draw(0, 9), seed=seed)
     )
+
+
+def draw_geometry(seed: int) -> Problem:
+    """A random geometry within the contract, over short sequences."""
+    make = torch.Generator().manual_seed(seed)
+
+    def one_of(options) -> int:
+        return options[int(torch.randint(len(options), (), generator=make))]
+
+    groups = one_of((1, 1, 2, 3, 4, 5, 7, 8, 12, 16, 20, 32, 48, 96, 128))
+    per_group = one_of([n for n in (1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 40, 64, 128) if n * groups <= 128])
+    widest = min(256 if groups == 1 else 128, 2048 // groups)
+    seqlen_q = one_of((1, 1, 1, 2, 4, 8))
+    return Problem(
+        heads=groups * per_group,
+        num_rope_heads=groups,
+        kv_lora_rank=8 * one_of(range(1, 65)),
+        qk_rope_head_dim=8 * one_of(range(1, widest // 8 + 1)),
+        lengths=tuple(one_of((0, 1, 17, 63, 64, 65, 127, 130, 321)) for _ in range(4)),
+        page_size=one_of((16, 32, 64, 128)),
+        seqlen_q=seqlen_q,
+        combined=bool(one_of((0, 1))),
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(28))
+def test_random_geometries(seed):
+    """Any H, G, d_c, d_r, page and S_q of the contract."""
+    check(draw_geometry(seed), torch.float16 if seed % 4 == 3 else torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(32, 8, 512, 16, (0, 1, 65, 300)),
+        Problem(9, 3, 144, 64, (65, 300), page_size=16, seqlen_q=2),
+        Problem(14, 14, 80, 24, (63, 130), page_size=32, starts=(3, 64)),
+    ],
+    ids=name,
+)
+@pytest.mark.parametrize("capability", [80, 89])
+def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, capability):
+    """What sm_80 and sm_89 would run (mma.sync, their shared memory), on this GPU: no wgmma, no TMA."""
+    import tilelang
+
+    from mha2mla.kernels.mla_decode.build import PASS_CONFIGS, make_merge, make_split
+    from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
+
+    shape = DecodeShape(
+        problem.heads,
+        problem.num_rope_heads,
+        problem.kv_lora_rank,
+        problem.qk_rope_head_dim,
+        problem.page_size,
+        problem.seqlen_q,
+        "bfloat16",
+    )
+    choice = select_kernel(shape, capability)
+    assert choice.kernel == "swap_ab"
+    older = PASS_CONFIGS | {"tl.disable_wgmma": True, "tl.disable_tma_lower": True}
+    major, minor = torch.cuda.get_device_capability()
+    target = {"kind": "cuda", "arch": f"sm_{major}{minor}" + ("a" if major >= 9 else "")}
+    split, merge = (
+        tilelang.compile(function, target=target, pass_configs=older)
+        for function in (make_split(shape, choice), make_merge(shape))
+    )
+    assert "wgmma" not in split.get_kernel_source()
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    for num_splits in (1, 3):
+        out, lse = run_kernels(split, merge, inputs, num_splits)
+        assert_right(inputs, out, lse, torch.bfloat16)

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from tests.kernels.problems import Problem, assert_right
+from tests.kernels.problems import Problem, assert_right, run_kernels
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
@@ -51,26 +51,7 @@ def run(
     )
     split, merge = compiled(shape, max_rows, max_groups)
     inputs = problem.inputs(torch.float32)
-    q, lengths, starts = inputs["q_latent"], inputs["cache_seqlens"], inputs["cache_starts"]
-    batch, seqlen_q, heads, d_c = q.shape
-    partial_out = torch.full((batch, num_splits, seqlen_q, heads, d_c), torch.nan)
-    partial_lse = torch.full((batch, num_splits, seqlen_q, heads), torch.nan)
-    out, lse = torch.full_like(q, torch.nan), torch.full((batch, heads, seqlen_q), torch.nan)
-    split(
-        q,
-        inputs["q_pe"],
-        inputs["latent_cache"],
-        inputs["rope_cache"].flatten(2),
-        inputs["block_table"],
-        lengths,
-        lengths if starts is None else starts,
-        partial_out,
-        partial_lse,
-        inputs["softmax_scale"],
-        int(problem.causal),
-        int(starts is not None),
-    )
-    merge(partial_out, partial_lse, out, lse)
+    out, lse = run_kernels(split, merge, inputs, num_splits)
     assert_right(inputs, out, lse, torch.float32)
     return out
 
