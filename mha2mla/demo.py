@@ -39,6 +39,7 @@ COLUMNS = {
     "top1_agreement": "top-1",
     "logits_error": "logits error",
     "ms_per_token": "ms/token",
+    "ms_per_token_graph": "in a CUDA graph",
     "decode": "decode",
 }
 
@@ -152,6 +153,7 @@ def run_demo(
             {row["model"]: running}, seqlens=[settings.cached_tokens], min_run_time=settings.min_run_time
         )[0]
         row |= {key: timed.get(key) for key in ("ms_per_token", "us_p20", "us_p50", "us_p80", "us_graph", "status")}
+        row["ms_per_token_graph"] = None if row["us_graph"] is None else row["us_graph"] / 1e3
         row |= _served_by(running)
         del running
     for row in rows:
@@ -223,9 +225,11 @@ def _print(rows: list[dict[str, Any]], prompt: str, settings: DemoSettings, dtyp
         console.print(Text(f"\n{row['model']}:", style="bold"), Text(row["text"] or "(no text: it ends at once)"))
     shown = [row | {"reduction": None if row is rows[0] else f"{row['reduction']:.1%}"} for row in rows]
     console.print()
+    on_gpu = any(row["ms_per_token_graph"] is not None for row in rows)
     # A model whose step failed its check has no time; the table then says why.
     wrong = {} if all(row["status"] == "ok" for row in rows) else {"status": "status"}
-    print_table(shown, title="What was gained, what was lost", columns=COLUMNS | wrong)
+    columns = {key: heading for key, heading in (COLUMNS | wrong).items() if key != "ms_per_token_graph" or on_gpu}
+    print_table(shown, title="What was gained, what was lost", columns=columns)
     evaluated, length = rows[-1]["evaluated_tokens"], rows[-1]["evaluation_length"]
     notes = (
         "cache: bfloat16, all layers",
