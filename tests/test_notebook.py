@@ -1,5 +1,6 @@
 """The notebook runs, and is what its source says."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ def test_the_notebook_runs(name, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="extra `notebooks` is not installed")
     pytest.importorskip("pandas", reason="extra `notebooks` is not installed")
     monkeypatch.delenv("MHA2MLA_NOTEBOOK_MODEL", raising=False)
+    # The kernel is another process in another folder: it finds what this one finds, installed or not.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])))
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=170, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
