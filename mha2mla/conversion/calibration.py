@@ -86,6 +86,7 @@ class StatisticsCollector:
         self._phase = zeros(heads, half, dtype=torch.complex128)
         self._mass = zeros(heads)
         self._attended_queries = 0
+        self._shift: torch.Tensor | None = None  # [E], near the inputs' mean: float32 sums of squares cancel less
         self._attended_sum = zeros(heads, size)
         self._attended_outer = zeros(size, size)
         self._attention_outer = zeros(size, size)
@@ -107,7 +108,9 @@ class StatisticsCollector:
         pairs = torch.complex(key[..., :half], key[..., half:]).flatten(0, 1).permute(2, 1, 0)  # [half, h_kv, tokens]
         self._key += (pairs @ pairs.mH).to(torch.complex128)
         if self.phases or self.attended:
-            self._add_attention(query.transpose(1, 2), key.transpose(1, 2), features)
+            if self._shift is None:
+                self._shift = features.mean((0, 1))
+            self._add_attention(query.transpose(1, 2), key.transpose(1, 2), features - self._shift)
 
     def finish(self) -> LayerStatistics:
         """The statistics of everything added."""
@@ -126,6 +129,8 @@ class StatisticsCollector:
             attention_covariance = (attention_covariance + attention_covariance.T) / 2
             attended_covariance = pooled - attended_mean.T @ attended_mean / self.spec.num_attention_heads
             attended_covariance = (attended_covariance + attended_covariance.T) / 2
+            # Weights sum to one, so the covariances do not see the shift and the means are off by exactly it.
+            attended_mean = attended_mean + self._shift.double()
         return LayerStatistics(
             tokens=self.tokens,
             mean=mean,

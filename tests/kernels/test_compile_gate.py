@@ -22,6 +22,7 @@ HOPPER = [
     DecodeShape(32, 32, 512, 16, 64, 1, "bfloat16"),
     DecodeShape(32, 1, 512, 64, 16, 1, "bfloat16"),
     DecodeShape(9, 3, 192, 64, 64, 1, "bfloat16"),
+    DecodeShape(9, 3, 216, 24, 64, 1, "bfloat16"),  # rope columns that fill no chunk
     DecodeShape(14, 2, 80, 8, 64, 1, "float16"),
     DecodeShape(40, 40, 512, 32, 64, 1, "bfloat16"),
     DecodeShape(24, 8, 448, 24, 32, 8, "bfloat16"),

@@ -17,6 +17,7 @@ SHAPES = [
     Problem(32, 1, 512, 64, (1, 64, 2000), combined=True),
     Problem(9, 3, 192, 64, (5, 300)),
     Problem(9, 9, 256, 16, (5, 300)),
+    Problem(9, 3, 216, 24, (5, 300)),
     Problem(14, 2, 80, 8, (65, 300), page_size=32),
     Problem(14, 14, 88, 24, (65, 300)),
     Problem(12, 12, 144, 32, (65, 300), combined=True),

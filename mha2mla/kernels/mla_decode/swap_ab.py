@@ -189,20 +189,20 @@ def make_swap_ab(
                 for i, d in parallel(rows, 64):
                     q_tile[i, c + d] = T.if_then_else(
                         (token0 + token(i) < seqlen_q) & (head(i) < valid) & (c + d < d_c),
-                        q_latent[b, token0 + token(i), head0 + head(i), c + d],
+                        q_latent[b, T.min(token0 + token(i), seqlen_q - 1), T.min(head0 + head(i), heads - 1), c + d],
                         T.cast(0, dtype),
                     )
             for i, d in parallel(rows, rope_cols):
                 if block_diagonal:
                     qp_tile[i, d] = T.if_then_else(
                         (token0 + token(i) < seqlen_q) & (head(i) < valid) & (d // d_r == head(i) // group),
-                        q_pe[b, token0 + token(i), head0 + head(i), d % d_r],
+                        q_pe[b, T.min(token0 + token(i), seqlen_q - 1), T.min(head0 + head(i), heads - 1), d % d_r],
                         T.cast(0, dtype),
                     )
                 else:
                     qp_tile[i, d] = T.if_then_else(
                         (token0 + token(i) < seqlen_q) & (head(i) < valid) & (d < d_r),
-                        q_pe[b, token0 + token(i), head0 + head(i), d],
+                        q_pe[b, T.min(token0 + token(i), seqlen_q - 1), T.min(head0 + head(i), heads - 1), d],
                         T.cast(0, dtype),
                     )
             T.fill(o, 0)

@@ -114,12 +114,13 @@ def make_swap_ab_ws(
             span[3] = span[1] // BLOCK + T.truncdiv(span[5] * z, num_splits)
             span[4] = span[1] // BLOCK + T.truncdiv(span[5] * (z + 1), num_splits) - span[3]
 
+            # Indices are clamped beside their guards: for some widths TileLang's bounds check fails to lower otherwise.
             if thread < CONSUMERS:  # a power-of-two count of threads: others fail to lower
                 for i, d in T.Parallel(rope.num_blocks * rope.block_rows, chunks * chunk):
                     if octets:  # row i is head i; its block holds 8 heads and their own columns only
                         qp_tile[i, d] = T.if_then_else(
                             (i < valid) & (d // d_r == i % 8 // group),
-                            q_pe[b, 0, head0 + i, d % d_r],
+                            q_pe[b, 0, T.min(head0 + i, heads - 1), d % d_r],
                             T.cast(0, dtype),
                         )
                     else:
@@ -127,7 +128,7 @@ def make_swap_ab_ws(
                             (token0 + token(i) < seqlen_q)
                             & (head(i) < valid)
                             & (d // d_r == head(i) // group % groups),
-                            q_pe[b, token0 + token(i), head0 + head(i), d % d_r],
+                            q_pe[b, T.min(token0 + token(i), seqlen_q - 1), T.min(head0 + head(i), heads - 1), d % d_r],
                             T.cast(0, dtype),
                         )
             T.sync_threads()
