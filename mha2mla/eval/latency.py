@@ -504,9 +504,12 @@ def _check_step(step: _DecodeStep, sequences: list[int], yardstick: Tensor, exac
     backend = config.decode_backend
     config.decode_backend = "reference"
     try:
-        return compare(out, step()[sequences], exact)
+        same_form = compare(out, step()[sequences], exact)
     finally:
         config.decode_backend = backend
+    # The reference keeps its softmax weights in float32, a kernel in the model's dtype like torch's own attention: in
+    # 16 bits the expanded form is the fairer yardstick, in 32 bits the reference.
+    return max(same_form, compare(out, yardstick, exact), key=lambda check: check.torch_error)
 
 
 def _fixed_cache(model: torch.nn.Module, length: int) -> Any:
