@@ -402,7 +402,7 @@ def test_a_killed_conversion_leaves_nothing_under_the_final_name_and_the_next_on
 @pytest.mark.gpu
 @pytest.mark.xfail(
     strict=False,
-    reason="open: half-cache losses on an H200 differ by up to 3 % from the CPU's (float32 from float64 on a CPU: 4e-6)",
+    reason="open: half-cache losses on an H200 are up to 3 % off the CPU's (float32 off float64 on a CPU: 4e-6)",
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gpu_converts_as_a_cpu_does(layout, source, tmp_path):
