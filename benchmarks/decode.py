@@ -63,18 +63,6 @@ def compile_all(shapes: list[DecodeShape]) -> None:
         list(tqdm(pool.map(compile_shape, jobs), total=len(jobs), desc="compiling"))
 
 
-def shape_of(problem: Problem, dtype: str = "bfloat16") -> DecodeShape:
-    return DecodeShape(
-        problem.heads,
-        problem.num_rope_heads,
-        problem.kv_lora_rank,
-        problem.qk_rope_head_dim,
-        problem.page_size,
-        problem.seqlen_q,
-        dtype,
-    )
-
-
 def matrix() -> list[tuple[str, Problem]]:
     """heads x rope heads (1, kv heads, all) x page (16, 64) x lengths."""
     problems = []
@@ -90,7 +78,7 @@ def matrix() -> list[tuple[str, Problem]]:
 def check(json: str | None = None) -> bool:
     """Prints every shape's error against float64, beside torch's at bfloat16; returns whether all are within twice."""
     problems = matrix()
-    compile_all([shape_of(problem) for _, problem in problems])
+    compile_all([problem.shape() for _, problem in problems])
     from mha2mla.kernels.mla_decode.launch import compile_mla_decode
 
     rows = []
@@ -122,10 +110,10 @@ def check(json: str | None = None) -> bool:
                 and torch.equal(repeat, out),
             }
         )  # fmt: skip
-    geometries = {shape_of(problem) for _, problem in problems}
+    geometries = {problem.shape() for _, problem in problems}
     compilations = compile_mla_decode.cache_info().misses
     summary = []
-    for shape in dict.fromkeys(shape_of(problem) for _, problem in problems):
+    for shape in dict.fromkeys(problem.shape() for _, problem in problems):
         mine = [
             row
             for row in rows

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
+from mha2mla.kernels.mla_decode.selection import DecodeShape
 
 UNUSED_PAGE = 2147480000  # what FlashMLA's tests put into table entries that nobody may read
 
@@ -29,6 +30,18 @@ class Problem:
     slack: int = 1
     scale: float = 1.0  # of the queries: large values make scores of 1e5
     seed: int = 0
+
+    def shape(self, dtype: str = "bfloat16", seqlen_q: int | None = None) -> DecodeShape:
+        """What to compile for; ``seqlen_q`` when the kernel has rows for more new tokens than the call brings."""
+        return DecodeShape(
+            self.heads,
+            self.num_rope_heads,
+            self.kv_lora_rank,
+            self.qk_rope_head_dim,
+            self.page_size,
+            seqlen_q or self.seqlen_q,
+            dtype,
+        )
 
     @property
     def softmax_scale(self) -> float:

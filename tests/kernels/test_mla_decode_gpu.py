@@ -251,17 +251,9 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, capabi
     import tilelang
 
     from mha2mla.kernels.mla_decode.build import PASS_CONFIGS, make_merge, make_split
-    from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
+    from mha2mla.kernels.mla_decode.selection import select_kernel
 
-    shape = DecodeShape(
-        problem.heads,
-        problem.num_rope_heads,
-        problem.kv_lora_rank,
-        problem.qk_rope_head_dim,
-        problem.page_size,
-        problem.seqlen_q,
-        "bfloat16",
-    )
+    shape = problem.shape()
     choice = select_kernel(shape, capability)
     assert choice.kernel == "swap_ab"
     older = PASS_CONFIGS | {"tl.disable_wgmma": True, "tl.disable_tma_lower": True}

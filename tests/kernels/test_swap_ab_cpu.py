@@ -40,15 +40,7 @@ def compiled(shape: DecodeShape, max_rows: int, max_groups: int):
 def run(
     problem: Problem, num_splits: int, max_rows: int = 32, max_groups: int = 8, compiled_seqlen_q: int | None = None
 ):
-    shape = DecodeShape(
-        problem.heads,
-        problem.num_rope_heads,
-        problem.kv_lora_rank,
-        problem.qk_rope_head_dim,
-        problem.page_size,
-        compiled_seqlen_q or problem.seqlen_q,
-        "float32",
-    )
+    shape = problem.shape("float32", compiled_seqlen_q)
     split, merge = compiled(shape, max_rows, max_groups)
     inputs = problem.inputs(torch.float32)
     out, lse = run_kernels(split, merge, inputs, num_splits)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
-from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
+from mha2mla.kernels.mla_decode.selection import MAX_SPLITS, DecodeShape, refusal, select_kernel
 from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q
 
 BACKENDS = ("tilelang", "reference")
-MAX_SPLITS = 128
 SPLIT_TOKENS = 64  # granularity of the split-KV cost model, tokens
 SPLIT_OVERHEAD = 4  # start-up and partial output of a block, in units of SPLIT_TOKENS tokens
 

@@ -2,9 +2,8 @@
 
 import tilelang.language as T
 
+from mha2mla.kernels.mla_decode.selection import MAX_SPLITS
 from mha2mla.kernels.mla_decode.swap_ab import LN2, LOG2E, MASKED
-
-MAX_SPLITS = 128  # one weight per split is held in registers
 
 
 def make_combine(

@@ -19,7 +19,6 @@ class RowTiling:
         tokens_per_tile: new tokens that a tile has rows for (static; the call may bring fewer).
         token_tiles: tiles that cover all new tokens.
         heads_per_group: query heads that share a rope head, H // G.
-        num_groups: rope heads G.
         groups_per_tile: whole rope groups in a tile; 1 if a tile holds part of a group.
         tiles_per_group: tiles that share one group; 1 if a tile holds whole groups.
         heads_per_tile: heads in a tile.
@@ -32,7 +31,6 @@ class RowTiling:
     tokens_per_tile: int
     token_tiles: int
     heads_per_group: int
-    num_groups: int
     groups_per_tile: int
     tiles_per_group: int
     heads_per_tile: int
@@ -78,7 +76,6 @@ def tile_rows(heads: int, num_rope_heads: int, seqlen_q: int, max_rows: int, max
         tokens_per_tile=tokens_per_tile,
         token_tiles=-(-seqlen_q // tokens_per_tile),
         heads_per_group=group,
-        num_groups=num_rope_heads,
         groups_per_tile=groups_per_tile,
         tiles_per_group=tiles_per_group,
         heads_per_tile=heads_per_tile,
