@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
 
-from mha2mla.kernels import mla_decode
+from mha2mla.kernels import DecodePlan, mla_decode
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.forms import DecodeStep
+from mha2mla.modeling.decode_step import DecodeStep
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 
 
@@ -123,21 +123,25 @@ class MLAAttention(nn.Module):
         """
         if position_ids is None:
             raise ValueError("position_ids is None; expected [B, S] token positions")
-        cos, sin = rotary_cos_sin(
-            position_ids.to(hidden_states.device),
-            self.inv_freq,
-            self.config.rope_attention_scaling,
-            hidden_states.dtype,
-        )
+        rotary = None if mla_step is None else mla_step.rotary[self.layer_idx]
+        if rotary is None or rotary[0].dtype != hidden_states.dtype:  # autocast may have changed it
+            rotary = rotary_cos_sin(
+                position_ids.to(hidden_states.device),
+                self.inv_freq,
+                self.config.rope_attention_scaling,
+                hidden_states.dtype,
+            )
+        cos, sin = rotary
         q_nope, q_pe = self._query(hidden_states, cos, sin)
         latent, k_pe = self._latent(hidden_states, cos, sin)
         if past_key_values is not None:
             # One "head" each, and k_pe flattened: StaticLayer wants keys and values with as many heads.
             latent, k_pe = past_key_values.update(latent[:, None], k_pe.flatten(2)[:, None], self.layer_idx)
             latent, k_pe = latent[:, 0], k_pe[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1))
-        if mla_step is not None and mla_step.absorbed[self.layer_idx]:
-            starts = mla_step.cache_starts[self.sliding_window]
-            out = self._absorbed(q_nope, q_pe, past_key_values.layers[self.layer_idx], starts)
+        plan = None if mla_step is None else mla_step.plans[self.layer_idx]
+        if plan is not None:
+            layer = past_key_values.layers[self.layer_idx]
+            out = self._absorbed(q_nope, q_pe, layer, plan, mla_step.cache_starts)
         else:
             out = self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
         return self.o_proj(out.flatten(2)), None
@@ -195,7 +199,9 @@ class MLAAttention(nn.Module):
         )
         return out
 
-    def _absorbed(self, q_nope: Tensor, q_pe: Tensor, layer: Any, cache_starts: Tensor | None) -> Tensor:
+    def _absorbed(
+        self, q_nope: Tensor, q_pe: Tensor, layer: Any, plan: DecodePlan, cache_starts: Tensor | None
+    ) -> Tensor:
         """W_UK goes to the query and W_UV to the output, so that attention runs over the cached c itself.
 
         Returns:
@@ -218,6 +224,7 @@ class MLAAttention(nn.Module):
             layer.cache_seqlens,
             softmax_scale=self.config.softmax_scale,
             cache_starts=None if cache_starts is None else cache_starts.to(q_pe.device),
+            plan=plan,
             backend=self.config.decode_backend,
         )
         return torch.einsum("bskrc,kvc->bskrv", out.unflatten(2, (kv_heads, -1)), self.v_b_proj).flatten(2, 3)

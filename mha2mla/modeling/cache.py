@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
+
+if TYPE_CHECKING:
+    from mha2mla.modeling.decode_step import LayerPlans
 
 PAGE_SIZE = 64
 
@@ -88,9 +93,18 @@ class LatentLayer(CacheLayerMixin):
         latent = self.latent_cache.view(batch, 1, capacity, self.geometry.kv_lora_rank)
         return latent, self.rope_cache.view(batch, 1, capacity, self.geometry.rope_width)
 
-    def _reserve(self, length: int) -> None:
-        """Makes room for ``length`` tokens per sequence in a dynamic layer, at least doubling what there is."""
-        if length <= self.capacity:
+    def reserve(self, batch: int, new_tokens: int) -> None:
+        """Makes room for ``new_tokens`` more per sequence in a dynamic layer, at least doubling what there is.
+
+        Raises:
+            ValueError: ``batch`` is another batch size than that of the cached tokens.
+        """
+        if batch != self.batch_size:
+            raise ValueError(
+                f"key_states has batch size {batch}; expected {self.batch_size}, that of the cached tokens"
+            )
+        length = self._length + new_tokens
+        if self.is_compileable or length <= self.capacity:
             return
         old = self._tokens() if self._length else ()
         self.max_pages = max(-(-length // self.page_size), 2 * self.max_pages)
@@ -121,10 +135,7 @@ class LatentLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if batch != self.batch_size and self.is_empty and not self.is_compileable:
             self._allocate(batch, key_states.dtype, key_states.device)
-        if batch != self.batch_size:
-            raise ValueError(
-                f"key_states has batch size {batch}; expected {self.batch_size}, that of the cached tokens"
-            )
+        self.reserve(batch, new_tokens)
         first_call, self.is_empty = self.is_empty, False
         stored = (key_states.detach(), value_states.detach())
         if self.is_compileable:
@@ -140,7 +151,6 @@ class LatentLayer(CacheLayerMixin):
             self.cache_seqlens.add_(new_tokens)
             return (key_states, value_states) if first_call else self._tokens()
         length = self._length + new_tokens
-        self._reserve(length)
         for tokens, new in zip(self._tokens(), stored, strict=True):
             tokens[:, :, self._length : length] = new
         self._length = length
@@ -233,6 +243,8 @@ class LatentCache(Cache):
     Attributes:
         padding_is_left: every attention mask so far was zeros, then ones; only then does the absorbed form, which takes
             one first token per sequence, see the right tokens.
+        plans: of the decode op, with their workspace, which steps reuse; by what they were made for, beside
+            ``plans_for``, the batch size, capacity, dtype and device of the pages. See ``decode_step.py``.
 
     Raises:
         ValueError: naming the argument.
@@ -245,6 +257,8 @@ class LatentCache(Cache):
             raise ValueError(f"max_cache_len is {max_cache_len}; expected None or a positive number of tokens")
         self.page_size = page_size
         self.padding_is_left = True
+        self.plans: dict[tuple, LayerPlans] = {}
+        self.plans_for: tuple | None = None
         super().__init__(
             layers=[
                 LatentLayer(config.layer_geometry(index), page_size, max_cache_len)
@@ -266,6 +280,15 @@ class LatentCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all pages: ``batch * capacity * config.cache_bytes_per_token(itemsize)``."""
         return sum(layer.nbytes for layer in self.layers)
+
+    def reserve(self, batch: int, new_tokens: int) -> None:
+        """Makes room for ``new_tokens`` more per sequence in all layers, so that pages do not move while they append.
+
+        Raises:
+            ValueError: ``batch`` is another batch size than that of the cached tokens.
+        """
+        for layer in self.layers:
+            layer.reserve(batch, new_tokens)
 
     def early_initialization(
         self,

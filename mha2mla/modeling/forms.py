@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode
@@ -47,19 +45,6 @@ class LayerAttention:
     reason: str
 
 
-@dataclass(frozen=True)
-class DecodeStep:
-    """What a forward pass over a LatentCache decided once for all of its layers.
-
-    Attributes:
-        absorbed: per layer, whether it runs the absorbed form.
-        cache_starts: by sliding window (None: without one), [B] int32, the first token that is visible; None means 0.
-    """
-
-    absorbed: tuple[bool, ...]
-    cache_starts: Mapping[int | None, Tensor | None]
-
-
 @lru_cache(maxsize=1024)  # asked in every step
 def choose_form(
     num_attention_heads: int,
@@ -70,7 +55,6 @@ def choose_form(
     mla_form: str,
     decode_backend: str | None,
     attn_implementation: str,
-    sliding_window: int | None,
     query_length: int,
     page_size: int,
     dtype: torch.dtype,
@@ -83,7 +67,6 @@ def choose_form(
             dynamo (torch 2.11) cannot hand a dataclass to a function that it does not trace.
         mla_form, decode_backend: of the config.
         attn_implementation: what computes the expanded form.
-        sliding_window: of the layer.
         page_size, dtype, device: of the cache.
     """
 
@@ -94,9 +77,6 @@ def choose_form(
         return expanded("mla_form is 'expanded'")
     if query_length > MAX_DECODE_QUERY_LENGTH:
         return expanded(f"{query_length} new tokens; the absorbed form serves up to {MAX_DECODE_QUERY_LENGTH}")
-    if sliding_window is not None and query_length > 1:
-        # The op takes one first token per sequence, and here each query has its own.
-        return expanded(f"{query_length} new tokens under a sliding window; the absorbed form serves one")
     if decode_backend == "reference":
         return FormChoice("absorbed", "reference", "decode_backend is 'reference'")
     geometry = MLAGeometry(num_attention_heads, num_rope_heads, kv_lora_rank, qk_rope_head_dim)

@@ -17,7 +17,8 @@ from transformers.utils import can_return_tuple
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.cache import PAGE_SIZE, LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, DecodeStep, LayerAttention, choose_form, is_absorbed
+from mha2mla.modeling.decode_step import DecodeStep, refreshed_plans, rotary_of_layers
+from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, LayerAttention, choose_form, is_absorbed
 
 
 class MHA2MLAPreTrainedModel(PreTrainedModel):
@@ -78,10 +79,11 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             )
         for layer_idx, layer in enumerate(layers):
             layer.self_attn = MLAAttention(config, layer_idx)
-        # Layers of one kind are served alike: what a step asks, it asks once per kind.
-        kinds = [(layer.self_attn.geometry, layer.self_attn.sliding_window) for layer in layers]
-        self._kinds = tuple(dict.fromkeys(kinds))
-        self._kind_of_layer = tuple(self._kinds.index(kind) for kind in kinds)
+        self._windows = tuple(layer.self_attn.sliding_window for layer in layers)
+        # Layers of one geometry are served alike: which form they run, a step asks once per geometry.
+        geometries = [layer.self_attn.geometry for layer in layers]
+        self._geometries = tuple(dict.fromkeys(geometries))
+        self._geometry_of_layer = tuple(self._geometries.index(geometry) for geometry in geometries)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -124,8 +126,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None:
             past_key_values = LatentCache(self.config)
         batch, query_length = (inputs_embeds if input_ids is None else input_ids).shape[:2]
-        step = self._decode_step(past_key_values, attention_mask, batch, query_length)
-        if step is not None and all(step.absorbed):
+        step = self._decode_step(past_key_values, attention_mask, position_ids, batch, query_length)
+        if step is not None and all(plan is not None for plan in step.plans):
             # The base model passes a 4-D mask on as it is: spares building one that no layer looks at.
             attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
         outputs = self.model(
@@ -152,9 +154,9 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         )
 
     def _decode_step(
-        self, cache: Cache | None, attention_mask: Any, batch: int, query_length: int
+        self, cache: Cache | None, attention_mask: Any, position_ids: Tensor | None, batch: int, query_length: int
     ) -> DecodeStep | None:
-        """The forms of all layers for these new tokens, and where their sequences start; None: all expanded.
+        """What the layers share while they append these new tokens; None: all run the expanded form.
 
         Depends on shapes and on what the host knows of the cache, never on values on the device, except that the mask
         of more than one new token is checked for left padding, once per call.
@@ -183,18 +185,34 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
                     "mla_form is 'absorbed'"
                 )
             return None
-        of_kinds = self._of_kinds(is_absorbed, query_length, cache.page_size)
-        if not any(of_kinds):
+        of_geometries = self._of_geometries(is_absorbed, query_length, cache.page_size)
+        if not any(of_geometries):
             return None
-        absorbed = tuple(of_kinds[kind] for kind in self._kind_of_layer)
+        absorbed = tuple(of_geometries[index] for index in self._geometry_of_layer)
         starts = None
         if is_padding_mask:
             starts = attention_mask.to(torch.int32).argmax(dim=-1).to(torch.int32).expand(batch).contiguous()
-        windows = {window for _, window in self._kinds}
-        return DecodeStep(absorbed, {window: _visible_from(cache, window, starts) for window in windows})
+        cache.reserve(batch, query_length)  # a plan is for pages that do not grow under it
+        plans = refreshed_plans(
+            cache,
+            absorbed,
+            self._windows,
+            self.config.num_attention_heads,
+            query_length,
+            self.config.decode_backend,
+            starts,
+        )
+        attentions = [layer.self_attn for layer in self.model.layers]
+        rotary = rotary_of_layers(
+            [attention.inv_freq for attention in attentions],
+            position_ids,
+            self.config.rope_attention_scaling,
+            attentions[0].v_b_proj.dtype,
+        )
+        return DecodeStep(plans, starts, rotary)
 
-    def _of_kinds(self, choose: Callable[..., Any], query_length: int, page_size: int) -> list[Any]:
-        """What ``choose`` (:func:`choose_form` or its like) says of every kind of layer."""
+    def _of_geometries(self, choose: Callable[..., Any], query_length: int, page_size: int) -> list[Any]:
+        """What ``choose`` (:func:`choose_form` or its like) says of every geometry in the model."""
         weight = self.model.layers[0].self_attn.v_b_proj
         return [
             choose(
@@ -205,13 +223,12 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
                 mla_form=self.config.mla_form,
                 decode_backend=self.config.decode_backend,
                 attn_implementation=self.config._attn_implementation,
-                sliding_window=window,
                 query_length=query_length,
                 page_size=page_size,
                 dtype=weight.dtype,
                 device=weight.device,
             )
-            for geometry, window in self._kinds
+            for geometry in self._geometries
         ]
 
     def attention_report(self, query_length: int = 1, page_size: int = PAGE_SIZE) -> list[LayerAttention]:
@@ -221,10 +238,10 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             query_length: new tokens per sequence.
             page_size: of the LatentCache.
         """
-        choices = self._of_kinds(choose_form, query_length, page_size)
+        choices = self._of_geometries(choose_form, query_length, page_size)
         return [
-            LayerAttention(layer_idx, *self._kinds[kind], **vars(choices[kind]))
-            for layer_idx, kind in enumerate(self._kind_of_layer)
+            LayerAttention(layer_idx, self._geometries[index], self._windows[layer_idx], **vars(choices[index]))
+            for layer_idx, index in enumerate(self._geometry_of_layer)
         ]
 
     def create_masks_for_generate(
@@ -296,12 +313,3 @@ def _is_left_padding(attention_mask: Tensor) -> bool:
     """Whether every row of [B, T] is zeros, then ones. Reads the device."""
     mask = attention_mask.to(torch.bool)
     return not bool((mask[:, :-1] & ~mask[:, 1:]).any())
-
-
-def _visible_from(cache: LatentCache, window: int | None, starts: Tensor | None) -> Tensor | None:
-    """[B] int32, the first cached token that one new token sees; None means 0."""
-    if window is None:
-        return starts
-    # The new token, not yet in the cache, is at position cache_seqlens and sees the last `window`, itself included.
-    first = (cache.layers[0].cache_seqlens + (1 - window)).clamp(min=0)
-    return first if starts is None else torch.maximum(first, starts)
