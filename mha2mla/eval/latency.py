@@ -10,6 +10,7 @@ import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ COLUMNS = {
     "us_p50": "p50 µs",
     "us_p80": "p80 µs",
     "us_graph": "graph µs",
+    "plan_us": "plan µs",
     "gb_per_s": "GB/s",
     "error": "error",
     "status": "status",
@@ -260,7 +262,9 @@ def attention_latency(
 
     Returns:
         Rows for :func:`mha2mla.eval.print_table` with the keys of :data:`COLUMNS`. ``cache_bytes`` is what one call
-        reads of the cache, ``gb_per_s`` that over the median time. A row whose check failed has no time.
+        reads of the cache, ``gb_per_s`` that over the median time. A row whose check failed has no time. On CUDA,
+        ``plan_us`` is the median time of planning, which a decode step does once for all layers and no other column
+        includes.
     """
     device = torch.device(device)
     heads, kv_heads, head_dim = geometry.num_attention_heads, geometry.num_key_value_heads, geometry.v_head_dim
@@ -300,13 +304,24 @@ def attention_latency(
                 rows.append(row | {"status": f"missing: {why}"})
                 continue
             paged = _PagedInputs.random(geometry, batch, seqlen, page_size, normal)
-            plan = plan_mla_decode(paged.q_latent, paged.rope_cache, paged.block_table, geometry.qk_rope_head_dim)
+            plan = plan_mla_decode(
+                paged.q_latent,
+                paged.rope_cache,
+                paged.block_table,
+                paged.cache_seqlens,
+                qk_rope_head_dim=geometry.qk_rope_head_dim,
+                backend=backend,
+            )
             out = torch.empty_like(paged.q_latent)
 
             def call(paged=paged, plan=plan, out=out) -> Tensor:
                 return mla_decode(*paged.arguments, softmax_scale=scale, plan=plan, out=out, backend=backend)
 
-            rows.append(row | _measured(call, _check_mla(call(), paged, scale), read, device, min_run_time))
+            row |= _measured(call, _check_mla(call(), paged, scale), read, device, min_run_time)
+            if device.type == "cuda" and "us_p50" in row and plan.num_ctas:
+                planning = time_callable(partial(plan.refresh, paged.cache_seqlens), device, min_run_time=min_run_time)
+                row["plan_us"] = planning.p50
+            rows.append(row)
     return rows
 
 

@@ -61,7 +61,7 @@ def test_attention_rows(dtype):
         assert row["cache_bytes"] == row["batch"] * row["seqlen"] * width * dtype.itemsize
         assert row["gb_per_s"] == pytest.approx(row["cache_bytes"] / row["us_p50"] / 1e3)
     assert {"mla_decode (reference)", "torch SDPA"} <= {row["implementation"] for row in rows}
-    assert set(COLUMNS) - {"us_graph"} <= set().union(*rows)
+    assert set(COLUMNS) - {"us_graph", "plan_us"} <= set().union(*rows)
 
 
 def test_a_wrong_baseline_gets_no_speed():
@@ -221,3 +221,4 @@ def test_attention_rows_on_a_gpu():
     assert ours["implementation"] == "mla_decode (tilelang)"
     assert ours["status"] == "ok" and ours["us_p50"] > 0
     assert ours["us_graph"] is not None, ours.get("graph_refused")
+    assert ours["plan_us"] > 0
