@@ -51,6 +51,24 @@ def test_one_full_graph_for_all_lengths_failures_17_22(case, padded):
         assert torch.equal(layer.cache_seqlens, torch.full((2,), 24, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("case", ["sliding", "per layer"])
+@torch.no_grad()
+def test_several_new_tokens_compiled(case):
+    """The compiled step makes its own plan: none has to lie in the cache, and none is left there."""
+    model = models.mla_model(case, mla_form="absorbed")
+    ids = models.tokens(2, 25)
+    expected = model(ids, use_cache=False).logits
+    cache = LatentCache(model.config, max_cache_len=32, page_size=16)
+    model(ids[:, :13], past_key_values=cache)
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(model, backend=counter, fullgraph=True)
+    for index in range(13, 25, 3):
+        position_ids = torch.arange(index, index + 3).expand(2, -1)
+        logits = step(input_ids=ids[:, index : index + 3], position_ids=position_ids, past_key_values=cache).logits
+        assert models.relative_error(logits, expected[:, index : index + 3]) < 2e-5
+    assert counter.frame_count == 1 and not cache.plans
+
+
 @pytest.mark.parametrize("form", ["auto", "expanded"])
 def test_generate_compiles_its_step(form):
     """As generate does by itself on a GPU with a static cache, in both forms: one graph, and one for two prompts."""

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 CASES = {
     "per-group": {"num_rope_heads": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48},
     "shared": {"num_rope_heads": 1, "kv_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64},
+    "sliding": {"num_rope_heads": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48},
     "full rank": {"num_rope_heads": 2, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 0},
 }
 
@@ -21,9 +22,16 @@ CASES = {
 def model(request) -> MHA2MLAForCausalLM:
     """bfloat16, two layers, 6 query and 2 kv heads of width 64; the kernel serves it."""
     keys = {"hidden_size": 384, "head_dim": 64, "initializer_range": 0.05}
-    source = models.source_config("llama", **keys)
+    if request.param == "sliding":
+        source = models.source_config("mistral-sliding", sliding_window=70, **keys)
+    else:
+        source = models.source_config("llama", **keys)
     config = models.mla_config(
-        "per-group", source_config=source.to_dict(), v_head_dim=64, softmax_scale=0.125, **CASES[request.param]
+        "sliding" if request.param == "sliding" else "per-group",
+        source_config=source.to_dict(),
+        v_head_dim=64,
+        softmax_scale=0.125,
+        **CASES[request.param],
     )
     made = models.randomise(MHA2MLAForCausalLM(config).eval()).to("cuda", torch.bfloat16)
     assert {line.backend for line in made.attention_report()} == {"tilelang"}
