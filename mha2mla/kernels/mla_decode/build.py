@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from mha2mla.kernels.mla_decode.combine import make_combine
+from mha2mla.kernels.mla_decode.heads_on_m import make_heads_on_m
+from mha2mla.kernels.mla_decode.plan_kernel import make_plan
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, rope_blocks
 from mha2mla.kernels.mla_decode.swap_ab import make_swap_ab
 from mha2mla.kernels.mla_decode.swap_ab_ws import make_swap_ab_ws
@@ -22,11 +24,34 @@ def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = 
         "tiling": choice.tiling,
     }
     if choice.kernel == "swap_ab_ws":
-        rope = rope_blocks(choice.tiling, shape.qk_rope_head_dim)
-        return make_swap_ab_ws(**common, rope=rope, num_stages=choice.num_stages, rope_stages=choice.rope_stages)
+        return make_swap_ab_ws(
+            **common,
+            rope=rope_blocks(choice.tiling, shape.qk_rope_head_dim),
+            num_stages=choice.num_stages,
+            rope_stages=choice.rope_stages,
+            warpgroups=choice.warpgroups,
+            ctas_per_sm=choice.ctas_per_sm,
+        )
+    if choice.kernel == "heads_on_m":
+        return make_heads_on_m(**common, num_stages=choice.num_stages, left_columns=choice.left_columns)
     return make_swap_ab(**common, block_tokens=choice.block_tokens, threads=choice.threads, on_cpu=on_cpu)
 
 
-def make_merge(shape: DecodeShape, *, dtype: str | None = None, on_cpu: bool = False):
-    """The TileLang function that merges the splits of ``shape`` (not compiled)."""
-    return make_combine(heads=shape.heads, kv_lora_rank=shape.kv_lora_rank, dtype=dtype or shape.dtype, on_cpu=on_cpu)
+def make_merge(shape: DecodeShape, few_rows: bool, *, dtype: str | None = None, on_cpu: bool = False):
+    """The TileLang function that merges the partials of ``shape`` (not compiled).
+
+    ``few_rows``: there are fewer (sequence, token, head) rows than blocks that fit the GPU, so rows are cut finer.
+    """
+    return make_combine(
+        heads=shape.heads,
+        kv_lora_rank=shape.kv_lora_rank,
+        dtype=dtype or shape.dtype,
+        block_columns=128 if few_rows else 512,
+        block_splits=32 if few_rows else 4,
+        on_cpu=on_cpu,
+    )
+
+
+def make_planner(*, on_cpu: bool = False):
+    """The TileLang function that plans (not compiled); one serves every shape."""
+    return make_plan(threads=1 if on_cpu else 256, on_cpu=on_cpu)

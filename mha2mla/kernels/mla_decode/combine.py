@@ -1,9 +1,9 @@
-"""MLA decode, second kernel: merges the partial outputs of a sequence's splits by their log-sum-exps."""
+"""MLA decode, second kernel: merges the partials of sequences that several CTAs read, by their log-sum-exps."""
 
 import tilelang.language as T
 
+from mha2mla.kernels.mla_decode.fragment import LN2, LOG2E, MASKED
 from mha2mla.kernels.mla_decode.selection import MAX_SPLITS
-from mha2mla.kernels.mla_decode.swap_ab import LN2, LOG2E, MASKED
 
 
 def make_combine(
@@ -16,30 +16,41 @@ def make_combine(
     threads: int = 128,
     on_cpu: bool = False,
 ):
-    """A TileLang function ``mla_decode_combine``; batch, new tokens and splits (<= MAX_SPLITS) are run-time values.
+    """A TileLang function ``mla_decode_combine``; batch, new tokens and CTAs (<= MAX_SPLITS) are run-time values.
 
-    Partials whose lse is -inf are never read, so they may hold anything (flash-decoding; FAILURES 1).
+    Sequences that one CTA read are left alone: their output is written. Partials whose lse is -inf get no weight, so
+    they may hold anything (flash-decoding; FAILURES 1). Launched as a programmatic dependent of the decode kernel.
 
-    The function's arguments: partial_out [B,splits,S_q,H,d_c] and partial_lse [B,splits,S_q,H] (float32, natural log),
-    and the outputs out [B,S_q,H,d_c] (run-time strides, ``dtype``) and lse [B,H,S_q] (float32). A query without tokens
-    gets zeros and -inf.
+    Args:
+        heads, kv_lora_rank: H, d_c.
+        dtype: of the output.
+        block_columns: columns of a row that a block merges.
+        block_splits: partials in flight per step.
+        threads: of a block.
+        on_cpu: compile for TileLang's C target.
+
+    The function's arguments: splits [B,2] (``schedule.py``), partial_out [num_ctas,2,S_q,H,d_c] and partial_lse
+    [num_ctas,2,S_q,H] (float32, natural log), and the outputs out [B,S_q,H,d_c] (run-time strides, ``dtype``) and lse
+    [B,H,S_q] (float32). A sequence without tokens gets zeros and -inf.
     """
     accum = T.float32
-    batch, seqlen_q, num_splits = T.dynamic("batch"), T.dynamic("seqlen_q"), T.dynamic("num_splits")
+    batch, seqlen_q, num_ctas = T.dynamic("batch"), T.dynamic("seqlen_q"), T.dynamic("num_ctas")
     o_b, o_s, o_h = T.dynamic("o_b"), T.dynamic("o_s"), T.dynamic("o_h")
     columns = min(block_columns, 1 << (kv_lora_rank - 1).bit_length())  # a power of two: others find no layout
     column_blocks = -(-kv_lora_rank // columns)
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
     alloc_fragment = T.alloc_local if on_cpu else T.alloc_fragment
     parallel = T.grid if on_cpu else T.Parallel
+    whole = kv_lora_rank % columns == 0  # then no column needs a guard, and loads vectorise
 
     def strided(shape, strides):  # the CPU target's wrapper passes no run-time strides
         return T.Tensor(shape, dtype) if on_cpu else T.StridedTensor(shape, strides, dtype)
 
     @T.prim_func
     def mla_decode_combine(
-        partial_out: T.Tensor([batch, num_splits, seqlen_q, heads, kv_lora_rank], accum),
-        partial_lse: T.Tensor([batch, num_splits, seqlen_q, heads], accum),
+        splits: T.Tensor([batch, 2], T.int32),
+        partial_out: T.Tensor([num_ctas, 2, seqlen_q, heads, kv_lora_rank], accum),
+        partial_lse: T.Tensor([num_ctas, 2, seqlen_q, heads], accum),
         out: strided([batch, seqlen_q, heads, kv_lora_rank], [o_b, o_s, o_h, 1]),
         lse: T.Tensor([batch, heads, seqlen_q], accum),
     ):
@@ -51,11 +62,25 @@ def make_combine(
             sums = alloc_shared([2], accum)
             part = alloc_fragment([block_splits, columns], accum)
             merged = alloc_fragment([columns], accum)
+            count = T.alloc_local([3], T.int32)  # partials, CTA of the first one, its place there
             h = x // column_blocks
             c0 = x % column_blocks * columns
 
+            if not on_cpu:
+                T.pdl_sync()
+            count[0] = splits[b, 0]
+            count[1] = T.max(0, splits[b, 1] // 2)
+            count[2] = T.max(0, splits[b, 1] % 2)
+            if count[0] == 1:
+                count[0] = -1  # nothing to do; kept as a number, since barriers below must not stand in a branch
             for i, k in parallel(1, MAX_SPLITS):
-                weight[i, k] = T.if_then_else(k < num_splits, partial_lse[b, k, q, h], -T.infinity(accum))
+                weight[i, k] = T.if_then_else(
+                    k < count[0],
+                    partial_lse[
+                        T.min(count[1] + k, num_ctas - 1), T.if_then_else(k == 0, count[2], 0), q, h
+                    ],
+                    -T.infinity(accum),
+                )
             T.reduce_max(weight, top, dim=1)
             for i, k in parallel(1, MAX_SPLITS):
                 weight[i, k] = T.exp2((weight[i, k] - T.max(top[i], MASKED)) * LOG2E)
@@ -67,23 +92,33 @@ def make_combine(
                 sums[1] = total[i]
             T.fill(part, 0)
             T.sync_threads()
-            for k in T.serial(T.ceildiv(num_splits, block_splits)):
+            for k in T.serial(T.ceildiv(T.max(count[0], 0), block_splits)):
                 for i, c in parallel(block_splits, columns):
                     part[i, c] += T.if_then_else(
-                        (k * block_splits + i < num_splits) & (c0 + c < kv_lora_rank),
+                        (k * block_splits + i < count[0]) & (whole or c0 + c < kv_lora_rank),
                         T.if_then_else(
                             weights[k * block_splits + i] == 0,
                             0.0,
-                            weights[k * block_splits + i] * partial_out[b, k * block_splits + i, q, h, c0 + c],
+                            weights[k * block_splits + i]
+                            * partial_out[
+                                T.min(count[1] + k * block_splits + i, num_ctas - 1),
+                                T.if_then_else(k * block_splits + i == 0, count[2], 0),
+                                q,
+                                h,
+                                c0 + c if whole else T.min(c0 + c, kv_lora_rank - 1),
+                            ],
                         ),
                         0.0,
                     )
             T.reduce_sum(part, merged, dim=0)
-            for c in parallel(columns):
-                if c0 + c < kv_lora_rank:
-                    out[b, q, h, c0 + c] = T.if_then_else(sums[1] == 0, 0.0, merged[c] / sums[1])
-            for i in parallel(1):
-                if x % column_blocks == 0:
-                    lse[b, h, q] = T.if_then_else(sums[1] == 0, -T.infinity(accum), sums[0] + T.log2(sums[1]) * LN2)
+            if count[0] >= 0:
+                for c in parallel(columns):
+                    if c0 + c < kv_lora_rank:
+                        out[b, q, h, c0 + c] = T.if_then_else(sums[1] == 0, 0.0, merged[c] / sums[1])
+                for i in parallel(1):
+                    if x % column_blocks == 0:
+                        lse[b, h, q] = T.if_then_else(
+                            sums[1] == 0, -T.infinity(accum), sums[0] + T.log2(sums[1]) * LN2
+                        )
 
     return mla_decode_combine

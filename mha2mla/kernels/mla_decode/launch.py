@@ -8,19 +8,82 @@ import tilelang
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.build import PASS_CONFIGS, make_merge, make_split
-from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
+from mha2mla.kernels.mla_decode.build import PASS_CONFIGS, make_merge, make_planner, make_split
+from mha2mla.kernels.mla_decode.dispatch import device_name, num_sms
+from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, select_kernel
+
+NO_WINDOW = 2**30  # longer than any sequence
+MANY_ROWS = 4  # rows to merge per multiprocessor from which on a block merges a whole row
+
+
+def target_of(capability: int) -> dict[str, str]:
+    """TileLang's target for a compute capability."""
+    return {"kind": "cuda", "arch": f"sm_{capability}a" if capability in (90, 100, 103, 120) else f"sm_{capability}"}
+
+
+def _compile(function, capability: int):
+    return tilelang.compile(function, target=target_of(capability), pass_configs=PASS_CONFIGS)
 
 
 @cache
-def compile_mla_decode(shape: DecodeShape, capability: int):
-    """The compiled split and combine kernels of a shape. One compilation serves every batch, length and page count."""
-    choice = select_kernel(shape, capability)
-    target = {"kind": "cuda", "arch": f"sm_{capability}a" if capability in (90, 100, 103, 120) else f"sm_{capability}"}
-    return tuple(
-        tilelang.compile(function, target=target, pass_configs=PASS_CONFIGS)
-        for function in (make_split(shape, choice), make_merge(shape))
-    )
+def compile_choice(shape: DecodeShape, choice: KernelChoice, capability: int):
+    """The compiled decode kernel of a choice. One compilation serves every batch, length, page count and plan."""
+    return _compile(make_split(shape, choice), capability)
+
+
+@cache
+def compile_merge(shape: DecodeShape, few_rows: bool, capability: int):
+    """The compiled combine kernel; of ``shape`` only H, d_c and dtype matter."""
+    return _compile(make_merge(shape, few_rows), capability)
+
+
+@cache
+def compile_planner(capability: int):
+    """The compiled planner, one for all shapes."""
+    return _compile(make_planner(), capability)
+
+
+@cache
+def compile_mla_decode(shape: DecodeShape, capability: int, gpu: str | None = None):
+    """The compiled decode kernel that dispatch chooses for a shape."""
+    return compile_choice(shape, select_kernel(shape, capability, gpu), capability)
+
+
+@cache
+def _capability(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return major * 10 + minor
+
+
+def launch_plan(
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    capacity: int,
+    seqlen_q: int,
+    causal: bool,
+    window: int,
+    sinks: int,
+    schedule: Tensor,
+    splits: Tensor,
+) -> None:
+    """Run the planner; arguments as ``plan_kernel`` describes them."""
+    batch = splits.shape[0]
+    if batch == 0:
+        return
+    with torch.cuda.device(splits.device):
+        compile_planner(_capability(splits.device.index))(
+            cache_seqlens,
+            cache_seqlens if cache_starts is None else cache_starts,
+            schedule,
+            splits,
+            schedule.shape[0] - batch,
+            capacity,
+            seqlen_q,
+            int(causal),
+            int(cache_starts is not None),
+            window,
+            sinks,
+        )
 
 
 def launch_mla_decode(
@@ -31,37 +94,45 @@ def launch_mla_decode(
     latent_cache: Tensor,
     rope_cache: Tensor,
     block_table: Tensor,
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
     softmax_scale: float,
     causal: bool,
+    window: int,
+    sinks: int,
+    schedule: Tensor,
+    splits: Tensor,
     partial_out: Tensor,
     partial_lse: Tensor,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Run both kernels. Shapes as in :func:`mha2mla.kernels.mla_decode`; nothing is allocated, nothing synchronises."""
-    batch, seqlen_q = q_latent.shape[:2]
+    """Run decode and combine kernel. Shapes as in :func:`mha2mla.kernels.mla_decode` and ``plan.DecodePlan``.
+
+    Nothing is allocated, nothing synchronises.
+    """
+    batch, seqlen_q, heads, _ = q_latent.shape
     if batch == 0 or seqlen_q == 0:
         return
     if block_table.shape[1] == 0 or latent_cache.shape[0] == 0:  # no page to point a tensor map at
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    split, merge = compile_mla_decode(shape, capability)
-    with torch.cuda.device(q_latent.device):
-        split(
+    device = q_latent.device
+    few_rows = batch * seqlen_q * heads < MANY_ROWS * num_sms(device)
+    with torch.cuda.device(device):
+        compile_mla_decode(shape, capability, device_name(device))(
             q_latent,
             q_pe,
             latent_cache,
             rope_cache.flatten(2),
             block_table,
-            cache_seqlens,
-            cache_seqlens if cache_starts is None else cache_starts,
+            schedule,
             partial_out,
             partial_lse,
+            out,
+            lse,
             softmax_scale,
             int(causal),
-            int(cache_starts is not None),
+            NO_WINDOW if window < 0 else window,
+            sinks,
         )
-        merge(partial_out, partial_lse, out, lse)
+        compile_merge(shape, few_rows, capability)(splits, partial_out, partial_lse, out, lse)

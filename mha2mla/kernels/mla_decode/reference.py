@@ -17,10 +17,13 @@ def mla_decode_reference(
     softmax_scale: float,
     causal: bool = True,
     cache_starts: Tensor | None = None,
+    window: int | None = None,
+    sinks: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(softmax_scale * (q_latent c^T + q_pe k_pe^T)) c`` over each sequence's pages (DeepSeek-V2, 2.1).
 
-    Shapes as in :func:`mha2mla.kernels.mla_decode`. The arithmetic is float64 for float64 inputs and float32 for all
+    Shapes as in :func:`mha2mla.kernels.mla_decode`; ``window`` and ``sinks`` as in
+    :func:`mha2mla.kernels.plan_mla_decode`. The arithmetic is float64 for float64 inputs and float32 for all
     others; only ``out`` is rounded to the input's dtype. Values of tokens that no query sees are never used, so NaN in
     unused pages does not matter. Reads no tensor on the host.
 
@@ -34,8 +37,14 @@ def mla_decode_reference(
     capacity = block_table.shape[1] * page_size if num_pages else 0
     token = torch.arange(capacity, device=q_latent.device)
     length = cache_seqlens.long().clamp(0, capacity)[:, None]
-    start = torch.zeros_like(length) if cache_starts is None else cache_starts.long()[:, None]
-    used = (token >= start) & (token < length)  # [B, T]
+    start = torch.zeros_like(length) if cache_starts is None else cache_starts.long().clamp(min=0)[:, None]
+    limit = length[:, :, None].expand(batch, 1, seqlen_q)  # [B, 1, S_q], first token that a query does not see
+    if causal:  # bottom-right aligned: the last query sees everything
+        limit = limit - (seqlen_q - 1) + torch.arange(seqlen_q, device=q_latent.device)
+    visible = (token >= start)[:, None, None] & (token < limit[..., None])  # [B, 1, S_q, T]
+    if window is not None:
+        visible = visible & ((token >= limit[..., None] - window) | (token < start + sinks)[:, None, None])
+    used = visible.any(2)[:, 0]  # [B, T]
     page = torch.where(used, block_table.long()[:, token // page_size], 0)
     row = (token % page_size).expand_as(page)
     latent = torch.where(used[..., None], latent_cache[page, row].to(dtype), 0)  # [B, T, d_c]
@@ -44,10 +53,6 @@ def mla_decode_reference(
     grouped = q_pe.to(dtype).view(batch, seqlen_q, num_rope_heads, heads // num_rope_heads, rope_dim)
     score = torch.einsum("bshd,btd->bhst", q_latent.to(dtype), latent)
     score = score + torch.einsum("bsgrd,btgd->bgrst", grouped, k_pe).reshape(score.shape)
-    limit = length[:, :, None].expand(batch, 1, seqlen_q)
-    if causal:  # bottom-right aligned: the last query sees everything
-        limit = limit - (seqlen_q - 1) + torch.arange(seqlen_q, device=q_latent.device)
-    visible = used[:, None, None, :] & (token < limit[..., None])  # [B, 1, S_q, T]
     score = torch.where(visible, score * softmax_scale, -torch.inf)
     lse = torch.logsumexp(score, dim=-1)
     weight = torch.exp(score - torch.where(lse == -torch.inf, 0, lse)[..., None])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, RowTiling, tile_rows
 
 MAX_HEADS = 128
-MAX_SPLITS = 128  # the combine holds one weight per split in registers
+MAX_SPLITS = 256  # partials of one sequence that the combine holds weights for; CTAs are never more
 MAX_LATENT = 512
 MAX_ROPE_SHARED = 256
 MAX_ROPE_PER_HEAD = 128
@@ -49,14 +49,30 @@ class DecodeShape:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A kernel file and its static arguments, with the reason it was chosen."""
+    """A kernel file and its static arguments, with the reason it was chosen.
+
+    Attributes:
+        kernel: "swap_ab_ws", "heads_on_m" (both sm_90) or "swap_ab" (anything from sm_80 on).
+        tiling: which query rows one CTA serves.
+        block_tokens: cached tokens a CTA works on at a time.
+        num_stages: latent tiles in flight.
+        rope_stages: chunks of rotary keys in flight.
+        threads: of a CTA.
+        warpgroups: that compute (sm_90 kernels).
+        ctas_per_sm: CTAs that are resident on a multiprocessor.
+        left_columns: of the output, held by the warpgroup of "heads_on_m" that also computes the scores.
+        reason: in words, with the numbers.
+    """
 
     kernel: str
     tiling: RowTiling
     block_tokens: int
     num_stages: int
-    threads: int
     rope_stages: int
+    threads: int
+    warpgroups: int
+    ctas_per_sm: int
+    left_columns: int
     reason: str
 
 
@@ -164,13 +180,20 @@ def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
 
 
 def swap_ab_ws_shared_memory(
-    tiling: RowTiling, rope: RopeBlocks, kv_lora_rank: int, num_stages: int, rope_stages: int
+    tiling: RowTiling, rope: RopeBlocks, kv_lora_rank: int, num_stages: int, rope_stages: int, warpgroups: int = 1
 ) -> int:
-    """Bytes of shared memory that ``swap_ab_ws`` allocates (16-bit elements), with 2 KiB for alignment and barriers."""
+    """Bytes of shared memory that ``swap_ab_ws`` allocates (16-bit elements), with 1 KiB for alignment and barriers."""
     latent = padded_latent_columns(kv_lora_rank, 128)
     queries = tiling.rows * latent + rope.num_blocks * rope.block_rows * rope.chunks_per_block * rope.chunk_columns
     rings = num_stages * 64 * latent + rope_stages * 64 * rope.chunk_columns
-    return 2 * (queries + rings + 64 * tiling.rows) + 16 * tiling.rows + 2048
+    return 2 * (queries + rings + 64 * tiling.rows) + 16 * tiling.rows + 1024
+
+
+def heads_on_m_shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, num_stages: int) -> int:
+    """Bytes of shared memory that ``heads_on_m`` allocates (16-bit elements), with 1 KiB for alignment and barriers."""
+    latent = padded_latent_columns(kv_lora_rank, 256)
+    rope = padded_rope_columns(tiling.groups_per_tile * qk_rope_head_dim)
+    return 2 * ((tiling.rows + num_stages * 64) * (latent + rope) + tiling.rows * 64) + 8 * tiling.rows + 1024
 
 
 def _accumulators(latent_columns: int, rows: int, block: int, threads: int) -> int:
@@ -178,54 +201,104 @@ def _accumulators(latent_columns: int, rows: int, block: int, threads: int) -> i
     return (latent_columns + 2 * block) * rows // threads
 
 
-def _candidates(shape: DecodeShape, capability: int, limit: int):
-    """(rank, choice or None, bytes) of every configuration; smaller ranks are expected to be faster.
-
-    Each tile of rows reads the whole cache again (mostly from L2), so few tiles come first, then bytes in flight.
-    """
-    for max_rows in (64, 32, 16):
-        for max_groups in (128, 64, 32, 16, 8, 4, 2, 1):
-            tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
-            if capability == 90:
-                rope = rope_blocks(tiling, shape.qk_rope_head_dim)
-                latent = padded_latent_columns(shape.kv_lora_rank, 128)
-                for num_stages in (4, 3, 2):
-                    for rope_stages in (6, 4, 3, 2):
-                        used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
-                        fits = used <= limit and _accumulators(latent, tiling.rows, 64, 128) <= 160
-                        in_flight = num_stages * latent + rope_stages * rope.chunk_columns
-                        choice = KernelChoice(
-                            "swap_ab_ws", tiling, 64, num_stages, 256, rope_stages,
-                            f"swap_ab_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {num_stages} latent and "
-                            f"{rope_stages} rope stages, {used} of {limit} bytes of shared memory on sm_{capability}",
-                        )  # fmt: skip
-                        yield (0, tiling.num_tiles, -in_flight, tiling.rows), choice if fits else None, used
-            threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
-            latent = padded_latent_columns(shape.kv_lora_rank, threads)
-            for block in (64,) if capability == 90 else (64, 32):
-                used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, 1, threads)
-                fits = used <= limit and _accumulators(latent, tiling.rows, block, threads) <= 144
+def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
+    """(rank, choice or None, bytes); few tiles first (each reads the cache again), then CTAs, then bytes in flight."""
+    rope = rope_blocks(tiling, shape.qk_rope_head_dim)
+    latent = padded_latent_columns(shape.kv_lora_rank, 128)
+    for warpgroups in (1, 2) if tiling.rows == 64 else (1,):
+        for num_stages in (4, 3, 2):
+            for rope_stages in (6, 4, 3, 2):
+                used = swap_ab_ws_shared_memory(
+                    tiling, rope, shape.kv_lora_rank, num_stages, rope_stages, warpgroups
+                )
+                registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
+                fits = used <= limit and registers <= 160
+                resident = 2 if 2 * (used + 1024) <= limit + 1024 and registers <= 120 and warpgroups == 1 else 1
+                in_flight = min(num_stages * latent + rope_stages * rope.chunk_columns, 2048 // resident)
                 choice = KernelChoice(
-                    "swap_ab", tiling, block, 1, threads, 0,
-                    f"swap_ab: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
-                    f"{used} of {limit} bytes of shared memory on sm_{capability}",
+                    "swap_ab_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, resident, 0,
+                    f"swap_ab_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s), "
+                    f"{num_stages} latent and {rope_stages} rope stages, {resident} CTA(s) a multiprocessor, "
+                    f"{used} bytes of shared memory each",
                 )  # fmt: skip
-                yield (1, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
+                rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups)
+                yield rank, choice if fits else None, used
 
 
-@lru_cache(maxsize=1024)
-def select_kernel(shape: DecodeShape, capability: int) -> KernelChoice:
-    """The kernel and tiles for ``shape`` on compute capability ``capability`` (90 for Hopper).
+def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):
+    """For full tiles of 64 rows only: below, most of its work would be on padding."""
+    columns = tiling.groups_per_tile * shape.qk_rope_head_dim
+    latent = padded_latent_columns(shape.kv_lora_rank, 256)
+    if tiling.rows != 64 or columns > 64:
+        return
+    for num_stages in (3, 2):
+        used = heads_on_m_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages)
+        choice = KernelChoice(
+            "heads_on_m", tiling, 64, num_stages, num_stages, 384, 2, 1, latent // 2,
+            f"heads_on_m: {tiling.num_tiles} tile(s) of 64 rows, {num_stages} stages, {used} bytes of shared memory",
+        )  # fmt: skip
+        # worth it where the tensor cores are the limit: a second tile of rows reads the cache a second time
+        rank = (-1 if tiling.num_tiles > 1 else 1, tiling.num_tiles, -num_stages)
+        yield rank, choice if used <= limit else None, used
+
+
+def _swap_ab(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int):
+    threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
+    latent = padded_latent_columns(shape.kv_lora_rank, threads)
+    for block in (64,) if capability == 90 else (64, 32):
+        used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, 1, threads)
+        fits = used <= limit and _accumulators(latent, tiling.rows, block, threads) <= 144
+        choice = KernelChoice(
+            "swap_ab", tiling, block, 1, 0, threads, threads // 128, 1, 0,
+            f"swap_ab: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
+            f"{used} bytes of shared memory",
+        )  # fmt: skip
+        yield (2, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
+
+
+def _candidates(shape: DecodeShape, capability: int, limit: int):
+    """(rank, choice or None, bytes) of every configuration; smaller ranks are expected to be faster."""
+    tilings = dict.fromkeys(
+        tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
+        for max_rows in (64, 32, 16)
+        for max_groups in (128, 64, 32, 16, 8, 4, 2, 1)
+    )
+    for tiling in tilings:
+        if capability == 90:
+            yield from _swap_ab_ws(shape, tiling, limit)
+            yield from _heads_on_m(shape, tiling, limit)
+        yield from _swap_ab(shape, tiling, capability, limit)
+
+
+def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:
+    """Every configuration that fits the device, the one that the rule would choose first.
 
     Raises:
         ValueError: with the numbers, if no configuration fits into the device's shared memory.
     """
     limit = shared_memory_limit(capability)
     candidates = list(_candidates(shape, capability, limit))
-    fitting = [(rank, choice) for rank, choice, _ in candidates if choice is not None]
+    fitting = sorted(
+        ((rank, choice) for rank, choice, _ in candidates if choice is not None), key=lambda entry: entry[0]
+    )
     if not fitting:
         raise ValueError(
             f"{shape} needs at least {min(used for *_, used in candidates)} bytes of shared memory a block; "
             f"sm_{capability} has {limit}"
         )
-    return min(fitting, key=lambda entry: entry[0])[1]
+    return [replace(choice, reason=f"{choice.reason} of {limit} on sm_{capability}") for _, choice in fitting]
+
+
+@lru_cache(maxsize=1024)
+def select_kernel(shape: DecodeShape, capability: int, gpu: str | None = None) -> KernelChoice:
+    """The kernel and tiles for ``shape``: the tuning table's row for ``gpu`` if it has one, else the rule's choice.
+
+    Args:
+        shape: what to compile for.
+        capability: compute capability, 90 for Hopper.
+        gpu: name as ``torch.cuda.get_device_name`` gives it; None leaves the table aside.
+
+    Raises:
+        ValueError: with the numbers, if no configuration fits into the device's shared memory.
+    """
+    return list_kernels(shape, capability)[0]

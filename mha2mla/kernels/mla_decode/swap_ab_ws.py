@@ -1,18 +1,33 @@
-"""MLA decode for Hopper, heads on the N side of wgmma: one warpgroup computes, two warps stream the cache.
+"""MLA decode for Hopper, heads on the N side of wgmma: warpgroups compute, three warps stream cache and queries.
 
 The latent and the rotary keys travel through two independent TMA rings, so many rope heads (a converted MHA model
-caches one rotary key per head) cost bytes but no pipeline stages of the latent. Scores and output as in ``swap_ab``.
+caches one rotary key per head) cost bytes but no pipeline stages of the latent; both rings run on into the next
+sequence of the CTA's schedule while the last one is being written. Scores and output as in ``swap_ab``. Two computing
+warpgroups share every tile and split the query rows; they exchange nothing.
 """
 
 import tilelang.language as T
 
+from mha2mla.kernels.mla_decode.fragment import (
+    LN2,
+    LOG2E,
+    MASKED,
+    SPAN_FIELDS,
+    first_token,
+    holds_unseen,
+    last_page,
+    needs_mask,
+    sees,
+    unseen,
+)
+from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
 from mha2mla.kernels.mla_decode.selection import RopeBlocks, padded_latent_columns
-from mha2mla.kernels.mla_decode.swap_ab import LN2, LOG2E, MASKED
 from mha2mla.kernels.mla_decode.tiling import RowTiling
 
-CONSUMERS = 128  # threads of the computing warpgroup; a second warpgroup holds the two streaming warps
+WARPGROUP = 128  # threads
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
 BARRIER = 8  # named barriers below 8 belong to the compiler
+PRODUCER_REGISTERS = 40
 
 
 def make_swap_ab_ws(
@@ -27,6 +42,8 @@ def make_swap_ab_ws(
     rope: RopeBlocks,
     num_stages: int = 2,
     rope_stages: int = 2,
+    warpgroups: int = 1,
+    ctas_per_sm: int = 1,
 ):
     """A TileLang function ``mla_decode_swap_ab_ws`` for one static shape; arguments as :func:`make_swap_ab` describes.
 
@@ -38,28 +55,39 @@ def make_swap_ab_ws(
         rope: how the rope scores are cut into matrix products.
         num_stages: latent tiles in flight.
         rope_stages: chunks of rotary keys in flight.
+        warpgroups: 1 or 2 that compute; each takes ``tiling.rows / warpgroups`` rows.
+        ctas_per_sm: CTAs that must fit into the registers of one multiprocessor.
     """
     d_c, d_r, tile_tokens = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile
-    rows, head_rows = tiling.rows, tiling.head_rows
+    head_rows, rows = tiling.head_rows, tiling.rows // warpgroups  # rows of one warpgroup
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
     tile_heads, tiles_per_group = tiling.heads_per_tile, tiling.tiles_per_group
     even = tile_heads * tiling.head_tiles == heads
-    latent_cols = padded_latent_columns(d_c, CONSUMERS)
+    one_token = tile_tokens == 1 and tiling.token_tiles == 1
+    latent_cols = padded_latent_columns(d_c, WARPGROUP)
     chunk, chunks = rope.chunk_columns, rope.chunks_per_block
-    octets = rope.block_rows < rows
+    octets = rope.block_rows < tiling.rows
     accum = T.float32
     pieces = max(1, BLOCK // page_size)
     warps = BLOCK // 16
-    row_blocks, chunk_list, warp_list = list(range(rope.num_blocks)), list(range(chunks)), list(range(warps))
+    consumers = warpgroups * WARPGROUP
+    threads = consumers + WARPGROUP
     total_chunks = rope.num_blocks * chunks
+    chunk_list, warp_list = list(range(chunks)), list(range(warps))
     piece_list, panel_list = list(range(pieces)), list(range(0, latent_cols, 64))
-    rope_panels = list(range(0, chunk, 64))
+    rope_panels, block_list = list(range(0, chunk, 64)), list(range(rope.num_blocks))
     by_row = T.GemmWarpPolicy.FullRow
+    # Bytes that one CTA reads once must not push out of L2 what others will read again.
+    policy = "evict_first" if tiling.num_tiles == 1 else "evict_normal"
+    pool = 65536 // (ctas_per_sm * threads) // 8 * 8 * threads  # registers of a CTA at launch
+    registers = min(240, (pool - PRODUCER_REGISTERS * WARPGROUP) // consumers // 8 * 8)
 
     batch, seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
-    num_pages, max_pages, num_splits = T.dynamic("num_pages"), T.dynamic("max_pages"), T.dynamic("num_splits")
+    num_pages, max_pages = T.dynamic("num_pages"), T.dynamic("max_pages")
+    num_ctas, fragments = T.dynamic("num_ctas"), T.dynamic("fragments")
     ql_b, ql_s, ql_h = T.dynamic("ql_b"), T.dynamic("ql_s"), T.dynamic("ql_h")
     qp_b, qp_s, qp_h = T.dynamic("qp_b"), T.dynamic("qp_s"), T.dynamic("qp_h")
+    o_b, o_s, o_h = T.dynamic("o_b"), T.dynamic("o_s"), T.dynamic("o_h")
     lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
 
     def token(row):
@@ -68,6 +96,193 @@ def make_swap_ab_ws(
     def head(row):
         return row % head_rows if tile_tokens > 1 else row
 
+    def own_blocks(w):
+        """The rope blocks of a warpgroup, and its first chunk of a tile's."""
+        mine = [q for q in block_list if not octets or q * 8 // rows == w]
+        return mine, mine[0] * chunks if mine else 0
+
+    @T.macro
+    def consume(
+        w, cta, token0, head0, valid, q_pe, schedule, span, work, q_tile, qp_tile, c_ring, k_ring, p_tile, stage,
+        q_full, q_free, c_full, c_free, k_full, k_free, out, lse, partial_out, partial_lse, seqlen_q, heads_, softmax_scale,
+        causal, window, sinks,
+    ):  # fmt: skip
+        """All fragments of this CTA, for rows ``w * rows ...`` of its tile."""
+        mine, base = own_blocks(w)
+        own_chunks = len(mine) * chunks
+        first_row = w * rows
+        T.set_max_nreg(registers, 1)
+        s = T.alloc_fragment([BLOCK, rows], accum)
+        p = T.alloc_fragment([BLOCK, rows], accum)
+        rs = [T.alloc_fragment([BLOCK, 8], accum) for _ in mine] if octets else []
+        o = T.alloc_fragment([latent_cols, rows], accum)
+        r = T.alloc_fragment([warps, rows], accum)
+        m = T.alloc_fragment([rows], accum)
+        mn = T.alloc_fragment([rows], accum)
+        al = T.alloc_fragment([rows], accum)
+        den = T.alloc_fragment([rows], accum)
+        limit = T.alloc_fragment([rows], T.int32)  # first token that a row's query does not see
+        scale = softmax_scale * LOG2E
+        tail = (seqlen_q - 1) * causal
+        work[2] = 0
+        for f in T.serial(work[0]):
+            for i in T.unroll(SPAN_FIELDS):
+                span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+            # Indices are clamped beside their guards: for some widths TileLang's bounds check fails to lower otherwise.
+            if octets:  # row i is head i; its block holds 8 heads and their own columns only
+                if len(mine) > 0:
+                    for i, d in T.Parallel(len(mine) * 8, chunks * chunk):
+                        qp_tile[base // chunks * 8 + i, d] = T.if_then_else(
+                            (first_row + i < valid) & (d // d_r == i % 8 // group),
+                            q_pe[span[SEQUENCE], 0, T.min(head0 + first_row + i, heads - 1), d % d_r],
+                            T.cast(0, dtype),
+                        )
+            else:
+                for i, d in T.Parallel(rows, chunks * chunk):
+                    qp_tile[first_row + i, d] = T.if_then_else(
+                        (token0 + token(first_row + i) < seqlen_q)
+                        & (head(first_row + i) < valid)
+                        & (d // d_r == head(first_row + i) // group % groups),
+                        q_pe[
+                            span[SEQUENCE],
+                            T.min(token0 + token(first_row + i), seqlen_q - 1),
+                            T.min(head0 + head(first_row + i), heads - 1),
+                            d % d_r,
+                        ],
+                        T.cast(0, dtype),
+                    )
+            T.fence_proxy_async()
+            T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
+            T.fill(o, 0)
+            T.fill(p, 0)
+            T.fill(m, MASKED)
+            for j in T.Parallel(rows):
+                limit[j] = span[STOP] - tail + T.min(token0 + token(first_row + j), tail)
+            T.barrier_wait(q_full, f & 1)
+            for k in T.serial(span[TILES]):
+                t0 = first_token(span, k)
+                slot = (work[2] + k) % num_stages
+                T.barrier_wait(c_full[slot], ((work[2] + k) // num_stages) & 1)
+                T.wgmma_gemm(
+                    c_ring[slot, :, :],
+                    q_tile[first_row : first_row + rows, :],
+                    s,
+                    transpose_B=True,
+                    clear_accum=True,
+                    policy=by_row,
+                )
+                for q in list(range(len(mine))):
+                    for u in chunk_list:
+                        n = (work[2] + k) * total_chunks + base + q * chunks + u
+                        T.barrier_wait(k_full[n % rope_stages], (n // rope_stages) & 1)
+                        if octets:
+                            T.wgmma_gemm(
+                                k_ring[n % rope_stages, :, :],
+                                qp_tile[
+                                    base // chunks * 8 + q * 8 : base // chunks * 8 + (q + 1) * 8,
+                                    u * chunk : (u + 1) * chunk,
+                                ],
+                                rs[q],
+                                transpose_B=True,
+                                clear_accum=u == 0,
+                                policy=by_row,
+                            )
+                        else:
+                            T.wgmma_gemm(
+                                k_ring[n % rope_stages, :, :],
+                                qp_tile[first_row : first_row + rows, u * chunk : (u + 1) * chunk],
+                                s,
+                                transpose_B=True,
+                                policy=by_row,
+                            )
+                        if q * chunks + u >= rope_stages - 1 and q * chunks + u < own_chunks - 1:
+                            # the ring is shorter than a tile's chunks: free the oldest slot as soon as it is read
+                            T.wait_wgmma(rope_stages - 1)
+                            T.barrier_arrive(k_free[(n - (rope_stages - 1)) % rope_stages])
+                T.wait_wgmma(0)
+                for v in list(range(max(0, own_chunks - rope_stages), own_chunks)):
+                    T.barrier_arrive(k_free[((work[2] + k) * total_chunks + base + v) % rope_stages])
+                if octets:
+                    for q in list(range(len(mine))):
+                        for i, j in T.Parallel(BLOCK, 8):
+                            s[i, q * 8 + j] += rs[q][i, j]
+                if needs_mask(span, t0, BLOCK, tail):
+                    for i, j in T.Parallel(BLOCK, rows):
+                        s[i, j] = T.if_then_else(sees(span, t0 + i, limit[j], window, sinks), s[i, j], MASKED)
+                if holds_unseen(span, t0, BLOCK):  # a weight of 0 does not clean a NaN
+                    if warpgroups > 1:  # the other one may still be reading the tile for its scores
+                        T.sync_threads(barrier_id=BARRIER + 2, arrive_count=consumers)
+                    for c in list(range(w * 64, latent_cols, 64 * warpgroups)):
+                        # by panels: other widths cost registers for divisions by 3, 5 or 7
+                        for i, d in T.Parallel(BLOCK, 64):
+                            if unseen(span, t0 + i):
+                                c_ring[slot, i, c + d] = T.cast(0, dtype)
+                    T.fence_proxy_async()
+                    if warpgroups > 1:
+                        T.sync_threads(barrier_id=BARRIER + 2, arrive_count=consumers)
+                view = T.view(s, [warps, 16, rows])
+                T.reduce_max(view, r, dim=1)
+                T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
+                T.copy(r, stage[w, :, :])
+                T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
+                for j in T.Parallel(rows):
+                    mn[j] = m[j]
+                    for v in warp_list:
+                        mn[j] = T.max(mn[j], stage[w, v, j])
+                for j in T.Parallel(rows):
+                    al[j] = T.exp2((m[j] - mn[j]) * scale)
+                    m[j] = mn[j]
+                    mn[j] = T.if_then_else(mn[j] == MASKED, 0.0, mn[j])  # so that masked scores weigh nothing
+                for i, j in T.Parallel(BLOCK, rows):
+                    s[i, j] = T.exp2((s[i, j] - mn[j]) * scale)
+                T.copy(s, p_tile[w, :, :])
+                for i, j in T.Parallel(BLOCK, rows):
+                    p[i, j] = p[i, j] * al[j] + s[i, j]
+                for d, j in T.Parallel(latent_cols, rows):
+                    o[d, j] *= al[j]
+                T.gemm(c_ring[slot, :, :], p_tile[w, :, :], o, transpose_A=True, policy=by_row)
+                T.barrier_arrive(c_free[slot])
+            T.barrier_arrive(q_free)
+            work[2] += span[TILES]
+            p_view = T.view(p, [warps, 16, rows])
+            T.reduce_sum(p_view, r, dim=1)
+            T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
+            T.copy(r, stage[w, :, :])
+            T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
+            for j in T.Parallel(rows):
+                den[j] = 0
+                for v in warp_list:
+                    den[j] += stage[w, v, j]
+            for j in T.Parallel(rows):
+                m[j] = T.if_then_else(den[j] == 0, -T.infinity(accum), (T.log2(den[j]) + m[j] * scale) * LN2)
+                den[j] = 1.0 / T.max(den[j], 1e-30)
+            if span[SLOT] < 0:
+                for j in T.Parallel(rows):
+                    if (one_token or token0 + token(first_row + j) < seqlen_q) and head(first_row + j) < valid:
+                        lse[span[SEQUENCE], head0 + head(first_row + j), token0 + token(first_row + j)] = m[j]
+                for d, j in T.Parallel(latent_cols, rows):
+                    if (one_token or token0 + token(first_row + j) < seqlen_q) and head(first_row + j) < valid:
+                        if d < d_c:
+                            out[span[SEQUENCE], token0 + token(first_row + j), head0 + head(first_row + j), d] = (
+                                o[d, j] * den[j]
+                            )
+            else:
+                for j in T.Parallel(rows):
+                    if (one_token or token0 + token(first_row + j) < seqlen_q) and head(first_row + j) < valid:
+                        partial_lse[
+                            span[SLOT] // 2, span[SLOT] % 2, token0 + token(first_row + j), head0 + head(first_row + j)
+                        ] = m[j]
+                for d, j in T.Parallel(latent_cols, rows):
+                    if (one_token or token0 + token(first_row + j) < seqlen_q) and head(first_row + j) < valid:
+                        if d < d_c:
+                            partial_out[
+                                span[SLOT] // 2,
+                                span[SLOT] % 2,
+                                token0 + token(first_row + j),
+                                head0 + head(first_row + j),
+                                d,
+                            ] = o[d, j] * den[j]
+
     @T.prim_func
     def mla_decode_swap_ab_ws(
         q_latent: T.StridedTensor([batch, seqlen_q, heads, d_c], [ql_b, ql_s, ql_h, 1], dtype),
@@ -75,26 +290,31 @@ def make_swap_ab_ws(
         latent_cache: T.StridedTensor([num_pages, page_size, d_c], [lc_p, lc_t, 1], dtype),
         rope_cache: T.StridedTensor([num_pages, page_size, num_rope_heads * d_r], [rc_p, rc_t, 1], dtype),
         block_table: T.Tensor([batch, max_pages], T.int32),
-        cache_seqlens: T.Tensor([batch], T.int32),
-        cache_starts: T.Tensor([batch], T.int32),
-        partial_out: T.Tensor([batch, num_splits, seqlen_q, heads, d_c], accum),
-        partial_lse: T.Tensor([batch, num_splits, seqlen_q, heads], accum),
+        schedule: T.Tensor([fragments, FIELDS], T.int32),
+        partial_out: T.Tensor([num_ctas, 2, seqlen_q, heads, d_c], accum),
+        partial_lse: T.Tensor([num_ctas, 2, seqlen_q, heads], accum),
+        out: T.StridedTensor([batch, seqlen_q, heads, d_c], [o_b, o_s, o_h, 1], dtype),
+        lse: T.Tensor([batch, heads, seqlen_q], accum),
         softmax_scale: T.float32,
         causal: T.int32,
-        use_starts: T.int32,
+        window: T.int32,
+        sinks: T.int32,
     ):
-        with T.Kernel(batch, tiling.num_tiles, num_splits, threads=2 * CONSUMERS) as (b, tile, z):
-            q_tile = T.alloc_shared([rows, latent_cols], dtype)
+        with T.Kernel(tiling.num_tiles, num_ctas, threads=threads) as (tile, cta):
+            if ctas_per_sm > 1:
+                T.annotate_min_blocks_per_sm(ctas_per_sm)
+            q_tile = T.alloc_shared([tiling.rows, latent_cols], dtype)
             qp_tile = T.alloc_shared([rope.num_blocks * rope.block_rows, chunks * chunk], dtype)
             c_ring = T.alloc_shared([num_stages, BLOCK, latent_cols], dtype)
             k_ring = T.alloc_shared([rope_stages, BLOCK, chunk], dtype)
-            p_tile = T.alloc_shared([BLOCK, rows], dtype)
-            stage = T.alloc_shared([warps, rows], accum)
+            p_tile = T.alloc_shared([warpgroups, BLOCK, rows], dtype)
+            stage = T.alloc_shared([warpgroups, warps, rows], accum)
             q_full = T.alloc_barrier(1)
+            q_free = T.alloc_barrier(consumers)
             c_full = T.alloc_barrier([1] * num_stages)
-            c_free = T.alloc_barrier([CONSUMERS] * num_stages)
+            c_free = T.alloc_barrier([consumers] * num_stages)
             k_full = T.alloc_barrier([1] * rope_stages)
-            k_free = T.alloc_barrier([CONSUMERS] * rope_stages)
+            k_free = T.alloc_barrier([WARPGROUP if octets else consumers] * rope_stages)
             thread = T.get_thread_binding()
 
             y = tile % tiling.head_tiles if tiling.token_tiles > 1 else tile
@@ -105,221 +325,122 @@ def make_swap_ab_ws(
             first = y % tiles_per_group * tile_heads if tiles_per_group > 1 else y * tile_heads
             valid = tile_heads if even else T.min(tile_heads, (group if tiles_per_group > 1 else heads) - first)
 
-            # In memory on purpose: see swap_ab. [stop, start, last page, first tile, tiles]
-            span = T.alloc_local([6], T.int32)
-            span[0] = T.max(0, T.min(cache_seqlens[b], max_pages * page_size))
-            span[1] = T.max(0, T.min(cache_starts[b] * use_starts, span[0]))
-            span[2] = T.max(0, (span[0] - 1) // page_size)
-            span[5] = (span[0] + BLOCK - 1) // BLOCK - span[1] // BLOCK
-            span[3] = span[1] // BLOCK + T.truncdiv(span[5] * z, num_splits)
-            span[4] = span[1] // BLOCK + T.truncdiv(span[5] * (z + 1), num_splits) - span[3]
+            span = T.alloc_local([SPAN_FIELDS], T.int32)
+            work = T.alloc_local([3], T.int32)  # fragments, row of the second one less 1, tiles done before this one
+            pages = T.alloc_local([pieces], T.int32)
+            work[0] = schedule[cta, COUNT]
+            work[1] = schedule[cta, NEXT]
+            work[2] = 0
+            T.pdl_trigger()
 
-            # Indices are clamped beside their guards: for some widths TileLang's bounds check fails to lower otherwise.
-            if thread < CONSUMERS:  # a power-of-two count of threads: others fail to lower
-                for i, d in T.Parallel(rope.num_blocks * rope.block_rows, chunks * chunk):
-                    if octets:  # row i is head i; its block holds 8 heads and their own columns only
-                        qp_tile[i, d] = T.if_then_else(
-                            (i < valid) & (d // d_r == i % 8 // group),
-                            q_pe[b, 0, T.min(head0 + i, heads - 1), d % d_r],
-                            T.cast(0, dtype),
-                        )
-                    else:
-                        qp_tile[i, d] = T.if_then_else(
-                            (token0 + token(i) < seqlen_q)
-                            & (head(i) < valid)
-                            & (d // d_r == head(i) // group % groups),
-                            q_pe[b, T.min(token0 + token(i), seqlen_q - 1), T.min(head0 + head(i), heads - 1), d % d_r],
-                            T.cast(0, dtype),
-                        )
-            T.sync_threads()
-
-            if thread < CONSUMERS:
-                T.set_max_nreg(240, 1)
-                s = T.alloc_fragment([BLOCK, rows], accum)
-                p = T.alloc_fragment([BLOCK, rows], accum)
-                rs = [T.alloc_fragment([BLOCK, rope.block_rows], accum) for _ in row_blocks]
-                o = T.alloc_fragment([latent_cols, rows], accum)
-                r = T.alloc_fragment([warps, rows], accum)
-                m = T.alloc_fragment([rows], accum)
-                mn = T.alloc_fragment([rows], accum)
-                al = T.alloc_fragment([rows], accum)
-                den = T.alloc_fragment([rows], accum)
-                limit = T.alloc_fragment([rows], T.int32)  # first token that a row's query does not see
-                scale = softmax_scale * LOG2E
-                T.fill(o, 0)
-                T.fill(p, 0)
-                T.fill(m, MASKED)
-                for j in T.Parallel(rows):
-                    limit[j] = span[0] - (seqlen_q - 1) * causal + T.min(token0 + token(j), (seqlen_q - 1) * causal)
-                T.barrier_wait(q_full, 0)
-                for k in T.serial(span[4]):
-                    t0 = (span[3] + k) * BLOCK
-                    T.barrier_wait(c_full[k % num_stages], (k // num_stages) & 1)
-                    T.wgmma_gemm(
-                        c_ring[k % num_stages, :, :], q_tile, s, transpose_B=True, clear_accum=True, policy=by_row
-                    )
-                    for q in row_blocks:
-                        for u in chunk_list:
-                            n = k * total_chunks + q * chunks + u
-                            T.barrier_wait(k_full[n % rope_stages], (n // rope_stages) & 1)
-                            if octets:
-                                T.wgmma_gemm(
-                                    k_ring[n % rope_stages, :, :],
-                                    qp_tile[q * 8 : (q + 1) * 8, u * chunk : (u + 1) * chunk],
-                                    rs[q],
-                                    transpose_B=True,
-                                    clear_accum=u == 0,
-                                    policy=by_row,
-                                )
-                            else:
-                                T.wgmma_gemm(
-                                    k_ring[n % rope_stages, :, :],
-                                    qp_tile[:, u * chunk : (u + 1) * chunk],
-                                    s,
-                                    transpose_B=True,
-                                    policy=by_row,
-                                )
-                            if q * chunks + u >= rope_stages - 1 and q * chunks + u < total_chunks - 1:
-                                # the ring is shorter than a tile's chunks: free the oldest slot as soon as it is read
-                                T.wait_wgmma(rope_stages - 1)
-                                T.barrier_arrive(k_free[(n - (rope_stages - 1)) % rope_stages])
-                    T.wait_wgmma(0)
-                    for v in list(range(max(0, total_chunks - rope_stages), total_chunks)):
-                        T.barrier_arrive(k_free[(k * total_chunks + v) % rope_stages])
-                    if octets:
-                        for q in row_blocks:
-                            for i, j in T.Parallel(BLOCK, 8):
-                                s[i, q * 8 + j] += rs[q][i, j]
-                    for i, j in T.Parallel(BLOCK, rows):
-                        s[i, j] = T.if_then_else((t0 + i >= span[1]) & (t0 + i < limit[j]), s[i, j], MASKED)
-                    if (t0 < span[1]) | (t0 + BLOCK > span[0]):  # a weight of 0 does not clean a NaN
-                        for c in panel_list:  # by panels: other widths cost registers for divisions by 3, 5 or 7
-                            for i, d in T.Parallel(BLOCK, 64):
-                                if (t0 + i < span[1]) | (t0 + i >= span[0]):
-                                    c_ring[k % num_stages, i, c + d] = T.cast(0, dtype)
-                        T.fence_proxy_async()
-                    view = T.view(s, [warps, 16, rows])
-                    T.reduce_max(view, r, dim=1)
-                    T.sync_threads(barrier_id=BARRIER, arrive_count=CONSUMERS)
-                    T.copy(r, stage)
-                    T.sync_threads(barrier_id=BARRIER, arrive_count=CONSUMERS)
-                    for j in T.Parallel(rows):
-                        mn[j] = m[j]
-                        for w in warp_list:
-                            mn[j] = T.max(mn[j], stage[w, j])
-                    for j in T.Parallel(rows):
-                        al[j] = T.exp2((m[j] - mn[j]) * scale)
-                        m[j] = mn[j]
-                    for i, j in T.Parallel(BLOCK, rows):
-                        s[i, j] = T.if_then_else(s[i, j] == MASKED, 0.0, T.exp2((s[i, j] - mn[j]) * scale))
-                    T.copy(s, p_tile)
-                    for i, j in T.Parallel(BLOCK, rows):
-                        p[i, j] = p[i, j] * al[j] + s[i, j]
-                    for d, j in T.Parallel(latent_cols, rows):
-                        o[d, j] *= al[j]
-                    T.gemm(c_ring[k % num_stages, :, :], p_tile, o, transpose_A=True, policy=by_row)
-                    T.barrier_arrive(c_free[k % num_stages])
-                p_view = T.view(p, [warps, 16, rows])
-                T.reduce_sum(p_view, r, dim=1)
-                T.sync_threads(barrier_id=BARRIER, arrive_count=CONSUMERS)
-                T.copy(r, stage)
-                T.sync_threads(barrier_id=BARRIER, arrive_count=CONSUMERS)
-                for j in T.Parallel(rows):
-                    den[j] = 0
-                    for w in warp_list:
-                        den[j] += stage[w, j]
-                for j in T.Parallel(rows):
-                    if (token0 + token(j) < seqlen_q) & (head(j) < valid):
-                        partial_lse[b, z, token0 + token(j), head0 + head(j)] = T.if_then_else(
-                            den[j] == 0, -T.infinity(accum), (T.log2(den[j]) + m[j] * scale) * LN2
-                        )
-                if span[4] > 0:
-                    for d, j in T.Parallel(latent_cols, rows):
-                        if (token0 + token(j) < seqlen_q) & (head(j) < valid):
-                            if d < d_c:
-                                partial_out[b, z, token0 + token(j), head0 + head(j), d] = o[d, j] / T.max(
-                                    den[j], 1e-30
-                                )
+            if thread < WARPGROUP:
+                consume(
+                    0, cta, token0, head0, valid, q_pe, schedule, span, work, q_tile, qp_tile, c_ring, k_ring, p_tile,
+                    stage, q_full, q_free, c_full, c_free, k_full, k_free, out, lse, partial_out, partial_lse, seqlen_q,
+                    heads, softmax_scale, causal, window, sinks,
+                )  # fmt: skip
+            elif warpgroups == 2 and thread < 2 * WARPGROUP:
+                consume(
+                    warpgroups - 1, cta, token0, head0, valid, q_pe, schedule, span, work, q_tile, qp_tile, c_ring,
+                    k_ring, p_tile, stage, q_full, q_free, c_full, c_free, k_full, k_free, out, lse, partial_out,
+                    partial_lse, seqlen_q, heads, softmax_scale, causal, window, sinks,
+                )  # fmt: skip
             else:
-                T.set_max_nreg(40, 0)
-                if thread < CONSUMERS + 32:
-                    if tile_tokens == 1:
-                        T.tma_copy(q_latent[b, token0, head0 : head0 + rows, 0:latent_cols], q_tile, barrier=q_full)
-                    else:
-                        for v in list(range(tile_tokens)):
-                            for c in panel_list:
-                                T.tma_copy(
-                                    q_latent[b, token0 + v, head0 : head0 + head_rows, c : c + 64],
-                                    q_tile[v * head_rows : (v + 1) * head_rows, c : c + 64],
-                                    barrier=q_full,
-                                )
-                    if thread == CONSUMERS:
-                        T.barrier_arrive(q_full)
-                    for k in T.serial(span[4]):
-                        t0 = (span[3] + k) * BLOCK
-                        T.barrier_wait(c_free[k % num_stages], ((k // num_stages) & 1) ^ 1)
-                        for v in piece_list:
-                            if pieces == 1:
-                                T.tma_copy(
-                                    latent_cache[
-                                        block_table[b, t0 // page_size],
-                                        t0 % page_size : t0 % page_size + BLOCK,
-                                        0:latent_cols,
-                                    ],
-                                    c_ring[k % num_stages, :, :],
-                                    barrier=c_full[k % num_stages],
-                                )
-                            else:
-                                for c in panel_list:  # panels of the swizzled tile are contiguous per page
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                if thread < consumers + 32:
+                    for f in T.serial(work[0]):
+                        for i in T.unroll(SPAN_FIELDS):
+                            span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+                        for k in T.serial(span[TILES]):
+                            t0 = first_token(span, k)
+                            slot = (work[2] + k) % num_stages
+                            for v in piece_list:
+                                pages[v] = block_table[
+                                    span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))
+                                ]
+                            T.barrier_wait(c_free[slot], (((work[2] + k) // num_stages) & 1) ^ 1)
+                            for v in piece_list:
+                                if pieces == 1:
                                     T.tma_copy(
                                         latent_cache[
-                                            block_table[b, T.min(t0 // page_size + v, span[2])], 0:page_size, c : c + 64
+                                            pages[0], t0 % page_size : t0 % page_size + BLOCK, 0:latent_cols
                                         ],
-                                        c_ring[k % num_stages, v * page_size : (v + 1) * page_size, c : c + 64],
-                                        barrier=c_full[k % num_stages],
+                                        c_ring[slot, :, :],
+                                        barrier=c_full[slot],
+                                        eviction_policy=policy,
                                     )
-                        if thread == CONSUMERS:
-                            T.barrier_arrive(c_full[k % num_stages])
-                elif thread < CONSUMERS + 64:
-                    for k in T.serial(span[4]):
-                        t0 = (span[3] + k) * BLOCK
-                        for q in row_blocks:
-                            for u in chunk_list:
-                                n = k * total_chunks + q * chunks + u
-                                T.barrier_wait(k_free[n % rope_stages], ((n // rope_stages) & 1) ^ 1)
-                                for v in piece_list:
-                                    if pieces == 1:
+                                else:
+                                    for c in panel_list:  # panels of the swizzled tile are contiguous per page
                                         T.tma_copy(
-                                            rope_cache[
-                                                block_table[b, t0 // page_size],
-                                                t0 % page_size : t0 % page_size + BLOCK,
-                                                column + q * rope.block_columns + u * chunk : column
-                                                + q * rope.block_columns
-                                                + (u + 1) * chunk,
-                                            ],
-                                            k_ring[n % rope_stages, :, :],
-                                            barrier=k_full[n % rope_stages],
+                                            latent_cache[pages[v], 0:page_size, c : c + 64],
+                                            c_ring[slot, v * page_size : (v + 1) * page_size, c : c + 64],
+                                            barrier=c_full[slot],
+                                            eviction_policy=policy,
                                         )
-                                    else:
-                                        for c in rope_panels:
+                            if thread == consumers:
+                                T.barrier_arrive(c_full[slot])
+                        work[2] += span[TILES]
+                elif thread < consumers + 64:
+                    for f in T.serial(work[0]):
+                        for i in T.unroll(SPAN_FIELDS):
+                            span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+                        for k in T.serial(span[TILES]):
+                            t0 = first_token(span, k)
+                            for v in piece_list:
+                                pages[v] = block_table[
+                                    span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))
+                                ]
+                            for q in block_list:
+                                for u in chunk_list:
+                                    n = (work[2] + k) * total_chunks + q * chunks + u
+                                    left = column + q * rope.block_columns + u * chunk
+                                    T.barrier_wait(k_free[n % rope_stages], ((n // rope_stages) & 1) ^ 1)
+                                    for v in piece_list:
+                                        if pieces == 1:
                                             T.tma_copy(
                                                 rope_cache[
-                                                    block_table[b, T.min(t0 // page_size + v, span[2])],
-                                                    0:page_size,
-                                                    column + q * rope.block_columns + u * chunk + c : column
-                                                    + q * rope.block_columns
-                                                    + u * chunk
-                                                    + c
-                                                    + min(64, chunk),
+                                                    pages[0],
+                                                    t0 % page_size : t0 % page_size + BLOCK,
+                                                    left : left + chunk,
                                                 ],
-                                                k_ring[
-                                                    n % rope_stages,
-                                                    v * page_size : (v + 1) * page_size,
-                                                    c : c + min(64, chunk),
-                                                ],
+                                                k_ring[n % rope_stages, :, :],
                                                 barrier=k_full[n % rope_stages],
+                                                eviction_policy=policy,
                                             )
-                                if thread == CONSUMERS + 32:
-                                    T.barrier_arrive(k_full[n % rope_stages])
+                                        else:
+                                            for c in rope_panels:
+                                                T.tma_copy(
+                                                    rope_cache[
+                                                        pages[v], 0:page_size, left + c : left + c + min(64, chunk)
+                                                    ],
+                                                    k_ring[
+                                                        n % rope_stages,
+                                                        v * page_size : (v + 1) * page_size,
+                                                        c : c + min(64, chunk),
+                                                    ],
+                                                    barrier=k_full[n % rope_stages],
+                                                    eviction_policy=policy,
+                                                )
+                                    if thread == consumers + 32:
+                                        T.barrier_arrive(k_full[n % rope_stages])
+                        work[2] += span[TILES]
+                elif thread < consumers + 96:
+                    for f in T.serial(work[0]):
+                        b = schedule[T.if_then_else(f == 0, cta, work[1] + f), SEQUENCE]
+                        T.barrier_wait(q_free, (f & 1) ^ 1)
+                        if tile_tokens == 1:
+                            T.tma_copy(
+                                q_latent[b, token0, head0 : head0 + tiling.rows, 0:latent_cols], q_tile, barrier=q_full
+                            )
+                        else:
+                            for v in list(range(tile_tokens)):
+                                for c in panel_list:
+                                    T.tma_copy(
+                                        q_latent[b, token0 + v, head0 : head0 + head_rows, c : c + 64],
+                                        q_tile[v * head_rows : (v + 1) * head_rows, c : c + 64],
+                                        barrier=q_full,
+                                    )
+                        if thread == consumers + 64:
+                            T.barrier_arrive(q_full)
 
     return mla_decode_swap_ab_ws

@@ -1,0 +1,367 @@
+"""MLA decode for Hopper, 64 query rows on the M side of wgmma: for tiles whose rows are full, where arithmetic counts.
+
+Two computing warpgroups. The first computes scores and softmax and the left columns of the output; the second the right
+columns, from weights that the first hands over in shared memory. The first one's score products queue up behind its own
+output product of the tile before, and the second one's output product runs beside the first one's softmax, so the
+tensor cores seldom wait (the division of labour that FlashAttention-3 uses for wide values; FlashMLA's seesaw has each
+warpgroup do the scores of every second tile instead). Four warps of a third warpgroup stream the two halves of the
+latent, the rotary keys and the queries.
+"""
+
+import tilelang.language as T
+
+from mha2mla.kernels.mla_decode.fragment import (
+    LN2,
+    LOG2E,
+    MASKED,
+    SPAN_FIELDS,
+    first_token,
+    holds_unseen,
+    last_page,
+    needs_mask,
+    sees,
+    unseen,
+)
+from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
+from mha2mla.kernels.mla_decode.selection import padded_latent_columns, padded_rope_columns
+from mha2mla.kernels.mla_decode.tiling import RowTiling
+
+WARPGROUP = 128  # threads
+BLOCK = 64  # cached tokens per tile
+ROWS = 64  # the M of one wgmma
+BARRIER = 8  # named barriers below 8 belong to the compiler
+PRODUCER_REGISTERS = 56
+CONSUMER_REGISTERS = 224
+
+
+def make_heads_on_m(
+    *,
+    heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    num_rope_heads: int,
+    page_size: int,
+    dtype: str,
+    tiling: RowTiling,
+    num_stages: int = 2,
+    left_columns: int = 256,
+):
+    """A TileLang function ``mla_decode_heads_on_m`` for one static shape; arguments as :func:`make_swap_ab` describes.
+
+    Args:
+        heads, kv_lora_rank, qk_rope_head_dim, num_rope_heads: H, d_c, d_r, G.
+        page_size: tokens per page, a power of two >= 16.
+        dtype: "bfloat16" or "float16".
+        tiling: which 64 query rows one CTA serves; its rope heads fill at most 64 columns.
+        num_stages: tiles in flight.
+        left_columns: of the latent, a multiple of 64, that the warpgroup with the scores multiplies.
+    """
+    d_c, d_r, tile_tokens, head_rows = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile, tiling.head_rows
+    groups, group = tiling.groups_per_tile, tiling.heads_per_group
+    tile_heads, tiles_per_group = tiling.heads_per_tile, tiling.tiles_per_group
+    even = tile_heads * tiling.head_tiles == heads
+    one_token = tile_tokens == 1 and tiling.token_tiles == 1
+    latent_cols = padded_latent_columns(d_c, 256)
+    left, right = left_columns, latent_cols - left_columns
+    rope_cols = padded_rope_columns(groups * d_r)
+    accum = T.float32
+    pieces = max(1, BLOCK // page_size)
+    piece_list, consumers = list(range(pieces)), 2 * WARPGROUP
+    by_row = T.GemmWarpPolicy.FullRow
+    policy = "evict_first" if tiling.num_tiles == 1 else "evict_normal"
+
+    batch, seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
+    num_pages, max_pages = T.dynamic("num_pages"), T.dynamic("max_pages")
+    num_ctas, fragments = T.dynamic("num_ctas"), T.dynamic("fragments")
+    ql_b, ql_s, ql_h = T.dynamic("ql_b"), T.dynamic("ql_s"), T.dynamic("ql_h")
+    qp_b, qp_s, qp_h = T.dynamic("qp_b"), T.dynamic("qp_s"), T.dynamic("qp_h")
+    o_b, o_s, o_h = T.dynamic("o_b"), T.dynamic("o_s"), T.dynamic("o_h")
+    lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
+
+    def token(row):
+        return row // head_rows if tile_tokens > 1 else 0
+
+    def head(row):
+        return row % head_rows if tile_tokens > 1 else row
+
+    @T.macro
+    def stream(source, columns, offset, ring, full, free, thread, leader, block_table, schedule, cta, work, span, pages):
+        """One warp: every tile of this CTA's fragments, ``columns`` of ``source`` from ``offset`` on, into a ring."""
+        for f in T.serial(work[0]):
+            for i in T.unroll(SPAN_FIELDS):
+                span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+            for k in T.serial(span[TILES]):
+                t0 = first_token(span, k)
+                slot = (work[2] + k) % num_stages
+                for v in piece_list:
+                    pages[v] = block_table[span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))]
+                T.barrier_wait(free[slot], (((work[2] + k) // num_stages) & 1) ^ 1)
+                for v in piece_list:
+                    if pieces == 1:
+                        T.tma_copy(
+                            source[pages[0], t0 % page_size : t0 % page_size + BLOCK, offset : offset + columns],
+                            ring[slot, :, :],
+                            barrier=full[slot],
+                            eviction_policy=policy,
+                        )
+                    else:
+                        for c in list(range(0, columns, 64)):  # panels of the swizzled tile are contiguous per page
+                            T.tma_copy(
+                                source[pages[v], 0:page_size, offset + c : offset + c + min(64, columns)],
+                                ring[slot, v * page_size : (v + 1) * page_size, c : c + min(64, columns)],
+                                barrier=full[slot],
+                                eviction_policy=policy,
+                            )
+                if thread == leader:
+                    T.barrier_arrive(full[slot])
+            work[2] += span[TILES]
+
+    @T.macro
+    def clean(ring, slot, columns, span, t0):
+        """Zeroes what no row sees: a weight of 0 does not clean a NaN."""
+        for c in list(range(0, columns, 64)):
+            for i, d in T.Parallel(BLOCK, 64):
+                if unseen(span, t0 + i):
+                    ring[slot, i, c + d] = T.cast(0, dtype)
+        T.fence_proxy_async()
+
+    @T.macro
+    def write(o, inverse, columns, offset, span, token0, head0, valid, seqlen_q, out, partial_out):
+        """Columns ``offset ...`` of all rows, to the output or to this fragment's partial."""
+        if span[SLOT] < 0:
+            for i, d in T.Parallel(ROWS, columns):
+                if (one_token or token0 + token(i) < seqlen_q) and head(i) < valid:
+                    if offset + d < d_c:
+                        out[span[SEQUENCE], token0 + token(i), head0 + head(i), offset + d] = o[i, d] * inverse[i]
+        else:
+            for i, d in T.Parallel(ROWS, columns):
+                if (one_token or token0 + token(i) < seqlen_q) and head(i) < valid:
+                    if offset + d < d_c:
+                        partial_out[
+                            span[SLOT] // 2, span[SLOT] % 2, token0 + token(i), head0 + head(i), offset + d
+                        ] = o[i, d] * inverse[i]
+
+    @T.prim_func
+    def mla_decode_heads_on_m(
+        q_latent: T.StridedTensor([batch, seqlen_q, heads, d_c], [ql_b, ql_s, ql_h, 1], dtype),
+        q_pe: T.StridedTensor([batch, seqlen_q, heads, d_r], [qp_b, qp_s, qp_h, 1], dtype),
+        latent_cache: T.StridedTensor([num_pages, page_size, d_c], [lc_p, lc_t, 1], dtype),
+        rope_cache: T.StridedTensor([num_pages, page_size, num_rope_heads * d_r], [rc_p, rc_t, 1], dtype),
+        block_table: T.Tensor([batch, max_pages], T.int32),
+        schedule: T.Tensor([fragments, FIELDS], T.int32),
+        partial_out: T.Tensor([num_ctas, 2, seqlen_q, heads, d_c], accum),
+        partial_lse: T.Tensor([num_ctas, 2, seqlen_q, heads], accum),
+        out: T.StridedTensor([batch, seqlen_q, heads, d_c], [o_b, o_s, o_h, 1], dtype),
+        lse: T.Tensor([batch, heads, seqlen_q], accum),
+        softmax_scale: T.float32,
+        causal: T.int32,
+        window: T.int32,
+        sinks: T.int32,
+    ):
+        with T.Kernel(tiling.num_tiles, num_ctas, threads=consumers + WARPGROUP) as (tile, cta):
+            q_tile = T.alloc_shared([ROWS, latent_cols], dtype)
+            qp_tile = T.alloc_shared([ROWS, rope_cols], dtype)
+            left_ring = T.alloc_shared([num_stages, BLOCK, left], dtype)
+            right_ring = T.alloc_shared([num_stages, BLOCK, right], dtype)
+            k_ring = T.alloc_shared([num_stages, BLOCK, rope_cols], dtype)
+            p_tile = T.alloc_shared([ROWS, BLOCK], dtype)
+            rescale = T.alloc_shared([ROWS], accum)
+            inverses = T.alloc_shared([2, ROWS], accum)  # of even and odd fragments
+            q_full = T.alloc_barrier(1)
+            q_free = T.alloc_barrier(WARPGROUP)
+            left_full = T.alloc_barrier([1] * num_stages)
+            left_free = T.alloc_barrier([WARPGROUP] * num_stages)
+            right_full = T.alloc_barrier([1] * num_stages)
+            right_free = T.alloc_barrier([WARPGROUP] * num_stages)
+            k_full = T.alloc_barrier([1] * num_stages)
+            k_free = T.alloc_barrier([WARPGROUP] * num_stages)
+            p_full = T.alloc_barrier(WARPGROUP)
+            p_free = T.alloc_barrier(WARPGROUP)
+            end = T.alloc_barrier(WARPGROUP)
+            thread = T.get_thread_binding()
+
+            y = tile % tiling.head_tiles if tiling.token_tiles > 1 else tile
+            token0 = tile // tiling.head_tiles * tile_tokens if tiling.token_tiles > 1 else 0
+            head0 = y // tiles_per_group * (groups * group) + y % tiles_per_group * tile_heads
+            column = y // tiles_per_group * (groups * d_r)
+            # heads of this tile: the last tile of a group, or of all groups, may have fewer
+            first = y % tiles_per_group * tile_heads if tiles_per_group > 1 else y * tile_heads
+            valid = tile_heads if even else T.min(tile_heads, (group if tiles_per_group > 1 else heads) - first)
+
+            span = T.alloc_local([SPAN_FIELDS], T.int32)
+            work = T.alloc_local([3], T.int32)  # fragments, row of the second one less 1, tiles done before this one
+            pages = T.alloc_local([pieces], T.int32)
+            work[0] = schedule[cta, COUNT]
+            work[1] = schedule[cta, NEXT]
+            work[2] = 0
+            T.pdl_trigger()
+
+            if thread < WARPGROUP:
+                T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                s = T.alloc_fragment([ROWS, BLOCK], accum)
+                p = T.alloc_fragment([ROWS, BLOCK], dtype)
+                o = T.alloc_fragment([ROWS, left], accum)
+                m = T.alloc_fragment([ROWS], accum)
+                mn = T.alloc_fragment([ROWS], accum)
+                al = T.alloc_fragment([ROWS], accum)
+                den = T.alloc_fragment([ROWS], accum)
+                tile_sum = T.alloc_fragment([ROWS], accum)
+                limit = T.alloc_fragment([ROWS], T.int32)  # first token that a row's query does not see
+                scale = softmax_scale * LOG2E
+                tail = (seqlen_q - 1) * causal
+                for f in T.serial(work[0]):
+                    for i in T.unroll(SPAN_FIELDS):
+                        span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+                    for i, d in T.Parallel(ROWS, rope_cols):
+                        qp_tile[i, d] = T.if_then_else(
+                            (token0 + token(i) < seqlen_q) & (head(i) < valid) & (d // d_r == head(i) // group % groups),
+                            q_pe[
+                                span[SEQUENCE],
+                                T.min(token0 + token(i), seqlen_q - 1),
+                                T.min(head0 + head(i), heads - 1),
+                                d % d_r,
+                            ],
+                            T.cast(0, dtype),
+                        )
+                    T.fence_proxy_async()
+                    T.sync_threads(barrier_id=BARRIER, arrive_count=WARPGROUP)
+                    T.fill(o, 0)
+                    T.fill(den, 0)
+                    T.fill(m, MASKED)
+                    for i in T.Parallel(ROWS):
+                        limit[i] = span[STOP] - tail + T.min(token0 + token(i), tail)
+                    T.barrier_wait(q_full, f & 1)
+                    for k in T.serial(span[TILES]):
+                        t0 = first_token(span, k)
+                        n = work[2] + k
+                        T.barrier_wait(left_full[n % num_stages], (n // num_stages) & 1)
+                        T.wgmma_gemm(
+                            q_tile[:, 0:left],
+                            left_ring[n % num_stages, :, :],
+                            s,
+                            transpose_B=True,
+                            clear_accum=True,
+                            policy=by_row,
+                        )
+                        T.barrier_wait(right_full[n % num_stages], (n // num_stages) & 1)
+                        T.wgmma_gemm(
+                            q_tile[:, left:latent_cols],
+                            right_ring[n % num_stages, :, :],
+                            s,
+                            transpose_B=True,
+                            policy=by_row,
+                        )
+                        T.barrier_wait(k_full[n % num_stages], (n // num_stages) & 1)
+                        T.wgmma_gemm(qp_tile, k_ring[n % num_stages, :, :], s, transpose_B=True, policy=by_row)
+                        if k > 0:
+                            T.wait_wgmma(3)  # all but the three score products: the tile before is multiplied
+                            T.barrier_arrive(left_free[(n - 1) % num_stages])
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(k_free[n % num_stages])
+                        if needs_mask(span, t0, BLOCK, tail):
+                            for i, j in T.Parallel(ROWS, BLOCK):
+                                s[i, j] = T.if_then_else(sees(span, t0 + j, limit[i], window, sinks), s[i, j], MASKED)
+                        T.copy(m, mn)
+                        T.reduce_max(s, mn, dim=1, clear=False)
+                        for i in T.Parallel(ROWS):
+                            al[i] = T.exp2((m[i] - mn[i]) * scale)
+                            m[i] = mn[i]
+                            mn[i] = T.if_then_else(mn[i] == MASKED, 0.0, mn[i])  # so that masked scores weigh nothing
+                        for i, j in T.Parallel(ROWS, BLOCK):
+                            s[i, j] = T.exp2((s[i, j] - mn[i]) * scale)
+                        T.copy(s, p)
+                        T.barrier_wait(p_free, (n & 1) ^ 1)
+                        T.copy(p, p_tile)
+                        T.copy(al, rescale)
+                        T.fence_proxy_async()
+                        T.barrier_arrive(p_full)
+                        T.reduce_sum(s, tile_sum, dim=1)
+                        for i in T.Parallel(ROWS):
+                            den[i] = den[i] * al[i] + tile_sum[i]
+                        for i, d in T.Parallel(ROWS, left):
+                            o[i, d] *= al[i]
+                        if holds_unseen(span, t0, BLOCK):
+                            clean(left_ring, n % num_stages, left, span, t0)
+                            T.sync_threads(barrier_id=BARRIER, arrive_count=WARPGROUP)
+                        T.wgmma_gemm(p, left_ring[n % num_stages, :, :], o, policy=by_row)
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(left_free[(work[2] + span[TILES] - 1) % num_stages])
+                    T.barrier_arrive(q_free)
+                    work[2] += span[TILES]
+                    for i in T.Parallel(ROWS):
+                        m[i] = T.if_then_else(den[i] == 0, -T.infinity(accum), (T.log2(den[i]) + m[i] * scale) * LN2)
+                        den[i] = 1.0 / T.max(den[i], 1e-30)
+                    T.copy(den, inverses[f & 1, :])
+                    T.barrier_arrive(end)
+                    for i in T.Parallel(ROWS):
+                        if (one_token or token0 + token(i) < seqlen_q) and head(i) < valid:
+                            if span[SLOT] < 0:
+                                lse[span[SEQUENCE], head0 + head(i), token0 + token(i)] = m[i]
+                            else:
+                                partial_lse[
+                                    span[SLOT] // 2, span[SLOT] % 2, token0 + token(i), head0 + head(i)
+                                ] = m[i]
+                    write(o, den, left, 0, span, token0, head0, valid, seqlen_q, out, partial_out)
+            elif thread < 2 * WARPGROUP:
+                T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                o2 = T.alloc_fragment([ROWS, right], accum)
+                al2 = T.alloc_fragment([ROWS], accum)
+                for f in T.serial(work[0]):
+                    for i in T.unroll(SPAN_FIELDS):
+                        span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+                    T.fill(o2, 0)
+                    for k in T.serial(span[TILES]):
+                        t0 = first_token(span, k)
+                        n = work[2] + k
+                        T.barrier_wait(right_full[n % num_stages], (n // num_stages) & 1)
+                        T.barrier_wait(p_full, n & 1)
+                        T.copy(rescale, al2)
+                        for i, d in T.Parallel(ROWS, right):
+                            o2[i, d] *= al2[i]
+                        if holds_unseen(span, t0, BLOCK):
+                            clean(right_ring, n % num_stages, right, span, t0)
+                            T.sync_threads(barrier_id=BARRIER + 1, arrive_count=WARPGROUP)
+                        T.gemm(p_tile, right_ring[n % num_stages, :, :], o2, policy=by_row)
+                        T.barrier_arrive(p_free)
+                        T.barrier_arrive(right_free[n % num_stages])
+                    work[2] += span[TILES]
+                    T.barrier_wait(end, f & 1)
+                    T.copy(inverses[f & 1, :], al2)
+                    write(o2, al2, right, left, span, token0, head0, valid, seqlen_q, out, partial_out)
+            else:
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                if thread < consumers + 32:
+                    stream(
+                        latent_cache, left, 0, left_ring, left_full, left_free, thread, consumers, block_table, schedule,
+                        cta, work, span, pages,
+                    )  # fmt: skip
+                elif thread < consumers + 64:
+                    stream(
+                        latent_cache, right, left, right_ring, right_full, right_free, thread, consumers + 32,
+                        block_table, schedule, cta, work, span, pages,
+                    )  # fmt: skip
+                elif thread < consumers + 96:
+                    stream(
+                        rope_cache, rope_cols, column, k_ring, k_full, k_free, thread, consumers + 64, block_table,
+                        schedule, cta, work, span, pages,
+                    )  # fmt: skip
+                else:
+                    for f in T.serial(work[0]):
+                        b = schedule[T.if_then_else(f == 0, cta, work[1] + f), SEQUENCE]
+                        T.barrier_wait(q_free, (f & 1) ^ 1)
+                        if tile_tokens == 1:
+                            T.tma_copy(
+                                q_latent[b, token0, head0 : head0 + ROWS, 0:latent_cols], q_tile, barrier=q_full
+                            )
+                        else:
+                            for v in list(range(tile_tokens)):
+                                for c in list(range(0, latent_cols, 64)):
+                                    T.tma_copy(
+                                        q_latent[b, token0 + v, head0 : head0 + head_rows, c : c + 64],
+                                        q_tile[v * head_rows : (v + 1) * head_rows, c : c + 64],
+                                        barrier=q_full,
+                                    )
+                        if thread == consumers + 96:
+                            T.barrier_arrive(q_full)
+
+    return mla_decode_heads_on_m

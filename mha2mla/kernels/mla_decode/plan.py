@@ -1,0 +1,195 @@
+"""The work split of a decode step: made on the device from the lengths, once for all layers that share a shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.mla_decode.dispatch import capability, device_name, dispatch, num_sms
+from mha2mla.kernels.mla_decode.schedule import FIELDS, MAX_BATCH
+from mha2mla.kernels.mla_decode.selection import select_kernel
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Which tokens each block of the decode kernel reads, and the workspace for what it hands to the combine kernel.
+
+    Made by :func:`plan_mla_decode`. The lengths are read on the device when the plan is made or refreshed, and a call
+    with the plan attends over those; refresh it once per step, inside the CUDA graph if there is one. All calls that
+    share B, S_q, H, d_c, page table and lengths (the layers of a model) may share a plan, one after another.
+
+    Attributes:
+        shape: (B, S_q, H, d_c) that it was made for.
+        capacity: tokens that a sequence's page table holds.
+        causal, window, sinks: as in :func:`plan_mla_decode`.
+        schedule: [num_ctas + B, 16] int32; ``mha2mla/kernels/mla_decode/schedule.py`` describes it. Without rows where
+            the reference backend serves.
+        splits: [B, 2] int32, fragments of each sequence and where their partials begin.
+        partial_out: [num_ctas, 2, S_q, H, d_c] float32 workspace.
+        partial_lse: [num_ctas, 2, S_q, H] float32 workspace.
+    """
+
+    shape: tuple[int, int, int, int]
+    capacity: int
+    causal: bool
+    window: int | None
+    sinks: int
+    schedule: Tensor
+    splits: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+    @property
+    def num_ctas(self) -> int:
+        """Blocks of the decode kernel per tile of query rows; 0 where the reference backend serves."""
+        return self.partial_lse.shape[0]
+
+    def check(self, q_latent: Tensor, block_table: Tensor, page_size: int, causal: bool) -> None:
+        """Raise ValueError if the plan was made for another shape, device, page table width or ``causal``."""
+        if q_latent.shape != self.shape:
+            raise ValueError(f"plan was made for [B, S_q, H, d_c] = {self.shape}; expected {tuple(q_latent.shape)}")
+        if q_latent.device != self.splits.device:
+            raise ValueError(f"plan was made on {self.splits.device}; expected {q_latent.device}")
+        capacity = block_table.shape[1] * page_size
+        if capacity != self.capacity:
+            raise ValueError(f"plan was made for max_pages * page = {self.capacity}; expected {capacity}")
+        if bool(causal) != self.causal:
+            raise ValueError(f"plan was made for causal={self.causal}; expected {causal}")
+
+    def refresh(self, cache_seqlens: Tensor, cache_starts: Tensor | None = None) -> None:
+        """Plan again, in place, for other lengths. One small kernel; no allocation, nothing is read on the host.
+
+        Args:
+            cache_seqlens, cache_starts: [B] int32, as in :func:`mha2mla.kernels.mla_decode`.
+        """
+        for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_starts", cache_starts)):
+            if tensor is not None and (
+                tensor.shape != (self.shape[0],)
+                or tensor.dtype != torch.int32
+                or tensor.device != self.splits.device
+                or not tensor.is_contiguous()
+            ):
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; expected contiguous int32 "
+                    f"[{self.shape[0]}] on {self.splits.device}"
+                )
+        torch.ops.mha2mla.mla_decode_plan(
+            cache_seqlens, cache_starts, self.capacity, self.shape[1], self.causal,
+            -1 if self.window is None else self.window, self.sinks, self.schedule, self.splits,
+        )  # fmt: skip
+
+
+def check_window(window: int | None, sinks: int) -> None:
+    """Raise ValueError for a window that sees nothing, a negative number of sinks, or sinks without a window."""
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; expected None or at least 1 token")
+    if sinks < 0 or (sinks and window is None):
+        raise ValueError(f"sinks is {sinks} with window={window}; expected 0, or a positive number with a window")
+
+
+@torch.compiler.assume_constant_result
+def num_ctas_for(*call: Any) -> int:
+    """Blocks of the decode kernel per tile of query rows for a call as :func:`dispatch` takes it: what is resident at
+    once; 0 where the reference serves. Dynamo takes the answer and does not trace how it was found."""
+    shape, device = dispatch(*call), call[-1]
+    if shape is None:
+        return 0
+    choice = select_kernel(shape, capability(device), device_name(device))
+    return max(1, num_sms(device) * choice.ctas_per_sm // choice.tiling.num_tiles)
+
+
+def empty_plan(
+    q_latent: Tensor,
+    rope_cache: Tensor,
+    block_table: Tensor,
+    qk_rope_head_dim: int,
+    causal: bool,
+    window: int | None,
+    sinks: int,
+    backend: str,
+) -> DecodePlan:
+    """The buffers of a plan, not yet filled."""
+    batch, seqlen_q, heads, d_c = q_latent.shape
+    _, page_size, num_rope_heads, _ = rope_cache.shape
+    num_ctas = num_ctas_for(
+        backend, heads, num_rope_heads, d_c, qk_rope_head_dim, page_size, seqlen_q, q_latent.dtype, q_latent.device
+    )
+    if num_ctas and batch > MAX_BATCH:
+        raise ValueError(f"q_latent.shape[0] (batch) is {batch}; a plan takes at most {MAX_BATCH} sequences")
+    device = q_latent.device
+    return DecodePlan(
+        shape=(batch, seqlen_q, heads, d_c),
+        capacity=block_table.shape[1] * page_size,
+        causal=bool(causal),
+        window=window,
+        sinks=sinks,
+        schedule=torch.empty(num_ctas + batch if num_ctas else 0, FIELDS, dtype=torch.int32, device=device),
+        splits=torch.empty(batch, 2, dtype=torch.int32, device=device),
+        partial_out=torch.empty(num_ctas, 2, seqlen_q, heads, d_c, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(num_ctas, 2, seqlen_q, heads, dtype=torch.float32, device=device),
+    )
+
+
+def plan_mla_decode(
+    q_latent: Tensor,
+    rope_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    qk_rope_head_dim: int,
+    cache_starts: Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    backend: str | None = None,
+) -> DecodePlan:
+    """Allocate a plan for calls of :func:`mla_decode` with these shapes and fill it from these lengths.
+
+    Args:
+        q_latent: [B, S_q, H, d_c]; only shape, dtype and device are looked at, here and in the next two.
+        rope_cache: [P, page, G, d_r].
+        block_table: [B, max_pages].
+        cache_seqlens: [B] int32.
+        qk_rope_head_dim: d_r.
+        cache_starts: [B] int32 or None.
+        causal: as in :func:`mla_decode`.
+        window: each query sees only the last ``window`` tokens up to itself; None: all. Time follows the tokens seen.
+        sinks: the first ``sinks`` tokens (from cache_starts on) stay visible (attention sinks, arXiv 2309.17453).
+        backend: as in :func:`mla_decode`.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    check_window(window, sinks)
+    plan = empty_plan(q_latent, rope_cache, block_table, qk_rope_head_dim, causal, window, sinks, backend or "auto")
+    plan.refresh(cache_seqlens, cache_starts)
+    return plan
+
+
+def _plan(
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    capacity: int,
+    seqlen_q: int,
+    causal: bool,
+    window: int,
+    sinks: int,
+    schedule: Tensor,
+    splits: Tensor,
+) -> None:
+    if schedule.shape[0]:
+        from mha2mla.kernels.mla_decode.launch import launch_plan
+
+        launch_plan(cache_seqlens, cache_starts, capacity, seqlen_q, causal, window, sinks, schedule, splits)
+
+
+LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
+LIBRARY.define(
+    "mla_decode_plan(Tensor cache_seqlens, Tensor? cache_starts, int capacity, int seqlen_q, bool causal, int window,"
+    " int sinks, Tensor(a!) schedule, Tensor(b!) splits) -> ()"
+)
+LIBRARY.impl("mla_decode_plan", _plan, "CompositeExplicitAutograd")
+torch.library.register_fake("mha2mla::mla_decode_plan", lambda *_: None, lib=LIBRARY)
