@@ -1,0 +1,78 @@
+"""The generator of decode problems and its verdict: poison where nobody looks, right called right, wrong wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha2mla.eval import problems
+from mha2mla.eval.problems import UNUSED_PAGE, Problem, errors, exact, judge, torch_at
+from mha2mla.kernels import mla_decode
+
+STREAMING = Problem(
+    6, 3, 24, 8, (0, 1, 70, 700, 401), page_size=16, seqlen_q=2, window=50, sinks=5, starts=(0, 0, 3, 65, 401)
+)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_what_no_query_sees_is_poison(combined):
+    problem = Problem(4, 1, 16, 8, (70, 300), window=65, sinks=2, combined=combined, slack=2)
+    inputs = problem.inputs(torch.float32)
+    seen = (~inputs["latent_cache"].isnan().any(-1)).sum()
+    assert seen == (2 + 65) * 2 == problem.tokens_seen()
+    used = inputs["block_table"] != UNUSED_PAGE
+    assert used.tolist() == [[True, True] + [False] * 5, [True, False, False, True, True, False, False]]
+    assert not inputs["block_table"][used].unique(return_counts=True)[1].gt(1).any()
+    assert problem.cache_bytes() == problem.tokens_seen() * (16 + 8) * 2
+
+
+def test_the_same_seed_gives_the_same_numbers():
+    first, again = (STREAMING.inputs(torch.bfloat16) for _ in range(2))
+    assert torch.equal(first["latent_cache"].isnan(), again["latent_cache"].isnan())
+    assert torch.equal(first["q_latent"], again["q_latent"])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window, sinks", [(None, 0), (1, 0), (50, 5), (1000, 1000)])
+def test_reference_and_plain_torch_agree(window, sinks, causal):
+    """Two independent ways to write the formula, both in float64."""
+    from dataclasses import replace
+
+    problem = replace(STREAMING, window=window, sinks=sinks, causal=causal)
+    inputs = problem.inputs(torch.float64)
+    expected, _ = exact(inputs, **problem.visibility)
+    assert errors(torch_at(inputs, torch.float64, **problem.visibility), expected)[0] < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_is_right_and_the_op_takes_the_plan(dtype):
+    inputs = STREAMING.inputs(dtype)
+    out, lse = mla_decode(**inputs, plan=STREAMING.plan(inputs), return_lse=True)
+    judgement = judge(inputs, out, lse, dtype, **STREAMING.visibility)
+    assert judgement.ok, judgement.reason
+    assert judgement.error <= 2 * judgement.torch_error
+    wider = {"window": STREAMING.window, "sinks": STREAMING.sinks - 1}
+    assert not judge(inputs, out, lse, dtype, **wider).ok, "with one sink less the output is another one"
+
+
+def test_what_is_wrong_is_said():
+    inputs = STREAMING.inputs(torch.float32)
+    out, lse = mla_decode(**inputs, plan=STREAMING.plan(inputs), return_lse=True)
+
+    def reason(out, lse=lse):
+        return judge(inputs, out, lse, torch.float32, **STREAMING.visibility).reason
+
+    assert reason(out) == ""
+    assert "NaN" in reason(out.clone().index_fill_(0, torch.tensor([3]), torch.nan))
+    assert "not zero" in reason(out + 1e-9)
+    assert "relative error" in reason(out * 1.001)
+    assert "wrong rows" in reason(out, lse.nan_to_num(neginf=0.0))
+    assert "lse is off" in reason(out, lse * 1.01)
+
+
+def test_long_sequences_are_compared_in_chunks(monkeypatch):
+    inputs = STREAMING.inputs(torch.float32)
+    whole = exact(inputs, **STREAMING.visibility)
+    monkeypatch.setattr(problems, "CHUNK_TOKENS", 1000)
+    for part, expected in zip(exact(inputs, **STREAMING.visibility), whole, strict=True):
+        torch.testing.assert_close(part, expected)
