@@ -177,6 +177,46 @@ def demo(
     run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=json)
 
 
+def check_kernels(
+    count: int = 200,
+    seed: int = 0,
+    device: Device = None,
+    calls: int = 4,
+    timeout: float = 60.0,
+    json: str | None = None,
+) -> int:
+    """The decode kernels against float64 on random geometries and random plans; exit code 1 if any is wrong.
+
+    Args:
+        count: geometries, each of them one compilation.
+        seed: of everything drawn; the same seed checks the same calls.
+        device: cuda or cuda:1, the default being CUDA; cpu checks the reference backend on smaller calls.
+        calls: random calls and plans per geometry.
+        timeout: seconds after which a launch counts as hung.
+        json: also write all rows to this file.
+    """
+    from mha2mla.eval import collect_environment
+    from mha2mla.eval.environment import describe_environment
+    from mha2mla.eval.kernel_check import COLUMNS, check_kernels, summarize
+    from mha2mla.eval.report import print_table, write_json
+
+    rows = check_kernels(count, seed, device, calls=calls, timeout=timeout)
+    environment = collect_environment()
+    wrong = [row for row in rows if row["status"] != "ok"]
+    print_table(
+        summarize(rows),
+        title=f"{count} random geometries, {len(rows)} calls, {len(wrong)} not right (seed {seed})",
+        columns=COLUMNS,
+        caption=describe_environment(environment),
+    )
+    if wrong:
+        shown = ("H", "G", "d_c", "d_r", "page", "S_q", "dtype", "kernel", "batch", "window", "num_ctas", "status")
+        print_table(wrong[:20], title="not right", columns=shown)
+    if json:
+        write_json(json, kind="kernel-check", rows=rows, environment=environment, count=count, seed=seed)
+    return int(bool(wrong))
+
+
 def env(json: str | None = None) -> None:
     """Prints the machine, driver, clocks, library versions and commit that measurements carry.
 
@@ -213,7 +253,7 @@ def inspect_checkpoint(checkpoint: str, dtype: Dtype = "bfloat16", json: str | N
 
 
 def build_parser() -> ArgumentParser:
-    """The parser of ``mha2mla``; ``eval`` has verbs of its own."""
+    """The parser of ``mha2mla``; ``eval`` and ``check`` have verbs of their own."""
     parser = _parser("Turns MHA/GQA checkpoints into MLA ones, and measures them.", prog="mha2mla")
     parser.add_argument("--version", action="version", version=f"mha2mla {_version()}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -224,6 +264,10 @@ def build_parser() -> ArgumentParser:
     kinds = evaluations.add_subcommands(required=True, dest="kind")
     for name, function in (("quality", eval_quality), ("latency", eval_latency)):
         kinds.add_subcommand(name, _function_parser(function), help=_first_line(function))
+    checks = _parser("Checks this machine's kernels against float64.")
+    verbs.add_subcommand("check", checks, help=checks.description)
+    checked = checks.add_subcommands(required=True, dest="kind")
+    checked.add_subcommand("kernels", _function_parser(check_kernels), help=_first_line(check_kernels))
     for name, function in (("demo", demo), ("inspect", inspect_checkpoint), ("env", env)):
         verbs.add_subcommand(name, _function_parser(function), help=_first_line(function))
     return parser
@@ -316,28 +360,29 @@ def _recipe(arguments: Namespace) -> Any:
     return Recipe.from_dict(values | given)
 
 
-def _run(arguments: Namespace) -> None:
+def _run(arguments: Namespace) -> int:
     verb, chosen = arguments.verb, arguments[arguments.verb]
     if verb == "convert":
         convert(chosen.source, chosen.destination, _recipe(chosen), chosen.device, chosen.dtype, chosen.overwrite)
-        return
-    if verb == "eval":
-        verb, chosen = f"eval {chosen.kind}", chosen[chosen.kind]
+        return 0
+    if verb in ("eval", "check"):
+        verb, chosen = f"{verb} {chosen.kind}", chosen[chosen.kind]
     functions = {
         "eval quality": eval_quality,
         "eval latency": eval_latency,
+        "check kernels": check_kernels,
         "demo": demo,
         "inspect": inspect_checkpoint,
         "env": env,
     }
-    functions[verb](**chosen.as_dict())
+    return functions[verb](**chosen.as_dict()) or 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns 0, or 2 after a mistake of the user's, said in one line on standard error."""
+    """Runs one verb. Returns 0; 1 after a check that failed; 2 after a user's mistake, said in one line on stderr."""
     arguments = build_parser().parse_args(None if argv is None else list(argv))
     try:
-        _run(arguments)
+        return _run(arguments)
     except USER_ERRORS as error:
         if arguments.debug:
             raise
@@ -347,7 +392,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mha2mla: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -27,12 +27,13 @@ def test_help_names_every_verb(capsys):
         run("--help")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for verb in ("convert", "eval", "demo", "inspect", "env"):
+    for verb in ("convert", "eval", "check", "demo", "inspect", "env"):
         assert verb in text
 
 
 @pytest.mark.parametrize(
-    "verb", [("convert",), ("eval", "quality"), ("eval", "latency"), ("demo",), ("inspect",), ("env",)]
+    "verb",
+    [("convert",), ("eval", "quality"), ("eval", "latency"), ("check", "kernels"), ("demo",), ("inspect",), ("env",)],
 )
 def test_every_option_is_explained(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -106,6 +107,23 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     written = json.loads(report.read_text())
     assert {row["op"] for row in written["rows"]} == {"attention", "decode step"}
     assert written["environment"]["torch"]
+
+
+def test_check_kernels_without_a_gpu(tmp_path, capsys, monkeypatch):
+    report = tmp_path / "check.json"
+    assert run("check", "kernels", "--device", "cpu", "--count", "3", "--calls", "2", "--json", str(report)) == 0
+    assert "3 random geometries, 6 calls, 0 not right (seed 0)" in capsys.readouterr().out
+    content = json.loads(report.read_text())
+    assert content["kind"] == "kernel-check"
+    assert [row["status"] for row in content["rows"]] == ["ok"] * 6
+    assert content["environment"]["torch"]
+
+    from mha2mla.eval import kernel_check
+
+    rows = [row | {"status": "wrong: by far"} for row in content["rows"]]
+    monkeypatch.setattr(kernel_check, "check_kernels", lambda *_, **__: rows)
+    assert run("check", "kernels", "--device", "cpu") == 1
+    assert "by far" in capsys.readouterr().out
 
 
 def test_env(tmp_path, capsys):
