@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import random
+
 import torch
 
 from mha2mla.eval.problems import UNUSED_PAGE, Problem, errors, exact, judge, torch_at
+from mha2mla.kernels.mla_decode.schedule import (
+    COUNT,
+    FIELDS,
+    FIRST,
+    NEXT,
+    SEQUENCE,
+    SLOT,
+    START,
+    TILES,
+    WINDOW_TILE,
+    Fragment,
+    Span,
+    attended_span,
+    plan_fragments,
+    write_schedule,
+)
 
-__all__ = ["UNUSED_PAGE", "Problem", "assert_right", "errors", "exact", "judge", "run_kernels", "torch_at"]
+__all__ = [
+    "UNUSED_PAGE",
+    "Problem",
+    "assert_right",
+    "errors",
+    "exact",
+    "judge",
+    "poison_unseen_pages",
+    "random_work",
+    "run_kernels",
+    "spans_of",
+    "torch_at",
+    "write_work",
+]
+
+NO_WINDOW = 2**30  # as launch.py, which imports TileLang
 
 
 def assert_right(
@@ -23,13 +58,97 @@ def assert_right(
     return judgement.error, judgement.torch_error
 
 
-def run_kernels(split, merge, inputs: dict, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A compiled split kernel and combine on one problem, every output and all workspace poisoned with NaN before."""
-    q, lengths, starts = inputs["q_latent"], inputs["cache_seqlens"], inputs["cache_starts"]
+def poison_unseen_pages(problem: Problem, inputs: dict) -> dict:
+    """Also poisons table entries of pages that no query sees but that lie in a tile with a token that one sees."""
+    table = inputs["block_table"]
+    seen = problem._seen(problem.capacity, table.device).view(*table.shape, problem.page_size).any(2)
+    return inputs | {"block_table": torch.where(seen, table, UNUSED_PAGE)}
+
+
+def random_work(tiles: list[int], num_ctas: int, draw: random.Random) -> list[list[Fragment]]:
+    """A plan that no planner would make and every kernel must serve: sequences cut anywhere, fragments on any CTA in
+    any order; only the slots of a sequence keep their rule (``schedule.splits_of``)."""
+    work: list[list[Fragment]] = [[] for _ in range(num_ctas)]
+    order, used = [b for b, n in enumerate(tiles) if n], 0  # CTAs whose even slot is taken
+    draw.shuffle(order)
+    last_odd = -1
+    for b in order:
+        odd = used > 0 and last_odd < used - 1 and draw.random() < 0.5  # begins in the second slot of the CTA before
+        parts = min(tiles[b], draw.choice([1, 2, 3, tiles[b]]), num_ctas - used + odd)
+        cuts = [0, *sorted(draw.sample(range(1, tiles[b]), max(0, parts - 1))), tiles[b]]
+        if parts > 1:
+            slots = [2 * (used - odd + k) + (odd and k == 0) for k in range(parts)]
+            last_odd = used - 1 if odd else last_odd
+            used += parts - odd
+        for k, (first, stop) in enumerate(itertools.pairwise(cuts)):
+            mine = work[draw.randrange(num_ctas)]
+            mine.insert(
+                draw.randint(0, len(mine)), Fragment(b, first, stop - first, -1 if len(cuts) == 2 else slots[k])
+            )
+    return work
+
+
+def write_work(
+    spans: list[Span], work: list[list[Fragment]], device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``schedule`` and ``splits`` of any fragments on any CTAs; rows nobody points at hold the smallest number."""
+    rows, later = [[-(2**31)] * FIELDS for _ in work], []
+    splits = [[0, -1] for _ in spans]
+    for cta, mine in enumerate(work):
+        rows[cta][COUNT] = len(mine)
+        start = len(work) + len(later) - 1
+        for f, fragment in enumerate(mine):
+            span, row = spans[fragment.sequence], rows[cta] if f == 0 else [-(2**31)] * FIELDS
+            row[SEQUENCE], row[FIRST], row[TILES], row[SLOT] = dataclasses.astuple(fragment)
+            row[START : WINDOW_TILE + 1] = dataclasses.astuple(span)[:-1]
+            if f == 0:
+                row[NEXT] = start
+            else:
+                later.append(row)
+            splits[fragment.sequence][0] += 1
+            if fragment.first == 0:
+                splits[fragment.sequence][1] = fragment.slot
+    schedule = torch.tensor(rows + later, dtype=torch.int64).to(torch.int32).to(device)
+    return schedule, torch.tensor(splits, dtype=torch.int32, device=device)
+
+
+def spans_of(inputs: dict, window: int | None = None, sinks: int = 0) -> list[Span]:
+    """What some query of each sequence sees."""
+    capacity = inputs["block_table"].shape[1] * inputs["latent_cache"].shape[1]
+    lengths = inputs["cache_seqlens"].tolist()
+    starts = [0] * len(lengths) if inputs["cache_starts"] is None else inputs["cache_starts"].tolist()
+    return [
+        attended_span(length, start, capacity, inputs["q_latent"].shape[1], inputs["causal"], window, sinks)
+        for length, start in zip(lengths, starts, strict=True)
+    ]
+
+
+def run_kernels(
+    split,
+    merge,
+    inputs: dict,
+    num_ctas: int,
+    work: list[list[Fragment]] | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A compiled decode kernel and combine on one problem, every output and all workspace poisoned with NaN before.
+
+    ``work`` None: what the planner makes of the lengths.
+    """
+    q = inputs["q_latent"]
     batch, seqlen_q, heads, d_c = q.shape
+    spans = spans_of(inputs, window, sinks)
+    if work is None:
+        schedule = torch.empty(num_ctas + batch, FIELDS, dtype=torch.int32)
+        splits = torch.empty(batch, 2, dtype=torch.int32)
+        write_schedule(spans, plan_fragments([span.tiles for span in spans], num_ctas), schedule, splits)
+        schedule, splits = schedule.to(q.device), splits.to(q.device)
+    else:
+        schedule, splits = write_work(spans, work, q.device)
     floats = {"dtype": torch.float32, "device": q.device}
-    partial_out = torch.full((batch, num_splits, seqlen_q, heads, d_c), torch.nan, **floats)
-    partial_lse = torch.full((batch, num_splits, seqlen_q, heads), torch.nan, **floats)
+    partial_out = torch.full((num_ctas, 2, seqlen_q, heads, d_c), torch.nan, **floats)
+    partial_lse = torch.full((num_ctas, 2, seqlen_q, heads), torch.nan, **floats)
     out, lse = torch.full_like(q, torch.nan), torch.full((batch, heads, seqlen_q), torch.nan, **floats)
     split(
         q,
@@ -37,13 +156,15 @@ def run_kernels(split, merge, inputs: dict, num_splits: int) -> tuple[torch.Tens
         inputs["latent_cache"],
         inputs["rope_cache"].flatten(2),
         inputs["block_table"],
-        lengths,
-        lengths if starts is None else starts,
+        schedule,
         partial_out,
         partial_lse,
+        out,
+        lse,
         inputs["softmax_scale"],
         int(inputs["causal"]),
-        int(starts is not None),
+        NO_WINDOW if window is None else window,
+        sinks,
     )
-    merge(partial_out, partial_lse, out, lse)
+    merge(splits, partial_out, partial_lse, out, lse)
     return out, lse
