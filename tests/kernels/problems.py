@@ -34,8 +34,10 @@ __all__ = [
     "exact",
     "judge",
     "poison_unseen_pages",
+    "random_schedule_call",
     "random_work",
     "run_kernels",
+    "same_schedule",
     "spans_of",
     "torch_at",
     "write_work",
@@ -121,6 +123,65 @@ def spans_of(inputs: dict, window: int | None = None, sinks: int = 0) -> list[Sp
         attended_span(length, start, capacity, inputs["q_latent"].shape[1], inputs["causal"], window, sinks)
         for length, start in zip(lengths, starts, strict=True)
     ]
+
+
+def random_schedule_call(draw: random.Random) -> dict:
+    """Arguments of a planner: lengths (many alike, many empty, far apart), starts, window, CTAs."""
+    batch, longest = draw.randint(1, 150), draw.choice([1, 70, 300, 20000])
+    lengths = [draw.choice([0, draw.randint(0, longest), draw.randint(0, longest)]) for _ in range(batch)]
+    if draw.random() < 0.2:
+        lengths = [draw.randint(1, longest)] * batch
+    window = draw.choice([None, None, 1, 50, 64, 700])
+    return {
+        "lengths": lengths,
+        "starts": [draw.randint(0, max(1, length)) for length in lengths] if draw.random() < 0.3 else None,
+        "num_ctas": draw.choice([1, 2, 7, 33, 66, 132, 264]),
+        "capacity": draw.choice([20000, longest]),
+        "seqlen_q": draw.choice([1, 1, 2, 8]),
+        "causal": draw.random() < 0.7,
+        "window": window,
+        "sinks": draw.choice([0, 4, 64, 130]) if window else 0,
+    }
+
+
+def same_schedule(planner, call: dict, device: str = "cpu") -> bool:
+    """Whether a compiled planner writes what the oracle writes, wherever the oracle writes something."""
+    lengths, starts, num_ctas = call["lengths"], call["starts"], call["num_ctas"]
+    spans = [
+        attended_span(
+            length,
+            starts[b] if starts else 0,
+            call["capacity"],
+            call["seqlen_q"],
+            call["causal"],
+            call["window"],
+            call["sinks"],
+        )
+        for b, length in enumerate(lengths)
+    ]
+    expected = torch.empty(num_ctas + len(lengths), FIELDS, dtype=torch.int32)
+    expected_splits = torch.empty(len(lengths), 2, dtype=torch.int32)
+    work = plan_fragments([span.tiles for span in spans], num_ctas)
+    write_schedule(spans, work, expected, expected_splits)
+    schedule = torch.full_like(expected, -7).to(device)
+    splits = torch.full_like(expected_splits, -7).to(device)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    planner(
+        seqlens,
+        torch.tensor(starts, dtype=torch.int32, device=device) if starts else seqlens,
+        schedule,
+        splits,
+        num_ctas,
+        call["capacity"],
+        call["seqlen_q"],
+        int(call["causal"]),
+        int(starts is not None),
+        -1 if call["window"] is None else call["window"],
+        call["sinks"],
+    )
+    written = expected != -(2**31)
+    schedule = torch.where(written, schedule.cpu(), expected)
+    return torch.equal(schedule, expected) and torch.equal(splits.cpu(), expected_splits)
 
 
 def run_kernels(
