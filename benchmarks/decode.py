@@ -1,38 +1,50 @@
-"""The decode op on a GPU: errors over a matrix of shapes, then speeds beside FlashAttention-3 on the MHA model.
+"""The decode op on a GPU: errors over a matrix of shapes, speeds beside other implementations, host time per call.
 
-    python benchmarks/decode.py check --json runs/decode-check.json
-    python benchmarks/decode.py speed --json runs/decode-speed.json
+    python benchmarks/decode.py check --json benchmarks/results/h200-decode-check.json
+    python benchmarks/decode.py speed --json benchmarks/results/h200-decode-speed.json
+    python benchmarks/decode.py speed --only "H128"        # shapes.py has the names
+    python benchmarks/decode.py host --profile true
 
-A speed is printed only after the same inputs passed the correctness check. FlashAttention-3 is taken from the folder
-that MHA2MLA_PEERS names (compiled ops of the vLLM wheel), else from the package flash_attn_interface, else it is
-"missing: why".
+A speed is printed only after the same inputs, poisoned wherever nobody may look, gave the right result. The main
+number is the median with a cold L2: ``triton.testing.do_bench`` zeroes a buffer before each run, so a part of the L2
+cache is dirty and is written back during the run, for every implementation alike. The plan is made before and timed
+apart, as a decode step makes one for all its layers. Shares are of R, the rate at which FlashAttention-3 reads a 2 GB
+cache in MHA decode in the same run. ``peers.py`` says where the other implementations come from. Everything that may
+hang runs in a process of its own, under a time-out.
 """
 
 from __future__ import annotations
 
-import lzma
-import os
+import cProfile
+import pstats
+import statistics
 import sys
-import tempfile
+import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tqdm import tqdm
+
+from benchmarks.peers import flash_attention_3_mha, mla_peers
+from benchmarks.shapes import SpeedCase, choose, target_us
 from mha2mla.eval.environment import collect_environment, describe_environment
-from mha2mla.eval.latency import time_callable
+from mha2mla.eval.kernel_check import Case, check_cases, compile_shapes
+from mha2mla.eval.latency import Timing, time_callable
+from mha2mla.eval.problems import Problem, exact, judge
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import mla_decode, plan_mla_decode
-from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
-from tests.kernels.problems import Problem, errors, exact, torch_at
+from mha2mla.eval.workers import run_in_workers
+from mha2mla.kernels import mla_decode
+from mha2mla.kernels.mla_decode.dispatch import capability, device_name
+from mha2mla.kernels.mla_decode.selection import select_kernel
 
 # heads -> kv heads of a model with so many heads (SmolLM2, Qwen2, Gemma, Llama and their kin)
 KV_HEADS = {9: 3, 14: 2, 16: 4, 24: 8, 32: 8, 40: 8, 64: 8, 128: 16}
+LATENT = {9: 192, 14: 128, 16: 512, 24: 320, 32: 512, 40: 448, 64: 512, 128: 512}
 LENGTHS = {
     "1": (1,) * 3,
     "63": (63,) * 3,
@@ -41,229 +53,302 @@ LENGTHS = {
     "4096": (4096,) * 3,
     "mixed": (0, 1, 300, 5000, 64),
 }
-LATENT = {9: 192, 14: 128, 16: 512, 24: 320, 32: 512, 40: 448, 64: 512, 128: 512}
 
+READ_RATE = (32, 128, 64, 2048)  # heads, head width, batch, length of the MHA decode that R is measured with: 2.1 GB
+TIMEOUT = 240.0  # seconds for one shape, peers included
 
-def capability() -> int:
-    major, minor = torch.cuda.get_device_capability()
-    return major * 10 + minor
-
-
-def compile_shape(job: tuple[DecodeShape, int]) -> None:
-    """Puts a shape's kernels into TileLang's disk cache; run in a process of its own."""
-    from mha2mla.kernels.mla_decode.launch import compile_mla_decode
-
-    compile_mla_decode(*job)
-
-
-def compile_all(shapes: list[DecodeShape]) -> None:
-    """Compiles in parallel; the kernels come from the disk cache afterwards."""
-    jobs = [(shape, capability()) for shape in dict.fromkeys(shapes)]
-    with ProcessPoolExecutor(max_workers=min(len(jobs), max(1, (os.cpu_count() or 2) - 2))) as pool:
-        list(tqdm(pool.map(compile_shape, jobs), total=len(jobs), desc="compiling"))
-
-
-def matrix() -> list[tuple[str, Problem]]:
-    """heads x rope heads (1, kv heads, all) x page (16, 64) x lengths."""
-    problems = []
-    for heads, kv_heads in KV_HEADS.items():
-        for groups in dict.fromkeys((1, kv_heads, heads)):
-            rope = 64 if groups == 1 else 16
-            for page in (16, 64):
-                for label, lengths in LENGTHS.items():
-                    problems.append((label, Problem(heads, groups, LATENT[heads], rope, lengths, page_size=page)))
-    return problems
+COLUMNS = {
+    "name": "shape",
+    "MB": "MB",
+    "kernel": "kernel",
+    "num_ctas": "CTAs",
+    "splits": "splits",
+    "error": "error",
+    "torch_error": "torch",
+    "us_p20": "p20",
+    "us": "µs",
+    "us_p80": "p80",
+    "us_graph_warm": "graph, warm",
+    "plan_us": "plan",
+    "TB/s": "TB/s",
+    "share": "of R",
+    "TFLOP/s": "TFLOP/s",
+    "target_us": "target",
+    "met": "met",
+    "FlashMLA_us": "FlashMLA",
+    "FA3_MLA_us": "FA3 MLA",
+    "Triton_us": "Triton",
+    "torch_us": "torch µs",
+    "FA3_MHA_us": "FA3 MHA",
+    "status": "status",
+}
 
 
 def check(json: str | None = None) -> bool:
-    """Prints every shape's error against float64, beside torch's at bfloat16; returns whether all are within twice."""
-    problems = matrix()
-    compile_all([problem.shape() for _, problem in problems])
-    from mha2mla.kernels.mla_decode.launch import compile_mla_decode
+    """Errors against float64, beside torch's at bfloat16, of heads x rope heads x page x lengths.
 
-    rows = []
-    for label, problem in tqdm(problems, desc="checking"):
-        inputs = problem.inputs(torch.bfloat16, "cuda")
-        out, lse = mla_decode(**inputs, return_lse=True, backend="tilelang")
-        expected, expected_lse = exact(inputs)
-        relative, largest = errors(out, expected)
-        torch_relative, torch_largest = errors(torch_at(inputs, torch.bfloat16), expected)
-        finite = expected_lse > -torch.inf
-        same = torch.equal(torch.isfinite(lse), finite) and not bool(torch.isnan(out).any())
-        repeat = mla_decode(**inputs, backend="tilelang")
-        rows.append(
-            {
-                "H": problem.heads,
-                "G": problem.num_rope_heads,
-                "d_c": problem.kv_lora_rank,
-                "d_r": problem.qk_rope_head_dim,
-                "page": problem.page_size,
-                "length": label,
-                "error": relative,
-                "torch": torch_relative,
-                "largest": largest,
-                "torch_largest": torch_largest,
-                "lse_error": float((lse - expected_lse)[finite].abs().max()) if bool(finite.any()) else 0.0,
-                "ok": same
-                and relative <= 2 * torch_relative
-                and largest <= 2 * torch_largest
-                and torch.equal(repeat, out),
-            }
-        )  # fmt: skip
-    geometries = {problem.shape() for _, problem in problems}
-    compilations = compile_mla_decode.cache_info().misses
+    Args:
+        json: also write every row to this file.
+    """
+    cases = matrix()
+    rows = check_cases(cases, torch.device("cuda"))
+    labels = {max(lengths): label for label, lengths in LENGTHS.items()}
     summary = []
-    for shape in dict.fromkeys(problem.shape() for _, problem in problems):
-        mine = [
-            row
-            for row in rows
-            if (row["H"], row["G"], row["d_c"], row["page"])
-            == (shape.heads, shape.num_rope_heads, shape.kv_lora_rank, shape.page_size)
-        ]
-        worst = max(mine, key=lambda row: row["error"] / max(row["torch"], 1e-12))
-        choice = select_kernel(shape, capability())
+    for group in range(len(cases) // len(LENGTHS)):
+        mine = [row for row in rows if row["group"] == group]
+        measured = [row for row in mine if "error" in row]
+        worst = max(measured, key=lambda row: row["error"] / max(row["torch_error"], 1e-12), default={})
         summary.append(
-            {
-                "H": shape.heads,
-                "G": shape.num_rope_heads,
-                "d_c": shape.kv_lora_rank,
-                "d_r": shape.qk_rope_head_dim,
-                "page": shape.page_size,
-                **{row["length"]: row["error"] for row in mine},
-                "torch_worst": worst["torch"],
-                "lse": max(row["lse_error"] for row in mine),
-                "ok": all(row["ok"] for row in mine),
-                "kernel": choice.kernel,
+            {key: mine[0][key] for key in ("H", "G", "d_c", "d_r", "page", "kernel")}
+            | {labels[row["longest"]]: row["error"] for row in measured}
+            | {
+                "torch_worst": worst.get("torch_error"),
+                "lse": max((row["lse_error"] for row in measured), default=None),
             }
+            | {"status": next((row["status"] for row in mine if row["status"] != "ok"), "ok")}
         )
     environment = collect_environment()
     print_table(summary, title="error against float64 (bfloat16)", caption=describe_environment(environment))
-    print(
-        f"{compilations} compilations for {len(geometries)} geometries, {len(rows)} calls;"
-        f" wrong: {sum(not row['ok'] for row in rows)}"
-    )
+    wrong = sum(row["status"] != "ok" for row in rows)
+    print(f"{len(summary)} geometries, {len(rows)} calls; not right: {wrong}")
     if json:
-        write_json(json, kind="decode-check", rows=rows, environment=environment, compilations=compilations)
-    return all(row["ok"] for row in rows) and compilations == len(geometries)
+        write_json(json, kind="decode-check", rows=rows, environment=environment)
+    return not wrong
 
 
-def flash_attention_3(
-    heads: int, head_dim: int, batch: int, length: int, page: int = 64
-) -> Callable[[], torch.Tensor] | str:
-    """MHA decode of the source model by FlashAttention-3 over a paged cache, or why there is none."""
-    cache = [
-        torch.randn(batch * length // page, page, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-        for _ in range(2)
+def matrix() -> list[Case]:
+    """heads x rope heads (1, kv heads, all) x page (16, 64) x lengths; a group is a geometry."""
+    geometries = [
+        (heads, groups, LATENT[heads], 64 if groups == 1 else 16, page)
+        for heads, kv_heads in KV_HEADS.items()
+        for groups in dict.fromkeys((1, kv_heads, heads))
+        for page in (16, 64)
     ]
-    q = torch.randn(batch, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-    table = torch.randperm(batch * length // page, device="cuda").int().view(batch, -1)
-    lengths = torch.full((batch,), length, dtype=torch.int32, device="cuda")
-    peers = os.environ.get("MHA2MLA_PEERS")
-    if peers:
-        packed = Path(peers) / "_vllm_fa3_C.abi3.so.xz"
-        if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
-            library = Path(tempfile.gettempdir()) / "_vllm_fa3_C.abi3.so"
-            library.write_bytes(lzma.decompress(packed.read_bytes()))
-            torch.ops.load_library(str(library))
-        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-
-        def call():
-            return torch.ops._vllm_fa3_C.fwd(
-                q[:, 0], cache[0], cache[1], None, None, None, None, starts, None, None, None, lengths, 1, length,
-                table, None, None, None, None, None, None, None, None, head_dim**-0.5, True, -1, -1, 0.0, True,
-                None, 0, None, 0, None, 1, 0, None,
-            )[0]  # fmt: skip
-    else:
-        try:
-            from flash_attn_interface import flash_attn_with_kvcache
-        except ImportError as error:
-            return f"missing: {error}"
-
-        def call():
-            return flash_attn_with_kvcache(
-                q, *cache, cache_seqlens=lengths, page_table=table, softmax_scale=head_dim**-0.5, causal=True
-            )[:, 0]
-
-    try:
-        out = call()
-        k, v = (c[table.long()].flatten(1, 2).float() for c in (x[:, :, :1] for x in cache))  # one head is enough
-        score = torch.einsum("bd,btd->bt", q[:, 0, 0].float(), k[:, :, 0]) * head_dim**-0.5
-        expected = torch.einsum("bt,btd->bd", score.softmax(-1), v[:, :, 0])
-        error = float((out[:, 0].float() - expected).norm() / expected.norm())
-        if not error < 1e-2:
-            return f"missing: wrong result (relative error {error:.1e})"
-    except Exception as error:
-        return f"missing: {type(error).__name__}: {str(error).splitlines()[0]}"
-    return call
+    return [
+        Case(group, Problem(*geometry, lengths, page_size=page), "bfloat16")
+        for group, (*geometry, page) in enumerate(geometries)
+        for lengths in LENGTHS.values()
+    ]
 
 
-SPEEDS = [  # heads, rope heads, d_c, d_r, page, batch, length, MHA head width of the source or None
-    (32, 32, 512, 16, 64, 64, 2048, 128),
-    (32, 32, 512, 16, 64, 16, 16384, 128),
-    (32, 32, 512, 16, 64, 8, 4096, 128),
-    (32, 32, 512, 16, 64, 1, 32768, 128),
-    (32, 32, 512, 16, 16, 64, 2048, None),
-    (32, 8, 512, 16, 64, 64, 4096, None),
-    (32, 1, 512, 64, 64, 64, 4096, None),
-    (16, 1, 512, 64, 64, 64, 4096, None),
-    (9, 3, 256, 16, 64, 64, 4096, None),
-    (14, 2, 128, 16, 64, 64, 8192, None),
-    (40, 40, 448, 16, 64, 64, 2048, None),
-    (64, 1, 512, 64, 64, 64, 4096, None),
-    (128, 1, 512, 64, 64, 16, 8192, None),
-]
+def speed(only: str | None = None, json: str | None = None, peers: bool = True, min_run_time: float = 0.3) -> bool:
+    """Times the op (decode and combine kernel) and its peers on every shape of the target table.
 
-
-def speed(json: str | None = None, only: int | None = None) -> bool:
-    """Times the op (split kernel and combine, plan reused) with cold L2 and from a CUDA graph; checks first."""
-    chosen = SPEEDS[:only]
-    compile_all([DecodeShape(h, g, c, r, page, 1, "bfloat16") for h, g, c, r, page, *_ in chosen])
-    rows = []
-    for heads, groups, d_c, d_r, page, batch, length, head_dim in tqdm(chosen, desc="timing"):
-        problem = Problem(heads, groups, d_c, d_r, (length,) * batch, page_size=page, slack=0)
-        inputs = problem.inputs(torch.bfloat16, "cuda")
-        plan = plan_mla_decode(inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], d_r)
-        out = torch.empty_like(inputs["q_latent"])
-
-        def call(inputs=inputs, plan=plan, out=out):
-            return mla_decode(**inputs, plan=plan, out=out, backend="tilelang")
-
-        call()
-        sample = {
-            name: value[:2] if name in ("q_latent", "q_pe", "block_table", "cache_seqlens") else value
-            for name, value in inputs.items()
-        }
-        expected, _ = exact(sample)
-        relative, _ = errors(out[:2], expected)
-        torch_relative, _ = errors(torch_at(sample, torch.bfloat16), expected)
-        geometry = MLAGeometry(heads, groups, d_c, d_r)
-        size = batch * length * geometry.cache_bytes_per_token(2)
-        row = {"H": heads, "G": groups, "d_c": d_c, "d_r": d_r, "page": page, "B": batch,
-               "length": length, "MB": size / 1e6,
-               "splits": plan.num_splits, "error": relative, "torch": torch_relative}  # fmt: skip
-        if relative > 2 * torch_relative:
-            rows.append(row | {"us": None, "status": "wrong"})
-            continue
-        timing = time_callable(call, "cuda")
-        row |= {
-            "us_p20": timing.p20, "us": timing.p50, "us_p80": timing.p80, "us_graph_warm": timing.graph,
-            "TB/s": size / timing.p50 / 1e6,
-            "TFLOP/s": batch * length * geometry.decode_flops_per_token() / timing.p50 / 1e6,
-        }  # fmt: skip
-        if head_dim is not None:
-            peer = flash_attention_3(heads, head_dim, batch, length)
-            row["FA3_MHA_us"] = peer if isinstance(peer, str) else time_callable(peer, "cuda").p50
-        rows.append(row)
-        del inputs, plan, out, sample
-        torch.cuda.empty_cache()
+    Args:
+        only: measure shapes whose name contains this, and those that their targets refer to.
+        json: also write every row to this file.
+        peers: time the other implementations too.
+        min_run_time: seconds of cold-L2 runs per implementation and shape.
+    """
+    cases = choose(only)
+    shapes = [case.problem.shape() for case in cases]
+    broken = compile_shapes(shapes, torch.device("cuda"))
+    rows: dict[str, dict[str, Any]] = {
+        case.name: {"name": case.name, "status": broken[shape]}
+        for case, shape in zip(cases, shapes, strict=True)
+        if shape in broken
+    }
+    jobs = [None, *((case, peers, min_run_time) for case in cases if case.name not in rows)]
+    rate: dict[str, Any] = {"R": None, "R_from": "missing"}
+    for outcome in tqdm(run_in_workers(measure, jobs, timeout=TIMEOUT), total=len(jobs), desc="timing", disable=None):
+        if outcome.job is None:
+            rate = outcome.value or {"R": None, "R_from": f"missing: {outcome.failure}"}
+        else:
+            name = outcome.job[0].name
+            rows[name] = outcome.value or {"name": name, "status": outcome.failure}
+    table = []
+    for case in cases:
+        row = rows[case.name]
+        if "us" in row:
+            if rate["R"]:
+                row["share"] = row["TB/s"] * 1e12 / rate["R"]
+            row["target_us"] = target_us(case, row, rows, rate["R"])
+            row["met"] = None if row["target_us"] is None else row["us"] <= row["target_us"]
+        table.append(row)
     environment = collect_environment()
-    print_table(rows, title="mla_decode, bfloat16, median of cold-L2 runs", caption=describe_environment(environment))
+    shown = "not measured" if rate["R"] is None else f"{rate['R'] / 1e12:.2f} TB/s"
+    print_table(
+        table,
+        title=f"mla_decode, bfloat16, µs with cold L2; R = {shown} ({rate['R_from']})",
+        columns={key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in table)},
+        caption=describe_environment(environment),
+    )
+    asked = [row for row in table if row.get("met") is not None]
+    print(f"targets met: {sum(row['met'] for row in asked)} of {len(asked)}")
     if json:
-        write_json(json, kind="decode-speed", rows=rows, environment=environment)
-    return all(row.get("us") is not None for row in rows)
+        write_json(json, kind="decode-speed", rows=table, environment=environment, **rate)
+    return all(row["status"] == "ok" for row in table)
+
+
+def measure(job: tuple[SpeedCase, bool, float] | None) -> dict[str, Any]:
+    """One shape's row, or for None the read rate R in bytes per second; runs in a worker process."""
+    return read_rate() if job is None else measure_case(*job)
+
+
+@torch.inference_mode()
+def read_rate() -> dict[str, Any]:
+    """R, and what it was measured with."""
+    heads, width, batch, length = READ_RATE
+    call = flash_attention_3_mha(heads, width, batch, length)
+    if not isinstance(call, str):
+        size = 4 * heads * width * batch * length
+        return {"R": size / time_callable(call, "cuda").p50 * 1e6, "R_from": "FlashAttention-3, MHA decode, 2.1 GB"}
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    us = time_callable(lambda: target.copy_(source), "cuda").p50
+    return {"R": 2 * 2**30 / us * 1e6, "R_from": f"device copy of 1 GiB, read and write; FlashAttention-3 {call}"}
+
+
+@torch.inference_mode()
+def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cuda:0") -> dict[str, Any]:
+    """Checks a shape, then times the op and its peers in turn. On a CPU that is the reference backend."""
+    problem = case.problem
+    backend = "reference" if device == "cpu" else "tilelang"
+    inputs = problem.inputs(torch.bfloat16, device)
+    plan = problem.plan(inputs, backend)
+    out = torch.empty_like(inputs["q_latent"])
+
+    def ours() -> torch.Tensor:
+        return mla_decode(**inputs, plan=plan, out=out, backend=backend)
+
+    _, lse = mla_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
+    judgement = judge(inputs, out, lse, torch.bfloat16, **problem.visibility)
+    row: dict[str, Any] = {
+        "name": case.name,
+        "H": problem.heads,
+        "G": problem.num_rope_heads,
+        "d_c": problem.kv_lora_rank,
+        "d_r": problem.qk_rope_head_dim,
+        "page": problem.page_size,
+        "S_q": problem.seqlen_q,
+        "B": len(problem.lengths),
+        "longest": max(problem.lengths),
+        "MB": problem.cache_bytes() / 1e6,
+        "kernel": backend,
+        "num_ctas": plan.num_ctas,
+        "splits": int(plan.splits[:, 0].max()) if plan.num_ctas else None,
+        "error": judgement.error,
+        "torch_error": judgement.torch_error,
+        "status": "ok" if judgement.ok else f"wrong: {judgement.reason}",
+    }
+    if backend == "tilelang":
+        here = torch.device(device)
+        choice = select_kernel(problem.shape(), capability(here), device_name(here))
+        row |= {"kernel": choice.kernel, "reason": choice.reason}
+    if not judgement.ok:
+        return row
+    for name in ("latent_cache", "rope_cache"):  # peers promise nothing about a cache that holds NaN
+        inputs[name].nan_to_num_()
+    table = inputs["block_table"]
+    table.masked_fill_(table >= inputs["latent_cache"].shape[0], 0)
+
+    calls: dict[str, Callable[[], Any]] = {"us": ours}
+    if peers:
+        expected, _ = exact(inputs, **problem.visibility)
+        others = mla_peers(problem, inputs, expected)
+        del expected
+        if case.mha_head_dim is not None:
+            batch = len(problem.lengths)
+            others["FA3_MHA_us"] = flash_attention_3_mha(problem.heads, case.mha_head_dim, batch, problem.lengths[0])
+        row |= {column: peer for column, peer in others.items() if isinstance(peer, str)}
+        calls |= {column: peer for column, peer in others.items() if not isinstance(peer, str)}
+    timings = time_in_turn(calls, device, min_run_time)
+    mine = timings.pop("us")
+    refresh = time_callable(lambda: plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"]), device)
+    return row | {
+        "us_p20": mine.p20,
+        "us": mine.p50,
+        "us_p80": mine.p80,
+        "us_graph_warm": mine.graph,
+        "graph_refused": mine.graph_refused,
+        "plan_us": refresh.p50,
+        "TB/s": problem.cache_bytes() / mine.p50 / 1e6,
+        "TFLOP/s": problem.flops() / mine.p50 / 1e6,
+        **{column: timing.p50 for column, timing in timings.items()},
+    }
+
+
+def time_in_turn(
+    calls: dict[str, Callable[[], Any]], device: str, min_run_time: float, rounds: int = 3
+) -> dict[str, Timing]:
+    """Times implementations one after another, several rounds, so that clocks and heat are the same for all.
+
+    Returns:
+        Name → medians over the rounds of each quantile.
+    """
+    found: dict[str, list[Timing]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            found[name].append(time_callable(call, device, min_run_time=min_run_time / rounds))
+    return {
+        name: Timing(
+            *(statistics.median(getattr(timing, quantile) for timing in mine) for quantile in ("p20", "p50", "p80")),
+            None if any(timing.graph is None for timing in mine) else statistics.median(t.graph for t in mine),
+            mine[0].graph_refused,
+        )
+        for name, mine in found.items()
+    }
+
+
+@torch.inference_mode()
+def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bool:
+    """Host microseconds of an eager call, on inputs so small that the GPU is never what is waited for.
+
+    Args:
+        profile: also print where the time of the calls with a plan goes.
+        json: also write the rows to this file.
+        calls: per row.
+    """
+    problems = [Problem(32, 32, 512, 16, (64,)), Problem(32, 1, 512, 64, (64,)), Problem(128, 1, 512, 64, (64,))]
+    compile_shapes([problem.shape() for problem in problems], torch.device("cuda"))
+    rows = []
+    for problem in problems:
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        plan, out = problem.plan(inputs), torch.empty_like(inputs["q_latent"])
+        ways: dict[str, Callable[[], Any]] = {
+            "plan and out": lambda i=inputs, p=plan, o=out: mla_decode(**i, plan=p, out=o),
+            "plan": lambda i=inputs, p=plan: mla_decode(**i, plan=p),
+            "no plan": lambda i=inputs: mla_decode(**i),
+            "refresh": lambda i=inputs, p=plan: p.refresh(i["cache_seqlens"], i["cache_starts"]),
+        }
+        row: dict[str, Any] = {"shape": SpeedCase(problem).name}
+        for name, call in ways.items():
+            row[name] = host_us(call, calls)
+        rows.append(row)
+        if profile:
+            profiler = cProfile.Profile()
+            profiler.runcall(repeat, ways["plan and out"], calls)
+            torch.cuda.synchronize()
+            print(f"\n{row['shape']}, {calls} calls with plan and out")
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    environment = collect_environment()
+    print_table(rows, title="host µs per call, no synchronisation", caption=describe_environment(environment))
+    if json:
+        write_json(json, kind="decode-host", rows=rows, environment=environment, calls=calls)
+    return True
+
+
+def repeat(call: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        call()
+
+
+def host_us(call: Callable[[], Any], calls: int, rounds: int = 5) -> float:
+    """Median over rounds of the host microseconds of one call; the queue is drained between rounds."""
+    repeat(call, 20)
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        repeat(call, calls)
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
 
 
 if __name__ == "__main__":
     from jsonargparse import auto_cli
 
-    sys.exit(0 if auto_cli([check, speed]) else 1)
+    if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
+        sys.exit("benchmarks/decode.py: no CUDA device is available")
+    sys.exit(0 if auto_cli([check, speed, host]) else 1)
