@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -11,8 +12,17 @@ from hypothesis import strategies as st
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
-from mha2mla.kernels.mla_decode.api import MAX_SPLITS, choose_num_splits
-from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel, shared_memory_limit
+from mha2mla.kernels.mla_decode import dispatch as dispatching
+from mha2mla.kernels.mla_decode import plan as planning
+from mha2mla.kernels.mla_decode.schedule import FIELDS, MAX_BATCH
+from mha2mla.kernels.mla_decode.selection import (
+    MAX_SPLITS,
+    SHARED_MEMORY,
+    DecodeShape,
+    list_kernels,
+    select_kernel,
+    shared_memory_limit,
+)
 from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, tile_rows
 from tests.kernels.problems import Problem, assert_right, errors, torch_at
 
@@ -21,6 +31,11 @@ BASE = Problem(6, 3, 24, 8, (0, 1, 70), page_size=16, seqlen_q=2)
 
 def call(inputs: dict, **overrides):
     return mla_decode(**(inputs | overrides))
+
+
+def make_plan(inputs: dict, **overrides):
+    names = ("q_latent", "rope_cache", "block_table", "cache_seqlens", "cache_starts", "causal")
+    return plan_mla_decode(**({name: inputs[name] for name in names} | {"qk_rope_head_dim": 8} | overrides))
 
 
 @pytest.mark.parametrize("combined", [False, True])
@@ -34,6 +49,43 @@ def test_reference_is_the_formula(dtype, starts, combined):
     assert_right(inputs, out, lse, dtype)
     if dtype == torch.float64:  # against the independent loop, at the same precision
         assert errors(torch_at(inputs, torch.float64), out)[0] < 1e-14
+
+
+def dense(problem: Problem, inputs: dict) -> torch.Tensor:
+    """One query and head at a time, over the tokens that the definition lets it see."""
+    out = torch.zeros_like(inputs["q_latent"])
+    for b, length in enumerate(problem.lengths):
+        start = problem.starts[b] if problem.starts else 0
+        for s in range(problem.seqlen_q):
+            position = length - 1 - (problem.seqlen_q - 1 - s) * problem.causal
+            tokens = [
+                t
+                for t in range(start, position + 1)
+                if problem.window is None or t > position - problem.window or t < start + problem.sinks
+            ]
+            if not tokens:
+                continue
+            pages = [int(inputs["block_table"][b, t // problem.page_size]) for t in tokens]
+            rows = [t % problem.page_size for t in tokens]
+            latent, k_pe = inputs["latent_cache"][pages, rows], inputs["rope_cache"][pages, rows]
+            for h in range(problem.heads):
+                group = h // (problem.heads // problem.num_rope_heads)
+                score = latent @ inputs["q_latent"][b, s, h] + k_pe[:, group] @ inputs["q_pe"][b, s, h]
+                out[b, s, h] = torch.softmax(score * problem.softmax_scale, 0) @ latent
+    return out
+
+
+@pytest.mark.parametrize("starts", [None, (0, 1, 30)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (1, 0), (5, 0), (20, 3), (2, 40), (500, 4)])
+def test_windows_and_sinks_are_the_definition(window, sinks, causal, starts):
+    problem = dataclasses.replace(
+        BASE, seqlen_q=3, window=window, sinks=sinks, causal=causal, starts=starts, heads=2, num_rope_heads=1
+    )
+    inputs = problem.inputs(torch.float64)
+    out, lse = call(inputs, plan=problem.plan(inputs), return_lse=True)
+    torch.testing.assert_close(out, dense(problem, inputs), rtol=1e-12, atol=1e-13)
+    assert_right(inputs, out, lse, torch.float64, window, sinks)
 
 
 def test_lse_is_a_natural_log_failure_10():
@@ -106,24 +158,107 @@ def test_opcheck_and_fullgraph_failure_22():
     tensors = ("q_latent", "q_pe", "latent_cache", "rope_cache", "block_table", "cache_seqlens", "cache_starts")
     arguments = [inputs[name] for name in tensors] + [inputs["softmax_scale"], True, "reference"]
     torch.library.opcheck(torch.ops.mha2mla.mla_decode.default, arguments)
-    plan = plan_mla_decode(inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], 8)
-    lse = torch.empty(3, 6, 2)
-    outs = [plan.num_splits, plan.partial_out, plan.partial_lse, torch.empty_like(inputs["q_latent"]), lse]
-    torch.library.opcheck(torch.ops.mha2mla.mla_decode_out.default, arguments + outs)
+    for window, sinks in ((-1, 0), (5, 2)):
+        plan = make_plan(inputs, window=None if window < 0 else window, sinks=sinks)
+        buffers = [plan.schedule, plan.splits, plan.partial_out, plan.partial_lse]
+        outs = [torch.empty_like(inputs["q_latent"]), torch.empty(3, 6, 2)]
+        for given_plan in (buffers, [None] * 4):
+            everything = [*arguments, window, sinks, *given_plan, *outs]
+            torch.library.opcheck(torch.ops.mha2mla.mla_decode_out.default, everything)
+        planned = [inputs["cache_seqlens"], inputs["cache_starts"], 96, 2, True, window, sinks, *buffers[:2]]
+        torch.library.opcheck(torch.ops.mha2mla.mla_decode_plan.default, planned)
     compiled = torch.compile(lambda i: mla_decode(**i, return_lse=True), fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(inputs), mla_decode(**inputs, return_lse=True), strict=True):
         assert torch.equal(got, expected)
 
 
+def test_a_plan_compiles_into_the_graph_failure_22():
+    inputs = BASE.inputs(torch.float32)
+    plan = make_plan(inputs, window=4)
+
+    def step(i: dict) -> torch.Tensor:
+        plan.refresh(i["cache_seqlens"], i["cache_starts"])
+        return mla_decode(**i, plan=plan)
+
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(inputs), step(inputs))
+
+
 def test_plan_knows_its_shape_failure_21():
     inputs = BASE.inputs(torch.float32)
-    plan = plan_mla_decode(inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], 8)
+    plan = make_plan(inputs)
+    assert (plan.shape, plan.capacity, plan.num_ctas) == ((3, 2, 6, 24), 96, 0)
     out = torch.full_like(inputs["q_latent"], torch.nan)
     assert call(inputs, plan=plan, out=out) is out
     assert torch.equal(out, call(inputs))
-    other = dataclasses.replace(BASE, lengths=(4, 4)).inputs(torch.float32)
-    with pytest.raises(ValueError, match="plan was made for"):
-        call(other, plan=plan)
+    others = {
+        r"\[B, S_q, H, d_c\] = \(3, 2, 6, 24\)": dataclasses.replace(BASE, lengths=(4, 4)).inputs(torch.float32),
+        r"max_pages \* page = 96; expected 112": dataclasses.replace(BASE, slack=2).inputs(torch.float32),
+        "causal=True; expected False": inputs | {"causal": False},
+    }
+    for why, other in others.items():
+        with pytest.raises(ValueError, match=f"plan was made for {why}"):
+            call(other, plan=plan)
+    with pytest.raises(ValueError, match="plan was made on cpu; expected meta"):
+        plan.check(inputs["q_latent"].to("meta"), inputs["block_table"], 16, True)
+    plan.check(inputs["q_latent"], inputs["block_table"], 16, True)
+
+
+BAD_PLANS = {
+    "window is 0": lambda i: {"window": 0},
+    "window is -1": lambda i: {"window": -1},
+    "sinks is 2 with window=None": lambda i: {"sinks": 2},
+    "sinks is -1 with window=4": lambda i: {"sinks": -1, "window": 4},
+    r"cache_seqlens is \(2,\)": lambda i: {"cache_seqlens": i["cache_seqlens"][:2]},
+    r"cache_seqlens is \(3,\) torch.int64": lambda i: {"cache_seqlens": i["cache_seqlens"].long()},
+    r"cache_starts is \(3,\) torch.float32": lambda i: {"cache_starts": i["cache_seqlens"].float()},
+    r"cache_starts is \(3,\) torch.int32 on meta": lambda i: {"cache_starts": i["cache_seqlens"].to("meta")},
+    "refuses this call": lambda i: {"backend": "tilelang"},
+}
+
+
+@pytest.mark.parametrize("named", BAD_PLANS)
+def test_bad_plan_is_named(named):
+    inputs = BASE.inputs(torch.float32)
+    with pytest.raises(ValueError, match=named):
+        make_plan(inputs, **BAD_PLANS[named](inputs))
+
+
+@pytest.fixture
+def an_h200(monkeypatch):
+    """What dispatch and planning would see of an H200, on a machine without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for module in (planning, dispatching):
+        monkeypatch.setattr(module, "capability", lambda device: 90)
+        monkeypatch.setattr(module, "device_name", lambda device: "NVIDIA H200")
+        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    dispatching.dispatch.cache_clear()
+    yield torch.device("cuda:7")  # of which there is none: nothing may touch it
+    dispatching.dispatch.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [(32, 32, 512, 16), (32, 1, 512, 64), (9, 3, 192, 64), (1, 1, 8, 8), (128, 1, 512, 64), (128, 128, 64, 8)],
+)
+@pytest.mark.parametrize("seqlen_q", [1, 2, 8])
+def test_ctas_fit_the_combine(an_h200, geometry, seqlen_q):
+    """A sequence may be in as many pieces as there are CTAs: no more than the combine has weights for."""
+    ctas = planning.num_ctas_for("auto", *geometry, 64, seqlen_q, torch.bfloat16, an_h200)
+    assert 1 <= ctas <= MAX_SPLITS
+
+
+def test_plan_refuses_more_sequences_than_the_planner_holds(an_h200):
+    q = torch.empty(MAX_BATCH + 1, 1, 1, 8, dtype=torch.bfloat16, device="meta")
+    cache, table = torch.empty(1, 64, 1, 8, device="meta"), torch.empty(MAX_BATCH + 1, 1, device="meta")
+    monkey = planning.num_ctas_for("auto", 1, 1, 8, 8, 64, 1, torch.bfloat16, an_h200)
+    assert monkey > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "num_ctas_for", lambda *_: monkey)
+        with pytest.raises(ValueError, match=f"batch\\) is {MAX_BATCH + 1}; a plan takes at most {MAX_BATCH}"):
+            planning.empty_plan(q, cache, table, 8, True, None, 0, "auto")
+        plan = planning.empty_plan(q[1:], cache, table[1:], 8, True, None, 0, "auto")
+    assert plan.schedule.shape == (monkey + MAX_BATCH, FIELDS)
+    assert plan.num_ctas == monkey
 
 
 def test_reference_addresses_64_bits_failure_4():
@@ -201,17 +336,10 @@ def test_tiles_cover_every_head_once(groups, per_group, seqlen_q, max_rows, max_
 def test_every_geometry_in_the_contract_gets_a_kernel(groups, per_group, d_c, d_r, page, seqlen_q, capability):
     if groups * per_group > 128 or groups * d_r > 2048:
         return
-    choice = select_kernel(DecodeShape(groups * per_group, groups, d_c, d_r, page, seqlen_q, "bfloat16"), capability)
-    assert choice.kernel == ("swap_ab_ws" if capability == 90 else choice.kernel)
-    assert int(choice.reason.rsplit(" bytes", 1)[0].rsplit(" ", 1)[1]) == shared_memory_limit(capability)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 4096), st.integers(1, 64), st.integers(0, 200_000), st.integers(1, 160))
-def test_number_of_splits_is_sane(batch, tiles, tokens, sms):
-    splits = choose_num_splits(batch, tiles, tokens, sms)
-    assert 1 <= splits <= min(MAX_SPLITS, max(1, -(-tokens // 64)))
-    if batch * tiles >= 64 * sms:
-        assert splits <= 2, "a full machine needs no splits"
-    if batch * tiles == 1 and tokens >= 64 * sms:
-        assert splits > sms // 3, "one sequence must reach most of the machine"
+    shape = DecodeShape(groups * per_group, groups, d_c, d_r, page, seqlen_q, "bfloat16")
+    choice = select_kernel(shape, capability)
+    assert choice == list_kernels(shape, capability)[0]
+    assert choice.kernel in (("swap_ab_ws", "heads_on_m") if capability == 90 else ("swap_ab",))
+    assert 64 % choice.block_tokens == 0, "a step is a part of a tile of the schedule"
+    used, limit = re.search(r"(\d+) bytes of shared memory.* of (\d+) on sm_", choice.reason).groups()
+    assert int(used) <= int(limit) == SHARED_MEMORY[capability] == shared_memory_limit(capability)

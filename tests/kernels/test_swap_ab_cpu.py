@@ -18,8 +18,8 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 import tilelang
 
-from mha2mla.kernels.mla_decode.build import make_merge, make_split
-from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
+from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_split
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
 from mha2mla.kernels.mla_decode.tiling import tile_rows
 
 PASS_CONFIGS = {"tirx.disable_vectorize": True}
@@ -40,14 +40,15 @@ def compile_for_cpu(function):
 @cache
 def compiled_split(shape: DecodeShape, max_rows: int, max_groups: int, block_tokens: int):
     tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
-    choice = KernelChoice("swap_ab", tiling, block_tokens, 1, 0, 1, 0, 1, 0, "test")
+    choice = next(choice for choice in list_kernels(shape, 90) if choice.kernel == "swap_ab")
+    choice = dataclasses.replace(choice, tiling=tiling, block_tokens=block_tokens, threads=1)
     return compile_for_cpu(make_split(shape, choice, dtype="float32", on_cpu=True))
 
 
 @cache
-def compiled_merge(heads: int, kv_lora_rank: int, few_rows: bool):
+def compiled_merge(heads: int, kv_lora_rank: int, splits: int):
     shape = DecodeShape(heads, 1, kv_lora_rank, 8, 64, 1, "float32")
-    return compile_for_cpu(make_merge(shape, few_rows, dtype="float32", on_cpu=True))
+    return compile_for_cpu(make_merge(shape, splits, dtype="float32", on_cpu=True))
 
 
 def run(
@@ -57,11 +58,11 @@ def run(
     max_rows: int = 32,
     max_groups: int = 8,
     block_tokens: int = 64,
-    few_rows: bool = True,
+    splits: int = max(MERGES),
     compiled_seqlen_q: int | None = None,
 ):
     split = compiled_split(problem.shape("float32", compiled_seqlen_q), max_rows, max_groups, block_tokens)
-    merge = compiled_merge(problem.heads, problem.kv_lora_rank, few_rows)
+    merge = compiled_merge(problem.heads, problem.kv_lora_rank, splits)
     inputs = poison_unseen_pages(problem, problem.inputs(torch.float32))
     out, lse = run_kernels(split, merge, inputs, num_ctas, work, **problem.visibility)
     assert_right(inputs, out, lse, torch.float32, **problem.visibility)
@@ -101,7 +102,7 @@ LENGTHS = [(0, 1, 64, 200, 321), (0, 0, 0, 0, 0), (0, 0, 900, 0, 0), (1, 1, 1, 1
 @pytest.mark.parametrize("num_ctas", [1, 2, 3, 7, 17, 132])
 def test_any_number_of_ctas_for_any_lengths_failures_1_15(num_ctas):
     for lengths in LENGTHS:
-        run(Problem(4, 2, 64, 8, lengths), num_ctas, few_rows=num_ctas % 2 == 0)
+        run(Problem(4, 2, 64, 8, lengths), num_ctas, splits=sorted(MERGES)[num_ctas % len(MERGES)])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -150,12 +151,19 @@ def test_random_plans(block_tokens):
             seed=seed,
         )
         work = random_work([span.tiles for span in problem.spans()], num_ctas, draw)
-        run(problem, num_ctas, work, block_tokens=block_tokens, few_rows=seed % 2 == 0, compiled_seqlen_q=2)
+        run(
+            problem,
+            num_ctas,
+            work,
+            block_tokens=block_tokens,
+            splits=sorted(MERGES)[seed % len(MERGES)],
+            compiled_seqlen_q=2,
+        )
 
 
 def test_more_partials_than_one_step_of_the_combine():
-    for few_rows in (True, False):
-        run(Problem(2, 1, 8, 8, (64 * 256 + 3, 5)), 256, few_rows=few_rows)
+    for splits in MERGES:
+        run(Problem(2, 1, 8, 8, (64 * 256 + 3, 5)), 256, splits=splits)
 
 
 def test_fewer_new_tokens_than_compiled_for():
