@@ -15,6 +15,7 @@ hang runs in a process of its own, under a time-out.
 
 from __future__ import annotations
 
+import collections
 import cProfile
 import pstats
 import statistics
@@ -25,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tqdm import tqdm
-
 from benchmarks.peers import flash_attention_3_mha, mla_peers
-from benchmarks.shapes import SpeedCase, choose, target_us
+from benchmarks.shapes import PEERS, SpeedCase, choose, target_us
 from mha2mla.eval.environment import collect_environment, describe_environment
 from mha2mla.eval.kernel_check import Case, check_cases, compile_shapes
 from mha2mla.eval.latency import Timing, time_callable
@@ -82,6 +83,10 @@ COLUMNS = {
     "FA3_MHA_us": "FA3 MHA",
     "status": "status",
 }
+
+
+PEER_COLUMNS = (*PEERS, "FA3_MHA_us")
+PIPE_WIDTH = 260  # of the table of speeds where no terminal says how wide it may be
 
 
 def check(json: str | None = None) -> bool:
@@ -167,17 +172,30 @@ def speed(only: str | None = None, json: str | None = None, peers: bool = True, 
         table.append(row)
     environment = collect_environment()
     shown = "not measured" if rate["R"] is None else f"{rate['R'] / 1e12:.2f} TB/s"
+    missing = collections.Counter(
+        f"{COLUMNS[key]} {value}"
+        for row in table
+        for key, value in row.items()
+        if key in PEER_COLUMNS and is_text(value)
+    )
     print_table(
-        table,
+        [{key: "missing" if key in PEER_COLUMNS and is_text(row[key]) else row[key] for key in row} for row in table],
         title=f"mla_decode, bfloat16, µs with cold L2; R = {shown} ({rate['R_from']})",
         columns={key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in table)},
         caption=describe_environment(environment),
+        console=None if sys.stdout.isatty() else Console(width=PIPE_WIDTH),
     )
+    for why, count in missing.items():
+        print(f"{why} ({count} shapes)")
     asked = [row for row in table if row.get("met") is not None]
     print(f"targets met: {sum(row['met'] for row in asked)} of {len(asked)}")
     if json:
         write_json(json, kind="decode-speed", rows=table, environment=environment, **rate)
     return all(row["status"] == "ok" for row in table)
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def measure(job: tuple[SpeedCase, bool, float] | None) -> dict[str, Any]:

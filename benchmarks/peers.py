@@ -32,8 +32,11 @@ def load_peer(namespace: str, op: str) -> str | None:
     if not hasattr(getattr(torch.ops, namespace), op):
         packed = Path(folder) / f"{namespace}.abi3.so.xz"
         try:
-            library = Path(tempfile.mkdtemp()) / f"{namespace}.abi3.so"
-            library.write_bytes(lzma.decompress(packed.read_bytes()))
+            library = Path(tempfile.gettempdir()) / f"mha2mla-{packed.stat().st_size}-{namespace}.abi3.so"
+            if not library.exists():
+                unpacked = library.with_name(f"{library.name}.{os.getpid()}")
+                unpacked.write_bytes(lzma.decompress(packed.read_bytes()))
+                os.replace(unpacked, library)
             torch.ops.load_library(str(library))
         except OSError as error:
             return str(error).splitlines()[0]

@@ -241,13 +241,14 @@ def compile_shapes(
 
 def compile_shape(job: tuple[DecodeShape, int, str]) -> None:
     """Compiles all that a call of a shape may launch. ``job`` is (shape, compute capability, name of the GPU)."""
+    from mha2mla.kernels.mla_decode.build import MERGES
     from mha2mla.kernels.mla_decode.launch import compile_merge, compile_mla_decode, compile_planner
 
     shape, major_minor, gpu = job
     compile_planner(major_minor)
     compile_mla_decode(shape, major_minor, gpu)
-    for few_rows in (False, True):
-        compile_merge(shape, few_rows, major_minor)
+    for splits in MERGES:
+        compile_merge(shape, splits, major_minor)
 
 
 @torch.inference_mode()

@@ -83,3 +83,14 @@ def test_the_matrix_covers_heads_rope_heads_pages_and_lengths():
     cases = decode.matrix()
     assert len({case.shape() for case in cases}) == 48
     assert len(cases) == 48 * len(decode.LENGTHS)
+
+
+def test_the_sanitizer_runs_every_kernel_family_of_hopper():
+    from benchmarks import sanitize
+    from mha2mla.kernels.mla_decode.selection import select_kernel
+
+    assert len(sanitize.PROBLEMS) == 10
+    kernels = {select_kernel(sanitize.shape_of(problem), 90).kernel for problem in sanitize.PROBLEMS}
+    assert kernels >= {"swap_ab_ws", "heads_on_m"}
+    assert any(problem.window for problem in sanitize.PROBLEMS)
+    assert {problem.seqlen_q for problem in sanitize.PROBLEMS} >= {1, 2, 3, 4}

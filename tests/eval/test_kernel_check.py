@@ -82,6 +82,18 @@ def test_a_plan_is_compared_with_the_oracle():
     assert "splits differ" in plan_error(problem, plan)
 
 
+def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.mla_decode import launch
+
+    compiled = []
+    monkeypatch.setattr(launch, "_compile", lambda function, capability: compiled.append(function))
+    kernel_check.compile_shape((Problem(7, 1, 72, 8, ()).shape(), 90, "a GPU"))
+    names = {function.attrs["global_symbol"] for function in compiled}
+    assert names >= {"mla_decode_plan", "mla_decode_combine"}
+    assert len(names) == 3
+
+
 def test_a_job_that_hangs_is_killed_and_the_others_run():
     outcomes = list(run_in_workers(time.sleep, [0, 1000, 0.01], timeout=0.5))
     assert [outcome.job for outcome in outcomes] == [0, 1000, 0.01]

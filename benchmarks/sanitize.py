@@ -1,0 +1,83 @@
+"""Ten small decode calls for compute-sanitizer: each kernel family, windows, several new tokens, empty sequences.
+
+Compile first, in parallel and without the tool; then run under each tool, in one process that compiles nothing:
+
+    python benchmarks/sanitize.py compile
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1    # every tensor an allocation of its own, so that its bounds are seen
+    for tool in memcheck racecheck initcheck; do
+        compute-sanitizer --tool $tool --kernel-name kns=mla_decode --error-exitcode 9 python benchmarks/sanitize.py run
+    done
+
+``kns`` restricts the tool to the kernels of this package by a part of their names: torch's own would take most of the
+time. Workspace and outputs are not filled beforehand, so initcheck sees what is read before it was written; the cache
+is written everywhere, with NaN where no query may look, since TMA reads whole tiles.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mha2mla.eval.kernel_check import compile_shapes
+from mha2mla.eval.problems import Problem, errors, exact, torch_at
+from mha2mla.kernels import mla_decode
+from mha2mla.kernels.mla_decode.dispatch import capability, decode_shape, device_name
+from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
+
+PROBLEMS = (
+    Problem(32, 32, 512, 16, (0, 1, 65, 700)),  # a converted MHA model, one rope head per head
+    Problem(32, 32, 512, 16, (17, 130), page_size=16),
+    Problem(32, 8, 512, 16, (129, 300), page_size=128, starts=(3, 64)),
+    Problem(16, 1, 512, 64, (64, 200), combined=True, seqlen_q=4),
+    Problem(9, 3, 192, 64, (5, 300), window=100, sinks=4),
+    Problem(14, 2, 80, 8, (65, 300), page_size=32, window=1),
+    Problem(64, 1, 512, 64, (0, 200), combined=True),
+    Problem(128, 1, 512, 64, (1, 64, 400), combined=True),
+    Problem(128, 1, 512, 64, (90, 260), seqlen_q=2, window=128, sinks=70),
+    Problem(40, 40, 448, 16, (65, 190), seqlen_q=3, causal=False),
+)
+DTYPE = torch.bfloat16
+
+
+def shape_of(problem: Problem) -> DecodeShape:
+    return decode_shape(problem.geometry, problem.page_size, DTYPE, problem.seqlen_q)
+
+
+def compile() -> bool:
+    """Puts every kernel into TileLang's disk cache."""
+    broken = compile_shapes([shape_of(problem) for problem in PROBLEMS], torch.device("cuda"))
+    for shape, why in broken.items():
+        print(f"{shape}: {why}")
+    return not broken
+
+
+@torch.inference_mode()
+def run() -> bool:
+    """One plan and one call of each problem; prints which kernel served it and whether the result is right."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    right = True
+    for number, problem in enumerate(PROBLEMS):
+        inputs = problem.inputs(DTYPE, device)
+        plan = problem.plan(inputs, "tilelang")
+        out = mla_decode(**inputs, plan=plan, backend="tilelang")
+        torch.cuda.synchronize()
+        expected, _ = exact(inputs, **problem.visibility)
+        error, _ = errors(out, expected)
+        torch_error, _ = errors(torch_at(inputs, DTYPE, **problem.visibility), expected)
+        ok = error <= 2 * torch_error + torch.finfo(DTYPE).eps / 2
+        right &= ok
+        kernel = select_kernel(shape_of(problem), capability(device), device_name(device)).kernel
+        print(f"{number} {kernel:<12} {'ok' if ok else 'WRONG'} error {error:.1e} {problem}", flush=True)
+    return right
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
+        sys.exit("benchmarks/sanitize.py: no CUDA device is available")
+    sys.exit(0 if auto_cli([compile, run]) else 1)
