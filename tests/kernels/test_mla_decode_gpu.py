@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
+
 import pytest
 import torch
 
 from mha2mla.kernels import mla_decode, plan_mla_decode
-from tests.kernels.problems import Problem, assert_right, errors, exact, run_kernels
+from mha2mla.kernels.mla_decode.schedule import MAX_BATCH
+from mha2mla.kernels.mla_decode.selection import MAX_SPLITS, list_kernels
+from tests.kernels.problems import (
+    Problem,
+    assert_right,
+    errors,
+    exact,
+    poison_unseen_pages,
+    random_schedule_call,
+    random_work,
+    run_kernels,
+    same_schedule,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -42,11 +57,21 @@ def name(problem: Problem) -> str:
     )
 
 
-def check(problem: Problem, dtype=torch.bfloat16, **overrides) -> torch.Tensor:
-    inputs = problem.inputs(dtype, "cuda") | overrides
-    out, lse = mla_decode(**inputs, return_lse=True, backend="tilelang")
-    assert_right(inputs, out, lse, dtype)
+def check(problem: Problem, dtype=torch.bfloat16, planned: bool | None = None) -> torch.Tensor:
+    """Runs the op on a problem, by a plan or (without a window) by one made for the call, and judges the output."""
+    inputs = poison_unseen_pages(problem, problem.inputs(dtype, "cuda"))
+    plan = problem.plan(inputs, "tilelang") if planned or problem.window is not None else None
+    if plan is not None:
+        plan.partial_out.fill_(torch.nan)
+        plan.partial_lse.fill_(torch.nan)
+    out, lse = mla_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
+    assert_right(inputs, out, lse, dtype, **problem.visibility)
     return out
+
+
+def capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
 
 
 @pytest.mark.parametrize("problem", SHAPES, ids=name)
@@ -71,10 +96,119 @@ def test_several_new_tokens_failure_5(seqlen_q, causal):
     check(Problem(16, 16, 512, 16, lengths, seqlen_q=seqlen_q, causal=causal))
     check(Problem(6, 2, 64, 16, lengths, seqlen_q=seqlen_q, causal=causal, starts=(0, 1, 0, 70, 190, 64, 7, 195)))
     check(Problem(9, 3, 192, 64, lengths, seqlen_q=seqlen_q, causal=causal))
+    check(Problem(64, 1, 512, 64, lengths, seqlen_q=seqlen_q, causal=causal))  # rows for heads_on_m
 
 
-def test_left_padding_and_windows():
+def test_left_padding():
     check(Problem(32, 8, 512, 16, (70, 140, 64, 2000, 90), starts=(1, 64, 63, 1900, 90)))
+
+
+WINDOWED = (0, 1, 63, 64, 65, 100, 321, 470, 3000)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (1, 1), (20, 4), (64, 64), (65, 100), (200, 5), (5000, 4)])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(32, 32, 512, 16, WINDOWED),
+        Problem(9, 3, 216, 24, WINDOWED, page_size=16),
+        Problem(128, 1, 512, 64, WINDOWED, page_size=128),
+        Problem(32, 8, 128, 16, WINDOWED, page_size=32, seqlen_q=2),
+        Problem(16, 1, 256, 64, WINDOWED, page_size=16, seqlen_q=4, causal=False),
+    ],
+    ids=name,
+)
+def test_windows_and_sinks_over_poisoned_pages_failures_2_3(problem, window, sinks):
+    """Windows begin and sinks end in the middle of tiles, whose other pages have no table entry."""
+    problem = dataclasses.replace(problem, window=window, sinks=sinks)
+    check(problem)
+    check(dataclasses.replace(problem, starts=(0, 1, 60, 0, 65, 30, 130, 17, 2900)))
+
+
+CANDIDATES = [
+    Problem(32, 32, 512, 16, (0, 1, 65, 700, 64)),
+    Problem(64, 8, 512, 16, (0, 1, 65, 700, 64), page_size=16),
+    Problem(64, 64, 256, 32, (0, 1, 65, 700, 64)),
+    Problem(128, 1, 512, 64, (0, 1, 65, 700, 64)),
+    Problem(64, 1, 200, 64, (0, 1, 65, 700, 64), page_size=16),
+    Problem(32, 1, 512, 64, (0, 1, 65, 700, 64), seqlen_q=2),
+    Problem(9, 3, 72, 16, (0, 1, 65, 700, 64), page_size=32, seqlen_q=8),
+]
+
+
+@pytest.mark.parametrize("problem", CANDIDATES, ids=name)
+def test_every_kernel_that_could_be_chosen_is_right_failures_1_8(problem):
+    """Not only the rule's choice; by the planner's plans for any number of CTAs, and by plans no planner makes."""
+    from mha2mla.kernels.mla_decode.build import MERGES
+    from mha2mla.kernels.mla_decode.launch import compile_choice, compile_merge
+
+    shape = problem.shape()
+    choices = {(c.kernel, c.warpgroups, c.ctas_per_sm): c for c in reversed(list_kernels(shape, capability()))}
+    windowed = dataclasses.replace(problem, window=40, sinks=3, starts=(0, 0, 2, 30, 5))
+    for choice in choices.values():
+        split = compile_choice(shape, choice, capability())
+        for case in (problem, windowed):
+            inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
+            plans = [(1, None), (2, None), (5, None), (132, None)]
+            for seed in range(3):
+                num_ctas = (3, 9, 40)[seed]
+                work = random_work([span.tiles for span in case.spans()], num_ctas, random.Random(seed))
+                plans.append((num_ctas, work))
+            for i, (num_ctas, work) in enumerate(plans):
+                merge = compile_merge(shape, sorted(MERGES)[i % len(MERGES)], capability())
+                first = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
+                try:
+                    assert_right(inputs, *first, torch.bfloat16, **case.visibility)
+                except AssertionError as error:
+                    raise AssertionError(f"{choice.reason}; {num_ctas} CTAs, plan {i}: {error}") from error
+                second = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
+                assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), choice.reason
+
+
+@pytest.mark.parametrize("batch", [2, 40, 131, 300])
+def test_mixed_lengths(batch):
+    """Many CTAs, more sequences than CTAs, short and empty sequences beside long ones."""
+    draw = random.Random(batch)
+    lengths = tuple(draw.choice([0, 1, draw.randint(1, 200), draw.randint(1, 4000)]) for _ in range(batch))
+    for problem in (Problem(32, 8, 128, 16, lengths), Problem(128, 1, 128, 64, lengths, page_size=128)):
+        check(problem, planned=True)
+        check(dataclasses.replace(problem, window=100, sinks=4))
+
+
+@pytest.mark.parametrize("problem", [Problem(9, 3, 192, 64, (1,)), Problem(8, 1, 64, 16, (1,))], ids=name)
+def test_one_long_sequence_is_in_as_many_pieces_as_there_are_ctas(problem):
+    """The combine must hold a weight for each."""
+    num_ctas = problem.plan(problem.inputs(torch.bfloat16, "cuda"), "tilelang").num_ctas
+    assert num_ctas <= MAX_SPLITS
+    problem = dataclasses.replace(problem, lengths=(128 * num_ctas,))
+    plan = problem.plan(problem.inputs(torch.bfloat16, "cuda"), "tilelang")
+    assert plan.splits.tolist() == [[num_ctas, 0]]
+    check(problem, planned=True)
+    check(dataclasses.replace(problem, lengths=(0, 64 * 900 + 1, 3)), planned=True)
+
+
+def test_a_sequence_in_one_fragment_is_written_at_once():
+    problem = Problem(32, 8, 512, 16, (64,) * 1000)
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    plan = problem.plan(inputs, "tilelang")
+    assert int((plan.splits[:, 0] == 1).sum()) == 1000
+    plan.partial_out.fill_(torch.nan)
+    plan.partial_lse.fill_(torch.nan)
+    out, lse = mla_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
+    assert_right(inputs, out, lse, torch.bfloat16)
+    assert plan.partial_lse.isnan().all()
+
+
+def test_the_planner_on_the_gpu_does_what_the_oracle_says():
+    from mha2mla.kernels.mla_decode.launch import compile_planner
+
+    planner = compile_planner(capability())
+    for seed in range(50):
+        assert same_schedule(planner, random_schedule_call(random.Random(seed)), "cuda"), f"seed {seed}"
+    draw = random.Random(50)
+    for most in (1, 100, 9000):
+        call = random_schedule_call(draw) | {"lengths": [draw.randint(0, most) for _ in range(MAX_BATCH)]}
+        assert same_schedule(planner, call | {"starts": None, "num_ctas": 264}, "cuda")
 
 
 def test_large_scores_failure_12():
@@ -116,8 +250,11 @@ def test_64_bit_addresses_failure_4():
     assert torch.equal(far_away, near)
 
 
-def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
-    problem = Problem(32, 8, 512, 16, (100, 100, 100), slack=20)
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (70, 3)])
+@pytest.mark.parametrize("heads", [32, 128])
+def test_graph_captured_at_one_length_replayed_at_others_failures_14_15(heads, window, sinks):
+    """The plan is made inside the graph, so it follows the lengths."""
+    problem = Problem(heads, 1, 512, 64, (100, 100, 100), slack=20)
     inputs = problem.inputs(torch.bfloat16, "cuda")
     inputs["latent_cache"], inputs["rope_cache"] = (
         torch.randn_like(inputs[name]).repeat(10, *([1] * (inputs[name].dim() - 1)))
@@ -125,32 +262,71 @@ def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
     )
     pages = inputs["latent_cache"].shape[0]
     inputs["block_table"] = torch.randint(0, pages, inputs["block_table"].shape, dtype=torch.int32, device="cuda")
-    plan = plan_mla_decode(inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], 16)
+    inputs["cache_starts"] = torch.zeros_like(inputs["cache_seqlens"])
+    plan = dataclasses.replace(problem, window=window, sinks=sinks).plan(inputs, "tilelang")
     out = torch.empty_like(inputs["q_latent"])
-    mla_decode(**inputs, plan=plan, out=out, backend="tilelang")
+
+    def step():
+        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+        return mla_decode(**inputs, plan=plan, out=out, return_lse=True, backend="tilelang")
+
+    step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        mla_decode(**inputs, plan=plan, out=out, backend="tilelang")
-    for lengths in ((1, 0, 1400), (64, 65, 0), (0, 0, 0), (1400, 1399, 2)):
+        _, lse = step()
+    for lengths, starts in (
+        ((1, 0, 1400), (0, 0, 3)),
+        ((64, 65, 0), (10, 0, 0)),
+        ((0, 0, 0), (0, 0, 0)),
+        ((1400, 1399, 2), (0, 1000, 1)),
+        ((9999, 5, 7), (0, 5, 0)),  # more than the table holds, and one that sees nothing
+    ):
         inputs["cache_seqlens"].copy_(torch.tensor(lengths))
-        plan.partial_out.fill_(torch.nan)
-        plan.partial_lse.fill_(torch.nan)
-        out.fill_(torch.nan)
+        inputs["cache_starts"].copy_(torch.tensor(starts))
+        for buffer in (plan.partial_out, plan.partial_lse, out, lse):
+            buffer.fill_(torch.nan)
+        plan.schedule.fill_(-(2**31))
+        plan.splits.fill_(-7)
         graph.replay()
-        expected, _ = exact(inputs)
+        expected, expected_lse = exact(inputs, window, sinks)
         assert not torch.isnan(out).any()
         assert errors(out, expected)[0] < 4e-3 or float(expected.norm()) == 0
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
+
+
+def test_a_plan_is_for_the_lengths_it_was_refreshed_with():
+    problem = Problem(32, 8, 512, 16, (100, 900, 3))
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    plan = plan_mla_decode(
+        inputs["q_latent"],
+        inputs["rope_cache"],
+        inputs["block_table"],
+        torch.tensor([5, 0, 3], dtype=torch.int32, device="cuda"),
+        qk_rope_head_dim=16,
+    )
+    plan.refresh(inputs["cache_seqlens"])
+    for _ in range(3):  # the layers of a model
+        out, lse = mla_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
+        assert_right(inputs, out, lse, torch.bfloat16)
 
 
 def test_one_compilation_for_all_lengths_and_batches_failure_17():
-    from mha2mla.kernels.mla_decode.launch import compile_mla_decode
+    from mha2mla.kernels.mla_decode.build import MERGES
+    from mha2mla.kernels.mla_decode.launch import compile_choice, compile_merge, compile_planner
 
-    before = None
+    def misses() -> list[int]:
+        return [cached.cache_info().misses for cached in (compile_choice, compile_planner, compile_merge)]
+
+    before = misses()
     for i in range(1, 51):
-        mla_decode(**Problem(8, 2, 64, 16, (i * 7,) * (i % 5 + 1)).inputs(torch.bfloat16, "cuda"), backend="tilelang")
-        before = before or compile_mla_decode.cache_info().misses
-    assert compile_mla_decode.cache_info().misses == before
+        problem = Problem(8, 2, 72, 16, (i * 7,) * (1, 2, 3, 50, 200)[i % 5], window=None if i % 3 else 30 + i)
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        mla_decode(**inputs, plan=problem.plan(inputs, "tilelang"), backend="tilelang")
+    split, planner, merge = (after - b for after, b in zip(misses(), before, strict=True))
+    assert split == 1
+    assert planner <= 1
+    assert merge <= len(MERGES)
 
 
 def test_current_stream_failure_16():
@@ -183,9 +359,12 @@ def test_compile_fullgraph_failure_22():
 
 def test_no_host_synchronisation_failure_14():
     inputs = SHAPES[2].inputs(torch.bfloat16, "cuda")
-    mla_decode(**inputs, backend="tilelang")
+    plan = SHAPES[2].plan(inputs, "tilelang")
+    mla_decode(**inputs, plan=plan, backend="tilelang")
     torch.cuda.set_sync_debug_mode("error")
     try:
+        plan.refresh(inputs["cache_seqlens"])
+        mla_decode(**inputs, plan=plan, backend="tilelang")
         mla_decode(**inputs, backend="tilelang")
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -201,8 +380,23 @@ def test_random_dynamic_arguments(seed):
 
     lengths = tuple(draw(0, 900) for _ in range(draw(1, 40)))
     starts = tuple(draw(0, length) for length in lengths) if seed % 2 else None
+    window = draw(1, 300) if seed % 3 == 0 else None
     check(
-        Problem(12, 4, 128, 16, lengths, page_size=32, seqlen_q=draw(1, 2), starts=starts, slack=draw(0, 9), seed=seed)
+        Problem(
+            12,
+            4,
+            128,
+            16,
+            lengths,
+            page_size=32,
+            seqlen_q=draw(1, 2),
+            starts=starts,
+            window=window,
+            sinks=draw(0, 90) if window else 0,
+            slack=draw(0, 9),
+            seed=seed,
+        ),
+        planned=bool(seed % 4),
     )
 
 
@@ -210,7 +404,7 @@ def draw_geometry(seed: int) -> Problem:
     """A random geometry within the contract, over short sequences."""
     make = torch.Generator().manual_seed(seed)
 
-    def one_of(options) -> int:
+    def one_of(options):
         return options[int(torch.randint(len(options), (), generator=make))]
 
     groups = one_of((1, 1, 2, 3, 4, 5, 7, 8, 12, 16, 20, 32, 48, 96, 128))
@@ -226,6 +420,7 @@ def draw_geometry(seed: int) -> Problem:
         page_size=one_of((16, 32, 64, 128)),
         seqlen_q=seqlen_q,
         combined=bool(one_of((0, 1))),
+        window=one_of((None, None, 1, 50, 100)),
         seed=seed,
     )
 
@@ -245,26 +440,27 @@ def test_random_geometries(seed):
     ],
     ids=name,
 )
-@pytest.mark.parametrize("capability", [80, 89])
-def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, capability):
+@pytest.mark.parametrize("older_capability", [80, 89])
+def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_capability):
     """What sm_80 and sm_89 would run (mma.sync, their shared memory), on this GPU: no wgmma, no TMA."""
     import tilelang
 
-    from mha2mla.kernels.mla_decode.build import PASS_CONFIGS, make_merge, make_split
+    from mha2mla.kernels.mla_decode.build import MERGES, PASS_CONFIGS, make_merge, make_split
+    from mha2mla.kernels.mla_decode.launch import target_of
     from mha2mla.kernels.mla_decode.selection import select_kernel
 
     shape = problem.shape()
-    choice = select_kernel(shape, capability)
+    choice = select_kernel(shape, older_capability)
     assert choice.kernel == "swap_ab"
     older = PASS_CONFIGS | {"tl.disable_wgmma": True, "tl.disable_tma_lower": True}
-    major, minor = torch.cuda.get_device_capability()
-    target = {"kind": "cuda", "arch": f"sm_{major}{minor}" + ("a" if major >= 9 else "")}
     split, merge = (
-        tilelang.compile(function, target=target, pass_configs=older)
-        for function in (make_split(shape, choice), make_merge(shape))
+        tilelang.compile(function, target=target_of(capability()), pass_configs=older)
+        for function in (make_split(shape, choice), make_merge(shape, max(MERGES)))
     )
     assert "wgmma" not in split.get_kernel_source()
-    inputs = problem.inputs(torch.bfloat16, "cuda")
-    for num_splits in (1, 3):
-        out, lse = run_kernels(split, merge, inputs, num_splits)
-        assert_right(inputs, out, lse, torch.bfloat16)
+    for case in (problem, dataclasses.replace(problem, window=33, sinks=5)):
+        inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
+        work = random_work([span.tiles for span in case.spans()], 7, random.Random(0))
+        for num_ctas, plan in ((1, None), (3, None), (40, None), (7, work)):
+            out, lse = run_kernels(split, merge, inputs, num_ctas, plan, **case.visibility)
+            assert_right(inputs, out, lse, torch.bfloat16, **case.visibility)
