@@ -147,7 +147,9 @@ def speed(only: str | None = None, json: str | None = None, peers: bool = True, 
     """
     cases = choose(only)
     shapes = [case.problem.shape() for case in cases]
+    began = time.perf_counter()
     broken = compile_shapes(shapes, torch.device("cuda"))
+    compile_seconds = time.perf_counter() - began
     rows: dict[str, dict[str, Any]] = {
         case.name: {"name": case.name, "status": broken[shape]}
         for case, shape in zip(cases, shapes, strict=True)
@@ -182,7 +184,7 @@ def speed(only: str | None = None, json: str | None = None, peers: bool = True, 
         [{key: "missing" if key in PEER_COLUMNS and is_text(row[key]) else row[key] for key in row} for row in table],
         title=f"mla_decode, bfloat16, µs with cold L2; R = {shown} ({rate['R_from']})",
         columns={key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in table)},
-        caption=describe_environment(environment),
+        caption=f"{describe_environment(environment)} · compiled in {compile_seconds:.0f} s",
         console=None if sys.stdout.isatty() else Console(width=PIPE_WIDTH),
     )
     for why, count in missing.items():
@@ -190,7 +192,9 @@ def speed(only: str | None = None, json: str | None = None, peers: bool = True, 
     asked = [row for row in table if row.get("met") is not None]
     print(f"targets met: {sum(row['met'] for row in asked)} of {len(asked)}")
     if json:
-        write_json(json, kind="decode-speed", rows=table, environment=environment, **rate)
+        write_json(
+            json, kind="decode-speed", rows=table, environment=environment, compile_seconds=compile_seconds, **rate
+        )
     return all(row["status"] == "ok" for row in table)
 
 

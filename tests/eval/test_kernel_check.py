@@ -82,6 +82,22 @@ def test_a_plan_is_compared_with_the_oracle():
     assert "splits differ" in plan_error(problem, plan)
 
 
+def test_a_geometry_that_cannot_be_compiled_or_run_spoils_no_other(monkeypatch):
+    """The way of a GPU, on the CPU: compile, then check in a worker; what fails is named, its other calls skipped."""
+    good, bad, broken = Problem(4, 2, 32, 8, (70, 3)), Problem(4, 2, 40, 8, (70,)), Problem(4, 2, 48, 8, (70,))
+    bad = replace(bad, starts=(1, 2))  # one start too many: raises in the worker
+    problems = [good, good, bad, bad, broken, good]
+    cases = [Case(group, problem, "bfloat16") for group, problem in zip((0, 0, 1, 1, 2, 3), problems, strict=True)]
+    monkeypatch.setattr(kernel_check, "compile_shapes", lambda *_, **__: {broken.shape(): "not compiled: hung"})
+    monkeypatch.setattr(kernel_check, "capability", lambda _: 90)
+    monkeypatch.setattr(kernel_check, "device_name", lambda _: None)
+    rows = kernel_check.check_cases(cases, torch.device("cpu"), progress=False)
+    found = {group: [row["status"] for row in rows if row["group"] == group] for group in range(4)}
+    assert found[0] == ["ok", "ok"] and found[3] == ["ok"]
+    assert len(found[1]) == 1 and found[1][0].startswith("ValueError: zip() argument 2")
+    assert found[2] == ["not compiled: hung"]
+
+
 def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.mla_decode import launch
