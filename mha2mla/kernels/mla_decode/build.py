@@ -9,6 +9,7 @@ from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, rope
 from mha2mla.kernels.mla_decode.swap_ab import make_swap_ab
 from mha2mla.kernels.mla_decode.swap_ab_ws import make_swap_ab_ws
 
+MERGES = {4: (512, 128), 16: (128, 128), 64: (128, 512)}  # partials in flight: columns and threads of a block
 PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_warp_specialized": True}
 
 
@@ -33,21 +34,23 @@ def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = 
             ctas_per_sm=choice.ctas_per_sm,
         )
     if choice.kernel == "heads_on_m":
-        return make_heads_on_m(**common, num_stages=choice.num_stages, left_columns=choice.left_columns)
+        return make_heads_on_m(**common, num_stages=choice.num_stages)
     return make_swap_ab(**common, block_tokens=choice.block_tokens, threads=choice.threads, on_cpu=on_cpu)
 
 
-def make_merge(shape: DecodeShape, few_rows: bool, *, dtype: str | None = None, on_cpu: bool = False):
-    """The TileLang function that merges the partials of ``shape`` (not compiled).
+def make_merge(shape: DecodeShape, splits: int, *, dtype: str | None = None, on_cpu: bool = False):
+    """The TileLang function that merges the partials of ``shape`` (not compiled), laid out for about ``splits`` of them.
 
-    ``few_rows``: there are fewer (sequence, token, head) rows than blocks that fit the GPU, so rows are cut finer.
+    ``splits``: one of MERGES; it decides how much of a row a block takes, so that a thread holds 16 numbers.
     """
+    columns, threads = MERGES[splits]
     return make_combine(
         heads=shape.heads,
         kv_lora_rank=shape.kv_lora_rank,
         dtype=dtype or shape.dtype,
-        block_columns=128 if few_rows else 512,
-        block_splits=32 if few_rows else 4,
+        block_columns=columns,
+        block_splits=splits,
+        threads=threads,
         on_cpu=on_cpu,
     )
 

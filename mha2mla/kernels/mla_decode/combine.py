@@ -76,9 +76,7 @@ def make_combine(
             for i, k in parallel(1, MAX_SPLITS):
                 weight[i, k] = T.if_then_else(
                     k < count[0],
-                    partial_lse[
-                        T.min(count[1] + k, num_ctas - 1), T.if_then_else(k == 0, count[2], 0), q, h
-                    ],
+                    partial_lse[T.min(count[1] + k, num_ctas - 1), T.if_then_else(k == 0, count[2], 0), q, h],
                     -T.infinity(accum),
                 )
             T.reduce_max(weight, top, dim=1)
@@ -117,8 +115,6 @@ def make_combine(
                         out[b, q, h, c0 + c] = T.if_then_else(sums[1] == 0, 0.0, merged[c] / sums[1])
                 for i in parallel(1):
                     if x % column_blocks == 0:
-                        lse[b, h, q] = T.if_then_else(
-                            sums[1] == 0, -T.infinity(accum), sums[0] + T.log2(sums[1]) * LN2
-                        )
+                        lse[b, h, q] = T.if_then_else(sums[1] == 0, -T.infinity(accum), sums[0] + T.log2(sums[1]) * LN2)
 
     return mla_decode_combine

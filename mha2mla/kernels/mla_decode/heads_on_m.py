@@ -1,11 +1,10 @@
 """MLA decode for Hopper, 64 query rows on the M side of wgmma: for tiles whose rows are full, where arithmetic counts.
 
-Two computing warpgroups. The first computes scores and softmax and the left columns of the output; the second the right
-columns, from weights that the first hands over in shared memory. The first one's score products queue up behind its own
-output product of the tile before, and the second one's output product runs beside the first one's softmax, so the
-tensor cores seldom wait (the division of labour that FlashAttention-3 uses for wide values; FlashMLA's seesaw has each
-warpgroup do the scores of every second tile instead). Four warps of a third warpgroup stream the two halves of the
-latent, the rotary keys and the queries.
+Three computing warpgroups: the first does scores and softmax and hands the weights over in shared memory, the other two
+multiply one half of the latent's columns each. So the scores and the softmax of one tile run beside the output products
+of the tile before without any interleaving by hand (FlashMLA's seesaw and FlashAttention-3's pair of warpgroups leave
+the tensor cores idle where a warpgroup that holds half of the output also has a softmax to do; here that one holds no
+output, and registers suffice for a fourth warpgroup that streams the cache).
 """
 
 import tilelang.language as T
@@ -30,8 +29,8 @@ WARPGROUP = 128  # threads
 BLOCK = 64  # cached tokens per tile
 ROWS = 64  # the M of one wgmma
 BARRIER = 8  # named barriers below 8 belong to the compiler
-PRODUCER_REGISTERS = 56
-CONSUMER_REGISTERS = 224
+# Registers a thread of each role keeps; 512 in all for four warpgroups.
+SCORE_REGISTERS, OUTPUT_REGISTERS, PRODUCER_REGISTERS = 120, 168, 56
 
 
 def make_heads_on_m(
@@ -44,7 +43,6 @@ def make_heads_on_m(
     dtype: str,
     tiling: RowTiling,
     num_stages: int = 2,
-    left_columns: int = 256,
 ):
     """A TileLang function ``mla_decode_heads_on_m`` for one static shape; arguments as :func:`make_swap_ab` describes.
 
@@ -54,7 +52,6 @@ def make_heads_on_m(
         dtype: "bfloat16" or "float16".
         tiling: which 64 query rows one CTA serves; its rope heads fill at most 64 columns.
         num_stages: tiles in flight.
-        left_columns: of the latent, a multiple of 64, that the warpgroup with the scores multiplies.
     """
     d_c, d_r, tile_tokens, head_rows = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile, tiling.head_rows
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
@@ -62,13 +59,12 @@ def make_heads_on_m(
     even = tile_heads * tiling.head_tiles == heads
     one_token = tile_tokens == 1 and tiling.token_tiles == 1
     latent_cols = padded_latent_columns(d_c, 256)
-    left, right = left_columns, latent_cols - left_columns
+    half, quarter = latent_cols // 2, latent_cols // 4  # an instruction over a half would not fit the registers
     rope_cols = padded_rope_columns(groups * d_r)
     accum = T.float32
     pieces = max(1, BLOCK // page_size)
-    piece_list, consumers = list(range(pieces)), 2 * WARPGROUP
+    piece_list, consumers = list(range(pieces)), 3 * WARPGROUP
     by_row = T.GemmWarpPolicy.FullRow
-    policy = "evict_first" if tiling.num_tiles == 1 else "evict_normal"
 
     batch, seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
     num_pages, max_pages = T.dynamic("num_pages"), T.dynamic("max_pages")
@@ -85,8 +81,10 @@ def make_heads_on_m(
         return row % head_rows if tile_tokens > 1 else row
 
     @T.macro
-    def stream(source, columns, offset, ring, full, free, thread, leader, block_table, schedule, cta, work, span, pages):
-        """One warp: every tile of this CTA's fragments, ``columns`` of ``source`` from ``offset`` on, into a ring."""
+    def stream(
+        source, columns, offset, pair, full, free, thread, leader, block_table, schedule, cta, work, span, pages
+    ):
+        """One warp: every tile of this CTA's fragments, ``columns`` of ``source`` from ``offset`` on for each ring."""
         for f in T.serial(work[0]):
             for i in T.unroll(SPAN_FIELDS):
                 span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
@@ -96,22 +94,22 @@ def make_heads_on_m(
                 for v in piece_list:
                     pages[v] = block_table[span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))]
                 T.barrier_wait(free[slot], (((work[2] + k) // num_stages) & 1) ^ 1)
-                for v in piece_list:
-                    if pieces == 1:
-                        T.tma_copy(
-                            source[pages[0], t0 % page_size : t0 % page_size + BLOCK, offset : offset + columns],
-                            ring[slot, :, :],
-                            barrier=full[slot],
-                            eviction_policy=policy,
-                        )
-                    else:
-                        for c in list(range(0, columns, 64)):  # panels of the swizzled tile are contiguous per page
+                for u in list(range(len(pair))):
+                    for v in piece_list:
+                        left = offset + u * columns
+                        if pieces == 1:
                             T.tma_copy(
-                                source[pages[v], 0:page_size, offset + c : offset + c + min(64, columns)],
-                                ring[slot, v * page_size : (v + 1) * page_size, c : c + min(64, columns)],
+                                source[pages[0], t0 % page_size : t0 % page_size + BLOCK, left : left + columns],
+                                pair[u][slot, :, :],
                                 barrier=full[slot],
-                                eviction_policy=policy,
                             )
+                        else:
+                            for c in list(range(0, columns, 64)):  # panels of the swizzled tile are contiguous per page
+                                T.tma_copy(
+                                    source[pages[v], 0:page_size, left + c : left + c + min(64, columns)],
+                                    pair[u][slot, v * page_size : (v + 1) * page_size, c : c + min(64, columns)],
+                                    barrier=full[slot],
+                                )
                 if thread == leader:
                     T.barrier_arrive(full[slot])
             work[2] += span[TILES]
@@ -137,9 +135,59 @@ def make_heads_on_m(
             for i, d in T.Parallel(ROWS, columns):
                 if (one_token or token0 + token(i) < seqlen_q) and head(i) < valid:
                     if offset + d < d_c:
-                        partial_out[
-                            span[SLOT] // 2, span[SLOT] % 2, token0 + token(i), head0 + head(i), offset + d
-                        ] = o[i, d] * inverse[i]
+                        partial_out[span[SLOT] // 2, span[SLOT] % 2, token0 + token(i), head0 + head(i), offset + d] = (
+                            o[i, d] * inverse[i]
+                        )
+
+    @T.macro
+    def multiply(
+        w, pair, full, free, cta, token0, head0, valid, schedule, work, span, p_tile, rescale, inverses, p_full, p_free,
+        end, out, partial_out, seqlen_q,
+    ):  # fmt: skip
+        """One warpgroup: columns ``w * half ...`` of the output, for all fragments."""
+        T.set_max_nreg(OUTPUT_REGISTERS, 1)
+        o = [T.alloc_fragment([ROWS, quarter], accum) for _ in range(2)]
+        factor = T.alloc_fragment([ROWS], accum)
+        for f in T.serial(work[0]):
+            for i in T.unroll(SPAN_FIELDS):
+                span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+            for i in list(range(2)):
+                T.fill(o[i], 0)
+            for k in T.serial(span[TILES]):
+                t0 = first_token(span, k)
+                n = work[2] + k
+                T.barrier_wait(full[n % num_stages], (n // num_stages) & 1)
+                T.barrier_wait(p_full, n & 1)
+                T.copy(rescale, factor)
+                for u in list(range(2)):
+                    for i, d in T.Parallel(ROWS, quarter):
+                        o[u][i, d] *= factor[i]
+                if holds_unseen(span, t0, BLOCK):
+                    for u in list(range(2)):
+                        clean(pair[u], n % num_stages, quarter, span, t0)
+                    T.sync_threads(barrier_id=BARRIER + 1 + w, arrive_count=WARPGROUP)
+                for u in list(range(2)):
+                    T.wgmma_gemm(p_tile, pair[u][n % num_stages, :, :], o[u], policy=by_row)
+                T.wait_wgmma(0)
+                T.barrier_arrive(p_free)
+                T.barrier_arrive(free[n % num_stages])
+            work[2] += span[TILES]
+            T.barrier_wait(end, f & 1)
+            T.copy(inverses[f & 1, :], factor)
+            for u in list(range(2)):
+                write(
+                    o[u],
+                    factor,
+                    quarter,
+                    w * half + u * quarter,
+                    span,
+                    token0,
+                    head0,
+                    valid,
+                    seqlen_q,
+                    out,
+                    partial_out,
+                )
 
     @T.prim_func
     def mla_decode_heads_on_m(
@@ -161,22 +209,19 @@ def make_heads_on_m(
         with T.Kernel(tiling.num_tiles, num_ctas, threads=consumers + WARPGROUP) as (tile, cta):
             q_tile = T.alloc_shared([ROWS, latent_cols], dtype)
             qp_tile = T.alloc_shared([ROWS, rope_cols], dtype)
-            left_ring = T.alloc_shared([num_stages, BLOCK, left], dtype)
-            right_ring = T.alloc_shared([num_stages, BLOCK, right], dtype)
+            rings = [T.alloc_shared([num_stages, BLOCK, quarter], dtype) for _ in range(4)]
             k_ring = T.alloc_shared([num_stages, BLOCK, rope_cols], dtype)
             p_tile = T.alloc_shared([ROWS, BLOCK], dtype)
             rescale = T.alloc_shared([ROWS], accum)
             inverses = T.alloc_shared([2, ROWS], accum)  # of even and odd fragments
             q_full = T.alloc_barrier(1)
             q_free = T.alloc_barrier(WARPGROUP)
-            left_full = T.alloc_barrier([1] * num_stages)
-            left_free = T.alloc_barrier([WARPGROUP] * num_stages)
-            right_full = T.alloc_barrier([1] * num_stages)
-            right_free = T.alloc_barrier([WARPGROUP] * num_stages)
+            halves_full = [T.alloc_barrier([1] * num_stages) for _ in range(2)]
+            halves_free = [T.alloc_barrier([WARPGROUP] * num_stages) for _ in range(2)]
             k_full = T.alloc_barrier([1] * num_stages)
             k_free = T.alloc_barrier([WARPGROUP] * num_stages)
             p_full = T.alloc_barrier(WARPGROUP)
-            p_free = T.alloc_barrier(WARPGROUP)
+            p_free = T.alloc_barrier(2 * WARPGROUP)
             end = T.alloc_barrier(WARPGROUP)
             thread = T.get_thread_binding()
 
@@ -197,10 +242,8 @@ def make_heads_on_m(
             T.pdl_trigger()
 
             if thread < WARPGROUP:
-                T.set_max_nreg(CONSUMER_REGISTERS, 1)
+                T.set_max_nreg(SCORE_REGISTERS, 0)
                 s = T.alloc_fragment([ROWS, BLOCK], accum)
-                p = T.alloc_fragment([ROWS, BLOCK], dtype)
-                o = T.alloc_fragment([ROWS, left], accum)
                 m = T.alloc_fragment([ROWS], accum)
                 mn = T.alloc_fragment([ROWS], accum)
                 al = T.alloc_fragment([ROWS], accum)
@@ -212,20 +255,22 @@ def make_heads_on_m(
                 for f in T.serial(work[0]):
                     for i in T.unroll(SPAN_FIELDS):
                         span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
-                    for i, d in T.Parallel(ROWS, rope_cols):
-                        qp_tile[i, d] = T.if_then_else(
-                            (token0 + token(i) < seqlen_q) & (head(i) < valid) & (d // d_r == head(i) // group % groups),
-                            q_pe[
-                                span[SEQUENCE],
-                                T.min(token0 + token(i), seqlen_q - 1),
-                                T.min(head0 + head(i), heads - 1),
-                                d % d_r,
-                            ],
-                            T.cast(0, dtype),
-                        )
+                    for c in T.serial(rope_cols // 16):  # in pieces: loads of a whole row at once cost registers
+                        for i, d in T.Parallel(ROWS, 16):
+                            qp_tile[i, c * 16 + d] = T.if_then_else(
+                                (token0 + token(i) < seqlen_q)
+                                & (head(i) < valid)
+                                & ((c * 16 + d) // d_r == head(i) // group % groups),
+                                q_pe[
+                                    span[SEQUENCE],
+                                    T.min(token0 + token(i), seqlen_q - 1),
+                                    T.min(head0 + head(i), heads - 1),
+                                    (c * 16 + d) % d_r,
+                                ],
+                                T.cast(0, dtype),
+                            )
                     T.fence_proxy_async()
                     T.sync_threads(barrier_id=BARRIER, arrive_count=WARPGROUP)
-                    T.fill(o, 0)
                     T.fill(den, 0)
                     T.fill(m, MASKED)
                     for i in T.Parallel(ROWS):
@@ -234,28 +279,19 @@ def make_heads_on_m(
                     for k in T.serial(span[TILES]):
                         t0 = first_token(span, k)
                         n = work[2] + k
-                        T.barrier_wait(left_full[n % num_stages], (n // num_stages) & 1)
-                        T.wgmma_gemm(
-                            q_tile[:, 0:left],
-                            left_ring[n % num_stages, :, :],
-                            s,
-                            transpose_B=True,
-                            clear_accum=True,
-                            policy=by_row,
-                        )
-                        T.barrier_wait(right_full[n % num_stages], (n // num_stages) & 1)
-                        T.wgmma_gemm(
-                            q_tile[:, left:latent_cols],
-                            right_ring[n % num_stages, :, :],
-                            s,
-                            transpose_B=True,
-                            policy=by_row,
-                        )
+                        for i in list(range(4)):
+                            if i % 2 == 0:
+                                T.barrier_wait(halves_full[i // 2][n % num_stages], (n // num_stages) & 1)
+                            T.wgmma_gemm(
+                                q_tile[:, i * quarter : (i + 1) * quarter],
+                                rings[i][n % num_stages, :, :],
+                                s,
+                                transpose_B=True,
+                                clear_accum=i == 0,
+                                policy=by_row,
+                            )
                         T.barrier_wait(k_full[n % num_stages], (n // num_stages) & 1)
                         T.wgmma_gemm(qp_tile, k_ring[n % num_stages, :, :], s, transpose_B=True, policy=by_row)
-                        if k > 0:
-                            T.wait_wgmma(3)  # all but the three score products: the tile before is multiplied
-                            T.barrier_arrive(left_free[(n - 1) % num_stages])
                         T.wait_wgmma(0)
                         T.barrier_arrive(k_free[n % num_stages])
                         if needs_mask(span, t0, BLOCK, tail):
@@ -269,23 +305,14 @@ def make_heads_on_m(
                             mn[i] = T.if_then_else(mn[i] == MASKED, 0.0, mn[i])  # so that masked scores weigh nothing
                         for i, j in T.Parallel(ROWS, BLOCK):
                             s[i, j] = T.exp2((s[i, j] - mn[i]) * scale)
-                        T.copy(s, p)
                         T.barrier_wait(p_free, (n & 1) ^ 1)
-                        T.copy(p, p_tile)
+                        T.copy(s, p_tile)
                         T.copy(al, rescale)
                         T.fence_proxy_async()
                         T.barrier_arrive(p_full)
                         T.reduce_sum(s, tile_sum, dim=1)
                         for i in T.Parallel(ROWS):
                             den[i] = den[i] * al[i] + tile_sum[i]
-                        for i, d in T.Parallel(ROWS, left):
-                            o[i, d] *= al[i]
-                        if holds_unseen(span, t0, BLOCK):
-                            clean(left_ring, n % num_stages, left, span, t0)
-                            T.sync_threads(barrier_id=BARRIER, arrive_count=WARPGROUP)
-                        T.wgmma_gemm(p, left_ring[n % num_stages, :, :], o, policy=by_row)
-                    T.wait_wgmma(0)
-                    T.barrier_arrive(left_free[(work[2] + span[TILES] - 1) % num_stages])
                     T.barrier_arrive(q_free)
                     work[2] += span[TILES]
                     for i in T.Parallel(ROWS):
@@ -298,51 +325,32 @@ def make_heads_on_m(
                             if span[SLOT] < 0:
                                 lse[span[SEQUENCE], head0 + head(i), token0 + token(i)] = m[i]
                             else:
-                                partial_lse[
-                                    span[SLOT] // 2, span[SLOT] % 2, token0 + token(i), head0 + head(i)
-                                ] = m[i]
-                    write(o, den, left, 0, span, token0, head0, valid, seqlen_q, out, partial_out)
+                                partial_lse[span[SLOT] // 2, span[SLOT] % 2, token0 + token(i), head0 + head(i)] = m[i]
             elif thread < 2 * WARPGROUP:
-                T.set_max_nreg(CONSUMER_REGISTERS, 1)
-                o2 = T.alloc_fragment([ROWS, right], accum)
-                al2 = T.alloc_fragment([ROWS], accum)
-                for f in T.serial(work[0]):
-                    for i in T.unroll(SPAN_FIELDS):
-                        span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
-                    T.fill(o2, 0)
-                    for k in T.serial(span[TILES]):
-                        t0 = first_token(span, k)
-                        n = work[2] + k
-                        T.barrier_wait(right_full[n % num_stages], (n // num_stages) & 1)
-                        T.barrier_wait(p_full, n & 1)
-                        T.copy(rescale, al2)
-                        for i, d in T.Parallel(ROWS, right):
-                            o2[i, d] *= al2[i]
-                        if holds_unseen(span, t0, BLOCK):
-                            clean(right_ring, n % num_stages, right, span, t0)
-                            T.sync_threads(barrier_id=BARRIER + 1, arrive_count=WARPGROUP)
-                        T.gemm(p_tile, right_ring[n % num_stages, :, :], o2, policy=by_row)
-                        T.barrier_arrive(p_free)
-                        T.barrier_arrive(right_free[n % num_stages])
-                    work[2] += span[TILES]
-                    T.barrier_wait(end, f & 1)
-                    T.copy(inverses[f & 1, :], al2)
-                    write(o2, al2, right, left, span, token0, head0, valid, seqlen_q, out, partial_out)
+                multiply(
+                    0, rings[0:2], halves_full[0], halves_free[0], cta, token0, head0, valid, schedule, work, span, p_tile, rescale,
+                    inverses, p_full, p_free, end, out, partial_out, seqlen_q,
+                )  # fmt: skip
+            elif thread < 3 * WARPGROUP:
+                multiply(
+                    1, rings[2:4], halves_full[1], halves_free[1], cta, token0, head0, valid, schedule, work, span, p_tile,
+                    rescale, inverses, p_full, p_free, end, out, partial_out, seqlen_q,
+                )  # fmt: skip
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < consumers + 32:
                     stream(
-                        latent_cache, left, 0, left_ring, left_full, left_free, thread, consumers, block_table, schedule,
+                        latent_cache, quarter, 0, rings[0:2], halves_full[0], halves_free[0], thread, consumers, block_table, schedule,
                         cta, work, span, pages,
                     )  # fmt: skip
                 elif thread < consumers + 64:
                     stream(
-                        latent_cache, right, left, right_ring, right_full, right_free, thread, consumers + 32,
+                        latent_cache, quarter, half, rings[2:4], halves_full[1], halves_free[1], thread, consumers + 32,
                         block_table, schedule, cta, work, span, pages,
                     )  # fmt: skip
                 elif thread < consumers + 96:
                     stream(
-                        rope_cache, rope_cols, column, k_ring, k_full, k_free, thread, consumers + 64, block_table,
+                        rope_cache, rope_cols, column, [k_ring], k_full, k_free, thread, consumers + 64, block_table,
                         schedule, cta, work, span, pages,
                     )  # fmt: skip
                 else:
@@ -350,9 +358,7 @@ def make_heads_on_m(
                         b = schedule[T.if_then_else(f == 0, cta, work[1] + f), SEQUENCE]
                         T.barrier_wait(q_free, (f & 1) ^ 1)
                         if tile_tokens == 1:
-                            T.tma_copy(
-                                q_latent[b, token0, head0 : head0 + ROWS, 0:latent_cols], q_tile, barrier=q_full
-                            )
+                            T.tma_copy(q_latent[b, token0, head0 : head0 + ROWS, 0:latent_cols], q_tile, barrier=q_full)
                         else:
                             for v in list(range(tile_tokens)):
                                 for c in list(range(0, latent_cols, 64)):

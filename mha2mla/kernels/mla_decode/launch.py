@@ -8,12 +8,11 @@ import tilelang
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.build import PASS_CONFIGS, make_merge, make_planner, make_split
-from mha2mla.kernels.mla_decode.dispatch import device_name, num_sms
+from mha2mla.kernels.mla_decode.build import MERGES, PASS_CONFIGS, make_merge, make_planner, make_split
+from mha2mla.kernels.mla_decode.dispatch import device_name
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, select_kernel
 
 NO_WINDOW = 2**30  # longer than any sequence
-MANY_ROWS = 4  # rows to merge per multiprocessor from which on a block merges a whole row
 
 
 def target_of(capability: int) -> dict[str, str]:
@@ -32,9 +31,14 @@ def compile_choice(shape: DecodeShape, choice: KernelChoice, capability: int):
 
 
 @cache
-def compile_merge(shape: DecodeShape, few_rows: bool, capability: int):
-    """The compiled combine kernel; of ``shape`` only H, d_c and dtype matter."""
-    return _compile(make_merge(shape, few_rows), capability)
+def compile_merge(shape: DecodeShape, splits: int, capability: int):
+    """The compiled combine kernel for about ``splits`` partials a sequence."""
+    return _compile(make_merge(shape, splits), capability)
+
+
+def merge_splits(num_ctas: int, batch: int) -> int:
+    """Which combine kernel: by the partials a sequence has if all are equally long."""
+    return next((splits for splits in MERGES if num_ctas <= splits * batch), max(MERGES))
 
 
 @cache
@@ -109,7 +113,7 @@ def launch_mla_decode(
 
     Nothing is allocated, nothing synchronises.
     """
-    batch, seqlen_q, heads, _ = q_latent.shape
+    batch, seqlen_q = q_latent.shape[:2]
     if batch == 0 or seqlen_q == 0:
         return
     if block_table.shape[1] == 0 or latent_cache.shape[0] == 0:  # no page to point a tensor map at
@@ -117,7 +121,6 @@ def launch_mla_decode(
         lse.fill_(-torch.inf)
         return
     device = q_latent.device
-    few_rows = batch * seqlen_q * heads < MANY_ROWS * num_sms(device)
     with torch.cuda.device(device):
         compile_mla_decode(shape, capability, device_name(device))(
             q_latent,
@@ -135,4 +138,6 @@ def launch_mla_decode(
             NO_WINDOW if window < 0 else window,
             sinks,
         )
-        compile_merge(shape, few_rows, capability)(splits, partial_out, partial_lse, out, lse)
+        compile_merge(shape, merge_splits(partial_lse.shape[0], batch), capability)(
+            splits, partial_out, partial_lse, out, lse
+        )

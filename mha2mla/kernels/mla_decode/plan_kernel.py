@@ -201,9 +201,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
                         cut[4] = T.if_then_else(j == 0, cut[1], 0)
                         cut[5] = T.if_then_else(cut[0] + j == cut[2], cut[3], tiles[cut[0] + j])
                         if cut[5] > cut[4]:
-                            cut[6] = T.if_then_else(
-                                base[3] == 0, tx + i * threads, num_ctas + rank[cut[0]] + base[3]
-                            )
+                            cut[6] = T.if_then_else(base[3] == 0, tx + i * threads, num_ctas + rank[cut[0]] + base[3])
                             attended(
                                 cut[0] + j, cache_seqlens, cache_starts, capacity, seqlen_q, causal, use_starts,
                                 window, sinks, x,
@@ -231,11 +229,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
                                     run[1] = pieces[cut[0] + j]
                                 else:
                                     run[1] = T.cast(
-                                        (
-                                            T.cast(cost[cut[0] + j] + v + 1, "int64") * num_ctas
-                                            + cost[batch]
-                                            - 1
-                                        )
+                                        (T.cast(cost[cut[0] + j] + v + 1, "int64") * num_ctas + cost[batch] - 1)
                                         // T.max(1, cost[batch])
                                         - 1,
                                         "int32",

@@ -144,9 +144,7 @@ def splits_of(work: list[list[Fragment]], batch: int) -> list[tuple[int, int]]:
     return splits
 
 
-def write_schedule(
-    spans: list[Span], work: list[list[Fragment]], schedule: Tensor, splits: Tensor
-) -> None:
+def write_schedule(spans: list[Span], work: list[list[Fragment]], schedule: Tensor, splits: Tensor) -> None:
     """Fills ``schedule`` [num_ctas + B, FIELDS] and ``splits`` [B, 2] (int32) in place, as the device planner does."""
     schedule.fill_(-(2**31))
     rank = [0]

@@ -60,7 +60,6 @@ class KernelChoice:
         threads: of a CTA.
         warpgroups: that compute (sm_90 kernels).
         ctas_per_sm: CTAs that are resident on a multiprocessor.
-        left_columns: of the output, held by the warpgroup of "heads_on_m" that also computes the scores.
         reason: in words, with the numbers.
     """
 
@@ -72,7 +71,6 @@ class KernelChoice:
     threads: int
     warpgroups: int
     ctas_per_sm: int
-    left_columns: int
     reason: str
 
 
@@ -208,15 +206,13 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
     for warpgroups in (1, 2) if tiling.rows == 64 else (1,):
         for num_stages in (4, 3, 2):
             for rope_stages in (6, 4, 3, 2):
-                used = swap_ab_ws_shared_memory(
-                    tiling, rope, shape.kv_lora_rank, num_stages, rope_stages, warpgroups
-                )
+                used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
                 registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
                 fits = used <= limit and registers <= 160
                 resident = 2 if 2 * (used + 1024) <= limit + 1024 and registers <= 120 and warpgroups == 1 else 1
                 in_flight = min(num_stages * latent + rope_stages * rope.chunk_columns, 2048 // resident)
                 choice = KernelChoice(
-                    "swap_ab_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, resident, 0,
+                    "swap_ab_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, resident,
                     f"swap_ab_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s), "
                     f"{num_stages} latent and {rope_stages} rope stages, {resident} CTA(s) a multiprocessor, "
                     f"{used} bytes of shared memory each",
@@ -228,13 +224,12 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
 def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):
     """For full tiles of 64 rows only: below, most of its work would be on padding."""
     columns = tiling.groups_per_tile * shape.qk_rope_head_dim
-    latent = padded_latent_columns(shape.kv_lora_rank, 256)
     if tiling.rows != 64 or columns > 64:
         return
     for num_stages in (3, 2):
         used = heads_on_m_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages)
         choice = KernelChoice(
-            "heads_on_m", tiling, 64, num_stages, num_stages, 384, 2, 1, latent // 2,
+            "heads_on_m", tiling, 64, num_stages, num_stages, 512, 3, 1,
             f"heads_on_m: {tiling.num_tiles} tile(s) of 64 rows, {num_stages} stages, {used} bytes of shared memory",
         )  # fmt: skip
         # worth it where the tensor cores are the limit: a second tile of rows reads the cache a second time
@@ -249,7 +244,7 @@ def _swap_ab(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int)
         used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, 1, threads)
         fits = used <= limit and _accumulators(latent, tiling.rows, block, threads) <= 144
         choice = KernelChoice(
-            "swap_ab", tiling, block, 1, 0, threads, threads // 128, 1, 0,
+            "swap_ab", tiling, block, 1, 0, threads, threads // 128, 1,
             f"swap_ab: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
             f"{used} bytes of shared memory",
         )  # fmt: skip

@@ -362,9 +362,7 @@ def make_swap_ab_ws(
                             for v in piece_list:
                                 if pieces == 1:
                                     T.tma_copy(
-                                        latent_cache[
-                                            pages[0], t0 % page_size : t0 % page_size + BLOCK, 0:latent_cols
-                                        ],
+                                        latent_cache[pages[0], t0 % page_size : t0 % page_size + BLOCK, 0:latent_cols],
                                         c_ring[slot, :, :],
                                         barrier=c_full[slot],
                                         eviction_policy=policy,
