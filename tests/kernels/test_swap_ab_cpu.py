@@ -19,7 +19,7 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 import tilelang
 
 from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_split
-from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
+from mha2mla.kernels.mla_decode.selection import MAX_SPLITS, DecodeShape, list_kernels
 from mha2mla.kernels.mla_decode.tiling import tile_rows
 
 PASS_CONFIGS = {"tirx.disable_vectorize": True}
@@ -161,9 +161,9 @@ def test_random_plans(block_tokens):
         )
 
 
-def test_more_partials_than_one_step_of_the_combine():
+def test_as_many_partials_as_the_combine_holds():
     for splits in MERGES:
-        run(Problem(2, 1, 8, 8, (64 * 256 + 3, 5)), 256, splits=splits)
+        run(Problem(2, 1, 8, 8, (64 * MAX_SPLITS,)), MAX_SPLITS, splits=splits)
 
 
 def test_fewer_new_tokens_than_compiled_for():
