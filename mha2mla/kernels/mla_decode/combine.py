@@ -73,6 +73,19 @@ def make_combine(
             count[2] = T.max(0, splits[b, 1] % 2)
             if count[0] == 1:
                 count[0] = -1  # nothing to do; kept as a number, since barriers below must not stand in a branch
+            # The first partials are on their way before their weights are known.
+            for i, c in parallel(block_splits, columns):
+                part[i, c] = T.if_then_else(
+                    (i < count[0]) & (whole or c0 + c < kv_lora_rank),
+                    partial_out[
+                        T.min(count[1] + i, num_ctas - 1),
+                        T.if_then_else(i == 0, count[2], 0),
+                        q,
+                        h,
+                        c0 + c if whole else T.min(c0 + c, kv_lora_rank - 1),
+                    ],
+                    0.0,
+                )
             for i, k in parallel(1, MAX_SPLITS):
                 weight[i, k] = T.if_then_else(
                     k < count[0],
@@ -88,9 +101,10 @@ def make_combine(
             for i in parallel(1):
                 sums[0] = top[i]
                 sums[1] = total[i]
-            T.fill(part, 0)
             T.sync_threads()
-            for k in T.serial(T.ceildiv(T.max(count[0], 0), block_splits)):
+            for i, c in parallel(block_splits, columns):
+                part[i, c] = T.if_then_else(weights[i] == 0, 0.0, weights[i] * part[i, c])
+            for k in T.serial(1, T.ceildiv(T.max(count[0], 1), block_splits)):
                 for i, c in parallel(block_splits, columns):
                     part[i, c] += T.if_then_else(
                         (k * block_splits + i < count[0]) & (whole or c0 + c < kv_lora_rank),
@@ -100,7 +114,7 @@ def make_combine(
                             weights[k * block_splits + i]
                             * partial_out[
                                 T.min(count[1] + k * block_splits + i, num_ctas - 1),
-                                T.if_then_else(k * block_splits + i == 0, count[2], 0),
+                                0,
                                 q,
                                 h,
                                 c0 + c if whole else T.min(c0 + c, kv_lora_rank - 1),

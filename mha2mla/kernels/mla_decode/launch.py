@@ -38,7 +38,7 @@ def compile_merge(shape: DecodeShape, splits: int, capability: int):
 
 def merge_splits(num_ctas: int, batch: int) -> int:
     """Which combine kernel: by the partials a sequence has if all are equally long."""
-    return next((splits for splits in MERGES if num_ctas <= splits * batch), max(MERGES))
+    return next((splits for splits in MERGES if num_ctas // batch <= splits), max(MERGES))
 
 
 @cache

@@ -9,7 +9,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, RowTiling, tile_rows
 
 MAX_HEADS = 128
-MAX_SPLITS = 256  # partials of one sequence that the combine holds weights for; CTAs are never more
+MAX_SPLITS = 512  # partials of one sequence that the combine holds weights for; CTAs are never more
 MAX_LATENT = 512
 MAX_ROPE_SHARED = 256
 MAX_ROPE_PER_HEAD = 128

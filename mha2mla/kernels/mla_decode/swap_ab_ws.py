@@ -3,7 +3,7 @@
 The latent and the rotary keys travel through two independent TMA rings, so many rope heads (a converted MHA model
 caches one rotary key per head) cost bytes but no pipeline stages of the latent; both rings run on into the next
 sequence of the CTA's schedule while the last one is being written. Scores and output as in ``swap_ab``. Two computing
-warpgroups share every tile and split the query rows; they exchange nothing.
+warpgroups share every tile and split the query rows; they exchange nothing but turns at the tensor cores.
 """
 
 import tilelang.language as T
@@ -27,7 +27,8 @@ from mha2mla.kernels.mla_decode.tiling import RowTiling
 WARPGROUP = 128  # threads
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
 BARRIER = 8  # named barriers below 8 belong to the compiler
-PRODUCER_REGISTERS = 40
+TURN = 12  # and the next: whose turn it is at the score products
+PRODUCER_REGISTERS = {1: 40, 2: 56}  # by computing warpgroups
 
 
 def make_swap_ab_ws(
@@ -73,14 +74,16 @@ def make_swap_ab_ws(
     consumers = warpgroups * WARPGROUP
     threads = consumers + WARPGROUP
     total_chunks = rope.num_blocks * chunks
+    # A "full" barrier belongs to a chunk's place in the tile, not to a ring slot: who waits for it then sees every phase
+    # of it, and a wait for one parity cannot be answered by an earlier phase of the same parity.
+    rope_phases = total_chunks * -(-rope_stages // total_chunks)
     chunk_list, warp_list = list(range(chunks)), list(range(warps))
     piece_list, panel_list = list(range(pieces)), list(range(0, latent_cols, 64))
     rope_panels, block_list = list(range(0, chunk, 64)), list(range(rope.num_blocks))
     by_row = T.GemmWarpPolicy.FullRow
-    # Bytes that one CTA reads once must not push out of L2 what others will read again.
-    policy = "evict_first" if tiling.num_tiles == 1 else "evict_normal"
     pool = 65536 // (ctas_per_sm * threads) // 8 * 8 * threads  # registers of a CTA at launch
-    registers = min(240, (pool - PRODUCER_REGISTERS * WARPGROUP) // consumers // 8 * 8)
+    producer_registers = PRODUCER_REGISTERS[warpgroups]
+    registers = min(240, (pool - producer_registers * WARPGROUP) // consumers // 8 * 8)
 
     batch, seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
     num_pages, max_pages = T.dynamic("num_pages"), T.dynamic("max_pages")
@@ -125,6 +128,9 @@ def make_swap_ab_ws(
         scale = softmax_scale * LOG2E
         tail = (seqlen_q - 1) * causal
         work[2] = 0
+        if w == 1:
+            if work[0] > 0:
+                T.named_barrier_arrive(TURN, consumers)
         for f in T.serial(work[0]):
             for i in T.unroll(SPAN_FIELDS):
                 span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
@@ -163,6 +169,8 @@ def make_swap_ab_ws(
                 t0 = first_token(span, k)
                 slot = (work[2] + k) % num_stages
                 T.barrier_wait(c_full[slot], ((work[2] + k) // num_stages) & 1)
+                if warpgroups > 1:  # in turns: one multiplies while the other is at its softmax
+                    T.sync_threads(barrier_id=TURN + w, arrive_count=consumers)
                 T.wgmma_gemm(
                     c_ring[slot, :, :],
                     q_tile[first_row : first_row + rows, :],
@@ -171,37 +179,39 @@ def make_swap_ab_ws(
                     clear_accum=True,
                     policy=by_row,
                 )
-                for q in list(range(len(mine))):
-                    for u in chunk_list:
-                        n = (work[2] + k) * total_chunks + base + q * chunks + u
-                        T.barrier_wait(k_full[n % rope_stages], (n // rope_stages) & 1)
-                        if octets:
-                            T.wgmma_gemm(
-                                k_ring[n % rope_stages, :, :],
-                                qp_tile[
-                                    base // chunks * 8 + q * 8 : base // chunks * 8 + (q + 1) * 8,
-                                    u * chunk : (u + 1) * chunk,
-                                ],
-                                rs[q],
-                                transpose_B=True,
-                                clear_accum=u == 0,
-                                policy=by_row,
-                            )
-                        else:
-                            T.wgmma_gemm(
-                                k_ring[n % rope_stages, :, :],
-                                qp_tile[first_row : first_row + rows, u * chunk : (u + 1) * chunk],
-                                s,
-                                transpose_B=True,
-                                policy=by_row,
-                            )
-                        if q * chunks + u >= rope_stages - 1 and q * chunks + u < own_chunks - 1:
-                            # the ring is shorter than a tile's chunks: free the oldest slot as soon as it is read
-                            T.wait_wgmma(rope_stages - 1)
-                            T.barrier_arrive(k_free[(n - (rope_stages - 1)) % rope_stages])
+                for v in list(range(own_chunks)):
+                    n = (work[2] + k) * total_chunks + base + v
+                    T.barrier_wait(k_full[n % rope_phases], (n // rope_phases) & 1)
+                    if octets:
+                        T.wgmma_gemm(
+                            k_ring[n % rope_stages, :, :],
+                            qp_tile[
+                                (base + v) // chunks * 8 : (base + v) // chunks * 8 + 8,
+                                v % chunks * chunk : (v % chunks + 1) * chunk,
+                            ],
+                            rs[v // chunks],
+                            transpose_B=True,
+                            clear_accum=v % chunks == 0,
+                            policy=by_row,
+                        )
+                    else:
+                        T.wgmma_gemm(
+                            k_ring[n % rope_stages, :, :],
+                            qp_tile[first_row : first_row + rows, v * chunk : (v + 1) * chunk],
+                            s,
+                            transpose_B=True,
+                            policy=by_row,
+                        )
+                    if v >= rope_stages - 1 and v < own_chunks - 1:
+                        # the ring is shorter than a tile's chunks: free the oldest slot as soon as it is read
+                        T.wait_wgmma(rope_stages - 1)
+                        T.barrier_arrive(k_free[(n - (rope_stages - 1)) % rope_stages])
                 T.wait_wgmma(0)
                 for v in list(range(max(0, own_chunks - rope_stages), own_chunks)):
                     T.barrier_arrive(k_free[((work[2] + k) * total_chunks + base + v) % rope_stages])
+                if warpgroups > 1:
+                    if w == 0 or f < work[0] - 1 or k < span[TILES] - 1:
+                        T.named_barrier_arrive(TURN + 1 - w, consumers)
                 if octets:
                     for q in list(range(len(mine))):
                         for i, j in T.Parallel(BLOCK, 8):
@@ -313,7 +323,7 @@ def make_swap_ab_ws(
             q_free = T.alloc_barrier(consumers)
             c_full = T.alloc_barrier([1] * num_stages)
             c_free = T.alloc_barrier([consumers] * num_stages)
-            k_full = T.alloc_barrier([1] * rope_stages)
+            k_full = T.alloc_barrier([1] * rope_phases)
             k_free = T.alloc_barrier([WARPGROUP if octets else consumers] * rope_stages)
             thread = T.get_thread_binding()
 
@@ -346,7 +356,7 @@ def make_swap_ab_ws(
                     partial_lse, seqlen_q, heads, softmax_scale, causal, window, sinks,
                 )  # fmt: skip
             else:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                T.set_max_nreg(producer_registers, 0)
                 if thread < consumers + 32:
                     for f in T.serial(work[0]):
                         for i in T.unroll(SPAN_FIELDS):
@@ -365,7 +375,6 @@ def make_swap_ab_ws(
                                         latent_cache[pages[0], t0 % page_size : t0 % page_size + BLOCK, 0:latent_cols],
                                         c_ring[slot, :, :],
                                         barrier=c_full[slot],
-                                        eviction_policy=policy,
                                     )
                                 else:
                                     for c in panel_list:  # panels of the swizzled tile are contiguous per page
@@ -373,7 +382,6 @@ def make_swap_ab_ws(
                                             latent_cache[pages[v], 0:page_size, c : c + 64],
                                             c_ring[slot, v * page_size : (v + 1) * page_size, c : c + 64],
                                             barrier=c_full[slot],
-                                            eviction_policy=policy,
                                         )
                             if thread == consumers:
                                 T.barrier_arrive(c_full[slot])
@@ -402,8 +410,7 @@ def make_swap_ab_ws(
                                                     left : left + chunk,
                                                 ],
                                                 k_ring[n % rope_stages, :, :],
-                                                barrier=k_full[n % rope_stages],
-                                                eviction_policy=policy,
+                                                barrier=k_full[n % rope_phases],
                                             )
                                         else:
                                             for c in rope_panels:
@@ -416,11 +423,10 @@ def make_swap_ab_ws(
                                                         v * page_size : (v + 1) * page_size,
                                                         c : c + min(64, chunk),
                                                     ],
-                                                    barrier=k_full[n % rope_stages],
-                                                    eviction_policy=policy,
+                                                    barrier=k_full[n % rope_phases],
                                                 )
                                     if thread == consumers + 32:
-                                        T.barrier_arrive(k_full[n % rope_stages])
+                                        T.barrier_arrive(k_full[n % rope_phases])
                         work[2] += span[TILES]
                 elif thread < consumers + 96:
                     for f in T.serial(work[0]):
