@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, RowTiling, tile_rows
+from mha2mla.kernels.mla_decode.tuning import prefer
 
 MAX_HEADS = 128
 MAX_SPLITS = 512  # partials of one sequence that the combine holds weights for; CTAs are never more
@@ -286,14 +287,22 @@ def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:
 
 @lru_cache(maxsize=1024)
 def select_kernel(shape: DecodeShape, capability: int, gpu: str | None = None) -> KernelChoice:
-    """The kernel and tiles for ``shape``: the tuning table's row for ``gpu`` if it has one, else the rule's choice.
+    """The kernel and tiles for ``shape``: a tuning table's row for ``gpu`` if there is one, else the rule's choice.
+
+    The answer is remembered, so a table that changes serves the processes started after that: plans, compiled kernels
+    and CUDA graphs of a running one agree with each other.
 
     Args:
         shape: what to compile for.
         capability: compute capability, 90 for Hopper.
-        gpu: name as ``torch.cuda.get_device_name`` gives it; None leaves the table aside.
+        gpu: name as ``torch.cuda.get_device_name`` gives it; None leaves the tables aside.
+
+    Returns:
+        The choice; its ``reason`` ends with the table row it comes from, or "rule".
 
     Raises:
         ValueError: with the numbers, if no configuration fits into the device's shared memory.
     """
-    return list_kernels(shape, capability)[0]
+    choices = list_kernels(shape, capability)
+    choice, why = (choices[0], "rule") if gpu is None else prefer(shape, gpu, choices)
+    return replace(choice, reason=f"{choice.reason}; {why}")

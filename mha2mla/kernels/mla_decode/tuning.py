@@ -1,0 +1,238 @@
+"""The tuning table: which configuration was fastest where it was measured. Files and arithmetic only, no GPU.
+
+A table is a JSON file, ``{"version": 1, "rows": [...]}``, with one row per GPU name and decode shape. A row names a
+configuration of :func:`selection.list_kernels`, and the measurement that it comes from. There are two: the user's own,
+which ``mha2mla tune`` writes, and ``tuning.json`` beside this file, which the package brings; the user's comes first.
+
+A row serves its own page size and dtype. At pages of 64 tokens and more the kernels are the same (a tile is a part of
+one page), and bfloat16 and float16 differ in nothing that takes time; so a row also serves other pages of at least 64
+tokens and the other dtype, unless there is a row that is closer: first by page size, then by dtype.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mha2mla.sources import cache_folder
+
+if TYPE_CHECKING:
+    from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
+
+VERSION = 1
+PACKAGE_TABLE = Path(__file__).with_name("tuning.json")
+
+Row = dict[str, Any]
+
+_SHAPE = {
+    "heads": int,
+    "num_rope_heads": int,
+    "kv_lora_rank": int,
+    "qk_rope_head_dim": int,
+    "page_size": int,
+    "seqlen_q": int,
+    "dtype": str,
+}
+_CONFIGURATION = {
+    "kernel": str,
+    "rows": int,
+    "head_tiles": int,
+    "token_tiles": int,
+    "num_stages": int,
+    "rope_stages": int,
+    "warpgroups": int,
+    "ctas_per_sm": int,
+    "block_tokens": int,
+}
+_MEASUREMENT = {
+    "us": float,
+    "rule_us": float | None,  # of the configuration that the rule would have chosen; None: it did not run
+    "batch": int,
+    "seqlen": int,
+    "tilelang": str | None,
+    "date": str,
+    "commit": str | None,
+}
+FIELDS = {"gpu": str} | _SHAPE | _CONFIGURATION | _MEASUREMENT
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a table has one row for: GPU name and decode shape."""
+    return tuple(row[name] for name in ("gpu", *_SHAPE))
+
+
+def shape_fields(shape: DecodeShape) -> Row:
+    """The part of a row that says which shape it is for."""
+    return {name: getattr(shape, name) for name in _SHAPE}
+
+
+def configuration(choice: KernelChoice) -> Row:
+    """The part of a row that names a configuration; no two of a shape have the same."""
+    return {
+        "kernel": choice.kernel,
+        "rows": choice.tiling.rows,
+        "head_tiles": choice.tiling.head_tiles,
+        "token_tiles": choice.tiling.token_tiles,
+        "num_stages": choice.num_stages,
+        "rope_stages": choice.rope_stages,
+        "warpgroups": choice.warpgroups,
+        "ctas_per_sm": choice.ctas_per_sm,
+        "block_tokens": choice.block_tokens,
+    }
+
+
+@lru_cache(maxsize=16)
+def read_table(path: Path) -> dict[tuple[Any, ...], Row]:
+    """Rows of a table by :func:`key_of`; none if there is no such file. Read once per process.
+
+    Raises:
+        ValueError: naming the file: it is no table, has another version, a malformed row, or two rows for one shape.
+        OSError: the file cannot be read.
+    """
+    return _read(path)
+
+
+def _read(path: Path) -> dict[tuple[Any, ...], Row]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is no tuning table: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
+        raise ValueError(f'{path} is no tuning table; expected {{"version": {VERSION}, "rows": [...]}}')
+    if content.get("version") != VERSION:
+        raise ValueError(f"{path} is a tuning table of version {content.get('version')!r}; expected {VERSION}")
+    return _by_key(content["rows"], str(path))
+
+
+def _by_key(rows: Iterable[Any], where: str) -> dict[tuple[Any, ...], Row]:
+    table: dict[tuple[Any, ...], Row] = {}
+    for number, row in enumerate(rows):
+        _check_row(row, f"{where}, row {number}")
+        if key_of(row) in table:
+            raise ValueError(f"{where}, row {number} is for the same GPU and shape as one before it: {key_of(row)}")
+        table[key_of(row)] = row
+    return table
+
+
+def _check_row(row: Any, where: str) -> None:
+    if not isinstance(row, dict) or row.keys() != FIELDS.keys():
+        differs = sorted(FIELDS.keys() ^ row.keys()) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{where} has other keys than expected: {differs}")
+    for name, kind in FIELDS.items():
+        value = row[name]
+        fits = isinstance(value, kind) or (kind in (float, float | None) and isinstance(value, int))
+        if not fits or isinstance(value, bool):
+            raise ValueError(f"{where}: {name} is {value!r}; expected {getattr(kind, '__name__', kind)}")
+
+
+def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Puts rows into a table, in place of those for the same GPU and shape. The file changes whole or not at all.
+
+    Rows are sorted, one a line, so that a diff shows what was measured anew. Running processes keep their choices.
+
+    Args:
+        path: the table; made, with its folder, when missing.
+        rows: with exactly the keys :data:`FIELDS`.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: a row is malformed, or the file that is there is no table of this version; it stays as it is.
+    """
+    path = Path(path).expanduser().resolve()
+    ordered = [{name: row[name] for name in FIELDS if name in row} | dict(row) for row in rows]
+    table = _read(path) | _by_key(ordered, "the rows to write")
+    lines = [
+        json.dumps({name: table[key][name] for name in FIELDS}, ensure_ascii=False, allow_nan=False)
+        for key in sorted(table)
+    ]
+    body = "[\n  " + ",\n  ".join(lines) + "\n]" if lines else "[]"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(f'{{"version": {VERSION}, "rows": {body}}}\n')
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)  # mkstemp's is for its owner only
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    read_table.cache_clear()
+    return path
+
+
+@cache
+def user_table() -> Path | None:
+    """Where ``mha2mla tune`` writes by default: ``tuning.json`` in the cache folder. None where there is no home."""
+    try:
+        return cache_folder() / "tuning.json"
+    except RuntimeError:  # no HOME and no entry in the password file
+        return None
+
+
+def find(shape: DecodeShape, gpu: str, table: Mapping[tuple[Any, ...], Row]) -> Row | None:
+    """The row of ``table`` that serves ``shape`` on ``gpu`` best, or None; the module's text has the rule."""
+    others = [name for name in _SHAPE if name not in ("page_size", "dtype")]
+    serving = [
+        row
+        for row in table.values()
+        if row["gpu"] == gpu
+        and all(row[name] == getattr(shape, name) for name in others)
+        and min(row["page_size"], 64) == min(shape.page_size, 64)
+    ]
+
+    def distance(row: Row) -> tuple[int, bool]:
+        return abs(row["page_size"].bit_length() - shape.page_size.bit_length()), row["dtype"] != shape.dtype
+
+    return min(serving, key=distance, default=None)
+
+
+def match(row: Mapping[str, Any], choices: Iterable[KernelChoice]) -> KernelChoice | None:
+    """The choice that a row names; None if it is no longer among them (the kernels have changed since)."""
+    wanted = {name: row[name] for name in _CONFIGURATION}
+    return next((choice for choice in choices if configuration(choice) == wanted), None)
+
+
+def prefer(shape: DecodeShape, gpu: str, choices: Sequence[KernelChoice]) -> tuple[KernelChoice, str]:
+    """What the tables choose among ``choices`` on ``gpu``, or the first of them, the rule's; and why, in words.
+
+    A table that cannot be read is warned of and left aside: decode must not fail because of a file in a cache.
+    """
+    ignored = ""
+    for whose, path in (("user's", user_table()), ("package's", PACKAGE_TABLE)):
+        if path is None:
+            continue
+        try:
+            row = find(shape, gpu, read_table(path))
+        except (ValueError, OSError) as error:
+            warnings.warn(f"the {whose} tuning table is not used: {error}", RuntimeWarning, stacklevel=2)
+            ignored += f"; the {whose} table is not used: {error}"
+            continue
+        if row is None:
+            continue
+        choice = match(row, choices)
+        if choice is not None:
+            return choice, f"{whose} {describe(row, shape)}{ignored}"
+        ignored += f"; the {whose} table row of {row['date']} names a {row['kernel']} that is no longer offered"
+    return choices[0], f"rule{ignored}"
+
+
+def describe(row: Mapping[str, Any], shape: DecodeShape) -> str:
+    """A row in words, for the shape that it serves."""
+    rule = "did not run" if row["rule_us"] is None else f"{row['rule_us']:.1f} µs"
+    text = f"table row of {row['date']}, {row['us']:.1f} µs; the rule's choice: {rule}"
+    measured = [f"{name} {row[name]}" for name in ("page_size", "dtype") if row[name] != getattr(shape, name)]
+    return text + (f" (measured at {' and '.join(measured)})" if measured else "")

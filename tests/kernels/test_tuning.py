@@ -1,0 +1,289 @@
+"""The tuning table: its file, which row serves which shape, and what dispatch makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mha2mla.kernels.mla_decode import tuning
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
+from mha2mla.kernels.mla_decode.tuning import (
+    FIELDS,
+    PACKAGE_TABLE,
+    configuration,
+    find,
+    key_of,
+    match,
+    read_table,
+    shape_fields,
+    write_rows,
+)
+
+GPU = "NVIDIA H200"
+SHAPE = DecodeShape(32, 8, 512, 16, 64, 1, "bfloat16")
+COMPILED = 6  # kernels of the package's table that every run of the tests compiles
+PACKAGE_ROWS = list(read_table(PACKAGE_TABLE).values())
+
+
+def row_for(shape: DecodeShape, number: int = 0, **changes) -> dict:
+    """A row that names configuration ``number`` of a shape on Hopper."""
+    measured = {"us": 86.12, "rule_us": 92.0, "batch": 64, "seqlen": 4096}
+    origin = {"tilelang": "0.1.15", "date": "2026-11-21", "commit": None}
+    choice = list_kernels(shape, 90)[number]
+    return {"gpu": GPU} | shape_fields(shape) | configuration(choice) | measured | origin | changes
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch) -> tuple[Path, Path]:
+    """Paths of a user's and a package's table that tests may write; select_kernel looks there."""
+    user, package = tmp_path / "cache" / "tuning.json", tmp_path / "package" / "tuning.json"
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "PACKAGE_TABLE", package)
+    caches = (tuning.user_table, read_table, select_kernel)
+    for cached in caches:
+        cached.cache_clear()
+    yield user, package
+    monkeypatch.undo()
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "new" / "tuning.json"
+    rows = [row_for(SHAPE), row_for(replace(SHAPE, heads=16)), row_for(SHAPE, gpu="NVIDIA H100", rule_us=None)]
+    assert read_table(path) == {}
+    assert write_rows(path, rows[:2]) == path
+    write_rows(path, rows[2:])
+    assert sorted(read_table(path)) == sorted(map(key_of, rows))
+    assert all(read_table(path)[key_of(row)] == row for row in rows)
+    before = path.read_text()
+    write_rows(path, [dict(reversed(rows[0].items()))])
+    assert path.read_text() == before, "order of rows and keys is fixed"
+    write_rows(path, [rows[0] | {"us": 80.0}])
+    changed = [(a, b) for a, b in zip(before.splitlines(), path.read_text().splitlines(), strict=True) if a != b]
+    assert len(changed) == 1, "one line a row"
+    assert read_table(path)[key_of(rows[0])]["us"] == 80.0
+    assert [entry.name for entry in path.parent.iterdir()] == ["tuning.json"]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
+def test_a_crash_leaves_the_old_table(tmp_path, monkeypatch, where):
+    path = write_rows(tmp_path / "tuning.json", [row_for(SHAPE)])
+    before = path.read_text()
+
+    def crash(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, where, crash)
+    with pytest.raises(OSError, match="no space"):
+        write_rows(path, [row_for(SHAPE, us=1.0)])
+    assert path.read_text() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["tuning.json"]
+
+
+def test_a_process_killed_while_writing_leaves_the_old_table(tmp_path):
+    path = write_rows(tmp_path / "tuning.json", [row_for(SHAPE)])
+    before = path.read_text()
+    code = (
+        "import json, os, sys\n"
+        "from mha2mla.kernels.mla_decode.tuning import write_rows\n"
+        "os.replace = lambda *_: os._exit(9)\n"
+        "write_rows(sys.argv[1], [json.loads(sys.argv[2])])\n"
+    )
+    row = json.dumps(row_for(SHAPE, us=1.0))
+    assert subprocess.run([sys.executable, "-c", code, str(path), row], check=False).returncode == 9
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no tuning table"),
+        ("[]", "is no tuning table; expected"),
+        ('{"version": 2, "rows": []}', "version 2; expected 1"),
+        ('{"rows": []}', "version None; expected 1"),
+        ('{"version": 1, "rows": [3]}', "row 0 has other keys than expected: int"),
+        ('{"version": 1, "rows": [{"gpu": "x"}]}', "row 0 has other keys than expected: .*'us'"),
+        (json.dumps({"version": 1, "rows": [row_for(SHAPE)] * 2}), "row 1 is for the same GPU and shape"),
+        (json.dumps({"version": 1, "rows": [row_for(SHAPE, rows="32")]}), "row 0: rows is '32'; expected int"),
+        (json.dumps({"version": 1, "rows": [row_for(SHAPE, us=True)]}), "row 0: us is True; expected float"),
+    ],
+)
+def test_a_bad_table_is_refused_by_name_and_left_alone(tmp_path, content, message):
+    path = tmp_path / "tuning.json"
+    path.write_text(content)
+    for use in (lambda: read_table(path), lambda: write_rows(path, [row_for(SHAPE)])):
+        with pytest.raises(ValueError, match=message) as error:
+            use()
+        assert str(path) in str(error.value)
+    assert path.read_text() == content
+
+
+def test_rows_that_are_none_are_not_written(tmp_path):
+    path = tmp_path / "tuning.json"
+    for bad in ({"gpu": GPU}, row_for(SHAPE, extra=1), row_for(SHAPE, us=None)):
+        with pytest.raises(ValueError, match="the rows to write, row 0"):
+            write_rows(path, [bad])
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_rows(path, [row_for(SHAPE, us=float("nan"))])
+    assert not path.exists()
+
+
+def test_a_row_names_one_configuration():
+    for heads, groups, width in itertools.product((9, 32, 128), (1, 3, 8, 32), (80, 512)):
+        if heads % groups:
+            continue
+        for seqlen_q, capability in itertools.product((1, 2, 8), (80, 90)):
+            choices = list_kernels(DecodeShape(heads, groups, width, 16, 64, seqlen_q, "float16"), capability)
+            assert len({tuple(configuration(choice).values()) for choice in choices}) == len(choices)
+            assert all(match(configuration(choice), choices) is choice for choice in choices)
+
+
+def test_the_closest_row_serves():
+    def served(table: list[dict], **changes) -> dict | None:
+        return find(replace(SHAPE, **changes), GPU, {key_of(row): row for row in table})
+
+    row = row_for(SHAPE)
+    assert served([row]) is row
+    assert served([row], page_size=128) is row and served([row], dtype="float16", page_size=256) is row
+    assert served([row], page_size=16) is None and served([row], page_size=32) is None
+    assert served([row_for(replace(SHAPE, page_size=16))]) is None
+    for field in ("heads", "num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "seqlen_q"):
+        assert served([row], **{field: 2 * getattr(SHAPE, field)}) is None
+    half, wide = row_for(replace(SHAPE, dtype="float16")), row_for(replace(SHAPE, page_size=128))
+    for table in itertools.permutations([row, half, wide]):
+        assert served(list(table)) is row
+        assert served(list(table), dtype="float16") is half
+        assert served(list(table), page_size=256) is wide
+        assert served(list(table), page_size=128, dtype="float16") is wide, "page size before dtype"
+    assert find(SHAPE, "NVIDIA H100", {key_of(row): row}) is None
+
+
+def test_a_row_is_preferred_to_the_rule(tables):
+    user, package = tables
+    rule = list_kernels(SHAPE, 90)[0]
+    assert select_kernel(SHAPE, 90, GPU) == replace(rule, reason=f"{rule.reason}; rule")
+    assert select_kernel(SHAPE, 90) == select_kernel(SHAPE, 90, GPU)
+
+    write_rows(package, [row_for(SHAPE, 3)])
+    assert select_kernel(SHAPE, 90, GPU).reason.endswith("; rule"), "a running process keeps its choice"
+    select_kernel.cache_clear()
+    chosen = select_kernel(SHAPE, 90, GPU)
+    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[3]) != configuration(rule)
+    assert chosen.reason.endswith("; package's table row of 2026-11-21, 86.1 µs; the rule's choice: 92.0 µs")
+    assert select_kernel(SHAPE, 90, "NVIDIA H100").reason.endswith("; rule")
+    assert select_kernel(SHAPE, 90).reason.endswith("; rule")
+    assert select_kernel(replace(SHAPE, page_size=128), 90, GPU).reason.endswith("92.0 µs (measured at page_size 64)")
+
+    write_rows(user, [row_for(SHAPE, 2, rule_us=None)])
+    select_kernel.cache_clear()
+    chosen = select_kernel(SHAPE, 90, GPU)
+    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[2])
+    assert chosen.reason.endswith("; user's table row of 2026-11-21, 86.1 µs; the rule's choice: did not run")
+
+
+def test_a_row_that_fits_no_kernel_is_ignored(tables):
+    user, package = tables
+    write_rows(user, [row_for(SHAPE, 3, num_stages=99)])
+    chosen = select_kernel(SHAPE, 90, GPU)
+    stale = "the user's table row of 2026-11-21 names a swap_ab_ws that is no longer offered"
+    assert chosen.reason.endswith(f"; rule; {stale}")
+    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[0])
+
+    write_rows(package, [row_for(SHAPE, 3)])
+    select_kernel.cache_clear()
+    chosen = select_kernel(SHAPE, 90, GPU)
+    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[3])
+    assert chosen.reason.endswith(f"the rule's choice: 92.0 µs; {stale}")
+
+
+def test_a_table_that_cannot_be_read_stops_nobody(tables):
+    user, package = tables
+    user.parent.mkdir()
+    user.write_text('{"version": 2, "rows": []}')
+    write_rows(package, [row_for(SHAPE, 3)])
+    with pytest.warns(RuntimeWarning, match="version 2; expected 1"):
+        chosen = select_kernel(SHAPE, 90, GPU)
+    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[3])
+    assert f"the user's table is not used: {user} is a tuning table of version 2" in chosen.reason
+
+
+def test_a_user_without_a_home_has_no_table(tables, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(tuning, "cache_folder", no_home)
+    assert tuning.user_table() is None
+    assert select_kernel(SHAPE, 90, GPU).reason.endswith("; rule")
+    tuning.user_table.cache_clear()
+
+
+def test_selection_needs_neither_torch_nor_tilelang():
+    """The files themselves; the packages around them import torch."""
+    code = (
+        "import sys, types\n"
+        "for name, folder in (('mha2mla', 'mha2mla'), ('mha2mla.kernels', 'mha2mla/kernels'),\n"
+        "                     ('mha2mla.kernels.mla_decode', 'mha2mla/kernels/mla_decode')):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "    sys.modules[name].__path__ = [folder]\n"
+        "from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel\n"
+        "select_kernel(DecodeShape(32, 8, 512, 16, 64, 1, 'bfloat16'), 90, 'a GPU')\n"
+        "assert not {'torch', 'tilelang'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_brings_its_table():
+    assert PACKAGE_TABLE.is_file()
+    content = json.loads(PACKAGE_TABLE.read_text())
+    assert content["version"] == 1 and [list(row) for row in content["rows"]] == [list(FIELDS)] * len(content["rows"])
+
+
+def shape_of(row: dict) -> DecodeShape:
+    return DecodeShape(**{name: row[name] for name in shape_fields(SHAPE)})
+
+
+@pytest.mark.parametrize("row", PACKAGE_ROWS, ids=lambda row: "-".join(map(str, key_of(row))))
+def test_a_row_of_the_package_is_offered_and_was_worth_it(row):
+    assert row["gpu"] == GPU, "which has compute capability 9.0"
+    assert match(row, list_kernels(shape_of(row), 90)) is not None, "tune this shape again, or drop the row"
+    assert row["rule_us"] is None or row["us"] <= row["rule_us"]
+
+
+def gate_cases() -> list:
+    """Every row of the package's table, for the compile gate: first one of each family, most frequent families first.
+    The first ``COMPILED`` always run, the others with ``-m slow``."""
+    families: dict[tuple, list[dict]] = {}
+    for row in PACKAGE_ROWS:
+        families.setdefault((row["kernel"], row["warpgroups"], row["rows"], row["ctas_per_sm"]), []).append(row)
+    ranks = sorted(families.values(), key=len, reverse=True)
+    ordered = [row for rank in itertools.zip_longest(*ranks) for row in rank if row is not None]
+    return [
+        pytest.param(row, id="-".join(map(str, key_of(row))), marks=[pytest.mark.slow] if number >= COMPILED else [])
+        for number, row in enumerate(ordered)
+    ]
+
+
+@pytest.mark.parametrize("row", gate_cases())
+def test_a_row_of_the_package_compiles_failure_9(row, request):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.compile_gate import find_tool
+    from tests.kernels.test_compile_gate import gate
+
+    if find_tool("nvcc") is None:
+        pytest.skip("nvcc is neither on PATH nor installed by pip")
+    if request.node.get_closest_marker("slow") and "slow" not in request.config.option.markexpr:
+        pytest.skip(f"{COMPILED} kernels of the table are compiled; -m slow compiles the others")
+    shape = shape_of(row)
+    gate(shape, match(row, list_kernels(shape, 90)), 90)
