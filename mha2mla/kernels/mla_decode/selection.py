@@ -298,11 +298,13 @@ def select_kernel(shape: DecodeShape, capability: int, gpu: str | None = None) -
         gpu: name as ``torch.cuda.get_device_name`` gives it; None leaves the tables aside.
 
     Returns:
-        The choice; its ``reason`` ends with the table row it comes from, or "rule".
+        The choice; for a ``gpu``, its ``reason`` ends with the table row that it comes from, or "rule".
 
     Raises:
         ValueError: with the numbers, if no configuration fits into the device's shared memory.
     """
     choices = list_kernels(shape, capability)
-    choice, why = (choices[0], "rule") if gpu is None else prefer(shape, gpu, choices)
+    if gpu is None:
+        return choices[0]
+    choice, why = prefer(shape, gpu, choices)
     return replace(choice, reason=f"{choice.reason}; {why}")
