@@ -217,6 +217,69 @@ def check_kernels(
     return int(bool(wrong))
 
 
+def tune(
+    geometry: list[str] | None = None,
+    batch: int = 64,
+    seqlen: int | None = None,
+    page_size: int = 64,
+    dtype: Literal["bfloat16", "float16"] = "bfloat16",
+    candidates: int = 6,
+    table: str | None = None,
+    device: Device = None,
+    timeout: float = 60.0,
+    json: str | None = None,
+) -> int:
+    """Times the decode kernels that may serve a geometry on this GPU, and writes the fastest into a tuning table.
+
+    A configuration is timed only after the same inputs passed a check against float64. Processes started afterwards use
+    the table. Exit code 1 if a geometry got no row.
+
+    Args:
+        geometry: H,G,d_c,d_r or H,G,d_c,d_r,S_q, such as 32,8,512,16; may be given several times. Default: a list of
+            geometries that converted models have, and DeepSeek's.
+        batch: sequences per call.
+        seqlen: cached tokens of each; default as many as make the cache about 280 MB.
+        page_size: tokens per page.
+        dtype: of queries and caches.
+        candidates: configurations to time per geometry; never fewer than there are kinds of them.
+        table: file to write; default tuning.json in the cache folder, which is looked at before the package's.
+        device: cuda or cuda:1; default CUDA.
+        timeout: seconds after which a configuration counts as hung.
+        json: also write a row per configuration to this file.
+    """
+    from mha2mla.eval import collect_environment
+    from mha2mla.eval import tune as tuner
+    from mha2mla.eval.environment import describe_environment
+    from mha2mla.eval.report import print_table, write_json
+
+    rows = tuner.tune(
+        None if geometry is None else [tuner.parse_geometry(text) for text in geometry],
+        batch=batch,
+        seqlen=seqlen,
+        page_size=page_size,
+        dtype=dtype,
+        candidates=candidates,
+        table=table,
+        device=device,
+        timeout=timeout,
+    )
+    environment = collect_environment()
+    summary = tuner.summarize(rows)
+    print_table(
+        summary,
+        title=f"fastest decode kernel of each shape, {dtype}, µs with cold L2",
+        columns=tuner.COLUMNS,
+        caption=describe_environment(environment),
+    )
+    wrong = [row for row in rows if row["status"] != "ok"]
+    if wrong:
+        shown = ("H", "G", "d_c", "d_r", "page", "S_q", "kernel", "rows", "num_stages", "rope_stages", "status")
+        print_table(wrong[:20], title="not right", columns=shown)
+    if json:
+        write_json(json, kind="tuning", rows=rows, environment=environment)
+    return int(any(row["status"].startswith("no row") for row in summary))
+
+
 def env(json: str | None = None) -> None:
     """Prints the machine, driver, clocks, library versions and commit that measurements carry.
 
@@ -268,6 +331,7 @@ def build_parser() -> ArgumentParser:
     verbs.add_subcommand("check", checks, help=checks.description)
     checked = checks.add_subcommands(required=True, dest="kind")
     checked.add_subcommand("kernels", _function_parser(check_kernels), help=_first_line(check_kernels))
+    verbs.add_subcommand("tune", _function_parser(tune, repeated=("geometry",)), help=_first_line(tune))
     for name, function in (("demo", demo), ("inspect", inspect_checkpoint), ("env", env)):
         verbs.add_subcommand(name, _function_parser(function), help=_first_line(function))
     return parser
@@ -307,13 +371,18 @@ def _with_default(text: str, default: Any) -> str:
     return (text if default is None else f"{text} [{default}]").lstrip().replace("%", "%%")
 
 
-def _function_parser(function: Any) -> ArgumentParser:
-    """A parser with an argument per parameter: positional without a default, a ``--flag`` with one."""
+def _function_parser(function: Any, repeated: Sequence[str] = ()) -> ArgumentParser:
+    """A parser with an argument per parameter: positional without a default, a ``--flag`` with one.
+
+    ``repeated`` parameters are lists of texts whose flag adds one each time that it is given.
+    """
     parser = _parser(inspect.getdoc(function).partition("\n\nArgs:")[0])
     texts, hints = _argument_help(function), typing.get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.default is inspect.Parameter.empty:
             parser.add_argument(name, type=hints[name], help=texts[name])
+        elif name in repeated:
+            parser.add_argument("--" + name, type=str, action="append", help=_with_default(texts[name], None))
         else:
             flag = "--" + name.replace("_", "-")
             parser.add_argument(
@@ -371,6 +440,7 @@ def _run(arguments: Namespace) -> int:
         "eval quality": eval_quality,
         "eval latency": eval_latency,
         "check kernels": check_kernels,
+        "tune": tune,
         "demo": demo,
         "inspect": inspect_checkpoint,
         "env": env,
