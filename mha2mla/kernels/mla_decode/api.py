@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mha2mla.kernels.mla_decode.dispatch import BACKENDS, capability, dispatch
 from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, empty_plan
@@ -15,52 +18,65 @@ from mha2mla.kernels.mla_decode.selection import DecodeShape
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+class _Layout(NamedTuple):
+    """What validation looks at of a tensor; hashable, so that a decode loop is validated once."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Layout:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
 def _error(name: str, was: object, expected: object) -> ValueError:
     return ValueError(f"{name} is {was}; expected {expected}")
 
 
-def _check_data(name: str, tensor: Tensor, layout: str, like: Tensor) -> None:
+def _check_data(name: str, tensor: _Layout, layout: str, like: _Layout) -> None:
     """Rank, dtype and device as ``like``; last dimension contiguous, 16-bit rows on 16-byte boundaries (TMA)."""
-    if tensor.dim() != layout.count(",") + 1:
+    if len(tensor.shape) != layout.count(",") + 1:
         raise _error(f"{name}.shape", tuple(tensor.shape), layout)
     if tensor.dtype != like.dtype:
         raise _error(f"{name}.dtype", tensor.dtype, f"{like.dtype}, as q_latent")
     if tensor.device != like.device:
         raise _error(f"{name}.device", tensor.device, f"{like.device}, as q_latent")
-    shape, strides = tensor.shape, tensor.stride()
+    shape, strides = tensor.shape, tensor.strides
     if strides[-1] != 1 and shape[-1] > 1:
         raise _error(f"{name}.stride(-1)", strides[-1], "1")
-    if tensor.element_size() == 2:
+    if tensor.dtype.itemsize == 2:
         rows = strides[:-1] if name != "rope_cache" else strides[:2]
         for dim, stride in enumerate(rows):
             if stride % 8 and shape[dim] > 1:
                 raise _error(f"{name}.stride({dim})", stride, "a multiple of 8 elements (16 bytes)")
 
 
-def _check_index(name: str, tensor: Tensor, like: Tensor) -> None:
+def _check_index(name: str, tensor: _Layout, like: _Layout) -> None:
     if tensor.dtype != torch.int32:
         raise _error(f"{name}.dtype", tensor.dtype, "torch.int32")
     if tensor.device != like.device:
         raise _error(f"{name}.device", tensor.device, f"{like.device}, as q_latent")
-    if not tensor.is_contiguous():
-        raise _error(f"{name}.stride()", tensor.stride(), "contiguous")
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        if size > 1 and stride != expected:
+            raise _error(f"{name}.stride()", tensor.strides, "contiguous")
+        expected *= size
 
 
+@lru_cache(maxsize=4096)
 def _validate(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    latent_cache: Tensor,
-    rope_cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    softmax_scale: float,
-    cache_starts: Tensor | None,
-    out: Tensor | None,
-    backend: str | None,
+    q_latent: _Layout,
+    q_pe: _Layout,
+    latent_cache: _Layout,
+    rope_cache: _Layout,
+    block_table: _Layout,
+    cache_seqlens: _Layout,
+    cache_starts: _Layout | None,
+    out: _Layout | None,
 ) -> None:
-    """Everything the host can know; runs on every call, so messages are made only when something is wrong."""
-    if backend is not None and backend not in BACKENDS:
-        raise _error("backend", repr(backend), f"None or one of {BACKENDS}")
+    """Everything the host can know of the tensors; remembered, since a decode loop asks every layer of every step."""
     if q_latent.dtype not in _DTYPES:
         raise _error("q_latent.dtype", q_latent.dtype, "bfloat16, float16, float32 or float64")
     _check_data("q_latent", q_latent, "[B, S_q, H, d_c]", q_latent)
@@ -80,20 +96,18 @@ def _validate(
         )
     if groups < 1 or heads % groups:
         raise _error("rope_cache.shape[2] (num_rope_heads)", groups, f"a divisor of H={heads}")
-    if groups > 1 and rope_cache.stride(2) != d_r:
-        raise _error("rope_cache.stride(2)", rope_cache.stride(2), f"{d_r}: the rope heads of a token side by side")
-    if block_table.dim() != 2 or block_table.shape[0] != batch:
+    if groups > 1 and rope_cache.strides[2] != d_r:
+        raise _error("rope_cache.stride(2)", rope_cache.strides[2], f"{d_r}: the rope heads of a token side by side")
+    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
         raise _error("block_table.shape", tuple(block_table.shape), f"[{batch}, max_pages]")
     _check_index("block_table", block_table, q_latent)
-    if cache_seqlens.dim() != 1 or cache_seqlens.shape[0] != batch:
+    if len(cache_seqlens.shape) != 1 or cache_seqlens.shape[0] != batch:
         raise _error("cache_seqlens.shape", tuple(cache_seqlens.shape), f"[{batch}]")
     _check_index("cache_seqlens", cache_seqlens, q_latent)
     if cache_starts is not None:
-        if cache_starts.dim() != 1 or cache_starts.shape[0] != batch:
+        if len(cache_starts.shape) != 1 or cache_starts.shape[0] != batch:
             raise _error("cache_starts.shape", tuple(cache_starts.shape), f"[{batch}]")
         _check_index("cache_starts", cache_starts, q_latent)
-    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
-        raise _error("softmax_scale", repr(softmax_scale), "a positive finite number")
     if out is not None:
         _check_data("out", out, "[B, S_q, H, d_c]", q_latent)
         if out.shape != q_latent.shape:
@@ -129,14 +143,15 @@ def mla_decode(
         q_pe: [B, S_q, H, d_r] rotated queries.
         latent_cache: [P, page, d_c] pages of latents.
         rope_cache: [P, page, G, d_r] pages of rotated keys; G divides H.
-        block_table: [B, max_pages] int32, the pages of each sequence; entries past its length are never used.
+        block_table: [B, max_pages] int32, the pages of each sequence; entries past its length, or whose whole tile of
+            64 tokens no query sees, are never used.
         cache_seqlens: [B] int32, tokens per sequence, the S_q new ones included; clamped to max_pages * page on the
             device. 0 gives zeros and lse -inf.
         softmax_scale: the source model's, usually head_dim ** -0.5; never derived from d_c + d_r.
         causal: new token s sees tokens before ``cache_seqlens - S_q + 1 + s`` (bottom-right aligned); else all.
-        cache_starts: [B] int32, first visible token (left padding, sliding windows); None means 0.
-        plan: from :func:`plan_mla_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``; carries the
-            sliding window and the attention sinks, if any. None makes one for this call.
+        cache_starts: [B] int32, first visible token (left padding); None means 0.
+        plan: from :func:`plan_mla_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``; carries
+            the sliding window and the attention sinks, if any. None makes one for this call.
         out: [B, S_q, H, d_c] to write into; None allocates.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: "tilelang", "reference", or None: TileLang where :func:`explain_mla_decode` has nothing against it.
@@ -151,10 +166,14 @@ def mla_decode(
     Raises:
         ValueError: naming the argument, what it was and what it must be; or why ``backend="tilelang"`` refuses.
     """
-    _validate(
-        q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale, cache_starts, out, backend
-    )  # fmt: skip
+    if backend is not None and backend not in BACKENDS:
+        raise _error("backend", repr(backend), f"None or one of {BACKENDS}")
+    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
+        raise _error("softmax_scale", repr(softmax_scale), "a positive finite number")
     tensors = (q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, cache_starts)
+    layouts = [None if tensor is None else _Layout.of(tensor) for tensor in (*tensors, out)]
+    # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
+    (_validate.__wrapped__ if torch.compiler.is_compiling() else _validate)(*layouts)
     if plan is None and out is None:
         out, lse = torch.ops.mha2mla.mla_decode(*tensors, softmax_scale, causal, backend or "auto")
     else:
@@ -166,9 +185,10 @@ def mla_decode(
             buffers = (plan.schedule, plan.splits, plan.partial_out, plan.partial_lse)
         out = torch.empty_like(q_latent, memory_format=torch.contiguous_format) if out is None else out
         lse = _empty_lse(q_latent)
-        torch.ops.mha2mla.mla_decode_out(
-            *tensors, softmax_scale, causal, backend or "auto", window, sinks, *buffers, out, lse
-        )
+        # The dispatcher costs as much as the kernel's launch; plain tensors in plain eager mode need it not.
+        plain = type(q_latent) is Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
+        decode = _decode_out if plain else torch.ops.mha2mla.mla_decode_out
+        decode(*tensors, softmax_scale, causal, backend or "auto", window, sinks, *buffers, out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -216,6 +236,10 @@ def _decode_out(
             schedule, splits, partial_out, partial_lse = (
                 plan.schedule, plan.splits, plan.partial_out, plan.partial_lse,
             )  # fmt: skip
+        elif schedule.shape[0] == 0:
+            raise ValueError(
+                "plan was made for the reference backend; expected one for TileLang, which serves this call"
+            )
         launch_mla_decode(
             shape, capability(q_latent.device), q_latent, q_pe, latent_cache, rope_cache, block_table, softmax_scale,
             causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse,

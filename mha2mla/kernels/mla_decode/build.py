@@ -11,6 +11,8 @@ from mha2mla.kernels.mla_decode.swap_ab_ws import make_swap_ab_ws
 
 MERGES = {4: (512, 128), 16: (128, 128), 64: (128, 512)}  # partials in flight: columns and threads of a block
 PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_warp_specialized": True}
+# These two guard their own indices; TileLang's guards beside them cost a third of the registers.
+SMALL_PASS_CONFIGS = PASS_CONFIGS | {"tl.disable_safe_memory_legalize": True}
 
 
 def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = None, on_cpu: bool = False):
@@ -38,10 +40,14 @@ def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = 
     return make_swap_ab(**common, block_tokens=choice.block_tokens, threads=choice.threads, on_cpu=on_cpu)
 
 
-def make_merge(shape: DecodeShape, splits: int, *, dtype: str | None = None, on_cpu: bool = False):
-    """The TileLang function that merges the partials of ``shape`` (not compiled), laid out for about ``splits`` of them.
+def make_merge(
+    shape: DecodeShape, splits: int, *, dependent: bool = True, dtype: str | None = None, on_cpu: bool = False
+):
+    """The TileLang function that merges the partials of ``shape`` (not compiled).
 
-    ``splits``: one of MERGES; it decides how much of a row a block takes, so that a thread holds 16 numbers.
+    ``splits``: one of MERGES, about the number of partials; it decides how much of a row a block takes, so that a
+    thread holds 16 numbers.
+    ``dependent``: launch it as a programmatic dependent of the decode kernel (sm_90 and newer).
     """
     columns, threads = MERGES[splits]
     return make_combine(
@@ -51,6 +57,7 @@ def make_merge(shape: DecodeShape, splits: int, *, dtype: str | None = None, on_
         block_columns=columns,
         block_splits=splits,
         threads=threads,
+        dependent=dependent and not on_cpu,
         on_cpu=on_cpu,
     )
 

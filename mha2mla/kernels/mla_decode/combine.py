@@ -14,12 +14,13 @@ def make_combine(
     block_columns: int = 128,
     block_splits: int = 8,
     threads: int = 128,
+    dependent: bool = False,
     on_cpu: bool = False,
 ):
     """A TileLang function ``mla_decode_combine``; batch, new tokens and CTAs (<= MAX_SPLITS) are run-time values.
 
     Sequences that one CTA read are left alone: their output is written. Partials whose lse is -inf get no weight, so
-    they may hold anything (flash-decoding; FAILURES 1). Launched as a programmatic dependent of the decode kernel.
+    they may hold anything (flash-decoding; FAILURES 1).
 
     Args:
         heads, kv_lora_rank: H, d_c.
@@ -27,6 +28,7 @@ def make_combine(
         block_columns: columns of a row that a block merges.
         block_splits: partials in flight per step.
         threads: of a block.
+        dependent: launched before the decode kernel ends, and waits for it (programmatic dependent launch, sm_90).
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: splits [B,2] (``schedule.py``), partial_out [num_ctas,2,S_q,H,d_c] and partial_lse
@@ -55,6 +57,8 @@ def make_combine(
         lse: T.Tensor([batch, heads, seqlen_q], accum),
     ):
         with T.Kernel(heads * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):
+            if whole and not on_cpu:
+                T.annotate_min_blocks_per_sm(1024 // threads)
             weight = alloc_fragment([1, MAX_SPLITS], accum)
             weights = alloc_shared([MAX_SPLITS], accum)
             top = alloc_fragment([1], accum)
@@ -66,64 +70,63 @@ def make_combine(
             h = x // column_blocks
             c0 = x % column_blocks * columns
 
-            if not on_cpu:
+            if dependent:
                 T.pdl_sync()
             count[0] = splits[b, 0]
             count[1] = T.max(0, splits[b, 1] // 2)
             count[2] = T.max(0, splits[b, 1] % 2)
-            if count[0] == 1:
-                count[0] = -1  # nothing to do; kept as a number, since barriers below must not stand in a branch
-            # The first partials are on their way before their weights are known.
-            for i, c in parallel(block_splits, columns):
-                part[i, c] = T.if_then_else(
-                    (i < count[0]) & (whole or c0 + c < kv_lora_rank),
-                    partial_out[
-                        T.min(count[1] + i, num_ctas - 1),
-                        T.if_then_else(i == 0, count[2], 0),
-                        q,
-                        h,
-                        c0 + c if whole else T.min(c0 + c, kv_lora_rank - 1),
-                    ],
-                    0.0,
-                )
-            for i, k in parallel(1, MAX_SPLITS):
-                weight[i, k] = T.if_then_else(
-                    k < count[0],
-                    partial_lse[T.min(count[1] + k, num_ctas - 1), T.if_then_else(k == 0, count[2], 0), q, h],
-                    -T.infinity(accum),
-                )
-            T.reduce_max(weight, top, dim=1)
-            for i, k in parallel(1, MAX_SPLITS):
-                weight[i, k] = T.exp2((weight[i, k] - T.max(top[i], MASKED)) * LOG2E)
-            T.reduce_sum(weight, total, dim=1)
-            for i, k in parallel(1, MAX_SPLITS):
-                weights[k] = weight[i, k]
-            for i in parallel(1):
-                sums[0] = top[i]
-                sums[1] = total[i]
-            T.sync_threads()
-            for i, c in parallel(block_splits, columns):
-                part[i, c] = T.if_then_else(weights[i] == 0, 0.0, weights[i] * part[i, c])
-            for k in T.serial(1, T.ceildiv(T.max(count[0], 1), block_splits)):
+            # A loop of one round or none, not a branch: barriers must not stand in a branch.
+            for _round in T.serial(T.if_then_else(count[0] == 1, 0, 1)):
+                # The first partials are on their way before their weights are known.
                 for i, c in parallel(block_splits, columns):
-                    part[i, c] += T.if_then_else(
-                        (k * block_splits + i < count[0]) & (whole or c0 + c < kv_lora_rank),
-                        T.if_then_else(
-                            weights[k * block_splits + i] == 0,
-                            0.0,
-                            weights[k * block_splits + i]
-                            * partial_out[
-                                T.min(count[1] + k * block_splits + i, num_ctas - 1),
-                                0,
-                                q,
-                                h,
-                                c0 + c if whole else T.min(c0 + c, kv_lora_rank - 1),
-                            ],
-                        ),
+                    part[i, c] = T.if_then_else(
+                        (i < count[0]) & (whole or c0 + c < kv_lora_rank),
+                        partial_out[
+                            T.min(count[1] + i, num_ctas - 1),
+                            T.if_then_else(i == 0, count[2], 0),
+                            q,
+                            h,
+                            c0 + c if whole else T.min(c0 + c, kv_lora_rank - 1),
+                        ],
                         0.0,
                     )
-            T.reduce_sum(part, merged, dim=0)
-            if count[0] >= 0:
+                for i, k in parallel(1, MAX_SPLITS):
+                    weight[i, k] = T.if_then_else(
+                        k < count[0],
+                        partial_lse[T.min(count[1] + k, num_ctas - 1), T.if_then_else(k == 0, count[2], 0), q, h],
+                        -T.infinity(accum),
+                    )
+                T.reduce_max(weight, top, dim=1)
+                for i, k in parallel(1, MAX_SPLITS):
+                    weight[i, k] = T.exp2((weight[i, k] - T.max(top[i], MASKED)) * LOG2E)
+                T.reduce_sum(weight, total, dim=1)
+                for i, k in parallel(1, MAX_SPLITS):
+                    weights[k] = weight[i, k]
+                for i in parallel(1):
+                    sums[0] = top[i]
+                    sums[1] = total[i]
+                T.sync_threads()
+                for i, c in parallel(block_splits, columns):
+                    part[i, c] = T.if_then_else(weights[i] == 0, 0.0, weights[i] * part[i, c])
+                for k in T.serial(1, T.ceildiv(T.max(count[0], 1), block_splits)):
+                    for i, c in parallel(block_splits, columns):
+                        part[i, c] += T.if_then_else(
+                            (k * block_splits + i < count[0]) & (whole or c0 + c < kv_lora_rank),
+                            T.if_then_else(
+                                weights[k * block_splits + i] == 0,
+                                0.0,
+                                weights[k * block_splits + i]
+                                * partial_out[
+                                    T.min(count[1] + k * block_splits + i, num_ctas - 1),
+                                    0,
+                                    q,
+                                    h,
+                                    c0 + c if whole else T.min(c0 + c, kv_lora_rank - 1),
+                                ],
+                            ),
+                            0.0,
+                        )
+                T.reduce_sum(part, merged, dim=0)
                 for c in parallel(columns):
                     if c0 + c < kv_lora_rank:
                         out[b, q, h, c0 + c] = T.if_then_else(sums[1] == 0, 0.0, merged[c] / sums[1])

@@ -328,20 +328,20 @@ def make_heads_on_m(
                                 partial_lse[span[SLOT] // 2, span[SLOT] % 2, token0 + token(i), head0 + head(i)] = m[i]
             elif thread < 2 * WARPGROUP:
                 multiply(
-                    0, rings[0:2], halves_full[0], halves_free[0], cta, token0, head0, valid, schedule, work, span, p_tile, rescale,
-                    inverses, p_full, p_free, end, out, partial_out, seqlen_q,
+                    0, rings[0:2], halves_full[0], halves_free[0], cta, token0, head0, valid, schedule, work, span,
+                    p_tile, rescale, inverses, p_full, p_free, end, out, partial_out, seqlen_q,
                 )  # fmt: skip
             elif thread < 3 * WARPGROUP:
                 multiply(
-                    1, rings[2:4], halves_full[1], halves_free[1], cta, token0, head0, valid, schedule, work, span, p_tile,
-                    rescale, inverses, p_full, p_free, end, out, partial_out, seqlen_q,
+                    1, rings[2:4], halves_full[1], halves_free[1], cta, token0, head0, valid, schedule, work, span,
+                    p_tile, rescale, inverses, p_full, p_free, end, out, partial_out, seqlen_q,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < consumers + 32:
                     stream(
-                        latent_cache, quarter, 0, rings[0:2], halves_full[0], halves_free[0], thread, consumers, block_table, schedule,
-                        cta, work, span, pages,
+                        latent_cache, quarter, 0, rings[0:2], halves_full[0], halves_free[0], thread, consumers,
+                        block_table, schedule, cta, work, span, pages,
                     )  # fmt: skip
                 elif thread < consumers + 64:
                     stream(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import tilelang
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.build import MERGES, PASS_CONFIGS, make_merge, make_planner, make_split
+from mha2mla.kernels.mla_decode.build import MERGES, PASS_CONFIGS, SMALL_PASS_CONFIGS, make_merge, make_planner, make_split
 from mha2mla.kernels.mla_decode.dispatch import device_name
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, select_kernel
 
@@ -20,8 +21,11 @@ def target_of(capability: int) -> dict[str, str]:
     return {"kind": "cuda", "arch": f"sm_{capability}a" if capability in (90, 100, 103, 120) else f"sm_{capability}"}
 
 
-def _compile(function, capability: int):
-    return tilelang.compile(function, target=target_of(capability), pass_configs=PASS_CONFIGS)
+def _compile(function, capability: int, pass_configs: dict = PASS_CONFIGS) -> Callable[..., None]:
+    """The compiled function's entry: TileLang's own wrapper around it checks and copies arguments for 3 µs a call."""
+    kernel = tilelang.compile(function, target=target_of(capability), pass_configs=pass_configs)
+    module = kernel.adapter.get_exportable_executable()
+    return (module.jit() if hasattr(module, "jit") else module).main
 
 
 @cache
@@ -33,7 +37,7 @@ def compile_choice(shape: DecodeShape, choice: KernelChoice, capability: int):
 @cache
 def compile_merge(shape: DecodeShape, splits: int, capability: int):
     """The compiled combine kernel for about ``splits`` partials a sequence."""
-    return _compile(make_merge(shape, splits), capability)
+    return _compile(make_merge(shape, splits, dependent=capability >= 90), capability, SMALL_PASS_CONFIGS)
 
 
 def merge_splits(num_ctas: int, batch: int) -> int:
@@ -44,7 +48,7 @@ def merge_splits(num_ctas: int, batch: int) -> int:
 @cache
 def compile_planner(capability: int):
     """The compiled planner, one for all shapes."""
-    return _compile(make_planner(), capability)
+    return _compile(make_planner(), capability, SMALL_PASS_CONFIGS)
 
 
 @cache

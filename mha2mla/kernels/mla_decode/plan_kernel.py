@@ -33,8 +33,8 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: cache_seqlens [B], cache_starts [B] (int32), the outputs schedule [num_ctas+B,FIELDS] and
-    splits [B,2] (``schedule.py``), num_ctas, capacity (tokens a page table holds), seqlen_q, causal and use_starts (0 or
-    1), window (negative: none) and sinks.
+    splits [B,2] (``schedule.py``), num_ctas, capacity (tokens a page table holds), seqlen_q, causal and use_starts (0
+    or 1), window (negative: none) and sinks.
     """
     batch, fragments = T.dynamic("batch"), T.dynamic("fragments")
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
@@ -126,7 +126,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
         window: T.int32,
         sinks: T.int32,
     ):
-        with T.Kernel(1, threads=threads) as cell:
+        with T.Kernel(1, threads=threads):
             tiles = alloc_shared([MAX_BATCH], T.int32)
             cost = alloc_shared([MAX_BATCH + 1], T.int32)  # tiles and fixed costs of all sequences before b
             rank = alloc_shared([MAX_BATCH + 1], T.int32)  # non-empty sequences before b

@@ -11,6 +11,7 @@ that lies in one fragment is written to the output at once; of a sequence in sev
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -112,7 +113,7 @@ def plan_fragments(tiles: list[int], num_ctas: int) -> list[list[Fragment]]:
             cuts.append((b, max(0, position - begin - FRAGMENT_TILES)))
         cuts.append((len(tiles), 0))
     work: list[list[Fragment]] = []
-    for i, ((b, first), end) in enumerate(zip(cuts[:-1], cuts[1:], strict=True)):
+    for i, ((b, first), end) in enumerate(pairwise(cuts)):
         mine: list[Fragment] = []
         while (b, first) < end and b < len(tiles):
             stop = end[1] if b == end[0] else tiles[b]

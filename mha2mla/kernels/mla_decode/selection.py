@@ -192,7 +192,7 @@ def heads_on_m_shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_
     """Bytes of shared memory that ``heads_on_m`` allocates (16-bit elements), with 1 KiB for alignment and barriers."""
     latent = padded_latent_columns(kv_lora_rank, 256)
     rope = padded_rope_columns(tiling.groups_per_tile * qk_rope_head_dim)
-    return 2 * ((tiling.rows + num_stages * 64) * (latent + rope) + tiling.rows * 64) + 8 * tiling.rows + 1024
+    return 2 * ((tiling.rows + num_stages * 64) * (latent + rope) + tiling.rows * 64) + 12 * tiling.rows + 1024
 
 
 def _accumulators(latent_columns: int, rows: int, block: int, threads: int) -> int:
@@ -233,8 +233,9 @@ def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):
             "heads_on_m", tiling, 64, num_stages, num_stages, 512, 3, 1,
             f"heads_on_m: {tiling.num_tiles} tile(s) of 64 rows, {num_stages} stages, {used} bytes of shared memory",
         )  # fmt: skip
-        # worth it where the tensor cores are the limit: a second tile of rows reads the cache a second time
-        rank = (-1 if tiling.num_tiles > 1 else 1, tiling.num_tiles, -num_stages)
+        # its latent is padded to 256 columns: where that is more than others pad to, it reads zeros
+        padded = padded_latent_columns(shape.kv_lora_rank, 256) > padded_latent_columns(shape.kv_lora_rank, 128)
+        rank = (1 if padded else -1, tiling.num_tiles, -num_stages)
         yield rank, choice if used <= limit else None, used
 
 

@@ -28,7 +28,7 @@ WARPGROUP = 128  # threads
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
 BARRIER = 8  # named barriers below 8 belong to the compiler
 TURN = 12  # and the next: whose turn it is at the score products
-PRODUCER_REGISTERS = {1: 40, 2: 56}  # by computing warpgroups
+PRODUCER_REGISTERS = 56
 
 
 def make_swap_ab_ws(
@@ -74,16 +74,15 @@ def make_swap_ab_ws(
     consumers = warpgroups * WARPGROUP
     threads = consumers + WARPGROUP
     total_chunks = rope.num_blocks * chunks
-    # A "full" barrier belongs to a chunk's place in the tile, not to a ring slot: who waits for it then sees every phase
-    # of it, and a wait for one parity cannot be answered by an earlier phase of the same parity.
+    # A "full" barrier belongs to a chunk's place in the tile, not to a ring slot: who waits for it then sees all its
+    # phases, and a wait for one parity cannot be answered by an earlier phase of the same parity.
     rope_phases = total_chunks * -(-rope_stages // total_chunks)
     chunk_list, warp_list = list(range(chunks)), list(range(warps))
     piece_list, panel_list = list(range(pieces)), list(range(0, latent_cols, 64))
     rope_panels, block_list = list(range(0, chunk, 64)), list(range(rope.num_blocks))
     by_row = T.GemmWarpPolicy.FullRow
     pool = 65536 // (ctas_per_sm * threads) // 8 * 8 * threads  # registers of a CTA at launch
-    producer_registers = PRODUCER_REGISTERS[warpgroups]
-    registers = min(240, (pool - producer_registers * WARPGROUP) // consumers // 8 * 8)
+    registers = min(240, (pool - PRODUCER_REGISTERS * WARPGROUP) // consumers // 8 * 8)
 
     batch, seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
     num_pages, max_pages = T.dynamic("num_pages"), T.dynamic("max_pages")
@@ -107,8 +106,8 @@ def make_swap_ab_ws(
     @T.macro
     def consume(
         w, cta, token0, head0, valid, q_pe, schedule, span, work, q_tile, qp_tile, c_ring, k_ring, p_tile, stage,
-        q_full, q_free, c_full, c_free, k_full, k_free, out, lse, partial_out, partial_lse, seqlen_q, heads_, softmax_scale,
-        causal, window, sinks,
+        q_full, q_free, c_full, c_free, k_full, k_free, out, lse, partial_out, partial_lse, seqlen_q,
+        softmax_scale, causal, window, sinks,
     ):  # fmt: skip
         """All fragments of this CTA, for rows ``w * rows ...`` of its tile."""
         mine, base = own_blocks(w)
@@ -347,16 +346,16 @@ def make_swap_ab_ws(
                 consume(
                     0, cta, token0, head0, valid, q_pe, schedule, span, work, q_tile, qp_tile, c_ring, k_ring, p_tile,
                     stage, q_full, q_free, c_full, c_free, k_full, k_free, out, lse, partial_out, partial_lse, seqlen_q,
-                    heads, softmax_scale, causal, window, sinks,
+                    softmax_scale, causal, window, sinks,
                 )  # fmt: skip
             elif warpgroups == 2 and thread < 2 * WARPGROUP:
                 consume(
                     warpgroups - 1, cta, token0, head0, valid, q_pe, schedule, span, work, q_tile, qp_tile, c_ring,
                     k_ring, p_tile, stage, q_full, q_free, c_full, c_free, k_full, k_free, out, lse, partial_out,
-                    partial_lse, seqlen_q, heads, softmax_scale, causal, window, sinks,
+                    partial_lse, seqlen_q, softmax_scale, causal, window, sinks,
                 )  # fmt: skip
             else:
-                T.set_max_nreg(producer_registers, 0)
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < consumers + 32:
                     for f in T.serial(work[0]):
                         for i in T.unroll(SPAN_FIELDS):
