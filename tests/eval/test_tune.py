@@ -285,7 +285,7 @@ def test_everything_a_candidate_launches_is_compiled_beforehand(monkeypatch):
     from mha2mla.kernels.mla_decode import launch
 
     compiled = []
-    monkeypatch.setattr(launch, "_compile", lambda function, capability: compiled.append(function))
+    monkeypatch.setattr(launch, "_compile", lambda function, *_, **__: compiled.append(function))
     shape = DecodeShape(7, 1, 104, 8, 64, 1, "bfloat16")
     tuner.compile_candidate((shape, list_kernels(shape, 90)[0], 132, 64, 90))
     names = {function.attrs["global_symbol"] for function in compiled}
@@ -299,7 +299,7 @@ def test_a_candidate_is_timed_only_if_it_is_right(monkeypatch, factor):
     inputs = problem.inputs(torch.bfloat16)
     empty = problem.plan(inputs, "reference")
     empty = replace(empty, schedule=empty.schedule.new_empty(0, 16))
-    launched, timed = [], []
+    launched, timed, planned = [], [], []
 
     def fake_launcher(shape, choice, capability, inputs, plan, out, lse):
         assert (shape, capability) == (problem.shape(), 90)
@@ -319,11 +319,13 @@ def test_a_candidate_is_timed_only_if_it_is_right(monkeypatch, factor):
         return Timing(1.0, float(len(timed)), 1.0)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(plan.DecodePlan, "refresh", lambda self, *_: planned.append(self.schedule.shape))
     monkeypatch.setattr(tuner, "_prepared", lambda *_: (inputs, empty))
     monkeypatch.setattr(tuner, "launcher", fake_launcher)
     monkeypatch.setattr(tuner, "time_callable", fake_time)
     first, second = (Candidate(choice, 5, False) for choice in list_kernels(problem.shape(), 90)[:2])
     answer = measure(Trial(problem, "bfloat16", (first,)), "cpu", 90, 0.1)
+    assert planned == [(5 + 2, 16)]
     if factor != 1.0:
         assert answer["status"].startswith("wrong: relative error") and not timed and "us" not in answer
         return
