@@ -103,7 +103,7 @@ def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     from mha2mla.kernels.mla_decode import launch
 
     compiled = []
-    monkeypatch.setattr(launch, "_compile", lambda function, capability: compiled.append(function))
+    monkeypatch.setattr(launch, "_compile", lambda function, *_: compiled.append(function))
     kernel_check.compile_shape((Problem(7, 1, 72, 8, ()).shape(), 90, "a GPU"))
     names = {function.attrs["global_symbol"] for function in compiled}
     assert names >= {"mla_decode_plan", "mla_decode_combine"}

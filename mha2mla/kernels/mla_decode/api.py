@@ -19,16 +19,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class _Layout(NamedTuple):
-    """What validation looks at of a tensor; hashable, so that a decode loop is validated once."""
+    """What validation looks at of a tensor."""
 
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Layout:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def _error(name: str, was: object, expected: object) -> ValueError:
@@ -66,17 +62,13 @@ def _check_index(name: str, tensor: _Layout, like: _Layout) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _validate(
-    q_latent: _Layout,
-    q_pe: _Layout,
-    latent_cache: _Layout,
-    rope_cache: _Layout,
-    block_table: _Layout,
-    cache_seqlens: _Layout,
-    cache_starts: _Layout | None,
-    out: _Layout | None,
-) -> None:
-    """Everything the host can know of the tensors; remembered, since a decode loop asks every layer of every step."""
+def _validate(*layouts: tuple | None) -> None:
+    """Everything the host can know of the tensors, each given as the fields of _Layout: q_latent, q_pe, latent_cache,
+    rope_cache, block_table, cache_seqlens, cache_starts and out. Remembered: a decode loop asks in every layer.
+    """
+    q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, cache_starts, out = (
+        None if layout is None else _Layout(*layout) for layout in layouts
+    )
     if q_latent.dtype not in _DTYPES:
         raise _error("q_latent.dtype", q_latent.dtype, "bfloat16, float16, float32 or float64")
     _check_data("q_latent", q_latent, "[B, S_q, H, d_c]", q_latent)
@@ -171,7 +163,7 @@ def mla_decode(
     if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
         raise _error("softmax_scale", repr(softmax_scale), "a positive finite number")
     tensors = (q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, cache_starts)
-    layouts = [None if tensor is None else _Layout.of(tensor) for tensor in (*tensors, out)]
+    layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, out)]
     # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
     (_validate.__wrapped__ if torch.compiler.is_compiling() else _validate)(*layouts)
     if plan is None and out is None:

@@ -22,7 +22,7 @@ from mha2mla.kernels.mla_decode.fragment import (
     unseen,
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
-from mha2mla.kernels.mla_decode.selection import padded_latent_columns, padded_rope_columns
+from mha2mla.kernels.mla_decode.selection import HEADS_ON_M_THREADS, padded_latent_columns, padded_rope_columns
 from mha2mla.kernels.mla_decode.tiling import RowTiling
 
 WARPGROUP = 128  # threads
@@ -58,7 +58,7 @@ def make_heads_on_m(
     tile_heads, tiles_per_group = tiling.heads_per_tile, tiling.tiles_per_group
     even = tile_heads * tiling.head_tiles == heads
     one_token = tile_tokens == 1 and tiling.token_tiles == 1
-    latent_cols = padded_latent_columns(d_c, 256)
+    latent_cols = padded_latent_columns(d_c, HEADS_ON_M_THREADS)
     half, quarter = latent_cols // 2, latent_cols // 4  # an instruction over a half would not fit the registers
     rope_cols = padded_rope_columns(groups * d_r)
     accum = T.float32
@@ -206,7 +206,7 @@ def make_heads_on_m(
         window: T.int32,
         sinks: T.int32,
     ):
-        with T.Kernel(tiling.num_tiles, num_ctas, threads=consumers + WARPGROUP) as (tile, cta):
+        with T.Kernel(tiling.num_tiles, num_ctas, threads=HEADS_ON_M_THREADS) as (tile, cta):
             q_tile = T.alloc_shared([ROWS, latent_cols], dtype)
             qp_tile = T.alloc_shared([ROWS, rope_cols], dtype)
             rings = [T.alloc_shared([num_stages, BLOCK, quarter], dtype) for _ in range(4)]

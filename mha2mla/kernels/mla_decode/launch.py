@@ -9,7 +9,14 @@ import tilelang
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.build import MERGES, PASS_CONFIGS, SMALL_PASS_CONFIGS, make_merge, make_planner, make_split
+from mha2mla.kernels.mla_decode.build import (
+    MERGES,
+    PASS_CONFIGS,
+    SMALL_PASS_CONFIGS,
+    make_merge,
+    make_planner,
+    make_split,
+)
 from mha2mla.kernels.mla_decode.dispatch import device_name
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, select_kernel
 

@@ -12,6 +12,7 @@ from mha2mla.kernels.mla_decode.tuning import prefer
 MAX_HEADS = 128
 MAX_SPLITS = 512  # partials of one sequence that the combine holds weights for; CTAs are never more
 MAX_LATENT = 512
+HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
 MAX_ROPE_SHARED = 256
 MAX_ROPE_PER_HEAD = 128
 MAX_ROPE_WIDTH = 2048
@@ -190,7 +191,7 @@ def swap_ab_ws_shared_memory(
 
 def heads_on_m_shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, num_stages: int) -> int:
     """Bytes of shared memory that ``heads_on_m`` allocates (16-bit elements), with 1 KiB for alignment and barriers."""
-    latent = padded_latent_columns(kv_lora_rank, 256)
+    latent = padded_latent_columns(kv_lora_rank, HEADS_ON_M_THREADS)
     rope = padded_rope_columns(tiling.groups_per_tile * qk_rope_head_dim)
     return 2 * ((tiling.rows + num_stages * 64) * (latent + rope) + tiling.rows * 64) + 12 * tiling.rows + 1024
 
@@ -230,11 +231,11 @@ def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):
     for num_stages in (3, 2):
         used = heads_on_m_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages)
         choice = KernelChoice(
-            "heads_on_m", tiling, 64, num_stages, num_stages, 512, 3, 1,
+            "heads_on_m", tiling, 64, num_stages, num_stages, HEADS_ON_M_THREADS, 3, 1,
             f"heads_on_m: {tiling.num_tiles} tile(s) of 64 rows, {num_stages} stages, {used} bytes of shared memory",
         )  # fmt: skip
         # its latent is padded to 256 columns: where that is more than others pad to, it reads zeros
-        padded = padded_latent_columns(shape.kv_lora_rank, 256) > padded_latent_columns(shape.kv_lora_rank, 128)
+        padded = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS) > shape.kv_lora_rank + 63
         rank = (1 if padded else -1, tiling.num_tiles, -num_stages)
         yield rank, choice if used <= limit else None, used
 

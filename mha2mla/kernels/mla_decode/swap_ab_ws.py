@@ -68,6 +68,7 @@ def make_swap_ab_ws(
     latent_cols = padded_latent_columns(d_c, WARPGROUP)
     chunk, chunks = rope.chunk_columns, rope.chunks_per_block
     octets = rope.block_rows < tiling.rows
+    piece = chunks * chunk if chunks * chunk <= 128 else chunk if chunk <= 64 else 64  # columns of q_pe at a time
     accum = T.float32
     pieces = max(1, BLOCK // page_size)
     warps = BLOCK // 16
@@ -143,19 +144,20 @@ def make_swap_ab_ws(
                             T.cast(0, dtype),
                         )
             else:
-                for i, d in T.Parallel(rows, chunks * chunk):
-                    qp_tile[first_row + i, d] = T.if_then_else(
-                        (token0 + token(first_row + i) < seqlen_q)
-                        & (head(first_row + i) < valid)
-                        & (d // d_r == head(first_row + i) // group % groups),
-                        q_pe[
-                            span[SEQUENCE],
-                            T.min(token0 + token(first_row + i), seqlen_q - 1),
-                            T.min(head0 + head(first_row + i), heads - 1),
-                            d % d_r,
-                        ],
-                        T.cast(0, dtype),
-                    )
+                for c in T.serial(chunks * chunk // piece):  # loads of a whole wide row at once would spill registers
+                    for i, d in T.Parallel(rows, piece):
+                        qp_tile[first_row + i, c * piece + d] = T.if_then_else(
+                            (token0 + token(first_row + i) < seqlen_q)
+                            & (head(first_row + i) < valid)
+                            & ((c * piece + d) // d_r == head(first_row + i) // group % groups),
+                            q_pe[
+                                span[SEQUENCE],
+                                T.min(token0 + token(first_row + i), seqlen_q - 1),
+                                T.min(head0 + head(first_row + i), heads - 1),
+                                (c * piece + d) % d_r,
+                            ],
+                            T.cast(0, dtype),
+                        )
             T.fence_proxy_async()
             T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
             T.fill(o, 0)
