@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 from mha2mla.kernels.compile_gate import compile_only, find_tool
-from mha2mla.kernels.mla_decode.build import MERGES, PASS_CONFIGS, make_merge, make_planner, make_split
+from mha2mla.kernels.mla_decode.build import MERGES, PASS_CONFIGS, SMALL_PASS_CONFIGS, make_merge, make_planner, make_split
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
     KernelChoice,
@@ -95,18 +95,18 @@ def test_before_hopper(capability, shape):
 @pytest.mark.parametrize("kv_lora_rank", [200, 512])
 def test_combine(splits, kv_lora_rank):
     shape = DecodeShape(9, 3, kv_lora_rank, 16, 64, 1, "bfloat16")
-    (report,) = compile_only(make_merge(shape, splits), "sm_90a", PASS_CONFIGS)
+    (report,) = compile_only(make_merge(shape, splits), "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == []
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_planner(arch):
-    (report,) = compile_only(make_planner(), arch, PASS_CONFIGS)
+    (report,) = compile_only(make_planner(), arch, SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(80 if arch == "sm_80" else 90)) == []
     assert report.shared_bytes <= shared_memory_limit(89), "the smallest of the GPUs that are served"
 
 
 def test_combine_before_hopper():
     """There is no programmatic dependent launch before sm_90."""
-    (report,) = compile_only(make_merge(CHOSEN[0], max(MERGES)), "sm_80", PASS_CONFIGS)
+    (report,) = compile_only(make_merge(CHOSEN[0], max(MERGES), dependent=False), "sm_80", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(80)) == []
