@@ -21,7 +21,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,22 +157,20 @@ def speed(only: str | None = None, json: str | None = None, peers: bool = True, 
     }
     jobs = [None, *((case, peers, min_run_time) for case in cases if case.name not in rows)]
     rate: dict[str, Any] = {"R": None, "R_from": "missing"}
+    environment = collect_environment()
+    table: list[dict[str, Any]] = []
     for outcome in tqdm(run_in_workers(measure, jobs, timeout=TIMEOUT), total=len(jobs), desc="timing", disable=None):
         if outcome.job is None:
             rate = outcome.value or {"R": None, "R_from": f"missing: {outcome.failure}"}
         else:
             name = outcome.job[0].name
             rows[name] = outcome.value or {"name": name, "status": outcome.failure}
-    table = []
-    for case in cases:
-        row = rows[case.name]
-        if "us" in row:
-            if rate["R"]:
-                row["share"] = row["TB/s"] * 1e12 / rate["R"]
-            row["target_us"] = target_us(case, row, rows, rate["R"])
-            row["met"] = None if row["target_us"] is None else row["us"] <= row["target_us"]
-        table.append(row)
-    environment = collect_environment()
+            tqdm.write(f"{name}: {rows[name].get('us') or rows[name]['status']}")
+        table = with_targets(cases, rows, rate)
+        if json:  # after every shape, so that a run that is cut short keeps what it has
+            write_json(
+                json, kind="decode-speed", rows=table, environment=environment, compile_seconds=compile_seconds, **rate
+            )
     shown = "not measured" if rate["R"] is None else f"{rate['R'] / 1e12:.2f} TB/s"
     missing = collections.Counter(
         f"{COLUMNS[key]} {value}"
@@ -191,11 +189,25 @@ def speed(only: str | None = None, json: str | None = None, peers: bool = True, 
         print(f"{why} ({count} shapes)")
     asked = [row for row in table if row.get("met") is not None]
     print(f"targets met: {sum(row['met'] for row in asked)} of {len(asked)}")
-    if json:
-        write_json(
-            json, kind="decode-speed", rows=table, environment=environment, compile_seconds=compile_seconds, **rate
-        )
     return all(row["status"] == "ok" for row in table)
+
+
+def with_targets(
+    cases: Sequence[SpeedCase], rows: Mapping[str, dict[str, Any]], rate: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The rows measured so far in the order of ``cases``, with their share of R and their targets."""
+    table = []
+    for case in cases:
+        if case.name not in rows:
+            continue
+        row = dict(rows[case.name])
+        if "us" in row:
+            if rate["R"]:
+                row["share"] = row["TB/s"] * 1e12 / rate["R"]
+            row["target_us"] = target_us(case, row, rows, rate["R"])
+            row["met"] = None if row["target_us"] is None else row["us"] <= row["target_us"]
+        table.append(row)
+    return table
 
 
 def is_text(value: Any) -> bool:
