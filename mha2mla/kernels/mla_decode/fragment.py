@@ -1,8 +1,8 @@
 """What every decode kernel computes about the fragment at hand: its tiles, and which tokens which row sees.
 
-Expressions only: functions of TileLang expressions that return TileLang expressions. ``span`` is a thread's copy of one
-row of the schedule (``schedule.py``); it is kept in memory on purpose, since nested minima substituted into every index
-keep TileLang's simplifier busy for minutes.
+Functions of TileLang expressions that return TileLang expressions, and the macro that reads a fragment. ``span`` is a
+thread's copy of one row of the schedule (``schedule.py``); it is kept in memory on purpose, since nested minima
+substituted into every index keep TileLang's simplifier busy for minutes.
 """
 
 import tilelang.language as T
@@ -18,6 +18,7 @@ from mha2mla.kernels.mla_decode.schedule import (
     TILE_TOKENS,
     WINDOW_TILE,
 )
+from mha2mla.kernels.mla_decode.tiling import RowTiling
 
 # Far below any real score in float32, and finite: differences of it are not NaN. Subtract before scaling: contracted
 # to a fused multiply-add, ``m * scale - m * scale`` is the rounding error of 1e30, and its exponential infinite.
@@ -25,6 +26,27 @@ MASKED = -1e30
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 SPAN_FIELDS = 13  # columns of a schedule row that kernels read
+
+
+def tile_origin(tiling: RowTiling, tile, heads: int, qk_rope_head_dim: int):
+    """Of a tile of query rows: its first new token, first head and first rope column, and how many heads it has."""
+    several, group, share = tiling.token_tiles > 1, tiling.heads_per_group, tiling.tiles_per_group
+    y = tile % tiling.head_tiles if several else tile
+    token0 = tile // tiling.head_tiles * tiling.tokens_per_tile if several else 0
+    head0 = y // share * (tiling.groups_per_tile * group) + y % share * tiling.heads_per_tile
+    column = y // share * (tiling.groups_per_tile * qk_rope_head_dim)
+    if tiling.heads_per_tile * tiling.head_tiles == heads:
+        return token0, head0, column, tiling.heads_per_tile
+    # the last tile of a group, or of all groups, may have fewer
+    first = (y % share if share > 1 else y) * tiling.heads_per_tile
+    return token0, head0, column, T.min(tiling.heads_per_tile, (group if share > 1 else heads) - first)
+
+
+@T.macro
+def read_fragment(span, schedule, cta, work, f):
+    """Fills ``span`` with the f-th fragment of a CTA; ``work[1]`` is its schedule's NEXT."""
+    for i in T.unroll(SPAN_FIELDS):
+        span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
 
 
 def first_token(span, k):

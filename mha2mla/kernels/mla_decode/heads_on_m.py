@@ -18,7 +18,9 @@ from mha2mla.kernels.mla_decode.fragment import (
     holds_unseen,
     last_page,
     needs_mask,
+    read_fragment,
     sees,
+    tile_origin,
     unseen,
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
@@ -55,8 +57,6 @@ def make_heads_on_m(
     """
     d_c, d_r, tile_tokens, head_rows = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile, tiling.head_rows
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
-    tile_heads, tiles_per_group = tiling.heads_per_tile, tiling.tiles_per_group
-    even = tile_heads * tiling.head_tiles == heads
     one_token = tile_tokens == 1 and tiling.token_tiles == 1
     latent_cols = padded_latent_columns(d_c, HEADS_ON_M_THREADS)
     half, quarter = latent_cols // 2, latent_cols // 4  # an instruction over a half would not fit the registers
@@ -74,11 +74,7 @@ def make_heads_on_m(
     o_b, o_s, o_h = T.dynamic("o_b"), T.dynamic("o_s"), T.dynamic("o_h")
     lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
 
-    def token(row):
-        return row // head_rows if tile_tokens > 1 else 0
-
-    def head(row):
-        return row % head_rows if tile_tokens > 1 else row
+    token, head = tiling.token, tiling.head
 
     @T.macro
     def stream(
@@ -86,8 +82,7 @@ def make_heads_on_m(
     ):
         """One warp: every tile of this CTA's fragments, ``columns`` of ``source`` from ``offset`` on for each ring."""
         for f in T.serial(work[0]):
-            for i in T.unroll(SPAN_FIELDS):
-                span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+            read_fragment(span, schedule, cta, work, f)
             for k in T.serial(span[TILES]):
                 t0 = first_token(span, k)
                 slot = (work[2] + k) % num_stages
@@ -149,8 +144,7 @@ def make_heads_on_m(
         o = [T.alloc_fragment([ROWS, quarter], accum) for _ in range(2)]
         factor = T.alloc_fragment([ROWS], accum)
         for f in T.serial(work[0]):
-            for i in T.unroll(SPAN_FIELDS):
-                span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+            read_fragment(span, schedule, cta, work, f)
             for i in list(range(2)):
                 T.fill(o[i], 0)
             for k in T.serial(span[TILES]):
@@ -225,13 +219,7 @@ def make_heads_on_m(
             end = T.alloc_barrier(WARPGROUP)
             thread = T.get_thread_binding()
 
-            y = tile % tiling.head_tiles if tiling.token_tiles > 1 else tile
-            token0 = tile // tiling.head_tiles * tile_tokens if tiling.token_tiles > 1 else 0
-            head0 = y // tiles_per_group * (groups * group) + y % tiles_per_group * tile_heads
-            column = y // tiles_per_group * (groups * d_r)
-            # heads of this tile: the last tile of a group, or of all groups, may have fewer
-            first = y % tiles_per_group * tile_heads if tiles_per_group > 1 else y * tile_heads
-            valid = tile_heads if even else T.min(tile_heads, (group if tiles_per_group > 1 else heads) - first)
+            token0, head0, column, valid = tile_origin(tiling, tile, heads, d_r)
 
             span = T.alloc_local([SPAN_FIELDS], T.int32)
             work = T.alloc_local([3], T.int32)  # fragments, row of the second one less 1, tiles done before this one
@@ -253,8 +241,7 @@ def make_heads_on_m(
                 scale = softmax_scale * LOG2E
                 tail = (seqlen_q - 1) * causal
                 for f in T.serial(work[0]):
-                    for i in T.unroll(SPAN_FIELDS):
-                        span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+                    read_fragment(span, schedule, cta, work, f)
                     for c in T.serial(rope_cols // 16):  # in pieces: loads of a whole row at once cost registers
                         for i, d in T.Parallel(ROWS, 16):
                             qp_tile[i, c * 16 + d] = T.if_then_else(

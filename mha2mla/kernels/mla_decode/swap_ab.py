@@ -16,7 +16,9 @@ from mha2mla.kernels.mla_decode.fragment import (
     holds_unseen,
     last_page,
     needs_mask,
+    read_fragment,
     sees,
+    tile_origin,
     unseen,
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILE_TOKENS, TILES
@@ -55,8 +57,7 @@ def make_swap_ab(
     those in one; then softmax_scale, causal (0 or 1), window (2**30: none) and sinks. All lse are natural logs, -inf
     where a row sees none of the tokens; rows that nothing points at are left as they were.
     """
-    d_c, d_r, tile_tokens = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile
-    rows, head_rows, block = tiling.rows, tiling.head_rows, block_tokens
+    d_c, d_r, rows, block = kv_lora_rank, qk_rope_head_dim, tiling.rows, block_tokens
     steps = TILE_TOKENS // block  # per tile of the schedule
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
     latent_cols = padded_latent_columns(d_c, threads)
@@ -68,9 +69,6 @@ def make_swap_ab(
     panels = list(range(0, latent_cols, 64))
     warps = block // 16
     accum = T.float32
-    tile_columns = d_r * groups
-    tile_heads, tiles_per_group = tiling.heads_per_tile, tiling.tiles_per_group
-    even = tile_heads * tiling.head_tiles == heads
 
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
     alloc_fragment = T.alloc_local if on_cpu else T.alloc_fragment
@@ -90,11 +88,7 @@ def make_swap_ab(
     o_b, o_s, o_h = T.dynamic("o_b"), T.dynamic("o_s"), T.dynamic("o_h")
     lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
 
-    def token(row):
-        return row // head_rows if tile_tokens > 1 else 0
-
-    def head(row):
-        return row % head_rows if tile_tokens > 1 else row
+    token, head = tiling.token, tiling.head
 
     @T.macro
     def load_queries(q_latent, q_pe, b, token0, head0, valid, seqlen_q, q_tile, qp_tile):
@@ -219,13 +213,7 @@ def make_swap_ab(
             den = alloc_fragment([rows], accum)
             limit = alloc_fragment([rows], T.int32)  # first token that a row's query does not see
 
-            y = tile % tiling.head_tiles if tiling.token_tiles > 1 else tile
-            token0 = tile // tiling.head_tiles * tile_tokens if tiling.token_tiles > 1 else 0
-            head0 = y // tiles_per_group * (groups * group) + y % tiles_per_group * tile_heads
-            column = y // tiles_per_group * tile_columns
-            # heads of this tile: the last tile of a group, or of all groups, may have fewer
-            first = y % tiles_per_group * tile_heads if tiles_per_group > 1 else y * tile_heads
-            valid = tile_heads if even else T.min(tile_heads, (group if tiles_per_group > 1 else heads) - first)
+            token0, head0, column, valid = tile_origin(tiling, tile, heads, d_r)
             scale = softmax_scale * LOG2E
             tail = (seqlen_q - 1) * causal  # the last `tail` tokens are hidden from some queries
 
@@ -236,8 +224,7 @@ def make_swap_ab(
             work[1] = schedule[cta, NEXT]  # no pdl_trigger: there is none before sm_90
 
             for f in T.serial(work[0]):
-                for i in T.unroll(SPAN_FIELDS):
-                    span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+                read_fragment(span, schedule, cta, work, f)
                 T.sync_threads()
                 load_queries(q_latent, q_pe, span[SEQUENCE], token0, head0, valid, seqlen_q, q_tile, qp_tile)
                 T.fill(o, 0)

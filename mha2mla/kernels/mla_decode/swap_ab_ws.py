@@ -17,7 +17,9 @@ from mha2mla.kernels.mla_decode.fragment import (
     holds_unseen,
     last_page,
     needs_mask,
+    read_fragment,
     sees,
+    tile_origin,
     unseen,
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
@@ -62,8 +64,6 @@ def make_swap_ab_ws(
     d_c, d_r, tile_tokens = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile
     head_rows, rows = tiling.head_rows, tiling.rows // warpgroups  # rows of one warpgroup
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
-    tile_heads, tiles_per_group = tiling.heads_per_tile, tiling.tiles_per_group
-    even = tile_heads * tiling.head_tiles == heads
     one_token = tile_tokens == 1 and tiling.token_tiles == 1
     latent_cols = padded_latent_columns(d_c, WARPGROUP)
     chunk, chunks = rope.chunk_columns, rope.chunks_per_block
@@ -93,11 +93,7 @@ def make_swap_ab_ws(
     o_b, o_s, o_h = T.dynamic("o_b"), T.dynamic("o_s"), T.dynamic("o_h")
     lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
 
-    def token(row):
-        return row // head_rows if tile_tokens > 1 else 0
-
-    def head(row):
-        return row % head_rows if tile_tokens > 1 else row
+    token, head = tiling.token, tiling.head
 
     def own_blocks(w):
         """The rope blocks of a warpgroup, and its first chunk of a tile's."""
@@ -132,8 +128,7 @@ def make_swap_ab_ws(
             if work[0] > 0:
                 T.named_barrier_arrive(TURN, consumers)
         for f in T.serial(work[0]):
-            for i in T.unroll(SPAN_FIELDS):
-                span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+            read_fragment(span, schedule, cta, work, f)
             # Indices are clamped beside their guards: for some widths TileLang's bounds check fails to lower otherwise.
             if octets:  # row i is head i; its block holds 8 heads and their own columns only
                 if len(mine) > 0:
@@ -328,13 +323,7 @@ def make_swap_ab_ws(
             k_free = T.alloc_barrier([WARPGROUP if octets else consumers] * rope_stages)
             thread = T.get_thread_binding()
 
-            y = tile % tiling.head_tiles if tiling.token_tiles > 1 else tile
-            token0 = tile // tiling.head_tiles * tile_tokens if tiling.token_tiles > 1 else 0
-            head0 = y // tiles_per_group * (groups * group) + y % tiles_per_group * tile_heads
-            column = y // tiles_per_group * (groups * d_r)
-            # heads of this tile: the last tile of a group, or of all groups, may have fewer
-            first = y % tiles_per_group * tile_heads if tiles_per_group > 1 else y * tile_heads
-            valid = tile_heads if even else T.min(tile_heads, (group if tiles_per_group > 1 else heads) - first)
+            token0, head0, column, valid = tile_origin(tiling, tile, heads, d_r)
 
             span = T.alloc_local([SPAN_FIELDS], T.int32)
             work = T.alloc_local([3], T.int32)  # fragments, row of the second one less 1, tiles done before this one
@@ -360,8 +349,7 @@ def make_swap_ab_ws(
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < consumers + 32:
                     for f in T.serial(work[0]):
-                        for i in T.unroll(SPAN_FIELDS):
-                            span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+                        read_fragment(span, schedule, cta, work, f)
                         for k in T.serial(span[TILES]):
                             t0 = first_token(span, k)
                             slot = (work[2] + k) % num_stages
@@ -389,8 +377,7 @@ def make_swap_ab_ws(
                         work[2] += span[TILES]
                 elif thread < consumers + 64:
                     for f in T.serial(work[0]):
-                        for i in T.unroll(SPAN_FIELDS):
-                            span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
+                        read_fragment(span, schedule, cta, work, f)
                         for k in T.serial(span[TILES]):
                             t0 = first_token(span, k)
                             for v in piece_list:

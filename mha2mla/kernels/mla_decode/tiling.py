@@ -38,6 +38,14 @@ class RowTiling:
     rows: int
     head_tiles: int
 
+    def token(self, row):
+        """Which of the tile's new tokens a row belongs to; ``row`` may be an expression."""
+        return row // self.head_rows if self.tokens_per_tile > 1 else 0
+
+    def head(self, row):
+        """Which of the tile's heads a row belongs to; ``row`` may be an expression."""
+        return row % self.head_rows if self.tokens_per_tile > 1 else row
+
     @property
     def num_tiles(self) -> int:
         """Tiles of one sequence; tile ``y`` has head tile ``y % head_tiles`` and token tile ``y // head_tiles``."""
