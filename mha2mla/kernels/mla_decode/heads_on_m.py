@@ -16,7 +16,6 @@ from mha2mla.kernels.mla_decode.fragment import (
     SPAN_FIELDS,
     first_token,
     holds_unseen,
-    last_page,
     needs_mask,
     read_fragment,
     sees,
@@ -25,6 +24,7 @@ from mha2mla.kernels.mla_decode.fragment import (
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
 from mha2mla.kernels.mla_decode.selection import HEADS_ON_M_THREADS, padded_latent_columns, padded_rope_columns
+from mha2mla.kernels.mla_decode.stream import make_streams
 from mha2mla.kernels.mla_decode.tiling import RowTiling
 
 WARPGROUP = 128  # threads
@@ -55,15 +55,15 @@ def make_heads_on_m(
         tiling: which 64 query rows one CTA serves; its rope heads fill at most 64 columns.
         num_stages: tiles in flight.
     """
-    d_c, d_r, tile_tokens, head_rows = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile, tiling.head_rows
+    d_c, d_r = kv_lora_rank, qk_rope_head_dim
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
-    one_token = tile_tokens == 1 and tiling.token_tiles == 1
+    one_token = tiling.tokens_per_tile == 1 and tiling.token_tiles == 1
     latent_cols = padded_latent_columns(d_c, HEADS_ON_M_THREADS)
     half, quarter = latent_cols // 2, latent_cols // 4  # an instruction over a half would not fit the registers
     rope_cols = padded_rope_columns(groups * d_r)
     accum = T.float32
     pieces = max(1, BLOCK // page_size)
-    piece_list, consumers = list(range(pieces)), 3 * WARPGROUP
+    consumers = 3 * WARPGROUP
     by_row = T.GemmWarpPolicy.FullRow
 
     batch, seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
@@ -76,38 +76,7 @@ def make_heads_on_m(
 
     token, head = tiling.token, tiling.head
 
-    @T.macro
-    def stream(
-        source, columns, offset, pair, full, free, thread, leader, block_table, schedule, cta, work, span, pages
-    ):
-        """One warp: every tile of this CTA's fragments, ``columns`` of ``source`` from ``offset`` on for each ring."""
-        for f in T.serial(work[0]):
-            read_fragment(span, schedule, cta, work, f)
-            for k in T.serial(span[TILES]):
-                t0 = first_token(span, k)
-                slot = (work[2] + k) % num_stages
-                for v in piece_list:
-                    pages[v] = block_table[span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))]
-                T.barrier_wait(free[slot], (((work[2] + k) // num_stages) & 1) ^ 1)
-                for u in list(range(len(pair))):
-                    for v in piece_list:
-                        left = offset + u * columns
-                        if pieces == 1:
-                            T.tma_copy(
-                                source[pages[0], t0 % page_size : t0 % page_size + BLOCK, left : left + columns],
-                                pair[u][slot, :, :],
-                                barrier=full[slot],
-                            )
-                        else:
-                            for c in list(range(0, columns, 64)):  # panels of the swizzled tile are contiguous per page
-                                T.tma_copy(
-                                    source[pages[v], 0:page_size, left + c : left + c + min(64, columns)],
-                                    pair[u][slot, v * page_size : (v + 1) * page_size, c : c + min(64, columns)],
-                                    barrier=full[slot],
-                                )
-                if thread == leader:
-                    T.barrier_arrive(full[slot])
-            work[2] += span[TILES]
+    stream, stream_queries = make_streams(tiling, latent_cols, page_size, num_stages)
 
     @T.macro
     def clean(ring, slot, columns, span, t0):
@@ -341,20 +310,8 @@ def make_heads_on_m(
                         schedule, cta, work, span, pages,
                     )  # fmt: skip
                 else:
-                    for f in T.serial(work[0]):
-                        b = schedule[T.if_then_else(f == 0, cta, work[1] + f), SEQUENCE]
-                        T.barrier_wait(q_free, (f & 1) ^ 1)
-                        if tile_tokens == 1:
-                            T.tma_copy(q_latent[b, token0, head0 : head0 + ROWS, 0:latent_cols], q_tile, barrier=q_full)
-                        else:
-                            for v in list(range(tile_tokens)):
-                                for c in list(range(0, latent_cols, 64)):
-                                    T.tma_copy(
-                                        q_latent[b, token0 + v, head0 : head0 + head_rows, c : c + 64],
-                                        q_tile[v * head_rows : (v + 1) * head_rows, c : c + 64],
-                                        barrier=q_full,
-                                    )
-                        if thread == consumers + 96:
-                            T.barrier_arrive(q_full)
+                    stream_queries(
+                        q_latent, token0, head0, q_tile, q_full, q_free, thread, consumers + 96, schedule, cta, work
+                    )
 
     return mla_decode_heads_on_m

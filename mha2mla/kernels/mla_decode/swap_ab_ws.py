@@ -24,6 +24,7 @@ from mha2mla.kernels.mla_decode.fragment import (
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
 from mha2mla.kernels.mla_decode.selection import RopeBlocks, padded_latent_columns
+from mha2mla.kernels.mla_decode.stream import make_streams
 from mha2mla.kernels.mla_decode.tiling import RowTiling
 
 WARPGROUP = 128  # threads
@@ -61,10 +62,10 @@ def make_swap_ab_ws(
         warpgroups: 1 or 2 that compute; each takes ``tiling.rows / warpgroups`` rows.
         ctas_per_sm: CTAs that must fit into the registers of one multiprocessor.
     """
-    d_c, d_r, tile_tokens = kv_lora_rank, qk_rope_head_dim, tiling.tokens_per_tile
-    head_rows, rows = tiling.head_rows, tiling.rows // warpgroups  # rows of one warpgroup
+    d_c, d_r = kv_lora_rank, qk_rope_head_dim
+    rows = tiling.rows // warpgroups  # of one warpgroup
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
-    one_token = tile_tokens == 1 and tiling.token_tiles == 1
+    one_token = tiling.tokens_per_tile == 1 and tiling.token_tiles == 1
     latent_cols = padded_latent_columns(d_c, WARPGROUP)
     chunk, chunks = rope.chunk_columns, rope.chunks_per_block
     octets = rope.block_rows < tiling.rows
@@ -79,7 +80,7 @@ def make_swap_ab_ws(
     # phases, and a wait for one parity cannot be answered by an earlier phase of the same parity.
     rope_phases = total_chunks * -(-rope_stages // total_chunks)
     chunk_list, warp_list = list(range(chunks)), list(range(warps))
-    piece_list, panel_list = list(range(pieces)), list(range(0, latent_cols, 64))
+    piece_list = list(range(pieces))
     rope_panels, block_list = list(range(0, chunk, 64)), list(range(rope.num_blocks))
     by_row = T.GemmWarpPolicy.FullRow
     pool = 65536 // (ctas_per_sm * threads) // 8 * 8 * threads  # registers of a CTA at launch
@@ -94,6 +95,8 @@ def make_swap_ab_ws(
     lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
 
     token, head = tiling.token, tiling.head
+
+    stream, stream_queries = make_streams(tiling, latent_cols, page_size, num_stages)
 
     def own_blocks(w):
         """The rope blocks of a warpgroup, and its first chunk of a tile's."""
@@ -348,33 +351,10 @@ def make_swap_ab_ws(
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < consumers + 32:
-                    for f in T.serial(work[0]):
-                        read_fragment(span, schedule, cta, work, f)
-                        for k in T.serial(span[TILES]):
-                            t0 = first_token(span, k)
-                            slot = (work[2] + k) % num_stages
-                            for v in piece_list:
-                                pages[v] = block_table[
-                                    span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))
-                                ]
-                            T.barrier_wait(c_free[slot], (((work[2] + k) // num_stages) & 1) ^ 1)
-                            for v in piece_list:
-                                if pieces == 1:
-                                    T.tma_copy(
-                                        latent_cache[pages[0], t0 % page_size : t0 % page_size + BLOCK, 0:latent_cols],
-                                        c_ring[slot, :, :],
-                                        barrier=c_full[slot],
-                                    )
-                                else:
-                                    for c in panel_list:  # panels of the swizzled tile are contiguous per page
-                                        T.tma_copy(
-                                            latent_cache[pages[v], 0:page_size, c : c + 64],
-                                            c_ring[slot, v * page_size : (v + 1) * page_size, c : c + 64],
-                                            barrier=c_full[slot],
-                                        )
-                            if thread == consumers:
-                                T.barrier_arrive(c_full[slot])
-                        work[2] += span[TILES]
+                    stream(
+                        latent_cache, latent_cols, 0, [c_ring], c_full, c_free, thread, consumers, block_table,
+                        schedule, cta, work, span, pages,
+                    )  # fmt: skip
                 elif thread < consumers + 64:
                     for f in T.serial(work[0]):
                         read_fragment(span, schedule, cta, work, f)
@@ -417,22 +397,8 @@ def make_swap_ab_ws(
                                         T.barrier_arrive(k_full[n % rope_phases])
                         work[2] += span[TILES]
                 elif thread < consumers + 96:
-                    for f in T.serial(work[0]):
-                        b = schedule[T.if_then_else(f == 0, cta, work[1] + f), SEQUENCE]
-                        T.barrier_wait(q_free, (f & 1) ^ 1)
-                        if tile_tokens == 1:
-                            T.tma_copy(
-                                q_latent[b, token0, head0 : head0 + tiling.rows, 0:latent_cols], q_tile, barrier=q_full
-                            )
-                        else:
-                            for v in list(range(tile_tokens)):
-                                for c in panel_list:
-                                    T.tma_copy(
-                                        q_latent[b, token0 + v, head0 : head0 + head_rows, c : c + 64],
-                                        q_tile[v * head_rows : (v + 1) * head_rows, c : c + 64],
-                                        barrier=q_full,
-                                    )
-                        if thread == consumers + 64:
-                            T.barrier_arrive(q_full)
+                    stream_queries(
+                        q_latent, token0, head0, q_tile, q_full, q_free, thread, consumers + 64, schedule, cta, work
+                    )
 
     return mla_decode_swap_ab_ws
