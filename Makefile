@@ -40,7 +40,7 @@ demo: $(STAMP)
 	$(BIN)/mha2mla demo $(DEMO)
 
 test: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
