@@ -249,12 +249,7 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
     judgement = judge(inputs, out, lse, torch.bfloat16, **problem.visibility)
     row: dict[str, Any] = {
         "name": case.name,
-        "H": problem.heads,
-        "G": problem.num_rope_heads,
-        "d_c": problem.kv_lora_rank,
-        "d_r": problem.qk_rope_head_dim,
-        "page": problem.page_size,
-        "S_q": problem.seqlen_q,
+        **problem.columns,
         "B": len(problem.lengths),
         "longest": max(problem.lengths),
         "MB": problem.cache_bytes() / 1e6,

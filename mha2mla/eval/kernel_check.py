@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mha2mla.eval.problems import UNUSED_PAGE, Problem, judge
-from mha2mla.eval.workers import run_in_workers
+from mha2mla.eval.workers import progress_bar, run_in_workers
 from mha2mla.kernels import DecodePlan, explain_mla_decode, mla_decode
 from mha2mla.kernels.mla_decode.dispatch import capability, decode_shape, device_name
 from mha2mla.kernels.mla_decode.schedule import COUNT, plan_fragments, write_schedule
@@ -187,7 +187,10 @@ def check_kernels(
         raise ValueError(f"count is {count} and calls is {calls}; expected at least 1")
     if device.type == "cpu":
         cases = draw_cases(count, seed, calls=calls, longest=200, most_sequences=4)
-        return [_row(case, None) | check_case(case, device) for case in _bar(cases, len(cases), "checking", progress)]
+        return [
+            _row(case, None) | check_case(case, device)
+            for case in progress_bar(cases, len(cases), "checking", progress)
+        ]
 
     def accepts(problem: Problem, dtype: str) -> bool:
         why = explain_mla_decode(problem.geometry, problem.page_size, getattr(torch, dtype), device, problem.seqlen_q)
@@ -216,7 +219,7 @@ def check_cases(
                 yield case
 
     outcomes = run_in_workers(partial(check_case, device=device), remaining(), timeout=timeout)
-    for outcome in _bar(outcomes, len(cases) - len(rows), "checking", progress):
+    for outcome in progress_bar(outcomes, len(cases) - len(rows), "checking", progress):
         if outcome.failure is not None:
             failed[outcome.job.group] = outcome.failure
         rows.append(_row(outcome.job, device) | (outcome.value or {"status": outcome.failure}))
@@ -235,7 +238,7 @@ def compile_shapes(
     jobs = [(shape, capability(device), device_name(device)) for shape in dict.fromkeys(shapes)]
     processes = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
     outcomes = run_in_workers(compile_shape, jobs, workers=processes, timeout=timeout)
-    bar = _bar(outcomes, len(jobs), "compiling", progress)
+    bar = progress_bar(outcomes, len(jobs), "compiling", progress)
     return {outcome.job[0]: f"not compiled: {outcome.failure}" for outcome in bar if outcome.failure is not None}
 
 
@@ -326,12 +329,7 @@ def _row(case: Case, device: torch.device | None) -> dict[str, Any]:
     problem = case.problem
     row = {
         "group": case.group,
-        "H": problem.heads,
-        "G": problem.num_rope_heads,
-        "d_c": problem.kv_lora_rank,
-        "d_r": problem.qk_rope_head_dim,
-        "page": problem.page_size,
-        "S_q": problem.seqlen_q,
+        **problem.columns,
         "dtype": case.dtype,
         "kernel": "reference",
         "batch": len(problem.lengths),
@@ -383,9 +381,3 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return table
-
-
-def _bar(items: Any, total: int, what: str, progress: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(items, total=total, desc=what, disable=None if progress else True)

@@ -66,6 +66,18 @@ class Problem:
         return MLAGeometry(self.heads, self.num_rope_heads, self.kv_lora_rank, self.qk_rope_head_dim)
 
     @property
+    def columns(self) -> dict[str, int]:
+        """The static part of a call, as columns of a table."""
+        return {
+            "H": self.heads,
+            "G": self.num_rope_heads,
+            "d_c": self.kv_lora_rank,
+            "d_r": self.qk_rope_head_dim,
+            "page": self.page_size,
+            "S_q": self.seqlen_q,
+        }
+
+    @property
     def visibility(self) -> dict[str, Any]:
         """The keyword arguments that a plan takes and a call does not: ``window`` and ``sinks``."""
         return {"window": self.window, "sinks": self.sinks}

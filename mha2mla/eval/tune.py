@@ -23,7 +23,7 @@ from mha2mla.eval.environment import collect_environment
 from mha2mla.eval.kernel_check import COMPILE_TIMEOUT, plan_for
 from mha2mla.eval.latency import time_callable
 from mha2mla.eval.problems import UNUSED_PAGE, Problem, judge
-from mha2mla.eval.workers import Outcome, run_in_workers
+from mha2mla.eval.workers import Outcome, progress_bar, run_in_workers
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import DecodePlan, explain_mla_decode
 from mha2mla.kernels.mla_decode.dispatch import capability, decode_shape, device_name, num_sms
@@ -185,7 +185,7 @@ def tune(
         shape = problem.shape(dtype)
         choices = list_kernels(shape, major_minor)
         entered[shape] = [
-            Trial(problem, dtype, (Candidate(choice, planned_ctas(choice, sms), choice is choices[0]),))
+            Trial(problem, dtype, (Candidate(choice, choice.num_ctas(sms), choice is choices[0]),))
             for choice in choose_candidates(choices, candidates)
         ]
     write_rows(path, [])  # before anything is measured: it can be written, and what is there is a table
@@ -208,7 +208,7 @@ def tune(
         jobs(),
         timeout=timeout,
     )
-    for outcome in _bar(measuring, len(trials) - len(failures) + len(entered), "measuring", progress):
+    for outcome in progress_bar(measuring, len(trials) - len(failures) + len(entered), "measuring", progress):
         trial = outcome.job
         if not trial.final:
             results[trial] = outcome.value or {"status": outcome.failure}
@@ -237,11 +237,6 @@ def make_problem(
     if seqlen is None:
         seqlen = max(1, math.ceil(CACHE_BYTES / (batch * mla.cache_bytes_per_token(2)) / 1024)) * 1024
     return Problem(*geometry[:4], (seqlen,) * batch, page_size=page_size, seqlen_q=shape.seqlen_q, slack=0)
-
-
-def planned_ctas(choice: KernelChoice, sms: int) -> int:
-    """CTAs per tile of query rows that ``plan.num_ctas_for`` plans for a choice: what is resident at once."""
-    return max(1, sms * choice.ctas_per_sm // choice.tiling.num_tiles)
 
 
 def choose_finalists(trials: Sequence[Trial], results: dict[Trial, dict[str, Any]]) -> Trial | None:
@@ -294,7 +289,7 @@ def _compile_all(trials: Sequence[Trial], major_minor: int, *, timeout: float, p
         jobs[trial.shape, candidate.choice, candidate.num_ctas, len(trial.problem.lengths), major_minor] = trial
     processes = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
     outcomes = run_in_workers(compile_candidate, list(jobs), workers=processes, timeout=timeout)
-    bar = _bar(outcomes, len(jobs), "compiling", progress)
+    bar = progress_bar(outcomes, len(jobs), "compiling", progress)
     return {jobs[outcome.job]: outcome.failure for outcome in bar if outcome.failure is not None}
 
 
@@ -377,12 +372,7 @@ def _result_row(trial: Trial, result: dict[str, Any], final: Outcome | None) -> 
     (candidate,) = trial.candidates
     problem, choice = trial.problem, candidate.choice
     row = {
-        "H": problem.heads,
-        "G": problem.num_rope_heads,
-        "d_c": problem.kv_lora_rank,
-        "d_r": problem.qk_rope_head_dim,
-        "page": problem.page_size,
-        "S_q": problem.seqlen_q,
+        **problem.columns,
         "dtype": trial.dtype,
         "batch": len(problem.lengths),
         "seqlen": problem.lengths[0],
@@ -448,9 +438,3 @@ def _cuda(device: str | torch.device | None) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(f"device is {device}; no CUDA device is available here")
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-
-
-def _bar(items: Any, total: int, what: str, progress: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(items, total=total, desc=what, disable=None if progress else True)

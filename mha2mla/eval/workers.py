@@ -73,6 +73,13 @@ def run_in_workers(
             worker.kill()
 
 
+def progress_bar(items: Iterable[Any], total: int, what: str, progress: bool) -> Iterable[Any]:
+    """The items, such as outcomes, behind a bar on standard error; none if ``progress`` is False or nobody watches."""
+    from tqdm import tqdm
+
+    return tqdm(items, total=total, desc=what, disable=None if progress else True)
+
+
 _NONE = object()
 
 

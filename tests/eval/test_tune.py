@@ -24,7 +24,6 @@ from mha2mla.eval.tune import (
     make_problem,
     measure,
     parse_geometry,
-    planned_ctas,
     summarize,
     tune,
 )
@@ -240,7 +239,7 @@ def test_as_many_ctas_as_dispatch_plans(monkeypatch):
         monkeypatch.setattr(plan, "dispatch", lambda *_, shape=shape: shape)
         for choice in list_kernels(shape, 90):
             monkeypatch.setattr(plan, "select_kernel", lambda *_, choice=choice: choice)
-            assert planned_ctas(choice, 132) == plan.num_ctas_for(torch.device("cuda:0"))
+            assert choice.num_ctas(132) == plan.num_ctas_for(torch.device("cuda:0"))
 
 
 def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):

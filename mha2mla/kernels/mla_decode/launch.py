@@ -17,6 +17,7 @@ from mha2mla.kernels.mla_decode.build import (
     make_planner,
     make_split,
 )
+from mha2mla.kernels.mla_decode.dispatch import capability as capability_of
 from mha2mla.kernels.mla_decode.dispatch import device_name
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, select_kernel
 
@@ -64,12 +65,6 @@ def compile_mla_decode(shape: DecodeShape, capability: int, gpu: str | None = No
     return compile_choice(shape, select_kernel(shape, capability, gpu), capability)
 
 
-@cache
-def _capability(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return major * 10 + minor
-
-
 def launch_plan(
     cache_seqlens: Tensor,
     cache_starts: Tensor | None,
@@ -86,7 +81,7 @@ def launch_plan(
     if batch == 0:
         return
     with torch.cuda.device(splits.device):
-        compile_planner(_capability(splits.device.index))(
+        compile_planner(capability_of(splits.device))(
             cache_seqlens,
             cache_seqlens if cache_starts is None else cache_starts,
             schedule,

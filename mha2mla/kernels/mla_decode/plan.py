@@ -97,8 +97,7 @@ def num_ctas_for(*call: Any) -> int:
     shape, device = dispatch(*call), call[-1]
     if shape is None:
         return 0
-    choice = select_kernel(shape, capability(device), device_name(device))
-    return max(1, num_sms(device) * choice.ctas_per_sm // choice.tiling.num_tiles)
+    return select_kernel(shape, capability(device), device_name(device)).num_ctas(num_sms(device))
 
 
 def empty_plan(

@@ -75,6 +75,10 @@ class KernelChoice:
     ctas_per_sm: int
     reason: str
 
+    def num_ctas(self, num_sms: int) -> int:
+        """CTAs per tile of query rows that are resident at once on a GPU of ``num_sms`` multiprocessors."""
+        return max(1, num_sms * self.ctas_per_sm // self.tiling.num_tiles)
+
 
 def refusal(geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None."""

@@ -69,7 +69,7 @@ def make_swap_ab_ws(
     latent_cols = padded_latent_columns(d_c, WARPGROUP)
     chunk, chunks = rope.chunk_columns, rope.chunks_per_block
     octets = rope.block_rows < tiling.rows
-    piece = chunks * chunk if chunks * chunk <= 128 else chunk if chunk <= 64 else 64  # columns of q_pe at a time
+    piece = chunks * chunk if chunks * chunk <= 128 else 64  # columns of q_pe at a time
     accum = T.float32
     pieces = max(1, BLOCK // page_size)
     warps = BLOCK // 16
