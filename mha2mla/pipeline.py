@@ -355,17 +355,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _check_names(model: StreamedModel, reader: CheckpointReader) -> None:
     """The source has every tensor of its model, in its shape, and none that would be lost."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.skeleton.state_dict().items()}
-    missing = sorted(model.expected_names() - reader.names())
+    shapes = model.stored.shapes
+    missing = sorted(shapes.keys() - reader.names())
     if missing:
         raise CheckpointError(f"tensor {missing[0]} is absent from {reader.folder} ({len(missing)} absent in all)")
-    extra = sorted(name for name in reader.names() - set(shapes) if not name.endswith("rotary_emb.inv_freq"))
+    tied = set(model.skeleton._tied_weights_keys or {})
+    passed_over = {name for name in reader.names() if name in tied or name.endswith("rotary_emb.inv_freq")}
+    extra = sorted(reader.names() - set(shapes) - passed_over)
     if extra:
         raise UnsupportedSourceError(
             f"tensor {extra[0]} of {reader.folder} is unknown to {type(model.skeleton).__name__}"
             f" ({len(extra)} unknown in all); the conversion would lose it"
         )
-    for name in sorted(model.expected_names()):
+    for name in sorted(shapes):
         if reader.shape(name) != shapes[name]:
             raise CheckpointError(f"tensor {name} has shape {reader.shape(name)}; the config says {shapes[name]}")
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mha2mla.conversion.calibration import ActivationStore
 from mha2mla.conversion.source import CheckpointReader
+from mha2mla.conversion.stored import StoredParameters
 
 
 class StreamedModel:
@@ -40,18 +41,15 @@ class StreamedModel:
         self.device, self.dtype = device, dtype
         with torch.device("meta"):
             self.skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        self.stored = StoredParameters(self.skeleton, source.names())
         base = self.skeleton.model
         # Its tables are computed from the config, never stored; on the meta device they would be lost.
         rotary_config = getattr(base.rotary_emb, "config", config)
         self._rotary = type(base.rotary_emb)(rotary_config).to(device)
 
     def expected_names(self) -> frozenset[str]:
-        """State-dict names of the model, without the ones tied to another."""
-        tied = self.skeleton._tied_weights_keys or {}
-        names = set(self.skeleton.state_dict())
-        if self.config.tie_word_embeddings:
-            names -= set(tied)
-        return frozenset(names)
+        """Names of the stored tensors, without the ones tied to another."""
+        return frozenset(self.stored.shapes)
 
     @property
     def num_layers(self) -> int:
@@ -140,11 +138,7 @@ class StreamedModel:
     def _fill(self, module: nn.Module, prefix: str) -> nn.Module:
         # The meta module stays empty: a filled copy leaves memory when its user lets go of it.
         filled = deepcopy(module)
-        state = {}
-        for name in module.state_dict():
-            tensor = self.source.tensor(prefix + name)
-            keep = name.endswith("inv_freq")
-            state[name] = tensor.to(self.device, torch.float32 if keep else self.dtype)
+        state = {name: self.stored.assemble(prefix + name, self._tensor) for name in module.state_dict()}
         filled.load_state_dict(state, assign=True, strict=True)
         for name, tensor in [*filled.named_parameters(), *filled.named_buffers()]:
             if tensor.is_meta:
