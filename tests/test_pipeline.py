@@ -98,7 +98,7 @@ def test_the_report_measures_what_the_models_say(source, tmp_path):
     assert parity.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     nll = -p.gather(-1, held_out[:, 1:, None]).mean()
     assert parity.perplexity_source == pytest.approx(float(nll.exp()), rel=1e-3)
-    assert len(parity.layer_errors) == 2 and 0 < parity.layer_errors[0] <= 1.5
+    assert len(parity.layers) == 2 and 0 < parity.layers[0].hidden_error <= 1.5
     assert report.peak_rss_bytes > 50 << 20 and set(report.seconds) == {"convert", "verify", "total"}
     assert json.loads(json.dumps(report.to_dict()))["cache_ratio"] == report.cache_ratio
     assert "peak memory" in str(report)

@@ -58,7 +58,7 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
         f"| relative error of the logits | | {parity['logits_relative_error']:.3g} |",
         "",
         "Relative error of the hidden states after each layer: "
-        + ", ".join(f"{error:.2g}" for error in parity["layer_errors"])
+        + ", ".join(f"{layer['hidden_error']:.2g}" for layer in parity["layers"])
         + ".",
         "",
         "## Geometry of a layer",

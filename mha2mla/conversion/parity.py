@@ -1,19 +1,49 @@
-"""Source against converted checkpoint on held-out text, both run layer by layer: what a conversion cost."""
+"""Source against converted checkpoint on held-out text, both run layer by layer: what a conversion cost, and where."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from tqdm import tqdm
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
 from mha2mla.conversion.streaming import StreamedModel
 
-_LOGITS = 1 << 23  # numbers of one block of logits
+_BLOCK = 1 << 23  # numbers of one block of logits or scores
+_HEAD_BLOCK = 1 << 24  # numbers of one slice of the head
+_OBSERVED = "mha2mla-observed"
+_OBSERVER = "mha2mla_score_observer"
+
+
+@dataclass(frozen=True)
+class LayerParity:
+    """Relative errors (Frobenius norm of the difference over the source's) of one layer on held-out text.
+
+    Attributes:
+        layer: index.
+        score_error: attention scores of the converted layer on the source's inputs. Each query's scores count from
+            their mean over the keys it sees, since softmax does not see a constant. None when the model's attention
+            is not SDPA.
+        output_error: attention output (after ``o_proj``) of the converted layer on the source's inputs: what this
+            layer loses by itself.
+        stream_output_error: attention output with each model on its own inputs, so after all layers before.
+        hidden_error: hidden states after the layer, likewise.
+    """
+
+    layer: int
+    score_error: float | None
+    output_error: float
+    stream_output_error: float
+    hidden_error: float
 
 
 @dataclass(frozen=True)
@@ -26,7 +56,7 @@ class ParityReport:
         kl: mean KL(source ‖ converted) per token, nats.
         top1_agreement: share of tokens where both put the same token first.
         logits_relative_error: Frobenius norm of the difference of all logits, over the source's.
-        layer_errors: relative error of the hidden states after each layer.
+        layers: errors by layer.
     """
 
     tokens: int
@@ -35,7 +65,7 @@ class ParityReport:
     kl: float
     top1_agreement: float
     logits_relative_error: float
-    layer_errors: tuple[float, ...]
+    layers: tuple[LayerParity, ...]
 
     @property
     def perplexity_ratio(self) -> float:
@@ -43,7 +73,9 @@ class ParityReport:
         return self.perplexity_converted / self.perplexity_source
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "layer_errors": list(self.layer_errors), "perplexity_ratio": self.perplexity_ratio}
+        """Plain values, for JSON."""
+        values = {**asdict(self), "perplexity_ratio": self.perplexity_ratio}
+        return {**values, "layers": [asdict(layer) for layer in self.layers]}
 
 
 @torch.inference_mode()
@@ -63,40 +95,183 @@ def compare(
         folder: where activations go when they exceed ``spill_bytes``.
         batch: windows at a time.
     """
-    windows, length = tokens.shape
-    stores = []
+    stores: list[ActivationStore] = []
     try:
         for model in (source, converted):
             stores.append(
                 ActivationStore(
-                    windows,
-                    length,
-                    model.hidden_size,
-                    dtype=model.dtype,
-                    folder=folder,
-                    spill_bytes=spill_bytes,
+                    *tokens.shape, model.hidden_size, dtype=model.dtype, folder=folder, spill_bytes=spill_bytes
                 )
             )
             model.embed(tokens, stores[-1])
-        errors = []
-        for index in tqdm(range(source.num_layers), desc="verify", unit="layer", disable=not progress):
-            for model, store in zip((source, converted), stores, strict=True):
-                model.run_layer(model.layer(index), index, store, batch=batch)
-                model.source.release()
-            errors.append(_relative_error(stores))
-        return _compare_logits(source, converted, stores, tokens, tuple(errors))
+        layers = [
+            _compare_layer(source, converted, index, stores, batch)
+            for index in tqdm(range(source.num_layers), desc="verify", unit="layer", disable=not progress)
+        ]
+        return _compare_logits(source, converted, stores, tokens, tuple(layers))
     finally:
         for store in stores:
             store.close()
 
 
-def _relative_error(stores: list[ActivationStore]) -> float:
-    difference = norm = 0.0
-    for window in range(len(stores[0])):
-        reference, other = (store.read(window, window + 1, torch.device("cpu")).double() for store in stores)
-        difference += float((other - reference).square().sum())
-        norm += float(reference.square().sum())
-    return math.sqrt(difference / norm) if norm else math.sqrt(difference)
+class _Error:
+    """Accumulates a relative error: both sums of squares in float64."""
+
+    def __init__(self) -> None:
+        self.difference = self.norm = 0.0
+
+    def add(self, other: torch.Tensor, reference: torch.Tensor) -> None:
+        """Two tensors of one shape; row sums in their own precision, the rest in float64."""
+        other, reference = other.float(), reference.float()
+        self.difference += _sum((other - reference).square())
+        self.norm += _sum(reference.square())
+
+    def value(self) -> float:
+        if not math.isfinite(self.difference) or not self.norm:
+            return math.inf if self.difference else 0.0
+        return math.sqrt(self.difference / self.norm)
+
+
+def _compare_layer(
+    source: StreamedModel, converted: StreamedModel, index: int, stores: list[ActivationStore], batch: int
+) -> LayerParity:
+    """Errors of layer ``index``; leaves the next layer's inputs in both ``stores``."""
+    models, layers = (source, converted), [model.layer(index) for model in (source, converted)]
+    scores, output, stream_output, hidden_error = _Error(), _Error(), _Error(), _Error()
+    measured = True
+    for start in range(0, len(stores[0]), batch):
+        stop = min(start + batch, len(stores[0]))
+        seen, hidden = [], []
+        for model, layer, store in zip(models, layers, stores, strict=True):
+            with _attention_of(layer) as observed:
+                hidden.append(model.forward_layer(layer, index, store.read(start, stop, model.device)))
+            seen.append(observed)
+            store.write(start, hidden[-1])
+        hidden_error.add(hidden[1], hidden[0])
+        stream_output.add(seen[1]["output"], seen[0]["output"])
+        # The converted attention once more, on what the source's attention was given.
+        with _attention_of(layers[1]) as observed:
+            layers[1].self_attn(**{**seen[1]["arguments"], "hidden_states": seen[0]["arguments"]["hidden_states"]})
+        output.add(observed["output"], seen[0]["output"])
+        measured = measured and "query" in seen[0] and "query" in observed
+        if measured:
+            _add_score_errors(scores, observed, seen[0], source.sliding_windows[index])
+    for model in models:
+        model.source.release()
+    return LayerParity(
+        layer=index,
+        score_error=scores.value() if measured else None,
+        output_error=output.value(),
+        stream_output_error=stream_output.value(),
+        hidden_error=hidden_error.value(),
+    )
+
+
+@contextmanager
+def _attention_of(layer: nn.Module) -> Iterator[dict[str, Any]]:
+    """Fills a dict with the keyword ``arguments`` and the ``output`` of the attention of ``layer`` while it runs, and,
+    where attention is SDPA, with its ``query`` and ``key`` [windows, heads, length, width] after RoPE and ``scaling``.
+    """
+    attention, observed = layer.self_attn, {}
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        observed["arguments"] = {**kwargs, **({"hidden_states": args[0]} if args else {})}
+        return args, {**kwargs, _OBSERVER: observed}
+
+    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        observed["output"] = output[0] if isinstance(output, tuple) else output
+
+    # StreamedModel fills copies: the config that changes here is this copy's own.
+    usual = attention.config._attn_implementation
+    handles = [
+        attention.register_forward_pre_hook(before, with_kwargs=True),
+        attention.register_forward_hook(after, with_kwargs=True),
+    ]
+    if usual == "sdpa":
+        attention.config._attn_implementation = _OBSERVED
+    try:
+        yield observed
+    finally:
+        attention.config._attn_implementation = usual
+        for handle in handles:
+            handle.remove()
+
+
+def _observed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' SDPA, which first shows its query, key and scaling to whoever asked."""
+    observed = kwargs.pop(_OBSERVER)
+    observed |= {"query": query, "key": key, "scaling": kwargs["scaling"]}
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(_OBSERVED, _observed_attention)
+
+
+def _add_score_errors(error: _Error, other: dict[str, Any], reference: dict[str, Any], window: int | None) -> None:
+    """Adds the scores of one batch, a block of queries at a time; query and key as in ``_attention_of``."""
+    heads, length = reference["query"].shape[1:3]
+    position = torch.arange(length, device=reference["query"].device)
+    step = max(1, min(length, _BLOCK // (heads * length)))
+    for row in range(reference["query"].shape[0]):
+        for start in range(0, length, step):
+            rows = slice(start, min(start + step, length))
+            distance = position[rows, None] - position[None, : rows.stop]
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            error.add(*(_scores(side, row, rows, seen) for side in (other, reference)))
+
+
+def _scores(side: dict[str, Any], window: int, queries: slice, seen: torch.Tensor) -> torch.Tensor:
+    """Scaled scores [heads, queries, keys] less each query's mean over the keys it sees; 0 at the others."""
+    query, key = side["query"][window, :, queries].float(), side["key"][window, :, : queries.stop].float()
+    scores = query @ key.repeat_interleave(query.shape[0] // key.shape[0], 0).mT * side["scaling"]
+    scores = scores.masked_fill(~seen, 0)
+    return (scores - scores.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)).masked_fill(~seen, 0)
+
+
+class _Softmax:
+    """Of one model, for every predicted token: log-sum-exp, target's logit and first choice, slice by slice of the
+    vocabulary.
+
+    Attributes:
+        largest: [tokens], largest logit so far; ``total``: Σ exp(logit − largest), float64.
+        choice: [tokens], its index. ``target``: [tokens], logit of the target, float64.
+    """
+
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        self.largest = torch.full((tokens,), -math.inf, device=device)
+        self.total = torch.zeros(tokens, dtype=torch.float64, device=device)
+        self.choice = torch.zeros(tokens, dtype=torch.int64, device=device)
+        self.target = torch.zeros(tokens, dtype=torch.float64, device=device)
+
+    def add(self, part: slice, logits: torch.Tensor, targets: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
+        """Takes logits [tokens of ``part``, rows] of the vocabulary from ``first`` on.
+
+        Returns:
+            exp(logits − largest) in float32, and what sums over the slices before are to be multiplied by.
+        """
+        largest, choice = logits.max(-1)
+        better = largest > self.largest[part]
+        self.choice[part] = torch.where(better, choice + first, self.choice[part])
+        largest = torch.maximum(largest, self.largest[part])
+        kept = (self.largest[part].double() - largest.double()).exp()
+        weight = (logits - largest[:, None]).exp_()
+        self.total[part] = self.total[part] * kept + weight.sum(-1).double()
+        self.largest[part] = largest
+        here = (targets[part] >= first) & (targets[part] < first + logits.shape[1])
+        index = (targets[part] - first).clamp(0, logits.shape[1] - 1)
+        value = logits.gather(1, index[:, None])[:, 0].double()
+        self.target[part] = torch.where(here, value, self.target[part])
+        return weight, kept
+
+    def log_sum_exp(self) -> torch.Tensor:
+        return self.largest.double() + self.total.log()
 
 
 def _compare_logits(
@@ -104,35 +279,46 @@ def _compare_logits(
     converted: StreamedModel,
     stores: list[ActivationStore],
     tokens: torch.Tensor,
-    errors: tuple[float, ...],
+    layers: tuple[LayerParity, ...],
 ) -> ParityReport:
-    heads = [model.head() for model in (source, converted)]
-    windows, length = tokens.shape
-    step = max(1, _LOGITS // source.vocab_size)
-    sums = dict.fromkeys(("source", "converted", "kl", "agree", "difference", "norm"), 0.0)
-    for window in range(windows):
-        hidden = [store.read(window, window + 1, source.device)[0, :-1] for store in stores]
-        targets = tokens[window, 1:].to(source.device)
-        for start in range(0, length - 1, step):
-            part = slice(start, start + step)
-            reference, other = (head(states[part]).float() for head, states in zip(heads, hidden, strict=True))
-            sums["difference"] += _sum((other - reference).square())
-            sums["norm"] += _sum(reference.square())
-            sums["agree"] += float((reference.argmax(-1) == other.argmax(-1)).sum())
-            reference, other = reference.log_softmax(-1), other.log_softmax(-1)
-            target = targets[part, None]
-            sums["source"] -= _sum(reference.gather(1, target))
-            sums["converted"] -= _sum(other.gather(1, target))
-            sums["kl"] += _sum(reference.exp() * (reference - other))
-    count = windows * (length - 1)
+    """Reads the head a slice of the vocabulary at a time; a token's KL is Σ_v p_v (s_v − o_v) − lse(s) + lse(o)."""
+    models, (windows, length) = (source, converted), tokens.shape
+    for model, store in zip(models, stores, strict=True):
+        norm = model.final_norm()
+        for window in range(windows):
+            store.write(window, norm(store.read(window, window + 1, model.device)))
+    device, predicted = source.device, length - 1
+    targets = tokens[:, 1:].flatten().to(device)
+    reference, other = (_Softmax(windows * predicted, device) for _ in models)
+    cross = torch.zeros(windows * predicted, dtype=torch.float64, device=device)  # Σ_v exp(s_v − largest) (s_v − o_v)
+    error = _Error()
+    rows = max(1, _HEAD_BLOCK // source.hidden_size)
+    for first in range(0, source.vocab_size, rows):
+        heads = [model.head_rows(first, min(first + rows, source.vocab_size)) for model in models]
+        step = max(1, _BLOCK // heads[0].shape[0])
+        for window in range(windows):
+            hidden = [store.read(window, window + 1, device)[0, :-1] for store in stores]
+            for start in range(0, predicted, step):
+                here = slice(start, min(start + step, predicted))
+                part = slice(window * predicted + here.start, window * predicted + here.stop)
+                logits = [
+                    nn.functional.linear(states[here], head).float() for states, head in zip(hidden, heads, strict=True)
+                ]
+                error.add(logits[1], logits[0])
+                weight, kept = reference.add(part, logits[0], targets, first)
+                other.add(part, logits[1], targets, first)
+                cross[part] = cross[part] * kept + (weight * (logits[0] - logits[1])).sum(-1).double()
+        for model in models:
+            model.source.release()
+    normaliser = reference.log_sum_exp(), other.log_sum_exp()
     return ParityReport(
-        tokens=count,
-        perplexity_source=_exp(sums["source"] / count),
-        perplexity_converted=_exp(sums["converted"] / count),
-        kl=sums["kl"] / count,
-        top1_agreement=sums["agree"] / count,
-        logits_relative_error=math.sqrt(sums["difference"] / sums["norm"]) if sums["norm"] else math.inf,
-        layer_errors=errors,
+        tokens=windows * predicted,
+        perplexity_source=_exp(float((normaliser[0] - reference.target).mean())),
+        perplexity_converted=_exp(float((normaliser[1] - other.target).mean())),
+        kl=float((cross / reference.total - normaliser[0] + normaliser[1]).mean()),
+        top1_agreement=float((reference.choice == other.choice).double().mean()),
+        logits_relative_error=error.value(),
+        layers=layers,
     )
 
 
@@ -142,4 +328,4 @@ def _sum(rows: torch.Tensor) -> float:
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    return math.exp(value) if value < 700 else math.inf if value == value else math.nan

@@ -96,7 +96,17 @@ class CheckpointReader:
             CheckpointError: absent, or a value is NaN or infinite.
         """
         self._slice(name)
-        tensor = self._open(self._shard_of[name]).get_tensor(name).clone()
+        return self._finite(name, self._open(self._shard_of[name]).get_tensor(name).clone())
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop`` of a tensor, on the CPU in its stored dtype; the others are not read.
+
+        Raises:
+            CheckpointError: absent, or a value among them is NaN or infinite.
+        """
+        return self._finite(name, self._slice(name)[start:stop].clone())
+
+    def _finite(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             bad = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"tensor {name} in {self._shard_of[name]} has {bad} NaN or infinite values")

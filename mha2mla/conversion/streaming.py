@@ -98,31 +98,38 @@ class StreamedModel:
 
             handle = layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
         try:
-            position = torch.arange(store.length, device=self.device)[None]
-            mask = self._mask(index, store.length)
             for start in range(0, len(store), batch):
                 hidden = store.read(start, min(start + batch, len(store)), self.device)
-                output = layer(
-                    hidden,
-                    attention_mask=mask,
-                    position_ids=position,
-                    position_embeddings=self._rotary(hidden, position),
-                    past_key_values=None,
-                    use_cache=False,
-                )
-                store.write(start, output[0] if isinstance(output, tuple) else output)
+                store.write(start, self.forward_layer(layer, index, hidden))
         finally:
             if handle is not None:
                 handle.remove()
 
-    def head(self) -> nn.Module:
-        """Final norm and language-model head: hidden states [..., hidden] -> logits [..., vocabulary]."""
-        norm = self._fill(self.skeleton.model.norm, "model.norm.")
-        tied = self.config.tie_word_embeddings
-        weight = self._tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
-        lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        lm_head.weight = nn.Parameter(weight, requires_grad=False)
-        return nn.Sequential(norm, lm_head)
+    @torch.inference_mode()
+    def forward_layer(self, layer: nn.Module, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Output of ``layer``, number ``index``, for windows of hidden states [windows, length, hidden]."""
+        position = torch.arange(hidden.shape[1], device=self.device)[None]
+        output = layer(
+            hidden,
+            attention_mask=self._mask(index, hidden.shape[1]),
+            position_ids=position,
+            position_embeddings=self._rotary(hidden, position),
+            past_key_values=None,
+            use_cache=False,
+        )
+        return output[0] if isinstance(output, tuple) else output
+
+    def final_norm(self) -> nn.Module:
+        """What stands between the last layer and the head."""
+        return self._fill(self.skeleton.model.norm, "model.norm.")
+
+    def head_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop`` of the language-model head, [stop − start, hidden]: a logit is a normed state times one.
+
+        The head is the largest tensor of many models; slices of the vocabulary keep it out of memory.
+        """
+        name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+        return self.source.rows(name, start, stop).to(self.device, self.dtype)
 
     def _mask(self, index: int, length: int) -> torch.Tensor | None:
         window = self.sliding_windows[index]
@@ -133,7 +140,9 @@ class StreamedModel:
         return ((distance >= 0) & (distance < window))[None, None]
 
     def _tensor(self, name: str) -> torch.Tensor:
-        return self.source.tensor(name).to(self.device, self.dtype)
+        # A bfloat16 frequency is off by whole turns.
+        dtype = torch.float32 if name.endswith("inv_freq") else self.dtype
+        return self.source.tensor(name).to(self.device, dtype)
 
     def _fill(self, module: nn.Module, prefix: str) -> nn.Module:
         # The meta module stays empty: a filled copy leaves memory when its user lets go of it.

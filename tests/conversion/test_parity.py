@@ -1,0 +1,132 @@
+"""What verification reports, against the same numbers computed from whole models by another road."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import mha2mla
+from mha2mla.conversion import parity
+from tests.conversion import tiny
+
+SHORT = {"calibration_tokens": 512, "calibration_length": 64}
+CASES = {"llama": {}, "qwen3": {"head_dim": 24}, "mistral": {"sliding_window": 9}, "qwen2": {}}
+
+
+def converted(tmp_path, tokens, family="llama", recipe=None, **keys):
+    source = tiny.checkpoint(tmp_path / "source", family, **keys)
+    report = mha2mla.convert(
+        source,
+        tmp_path / "out",
+        mha2mla.Recipe(**SHORT) if recipe is None else recipe,
+        evaluation=tokens,
+        device="cpu",
+        progress=False,
+    )
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kind).eval()
+        for folder, kind in ((source, "eager"), (tmp_path / "out", "sdpa"))
+    ]
+    return report.parity, *models
+
+
+def attention_calls(model, tokens):
+    """Per layer: normed input, keyword arguments and output of the attention, and the layer's output."""
+    calls, handles = [], []
+    for layer in model.model.layers:
+        handles.append(
+            layer.self_attn.register_forward_hook(
+                lambda module, args, kwargs, output: calls.append([kwargs, output[0]]), with_kwargs=True
+            )
+        )
+    with torch.no_grad():
+        eager = model.config._attn_implementation == "eager"
+        out = model(tokens, output_hidden_states=True, output_attentions=eager, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return calls, out
+
+
+def relative(actual, expected):
+    return float((actual - expected).double().norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("family", CASES)
+@torch.no_grad()
+def test_errors_of_layers(family, tmp_path):
+    tokens = tiny.some_tokens(3, 40)
+    report, source, model = converted(tmp_path, tokens, family, **CASES[family])
+    (theirs, expected), (ours, actual) = attention_calls(source, tokens), attention_calls(model, tokens)
+    assert [layer.layer for layer in report.layers] == [0, 1]
+    for index, layer in enumerate(report.layers):
+        (given, output), (own, own_output) = theirs[index], ours[index]
+        attention = model.model.layers[index].self_attn
+        alone = attention(**{**own, "hidden_states": given["hidden_states"]})[0]
+        assert layer.output_error == pytest.approx(relative(alone, output), rel=1e-4)
+        assert layer.stream_output_error == pytest.approx(relative(own_output, output), rel=1e-4)
+        if index == 0:
+            assert layer.output_error == pytest.approx(layer.stream_output_error, rel=1e-5)
+            error = relative(actual.hidden_states[1], expected.hidden_states[1])
+            assert layer.hidden_error == pytest.approx(error, rel=1e-4)
+
+        # Eager probabilities are scores but for a number per query, which centring takes away.
+        weights = expected.attentions[index]
+        seen = weights > 0
+        reference = centred(weights.double().clamp_min(1e-300).log(), seen)
+        geometry, position = attention.geometry, torch.arange(40)[None]
+        cos, sin = rotary(attention, position)
+        q_nope, q_pe = attention._query(given["hidden_states"], cos, sin)
+        latent, k_pe = attention._latent(given["hidden_states"], cos, sin)
+        heads = geometry.num_attention_heads
+        scores = torch.einsum("bshr,bthr->bhst", q_pe, k_pe.repeat_interleave(heads // geometry.num_rope_heads, 2))
+        k_nope = torch.einsum("btc,hnc->bthn", latent, attention.k_b_proj)
+        k_nope = k_nope.repeat_interleave(heads // geometry.num_key_value_heads, 2)
+        scores = (scores + torch.einsum("bshn,bthn->bhst", q_nope, k_nope)) * model.config.softmax_scale
+        error = relative(centred(scores.double(), seen), reference)
+        assert layer.score_error == pytest.approx(error, rel=1e-3)
+
+
+def rotary(attention, position):
+    from mha2mla.modeling.rope import rotary_cos_sin
+
+    return rotary_cos_sin(position, attention.inv_freq, attention.config.rope_attention_scaling, torch.float32)
+
+
+def centred(scores, seen):
+    mean = scores.masked_fill(~seen, 0).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)
+    return (scores - mean).masked_fill(~seen, 0)
+
+
+def test_what_is_constant_over_a_query_s_keys_is_no_score_error():
+    query, key = torch.randn(2, 4, 12, 8), torch.randn(2, 2, 12, 8)
+    reference = {"query": query, "key": key, "scaling": 0.3}
+    for window in (None, 5):
+        error = parity._Error()
+        parity._add_score_errors(error, {**reference, "key": key + torch.randn(8)}, reference, window)
+        assert error.value() < 1e-6
+        parity._add_score_errors(error, {**reference, "key": key + 0.1 * torch.randn(2, 2, 12, 8)}, reference, window)
+        assert error.value() > 1e-2
+
+
+def test_full_rank_has_no_error_in_any_layer(tmp_path):
+    recipe = mha2mla.Recipe(cache_ratio=1.0, **SHORT)
+    report, *_ = converted(tmp_path, tiny.some_tokens(), recipe=recipe)
+    for layer in report.layers:
+        for name in ("score_error", "output_error", "stream_output_error", "hidden_error"):
+            assert getattr(layer, name) < 1e-5, name
+
+
+def test_slices_and_blocks_do_not_change_the_numbers(tmp_path, monkeypatch):
+    tokens = tiny.some_tokens(3, 40)
+    whole = mha2mla.convert(
+        tiny.checkpoint(tmp_path / "source"), tmp_path / "one", mha2mla.Recipe(**SHORT), evaluation=tokens,
+        device="cpu", progress=False,
+    ).parity.to_dict()  # fmt: skip
+    monkeypatch.setattr(parity, "_HEAD_BLOCK", 48 * 50)  # six slices of 264 tokens
+    monkeypatch.setattr(parity, "_BLOCK", 7 * 50)
+    parts = mha2mla.convert(
+        tmp_path / "source", tmp_path / "two", mha2mla.Recipe(**SHORT), evaluation=tokens, device="cpu", progress=False
+    ).parity.to_dict()
+    layers = zip(whole.pop("layers"), parts.pop("layers"), strict=True)
+    assert parts == pytest.approx(whole, rel=1e-5)
+    for one, two in layers:
+        assert two == pytest.approx(one, rel=1e-5)
