@@ -210,6 +210,7 @@ class ActivationStore:
         dtype: of the activations (bfloat16 is stored as its bits).
         folder: where the file goes when one is needed.
         spill_bytes: larger stores go to disk.
+        device: where the memory is; files are read through the CPU.
     """
 
     def __init__(
@@ -221,12 +222,13 @@ class ActivationStore:
         dtype: torch.dtype,
         folder: Path,
         spill_bytes: int = SPILL_BYTES,
+        device: torch.device | str = "cpu",
     ) -> None:
         shape = (windows, length, hidden_size)
         size = windows * length * hidden_size * dtype.itemsize
         self.path: Path | None = None
         if size <= spill_bytes:
-            self._data = torch.empty(shape, dtype=dtype)
+            self._data = torch.empty(shape, dtype=dtype, device=device)
         else:
             handle, count = f"activations-{id(self):x}.bin", size
             self.path = folder / handle
@@ -245,9 +247,13 @@ class ActivationStore:
         """Windows ``start:stop`` as a tensor of its own, [stop − start, length, hidden]."""
         return self._data[start:stop].to(device, copy=True)
 
+    def gather(self, windows: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Windows by their numbers, int64 [n]: [n, length, hidden]."""
+        return self._data.index_select(0, windows.to(self._data.device)).to(device)
+
     def write(self, start: int, values: torch.Tensor) -> None:
         """Puts windows back at ``start``."""
-        self._data[start : start + values.shape[0]] = values.to("cpu")
+        self._data[start : start + values.shape[0]] = values.to(self._data.device)
 
     def close(self) -> None:
         """Frees the memory or removes the file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,19 +106,22 @@ class StreamedModel:
             if handle is not None:
                 handle.remove()
 
-    @torch.inference_mode()
     def forward_layer(self, layer: nn.Module, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Output of ``layer``, number ``index``, for windows of hidden states [windows, length, hidden]."""
-        position = torch.arange(hidden.shape[1], device=self.device)[None]
-        output = layer(
-            hidden,
-            attention_mask=self._mask(index, hidden.shape[1]),
-            position_ids=position,
-            position_embeddings=self._rotary(hidden, position),
-            past_key_values=None,
-            use_cache=False,
-        )
+        output = layer(hidden, **self.layer_arguments(index, hidden))
         return output[0] if isinstance(output, tuple) else output
+
+    def layer_arguments(self, index: int, hidden: torch.Tensor) -> dict[str, Any]:
+        """What the model hands to layer ``index``, and the layer to its attention, beside ``hidden`` states of windows
+        [windows, length, hidden] that start at position 0."""
+        position = torch.arange(hidden.shape[1], device=self.device)[None]
+        return {
+            "attention_mask": self._mask(index, hidden.shape[1]),
+            "position_ids": position,
+            "position_embeddings": self._rotary(hidden, position),
+            "past_key_values": None,
+            "use_cache": False,
+        }
 
     def final_norm(self) -> nn.Module:
         """What stands between the last layer and the head."""
