@@ -400,13 +400,15 @@ def _convert_parser() -> ArgumentParser:
     parser.add_argument("--device", type=Device, default=None, help="cpu, cuda, …; default CUDA when there is one")
     parser.add_argument("--dtype", type=Dtype | None, default=None, help="of the written weights; default the source's")
     parser.add_argument("--overwrite", action="store_true", help="replace a destination that is there already")
-    keys = parser.add_argument_group("recipe", "flags win over the file, the file wins over the defaults")
+    order = "flags win over the file, the file over the preset, the preset over the defaults"
+    keys = parser.add_argument_group("recipe", order)
     keys.add_argument("--recipe", type=str | None, default=None, help="YAML file with recipe keys")
     texts, hints = _argument_help(recipe.Recipe), typing.get_type_hints(recipe.Recipe)
     hints |= {
         "layout": Literal[recipe.LAYOUTS],
         "rope_selection": Literal[recipe.ROPE_SELECTIONS],
         "low_rank": Literal[recipe.LOW_RANKS],
+        "preset": Literal[tuple(recipe.PRESETS)],
     }
     for field in dataclasses.fields(recipe.Recipe):
         # None stands for "not given", so that only what was given overrides the file.
@@ -417,15 +419,15 @@ def _convert_parser() -> ArgumentParser:
 
 
 def _recipe(arguments: Namespace) -> Any:
-    from mha2mla.conversion.recipe import Recipe
+    from mha2mla.conversion.presets import TARGET_KEYS
+    from mha2mla.conversion.recipe import Recipe, recipe_values
 
-    values = Recipe.from_yaml(arguments.recipe).to_dict() if arguments.recipe else {}
+    values = recipe_values(arguments.recipe) if arguments.recipe else {}
     given = {field.name: arguments[field.name] for field in dataclasses.fields(Recipe)}
     given = {name: value for name, value in given.items() if value is not None}
     # A target given as a flag replaces the file's, whichever of its two forms that had.
-    targets = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")
-    if any(name in given for name in targets):
-        values = {name: value for name, value in values.items() if name not in targets}
+    if any(name in given for name in TARGET_KEYS):
+        values = {name: value for name, value in values.items() if name not in TARGET_KEYS}
     return Recipe.from_dict(values | given)
 
 

@@ -70,6 +70,9 @@ def test_flags_win_over_the_file(tmp_path):
     file.write_text(yaml.safe_dump({"layout": "shared", "cache_ratio": 0.25, "seed": 3}))
     assert parsed_recipe("--recipe", str(file)) == Recipe(layout="shared", cache_ratio=0.25, seed=3)
     assert parsed_recipe("--seed", "0", "--recipe", str(file)) == Recipe(layout="shared", cache_ratio=0.25, seed=0)
+    preset = parsed_recipe("--preset", "mha2mla", "--recipe", str(file), "--mean-phase", "0.25")
+    assert preset == Recipe.from_preset("mha2mla", layout="shared", cache_ratio=0.25, seed=3, mean_phase=0.25)
+    assert preset.low_rank == "svd-joint"
     ranks = parsed_recipe("--recipe", str(file), "--kv-lora-rank", "64", "--qk-rope-head-dim", "16")
     assert ranks == Recipe(layout="shared", kv_lora_rank=64, qk_rope_head_dim=16, seed=3)
 

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from mha2mla.conversion.adapters import SourceSpec
+from mha2mla.conversion.presets import PRESETS, preset_values
 from mha2mla.geometry import MLAGeometry
 
 LAYOUTS = ("per-group", "shared")
@@ -23,7 +24,8 @@ GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
 class Recipe:
     """How a layer is turned into MLA, and how many numbers per token it may cache.
 
-    The target is either ``cache_ratio`` or the pair ``kv_lora_rank`` and ``qk_rope_head_dim``; with neither,
+    Named presets (``presets.PRESETS``) fill in several keys at once: :meth:`from_preset`, or ``preset:`` in a YAML
+    file. The target is either ``cache_ratio`` or the pair ``kv_lora_rank`` and ``qk_rope_head_dim``; with neither,
     ``cache_ratio`` is 0.5.
 
     Args:
@@ -71,6 +73,8 @@ class Recipe:
         calibration_tokens: tokens of calibration text, rounded down to whole windows.
         calibration_length: window length; calibrate at the length you will run.
         seed: chooses the calibration windows.
+        preset: name of the preset that the other keys started from. A record: :meth:`from_preset` and :meth:`from_dict`
+            fill in what it sets, the constructor does not.
 
     Raises:
         ValueError: naming the field, its value and what was expected.
@@ -94,6 +98,7 @@ class Recipe:
     calibration_tokens: int = 8192
     calibration_length: int = 512
     seed: int = 0
+    preset: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -104,6 +109,8 @@ class Recipe:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, choices))}")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"preset is {self.preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
         for name in ("centered", "attended", "query_weighting", "output_weighting"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected true or false")
@@ -225,14 +232,29 @@ class Recipe:
         return selects or self.needs_phases(geometry) or self.centered or self.low_rank == "whitened-joint"
 
     @classmethod
+    def from_preset(cls, name: str, **keys: Any) -> Recipe:
+        """The preset ``name`` with ``keys`` on top; a target among them replaces the preset's.
+
+        Raises:
+            ValueError: no such preset, or a bad key.
+        """
+        return cls.from_dict({**keys, "preset": name})
+
+    @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Recipe:
-        """A recipe from plain values; absent keys take their defaults, unknown ones are refused."""
+        """A recipe from plain values; absent keys take the preset's values or their defaults, unknown ones are refused.
+
+        Raises:
+            ValueError: an unknown key or preset, or a bad value.
+        """
         if not isinstance(values, dict):
             raise ValueError(f"recipe is {values!r}; expected a mapping of recipe keys")
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:
                 raise ValueError(f"recipe key {key!r} is unknown; expected one of {', '.join(known)}")
+        if values.get("preset") is not None:
+            values = preset_values(values["preset"], values)
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,11 +267,7 @@ class Recipe:
         Raises:
             ValueError: the file is no YAML mapping of recipe keys.
         """
-        try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"recipe file {path} is not YAML: {error}") from error
-        return cls.from_dict({} if values is None else values)
+        return cls.from_dict(recipe_values(path))
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """YAML text of this recipe, also written to ``path`` when one is given."""
@@ -257,3 +275,18 @@ class Recipe:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+
+def recipe_values(path: str | Path) -> dict[str, Any]:
+    """The keys that a YAML recipe file gives, without presets and defaults.
+
+    Raises:
+        ValueError: the file is no YAML mapping.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"recipe file {path} is not YAML: {error}") from error
+    if values is not None and not isinstance(values, dict):
+        raise ValueError(f"recipe file {path} is {values!r}; expected a mapping of recipe keys")
+    return values or {}

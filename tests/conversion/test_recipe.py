@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from mha2mla.conversion.adapters import ADAPTERS
+from mha2mla.conversion.presets import PRESETS
 from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny
 
@@ -39,6 +40,7 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
         ({"calibration_tokens": 100, "calibration_length": 128}, "calibration_tokens is 100"),
         ({"calibration_length": 1}, "calibration_length is 1"),
         ({"seed": -1}, "seed is -1"),
+        ({"preset": "best"}, "preset is 'best'"),
     ],
 )
 def test_a_bad_key_is_named_with_its_value(keys, named):
@@ -141,3 +143,35 @@ def test_calibration_is_asked_for_only_when_a_statistic_enters_the_weights():
         ("mean_phase", 0.5),
     ):
         assert needs(**{**plain, key: value})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_recorded_with_all_its_keys(name, tmp_path):
+    recipe = Recipe.from_preset(name, seed=3)
+    assert recipe.preset == name and recipe.seed == 3
+    assert {key: getattr(recipe, key) for key in PRESETS[name]} == dict(PRESETS[name])
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    (tmp_path / "recipe.yaml").write_text(f"preset: {name}\nseed: 3\n")
+    assert Recipe.from_yaml(tmp_path / "recipe.yaml") == recipe
+
+
+def test_a_target_beside_a_preset_replaces_the_presets():
+    preset = Recipe.from_preset("deepseek-512+64")
+    assert (preset.kv_lora_rank, preset.qk_rope_head_dim, preset.cache_ratio) == (512, 64, None)
+    other = Recipe.from_preset("deepseek-512+64", cache_ratio=0.5)
+    assert (other.kv_lora_rank, other.qk_rope_head_dim, other.cache_ratio) == (None, None, 0.5)
+    assert other.centered is False
+
+
+def test_deepseeks_shape_refuses_a_source_that_caches_less():
+    recipe = Recipe.from_preset("deepseek-512+64")
+    with pytest.raises(ValueError, match="kv_lora_rank is 512; expected at most 320"):
+        recipe.geometry(spec(**SMOLLM2))
+    llama2 = spec(hidden_size=4096, num_attention_heads=32, num_key_value_heads=32, head_dim=128)
+    geometry = recipe.geometry(llama2)
+    assert (geometry.num_rope_heads, geometry.kv_lora_rank, geometry.qk_rope_head_dim) == (1, 512, 64)
+
+
+def test_an_unknown_preset_is_refused_by_name():
+    with pytest.raises(ValueError, match="preset is 'tiny'; expected one of 'mha2mla'"):
+        Recipe.from_preset("tiny")

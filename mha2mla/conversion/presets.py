@@ -1,0 +1,48 @@
+"""Named recipes: what each one sets, besides the defaults of ``Recipe``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+# Keys that say how much may be cached. A target given beside a preset replaces the preset's as a whole.
+TARGET_KEYS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")
+
+_UNWEIGHTED: dict[str, Any] = {
+    "mean_phase": 0.0,
+    "centered": False,
+    "attended": False,
+    "query_weighting": False,
+    "output_weighting": False,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # arXiv 2502.14837: partial RoPE by the 2-norm, head by head, and one SVD of the stacked weights.
+        "mha2mla": {"layout": "per-group", "rope_selection": "2-norm", "low_rank": "svd-joint", **_UNWEIGHTED},
+        # DeepSeek's widths, which FlashMLA and its engines compile for; they know no bias of o_proj.
+        "deepseek-512+64": {
+            "layout": "shared",
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "centered": False,
+        },
+        # No gradient steps: minutes on two CPU cores for a model of 135M parameters.
+        "quick": {"layout": "shared"},
+    }
+)
+
+
+def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of preset ``name`` with ``given`` ones on top; a target among them replaces the preset's.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset is {name!r}; expected one of {', '.join(map(repr, PRESETS))}")
+    values = dict(PRESETS[name])
+    if any(given.get(key) is not None for key in TARGET_KEYS):
+        values = {key: value for key, value in values.items() if key not in TARGET_KEYS}
+    return {**values, **given, "preset": name}
