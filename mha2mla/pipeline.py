@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
 from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, LayerStatistics, StatisticsCollector
-from mha2mla.conversion.card import model_card
+from mha2mla.conversion.card import PLOT_FILE, RECORD_FILE, model_card
 from mha2mla.conversion.layer import convert_layer, converted_biases
 from mha2mla.conversion.parity import ParityReport, compare
+from mha2mla.conversion.plot import plot_layers
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source import CheckpointError, CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
@@ -70,6 +71,7 @@ class ConversionReport:
         recipe: with the target ratio filled in.
         calibration_tokens: 0 when the recipe needs none.
         parity: source against the checkpoint read back from disk.
+        layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
         decode_backend: which backend serves this geometry in decoding, and why not the other.
         seconds: of the phases, and in total.
         peak_rss_bytes: largest resident memory of this process so far.
@@ -93,6 +95,7 @@ class ConversionReport:
     weights_dtype: str
     device: str
     parity: ParityReport
+    layers: tuple[dict[str, Any], ...]
     decode_backend: str
     rope_note: str
     seconds: dict[str, float]
@@ -106,8 +109,9 @@ class ConversionReport:
         return self.cache_numel_per_token / self.source_cache_numel_per_token
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        values = {**vars(self), "geometry": self.geometry.to_dict(), "parity": self.parity.to_dict()}
+        """Plain values, for JSON; errors by layer are in ``layers`` only."""
+        parity = {key: value for key, value in self.parity.to_dict().items() if key != "layers"}
+        values = {**vars(self), "geometry": self.geometry.to_dict(), "parity": parity, "layers": list(self.layers)}
         return {**values, "cache_ratio": self.cache_ratio}
 
     def __str__(self) -> str:
@@ -211,14 +215,13 @@ def convert(
     seconds: dict[str, float] = {}
     with temporary_folder(plan.destination, overwrite=overwrite) as folder:
         with _timed(seconds, "convert"):
-            weight_bytes = _write_weights(plan, folder)
+            weight_bytes, records = _write_weights(plan, folder)
             _write_companions(plan, folder)
         with _timed(seconds, "verify"):
             parity = _verify(plan, folder)
         seconds["total"] = time.perf_counter() - started
-        report = _report(plan, parity, seconds, weight_bytes)
-        base_model = None if Path(report.source_name).exists() or "/" not in report.source_name else report.source_name
-        (folder / "README.md").write_text(model_card(report.to_dict(), base_model=base_model), encoding="utf-8")
+        report = _report(plan, parity, records, seconds, weight_bytes)
+        _write_report(plan, folder, report)
     if progress:
         tqdm.write(str(report), file=sys.stderr)
     return report
@@ -409,8 +412,12 @@ def _batch(windows: torch.Tensor) -> int:
     return max(1, _BATCH_TOKENS // windows.shape[1])
 
 
-def _write_weights(plan: _Plan, folder: Path) -> int:
-    """Streams every tensor to ``folder``: attention converted, all others copied."""
+def _write_weights(plan: _Plan, folder: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Streams every tensor to ``folder``: attention converted, all others copied.
+
+    Returns:
+        Bytes of all tensors, and a record per layer.
+    """
     writer = ShardedWriter(folder, max_shard_bytes=plan.max_shard_bytes)
     attention: set[str] = set()
     for layer in range(plan.spec.num_layers):
@@ -432,7 +439,9 @@ def _write_weights(plan: _Plan, folder: Path) -> int:
             _copy(plan, writer, name)
         plan.reader.release()
         layers = tqdm(range(plan.spec.num_layers), desc="convert", unit="layer", disable=not plan.progress)
+        records = []
         for layer in layers:
+            started = time.perf_counter()
             prefix = plan.adapter.layer_prefix(layer)
             for name in copied:
                 if name.startswith(prefix):
@@ -441,17 +450,18 @@ def _write_weights(plan: _Plan, folder: Path) -> int:
             weights = plan.adapter.attention_weights(
                 plan.reader, plan.spec, layer, device=plan.device, dtype=torch.float64
             )
-            tensors = convert_layer(plan.spec, plan.geometry, plan.recipe, weights, statistics)
+            tensors = convert_layer(plan.spec.of_layer(layer), plan.geometry, plan.recipe, weights, statistics)
             stored = _stored_dtype(plan, plan.adapter.attention_names(plan.spec, layer)["o_weight"])
             for name, tensor in tensors.items():
                 full = name in ("inv_freq", "o_proj.bias")
                 writer.add(f"{prefix}self_attn.{name}", tensor.to(torch.float32 if full else stored))
             plan.reader.release()
+            records.append({"seconds": time.perf_counter() - started})
         writer.finish()
     finally:
         if store is not None:
             store.close()
-    return writer.total_bytes
+    return writer.total_bytes, records
 
 
 def _stored_dtype(plan: _Plan, name: str) -> torch.dtype:
@@ -471,7 +481,7 @@ def _calibrate(plan: _Plan, layer: int, store: ActivationStore) -> LayerStatisti
     dtype = torch.promote_types(plan.compute_dtype, torch.float32)
     weights = plan.adapter.attention_weights(plan.reader, plan.spec, layer, device=plan.device, dtype=dtype)
     collector = StatisticsCollector(
-        plan.spec,
+        plan.spec.of_layer(layer),
         weights,
         window=plan.spec.sliding_windows[layer],
         phases=plan.recipe.needs_phases(plan.geometry),
@@ -508,6 +518,8 @@ def _write_companions(plan: _Plan, folder: Path) -> None:
         attention_o_bias=biases.o,
         softmax_scale=spec.softmax_scale,
         rope_attention_scaling=spec.attention_factor,
+        # Said outright: some configs name a window that their architecture does not look at.
+        layer_types=["full_attention" if window is None else "sliding_attention" for window in spec.sliding_windows],
         recipe=_recorded_recipe(plan),
     )
     config.dtype = dtype
@@ -568,7 +580,9 @@ def _source_dtype(plan: _Plan) -> torch.dtype:
     return plan.reader.tensor(plan.adapter.attention_names(plan.spec, 0)["o_weight"]).dtype
 
 
-def _report(plan: _Plan, parity: ParityReport, seconds: dict[str, float], weight_bytes: int) -> ConversionReport:
+def _report(
+    plan: _Plan, parity: ParityReport, records: list[dict[str, Any]], seconds: dict[str, float], weight_bytes: int
+) -> ConversionReport:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     geometry, layers = plan.geometry, plan.spec.num_layers
     weights_dtype = plan.weights_dtype or _source_dtype(plan)
@@ -590,6 +604,7 @@ def _report(plan: _Plan, parity: ParityReport, seconds: dict[str, float], weight
         weights_dtype=str(weights_dtype).removeprefix("torch."),
         device=str(plan.device),
         parity=parity,
+        layers=tuple({**asdict(layer), **record} for layer, record in zip(parity.layers, records, strict=True)),
         decode_backend=_decode_backend(plan, weights_dtype),
         rope_note=plan.spec.rope_note,
         seconds=seconds,
@@ -597,6 +612,27 @@ def _report(plan: _Plan, parity: ParityReport, seconds: dict[str, float], weight
         weight_bytes=weight_bytes,
         mha2mla_version=_version(),
     )
+
+
+def _write_report(plan: _Plan, folder: Path, report: ConversionReport) -> None:
+    """conversion.json, the model card, and its plot where matplotlib is installed."""
+    from mha2mla.eval.environment import collect_environment, describe_environment
+    from mha2mla.eval.report import write_json
+
+    environment = collect_environment(plan.device.index or 0)
+    values = report.to_dict()
+    fields = {key: value for key, value in values.items() if key != "layers"}
+    write_json(folder / RECORD_FILE, kind="conversion", rows=values["layers"], environment=environment, **fields)
+    plot: str | None = PLOT_FILE
+    try:
+        plot_layers(values["layers"], folder / PLOT_FILE)
+    except ImportError as error:
+        plot = None
+        if plan.progress:
+            tqdm.write(f"the model card has no plot: {error}", file=sys.stderr)
+    base_model = None if Path(report.source_name).exists() or "/" not in report.source_name else report.source_name
+    card = model_card(values, base_model=base_model, plot=plot, environment=describe_environment(environment))
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _decode_backend(plan: _Plan, weights_dtype: torch.dtype) -> str:

@@ -124,7 +124,35 @@ def test_the_folder_is_a_whole_checkpoint(tmp_path):
     card = (out / "README.md").read_text()
     for text in ("import mha2mla", f"{report.parity.perplexity_converted:.4f}", "rope_selection: rotation", "`llama`"):
         assert text in card
+    for layer in report.parity.layers:
+        assert f"| {layer.layer} | {layer.score_error:.3g} | {layer.output_error:.3g} |" in card
     assert not [path.name for path in out.iterdir() if path.name.startswith(("shard-", "activations-"))]
+
+
+def test_the_record_is_machine_readable(source, tmp_path):
+    report = convert(source, tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["kind"] == "conversion" and record["recipe"] == report.recipe
+    assert record["parity"]["perplexity_converted"] == report.parity.perplexity_converted
+    assert record["environment"]["torch"] and record["device"] == "cpu"
+    rows = record["rows"]
+    assert [row["layer"] for row in rows] == [0, 1] and all(row["seconds"] > 0 for row in rows)
+    assert [row["score_error"] for row in rows] == [layer.score_error for layer in report.parity.layers]
+    assert mha2mla.Recipe.from_dict(record["recipe"]).calibration_tokens == 512
+
+
+def test_the_card_shows_the_loss_by_layer(source, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    convert(source, tmp_path / "one")
+    picture = tmp_path / "one" / "loss_per_layer.png"
+    assert picture.read_bytes().startswith(b"\x89PNG") and 1000 < picture.stat().st_size < 100_000
+    assert f"]({picture.name})" in (tmp_path / "one" / "README.md").read_text()
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # what import finds where it is not installed
+    convert(source, tmp_path / "two", progress=True)
+    assert "pip install 'mha2mla[plots]'" in capsys.readouterr().err
+    assert not (tmp_path / "two" / picture.name).exists()
+    assert picture.name not in (tmp_path / "two" / "README.md").read_text()
 
 
 def test_the_source_is_not_touched(source, tmp_path):

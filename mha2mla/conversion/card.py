@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
+PLOT_FILE = "loss_per_layer.png"
+RECORD_FILE = "conversion.json"
 
-def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
+# Keys of a layer's row -> headings; other keys (losses of the reconstruction, seconds) follow under their own names.
+_LAYER_HEADINGS = {
+    "layer": "layer",
+    "score_error": "scores",
+    "output_error": "attention output",
+    "stream_output_error": "attention output, in stream",
+    "hidden_error": "hidden states",
+}
+
+
+def model_card(report: Mapping[str, Any], *, base_model: str | None, plot: str | None, environment: str) -> str:
     """README.md of a checkpoint.
 
     Args:
         report: ``ConversionReport.to_dict()``.
         base_model: hub id of the source, for the hub's metadata; None for a local folder.
+        plot: name of the picture beside the card; None when there is none.
+        environment: one line on machine and libraries.
     """
     header: dict[str, Any] = {"library_name": "transformers", "tags": ["mha2mla", "mla"]}
     if base_model is not None:
         header["base_model"] = base_model
-    geometry, parity = report["geometry"], report["parity"]
+    parity = report["parity"]
     cached, before = report["cache_numel_per_token"], report["source_cache_numel_per_token"]
     lines = [
         "---",
@@ -57,15 +72,20 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
         f"| same most likely token | | {parity['top1_agreement']:.4f} |",
         f"| relative error of the logits | | {parity['logits_relative_error']:.3g} |",
         "",
-        "Relative error of the hidden states after each layer: "
-        + ", ".join(f"{layer['hidden_error']:.2g}" for layer in parity["layers"])
-        + ".",
+        "## Loss by layer",
+        "",
+        "Relative errors on the same text. Scores (less what is constant over the keys of a query, which softmax does"
+        " not see) and attention output: the converted layer on the source's inputs. In stream, and hidden states: each"
+        " model on its own inputs, so after all layers before.",
+        "",
+        *([f"![relative error by layer]({plot})", ""] if plot is not None else []),
+        *_table(report["layers"]),
+        "",
+        f"The same numbers, and more, are in `{RECORD_FILE}`.",
         "",
         "## Geometry of a layer",
         "",
-        "| " + " | ".join(geometry) + " |",
-        "|" + "---|" * len(geometry),
-        "| " + " | ".join(str(value) for value in geometry.values()) + " |",
+        *_table([report["geometry"]]),
         "",
         f"{report['num_layers']} layers. Decode backend: {report['decode_backend']}.",
         *([f"Rotary positions: {report['rope_note']}."] if report["rope_note"] else []),
@@ -76,7 +96,31 @@ def model_card(report: dict[str, Any], *, base_model: str | None) -> str:
         yaml.safe_dump(report["recipe"], sort_keys=False).strip(),
         "```",
         "",
-        f"Converted with {report['calibration_tokens']:,} tokens of calibration text.",
+        f"Converted with {report['calibration_tokens']:,} tokens of calibration text on `{report['device']}` in"
+        f" {report['seconds']['total']:.0f} s; peak memory {report['peak_rss_bytes'] / 2**30:.2f} GiB.",
+        f"{environment}.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of a Markdown table; columns without a value anywhere are left out."""
+    keys = [
+        key
+        for key in dict.fromkeys(key for row in rows for key in row)
+        if any(row.get(key) is not None for row in rows)
+    ]
+    known = [key for key in _LAYER_HEADINGS if key in keys]
+    keys = known + [key for key in keys if key not in known]
+    return [
+        "| " + " | ".join(_LAYER_HEADINGS.get(key, key) for key in keys) + " |",
+        "|" + "---|" * len(keys),
+        *("| " + " | ".join(_cell(row.get(key)) for key in keys) + " |" for row in rows),
+    ]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
