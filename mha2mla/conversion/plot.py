@@ -31,7 +31,7 @@ def plot_layers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install 'mha2mla[plots]'") from error
     # Not pyplot: it would choose a display for the whole process.
-    figure = Figure(figsize=(7, 3.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(7.5, 3.8), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for key, label in CURVES.items():
@@ -43,5 +43,5 @@ def plot_layers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(which="both", alpha=0.25)
     if axes.lines:
-        axes.legend(fontsize=7)
+        figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)
     figure.savefig(path, metadata={"Software": None})
