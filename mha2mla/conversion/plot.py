@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+_COLORS = 64
 CURVES = {
     "score_error": "attention scores, on the source's inputs",
     "output_error": "attention output, on the source's inputs",
@@ -28,11 +31,12 @@ def plot_layers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from PIL import Image
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install 'mha2mla[plots]'") from error
     # Not pyplot: it would choose a display for the whole process.
-    figure = Figure(figsize=(7.5, 3.8), dpi=90, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(7.5, 3.8), dpi=100, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for key, label in CURVES.items():
         points = [(row["layer"], row.get(key)) for row in rows]
@@ -44,4 +48,7 @@ def plot_layers(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.grid(which="both", alpha=0.25)
     if axes.lines:
         figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)
-    figure.savefig(path, metadata={"Software": None})
+    canvas.draw()
+    # A palette takes a third of the bytes; Pillow comes with matplotlib.
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    picture.quantize(_COLORS, dither=Image.Dither.NONE).save(path, optimize=True)
