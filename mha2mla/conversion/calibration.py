@@ -146,11 +146,8 @@ class StatisticsCollector:
     def _project(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """[windows, length, heads, d]: projection, bias and head norm, before RoPE."""
-        heads = torch.nn.functional.linear(hidden, weight, bias).unflatten(-1, (-1, self.spec.head_dim))
-        if norm is not None:
-            heads = torch.nn.functional.rms_norm(heads, (self.spec.head_dim,), norm, self.spec.norm_eps)
-        return heads
+        """[windows, length, heads, d]: projection, bias and norm, before RoPE."""
+        return self.spec.split_heads(torch.nn.functional.linear(hidden, weight, bias), norm)
 
     def _add_attention(self, query: torch.Tensor, key: torch.Tensor, features: torch.Tensor) -> None:
         """query [windows, H, length, d], key [windows, h_kv, length, d], features [windows, length, E]."""

@@ -68,8 +68,9 @@ class StreamedModel:
     def embed(self, tokens: torch.Tensor, store: ActivationStore) -> None:
         """Writes the embeddings of ``tokens`` [windows, length] to ``store``."""
         table = self.source.tensor("model.embed_tokens.weight")
+        scale = torch.tensor(getattr(self.skeleton.model.embed_tokens, "scalar_embed_scale", 1.0))  # Gemma's
         for window in range(tokens.shape[0]):
-            store.write(window, table[tokens[window]][None].to(self.dtype))
+            store.write(window, table[tokens[window]][None].to(self.dtype) * scale.to(self.dtype))
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer ``index`` with its weights."""
@@ -118,10 +119,15 @@ class StreamedModel:
         return {
             "attention_mask": self._mask(index, hidden.shape[1]),
             "position_ids": position,
-            "position_embeddings": self._rotary(hidden, position),
+            "position_embeddings": self._rotary(hidden, position, *self._rotary_kind(index)),
             "past_key_values": None,
             "use_cache": False,
         }
+
+    def _rotary_kind(self, index: int) -> tuple[str, ...]:
+        """What the source's rotary module asks beside positions: the layer's type, where it has a table for each."""
+        by_type = isinstance(self._rotary.rope_type, dict)
+        return (self._rotary.config.layer_types[index],) if by_type else ()
 
     def final_norm(self) -> nn.Module:
         """What stands between the last layer and the head."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, eager_attention_forward
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from mha2mla.kernels import DecodePlan, mla_decode
 from mha2mla.modeling.config import MHA2MLAConfig
@@ -31,19 +31,22 @@ class MLAAttention(nn.Module):
     Args:
         config: of the model.
         layer_idx: which layer.
+        source: the attention module of the source's architecture that this one replaces; with ``config.qk_norm`` its
+            ``q_norm`` and ``k_norm`` are taken over, since families differ in how they compute them.
 
     The parameters are the tensors of the checkpoint:
 
     * ``q_proj.weight`` [H * (d_n + d_r), hidden], per head [nope | rope], and ``kv_a_proj.weight``
       [d_c + G * d_r, hidden];
-    * with ``config.qk_norm`` instead ``q_proj.weight`` [H * d_h, hidden], ``q_norm``, ``q_b_proj`` [H, d_n + d_r, d_h];
+    * with ``config.qk_norm`` instead ``q_proj.weight`` [H * d_h, hidden], ``q_norm`` (over each head, d_h, or over all
+      heads together, H * d_h), ``q_b_proj`` [H, d_n + d_r, d_h];
       ``k_proj.weight`` [h_kv * d_h, hidden], ``k_norm``, ``k_a_proj.weight`` [d_c + G * d_r, h_kv * d_h], and
       ``v_a_proj.weight`` [d_c, hidden]: the latent encodes normed keys, so that decoding it stays linear;
     * ``k_b_proj`` [h_kv, d_n, d_c] W_UK (absent if d_n is 0), ``v_b_proj`` [h_kv, d_v, d_c] W_UV, ``o_proj``;
     * ``inv_freq`` [G, d_r / 2] float32, a buffer that stays float32 whatever the module is cast to.
     """
 
-    def __init__(self, config: MHA2MLAConfig, layer_idx: int) -> None:
+    def __init__(self, config: MHA2MLAConfig, layer_idx: int, source: nn.Module) -> None:
         super().__init__()
         geometry = config.layer_geometry(layer_idx)
         self.config, self.layer_idx, self.geometry = config, layer_idx, geometry
@@ -57,13 +60,13 @@ class MLAAttention(nn.Module):
         heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
         query_dim = geometry.qk_nope_head_dim + geometry.qk_rope_head_dim
         cached_dim = geometry.cache_numel_per_token
-        hidden, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        hidden, head_dim = config.hidden_size, config.head_dim
         if config.qk_norm:
             self.q_proj = nn.Linear(hidden, heads * head_dim, bias=config.attention_q_bias)
-            self.q_norm = LlamaRMSNorm(head_dim, eps=eps)
+            self.q_norm = source.q_norm
             self.q_b_proj = nn.Parameter(torch.empty(heads, query_dim, head_dim))
             self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=config.attention_kv_bias)
-            self.k_norm = LlamaRMSNorm(head_dim, eps=eps)
+            self.k_norm = source.k_norm
             self.k_a_proj = nn.Linear(kv_heads * head_dim, cached_dim, bias=False)
             self.v_a_proj = nn.Linear(hidden, geometry.kv_lora_rank, bias=False)
         else:
@@ -149,9 +152,11 @@ class MLAAttention(nn.Module):
     def _query(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """q_nope [B, S, H, d_n] and rotated q_pe [B, S, H, d_r]."""
         geometry = self.geometry
-        query = self.q_proj(hidden_states).unflatten(-1, (geometry.num_attention_heads, -1))
+        query = self.q_proj(hidden_states)
         if self.config.qk_norm:
-            query = torch.einsum("bshd,hed->bshe", self.q_norm(query), self.q_b_proj)
+            query = torch.einsum("bshd,hed->bshe", self._normed(query, self.q_norm), self.q_b_proj)
+        else:
+            query = query.unflatten(-1, (geometry.num_attention_heads, -1))
         q_nope, q_pe = query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
         grouped = q_pe.unflatten(2, (geometry.num_rope_heads, -1))
         return q_nope, apply_rotary(grouped, cos, sin).flatten(2, 3)
@@ -160,14 +165,20 @@ class MLAAttention(nn.Module):
         """What is cached: c [B, S, d_c] and rotated k_pe [B, S, G, d_r]."""
         geometry = self.geometry
         if self.config.qk_norm:
-            key = self.k_proj(hidden_states).unflatten(-1, (geometry.num_key_value_heads, -1))
-            encoded = self.k_a_proj(self.k_norm(key).flatten(2))
+            encoded = self.k_a_proj(self._normed(self.k_proj(hidden_states), self.k_norm).flatten(2))
         else:
             encoded = self.kv_a_proj(hidden_states)
         latent, k_pe = encoded.split((geometry.kv_lora_rank, geometry.rope_width), dim=-1)
         if self.config.qk_norm:
             latent = latent + self.v_a_proj(hidden_states)
         return latent, apply_rotary(k_pe.unflatten(-1, (geometry.num_rope_heads, -1)), cos, sin)
+
+    def _normed(self, projected: Tensor, norm: nn.Module) -> Tensor:
+        """[B, S, heads * d_h] -> [B, S, heads, d_h] after a norm over each head, or over all of them."""
+        heads = (-1, self.config.head_dim)
+        if norm.weight.shape[0] == self.config.head_dim:
+            return norm(projected.unflatten(-1, heads))
+        return norm(projected).unflatten(-1, heads)
 
     def _expanded(
         self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, attention_mask: Tensor | None, **kwargs: Any

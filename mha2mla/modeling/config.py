@@ -52,7 +52,7 @@ class MHA2MLAConfig(PreTrainedConfig):
         qk_rope_head_dim: d_r, rotary width per rope head; one number, or one per layer.
         qk_nope_head_dim: d_n, un-rotated width of a query head; one number, or one per layer; 0 when all pairs rotate.
         v_head_dim: d_v, value width of a head in the expanded form; the source's head width.
-        qk_norm: the source normalises queries and keys per head before RoPE (Qwen3).
+        qk_norm: the source normalises queries and keys before RoPE (Qwen3, Gemma 3, OLMo2).
         attention_q_bias, attention_kv_bias, attention_o_bias: which of the attention biases exist.
         softmax_scale: the source's (``head_dim ** -0.5`` unless its config says otherwise).
         rope_attention_scaling: factor on cos and sin (YaRN, longrope).

@@ -78,7 +78,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
                 f"source_config['model_type'] is {source.model_type!r}; expected a family whose layers have a self_attn"
             )
         for layer_idx, layer in enumerate(layers):
-            layer.self_attn = MLAAttention(config, layer_idx)
+            layer.self_attn = MLAAttention(config, layer_idx, layer.self_attn)
         self._windows = tuple(layer.self_attn.sliding_window for layer in layers)
         # Layers of one geometry are served alike: which form they run, a step asks once per geometry.
         geometries = [layer.self_attn.geometry for layer in layers]

@@ -16,7 +16,7 @@ def rotate(x: torch.Tensor, inv_freq: torch.Tensor, position: torch.Tensor, scal
 def plain_mla_attention(hidden, tensors, geometry, spec, mask=None, first_position=0):
     """hidden [windows, length, hidden] -> [windows, length, hidden] with the tensors of one converted layer."""
     t = {name: value if name == "inv_freq" else value.to(hidden.dtype) for name, value in tensors.items()}
-    heads, kv_heads, d = geometry.num_attention_heads, geometry.num_key_value_heads, spec.head_dim
+    heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
     groups, nope, rope, rank = (
         geometry.num_rope_heads,
         geometry.qk_nope_head_dim,
@@ -25,15 +25,14 @@ def plain_mla_attention(hidden, tensors, geometry, spec, mask=None, first_positi
     )
     windows, length, _ = hidden.shape
     query = torch.nn.functional.linear(hidden, t["q_proj.weight"], t.get("q_proj.bias"))
-    query = query.view(windows, length, heads, -1)
     if spec.qk_norm:
-        query = torch.nn.functional.rms_norm(query, (d,), t["q_norm.weight"], spec.norm_eps)
-        query = torch.einsum("hed,wlhd->wlhe", t["q_b_proj"], query)
-        key = torch.nn.functional.linear(hidden, t["k_proj.weight"], t.get("k_proj.bias")).view(windows, length, -1, d)
-        key = torch.nn.functional.rms_norm(key, (d,), t["k_norm.weight"], spec.norm_eps).flatten(2)
+        query = torch.einsum("hed,wlhd->wlhe", t["q_b_proj"], spec.split_heads(query, t["q_norm.weight"]))
+        key = torch.nn.functional.linear(hidden, t["k_proj.weight"], t.get("k_proj.bias"))
+        key = spec.split_heads(key, t["k_norm.weight"]).flatten(2)
         latent, k_pe = (key @ t["k_a_proj.weight"].T).split([rank, groups * rope], -1)
         latent = latent + hidden @ t["v_a_proj.weight"].T
     else:
+        query = query.view(windows, length, heads, -1)
         latent, k_pe = torch.nn.functional.linear(hidden, t["kv_a_proj.weight"], t.get("kv_a_proj.bias")).split(
             [rank, groups * rope], -1
         )

@@ -27,14 +27,32 @@ def test_a_spec_says_what_the_model_class_has(case):
     attention = model.model.layers[0].self_attn
     assert attention.scaling == spec.softmax_scale
     rotary = type(model.model.rotary_emb)(config)
-    assert torch.equal(rotary.inv_freq, spec.inv_freq)
-    assert rotary.attention_scaling == spec.attention_factor
+    for layer in range(spec.num_layers):
+        kind = f"{config.layer_types[layer]}_" if spec.layer_inv_freq is not None else ""
+        assert torch.equal(getattr(rotary, f"{kind}inv_freq"), spec.of_layer(layer).inv_freq)
+        assert getattr(rotary, f"{kind}attention_scaling") == spec.attention_factor
 
 
 def test_windows_belong_to_layers():
     assert describe("mistral-sliding")[1].sliding_windows == (9, 9)
     assert describe("qwen2-sliding")[1].sliding_windows == (None, 9)
     assert describe("qwen2")[1].sliding_windows == (None, None)
+    assert describe("mixtral-sliding")[1].sliding_windows == (9, 9)
+    assert describe("qwen3-moe-sliding")[1].sliding_windows == (9, 9)
+    assert describe("phi3-mha-sliding")[1].sliding_windows == (9, 9)
+    assert describe("gemma3")[1].sliding_windows == (9, None, 9)
+
+
+def test_a_window_that_the_architecture_does_not_look_at_is_no_window():
+    config = tiny.config("llama", sliding_window=9)
+    assert config.sliding_window == 9
+    assert ADAPTERS["llama"].specify(config).sliding_windows == (None, None)
+
+
+def test_tables_belong_to_layers():
+    spec = describe("gemma3")[1]
+    local, everywhere, again = (spec.of_layer(layer).inv_freq for layer in range(3))
+    assert torch.equal(local, again) and torch.allclose(local[1:] / everywhere[1:], 100.0 ** (torch.arange(1, 12) / 12))
 
 
 def test_longrope_takes_one_table_and_says_which():
@@ -55,10 +73,9 @@ def edited(**keys):
     ("values", "named"),
     [
         (edited(model_type="gpt2"), "'gpt2' cannot be converted: it has no rotary positions"),
-        (edited(model_type="gemma2"), "soft-capping"),
+        (edited(model_type="gemma2"), "'gemma2' cannot be converted: it soft-caps its attention logits"),
+        (edited(model_type="gemma3"), "multimodal; .* 'gemma3_text'"),
         (edited(model_type="gpt_oss"), "attention sinks"),
-        (edited(model_type="mixtral"), "mixture of experts"),
-        (edited(model_type="qwen3_moe"), "mixture of experts"),
         (edited(model_type="deepseek_v3"), "already is MLA"),
         (edited(model_type="mha2mla"), "already converted"),
         (edited(model_type="somebodys_own"), "'somebodys_own' cannot be converted: there is no adapter"),

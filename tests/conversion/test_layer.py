@@ -19,25 +19,23 @@ from tests.conversion.plain_mla import plain_mla_attention
 Recipe = functools.partial(recipes.Recipe, layout="per-group")  # unless a test says otherwise
 
 
+class _State:
+    """A model's parameters, as a checkpoint would hand them out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.tensor = model.state_dict().__getitem__
+
+
 class Layer:
     """The first layer of a tiny model in float64: its attention, its weights, inputs and their statistics."""
 
     def __init__(self, case: str = "llama", **keys):
         family, case_keys = tiny.CASES[case]
         self.model = tiny.model(family, **{**case_keys, **keys}).double()
-        self.spec: SourceSpec = ADAPTERS[family].specify(self.model.config)
-        attention = self.model.model.layers[0].self_attn
-        self.weights = AttentionWeights(
-            **{f"{part}_weight": getattr(attention, f"{part}_proj").weight.detach() for part in "qkvo"},
-            **{
-                f"{part}_bias": None
-                if getattr(attention, f"{part}_proj").bias is None
-                else getattr(attention, f"{part}_proj").bias.detach()
-                for part in "qkvo"
-            },
-            **{
-                f"{part}_norm": getattr(attention, f"{part}_norm").weight.detach() for part in "qk" if self.spec.qk_norm
-            },
+        adapter = ADAPTERS[family]
+        self.spec: SourceSpec = adapter.specify(self.model.config).of_layer(0)
+        self.weights: AttentionWeights = adapter.attention_weights(
+            _State(self.model), self.spec, 0, device=torch.device("cpu"), dtype=torch.float64
         )
         # Correlated inputs with a mean, as real ones are.
         generator = torch.Generator().manual_seed(5)
@@ -59,7 +57,8 @@ class Layer:
     def source_output(self) -> torch.Tensor:
         """What transformers' own attention makes of the inputs."""
         base = self.model.model
-        rotary = base.rotary_emb(self.inputs.float(), torch.arange(40)[None])
+        kind = [base.config.layer_types[0]] if isinstance(base.rotary_emb.rope_type, dict) else []
+        rotary = base.rotary_emb(self.inputs.float(), torch.arange(40)[None], *kind)
         rotary = tuple(table.double() for table in rotary)
         return base.layers[0].self_attn(self.inputs, position_embeddings=rotary, attention_mask=self.mask[None, None])[
             0

@@ -7,12 +7,27 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.mixtral import MixtralConfig
+from transformers.models.olmo2 import Olmo2Config
+from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3_moe import Qwen3MoeConfig
 
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "phi3": Phi3Config,
+    "olmo2": Olmo2Config,
+    "gemma3_text": Gemma3TextConfig,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -37,6 +52,21 @@ LONGROPE = {
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
 }
+PHI3_LONGROPE = {name: value for name, value in LONGROPE.items() if name != "original_max_position_embeddings"}
+QWEN3_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 24}
+GEMMA3 = {
+    "head_dim": 24,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 16,
+}
+GEMMA3_LINEAR = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+}
+# Of width 16, whatever head_dim the other families have: Phi-3's and OLMo2's code wants hidden / heads.
+HEADS = {"hidden_size": 64}
 
 # name -> (family, config keys): every trait of FAILURES 24 occurs in at least one.
 CASES = {
@@ -55,6 +85,21 @@ CASES = {
     "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 24}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}),
+    "mixtral-sliding": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    "qwen3-moe": ("qwen3_moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe-some-dense": ("qwen3_moe", {**QWEN3_EXPERTS, "mlp_only_layers": [0]}),
+    "qwen3-moe-sliding": ("qwen3_moe", {**QWEN3_EXPERTS, "use_sliding_window": True, "sliding_window": 9}),
+    "phi3": ("phi3", HEADS),
+    "phi3-mha-sliding": ("phi3", {**HEADS, "num_key_value_heads": 4, "sliding_window": 9}),
+    "phi3-longrope": (
+        "phi3",
+        {**HEADS, "rope_parameters": PHI3_LONGROPE, "original_max_position_embeddings": 64},
+    ),
+    "olmo2": ("olmo2", HEADS),
+    "olmo2-mha-biases": ("olmo2", {**HEADS, "num_key_value_heads": 4, "attention_bias": True}),
+    "gemma3": ("gemma3_text", {**GEMMA3, "query_pre_attn_scalar": 24}),
+    "gemma3-mqa-linear": ("gemma3_text", {**GEMMA3, "num_key_value_heads": 1, "rope_parameters": GEMMA3_LINEAR}),
     "qwen3-biases-yarn": ("qwen3", {"attention_bias": True, "head_dim": 16, "rope_parameters": YARN}),
 }
 
@@ -86,6 +131,7 @@ def config(family: str = "llama", **keys):
         "max_position_embeddings": 256,
         "bos_token_id": 0,
         "eos_token_id": 1,
+        "pad_token_id": None,
     }
     return CONFIGS[family](**{**values, **keys})
 

@@ -1,0 +1,79 @@
+"""Source families: what their attention is made of, which tensors hold it, and which models are refused and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from mha2mla.conversion.adapters import families
+from mha2mla.conversion.adapters.family import FamilyAdapter
+from mha2mla.conversion.adapters.spec import AttentionWeights, SourceSpec, TensorSource, UnsupportedSourceError
+
+__all__ = [
+    "ADAPTERS",
+    "AttentionWeights",
+    "FamilyAdapter",
+    "SourceSpec",
+    "TensorSource",
+    "UnsupportedSourceError",
+    "adapter_for",
+]
+
+ADAPTERS: Mapping[str, FamilyAdapter] = MappingProxyType(
+    {
+        adapter.model_type: adapter
+        for adapter in (
+            families.LlamaAdapter(),
+            families.MistralAdapter(),
+            families.MixtralAdapter(),
+            families.Qwen2Adapter(),
+            families.Qwen3Adapter(),
+            families.Qwen3MoeAdapter(),
+            families.Phi3Adapter(),
+            families.Olmo2Adapter(),
+            families.Gemma3TextAdapter(),
+        )
+    }
+)
+
+# Families that people will try, with the reason; any other unknown name is refused as unknown.
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "mha2mla": "it is already converted",
+        "deepseek_v2": "its attention already is MLA",
+        "deepseek_v3": "its attention already is MLA",
+        "gemma2": "it soft-caps its attention logits, which no decode kernel here does",
+        "gemma3": "it is multimodal; its language model alone is a 'gemma3_text' checkpoint",
+        "gpt_oss": "attention sinks make dropped key biases visible, and no decode kernel here has them",
+        "qwen2_moe": "no adapter for its attention beside a shared expert has been tested",
+        "phi": "it rotates only part of a head",
+        "glm": "it rotates only part of a head",
+        "gpt2": "it has no rotary positions",
+    }
+)
+
+
+def adapter_for(config: Mapping[str, Any]) -> FamilyAdapter:
+    """The adapter of a source, from the values of its ``config.json``; refuses what no adapter can convert.
+
+    Raises:
+        UnsupportedSourceError: naming the model type or the config key that stands in the way.
+    """
+    model_type = config.get("model_type")
+    if model_type not in ADAPTERS:
+        reason = _REFUSED.get(model_type, "there is no adapter for it")
+        raise UnsupportedSourceError(
+            f"model_type {model_type!r} cannot be converted: {reason}; expected one of {', '.join(ADAPTERS)}"
+        )
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedSourceError(
+            f"quantization_config says the weights are quantised ({method}); dequantise them before conversion"
+        )
+    adapter = ADAPTERS[model_type]
+    experts = () if adapter.mixture_of_experts else ("num_experts", "num_local_experts")
+    for key in ("attn_logit_softcapping", "attention_sinks", *experts):
+        if config.get(key):
+            raise UnsupportedSourceError(f"{key} is {config[key]!r}; a {model_type} that has it cannot be converted")
+    return adapter

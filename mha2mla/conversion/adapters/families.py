@@ -1,0 +1,106 @@
+"""The families that can be converted, each by what sets it apart from Llama."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from mha2mla.conversion.adapters.family import FamilyAdapter
+from mha2mla.conversion.adapters.rotary import RotaryTable, rotary_table
+from mha2mla.conversion.adapters.spec import SourceSpec, UnsupportedSourceError
+
+
+class LlamaAdapter(FamilyAdapter):
+    """Llama 2, 3 and 3.x, SmolLM2 and every checkpoint that calls itself llama."""
+
+    model_type = "llama"
+
+
+class MistralAdapter(FamilyAdapter):
+    """Mistral: Llama without biases, with a sliding window in every layer where the config sets one."""
+
+    model_type = "mistral"
+    window_in_every_layer = True
+
+    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
+        return dict.fromkeys("qkvo", False)
+
+
+class MixtralAdapter(MistralAdapter):
+    """Mixtral: Mistral's attention beside a mixture of experts."""
+
+    model_type = "mixtral"
+    mixture_of_experts = True
+
+
+class Qwen2Adapter(FamilyAdapter):
+    """Qwen2 and Qwen2.5 (dense): biases on q, k and v; a sliding window in the layers that the config lists."""
+
+    model_type = "qwen2"
+
+    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
+        return {"q": True, "k": True, "v": True, "o": False}
+
+
+class Qwen3Adapter(FamilyAdapter):
+    """Qwen3 (dense): RMSNorm over each head of q and k before RoPE."""
+
+    model_type = "qwen3"
+    qk_norm = True
+
+
+class Qwen3MoeAdapter(Qwen3Adapter):
+    """Qwen3-MoE: Qwen3's attention beside a mixture of experts (or a dense MLP in the layers that the config lists)."""
+
+    model_type = "qwen3_moe"
+    window_in_every_layer = True
+    mixture_of_experts = True
+
+
+class Phi3Adapter(FamilyAdapter):
+    """Phi-3 and Phi-4 with whole heads rotated: q, k and v are the rows of one fused projection."""
+
+    model_type = "phi3"
+    window_in_every_layer = True
+
+    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
+        return dict.fromkeys("qkvo", False)
+
+    def attention_names(self, spec: SourceSpec, layer: int) -> dict[str, str]:
+        prefix = f"{self.layer_prefix(layer)}self_attn."
+        fused = dict.fromkeys(("q_weight", "k_weight", "v_weight"), f"{prefix}qkv_proj.weight")
+        return {**fused, "o_weight": f"{prefix}o_proj.weight"}
+
+
+class Olmo2Adapter(FamilyAdapter):
+    """OLMo2: RMSNorm over all heads of q and k together; the attention reads the residual stream itself."""
+
+    model_type = "olmo2"
+    qk_norm = True
+    norm_per_head = False
+
+
+class Gemma3TextAdapter(FamilyAdapter):
+    """Gemma 3, text only: norms on q and k with weight 1 + w, a softmax scale of its own, and two rotary tables,
+    one for layers with a sliding window and one for the others."""
+
+    model_type = "gemma3_text"
+    qk_norm = True
+    norm_offset = 1.0
+
+    def softmax_scale(self, config: PreTrainedConfig, head_dim: int) -> float:
+        return config.query_pre_attn_scalar**-0.5
+
+    def rotary_tables(self, config: PreTrainedConfig, head_dim: int, longrope_table: str) -> tuple[RotaryTable, ...]:
+        of_type = {
+            layer_type: rotary_table(config, head_dim, longrope_table=longrope_table, layer_type=layer_type)
+            for layer_type in dict.fromkeys(config.layer_types)
+        }
+        return tuple(of_type[layer_type] for layer_type in config.layer_types)
+
+    def specify(self, config: PreTrainedConfig, *, longrope_table: str = "short") -> SourceSpec:
+        for key in ("use_bidirectional_attention", "final_logit_softcapping"):
+            if getattr(config, key, None):
+                raise UnsupportedSourceError(
+                    f"{key} is {getattr(config, key)!r}; a source that has it is not supported"
+                )
+        return super().specify(config, longrope_table=longrope_table)

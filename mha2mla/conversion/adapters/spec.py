@@ -1,0 +1,104 @@
+"""What conversion must know of a source model, and what it reads of one of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+
+class UnsupportedSourceError(ValueError):
+    """The source cannot be converted exactly or sensibly; the message names what stands in the way."""
+
+
+class TensorSource(Protocol):
+    """Where tensors come from by name (``source.CheckpointReader``)."""
+
+    def names(self) -> frozenset[str]: ...
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """What conversion must know of a source model. Layers share everything but the sliding window and, in some
+    families, the rotary table (``of_layer``).
+
+    Attributes:
+        norm_eps: of the norms on q and k.
+        inv_freq: [head_dim // 2] float32, rotary frequencies after any scaling (llama3, linear, yarn, longrope).
+        attention_factor: what the source multiplies cos and sin by (yarn, longrope); 1.0 otherwise.
+        rope_note: what was decided about the rotary table, for the model card.
+        sliding_windows: per layer, the number of visible tokens, or None for all.
+        norm_per_head: whether q's and k's norms act on every head by itself (Qwen3) or on all heads together (OLMo2).
+        norm_offset: what the norms add to their stored weight (Gemma: 1).
+        layer_inv_freq: per layer its own ``inv_freq``; None where all layers share one.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    softmax_scale: float
+    qk_norm: bool
+    norm_eps: float
+    q_bias: bool
+    k_bias: bool
+    v_bias: bool
+    o_bias: bool
+    inv_freq: torch.Tensor
+    attention_factor: float
+    rope_type: str
+    rope_note: str
+    sliding_windows: tuple[int | None, ...]
+    norm_per_head: bool = True
+    norm_offset: float = 0.0
+    layer_inv_freq: tuple[torch.Tensor, ...] | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one kv head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the encoder's input: the hidden state, with the normed keys in front under q/k-norm."""
+        return self.hidden_size + (self.num_key_value_heads * self.head_dim if self.qk_norm else 0)
+
+    def of_layer(self, layer: int) -> SourceSpec:
+        """The same with ``inv_freq`` of this layer."""
+        return self if self.layer_inv_freq is None else replace(self, inv_freq=self.layer_inv_freq[layer])
+
+    def split_heads(self, projected: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """q or k of every head before RoPE, [..., heads, head_dim].
+
+        Args:
+            projected: [..., heads * head_dim].
+            norm: stored weight of the RMSNorm on q or k, [head_dim] or [heads * head_dim]; None without one.
+        """
+        if norm is not None and not self.norm_per_head:
+            projected = self._rms_norm(projected, norm)
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        return self._rms_norm(heads, norm) if norm is not None and self.norm_per_head else heads
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight + self.norm_offset, self.norm_eps)
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """One source layer's attention tensors; weights are [out, in], norms as they are stored."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    v_weight: torch.Tensor
+    o_weight: torch.Tensor
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
