@@ -85,9 +85,13 @@ class CheckpointReader:
         """safetensors' name of a tensor's dtype, such as ``"BF16"``, without reading it."""
         return self._slice(name).get_dtype()
 
+    def files(self) -> list[Path]:
+        """The weight files."""
+        return [self.folder / shard for shard in sorted(self._names)]
+
     def nbytes(self) -> int:
         """Bytes of all weight files."""
-        return sum(os.path.getsize(self.folder / shard) for shard in self._names)
+        return sum(os.path.getsize(path) for path in self.files())
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor by name, on the CPU in its stored dtype.

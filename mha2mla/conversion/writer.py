@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from mha2mla.conversion.source import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 1 << 30
+WORK_FOLDER = "work"
 
 
 class DestinationError(ValueError):
@@ -50,12 +51,20 @@ def check_destination(destination: Path, source: Path, *, overwrite: bool) -> No
 
 
 @contextmanager
-def temporary_folder(destination: Path, *, overwrite: bool) -> Iterator[Path]:
+def temporary_folder(
+    destination: Path, *, overwrite: bool, admit: Callable[[Path], bool] | None = None
+) -> Iterator[Path]:
     """A folder beside ``destination`` that takes its name when the block ends without an exception.
 
     The name is fixed (``.NAME.mha2mla-tmp``) and held by a lock: the next run clears what a killed one left, and two
     runs cannot write the same destination. With ``overwrite`` the old folder is moved aside, and brought back if the
     process dies between the two renames.
+
+    An error removes the folder. An interrupt (Ctrl-C) and a kill leave it; of what they leave the next run keeps the
+    folder ``work``, if ``admit`` says so. It never becomes part of the destination.
+
+    Args:
+        admit: called with a ``work`` folder that is there; whether to keep it. May raise: then nothing is touched.
 
     Raises:
         DestinationError: another process is writing the same destination.
@@ -69,11 +78,16 @@ def temporary_folder(destination: Path, *, overwrite: bool) -> Iterator[Path]:
                 shutil.rmtree(old)
             else:
                 old.rename(final)
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir()
+        work = temporary / WORK_FOLDER
+        kept = admit is not None and work.is_dir() and admit(work)
+        for path in list(temporary.iterdir()) if temporary.exists() else ():
+            if path != work or not kept:
+                _remove(path)
+        temporary.mkdir(exist_ok=True)
         try:
             yield temporary
+            if work.exists():
+                _remove(work)
             for path in temporary.rglob("*"):
                 if path.is_file():
                     _sync(path)
@@ -83,9 +97,15 @@ def temporary_folder(destination: Path, *, overwrite: bool) -> Iterator[Path]:
                 final.rename(old)
             temporary.rename(final)
             _sync(final.parent)
-        finally:
-            if temporary.exists():
+        except Exception:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if old.exists() and not final.exists():
+                old.rename(final)
+            raise
+        except BaseException:  # an interrupt: whoever wants to go on finds the work
+            if not work.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
+            raise
         if old.exists():
             shutil.rmtree(old)
 
@@ -108,6 +128,13 @@ def _lock(path: Path, destination: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _sync(path: Path) -> None:

@@ -95,6 +95,48 @@ def test_what_a_killed_run_left_is_cleared_and_a_folder_moved_aside_comes_back(t
     assert listing(tmp_path) == ["out"]
 
 
+def leave_work(parent):
+    (parent / ".out.mha2mla-tmp" / "work").mkdir(parents=True)
+    (parent / ".out.mha2mla-tmp" / "work" / "layer").write_text("done")
+    (parent / ".out.mha2mla-tmp" / "shard").write_text("half")
+    return parent / ".out.mha2mla-tmp"
+
+
+def test_work_that_a_killed_run_left_is_kept_for_who_wants_it(tmp_path):
+    leave_work(tmp_path)
+    with temporary_folder(tmp_path / "out", overwrite=False, admit=lambda work: work.name == "work") as folder:
+        assert listing(folder) == ["work"] and listing(folder / "work") == ["layer"]
+        (folder / "file").write_text("x")
+    assert listing(tmp_path) == ["out"] and listing(tmp_path / "out") == ["file"]
+
+    for admit in (None, lambda work: False):
+        leave_work(tmp_path)
+        with temporary_folder(tmp_path / "out", overwrite=True, admit=admit) as folder:
+            assert listing(folder) == []
+
+
+def test_refused_work_is_left_as_it_was(tmp_path):
+    folder = leave_work(tmp_path)
+
+    def refuse(work):
+        raise LookupError
+
+    with pytest.raises(LookupError), temporary_folder(tmp_path / "out", overwrite=False, admit=refuse):
+        pass
+    assert listing(folder) == ["shard", "work"] and listing(tmp_path) == [".out.mha2mla-tmp"]
+
+
+def test_an_interrupt_leaves_the_work_and_an_error_does_not(tmp_path):
+    for error, left in ((KeyboardInterrupt, [".out.mha2mla-tmp"]), (RuntimeError, [])):
+        with pytest.raises(error), temporary_folder(tmp_path / "out", overwrite=False) as folder:
+            (folder / "work").mkdir()
+            raise error
+        assert listing(tmp_path) == left
+    with pytest.raises(KeyboardInterrupt), temporary_folder(tmp_path / "out", overwrite=False):
+        raise KeyboardInterrupt  # before there was any work
+    assert listing(tmp_path) == []
+
+
 def test_a_second_run_for_the_same_destination_is_refused_while_the_first_works(tmp_path):
     with temporary_folder(tmp_path / "out", overwrite=False):
         errors = []
