@@ -20,12 +20,13 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
-from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, LayerStatistics, StatisticsCollector
+from mha2mla.conversion.calibration import SPILL_BYTES
 from mha2mla.conversion.card import PLOT_FILE, RECORD_FILE, model_card
-from mha2mla.conversion.layer import convert_layer, converted_biases
+from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.plot import plot_layers
 from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.sequence import LayerSequence
 from mha2mla.conversion.source import CheckpointError, CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.conversion.writer import DEFAULT_SHARD_BYTES, ShardedWriter, check_destination, temporary_folder
@@ -423,44 +424,34 @@ def _write_weights(plan: _Plan, folder: Path) -> tuple[int, list[dict[str, Any]]
     for layer in range(plan.spec.num_layers):
         attention |= set(plan.adapter.attention_names(plan.spec, layer).values())
     copied = sorted(plan.model.expected_names() - attention)
-    store = None
-    try:
-        if plan.calibration is not None:
-            store = ActivationStore(
-                *plan.calibration.shape,
-                plan.spec.hidden_size,
-                dtype=plan.compute_dtype,
-                folder=folder,
-                spill_bytes=plan.spill_bytes,
-            )
-            plan.model.embed(plan.calibration, store)
-        outside = [name for name in copied if not name.startswith("model.layers.")]
-        for name in outside:
+    for name in copied:
+        if not name.startswith("model.layers."):
             _copy(plan, writer, name)
+    plan.reader.release()
+    sequence = LayerSequence(
+        plan.model,
+        plan.adapter,
+        plan.spec,
+        plan.geometry,
+        plan.recipe,
+        plan.calibration,
+        folder,
+        weights_dtype=plan.weights_dtype,
+        spill_bytes=plan.spill_bytes,
+    )
+    records = []
+    for converted in tqdm(
+        sequence, desc="convert", unit="layer", total=plan.spec.num_layers, disable=not plan.progress
+    ):
+        prefix = plan.adapter.layer_prefix(converted.layer)
+        for name in copied:
+            if name.startswith(prefix):
+                _copy(plan, writer, name)
+        for name, tensor in converted.tensors.items():
+            writer.add(f"{prefix}self_attn.{name}", tensor)
         plan.reader.release()
-        layers = tqdm(range(plan.spec.num_layers), desc="convert", unit="layer", disable=not plan.progress)
-        records = []
-        for layer in layers:
-            started = time.perf_counter()
-            prefix = plan.adapter.layer_prefix(layer)
-            for name in copied:
-                if name.startswith(prefix):
-                    _copy(plan, writer, name)
-            statistics = None if store is None else _calibrate(plan, layer, store)
-            weights = plan.adapter.attention_weights(
-                plan.reader, plan.spec, layer, device=plan.device, dtype=torch.float64
-            )
-            tensors = convert_layer(plan.spec.of_layer(layer), plan.geometry, plan.recipe, weights, statistics)
-            stored = _stored_dtype(plan, plan.adapter.attention_names(plan.spec, layer)["o_weight"])
-            for name, tensor in tensors.items():
-                full = name in ("inv_freq", "o_proj.bias")
-                writer.add(f"{prefix}self_attn.{name}", tensor.to(torch.float32 if full else stored))
-            plan.reader.release()
-            records.append({"seconds": time.perf_counter() - started})
-        writer.finish()
-    finally:
-        if store is not None:
-            store.close()
+        records.append({name: value for name, value in asdict(converted.record).items() if name != "layer"})
+    writer.finish()
     return writer.total_bytes, records
 
 
@@ -475,26 +466,9 @@ def _copy(plan: _Plan, writer: ShardedWriter, name: str) -> None:
     writer.add(name, tensor)
 
 
-def _calibrate(plan: _Plan, layer: int, store: ActivationStore) -> LayerStatistics:
-    """Statistics of one layer; leaves the next layer's inputs in ``store``."""
-    # Activations may be narrow, what is learnt from them is not.
-    dtype = torch.promote_types(plan.compute_dtype, torch.float32)
-    weights = plan.adapter.attention_weights(plan.reader, plan.spec, layer, device=plan.device, dtype=dtype)
-    collector = StatisticsCollector(
-        plan.spec.of_layer(layer),
-        weights,
-        window=plan.spec.sliding_windows[layer],
-        phases=plan.recipe.needs_phases(plan.geometry),
-        attended=plan.recipe.needs_attended(plan.geometry),
-    )
-    module = plan.model.layer(layer)
-    plan.model.run_layer(module, layer, store, batch=_batch(plan.calibration), observe=collector.add)
-    return collector.finish()
-
-
 def _write_companions(plan: _Plan, folder: Path) -> None:
     """config.json, and everything that the source carries beside its weights."""
-    from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+    from mha2mla.modeling import MHA2MLAForCausalLM
 
     for pattern in _COMPANIONS:
         for path in sorted(plan.source.glob(pattern)):
@@ -502,27 +476,9 @@ def _write_companions(plan: _Plan, folder: Path) -> None:
                 shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
             else:
                 shutil.copyfile(path, folder / path.name)
-    geometry, spec = plan.geometry, plan.spec
-    biases = converted_biases(spec, geometry, plan.recipe)
-    dtype = _stored_dtype(plan, plan.adapter.attention_names(spec, 0)["o_weight"])
-    config = MHA2MLAConfig(
-        source_config=plan.config.to_dict(),
-        num_rope_heads=geometry.num_rope_heads,
-        kv_lora_rank=geometry.kv_lora_rank,
-        qk_rope_head_dim=geometry.qk_rope_head_dim,
-        qk_nope_head_dim=geometry.qk_nope_head_dim,
-        v_head_dim=geometry.v_head_dim,
-        qk_norm=spec.qk_norm,
-        attention_q_bias=biases.q,
-        attention_kv_bias=biases.kv,
-        attention_o_bias=biases.o,
-        softmax_scale=spec.softmax_scale,
-        rope_attention_scaling=spec.attention_factor,
-        # Said outright: some configs name a window that their architecture does not look at.
-        layer_types=["full_attention" if window is None else "sliding_attention" for window in spec.sliding_windows],
-        recipe=_recorded_recipe(plan),
-    )
-    config.dtype = dtype
+    config = converted_config(plan.config, plan.spec, plan.geometry, plan.recipe)
+    config.recipe = _recorded_recipe(plan)
+    config.dtype = _stored_dtype(plan, plan.adapter.attention_names(plan.spec, 0)["o_weight"])
     config.architectures = [MHA2MLAForCausalLM.__name__]
     config.save_pretrained(folder)
 

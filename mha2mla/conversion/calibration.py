@@ -236,6 +236,11 @@ class ActivationStore:
         return self._data.shape[0]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations."""
+        return self._data.dtype
+
+    @property
     def length(self) -> int:
         """Tokens of a window."""
         return self._data.shape[1]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedConfig
 
 from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
 from mha2mla.conversion.calibration import LayerStatistics
@@ -12,6 +14,9 @@ from mha2mla.conversion.low_rank import LatentFactors, LatentProblem, factorise
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.rope_selection import RotaryBasis, select_rotary_basis
 from mha2mla.geometry import MLAGeometry
+
+if TYPE_CHECKING:
+    from mha2mla.modeling.config import MHA2MLAConfig
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,31 @@ def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) ->
         q=spec.q_bias,
         kv=spec.k_bias,
         o=spec.o_bias or spec.v_bias or (recipe.centered and not recipe.is_exact(geometry)),
+    )
+
+
+def converted_config(
+    source_config: PreTrainedConfig, spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe
+) -> MHA2MLAConfig:
+    """The config of the model that ``recipe`` makes of a source; without dtype, architectures and a record of it."""
+    from mha2mla.modeling.config import MHA2MLAConfig
+
+    biases = converted_biases(spec, geometry, recipe)
+    return MHA2MLAConfig(
+        source_config=source_config.to_dict(),
+        num_rope_heads=geometry.num_rope_heads,
+        kv_lora_rank=geometry.kv_lora_rank,
+        qk_rope_head_dim=geometry.qk_rope_head_dim,
+        qk_nope_head_dim=geometry.qk_nope_head_dim,
+        v_head_dim=geometry.v_head_dim,
+        qk_norm=spec.qk_norm,
+        attention_q_bias=biases.q,
+        attention_kv_bias=biases.kv,
+        attention_o_bias=biases.o,
+        softmax_scale=spec.softmax_scale,
+        rope_attention_scaling=spec.attention_factor,
+        # Said outright: some configs name a window that their architecture does not look at.
+        layer_types=["full_attention" if window is None else "sliding_attention" for window in spec.sliding_windows],
     )
 
 

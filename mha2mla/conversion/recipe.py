@@ -16,6 +16,7 @@ from mha2mla.geometry import MLAGeometry
 LAYOUTS = ("per-group", "shared")
 ROPE_SELECTIONS = ("high", "low", "uniform", "2-norm", "rotation")
 LOW_RANKS = ("svd-joint", "svd-split", "whitened-joint")
+RECONSTRUCTION_TARGETS = ("attention", "residual", "block")
 DEFAULT_CACHE_RATIO = 0.5
 GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
 
@@ -72,7 +73,26 @@ class Recipe:
         calibration_text: what ``mha2mla.texts.load_text`` takes.
         calibration_tokens: tokens of calibration text, rounded down to whole windows.
         calibration_length: window length; calibrate at the length you will run.
-        seed: chooses the calibration windows.
+        seed: chooses the calibration windows and the order of reconstruction's batches.
+        sequential: statistics of a layer are taken on inputs that passed the converted layers before it. Implied by
+            reconstruction.
+        reconstruction_steps: gradient steps that fit a layer to what the source computes, on inputs that passed the
+            converted layers before it (``conversion.reconstruction``); 0 for none.
+        reconstruction_batch: windows of a step.
+        reconstruction_learning_rate: Adam's, relative to the root mean square of each tensor; after a short rise it
+            falls to zero along a cosine.
+        reconstruction_target: what the layer is fitted to.
+
+            * ``"attention"``: the source attention's output on the source's inputs;
+            * ``"residual"``: the source's hidden state after the attention, so that what earlier layers lost is
+              corrected too;
+            * ``"block"``: the source's hidden state after the layer's MLP, or ``reconstruction_lookahead`` layers on.
+        reconstruction_lookahead: source layers, frozen, that the fitted layer's output still passes before it is
+            compared (``"block"``): what they do not see is no error.
+        reconstruction_weighting: how the squared errors of tokens are weighed. ``"energy"``: all alike; ``"token"``: by
+            one over the mean square of the token's hidden state in the source, as the next RMSNorm will.
+        reconstruction_tunes: ``"all"`` tensors of the layer, or ``"latent"``: only those that conversion made (not
+            ``q_proj`` and ``o_proj``).
         preset: name of the preset that the other keys started from. A record: :meth:`from_preset` and :meth:`from_dict`
             fill in what it sets, the constructor does not.
 
@@ -98,6 +118,14 @@ class Recipe:
     calibration_tokens: int = 8192
     calibration_length: int = 512
     seed: int = 0
+    sequential: bool = False
+    reconstruction_steps: int = 0
+    reconstruction_batch: int = 8
+    reconstruction_learning_rate: float = 0.01
+    reconstruction_target: str = "block"
+    reconstruction_lookahead: int = 0
+    reconstruction_weighting: str = "token"
+    reconstruction_tunes: str = "all"
     preset: str | None = None
 
     def __post_init__(self) -> None:
@@ -106,15 +134,18 @@ class Recipe:
             ("rope_selection", ROPE_SELECTIONS),
             ("low_rank", LOW_RANKS),
             ("longrope_table", ("short", "long")),
+            ("reconstruction_target", RECONSTRUCTION_TARGETS),
+            ("reconstruction_weighting", ("energy", "token")),
+            ("reconstruction_tunes", ("all", "latent")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, choices))}")
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset is {self.preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
-        for name in ("centered", "attended", "query_weighting", "output_weighting"):
+        for name in ("centered", "attended", "query_weighting", "output_weighting", "sequential"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected true or false")
-        for name in ("cache_ratio", "rope_share", "key_weight"):
+        for name in ("cache_ratio", "rope_share", "key_weight", "reconstruction_learning_rate"):
             value = getattr(self, name)
             if name == "cache_ratio" and value is None:
                 continue
@@ -133,6 +164,9 @@ class Recipe:
             ("calibration_tokens", 1),
             ("calibration_length", 2),
             ("seed", 0),
+            ("reconstruction_steps", 0),
+            ("reconstruction_batch", 1),
+            ("reconstruction_lookahead", 0),
         ):
             value = getattr(self, name)
             if value is None and name in ("kv_lora_rank", "qk_rope_head_dim"):
@@ -154,6 +188,12 @@ class Recipe:
             raise ValueError(
                 f"calibration_tokens is {self.calibration_tokens}; expected at least one window of"
                 f" calibration_length={self.calibration_length}"
+            )
+
+        if self.reconstruction_lookahead and self.reconstruction_target != "block":
+            raise ValueError(
+                f"reconstruction_lookahead is {self.reconstruction_lookahead} beside"
+                f" reconstruction_target={self.reconstruction_target!r}; expected 0, or the target 'block'"
             )
 
     @property
@@ -228,8 +268,14 @@ class Recipe:
         """Whether any statistic of calibration text enters the weights."""
         if self.is_exact(geometry):
             return False
+        if self.follows_conversion(geometry):
+            return True
         selects = geometry.qk_nope_head_dim > 0 and self.rope_selection in ("2-norm", "rotation")
         return selects or self.needs_phases(geometry) or self.centered or self.low_rank == "whitened-joint"
+
+    def follows_conversion(self, geometry: MLAGeometry) -> bool:
+        """Whether a layer's conversion depends on the converted layers before it."""
+        return (self.sequential or self.reconstruction_steps > 0) and not self.is_exact(geometry)
 
     @classmethod
     def from_preset(cls, name: str, **keys: Any) -> Recipe:

@@ -1,0 +1,274 @@
+"""Fitting one converted layer to what the source computes: gradient steps on calibration text, one layer at a time.
+
+Output reconstruction is how post-training quantisation repairs a layer (AdaRound, arXiv 2004.10568; BRECQ, 2102.05426);
+here it repairs a change of architecture. There are no labels, and no gradient crosses to another converted layer.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from mha2mla.conversion.calibration import ActivationStore
+from mha2mla.conversion.recipe import Recipe
+
+Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
+
+# What the source has too: trained more carefully than what conversion made up, or not at all.
+_INHERITED = ("q_proj.weight", "q_proj.bias", "o_proj.weight", "k_proj.weight", "k_proj.bias", "q_norm.weight")
+_INHERITED += ("k_norm.weight",)
+_INHERITED_RATE = 0.3
+_BETAS = (0.9, 0.98)
+_EPSILON = 1e-12  # the loss starts at one, but a gradient per weight is far below that
+_WARM_UP = 0.05  # of the steps
+_CLIP = 2.0  # times the running average of the gradient's norm
+_CHECKS = 8  # times that the held-out loss is looked at
+_HELD_OUT = 16  # one window of so many, at most so many windows
+
+
+class ReconstructionError(ValueError):
+    """A layer cannot be fitted: its loss is not a number before the first step."""
+
+
+@dataclass(frozen=True)
+class ReconstructionProblem:
+    """What one layer is fitted to.
+
+    The loss of a batch is the mean over tokens of ``weights`` · mean_d (forward(tensors, inputs) − targets)².
+
+    Attributes:
+        inputs, targets: [windows, length, hidden] each.
+        weights: [windows, length] float32, one over the energy that an error of a token is measured by.
+        forward: tensors of the layer and inputs [n, length, hidden] -> [n, length, hidden], differentiable.
+        device: of the computation.
+    """
+
+    inputs: ActivationStore
+    targets: ActivationStore
+    weights: torch.Tensor
+    forward: Forward
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What came of a fit.
+
+    Attributes:
+        tensors: of the layer; those that were tuned are float32.
+        loss_before, loss_after: on held-out windows; relative squared errors. The second is never larger.
+        note: how the steps ran, and what went wrong.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    loss_before: float
+    loss_after: float
+    note: str
+
+
+def reconstruct(
+    problem: ReconstructionProblem, tensors: Mapping[str, torch.Tensor], recipe: Recipe, *, layer: int
+) -> Reconstruction:
+    """Adam on the tensors of one layer (``recipe.reconstruction_*``), keeping the best by held-out windows.
+
+    A sixteenth of the windows is held out. Every tensor moves at a rate relative to its root mean square. On CUDA a
+    step is one graph replay; matrix products are then TF32. The result depends on the arguments and the machine only.
+
+    Args:
+        tensors: where to start, any floating-point dtype, on ``problem.device``.
+        layer: which layer, for the order of batches and for messages.
+
+    Raises:
+        ReconstructionError: the start gives NaN or infinity.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), _numerics(problem.device):
+        return _Fit(problem, tensors, recipe, layer).run()
+
+
+def is_tuned(name: str, tunes: str) -> bool:
+    """Whether a tensor of a layer is fitted under ``Recipe.reconstruction_tunes``."""
+    return name != "inv_freq" and (tunes == "all" or name not in _INHERITED)
+
+
+@contextmanager
+def _numerics(device: torch.device) -> Iterator[None]:
+    """Deterministic kernels, and on CUDA TF32; puts back what was set before."""
+    deterministic, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fill, precision = torch.utils.deterministic.fill_uninitialized_memory, torch.get_float32_matmul_precision()
+    try:
+        with warnings.catch_warnings():
+            # cuBLAS differs from run to run only with several streams and without a workspace setting; here is one.
+            warnings.filterwarnings("ignore", message=".*deterministic.*")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            if device.type == "cuda":
+                torch.set_float32_matmul_precision("high")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.set_float32_matmul_precision(precision)
+
+
+class _Fit:
+    """The state of one fit. All tuned tensors are slices of one float32 vector, so that Adam is a few kernels."""
+
+    def __init__(
+        self, problem: ReconstructionProblem, tensors: Mapping[str, torch.Tensor], recipe: Recipe, layer: int
+    ) -> None:
+        self.problem, self.start, self.recipe, self.layer = problem, dict(tensors), recipe, layer
+        device = problem.device
+        self.names = [name for name in tensors if is_tuned(name, recipe.reconstruction_tunes)]
+        chosen = [tensors[name].detach().to(device, torch.float32) for name in self.names]
+        self.vector = torch.cat([tensor.flatten() for tensor in chosen])
+        self.rates = torch.cat([_rate(name, tensors).expand(tensors[name].numel()) for name in self.names]).to(device)
+        ends = torch.tensor([tensor.numel() for tensor in chosen]).cumsum(0).tolist()
+        slices = zip(chosen, [0, *ends[:-1]], ends, strict=True)
+        # Leaves that share the vector's memory: a step in it is seen by the next forward pass.
+        self.leaves = [
+            self.vector[begin:end].view(tensor.shape).detach().requires_grad_() for tensor, begin, end in slices
+        ]
+        self.constants = {
+            name: tensor.detach().to(device, torch.float32 if name == "inv_freq" else problem.inputs.dtype)
+            for name, tensor in tensors.items()
+            if name not in self.names
+        }
+        self.first, self.second = torch.zeros_like(self.vector), torch.zeros_like(self.vector)
+        self.count, self.norm, self.rate, self.skipped = (torch.zeros((), device=device) for _ in range(4))
+        self.scale = 1.0
+        windows = len(problem.inputs)
+        held = max(1, min(_HELD_OUT, windows // _HELD_OUT))
+        self.held_out = torch.arange(held) * windows // held
+        self.train = torch.tensor(sorted(set(range(windows)) - set(self.held_out.tolist())) or [0])
+        self.batch = min(recipe.reconstruction_batch, len(self.train))
+        self.weights = problem.weights.to(device)
+
+    def run(self) -> Reconstruction:
+        before = self._held_out_loss()
+        if not math.isfinite(before):
+            raise ReconstructionError(f"layer {self.layer}: the loss before reconstruction is {before}")
+        if before == 0:
+            return Reconstruction(self.start, before, before, "exact before the first step")
+        self.scale = 1 / before
+        steps = self.recipe.reconstruction_steps
+        order = self._order(steps)
+        checks = {round(steps * (part + 1) / _CHECKS) for part in range(_CHECKS)}
+        step, note = self._compile(order)
+        best, kept = before, None
+        for index in range(steps):
+            self._load(order[index])
+            self.rate.fill_(_schedule(index, steps) * self.recipe.reconstruction_learning_rate)
+            step()
+            if index + 1 in checks:
+                loss = self._held_out_loss()
+                if not math.isfinite(loss):
+                    note += f"; diverged by step {index + 1}"
+                    break
+                if loss < best:
+                    best, kept = loss, self.vector.clone()
+        if skipped := int(self.skipped):
+            note += f"; {skipped} steps without a finite gradient"
+        if kept is None:
+            return Reconstruction(self.start, before, before, note + "; no step helped")
+        self.vector.copy_(kept)
+        fitted = {name: leaf.detach().clone() for name, leaf in zip(self.names, self.leaves, strict=True)}
+        return Reconstruction({**self.start, **fitted}, before, best, note)
+
+    def _order(self, steps: int) -> torch.Tensor:
+        """Windows of every step, [steps, batch]: each window once before any comes again."""
+        generator = torch.Generator().manual_seed(self.recipe.seed * 100_003 + self.layer)
+        rounds = -(-steps * self.batch // len(self.train))
+        shuffled = [self.train[torch.randperm(len(self.train), generator=generator)] for _ in range(rounds)]
+        return torch.cat(shuffled)[: steps * self.batch].view(steps, self.batch).to(self.problem.device)
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tuned = {name: leaf.to(inputs.dtype) for name, leaf in zip(self.names, self.leaves, strict=True)}
+        made = self.problem.forward({**self.constants, **tuned}, inputs)
+        return ((made.float() - targets.float()).square().mean(-1) * weights).mean()
+
+    @torch.no_grad()
+    def _held_out_loss(self) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
+        for windows in self.held_out.split(self.batch):
+            loss = self._loss(*self._windows(windows.to(self.problem.device)))
+            total += loss.double() * len(windows)
+        return float(total) / len(self.held_out)
+
+    def _windows(self, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        inputs, targets = (
+            store.gather(windows, self.problem.device) for store in (self.problem.inputs, self.problem.targets)
+        )
+        return inputs, targets, self.weights[windows]
+
+    def _load(self, windows: torch.Tensor) -> None:
+        for buffer, values in zip(self.buffers, self._windows(windows), strict=True):
+            buffer.copy_(values)
+
+    def _step(self) -> None:
+        gradients = torch.autograd.grad(self._loss(*self.buffers) * self.scale, self.leaves)
+        with torch.no_grad():
+            self._descend(torch.cat([gradient.flatten() for gradient in gradients]))
+
+    def _descend(self, gradient: torch.Tensor) -> None:
+        """Adam (arXiv 1412.6980) without a host decision; the gradient is clipped at its own usual norm."""
+        norm = torch.linalg.vector_norm(gradient)
+        finite = norm.isfinite()
+        self.skipped += ~finite
+        usual = torch.where(self.norm > 0, self.norm, norm)
+        clip = (_CLIP * usual / norm.clamp_min(1e-30)).clamp_max(1)
+        gradient = torch.where(finite, gradient * clip, 0)
+        self.norm.copy_(torch.where(finite, usual.lerp(norm * clip, 0.05), self.norm))
+        self.count += 1
+        self.first.lerp_(gradient, 1 - _BETAS[0])
+        self.second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+        unbiased = (self.second / (1 - _BETAS[1] ** self.count)).sqrt_().add_(_EPSILON)
+        step = (self.first / (1 - _BETAS[0] ** self.count)) / unbiased
+        self.vector.sub_(step.mul_(self.rates).mul_(self.rate))
+
+    def _compile(self, order: torch.Tensor) -> tuple[Callable[[], None], str]:
+        """One step as a call without arguments over static buffers, and how it runs."""
+        self.buffers = self._windows(order[0])
+        if self.problem.device.type != "cuda":
+            return self._step, "eager"
+        state = (self.vector, self.first, self.second, self.count, self.norm, self.skipped)
+        saved = [tensor.clone() for tensor in state]
+        try:
+            # Small layers are bound by launches: capture forward, backward and Adam at once.
+            side = torch.cuda.Stream(self.problem.device)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self._step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step()
+            step, note = graph.replay, "CUDA graph"
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            step, note = self._step, f"eager, since capture failed: {str(error).splitlines()[0]}"
+        for tensor, value in zip(state, saved, strict=True):
+            tensor.copy_(value)
+        return step, note
+
+
+def _schedule(index: int, steps: int) -> float:
+    """Factor of the learning rate: a short linear rise, then a cosine to zero (arXiv 1608.03983)."""
+    rise = max(1, round(_WARM_UP * steps))
+    return min(1.0, (index + 1) / rise) * 0.5 * (1 + math.cos(math.pi * index / steps))
+
+
+def _rate(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """[1], what a learning rate of one means for a tensor: its root mean square. A bias may be zero: its weight's."""
+    scale = tensors[name].double().square().mean().sqrt()
+    if name.endswith(".bias"):
+        scale = torch.maximum(scale, tensors[name.removesuffix("bias") + "weight"].double().square().mean().sqrt())
+    return (scale * (_INHERITED_RATE if name in _INHERITED else 1.0)).float().view(1)

@@ -1,0 +1,384 @@
+"""The walk over the layers of a source: its activations and the converted model's, one layer's weights at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
+from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, LayerStatistics, StatisticsCollector
+from mha2mla.conversion.layer import convert_layer, converted_config
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.reconstruction import Forward, ReconstructionProblem, reconstruct
+from mha2mla.conversion.streaming import StreamedModel
+from mha2mla.geometry import MLAGeometry
+
+DEVICE_BYTES = 8 << 30
+_BATCH_TOKENS = 2048  # tokens that a layer sees at a time
+_CUDA_BATCH_TOKENS = 16384  # the same where launches cost more than the work
+_STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text than the moments that it starts from
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """How one layer went.
+
+    Attributes:
+        layer: its index.
+        seconds: statistics, conversion, reconstruction and the streams.
+        loss_before, loss_after: of the reconstruction, relative squared errors on held-out windows; None without one.
+        note: how the reconstruction ran; empty without one.
+    """
+
+    layer: int
+    seconds: float
+    loss_before: float | None = None
+    loss_after: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One layer of the result: tensors by their name below ``self_attn.``, in the dtypes that are stored."""
+
+    layer: int
+    tensors: dict[str, torch.Tensor]
+    record: LayerRecord
+
+
+@dataclass(frozen=True)
+class LayerSequence:
+    """The walk: iterating over it converts layer after layer.
+
+    Without ``recipe.sequential`` and reconstruction, statistics are the source's own, from one stream of activations.
+    With either, a second stream passes the converted layers (their stored, rounded tensors), and statistics are taken
+    of it; reconstruction fits each layer to the source's stream on the inputs of the converted one.
+
+    Attributes:
+        model: the source, streamed; device and dtype of the computation are its.
+        adapter, spec, geometry, recipe: what is converted, and how.
+        windows: calibration tokens, int64 [windows, length]; None when the recipe needs none.
+        folder: where activations go when they exceed ``spill_bytes``.
+        weights_dtype: of the result; None for the source's own. ``inv_freq`` and ``o_proj.bias`` are float32 always.
+        spill_bytes: a stream of activations that is larger lives in a file.
+        device_bytes: streams of activations live on an accelerator while all of them fit into so much of its memory.
+        done: layers of an earlier, interrupted walk, as they were yielded: the streams pass them, nothing is computed
+            anew and they are not yielded again. The rest comes out as it would have.
+    """
+
+    model: StreamedModel
+    adapter: FamilyAdapter
+    spec: SourceSpec
+    geometry: MLAGeometry
+    recipe: Recipe
+    windows: torch.Tensor | None
+    folder: Path
+    weights_dtype: torch.dtype | None = None
+    spill_bytes: int = SPILL_BYTES
+    device_bytes: int = DEVICE_BYTES
+    done: Mapping[int, Mapping[str, torch.Tensor]] | None = None
+
+    def __iter__(self) -> Iterator[ConvertedLayer]:
+        """Converts the layers in order.
+
+        Raises:
+            CheckpointError: a tensor of the source is absent or not finite.
+            ReconstructionError: a converted layer gives NaN.
+        """
+        if self.windows is None:
+            yield from self._walk_blind()
+        elif self.recipe.follows_conversion(self.geometry):
+            yield from _ConvertedWalk(self).layers()
+        else:
+            yield from self._walk_source()
+
+    def _walk_blind(self) -> Iterator[ConvertedLayer]:
+        for layer in self._missing():
+            started = time.perf_counter()
+            tensors = self.stored(layer, self.convert(layer, None))
+            yield ConvertedLayer(layer, tensors, LayerRecord(layer, time.perf_counter() - started))
+            self.model.source.release()
+
+    def _walk_source(self) -> Iterator[ConvertedLayer]:
+        missing, store = self._missing(), self.new_store(1)
+        try:
+            self.model.embed(self.windows, store)
+            for layer in range(self.spec.num_layers):
+                started = time.perf_counter()
+                collector = self.collector(layer) if layer in missing else None
+                self.model.run_layer(
+                    self.model.layer(layer),
+                    layer,
+                    store,
+                    batch=max(1, _BATCH_TOKENS // self.windows.shape[1]),
+                    observe=None if collector is None else collector.add,
+                )
+                if collector is not None:
+                    tensors = self.stored(layer, self.convert(layer, collector.finish()))
+                    yield ConvertedLayer(layer, tensors, LayerRecord(layer, time.perf_counter() - started))
+                self.model.source.release()
+        finally:
+            store.close()
+
+    def _missing(self) -> list[int]:
+        return [layer for layer in range(self.spec.num_layers) if layer not in (self.done or {})]
+
+    def new_store(self, stores: int, *, on_device: bool = False) -> ActivationStore:
+        """Room for a hidden state per token; one of ``stores`` that exist together."""
+        size = self.windows.numel() * self.spec.hidden_size * self.model.dtype.itemsize
+        resident = on_device and self.model.device.type != "cpu" and stores * size <= self.device_bytes
+        return ActivationStore(
+            *self.windows.shape,
+            self.spec.hidden_size,
+            dtype=self.model.dtype,
+            folder=self.folder,
+            spill_bytes=size if resident else self.spill_bytes,
+            device=self.model.device if resident else "cpu",
+        )
+
+    def collector(self, layer: int) -> StatisticsCollector:
+        """An empty collector of one layer's statistics."""
+        # Activations may be narrow, what is learnt from them is not.
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        weights = self.adapter.attention_weights(
+            self.model.source, self.spec, layer, device=self.model.device, dtype=dtype
+        )
+        return StatisticsCollector(
+            self.spec.of_layer(layer),
+            weights,
+            window=self.spec.sliding_windows[layer],
+            phases=self.recipe.needs_phases(self.geometry),
+            attended=self.recipe.needs_attended(self.geometry),
+        )
+
+    def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:
+        """The tensors that statistics alone give."""
+        weights = self.adapter.attention_weights(
+            self.model.source, self.spec, layer, device=self.model.device, dtype=torch.float64
+        )
+        return convert_layer(self.spec.of_layer(layer), self.geometry, self.recipe, weights, statistics)
+
+    def stored(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors in the dtypes of the checkpoint."""
+        dtype = self.weights_dtype
+        if dtype is None:
+            dtype = self.model.source.tensor(self.adapter.attention_names(self.spec, layer)["o_weight"]).dtype
+        full = ("inv_freq", "o_proj.bias")  # what the source adds in two places would lose its last bits in one
+        return {name: tensor.to(torch.float32 if name in full else dtype) for name, tensor in tensors.items()}
+
+
+class _Seen(Exception):
+    """An attention has been given its input; the rest of its layer need not run."""
+
+
+class _ConvertedWalk:
+    """The walk with a stream that passes the converted layers, and with reconstruction a second one of the source's.
+
+    The source's stream runs ahead: to fit layer i it stands after layer i + lookahead.
+    """
+
+    def __init__(self, sequence: LayerSequence) -> None:
+        self.sequence, self.model, self.recipe = sequence, sequence.model, sequence.recipe
+        self.num_layers = sequence.spec.num_layers
+        length = sequence.windows.shape[1]
+        tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else _BATCH_TOKENS
+        self.batch = max(1, tokens // length)
+        self.config = converted_config(self.model.config, sequence.spec, sequence.geometry, sequence.recipe)
+        self.config._attn_implementation = "sdpa"
+        self.fits = self.recipe.reconstruction_steps > 0
+        self.by_attention = self.recipe.reconstruction_target != "block"
+        self.ahead = 0
+        self.loaded: dict[int, nn.Module] = {}
+
+    def layers(self) -> Iterator[ConvertedLayer]:
+        sequence, done = self.sequence, self.sequence.done or {}
+        count = 1 + self.fits + 2 * (self.fits and self.by_attention)
+        stores = [sequence.new_store(count, on_device=True) for _ in range(count)]
+        self.stream = stores[0]
+        self.source, self.inputs, self.targets = (stores[1:] + [None] * 3)[:3]
+        try:
+            for store in stores[:2]:
+                self.model.embed(sequence.windows, store)
+            for layer in range(self.num_layers):
+                started = time.perf_counter()
+                if layer in done:
+                    tensors, record = {name: tensor.to(self.model.device) for name, tensor in done[layer].items()}, None
+                else:
+                    tensors, record = self._convert(layer)
+                self._pass(layer, tensors)
+                self.model.source.release()
+                if record is not None:
+                    yield ConvertedLayer(layer, tensors, replace(record, seconds=time.perf_counter() - started))
+        finally:
+            for store in stores:
+                store.close()
+
+    def _convert(self, layer: int) -> tuple[dict[str, torch.Tensor], LayerRecord]:
+        collector = self.sequence.collector(layer)
+        stride = max(1, self.sequence.windows.numel() // _STATISTICS_TOKENS)
+        chosen = torch.arange(0, len(self.stream), stride)
+        self._observe(layer, chosen, lambda start, hidden: collector.add(hidden))
+        tensors = self.sequence.convert(layer, collector.finish())
+        record = LayerRecord(layer, 0.0)
+        if self.fits:
+            with torch.inference_mode(False):
+                result = reconstruct(self._problem(layer), tensors, self.recipe, layer=layer)
+            tensors = result.tensors
+            record = LayerRecord(layer, 0.0, result.loss_before, result.loss_after, result.note)
+        return self.sequence.stored(layer, tensors), record
+
+    def _pass(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Both streams get to layer ``layer + 1`` at least."""
+        if self.fits:
+            self._advance_source(layer + 1)
+        module = self._layer(layer)
+        module.self_attn = self._attention(layer)
+        state = {
+            name: tensor.to(torch.float32 if name == "inv_freq" else self.model.dtype)
+            for name, tensor in tensors.items()
+        }
+        module.self_attn.load_state_dict(state, assign=True, strict=True)
+        self.model.run_layer(module, layer, self.stream, batch=self.batch)
+        del self.loaded[layer]
+
+    def _layer(self, layer: int) -> nn.Module:
+        """Source layer ``layer``, loaded once."""
+        if layer not in self.loaded:
+            with torch.inference_mode(False):
+                self.loaded[layer] = self.model.layer(layer)
+        return self.loaded[layer]
+
+    def _attention(self, layer: int) -> nn.Module:
+        """The converted attention without memory."""
+        from mha2mla.modeling.attention import MLAAttention
+
+        replaced = deepcopy(self.model.skeleton.model.layers[layer].self_attn)
+        with torch.inference_mode(False), torch.device("meta"):
+            return MLAAttention(self.config, layer, replaced).eval().requires_grad_(False)
+
+    def _advance_source(self, layer: int) -> None:
+        """The source's stream gets to layer ``layer``, if it is not there."""
+        for index in range(self.ahead, layer):
+            self.model.run_layer(self._layer(index), index, self.source, batch=self.batch)
+        self.ahead = max(self.ahead, layer)
+
+    @torch.inference_mode()
+    def _observe(self, layer: int, windows: torch.Tensor, receive: Callable[[int, torch.Tensor], None]) -> None:
+        """Hands ``receive`` what the attention of layer ``layer`` is given in the converted stream, batch by batch."""
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            seen.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+            raise _Seen
+
+        module = self._layer(layer)
+        handle = module.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            start = 0
+            for part in windows.split(self.batch):
+                seen: list[torch.Tensor] = []
+                try:
+                    self.model.forward_layer(module, layer, self.stream.gather(part, self.model.device))
+                except _Seen:
+                    receive(start, seen[0])
+                start += len(part)
+        finally:
+            handle.remove()
+
+    def _problem(self, layer: int) -> ReconstructionProblem:
+        if self.by_attention:
+            self._observe(layer, torch.arange(len(self.stream)), self.inputs.write)
+            energy = self._source_attention(layer)
+            inputs, targets, forward = self.inputs, self.targets, self._attention_forward(layer)
+        else:
+            last = min(layer + self.recipe.reconstruction_lookahead, self.num_layers - 1)
+            self._advance_source(last + 1)
+            inputs, targets, forward = self.stream, self.source, self._block_forward(layer, last)
+            energy = self._energy(self.source)
+        if self.recipe.reconstruction_weighting == "energy":
+            energy = energy.mean().expand_as(energy)
+        return ReconstructionProblem(inputs, targets, energy.reciprocal(), forward, self.model.device)
+
+    @torch.inference_mode()
+    def _energy(self, store: ActivationStore) -> torch.Tensor:
+        """[windows, length] mean square of every token."""
+        energy = torch.empty(len(store), store.length, device=self.model.device)
+        for start in range(0, len(store), self.batch):
+            stop = min(start + self.batch, len(store))
+            energy[start:stop] = store.read(start, stop, self.model.device).float().square().mean(-1)
+        return energy.cpu()
+
+    @torch.inference_mode()
+    def _source_attention(self, layer: int) -> torch.Tensor:
+        """Writes what the converted attention should give, moves the source's stream on, returns token energies.
+
+        The target is the source attention's own output; for ``"residual"`` plus what the converted stream lacks, so
+        that the sum of hidden state and attention meets the source's.
+        """
+        residual = self.recipe.reconstruction_target == "residual"
+        module = self._layer(layer)
+        outputs: list[torch.Tensor] = []
+        handle = module.self_attn.register_forward_hook(
+            lambda module, args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+        )
+        energy = torch.empty(len(self.source), self.source.length, device=self.model.device)
+        try:
+            for start in range(0, len(self.source), self.batch):
+                stop = min(start + self.batch, len(self.source))
+                hidden = self.source.read(start, stop, self.model.device)
+                after = self.model.forward_layer(module, layer, hidden)
+                output = outputs.pop()
+                measured = hidden + output if residual or self.recipe.reconstruction_weighting == "token" else output
+                energy[start:stop] = measured.float().square().mean(-1)
+                if residual:
+                    output = output + hidden - self.stream.read(start, stop, self.model.device)
+                self.targets.write(start, output)
+                self.source.write(start, after)
+        finally:
+            handle.remove()
+        self.ahead = layer + 1
+        return energy.cpu()
+
+    def _attention_forward(self, layer: int) -> Forward:
+        attention = self._attention(layer)
+        arguments = self._arguments(layer)
+        return lambda tensors, inputs: functional_call(attention, dict(tensors), (inputs,), arguments)[0]
+
+    def _block_forward(self, layer: int, last: int) -> Forward:
+        """The layer with the converted attention, then the source's own layers up to ``last``."""
+        arguments = {index: self._arguments(index) for index in range(layer, last + 1)}
+        followers = [(self._layer(index), index) for index in range(layer + 1, last + 1)]
+        block = _with_attention(self._layer(layer), self._attention(layer))
+
+        def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+            named = {f"self_attn.{name}": tensor for name, tensor in tensors.items()}
+            hidden = _first(functional_call(block, named, (inputs,), arguments[layer]))
+            for follower, index in followers:
+                hidden = _first(follower(hidden, **arguments[index]))
+            return hidden
+
+        return forward
+
+    def _arguments(self, layer: int) -> dict:
+        """What the layer is called with, made once: masks and positions serve every batch."""
+        window = torch.empty(
+            1, self.stream.length, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device
+        )
+        return self.model.layer_arguments(layer, window)
+
+
+def _first(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _with_attention(layer: nn.Module, attention: nn.Module) -> nn.Module:
+    """A decoder layer that shares everything with ``layer`` but its attention."""
+    block = layer.__class__.__new__(layer.__class__)
+    block.__dict__ = {**layer.__dict__, "_modules": {**layer._modules, "self_attn": attention}}
+    return block
