@@ -296,23 +296,46 @@ def env(json: str | None = None) -> None:
         write_json(json, kind="environment", rows=[environment])
 
 
-def inspect_checkpoint(checkpoint: str, dtype: Dtype = "bfloat16", json: str | None = None) -> None:
-    """Geometry, recipe and cache bytes per token of a converted checkpoint; reads its config only.
+def inspect_checkpoint(
+    checkpoint: str,
+    batch: list[int] | None = None,
+    length: list[int] | None = None,
+    dtype: Dtype = "bfloat16",
+    json: str | None = None,
+) -> None:
+    """Geometry, recipe, cache bytes and measured losses of a converted checkpoint; reads no weights.
 
     Args:
         checkpoint: folder or hub id of a converted checkpoint.
+        batch: sequences that are cached together, such as [1,64]; default 1.
+        length: cached tokens of each, such as [4096,32768]; default 4096 and as many as the model takes.
         dtype: element type of the cache that the bytes are counted for.
-        json: also write the rows to this file.
+        json: also write everything to this file.
     """
-    from mha2mla.eval.inspection import inspect_config
+    from mha2mla.eval import inspection
     from mha2mla.eval.report import print_table, write_json
 
-    summary, layers = inspect_config(checkpoint, dtype)
-    rows = [{"what": key, "value": None if value is None else str(value)} for key, value in summary.items()]
+    found = inspection.inspect_checkpoint(checkpoint, dtype, batches=batch or (1,), lengths=length)
+    rows = [{"what": key, "value": None if value is None else str(value)} for key, value in found.summary.items()]
     print_table(rows, title=checkpoint, columns={"what": "", "value": ""})
-    print_table(layers, title="layers")
+    print_table(found.geometries, title="geometry of the layers")
+    print_table(found.cache, title=f"cache in {dtype}, all layers", columns=inspection.CACHE_COLUMNS)
+    if found.measured:
+        rows = [{"what": key.replace("_", " "), "value": value} for key, value in found.measured.items()]
+        print_table(rows, title="measured by the conversion, source → converted", columns={"what": "", "value": ""})
+        print_table(found.layers, title="relative errors by layer")
+    else:
+        print(f"no {inspection.RECORD_FILE}: what the conversion lost is not recorded")
     if json:
-        write_json(json, kind="inspection", rows=layers, summary=summary)
+        write_json(
+            json,
+            kind="inspection",
+            rows=found.geometries,
+            summary=found.summary,
+            cache=found.cache,
+            measured=found.measured,
+            layers=found.layers,
+        )
 
 
 def build_parser() -> ArgumentParser:

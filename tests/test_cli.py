@@ -98,6 +98,11 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     )
     assert shown["rows"][0]["layers"] == "0–1" and shown["rows"][0]["num_rope_heads"] == 1
     assert shown["summary"]["recipe.layout"] == "shared"
+    # Without a record of the conversion the rest is still there.
+    (destination / "conversion.json").unlink()
+    capsys.readouterr()
+    assert run("inspect", destination) == 0
+    assert "no conversion.json" in capsys.readouterr().out
 
     report = tmp_path / "quality.json"
     quick = ("--seqlen", 64, "--max-tokens", 256, "--device", "cpu")

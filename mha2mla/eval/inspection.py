@@ -1,44 +1,91 @@
-"""What a converted checkpoint is, read from its config alone."""
+"""What a converted checkpoint is and lost, read from its config and from the record of its conversion."""
 
 from __future__ import annotations
 
+import json
 import os
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mha2mla.eval.loading import check_folder
 
+if TYPE_CHECKING:
+    from mha2mla.modeling import MHA2MLAConfig
 
-def inspect_config(
-    checkpoint: str | os.PathLike[str], dtype: str | torch.dtype = torch.bfloat16
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Geometry, recipe and cache bytes of a converted checkpoint. No weights are read.
+RECORD_FILE = "conversion.json"  # written by mha2mla.convert
+CACHE_COLUMNS = {
+    "batch": "batch",
+    "length": "length",
+    "source_mib": "source, MiB",
+    "converted_mib": "converted, MiB",
+    "reduction": "reduction",
+}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Everything as rows and values of JSON.
+
+    Attributes:
+        summary: source, layers, bytes per token, schema, recipe.
+        geometries: one row per run of layers with the same geometry.
+        cache: a row per batch and length: ``source_cache_bytes``, ``cache_bytes`` (all sequences, all layers), the same
+            in MiB, and the reduction.
+        measured: perplexities and the like, with what they were measured on; empty without a record.
+        layers: a row per layer, errors and seconds; empty without a record.
+    """
+
+    summary: dict[str, Any]
+    geometries: list[dict[str, Any]]
+    cache: list[dict[str, Any]]
+    measured: dict[str, Any]
+    layers: list[dict[str, Any]]
+
+
+def inspect_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    dtype: str | torch.dtype = torch.bfloat16,
+    *,
+    batches: Sequence[int] = (1,),
+    lengths: Sequence[int] | None = None,
+) -> Inspection:
+    """Geometry, recipe, cache bytes and measured losses of a converted checkpoint. No weights are read.
 
     Args:
         checkpoint: folder or hub id.
         dtype: element type that the cache bytes are counted for.
-
-    Returns:
-        A summary, and one row per run of layers with the same geometry.
+        batches: sequences that are cached together.
+        lengths: cached tokens of each; default 4096 and as many as the model takes.
 
     Raises:
-        ValueError: the checkpoint is not a converted one.
+        ValueError: the checkpoint is not a converted one, or a batch or length is less than 1.
         FileNotFoundError: no such folder.
     """
     from transformers import AutoConfig
 
     import mha2mla  # noqa: F401  registers model_type "mha2mla"
 
-    config = AutoConfig.from_pretrained(check_folder(checkpoint, "checkpoint"))
+    folder = check_folder(checkpoint, "checkpoint")
+    config = AutoConfig.from_pretrained(folder)
     if config.model_type != "mha2mla":
         raise ValueError(
             f"checkpoint has model_type {config.model_type!r}; expected 'mha2mla', a checkpoint that was converted"
         )
+    if lengths is None:
+        lengths = sorted({4096, config.max_position_embeddings or 4096})
+    for name, values in (("batches", batches), ("lengths", lengths)):
+        for value in values:
+            if value < 1:
+                raise ValueError(f"{name} has {value}; expected at least 1")
     itemsize = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
     before, after = config.source_cache_bytes_per_token(itemsize), config.cache_bytes_per_token(itemsize)
+    record = _record(folder)
     summary = {
-        "source": config.source_config.get("_name_or_path") or None,
+        "source": record.get("source_name") or config.source_config.get("_name_or_path") or None,
         "source model_type": config.source_config.get("model_type"),
         "layers": config.num_hidden_layers,
         "cache bytes per token": after,
@@ -47,18 +94,77 @@ def inspect_config(
         "schema version": config.schema_version,
     }
     summary |= {f"recipe.{key}": value for key, value in (config.recipe or {}).items()}
+    return Inspection(
+        summary=summary,
+        geometries=_geometries(config, itemsize),
+        cache=[_cache_row(config, itemsize, batch, length) for batch in batches for length in lengths],
+        measured=_measured(record),
+        layers=list(record.get("rows", [])),
+    )
+
+
+def _geometries(config: MHA2MLAConfig, itemsize: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
+    previous = None
     for index in range(config.num_hidden_layers):
         geometry = config.layer_geometry(index)
-        if rows and rows[-1]["_geometry"] == geometry:
+        if geometry == previous:
             rows[-1]["layers"] = f"{rows[-1]['layers'].partition('–')[0]}–{index}"
             continue
-        rows.append(
-            {
-                "layers": str(index),
-                **geometry.to_dict(),
-                "bytes_per_token_and_layer": geometry.cache_bytes_per_token(itemsize),
-                "_geometry": geometry,
-            }
-        )
-    return summary, [{key: value for key, value in row.items() if key != "_geometry"} for row in rows]
+        previous = geometry
+        bytes_per_token = geometry.cache_bytes_per_token(itemsize)
+        rows.append({"layers": str(index), **geometry.to_dict(), "bytes_per_token_and_layer": bytes_per_token})
+    return rows
+
+
+def _cache_row(config: MHA2MLAConfig, itemsize: int, batch: int, length: int) -> dict[str, Any]:
+    source = converted = 0
+    for index in range(config.num_hidden_layers):
+        geometry, window = config.layer_geometry(index), config.layer_sliding_window(index)
+        # A source's sliding layer drops what left its window; a LatentCache keeps every token.
+        kept = length if window is None else min(length, window)
+        source += batch * kept * geometry.source_cache_numel_per_token * itemsize
+        converted += batch * length * geometry.cache_bytes_per_token(itemsize)
+    return {
+        "batch": batch,
+        "length": length,
+        "source_cache_bytes": source,
+        "cache_bytes": converted,
+        "source_mib": source / 2**20,
+        "converted_mib": converted / 2**20,
+        "reduction": f"{1 - converted / source:.1%}",
+    }
+
+
+def _record(checkpoint: str) -> dict[str, Any]:
+    """conversion.json of a folder or hub id; empty when there is none."""
+    path: str | Path | None = Path(checkpoint) / RECORD_FILE
+    if not Path(checkpoint).is_dir():
+        from transformers.utils import cached_file
+
+        path = cached_file(checkpoint, RECORD_FILE, _raise_exceptions_for_missing_entries=False)
+    if path is None or not Path(path).is_file():
+        return {}
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _measured(record: dict[str, Any]) -> dict[str, Any]:
+    if not record:
+        return {}
+    environment = record["environment"]
+    return {
+        **record["parity"],
+        "evaluation_text": record["evaluation_text"],
+        "evaluation_length": record["evaluation_length"],
+        "calibration_tokens": record["calibration_tokens"],
+        "compute_dtype": record["compute_dtype"],
+        "weights_dtype": record["weights_dtype"],
+        "device": record["device"],
+        **{f"seconds.{name}": value for name, value in record["seconds"].items()},
+        "peak_rss_bytes": record["peak_rss_bytes"],
+        "mha2mla": record["mha2mla_version"],
+        **{name: environment[name] for name in ("torch", "transformers", "gpu", "commit", "date")},
+    }

@@ -1,0 +1,52 @@
+import json
+
+import pytest
+
+import mha2mla
+from mha2mla.cli import main
+from mha2mla.eval.inspection import inspect_checkpoint
+from tests.conversion import tiny
+
+
+def test_bytes_of_any_batch_and_length(tiny_converted):
+    found = inspect_checkpoint(tiny_converted, "float16", batches=(1, 8), lengths=(10, 4096))
+    assert [(row["batch"], row["length"]) for row in found.cache] == [(1, 10), (1, 4096), (8, 10), (8, 4096)]
+    # 2 layers, keys and values, 2 kv heads of width 16, 2 bytes; half of it after the conversion.
+    source = 2 * 2 * 2 * 16 * 2
+    for row in found.cache:
+        assert row["source_cache_bytes"] == row["batch"] * row["length"] * source
+        assert row["cache_bytes"] == row["source_cache_bytes"] // 2 and row["reduction"] == "50.0%"
+        assert row["source_mib"] * 2**20 == row["source_cache_bytes"]
+    assert found.summary["cache bytes per token"] == source // 2
+
+
+def test_a_source_s_sliding_layers_cache_their_window_only(tmp_path):
+    source = tiny.checkpoint(tmp_path / "source", "mistral", sliding_window=9)
+    recipe = mha2mla.Recipe(cache_ratio=1.0, calibration_tokens=64, calibration_length=64)
+    mha2mla.convert(source, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
+    row = inspect_checkpoint(tmp_path / "out", lengths=[90]).cache[0]
+    assert row["cache_bytes"] == 10 * row["source_cache_bytes"] and row["reduction"] == "-900.0%"
+
+
+def test_the_record_of_the_conversion_is_shown(tiny_converted, tmp_path, capsys):
+    record = json.loads((tiny_converted / "conversion.json").read_text())
+    found = inspect_checkpoint(tiny_converted)
+    assert found.measured["perplexity_converted"] == record["parity"]["perplexity_converted"]
+    assert found.measured["seconds.total"] == record["seconds"]["total"] and found.measured["torch"]
+    assert [row["score_error"] for row in found.layers] == [row["score_error"] for row in record["rows"]]
+
+    written = tmp_path / "inspect.json"
+    assert main(["inspect", str(tiny_converted), "--batch", "[2]", "--length=[7]", "--json", str(written)]) == 0
+    shown = json.loads(written.read_text())
+    assert shown["measured"]["kl"] == record["parity"]["kl"] and len(shown["layers"]) == 2
+    assert [(row["batch"], row["length"]) for row in shown["cache"]] == [(2, 7)]
+    out = capsys.readouterr().out
+    for text in ("perplexity converted", "relative errors by layer", "converted, MiB", "recipe.layout"):
+        assert text in out
+
+
+def test_bad_arguments_are_named(tiny_converted):
+    with pytest.raises(ValueError, match="lengths has 0"):
+        inspect_checkpoint(tiny_converted, lengths=[0])
+    with pytest.raises(ValueError, match="batches has -1"):
+        inspect_checkpoint(tiny_converted, batches=[-1])
