@@ -25,16 +25,24 @@ def full_rank(source: nn.Module, **config_keys) -> MHA2MLAForCausalLM:
         attention_kv_bias=attention.k_proj.bias is not None,
         attention_o_bias=attention.o_proj.bias is not None or attention.v_proj.bias is not None,
         softmax_scale=attention.scaling,
-        rope_attention_scaling=source.model.rotary_emb.attention_scaling,
+        rope_attention_scaling=getattr(source.model.rotary_emb, "attention_scaling", 1.0),
         **config_keys,
     )
     model = MHA2MLAForCausalLM(config).eval()
     state = {name: tensor for name, tensor in source.state_dict().items() if ".self_attn." not in name}
     for index, layer in enumerate(source.model.layers):
-        tensors = attention_tensors(layer.self_attn, kv_heads, source.model.rotary_emb.inv_freq)
+        tensors = attention_tensors(layer.self_attn, kv_heads, rotary_table(source, index))
         state |= {f"model.layers.{index}.self_attn.{name}": tensor for name, tensor in tensors.items()}
     model.load_state_dict(state, strict=True)
     return model
+
+
+def rotary_table(source: nn.Module, index: int) -> torch.Tensor:
+    """[d_h / 2] of layer ``index``: the model's, or its layer type's (Gemma 3)."""
+    rotary = source.model.rotary_emb
+    if hasattr(rotary, "inv_freq"):
+        return rotary.inv_freq
+    return getattr(rotary, f"{source.config.layer_types[index]}_inv_freq")
 
 
 def attention_tensors(attention: nn.Module, kv_heads: int, inv_freq: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 
@@ -30,7 +40,16 @@ YARN = {
     "attention_factor": 1.3,
 }
 WINDOW = 9
-FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig}
+FAMILIES = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "olmo2": Olmo2Config,
+    "gemma3_text": Gemma3TextConfig,
+}
 # name -> (family, config keys): every trait of FAILURES 24 in at least one.
 SOURCES = {
     "llama": ("llama", {"attention_bias": True}),
@@ -40,6 +59,21 @@ SOURCES = {
     "qwen3": ("qwen3", {"head_dim": 12, "attention_bias": True}),
     "mistral": ("mistral", {"head_dim": 12, "sliding_window": None}),
     "mistral-sliding": ("mistral", {"sliding_window": WINDOW}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 12, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    ),
+    "olmo2": ("olmo2", {}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
 }
 # name -> (source, geometry): G = 1, between and h_kv; d_n = 0 and not; ranks that differ between layers.
 GEOMETRIES = {

@@ -51,13 +51,16 @@ def test_greedy_tokens_of_a_padded_batch(case):
         assert torch.equal(model.generate(ids, cache_implementation=implementation, **options), expected)
 
 
+@pytest.mark.parametrize("case", ["mistral", "mixtral", "qwen3-moe", "gemma3"])  # no value bias, RoPE in bfloat16
 @torch.no_grad()
-def test_bfloat16_is_the_source_bit_by_bit():
+def test_bfloat16_is_the_source_bit_by_bit(case):
     """The same products in the same order: rounding, too, is the source's (c is the values, and W_UV copies them)."""
-    source = models.source_model("mistral")
+    source = models.source_model(case)
     model = full_rank(source).to(torch.bfloat16)
-    inv_freq = source.model.rotary_emb.inv_freq
+    rotary = source.model.rotary_emb
+    tables = {name: table.clone() for name, table in rotary.named_buffers()}
     source.to(torch.bfloat16)
-    source.model.rotary_emb.inv_freq = inv_freq  # which .to() rounds in transformers' models, and must not in ours
+    for name, table in tables.items():
+        setattr(rotary, name, table)  # which .to() rounds in transformers' models, and must not in ours
     ids = models.tokens(2, 20)
     assert torch.equal(model(ids, use_cache=False).logits, source(ids).logits)

@@ -1,0 +1,323 @@
+"""Every family through the whole pipeline: exact at full rank, as measured below it, experts untouched, or refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+
+import mha2mla
+from mha2mla.conversion.adapters import ADAPTERS, UnsupportedSourceError, adapter_for
+from mha2mla.conversion.recipe import LAYOUTS
+from mha2mla.conversion.source import CheckpointError
+from mha2mla.conversion.stored import StoredParameters
+from tests.conversion import tiny
+
+SHORT = {"calibration_tokens": 512, "calibration_length": 64}
+FULL = {"cache_ratio": 1.0, **SHORT}
+# The traits that the statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "phi3", "olmo2-mha-biases", "gemma3")
+
+
+def convert(source, destination, recipe, **keys):
+    keys = {"evaluation_tokens": 256, "device": "cpu", "progress": False, **keys}
+    return mha2mla.convert(source, destination, recipe, **keys)
+
+
+def relative(actual, expected):
+    return float((actual - expected).norm() / expected.norm())
+
+
+def made(case, folder, **more):
+    family, keys = tiny.CASES[case]
+    return tiny.checkpoint(folder, family, **keys, **more)
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_full_rank_reproduces_the_source(case, layout, tmp_path):
+    """FAILURES 23, 24, 29: pairing, biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
+    folder = made(case, tmp_path / "source")
+    report = convert(folder, tmp_path / "out", mha2mla.Recipe(layout=layout, **FULL))
+    assert report.parity.logits_relative_error <= 1e-4
+    assert report.cache_ratio == 1.0 and report.calibration_tokens == 0
+    source, converted = loaded(folder), loaded(tmp_path / "out")
+    tokens = tiny.some_tokens()
+    with torch.inference_mode():
+        assert relative(converted(tokens).logits, source(tokens).logits) <= 1e-4
+    prompt = {"input_ids": tokens[:, :14], "attention_mask": torch.ones(3, 14, dtype=torch.int64)}
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(converted.generate(**prompt, **options), source.generate(**prompt, **options))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", FAMILIES)
+def test_half_rank_reloads_as_measured(case, layout, tmp_path):
+    folder = made(case, tmp_path / "source")
+    held_out = tiny.some_tokens(2, 32)
+    report = convert(folder, tmp_path / "out", mha2mla.Recipe(layout=layout, **SHORT), evaluation=held_out)
+    expected, actual = (tiny.logits(path, held_out)[:, :-1] for path in (folder, tmp_path / "out"))
+    assert relative(actual, expected) == pytest.approx(report.parity.logits_relative_error, rel=1e-3)
+    assert report.cache_ratio <= 0.5
+
+
+def test_a_window_that_a_config_names_in_vain_hides_nothing(tmp_path):
+    folder = tiny.checkpoint(tmp_path / "source", "llama", sliding_window=9)
+    convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL))
+    tokens = tiny.some_tokens()
+    assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(folder, tokens)) <= 1e-4
+
+
+EXPERT = {
+    "mixtral": "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+    "qwen3-moe": "model.layers.1.mlp.experts.2.up_proj.weight",
+}
+
+
+@pytest.mark.parametrize("case", EXPERT)
+def test_experts_keep_their_names_and_bits(case, tmp_path):
+    folder = made(case, tmp_path / "source")
+    convert(folder, tmp_path / "out", mha2mla.Recipe(**SHORT))
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert EXPERT[case] in before
+    kept = {name for name in before if ".self_attn." not in name}
+    assert kept == {name for name in after if ".self_attn." not in name}
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    # What transformers writes of the converted model has the same names.
+    loaded(tmp_path / "out").save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == after.keys() and all(torch.equal(again[name], after[name]) for name in after)
+
+
+@pytest.mark.parametrize("case", EXPERT)
+def test_stacked_experts_are_read_too(case, tmp_path):
+    """As a state dict holds them: all experts of a layer in one tensor."""
+    family, keys = tiny.CASES[case]
+    folder = made(case, tmp_path / "source")
+    stacked = tiny.model(family, **keys).state_dict()
+    assert "model.layers.1.mlp.experts.gate_up_proj" in stacked
+    save_file(stacked, folder / "model.safetensors", metadata={"format": "pt"})
+    convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL))
+    tokens = tiny.some_tokens()
+    assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(folder, tokens)) <= 1e-4
+
+
+@pytest.mark.parametrize("case", EXPERT)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors, name: tensors.pop(name), "tensor {} is absent from .* \\(1 absent in all\\)"),
+        (lambda tensors, name: tensors.update({name: torch.ones(3, 48)}), "tensor {} has shape \\(3, 48\\)"),
+        (lambda tensors, name: tensors[name].fill_(float("nan")), "tensor {} in model.safetensors has .* NaN"),
+    ],
+)
+def test_a_damaged_expert_is_named_and_leaves_nothing(case, change, named, tmp_path):
+    folder = made(case, tmp_path / "source")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors, EXPERT[case])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=named.format(EXPERT[case])):
+        convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL))
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+# config.json as published (transformers 4), with fewer layers; and a few tensors that those checkpoints hold.
+HUB = {
+    "Meta-Llama-3.1-8B": (
+        {
+            "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+            "max_position_embeddings": 131072, "tie_word_embeddings": False, "attention_bias": False,
+            "rope_scaling": {
+                "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+        },
+        {"model.layers.1.self_attn.k_proj.weight": (1024, 4096), "lm_head.weight": (128256, 4096)},
+        {"head_dim": 128, "rope_type": "llama3"},
+    ),
+    "Mistral-7B-v0.1": (
+        {
+            "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 32000, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "max_position_embeddings": 32768, "sliding_window": 4096, "tie_word_embeddings": False,
+        },
+        {"model.layers.1.self_attn.o_proj.weight": (4096, 4096)},
+        {"sliding_windows": (4096, 4096)},
+    ),
+    "Mistral-Nemo-Base-2407": (
+        {
+            "model_type": "mistral", "hidden_size": 5120, "intermediate_size": 14336, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072, "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0, "max_position_embeddings": 128000, "sliding_window": None,
+        },
+        {"model.layers.1.self_attn.q_proj.weight": (4096, 5120)},
+        {"head_dim": 128, "sliding_windows": (None, None)},
+    ),
+    "Qwen2.5-0.5B": (
+        {
+            "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
+            "num_key_value_heads": 2, "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+            "max_position_embeddings": 32768, "max_window_layers": 24, "sliding_window": 32768,
+            "use_sliding_window": False, "use_mrope": False, "tie_word_embeddings": True,
+        },
+        {"model.layers.1.self_attn.v_proj.bias": (128,)},
+        {"head_dim": 64, "sliding_windows": (None, None), "v_bias": True, "o_bias": False},
+    ),
+    "Qwen3-0.6B": (
+        {
+            "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000, "rope_scaling": None, "max_position_embeddings": 40960, "max_window_layers": 28,
+            "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": True, "attention_bias": False,
+        },
+        {"model.layers.1.self_attn.k_norm.weight": (128,), "model.layers.1.self_attn.q_proj.weight": (2048, 1024)},
+        {"head_dim": 128, "qk_norm": True},
+    ),
+    "Mixtral-8x7B-v0.1": (
+        {
+            "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 32000, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0,
+            "max_position_embeddings": 32768, "sliding_window": None, "num_experts_per_tok": 2, "num_local_experts": 8,
+            "output_router_logits": False, "router_aux_loss_coef": 0.02, "tie_word_embeddings": False,
+        },
+        {
+            "model.layers.1.block_sparse_moe.gate.weight": (8, 4096),
+            "model.layers.1.block_sparse_moe.experts.7.w1.weight": (14336, 4096),
+            "model.layers.1.block_sparse_moe.experts.7.w2.weight": (4096, 14336),
+            "model.layers.1.block_sparse_moe.experts.7.w3.weight": (14336, 4096),
+        },
+        {"sliding_windows": (None, None)},
+    ),
+    "Qwen3-30B-A3B": (
+        {
+            "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0, "rope_scaling": None, "max_position_embeddings": 40960, "max_window_layers": 48,
+            "sliding_window": None, "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+            "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
+            "output_router_logits": False, "router_aux_loss_coef": 0.001, "tie_word_embeddings": False,
+        },
+        {
+            "model.layers.1.mlp.gate.weight": (128, 2048),
+            "model.layers.1.mlp.experts.127.gate_proj.weight": (768, 2048),
+            "model.layers.1.mlp.experts.127.up_proj.weight": (768, 2048),
+            "model.layers.1.mlp.experts.127.down_proj.weight": (2048, 768),
+            "model.layers.1.self_attn.q_norm.weight": (128,),
+        },
+        {"head_dim": 128, "qk_norm": True},
+    ),
+    "Phi-3-mini-4k-instruct": (
+        {
+            "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32,
+            "num_key_value_heads": 32, "vocab_size": 32064, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "rope_scaling": None, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+            "sliding_window": 2047, "attention_bias": False, "tie_word_embeddings": False,
+        },
+        {
+            "model.layers.1.self_attn.qkv_proj.weight": (9216, 3072),
+            "model.layers.1.mlp.gate_up_proj.weight": (16384, 3072),
+        },
+        {"head_dim": 96, "sliding_windows": (2047, 2047)},
+    ),
+    "Phi-3-mini-128k-instruct": (
+        {
+            "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32,
+            "num_key_value_heads": 32, "vocab_size": 32064, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "rope_scaling": {
+                "type": "longrope", "short_factor": [1.0 + i / 30 for i in range(48)],
+                "long_factor": [1.0 + i for i in range(48)],
+            },
+            "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
+        },
+        {"model.layers.1.self_attn.o_proj.weight": (3072, 3072)},
+        {"rope_type": "longrope", "attention_factor": (1 + 5 / 12) ** 0.5},  # 131072 / 4096 = 2^5, 4096 = 2^12
+    ),
+    "OLMo-2-1124-7B": (
+        {
+            "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+            "num_key_value_heads": 32, "vocab_size": 100352, "rms_norm_eps": 1e-6, "rope_theta": 500000,
+            "rope_scaling": None, "max_position_embeddings": 4096, "attention_bias": False,
+            "tie_word_embeddings": False,
+        },
+        {"model.layers.1.self_attn.q_norm.weight": (4096,), "model.layers.1.post_attention_layernorm.weight": (4096,)},
+        {"qk_norm": True, "norm_per_head": False},
+    ),
+    "gemma-3-1b-it": (
+        {
+            "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4,
+            "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
+            "max_position_embeddings": 32768, "sliding_window": 512, "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 256, "attn_logit_softcapping": None, "final_logit_softcapping": None,
+            "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+        },
+        {"model.layers.1.self_attn.q_norm.weight": (256,), "model.layers.1.pre_feedforward_layernorm.weight": (1152,)},
+        {"head_dim": 256, "softmax_scale": 1 / 16, "norm_offset": 1.0, "sliding_windows": (512, None)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_published_configs_are_understood(name):
+    values, tensors, wanted = HUB[name]
+    config = CONFIG_MAPPING[values["model_type"]](
+        **{key: value for key, value in values.items() if key != "model_type"}, num_hidden_layers=2
+    )
+    adapter = adapter_for(values)
+    spec = adapter.specify(config)
+    for key, value in wanted.items():
+        assert getattr(spec, key) == (pytest.approx(value) if isinstance(value, float) else value)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = StoredParameters(model, frozenset()).shapes
+    assert tensors.items() <= shapes.items()
+    assert "lm_head.weight" not in shapes or not config.tie_word_embeddings
+    names = adapter.attention_names(spec, 1).values()
+    assert set(names) == {each for each in shapes if each.startswith("model.layers.1.self_attn.")}
+
+
+REFUSED = {
+    "Phi-4-mini-instruct": (
+        {**HUB["Phi-3-mini-4k-instruct"][0], "partial_rotary_factor": 0.75, "sliding_window": None},
+        "partial_rotary_factor is 0.75",
+    ),
+    "gemma-2-2b": (
+        {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        "'gemma2' cannot be converted: it soft-caps its attention logits",
+    ),
+    "gemma-3-4b-it": ({"model_type": "gemma3"}, "'gemma3' cannot be converted: it is multimodal"),
+    "embeddinggemma-300m": (
+        {**HUB["gemma-3-1b-it"][0], "use_bidirectional_attention": True},
+        "use_bidirectional_attention is True",
+    ),
+    "a Gemma 3 with capped logits": (
+        {**HUB["gemma-3-1b-it"][0], "final_logit_softcapping": 30.0},
+        "final_logit_softcapping is 30.0",
+    ),
+    "a Gemma 3 with capped attention": (
+        {**HUB["gemma-3-1b-it"][0], "attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping is 50.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(name, tmp_path):
+    values, named = REFUSED[name]
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 2}))
+    with pytest.raises(UnsupportedSourceError, match=named):
+        convert(tmp_path / "source", tmp_path / "out", mha2mla.Recipe(**FULL))
+
+
+def test_every_adapter_has_a_case_and_a_published_config():
+    assert {family for family, _ in tiny.CASES.values()} == set(ADAPTERS)
+    assert {tiny.CASES[case][0] for case in FAMILIES} == set(ADAPTERS)
+    assert {values["model_type"] for values, *_ in HUB.values()} == set(ADAPTERS)
+    assert all(AutoConfig.for_model(family) for family in ADAPTERS)
