@@ -46,19 +46,6 @@ def relative(actual, expected):
     return float((actual - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", tiny.CASES)
-def test_full_rank_reproduces_the_source(case, layout, tmp_path):
-    """FAILURES 23, 24, 29: pairing, biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
-    family, keys = tiny.CASES[case]
-    source = tiny.checkpoint(tmp_path / "source", family, **keys)
-    report = convert(source, tmp_path / "out", mha2mla.Recipe(layout=layout, cache_ratio=1.0, **SHORT))
-    tokens = tiny.some_tokens()
-    assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(source, tokens)) <= 1e-4
-    assert report.parity.logits_relative_error <= 1e-4
-    assert report.cache_ratio == 1.0 and report.calibration_tokens == 0
-
-
 def test_full_rank_reproduces_a_bfloat16_source_with_biases(tmp_path):
     """The value bias moves into o_proj: rounded to bfloat16 there, it alone would break parity."""
     tiny.model("qwen2").to(torch.bfloat16).save_pretrained(tmp_path / "source")
