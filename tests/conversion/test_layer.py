@@ -88,6 +88,13 @@ def test_full_rank_is_the_source(case, layout):
     layer = Layer(case)
     recipe = Recipe(layout=layout, cache_ratio=1.0)
     assert relative(layer.output(recipe), layer.source_output()) < 2e-6  # the source's cos and sin are float32
+    # Nothing is left to choose at full rank, so what holds for one recipe holds for all.
+    expected = layer.converted(recipe)
+    for selection, low_rank in itertools.product(ROPE_SELECTIONS, LOW_RANKS):
+        other = Recipe(layout=layout, cache_ratio=1.0, rope_selection=selection, low_rank=low_rank)
+        tensors = layer.converted(other)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -151,14 +158,19 @@ def test_a_shared_basis_keeps_the_largest_components():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_rotation_dropping_it_costs_nothing(layout):
-    """At one position all pairs are un-rotated: partial RoPE at full rank is then exact, biases and all."""
-    layer = Layer("qwen2")
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "phi3", "olmo2", "gemma3"])
+def test_without_rotation_dropping_it_costs_nothing(case, layout):
+    """At one position all pairs are un-rotated: partial RoPE at full rank is then exact, biases, norms and all."""
+    layer = Layer(case)
     still = SourceSpec(**{**vars(layer.spec), "inv_freq": torch.zeros_like(layer.spec.inv_freq)})
     layer.spec = still
-    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=56 if layout == "shared" else 48, mean_phase=0.0)
+    width = layer.spec.num_key_value_heads * layer.spec.head_dim
+    rank = 2 * width - 8 * (1 if layout == "shared" else layer.spec.num_key_value_heads)
+    # Of a shared basis this rank is the target's very own, below the number of its rows.
+    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=rank, mean_phase=0.0, low_rank="svd-joint")
     exact = Recipe(layout=layout, cache_ratio=1.0)
-    assert relative(layer.output(recipe), layer.output(exact)) < 1e-6  # the alternating solve has a ridge of 1e-9
+    # Principal components come from eigenvalues, squares of singular values: half of float64's digits.
+    assert relative(layer.output(recipe), layer.output(exact)) < 1e-6
 
 
 def test_a_key_bias_on_un_rotated_dims_is_dropped_and_on_rotated_ones_kept():
