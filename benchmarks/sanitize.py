@@ -9,14 +9,19 @@ Compile first, in parallel and without the tool; then run under each tool, in on
     done
 
 ``kns`` restricts the tool to the kernels of this package by a part of their names: torch's own would take most of the
-time. Workspace and outputs are not filled beforehand, so initcheck sees what is read before it was written; the cache
-is written everywhere, with NaN where no query may look, since TMA reads whole tiles.
+time. Inputs are drawn and results judged on the CPU: a copy counts as written for initcheck, what a kernel outside
+``kns`` wrote does not. Workspace and outputs are not filled beforehand, so initcheck sees what is read before it was written;
+the cache is written everywhere, with NaN where no query may look, since TMA reads whole tiles.
+
+racecheck needs registers and shared memory of its own; ``run --only swap_ab_ws`` leaves out the kernels that take all.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,22 +60,42 @@ def compile() -> bool:
     return not broken
 
 
+def to_device(tensors: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The same arguments on ``device``, views of one buffer staying views of one buffer."""
+    buffers: dict[int, torch.Tensor] = {}
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in buffers:
+            whole = torch.empty(0, dtype=tensor.dtype).set_(storage)
+            buffers[storage.data_ptr()] = whole.to(device)
+        return buffers[storage.data_ptr()].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return {name: moved(value) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()}
+
+
 @torch.inference_mode()
-def run() -> bool:
-    """One plan and one call of each problem; prints which kernel served it and whether the result is right."""
+def run(only: str | None = None) -> bool:
+    """One plan and one call of each problem; prints which kernel served it and whether the result is right.
+
+    Args:
+        only: run the problems that this kernel serves.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     right = True
     for number, problem in enumerate(PROBLEMS):
-        inputs = problem.inputs(DTYPE, device)
-        plan = problem.plan(inputs, "tilelang")
-        out = mla_decode(**inputs, plan=plan, backend="tilelang")
-        torch.cuda.synchronize()
+        kernel = select_kernel(shape_of(problem), capability(device), device_name(device)).kernel
+        if only is not None and kernel != only:
+            continue
+        inputs = problem.inputs(DTYPE, "cpu")
+        on_device = to_device(inputs, device)
+        plan = problem.plan(on_device, "tilelang")
+        out = mla_decode(**on_device, plan=plan, backend="tilelang").cpu()
         expected, _ = exact(inputs, **problem.visibility)
         error, _ = errors(out, expected)
         torch_error, _ = errors(torch_at(inputs, DTYPE, **problem.visibility), expected)
         ok = error <= 2 * torch_error + torch.finfo(DTYPE).eps / 2
         right &= ok
-        kernel = select_kernel(shape_of(problem), capability(device), device_name(device)).kernel
         print(f"{number} {kernel:<12} {'ok' if ok else 'WRONG'} error {error:.1e} {problem}", flush=True)
     return right
 
