@@ -10,8 +10,8 @@ Compile first, in parallel and without the tool; then run under each tool, in on
 
 ``kns`` restricts the tool to the kernels of this package by a part of their names: torch's own would take most of the
 time. Inputs are drawn and results judged on the CPU: a copy counts as written for initcheck, what a kernel outside
-``kns`` wrote does not. Workspace and outputs are not filled beforehand, so initcheck sees what is read before it was written;
-the cache is written everywhere, with NaN where no query may look, since TMA reads whole tiles.
+``kns`` wrote does not. Workspace and outputs are not filled beforehand, so initcheck sees what is read before it was
+written; the cache is written everywhere, with NaN where no query may look, since TMA reads whole tiles.
 
 racecheck needs registers and shared memory of its own; ``run --only swap_ab_ws`` leaves out the kernels that take all.
 """
