@@ -31,7 +31,9 @@ def _parser(description: str, **keywords: Any) -> ArgumentParser:
     return ArgumentParser(description=description, formatter_class=_Formatter, **keywords)
 
 
-def convert(source: str, destination: str, recipe: Any, device: Device, dtype: Dtype | None, overwrite: bool) -> None:
+def convert(
+    source: str, destination: str, recipe: Any, device: Device, dtype: Dtype | None, overwrite: bool, resume: str
+) -> None:
     """Turns an MHA/GQA checkpoint into an MLA checkpoint."""
     import torch
 
@@ -45,10 +47,14 @@ def convert(source: str, destination: str, recipe: Any, device: Device, dtype: D
         device=device,
         dtype=None if dtype is None else getattr(torch, dtype),
         overwrite=overwrite,
+        resume=resume,
         progress=True,
     )
-    rows = [{"what": key.replace("_", " "), "value": value} for key, value in _flat(report.to_dict())]
+    values = report.to_dict()
+    layers = values.pop("layers")
+    rows = [{"what": key.replace("_", " "), "value": value} for key, value in _flat(values)]
     print_table(rows, title=f"{source} → {destination}", columns={"what": "", "value": ""})
+    print_table(layers, title="relative errors by layer")
 
 
 def eval_quality(
@@ -424,6 +430,8 @@ def _convert_parser() -> ArgumentParser:
     parser.add_argument("--dtype", type=Dtype | None, default=None, help="of the written weights; default the source's")
     parser.add_argument("--overwrite", action="store_true", help="replace a destination that is there already")
     order = "flags win over the file, the file over the preset, the preset over the defaults"
+    text = "auto goes on from the layers that a killed run of the same conversion left, never discards them [auto]"
+    parser.add_argument("--resume", type=Literal["auto", "never"], default="auto", help=text)
     keys = parser.add_argument_group("recipe", order)
     keys.add_argument("--recipe", type=str | None, default=None, help="YAML file with recipe keys")
     texts, hints = _argument_help(recipe.Recipe), typing.get_type_hints(recipe.Recipe)
@@ -457,7 +465,8 @@ def _recipe(arguments: Namespace) -> Any:
 def _run(arguments: Namespace) -> int:
     verb, chosen = arguments.verb, arguments[arguments.verb]
     if verb == "convert":
-        convert(chosen.source, chosen.destination, _recipe(chosen), chosen.device, chosen.dtype, chosen.overwrite)
+        recipe = _recipe(chosen)
+        convert(chosen.source, chosen.destination, recipe, chosen.device, chosen.dtype, chosen.overwrite, chosen.resume)
         return 0
     if verb in ("eval", "check"):
         verb, chosen = f"{verb} {chosen.kind}", chosen[chosen.kind]

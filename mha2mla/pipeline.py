@@ -21,15 +21,22 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
 from mha2mla.conversion.calibration import SPILL_BYTES
-from mha2mla.conversion.card import PLOT_FILE, RECORD_FILE, model_card
+from mha2mla.conversion.card import PLOT_FILE, model_card
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.plot import plot_layers
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.sequence import LayerSequence
+from mha2mla.conversion.resume import FinishedLayers, ResumeError, code_hash, source_identity, tensor_hash
+from mha2mla.conversion.sequence import LayerRecord, LayerSequence
 from mha2mla.conversion.source import CheckpointError, CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
-from mha2mla.conversion.writer import DEFAULT_SHARD_BYTES, ShardedWriter, check_destination, temporary_folder
+from mha2mla.conversion.writer import (
+    DEFAULT_SHARD_BYTES,
+    WORK_FOLDER,
+    ShardedWriter,
+    check_destination,
+    temporary_folder,
+)
 from mha2mla.geometry import MLAGeometry
 from mha2mla.texts import load_text, token_windows
 
@@ -37,6 +44,7 @@ FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
 PAGE_SIZE = 64
+RESUME = ("auto", "never")
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 
 # What a checkpoint carries beside weights and config.
@@ -74,7 +82,8 @@ class ConversionReport:
         parity: source against the checkpoint read back from disk.
         layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
         decode_backend: which backend serves this geometry in decoding, and why not the other.
-        seconds: of the phases, and in total.
+        resumed_layers: how many of the layers an interrupted run had left.
+        seconds: of the phases of this run, and in total.
         peak_rss_bytes: largest resident memory of this process so far.
         weight_bytes: of the written tensors.
     """
@@ -99,6 +108,7 @@ class ConversionReport:
     layers: tuple[dict[str, Any], ...]
     decode_backend: str
     rope_note: str
+    resumed_layers: int
     seconds: dict[str, float]
     peak_rss_bytes: int
     weight_bytes: int
@@ -163,15 +173,20 @@ def convert(
     dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype = torch.float32,
     overwrite: bool = False,
+    resume: str = "auto",
     progress: bool = True,
     spill_bytes: int = SPILL_BYTES,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> ConversionReport:
     """Converts an MHA/GQA checkpoint to MLA and proves what came out.
 
-    Everything that can be refused is refused before any work. Layers are read, calibrated, converted and written one
-    at a time; the result is read back from a temporary folder, compared with the source on held-out text, and only then
-    renamed. The source is never opened for writing.
+    Everything that can be refused is refused before any work. Layers are read, calibrated, converted and put on disk
+    one at a time; the result is read back from a temporary folder, compared with the source on held-out text, and only
+    then renamed. The source is never opened for writing.
+
+    A run that was killed or interrupted leaves its finished layers beside the destination, and the same call goes on
+    from there: activations are computed anew, and the weights are those of a run that nothing disturbed. An error
+    leaves nothing.
 
     Args:
         source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
@@ -186,6 +201,9 @@ def convert(
             ``o_proj`` stay float32: what the source adds in two places would lose its last bits in one.
         compute_dtype: of the layers that are run. Statistics and factorisations are float64.
         overwrite: replace an existing destination, after the new one is complete.
+        resume: ``"auto"`` goes on from the layers of an interrupted run if recipe, source, calibration windows, dtypes,
+            device, and the versions of this package and torch are the same, and refuses to lose them if one is not;
+            ``"never"`` discards them.
         progress: show progress bars and the summary on standard error.
         spill_bytes: activations at a layer boundary go to disk when they are larger.
         max_shard_bytes: size of a weight file.
@@ -194,10 +212,13 @@ def convert(
         UnsupportedSourceError: the source cannot be converted, by name.
         CheckpointError: the source is incomplete or damaged.
         DestinationError: the destination overlaps the source, exists, or cannot be written.
+        ResumeError: an interrupted run of another conversion left finished layers.
         ParityError: a full-rank conversion is not the source to rounding.
         ValueError: any other argument, by name.
     """
     started = time.perf_counter()
+    if resume not in RESUME:
+        raise ValueError(f"resume is {resume!r}; expected one of {', '.join(map(repr, RESUME))}")
     plan = _check(
         source,
         destination,
@@ -214,18 +235,36 @@ def convert(
         max_shard_bytes=max_shard_bytes,
     )
     seconds: dict[str, float] = {}
-    with temporary_folder(plan.destination, overwrite=overwrite) as folder:
+    fingerprint = _fingerprint(plan)
+    admit = (lambda work: _has_layers(work, fingerprint)) if resume == "auto" else None
+    with _interrupts_named(plan), temporary_folder(plan.destination, overwrite=overwrite, admit=admit) as folder:
+        layers = FinishedLayers(folder / WORK_FOLDER, fingerprint)
+        resumed = len(layers)
         with _timed(seconds, "convert"):
-            weight_bytes, records = _write_weights(plan, folder)
+            _convert_layers(plan, folder, layers)
+        with _timed(seconds, "write"):
+            weight_bytes = _write_weights(plan, folder, layers)
             _write_companions(plan, folder)
         with _timed(seconds, "verify"):
             parity = _verify(plan, folder)
         seconds["total"] = time.perf_counter() - started
-        report = _report(plan, parity, records, seconds, weight_bytes)
+        report = _report(plan, parity, layers, resumed, seconds, weight_bytes)
         _write_report(plan, folder, report)
     if progress:
         tqdm.write(str(report), file=sys.stderr)
     return report
+
+
+@contextmanager
+def _interrupts_named(plan: _Plan) -> Iterator[None]:
+    """Says after Ctrl-C how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if plan.progress:
+            where = f"beside {plan.destination}: the same command goes on from there"
+            tqdm.write(f"interrupted; finished layers are kept {where}", file=sys.stderr)
+        raise
 
 
 @contextmanager
@@ -413,21 +452,39 @@ def _batch(windows: torch.Tensor) -> int:
     return max(1, _BATCH_TOKENS // windows.shape[1])
 
 
-def _write_weights(plan: _Plan, folder: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Streams every tensor to ``folder``: attention converted, all others copied.
+def _fingerprint(plan: _Plan) -> dict[str, Any]:
+    """All that the tensors of a converted layer depend on."""
+    recipe = {key: value for key, value in plan.recipe.to_dict().items() if key != "preset"}
+    device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type
+    return {
+        "recipe": recipe,
+        "geometry": plan.geometry.to_dict(),
+        "source": source_identity(plan.reader),
+        "calibration": tensor_hash(plan.calibration),
+        "device": device,
+        "compute_dtype": str(plan.compute_dtype),
+        "dtype": None if plan.weights_dtype is None else str(plan.weights_dtype),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "mha2mla": _version(),
+        "code": code_hash(),
+    }
 
-    Returns:
-        Bytes of all tensors, and a record per layer.
-    """
-    writer = ShardedWriter(folder, max_shard_bytes=plan.max_shard_bytes)
-    attention: set[str] = set()
-    for layer in range(plan.spec.num_layers):
-        attention |= set(plan.adapter.attention_names(plan.spec, layer).values())
-    copied = sorted(plan.model.expected_names() - attention)
-    for name in copied:
-        if not name.startswith("model.layers."):
-            _copy(plan, writer, name)
-    plan.reader.release()
+
+def _has_layers(work: Path, fingerprint: dict[str, Any]) -> bool:
+    try:
+        return len(FinishedLayers(work, fingerprint)) > 0
+    except ResumeError as error:
+        hint = "repeat that conversion, or discard its layers with resume='never' (--resume never)"
+        raise ResumeError(f"{error}: {hint}") from error
+
+
+def _convert_layers(plan: _Plan, folder: Path, layers: FinishedLayers) -> None:
+    """Converts the layers that are not in ``layers`` and puts them there, one by one."""
+    count, done = plan.spec.num_layers, len(layers)
+    if done and plan.progress:
+        where = f"an interrupted conversion left in {layers.folder}"
+        tqdm.write(f"going on after {done} of {count} layers that {where}", file=sys.stderr)
     sequence = LayerSequence(
         plan.model,
         plan.adapter,
@@ -438,21 +495,43 @@ def _write_weights(plan: _Plan, folder: Path) -> tuple[int, list[dict[str, Any]]
         folder,
         weights_dtype=plan.weights_dtype,
         spill_bytes=plan.spill_bytes,
+        done=layers,
     )
-    records = []
-    for converted in tqdm(
-        sequence, desc="convert", unit="layer", total=plan.spec.num_layers, disable=not plan.progress
-    ):
-        prefix = plan.adapter.layer_prefix(converted.layer)
+    with tqdm(desc="convert", unit="layer", total=count, initial=done, disable=not plan.progress) as bar:
+        for converted in sequence if done < count else ():
+            record = {name: value for name, value in asdict(converted.record).items() if name != "layer"}
+            layers.add(converted.layer, converted.tensors, record)
+            bar.set_postfix({"s": f"{converted.record.seconds:.1f}"} | _losses(converted.record), refresh=False)
+            bar.update()
+    plan.reader.release()
+
+
+def _losses(record: LayerRecord) -> dict[str, str]:
+    if record.loss_after is None:
+        return {}
+    return {"loss": f"{record.loss_before:.3g} -> {record.loss_after:.3g}"}
+
+
+def _write_weights(plan: _Plan, folder: Path, layers: FinishedLayers) -> int:
+    """Streams every tensor to ``folder``: attention converted, all others copied. Returns their bytes."""
+    writer = ShardedWriter(folder, max_shard_bytes=plan.max_shard_bytes)
+    attention: set[str] = set()
+    for layer in range(plan.spec.num_layers):
+        attention |= set(plan.adapter.attention_names(plan.spec, layer).values())
+    copied = sorted(plan.model.expected_names() - attention)
+    for name in copied:
+        if not name.startswith("model.layers."):
+            _copy(plan, writer, name)
+    for layer in range(plan.spec.num_layers):
+        prefix = plan.adapter.layer_prefix(layer)
         for name in copied:
             if name.startswith(prefix):
                 _copy(plan, writer, name)
-        for name, tensor in converted.tensors.items():
+        for name, tensor in layers[layer].items():
             writer.add(f"{prefix}self_attn.{name}", tensor)
         plan.reader.release()
-        records.append({name: value for name, value in asdict(converted.record).items() if name != "layer"})
     writer.finish()
-    return writer.total_bytes, records
+    return writer.total_bytes
 
 
 def _stored_dtype(plan: _Plan, name: str) -> torch.dtype:
@@ -537,10 +616,15 @@ def _source_dtype(plan: _Plan) -> torch.dtype:
 
 
 def _report(
-    plan: _Plan, parity: ParityReport, records: list[dict[str, Any]], seconds: dict[str, float], weight_bytes: int
+    plan: _Plan,
+    parity: ParityReport,
+    layers: FinishedLayers,
+    resumed: int,
+    seconds: dict[str, float],
+    weight_bytes: int,
 ) -> ConversionReport:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    geometry, layers = plan.geometry, plan.spec.num_layers
+    geometry, count = plan.geometry, plan.spec.num_layers
     weights_dtype = plan.weights_dtype or _source_dtype(plan)
     return ConversionReport(
         name=plan.destination.resolve().name,
@@ -548,10 +632,10 @@ def _report(
         source_name=plan.source_name,
         destination=str(plan.destination),
         model_type=plan.spec.model_type,
-        num_layers=layers,
+        num_layers=count,
         geometry=geometry,
-        cache_numel_per_token=layers * geometry.cache_numel_per_token,
-        source_cache_numel_per_token=layers * geometry.source_cache_numel_per_token,
+        cache_numel_per_token=count * geometry.cache_numel_per_token,
+        source_cache_numel_per_token=count * geometry.source_cache_numel_per_token,
         recipe=_recorded_recipe(plan),
         calibration_tokens=0 if plan.calibration is None else plan.calibration.numel(),
         evaluation_text=plan.evaluation_text,
@@ -560,9 +644,10 @@ def _report(
         weights_dtype=str(weights_dtype).removeprefix("torch."),
         device=str(plan.device),
         parity=parity,
-        layers=tuple({**asdict(layer), **record} for layer, record in zip(parity.layers, records, strict=True)),
+        layers=tuple({**asdict(layer), **layers.record(layer.layer)} for layer in parity.layers),
         decode_backend=_decode_backend(plan, weights_dtype),
         rope_note=plan.spec.rope_note,
+        resumed_layers=resumed,
         seconds=seconds,
         peak_rss_bytes=peak if sys.platform == "darwin" else peak * 1024,
         weight_bytes=weight_bytes,
@@ -573,6 +658,7 @@ def _report(
 def _write_report(plan: _Plan, folder: Path, report: ConversionReport) -> None:
     """conversion.json, the model card, and its plot where matplotlib is installed."""
     from mha2mla.eval.environment import collect_environment, describe_environment
+    from mha2mla.eval.inspection import RECORD_FILE
     from mha2mla.eval.report import write_json
 
     environment = collect_environment(plan.device.index or 0)
@@ -587,7 +673,9 @@ def _write_report(plan: _Plan, folder: Path, report: ConversionReport) -> None:
         if plan.progress:
             tqdm.write(f"the model card has no plot: {error}", file=sys.stderr)
     base_model = None if Path(report.source_name).exists() or "/" not in report.source_name else report.source_name
-    card = model_card(values, base_model=base_model, plot=plot, environment=describe_environment(environment))
+    card = model_card(
+        values, base_model=base_model, plot=plot, record=RECORD_FILE, environment=describe_environment(environment)
+    )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 PLOT_FILE = "loss_per_layer.png"
-RECORD_FILE = "conversion.json"
 
 # Keys of a layer's row -> headings; other keys (losses of the reconstruction, seconds) follow under their own names.
 _LAYER_HEADINGS = {
@@ -20,13 +19,16 @@ _LAYER_HEADINGS = {
 }
 
 
-def model_card(report: Mapping[str, Any], *, base_model: str | None, plot: str | None, environment: str) -> str:
+def model_card(
+    report: Mapping[str, Any], *, base_model: str | None, plot: str | None, record: str, environment: str
+) -> str:
     """README.md of a checkpoint.
 
     Args:
         report: ``ConversionReport.to_dict()``.
         base_model: hub id of the source, for the hub's metadata; None for a local folder.
         plot: name of the picture beside the card; None when there is none.
+        record: name of the file that holds the numbers.
         environment: one line on machine and libraries.
     """
     header: dict[str, Any] = {"library_name": "transformers", "tags": ["mha2mla", "mla"]}
@@ -81,7 +83,7 @@ def model_card(report: Mapping[str, Any], *, base_model: str | None, plot: str |
         *([f"![relative error by layer]({plot})", ""] if plot is not None else []),
         *_table(report["layers"]),
         "",
-        f"The same numbers, and more, are in `{RECORD_FILE}`.",
+        f"The same numbers, and more, are in `{record}`.",
         "",
         "## Geometry of a layer",
         "",

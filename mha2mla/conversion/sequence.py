@@ -171,7 +171,10 @@ class LayerSequence:
         if dtype is None:
             dtype = self.model.source.tensor(self.adapter.attention_names(self.spec, layer)["o_weight"]).dtype
         full = ("inv_freq", "o_proj.bias")  # what the source adds in two places would lose its last bits in one
-        return {name: tensor.to(torch.float32 if name in full else dtype) for name, tensor in tensors.items()}
+        # Contiguous, as they come back from disk: strides choose kernels, and so the last bits of what follows.
+        return {
+            name: tensor.to(torch.float32 if name in full else dtype).contiguous() for name, tensor in tensors.items()
+        }
 
 
 class _Seen(Exception):

@@ -78,27 +78,35 @@ def temporary_folder(
                 shutil.rmtree(old)
             else:
                 old.rename(final)
-        work = temporary / WORK_FOLDER
+        work, done = temporary / WORK_FOLDER, final.parent / f".{final.name}.mha2mla-done"
+        if done.exists():
+            shutil.rmtree(done)
         kept = admit is not None and work.is_dir() and admit(work)
         for path in list(temporary.iterdir()) if temporary.exists() else ():
-            if path != work or not kept:
-                _remove(path)
+            if path == work and kept:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                path.rename(done)  # never half of it under its name
+                shutil.rmtree(done)
+            else:
+                path.unlink()
         temporary.mkdir(exist_ok=True)
         try:
             yield temporary
-            if work.exists():
-                _remove(work)
             for path in temporary.rglob("*"):
-                if path.is_file():
+                if path.is_file() and work not in path.parents:
                     _sync(path)
             if final.exists():
                 if not overwrite:
                     raise DestinationError(f"destination {str(destination)!r} appeared during the conversion")
                 final.rename(old)
+            if work.exists():
+                work.rename(done)
             temporary.rename(final)
             _sync(final.parent)
         except Exception:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for path in (temporary, done):
+                shutil.rmtree(path, ignore_errors=True)
             if old.exists() and not final.exists():
                 old.rename(final)
             raise
@@ -106,8 +114,9 @@ def temporary_folder(
             if not work.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        if old.exists():
-            shutil.rmtree(old)
+        for path in (old, done):
+            if path.exists():
+                shutil.rmtree(path)
 
 
 @contextmanager
@@ -128,13 +137,6 @@ def _lock(path: Path, destination: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(handle)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _sync(path: Path) -> None:

@@ -88,6 +88,7 @@ def test_what_a_killed_run_left_is_cleared_and_a_folder_moved_aside_comes_back(t
     (tmp_path / ".out.mha2mla-tmp" / "half").write_text("x")
     (tmp_path / ".out.mha2mla-old").mkdir()
     (tmp_path / ".out.mha2mla-old" / "old").write_text("old")
+    (tmp_path / ".out.mha2mla-done").mkdir()
     (tmp_path / ".out.mha2mla-lock").touch()
     with pytest.raises(RuntimeError), temporary_folder(tmp_path / "out", overwrite=True) as folder:
         assert listing(folder) == [] and listing(tmp_path / "out") == ["old"]
