@@ -17,7 +17,8 @@ from tests.conversion import tiny
 SHORT = {"calibration_tokens": 512, "calibration_length": 64}
 FULL = {"cache_ratio": 1.0, **SHORT}
 # The traits that the statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "phi3", "olmo2-mha-biases", "gemma3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "gemma3")
+FAMILIES += ("mixtral", "qwen2-moe-sliding", "qwen3-moe", "olmoe")
 
 
 def convert(source, destination, recipe, **keys):
@@ -73,9 +74,28 @@ def test_a_window_that_a_config_names_in_vain_hides_nothing(tmp_path):
     assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(folder, tokens)) <= 1e-4
 
 
+def test_configs_written_by_older_libraries_convert(tmp_path):
+    """RoPE at the top level and names of remote code, as Phi-3 was published."""
+    folder = made("phi3-longrope", tmp_path / "source")
+    values = json.loads((folder / "config.json").read_text())
+    rope = values.pop("rope_parameters")
+    values |= {"rope_theta": rope["rope_theta"], "transformers_version": "4.40.2"}
+    values["rope_scaling"] = {"type": "longrope", **{key: rope[key] for key in ("short_factor", "long_factor")}}
+    values["auto_map"] = {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL))
+    tokens = tiny.some_tokens()
+    assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(folder, tokens)) <= 1e-4
+
+
 EXPERT = {
     "mixtral": "model.layers.1.block_sparse_moe.experts.2.w3.weight",
+    "qwen2-moe": "model.layers.1.mlp.experts.2.up_proj.weight",
     "qwen3-moe": "model.layers.1.mlp.experts.2.up_proj.weight",
+    "olmoe": "model.layers.1.mlp.experts.2.up_proj.weight",
 }
 
 
@@ -194,6 +214,23 @@ HUB = {
         },
         {"sliding_windows": (None, None)},
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 16,
+            "num_key_value_heads": 16, "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+            "max_position_embeddings": 8192, "max_window_layers": 21, "sliding_window": 32768,
+            "use_sliding_window": False, "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
+            "norm_topk_prob": False, "num_experts": 60, "num_experts_per_tok": 4, "output_router_logits": False,
+            "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632, "tie_word_embeddings": False,
+        },
+        {
+            "model.layers.1.mlp.experts.59.up_proj.weight": (1408, 2048),
+            "model.layers.1.mlp.shared_expert.up_proj.weight": (5632, 2048),
+            "model.layers.1.mlp.shared_expert_gate.weight": (1, 2048),
+            "model.layers.1.self_attn.k_proj.bias": (2048,),
+        },
+        {"head_dim": 128, "sliding_windows": (None, None), "v_bias": True, "o_bias": False},
+    ),
     "Qwen3-30B-A3B": (
         {
             "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32,
@@ -248,6 +285,20 @@ HUB = {
         {"model.layers.1.self_attn.q_norm.weight": (4096,), "model.layers.1.post_attention_layernorm.weight": (4096,)},
         {"qk_norm": True, "norm_per_head": False},
     ),
+    "OLMoE-1B-7B-0924": (
+        {
+            "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
+            "num_key_value_heads": 16, "vocab_size": 50304, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "rope_scaling": None, "max_position_embeddings": 4096, "attention_bias": False, "clip_qkv": None,
+            "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8, "output_router_logits": False,
+            "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
+        },
+        {
+            "model.layers.1.mlp.experts.63.down_proj.weight": (2048, 1024),
+            "model.layers.1.self_attn.k_norm.weight": (2048,),
+        },
+        {"qk_norm": True, "norm_per_head": False},
+    ),
     "gemma-3-1b-it": (
         {
             "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4,
@@ -287,6 +338,8 @@ REFUSED = {
         {**HUB["Phi-3-mini-4k-instruct"][0], "partial_rotary_factor": 0.75, "sliding_window": None},
         "partial_rotary_factor is 0.75",
     ),
+    "an OLMoE with clipping": ({**HUB["OLMoE-1B-7B-0924"][0], "clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    "Olmo-3-1025-7B": ({"model_type": "olmo3"}, "'olmo3' cannot be converted: its layers multiply cos and sin"),
     "gemma-2-2b": (
         {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         "'gemma2' cannot be converted: it soft-caps its attention logits",

@@ -12,8 +12,10 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.olmo2 import Olmo2Config
+from transformers.models.olmoe import OlmoeConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
+from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 
@@ -22,10 +24,12 @@ CONFIGS = {
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
     "qwen2": Qwen2Config,
+    "qwen2_moe": Qwen2MoeConfig,
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "phi3": Phi3Config,
     "olmo2": Olmo2Config,
+    "olmoe": OlmoeConfig,
     "gemma3_text": Gemma3TextConfig,
 }
 YARN = {
@@ -53,6 +57,12 @@ LONGROPE = {
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
 }
 PHI3_LONGROPE = {name: value for name, value in LONGROPE.items() if name != "original_max_position_embeddings"}
+QWEN2_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
+}
 QWEN3_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 24}
 GEMMA3 = {
     "head_dim": 24,
@@ -89,6 +99,8 @@ CASES = {
     "qwen3-tied": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 24}),
     "mixtral-sliding": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    "qwen2-moe": ("qwen2_moe", QWEN2_EXPERTS),
+    "qwen2-moe-sliding": ("qwen2_moe", {**QWEN2_EXPERTS, "use_sliding_window": True, "sliding_window": 9}),
     "qwen3-moe": ("qwen3_moe", {**QWEN3_EXPERTS, "norm_topk_prob": True}),
     "qwen3-moe-some-dense": ("qwen3_moe", {**QWEN3_EXPERTS, "mlp_only_layers": [0]}),
     "qwen3-moe-sliding": ("qwen3_moe", {**QWEN3_EXPERTS, "use_sliding_window": True, "sliding_window": 9}),
@@ -100,6 +112,7 @@ CASES = {
     ),
     "olmo2": ("olmo2", HEADS),
     "olmo2-mha-biases": ("olmo2", {**HEADS, "num_key_value_heads": 4, "attention_bias": True}),
+    "olmoe": ("olmoe", {**HEADS, "num_experts": 4, "num_experts_per_tok": 2}),
     "gemma3": ("gemma3_text", {**GEMMA3, "query_pre_attn_scalar": 24}),
     "gemma3-mqa-linear": ("gemma3_text", {**GEMMA3, "num_key_value_heads": 1, "rope_parameters": GEMMA3_LINEAR}),
     "qwen3-biases-yarn": ("qwen3", {"attention_bias": True, "head_dim": 16, "rope_parameters": YARN}),

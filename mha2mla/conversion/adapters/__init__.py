@@ -28,10 +28,12 @@ ADAPTERS: Mapping[str, FamilyAdapter] = MappingProxyType(
             families.MistralAdapter(),
             families.MixtralAdapter(),
             families.Qwen2Adapter(),
+            families.Qwen2MoeAdapter(),
             families.Qwen3Adapter(),
             families.Qwen3MoeAdapter(),
             families.Phi3Adapter(),
             families.Olmo2Adapter(),
+            families.OlmoeAdapter(),
             families.Gemma3TextAdapter(),
         )
     }
@@ -46,7 +48,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "gemma2": "it soft-caps its attention logits, which no decode kernel here does",
         "gemma3": "it is multimodal; its language model alone is a 'gemma3_text' checkpoint",
         "gpt_oss": "attention sinks make dropped key biases visible, and no decode kernel here has them",
-        "qwen2_moe": "no adapter for its attention beside a shared expert has been tested",
+        "olmo3": "its layers multiply cos and sin by factors that differ",
         "phi": "it rotates only part of a head",
         "glm": "it rotates only part of a head",
         "gpt2": "it has no rotary positions",

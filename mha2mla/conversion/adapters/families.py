@@ -41,6 +41,16 @@ class Qwen2Adapter(FamilyAdapter):
         return {"q": True, "k": True, "v": True, "o": False}
 
 
+class Qwen2MoeAdapter(FamilyAdapter):
+    """Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention beside a mixture of experts and one expert that all tokens share."""
+
+    model_type = "qwen2_moe"
+    mixture_of_experts = True
+
+    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
+        return {**dict.fromkeys("qkv", config.qkv_bias), "o": False}
+
+
 class Qwen3Adapter(FamilyAdapter):
     """Qwen3 (dense): RMSNorm over each head of q and k before RoPE."""
 
@@ -77,6 +87,20 @@ class Olmo2Adapter(FamilyAdapter):
     model_type = "olmo2"
     qk_norm = True
     norm_per_head = False
+
+
+class OlmoeAdapter(FamilyAdapter):
+    """OLMoE: RMSNorm over all heads of q and k together, beside a mixture of experts."""
+
+    model_type = "olmoe"
+    qk_norm = True
+    norm_per_head = False
+    mixture_of_experts = True
+
+    def specify(self, config: PreTrainedConfig, *, longrope_table: str = "short") -> SourceSpec:
+        if config.clip_qkv is not None:
+            raise UnsupportedSourceError(f"clip_qkv is {config.clip_qkv}; clipped keys and values are not linear")
+        return super().specify(config, longrope_table=longrope_table)
 
 
 class Gemma3TextAdapter(FamilyAdapter):
