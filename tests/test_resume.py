@@ -233,3 +233,65 @@ def test_a_running_conversion_cannot_be_joined(source, tmp_path):
 def test_a_bad_choice_is_named(source, tmp_path):
     with pytest.raises(ValueError, match="resume is 'maybe'; expected one of 'auto', 'never'"):
         convert(source, tmp_path / "out", resume="maybe")
+
+
+# In a mount namespace of its own: file systems of so many kB, and what a conversion to each of them came to.
+FULL_DISKS = """
+import json, os, subprocess, sys
+import mha2mla
+from pathlib import Path
+source, place, recipe = sys.argv[1], Path(sys.argv[2]), mha2mla.Recipe(**json.loads(sys.argv[3]))
+for size in map(int, sys.argv[4:]):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", place], check=True)
+    error = None
+    try:
+        mha2mla.convert(source, place / "out", recipe, evaluation_tokens=128, device="cpu", progress=False,
+                        spill_bytes=1, max_shard_bytes=1 << 16)
+    except (OSError, ValueError) as caught:
+        error = str(caught)
+    print(json.dumps([size, error, sorted(os.listdir(place))]), flush=True)
+    subprocess.run(["umount", place], check=True)
+"""
+
+
+def may_mount(tmp_path):
+    command = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_named_and_leaves_nothing(source, tmp_path):
+    """Real file systems, from one that does not hold the first activations to one that holds everything."""
+    if not may_mount(tmp_path):
+        pytest.skip("no user namespaces on this machine, so no small file system to fill")
+    sizes = [64, 128, 256, 384, 512, 640, 768, 8192]
+    done = subprocess.run(
+        ["unshare", "-rm", sys.executable, "-c", FULL_DISKS, str(source), str(tmp_path), json.dumps(SHORT)]
+        + [str(size) for size in sizes],
+        env={**os.environ, "PYTHONPATH": str(Path(mha2mla.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outcomes = {size: outcome for size, *outcome in map(json.loads, done.stdout.splitlines())}
+    assert list(outcomes) == sizes and outcomes.pop(8192) == [None, ["out"]]
+    failed = {size: error for size, (error, left) in outcomes.items() if left == []}
+    assert failed.keys() == outcomes.keys()
+    for error in failed.values():
+        assert "No space left on device" in error
+    # The activations, a layer, a shard: each was the one that did not fit.
+    for part in ("activations-", "work/.layer-", "shard-"):
+        assert any(part in error for error in failed.values()), failed
+
+
+def test_a_read_only_destination_is_refused_before_work(source, tmp_path):
+    place = tmp_path / "locked"
+    place.mkdir(mode=0o500)
+    if os.access(place, os.W_OK):  # root: a file system that is mounted read-only
+        place = Path("/proc/mha2mla-cannot-exist")
+    with pytest.raises(DestinationError, match="cannot be written"):
+        convert(source, place / "out")

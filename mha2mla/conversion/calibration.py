@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,6 +209,9 @@ class ActivationStore:
         folder: where the file goes when one is needed.
         spill_bytes: larger stores go to disk.
         device: where the memory is; files are read through the CPU.
+
+    Raises:
+        OSError: the disk has no room for the file.
     """
 
     def __init__(
@@ -227,9 +231,14 @@ class ActivationStore:
         if size <= spill_bytes:
             self._data = torch.empty(shape, dtype=dtype, device=device)
         else:
-            handle, count = f"activations-{id(self):x}.bin", size
-            self.path = folder / handle
-            mapped = np.memmap(self.path, dtype=np.uint8, mode="w+", shape=(count,))
+            self.path = folder / f"activations-{id(self):x}.bin"
+            with self.path.open("wb") as file:  # a full disk shows here, and not as a signal when a page is touched
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)
+                except OSError as error:
+                    error.filename = str(self.path)
+                    raise
+            mapped = np.memmap(self.path, dtype=np.uint8, mode="r+", shape=(size,))
             self._data = torch.from_numpy(mapped).view(dtype).view(shape)
 
     def __len__(self) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from mha2mla.conversion.source import CheckpointReader
+from mha2mla.conversion.writer import save_tensors
 
 FINGERPRINT_FILE = "fingerprint.json"
 _LAYER_FILE = re.compile(r"layer-(\d{5})\.safetensors")
@@ -110,15 +110,16 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
 
         Raises:
             ValueError: a value is NaN or infinite.
+            DestinationError: the file system does not take the file.
         """
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"tensor {name} of layer {layer} became NaN or infinite in the conversion")
         # safetensors takes no two views of one storage.
         copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        metadata = {"format": "pt", "record": json.dumps(dict(record))}
+        metadata = {"record": json.dumps(dict(record))}
         name = f"layer-{layer:05d}.safetensors"
-        _write_whole(self.folder / name, lambda temporary: save_file(copies, temporary, metadata=metadata))
+        _write_whole(self.folder / name, lambda temporary: save_tensors(copies, temporary, metadata))
         self._files[layer] = name
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from mha2mla.conversion.source import INDEX_FILE, SINGLE_FILE
@@ -147,6 +148,18 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file of tensors that share no memory.
+
+    Raises:
+        DestinationError: the file system does not take it (full, for one); the message names the file.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+    except (SafetensorError, OSError) as error:
+        raise DestinationError(f"{path} cannot be written: {error}") from error
+
+
 class ShardedWriter:
     """Tensors into ``model.safetensors``, or into numbered shards with an index when they are larger than one shard.
 
@@ -188,7 +201,7 @@ class ShardedWriter:
         return self.folder / f"shard-{index:05d}.safetensors"
 
     def _flush(self) -> None:
-        save_file(self._waiting, self._shard_path(len(self._shards)), metadata={"format": "pt"})
+        save_tensors(self._waiting, self._shard_path(len(self._shards)))
         self._shards.append(list(self._waiting))
         self._waiting, self._waiting_bytes = {}, 0
 
