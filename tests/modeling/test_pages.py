@@ -1,0 +1,219 @@
+"""The page allocator and cache layouts: a state machine against plain lists of tokens, and every refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, gqa_layout, latent_layout
+from mha2mla.modeling.pages import UNUSED_PAGE, OutOfPagesError, PageAllocator, PageCopy
+
+PAGES, PAGE = 12, 4
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences of numbered tokens in a real (tiny) paged tensor; free pages hold NaN, so that reading one shows."""
+
+    handles = Bundle("handles")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator(PAGES, PAGE)
+        self.layout = CacheLayout("test", (CacheTensor("tokens", (), torch.float32),), PAGE)
+        self.cache = self.layout.make(PAGES, fill=float("nan"))
+        self.expected: dict[int, list[float]] = {}
+        self.token = 0.0
+
+    def write(self, sequence: int, start: int) -> None:
+        """New tokens from ``start`` on, into a page table row as a kernel would see it."""
+        allocator = self.allocator
+        slots = allocator.slots(sequence, start, allocator.length(sequence))
+        fresh = [self.token + i for i in range(len(slots))]
+        self.token += len(slots)
+        self.cache["tokens"].view(-1)[slots] = torch.tensor(fresh)
+        self.expected[sequence] = self.expected[sequence][:start] + fresh
+
+    def refused(self) -> tuple:
+        allocator = self.allocator
+        return allocator.num_free, {s: (allocator.pages(s), allocator.length(s)) for s in allocator.sequences}
+
+    @rule(target=handles, length=st.integers(0, 3 * PAGE))
+    def allocate(self, length):
+        before = self.refused()
+        if -(-length // PAGE) > self.allocator.num_free:
+            with pytest.raises(OutOfPagesError, match="are needed"):
+                self.allocator.allocate(length)
+            assert self.refused() == before
+            return multiple()
+        sequence = self.allocator.allocate(length)
+        self.expected[sequence] = []
+        self.write(sequence, 0)
+        return sequence
+
+    @rule(sequence=handles, new_tokens=st.integers(0, 2 * PAGE + 1))
+    def grow(self, sequence, new_tokens):
+        before, start = self.refused(), self.allocator.length(sequence)
+        if self.allocator.pages_to_grow(sequence, new_tokens) > self.allocator.num_free:
+            with pytest.raises(OutOfPagesError):
+                self.allocator.grow(sequence, new_tokens)
+            assert self.refused() == before
+            return
+        needed = self.allocator.pages_to_grow(sequence, new_tokens)
+        self.layout.copy_pages(self.cache, self.allocator.grow(sequence, new_tokens))
+        assert before[0] - self.allocator.num_free == needed
+        self.write(sequence, start)
+
+    @rule(sequence=handles, share=st.floats(0, 1))
+    def truncate(self, sequence, share):
+        length = int(share * self.allocator.length(sequence))
+        self.allocator.truncate(sequence, length)
+        del self.expected[sequence][length:]
+
+    @rule(target=handles, sequence=handles)
+    def fork(self, sequence):
+        free = self.allocator.num_free
+        twin = self.allocator.fork(sequence)
+        assert self.allocator.num_free == free
+        self.expected[twin] = list(self.expected[sequence])
+        return twin
+
+    @rule(sequence=consumes(handles))
+    def free(self, sequence):
+        self.allocator.free(sequence)
+        del self.expected[sequence]
+
+    @invariant()
+    def every_page_is_owned_or_free(self):
+        allocator = self.allocator
+        owned = [page for sequence in allocator.sequences for page in set(allocator.pages(sequence))]
+        assert all(allocator.owners(page) == owned.count(page) for page in range(PAGES))
+        assert allocator.num_free == PAGES - len(set(owned))
+
+    @invariant()
+    def every_sequence_reads_its_own_tokens(self):
+        free = [page for page in range(PAGES) if not self.allocator.owners(page)]
+        self.cache["tokens"][free] = float("nan")
+        sequences = list(self.allocator.sequences)
+        table = self.allocator.block_table(sequences)
+        lengths = self.allocator.cache_seqlens(sequences).tolist()
+        for sequence, row, length in zip(sequences, table, lengths, strict=True):
+            used = -(-length // PAGE)
+            assert (row[used:] == UNUSED_PAGE).all()
+            seen = self.cache["tokens"][row[:used].long()].flatten()[:length].tolist()
+            assert seen == self.expected[sequence]
+
+
+CacheMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestCacheMachine = CacheMachine.TestCase
+
+
+def test_a_shared_page_is_copied_once_and_only_when_written():
+    allocator = PageAllocator(4, 4)
+    first = allocator.allocate(6)
+    second = allocator.fork(first)
+    shared = allocator.pages(first)
+    assert allocator.grow(second, 0) == ()
+    (copy,) = allocator.grow(second, 1)
+    assert copy == PageCopy(shared[1], allocator.pages(second)[1]) and copy.target not in shared
+    assert allocator.pages(second)[0] == shared[0]
+    assert allocator.grow(first, 1) == ()  # nobody else owns its last page any more
+
+
+def test_growth_from_a_full_shared_page_copies_nothing():
+    allocator = PageAllocator(3, 4)
+    first = allocator.allocate(4)
+    second = allocator.fork(first)
+    assert allocator.grow(second, 1) == ()
+    assert allocator.pages(first) == allocator.pages(second)[:1]
+
+
+def test_freed_pages_are_used_again():
+    allocator = PageAllocator(2, 4)
+    first = allocator.allocate(8)
+    allocator.free(first)
+    assert set(allocator.pages(allocator.allocate(8))) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: PageAllocator(0, 4), "num_pages is 0"),
+        (lambda a: PageAllocator(4, 0), "page_size is 0"),
+        (lambda a: a.allocate(-1), "length is -1"),
+        (lambda a: a.grow(7, 1), "sequence is 7"),
+        (lambda a: a.grow(0, -1), "new_tokens is -1"),
+        (lambda a: a.free(7), "sequence is 7"),
+        (lambda a: a.fork(7), "sequence is 7"),
+        (lambda a: a.truncate(0, 9), "length is 9; expected 0 to 5"),
+        (lambda a: a.slots(0, 2, 6), "start:stop is 2:6; expected a part of 0:5"),
+        (lambda a: a.block_table([0], max_pages=1), "max_pages is 1; expected at least 2"),
+    ],
+)
+def test_refusals_name_the_argument(call, message):
+    allocator = PageAllocator(4, 4)
+    allocator.allocate(5)
+    with pytest.raises(ValueError, match=message):
+        call(allocator)
+
+
+def test_block_table_of_nobody_and_of_an_empty_sequence():
+    allocator = PageAllocator(2, 4)
+    assert allocator.block_table([]).shape == (0, 1)
+    empty = allocator.allocate()
+    assert allocator.block_table([empty], max_pages=3).tolist() == [[UNUSED_PAGE] * 3]
+
+
+GEOMETRY = MLAGeometry(8, 2, 48, 16)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_latent_layout_counts_its_bytes(combined):
+    layout = latent_layout(GEOMETRY, 16, torch.bfloat16, combined=combined)
+    cache = layout.make(5)
+    assert cache["latent_cache"].shape == (5, 16, 48) and cache["rope_cache"].shape == (5, 16, 2, 16)
+    assert layout.bytes_per_token == GEOMETRY.cache_bytes_per_token(2) == 160
+    assert layout.bytes_per_page == 2560 and layout.num_pages(3 * 2 * 2560 - 1, num_layers=2) == 2
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in cache.values()}
+    assert sum(storages.values()) == 5 * layout.bytes_per_page and len(storages) == (1 if combined else 2)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_copying_a_page_copies_every_tensor(combined):
+    layout = latent_layout(GEOMETRY, 4, torch.float32, combined=combined)
+    cache = layout.make(3)
+    for value in cache.values():
+        value[0] = torch.randn(value.shape[1:])
+    layout.copy_pages(cache, [PageCopy(0, 2)])
+    for value in cache.values():
+        assert torch.equal(value[2], value[0]) and not value[1].any()
+
+
+def test_a_gqa_layout_has_keys_and_values():
+    layout = gqa_layout(3, 64, 48, 16)
+    assert {name: tuple(value.shape) for name, value in layout.make(2).items()} == {
+        "key_cache": (2, 16, 3, 64),
+        "value_cache": (2, 16, 3, 48),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensors": ()}, "tensors are called nothing"),
+        ({"tensors": (CacheTensor("a", (), torch.half),) * 2}, "a, a; expected"),
+        ({"tensors": (CacheTensor("a", (), torch.half),), "page_size": 0}, "page_size is 0"),
+        (
+            {"tensors": (CacheTensor("a", (), torch.half), CacheTensor("b", (), torch.float)), "combined": True},
+            "expected one dtype",
+        ),
+    ],
+)
+def test_layouts_refuse(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CacheLayout(**{"name": "x", "page_size": 4} | arguments)
