@@ -74,6 +74,26 @@ def test_a_window_that_a_config_names_in_vain_hides_nothing(tmp_path):
     assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(folder, tokens)) <= 1e-4
 
 
+def test_fused_projections_convert_as_separate_ones_do(tmp_path):
+    """A Phi-3 is a Llama with q, k, v and gate, up side by side: calibrated at half rank, the very same tensors."""
+    llama, phi3 = tmp_path / "llama", tmp_path / "phi3"
+    tiny.checkpoint(llama, "llama", hidden_size=64)
+    tiny.checkpoint(phi3, "phi3", hidden_size=64, rms_norm_eps=1e-6)
+    tensors = load_file(llama / "model.safetensors")
+    for prefix in ("model.layers.0.", "model.layers.1."):
+        qkv = [tensors.pop(f"{prefix}self_attn.{part}_proj.weight") for part in "qkv"]
+        gate_up = [tensors.pop(f"{prefix}mlp.{part}_proj.weight") for part in ("gate", "up")]
+        tensors[f"{prefix}self_attn.qkv_proj.weight"] = torch.cat(qkv)
+        tensors[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat(gate_up)
+    save_file(tensors, phi3 / "model.safetensors", metadata={"format": "pt"})
+    convert(llama, tmp_path / "one", mha2mla.Recipe(**SHORT))
+    convert(phi3, tmp_path / "two", mha2mla.Recipe(**SHORT))
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    # The second layer's inputs went through one product instead of two, which rounds otherwise.
+    attention = [name for name in one if name.startswith("model.layers.0.self_attn.")]
+    assert attention and all(torch.equal(one[name], two[name]) for name in attention)
+
+
 def test_configs_written_by_older_libraries_convert(tmp_path):
     """RoPE at the top level and names of remote code, as Phi-3 was published."""
     folder = made("phi3-longrope", tmp_path / "source")
