@@ -29,7 +29,7 @@ def target_of(capability: int) -> dict[str, str]:
     return {"kind": "cuda", "arch": f"sm_{capability}a" if capability in (90, 100, 103, 120) else f"sm_{capability}"}
 
 
-def _compile(function, capability: int, pass_configs: dict = PASS_CONFIGS) -> Callable[..., None]:
+def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) -> Callable[..., None]:
     """The compiled function's entry: TileLang's own wrapper around it checks and copies arguments for 3 µs a call."""
     kernel = tilelang.compile(function, target=target_of(capability), pass_configs=pass_configs)
     module = kernel.adapter.get_exportable_executable()
@@ -39,13 +39,13 @@ def _compile(function, capability: int, pass_configs: dict = PASS_CONFIGS) -> Ca
 @cache
 def compile_choice(shape: DecodeShape, choice: KernelChoice, capability: int):
     """The compiled decode kernel of a choice. One compilation serves every batch, length, page count and plan."""
-    return _compile(make_split(shape, choice), capability)
+    return compile_for(make_split(shape, choice), capability)
 
 
 @cache
 def compile_merge(shape: DecodeShape, splits: int, capability: int):
     """The compiled combine kernel for about ``splits`` partials a sequence."""
-    return _compile(make_merge(shape, splits, dependent=capability >= 90), capability, SMALL_PASS_CONFIGS)
+    return compile_for(make_merge(shape, splits, dependent=capability >= 90), capability, SMALL_PASS_CONFIGS)
 
 
 def merge_splits(num_ctas: int, batch: int) -> int:
@@ -56,7 +56,7 @@ def merge_splits(num_ctas: int, batch: int) -> int:
 @cache
 def compile_planner(capability: int):
     """The compiled planner, one for all shapes."""
-    return _compile(make_planner(), capability, SMALL_PASS_CONFIGS)
+    return compile_for(make_planner(), capability, SMALL_PASS_CONFIGS)
 
 
 @cache

@@ -1,0 +1,63 @@
+"""Merging partial attention results on the GPU: a block per row and columns of it, float32 throughout."""
+
+import tilelang.language as T
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+LEAST = -1e30  # below any score: (-inf) - (-inf) would be NaN
+
+
+def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, on_cpu: bool = False):
+    """A TileLang function ``attention_combine``; splits, batch, new tokens and heads are run-time values.
+
+    Args:
+        v_head_dim: d_v.
+        partial_dtype, dtype: of the partial outputs and of the output.
+        on_cpu: compile for TileLang's C target.
+
+    The function's arguments: partial_out [N,B,S_q,H,d_v], partial_lse [N,B,H,S_q] float32, num_splits [B] int32, and
+    the outputs out [B,S_q,H,d_v] and lse [B,H,S_q] float32.
+    """
+    accum = T.float32
+    num, batch, seqlen_q, heads = T.dynamic("num"), T.dynamic("batch"), T.dynamic("seqlen_q"), T.dynamic("heads")
+    columns = min(512, 1 << (v_head_dim - 1).bit_length())
+    column_blocks = -(-v_head_dim // columns)
+    threads = 1 if on_cpu else max(32, min(128, columns // 4))
+    alloc = T.alloc_local if on_cpu else T.alloc_fragment
+    parallel = T.grid if on_cpu else T.Parallel
+
+    @T.prim_func
+    def attention_combine(
+        partial_out: T.Tensor([num, batch, seqlen_q, heads, v_head_dim], partial_dtype),
+        partial_lse: T.Tensor([num, batch, heads, seqlen_q], accum),
+        num_splits: T.Tensor([batch], T.int32),
+        out: T.Tensor([batch, seqlen_q, heads, v_head_dim], dtype),
+        lse: T.Tensor([batch, heads, seqlen_q], accum),
+    ):
+        with T.Kernel(heads * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):
+            merged = alloc([columns], accum)
+            state = T.alloc_local([3], accum)  # largest lse, sum of weights, weight of a part
+            h = x // column_blocks
+            c0 = x % column_blocks * columns
+            state[0] = LEAST
+            state[1] = 0.0
+            for c in parallel(columns):
+                merged[c] = 0.0
+            for n in T.serial(T.min(num_splits[b], num)):
+                state[0] = T.max(state[0], partial_lse[n, b, h, q])
+            for n in T.serial(T.min(num_splits[b], num)):
+                state[2] = T.exp2((partial_lse[n, b, h, q] - state[0]) * LOG2E)
+                state[1] += state[2]
+                for c in parallel(columns):
+                    merged[c] += T.if_then_else(
+                        (state[2] > 0) & (c0 + c < v_head_dim),
+                        state[2] * T.cast(partial_out[n, b, q, h, T.min(c0 + c, v_head_dim - 1)], accum),
+                        0.0,
+                    )
+            for c in parallel(columns):
+                if c0 + c < v_head_dim:
+                    out[b, q, h, c0 + c] = T.if_then_else(state[1] > 0, merged[c] / state[1], 0.0)
+            if x % column_blocks == 0:
+                lse[b, h, q] = T.if_then_else(state[1] > 0, state[0] + T.log2(state[1]) * LN2, -T.infinity(accum))
+
+    return attention_combine

@@ -1,0 +1,45 @@
+"""Compiles the combine kernel once per width and dtype, and launches it on torch's current stream."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.attention_combine.kernel import make_attention_combine
+from mha2mla.kernels.mla_decode.build import SMALL_PASS_CONFIGS
+from mha2mla.kernels.mla_decode.launch import compile_for
+
+
+@cache
+def compile_attention_combine(capability: int, v_head_dim: int, partial_dtype: str, dtype: str):
+    """The compiled kernel. One compilation serves every number of splits, batch, S_q and H."""
+    function = make_attention_combine(v_head_dim=v_head_dim, partial_dtype=partial_dtype, dtype=dtype)
+    return compile_for(function, capability, SMALL_PASS_CONFIGS)
+
+
+def launch_attention_combine(
+    capability: int,
+    partial_dtype: str,
+    dtype: str,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    num_splits: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Run the kernel; shapes as in :func:`mha2mla.kernels.attention_combine`."""
+    if out.numel() == 0:
+        return
+    splits, batch = partial_out.shape[:2]
+    if splits == 0:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
+    if num_splits is None:
+        num_splits = torch.full((batch,), splits, dtype=torch.int32, device=out.device)
+    with torch.cuda.device(out.device):
+        compile_attention_combine(capability, out.shape[-1], partial_dtype, dtype)(
+            partial_out.contiguous(), partial_lse.contiguous(), num_splits.contiguous(), out, lse
+        )
