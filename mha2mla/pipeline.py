@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
 from mha2mla.conversion.calibration import SPILL_BYTES
 from mha2mla.conversion.card import PLOT_FILE, model_card
+from mha2mla.conversion.generated import generator_of
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.plot import plot_layers
@@ -38,7 +39,7 @@ from mha2mla.conversion.writer import (
     temporary_folder,
 )
 from mha2mla.geometry import MLAGeometry
-from mha2mla.texts import load_text, token_windows
+from mha2mla.texts import load_text, mixed_windows, token_windows
 
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 EVALUATION_TEXT = "builtin:prose"
@@ -322,6 +323,8 @@ def _check(
             tokens=recipe.calibration_tokens,
             vocabulary=config.vocab_size,
             seed=recipe.seed,
+            device=target,
+            progress=progress,
         )
     held_out = _windows(
         folder,
@@ -332,6 +335,8 @@ def _check(
         tokens=evaluation_tokens,
         vocabulary=config.vocab_size,
         seed=None,
+        device=target,
+        progress=progress,
     )
     return _Plan(
         source=folder,
@@ -425,7 +430,10 @@ def _windows(
     tokens: int,
     vocabulary: int,
     seed: int | None,
+    device: torch.device,
+    progress: bool,
 ) -> torch.Tensor:
+    """Token windows of a text by name: drawn by ``seed`` for calibration, its first ones for the evaluation."""
     if isinstance(text, torch.Tensor):
         if text.dtype != torch.int64 or text.ndim != 2 or text.shape[0] < 1 or text.shape[1] < 2:
             raise ValueError(f"{name} is {text.dtype} {tuple(text.shape)}; expected int64 [windows >= 1, length >= 2]")
@@ -438,7 +446,12 @@ def _windows(
                 f"source {str(folder)!r} has no usable tokenizer, so {name} must be token windows: {error}"
             ) from error
         try:
-            windows = token_windows(tokenizer, load_text(text), length, max(1, tokens // length), seed=seed)
+            count = max(1, tokens // length)
+            if seed is None:
+                windows = token_windows(tokenizer, load_text(text), length, count)
+            else:
+                generate = generator_of(folder, tokenizer, length, seed=seed, device=device, progress=progress)
+                windows = mixed_windows(tokenizer, text, length, count, seed=seed, generate=generate)
         except ValueError as error:
             raise ValueError(f"{name} {text!r}: {error}") from error
     if int(windows.min()) < 0 or int(windows.max()) >= vocabulary:

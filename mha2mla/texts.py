@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -10,7 +16,14 @@ import torch
 
 BUILTIN = "builtin:"
 DATASET = "hf:"
+GENERATED = "generated"
+_BUILTINS = "builtin:pydoc, builtin:stdlib, builtin:prose"
 _DATASET_SEPARATOR = "\n\n"
+# Not prose, not part of every installation, or another text of this module.
+_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
+_SKIPPED |= {"encodings", "lib2to3", "turtledemo", "config", "__phello__"}
+_COMMENTS = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
+_LEAST_PROSE = 60  # characters
 
 
 def load_text(name: str | Path) -> str:
@@ -18,6 +31,7 @@ def load_text(name: str | Path) -> str:
 
     Args:
         name: ``"builtin:pydoc"``, the help topics of the running Python (a technical manual of some 700 kB:
+            calibration); ``"builtin:stdlib"``, docstrings and comments of its standard library (technical prose, 2 MB:
             calibration); ``"builtin:prose"``, short prose of several kinds written for this package (16 kB:
             evaluation); ``"hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"``, a Hugging Face dataset (split ``train`` and
             column ``text`` unless given; needs the ``datasets`` package); anything else is the path of a UTF-8 file.
@@ -34,7 +48,7 @@ def load_text(name: str | Path) -> str:
     else:
         path = Path(name)
         if not path.is_file():
-            raise ValueError(f"text {name!r} is no file; expected a file, builtin:pydoc, builtin:prose or hf:DATASET")
+            raise ValueError(f"text {name!r} is no file; expected a file, {_BUILTINS} or hf:DATASET")
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -51,7 +65,35 @@ def _builtin(name: str) -> str:
         return "\n\n".join(topics[key] for key in sorted(topics))
     if name == "prose":
         return (resources.files("mha2mla") / "data" / "prose.txt").read_text(encoding="utf-8")
-    raise ValueError(f"text 'builtin:{name}' is unknown; expected builtin:pydoc or builtin:prose")
+    if name == "stdlib":
+        return "\n\n".join(_stdlib_prose())
+    raise ValueError(f"text 'builtin:{name}' is unknown; expected {_BUILTINS}")
+
+
+def _stdlib_prose() -> Iterator[str]:
+    """Docstrings and blocks of comments of every module in the standard library, tests aside, by path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
+        if not _SKIPPED.isdisjoint(path.relative_to(root).parts):
+            continue
+        try:
+            with tokenize.open(path) as file:
+                source = file.read()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about escapes in other people's strings
+                tree = ast.parse(source)
+        except (SyntaxError, UnicodeDecodeError, OSError):
+            continue
+        found = [
+            (node.body[0].lineno, text)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and (text := ast.get_docstring(node))
+        ]
+        for block in _COMMENTS.finditer(source):
+            text = "\n".join(line.strip().lstrip("#").removeprefix(" ") for line in block.group().splitlines())
+            found.append((source.count("\n", 0, block.start()) + 1, text.strip()))
+        yield from (text for _, text in sorted(found) if len(text) >= _LEAST_PROSE)
 
 
 def _dataset(name: str) -> str:
@@ -68,6 +110,55 @@ def _dataset(name: str) -> str:
     if column not in rows.column_names:
         raise ValueError(f"text 'hf:{name}' has no column {column!r}; expected one of {', '.join(rows.column_names)}")
     return _DATASET_SEPARATOR.join(rows[column])
+
+
+def mixed_windows(
+    tokenizer: Any,
+    name: str | Path,
+    length: int,
+    count: int,
+    *,
+    seed: int,
+    generate: Callable[[int], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Windows of several texts, the same number of each as far as they reach.
+
+    Args:
+        tokenizer: of transformers.
+        name: texts of :func:`load_text` joined by ``+``, and ``"generated"`` for text that the source model makes up.
+        length, count: tokens of a window, and most windows to return.
+        seed: draws the windows from each text.
+        generate: number of windows -> int64 [windows, length], for ``"generated"``.
+
+    Returns:
+        int64 [windows, length]; the texts take turns, so that any part of the windows is mixed.
+
+    Raises:
+        ValueError: a text is unusable (``load_text``, ``token_windows``), or there is nothing to generate with.
+    """
+    names = [str(name)] if Path(name).is_file() else str(name).split("+")
+    if GENERATED in names and generate is None:
+        raise ValueError(f"text {str(name)!r} needs a model that generates it; expected other texts")
+    # The generated text is as long as it must be: it makes up for texts that are too short for their share.
+    names.sort(key=lambda part: part == GENERATED)
+    parts: list[torch.Tensor] = []
+    for place, part in enumerate(names):
+        share = -(-(count - sum(len(made) for made in parts)) // (len(names) - place))
+        if share < 1:
+            break
+        made = generate(share) if part == GENERATED else None
+        parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed) if made is None else made)
+    # Stable: window i of each text, then window i + 1, each text at its own pace.
+    place = torch.cat([torch.arange(len(part), dtype=torch.float64) / len(part) for part in parts])
+    return torch.cat(parts)[place.sort(stable=True).indices]
+
+
+def prompts() -> tuple[list[str], list[str], list[str]]:
+    """Instructions and openings of plain text, both with ``{}`` for a topic, and topics (``data/prompts.txt``)."""
+    text = (resources.files("mha2mla") / "data" / "prompts.txt").read_text(encoding="utf-8")
+    parts = re.split(r"^\[\w+\]\n", text, flags=re.MULTILINE)[1:]
+    instructions, openings, topics = ([line for line in part.splitlines() if line] for part in parts)
+    return instructions, openings, topics
 
 
 def token_windows(

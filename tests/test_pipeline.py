@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
 from mha2mla.conversion.adapters import UnsupportedSourceError
-from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, ROPE_SELECTIONS
+from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, rope_selections
 from mha2mla.conversion.source import CheckpointError
 from mha2mla.conversion.writer import DestinationError
 from mha2mla.pipeline import ParityError
@@ -58,7 +58,8 @@ def test_full_rank_reproduces_a_bfloat16_source_with_biases(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "selection", "low_rank"), list(itertools.product(LAYOUTS, ROPE_SELECTIONS, LOW_RANKS))
+    ("layout", "selection", "low_rank"),
+    [(layout, *rest) for layout in LAYOUTS for rest in itertools.product(rope_selections(layout), LOW_RANKS)],
 )
 def test_every_recipe_runs_and_reloads_as_measured(layout, selection, low_rank, source, tmp_path):
     recipe = mha2mla.Recipe(layout=layout, rope_selection=selection, low_rank=low_rank, **SHORT)

@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from mha2mla.texts import load_text, start_tokens, token_windows
+from mha2mla.texts import load_text, mixed_windows, prompts, start_tokens, token_windows
 from tests.conversion import tiny
 
 
@@ -99,3 +99,46 @@ def test_drawn_windows_are_reproducible_and_in_text_order():
 def test_a_text_that_is_too_short_or_a_bad_argument_is_named(keys, named):
     with pytest.raises(ValueError, match=named):
         token_windows(tiny.tokenizer(), "ten bytes!", **keys)
+
+
+def test_the_standard_library_is_prose_without_the_evaluation_text():
+    text = load_text("builtin:stdlib")
+    assert len(text) > 1_000_000 and text == load_text("builtin:stdlib")
+    prose = load_text("builtin:prose")
+    assert not any(line in text for line in prose.splitlines() if len(line) > 40)
+
+
+def test_one_text_is_mixed_into_itself():
+    tokenizer = tiny.tokenizer()
+    expected = token_windows(tokenizer, load_text("builtin:prose"), 64, 9, seed=3)
+    assert torch.equal(mixed_windows(tokenizer, "builtin:prose", 64, 9, seed=3), expected)
+
+
+def test_texts_take_turns_and_generated_text_fills_up(tmp_path):
+    tokenizer = tiny.tokenizer()
+    (tmp_path / "short").write_text("a" * 50)
+    (tmp_path / "long").write_text("b" * 1000)
+    asked = []
+
+    def generate(count):
+        asked.append(count)
+        return torch.full((count, 11), 7)
+
+    name = f"generated+{tmp_path / 'short'}+{tmp_path / 'long'}"
+    windows = mixed_windows(tokenizer, name, 11, 30, seed=0, generate=generate)
+    kinds = windows[:, 5].tolist()
+    short, long = kinds[0], kinds[1]
+    assert windows.shape == (30, 11) and asked == [12]
+    assert kinds.count(short) == 5 and kinds.count(long) == 13 and kinds.count(7) == 12
+    for third in (kinds[:10], kinds[10:20], kinds[20:]):
+        assert third.count(short) in (1, 2) and third.count(7) == 4
+    with pytest.raises(ValueError, match="needs a model"):
+        mixed_windows(tokenizer, name, 11, 30, seed=0)
+
+
+def test_prompts_have_a_place_for_the_topic():
+    instructions, openings, topics = prompts()
+    assert all(line.count("{}") == 1 for line in instructions + openings) and len(topics) == len(set(topics)) >= 50
+    # Neither may the evaluation text steer what is generated.
+    prose = load_text("builtin:prose")
+    assert not any(line.replace("{}", "") in prose for line in instructions + openings if len(line) > 20)

@@ -1,0 +1,111 @@
+"""Calibration text that the source model writes itself: as diverse as its training, and nothing to download."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from mha2mla.texts import prompts, start_tokens
+
+_CPU_ROWS = 64  # windows written side by side
+_CUDA_ROWS = 1024
+
+
+def generator_of(
+    folder: Path, tokenizer: Any, length: int, *, seed: int, device: torch.device, progress: bool = False
+) -> Callable[[int], torch.Tensor]:
+    """A number of windows -> as many windows of generated tokens, for ``texts.mixed_windows``.
+
+    The whole model is loaded while it writes: bfloat16 on CUDA, float32 on a CPU.
+    """
+
+    def generate(count: int) -> torch.Tensor:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+        return generate_windows(model, tokenizer, length, count, seed=seed, progress=progress)
+
+    return generate
+
+
+@torch.inference_mode()
+def generate_windows(
+    model: torch.nn.Module, tokenizer: Any, length: int, count: int, *, seed: int, progress: bool = False
+) -> torch.Tensor:
+    """Samples windows at temperature 1 (as LLM-QAT, arXiv 2305.17888, does for its training data).
+
+    A window is one document after another, each begun by a prompt (``texts.prompts``): an instruction through the chat
+    template where there is one, or the opening of a plain text. When the model ends a document, the next one begins.
+
+    Args:
+        model: causal language model of transformers.
+        tokenizer: its own.
+        length, count: tokens of a window, and windows.
+        seed: of prompts and samples.
+
+    Returns:
+        int64 [count, length] on the CPU.
+    """
+    rows = _CUDA_ROWS if model.device.type == "cuda" else _CPU_ROWS
+    starts = _documents(tokenizer, random.Random(seed))
+    generator = torch.Generator(model.device).manual_seed(seed)
+    return torch.cat(
+        [
+            _write(model, _ends(model, tokenizer), starts, length, min(rows, count - done), generator, progress)
+            for done in range(0, count, rows)
+        ]
+    )
+
+
+def _write(
+    model: torch.nn.Module,
+    ends: frozenset[int],
+    starts: Iterator[list[int]],
+    length: int,
+    rows: int,
+    generator: torch.Generator,
+    progress: bool,
+) -> torch.Tensor:
+    """int64 [rows, length]."""
+    forced = [next(starts) for _ in range(rows)]  # what each row must say next, before it may choose
+    cache = DynamicCache(config=model.config)
+    current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
+    written = [current.cpu()]
+    for _ in tqdm(range(length - 1), desc="generate", unit="token", disable=not progress):
+        logits = model(current[:, None], past_key_values=cache, use_cache=True).logits[:, -1].float()
+        sampled = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0].tolist()
+        for row, queue in enumerate(forced):
+            if queue:
+                sampled[row] = queue.pop(0)
+            elif sampled[row] in ends:
+                queue.extend(next(starts))
+        current = torch.tensor(sampled, device=model.device)
+        written.append(current.cpu())
+    return torch.stack(written, 1)
+
+
+def _documents(tokenizer: Any, draw: random.Random) -> Iterator[list[int]]:
+    """Beginnings of documents, as tokens, without end."""
+    instructions, openings, topics = prompts()
+    start = start_tokens(tokenizer)
+    while True:
+        chat = tokenizer.chat_template is not None and draw.random() < 0.5
+        text = draw.choice(instructions if chat else openings).format(draw.choice(topics))
+        if chat:
+            message = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            yield tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            yield start + tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _ends(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
+    """Tokens after which a document is over."""
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    return frozenset(ends + [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else ends)
