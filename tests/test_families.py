@@ -394,3 +394,16 @@ def test_every_adapter_has_a_case_and_a_published_config():
     assert {tiny.CASES[case][0] for case in FAMILIES} == set(ADAPTERS)
     assert {values["model_type"] for values, *_ in HUB.values()} == set(ADAPTERS)
     assert all(AutoConfig.for_model(family) for family in ADAPTERS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FAMILIES)
+def test_full_rank_reproduces_the_source_on_a_gpu(case, tmp_path):
+    folder = made(case, tmp_path / "source")
+    report = convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL), device="cuda")
+    assert report.device == "cuda" and report.parity.logits_relative_error <= 1e-4
+    tokens = tiny.some_tokens()
+    models = [loaded(path).cuda() for path in (tmp_path / "out", folder)]
+    with torch.inference_mode():
+        converted, source = (model(tokens.cuda()).logits for model in models)
+    assert relative(converted, source) <= 1e-4
