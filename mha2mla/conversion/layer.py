@@ -12,7 +12,8 @@ from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
 from mha2mla.conversion.calibration import LayerStatistics
 from mha2mla.conversion.low_rank import LatentFactors, LatentProblem, factorise
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.rope_selection import RotaryBasis, select_rotary_basis
+from mha2mla.conversion.rope_selection import select_rotary_basis
+from mha2mla.conversion.rotary_basis import RotaryBasis
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def convert_layer(
         weights: float64.
         statistics: of this layer; None when the recipe needs none.
     """
-    basis = select_rotary_basis(spec, geometry, recipe, statistics)
+    basis = select_rotary_basis(spec, geometry, recipe, statistics, weights)
     basis = RotaryBasis(**{name: value.to(weights.q_weight.device) for name, value in vars(basis).items()})
     factors = factorise(latent_problem(spec, weights, basis, statistics), geometry.kv_lora_rank, recipe)
     return assemble(spec, geometry, recipe, weights, basis, factors)

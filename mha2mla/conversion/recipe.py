@@ -14,11 +14,17 @@ from mha2mla.conversion.presets import PRESETS, preset_values
 from mha2mla.geometry import MLAGeometry
 
 LAYOUTS = ("per-group", "shared")
-ROPE_SELECTIONS = ("high", "low", "uniform", "2-norm", "rotation")
+ROPE_SELECTIONS = ("high", "low", "uniform", "2-norm", "rotation", "uneven", "rorope")
+SHARED_SELECTIONS = ("uneven", "rorope")  # rules that give heads different numbers of pairs, or mix them
 LOW_RANKS = ("svd-joint", "svd-split", "whitened-joint")
 RECONSTRUCTION_TARGETS = ("attention", "residual", "block")
 DEFAULT_CACHE_RATIO = 0.5
 GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
+
+
+def rope_selections(layout: str) -> tuple[str, ...]:
+    """The values of ``rope_selection`` that ``layout`` knows."""
+    return tuple(name for name in ROPE_SELECTIONS if layout == "shared" or name not in SHARED_SELECTIONS)
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,11 @@ class Recipe:
             * ``"rotation"``: largest E|q|² E|k|² (1 − |g|²), g = E exp(iθΔ) over attention-weighted distances Δ
               without the sink column: 1 − |g|² is the variance of the turn, which no constant factor replaces. In the
               shared layout the candidates are the principal components of all kv heads' keys within one frequency (a
-              unitary basis: RoPE commutes with it).
+              unitary basis: RoPE commutes with it);
+            * ``"uneven"``: the same score without mixing heads, each head as many pairs as it earns; shared layout
+              only;
+            * ``"rorope"``: RoRoPE with FreqFold (arXiv 2502.07864): real principal components of the keys of all heads
+              within ``freq_fold`` neighbouring frequencies, equally many of every such group; shared layout only.
         low_rank: how the un-rotated keys and the values become one latent.
 
             * ``"svd-joint"``: truncated SVD of the stacked weights [W_K; W_V] (arXiv 2502.14837);
@@ -55,6 +65,7 @@ class Recipe:
         kv_lora_rank: latent width d_c; needs ``qk_rope_head_dim``.
         qk_rope_head_dim: rotary width d_r of a rope head, even; needs ``kv_lora_rank``.
         rope_share: rotary share of a ``cache_ratio`` budget.
+        freq_fold: neighbouring frequencies that ``"rorope"`` treats as one; divides head_dim / 2.
         mean_phase: from 0 to 1, how far the query of an un-rotated pair is multiplied by its mean turn g, estimated per
             query head: the factor is 1 + mean_phase (g − 1). g alone is the best constant for the tokens that are
             attended to and overfits them; of 0, 0.5 and 1 halfway was best in both layouts.
@@ -70,7 +81,8 @@ class Recipe:
             energy.
         longrope_table: which of longrope's two tables becomes the layer's: ``"short"`` (lengths up to the original
             maximum) or ``"long"``.
-        calibration_text: what ``mha2mla.texts.load_text`` takes.
+        calibration_text: what ``mha2mla.texts.mixed_windows`` takes: texts by name, several of them joined by ``+``;
+            ``"generated"`` is sampled from the source model, which is loaded whole for it.
         calibration_tokens: tokens of calibration text, rounded down to whole windows.
         calibration_length: window length; calibrate at the length you will run.
         seed: chooses the calibration windows and the order of reconstruction's batches.
@@ -107,6 +119,7 @@ class Recipe:
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
     rope_share: float = 0.25
+    freq_fold: int = 1
     mean_phase: float = 0.5
     centered: bool = True
     attended: bool = True
@@ -140,6 +153,11 @@ class Recipe:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, choices))}")
+        if self.rope_selection not in rope_selections(self.layout):
+            raise ValueError(
+                f"rope_selection is {self.rope_selection!r} in the {self.layout} layout; expected one of"
+                f" {', '.join(map(repr, rope_selections(self.layout)))}, or layout='shared'"
+            )
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset is {self.preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
         for name in ("centered", "attended", "query_weighting", "output_weighting", "sequential"):
@@ -164,6 +182,7 @@ class Recipe:
             ("calibration_tokens", 1),
             ("calibration_length", 2),
             ("seed", 0),
+            ("freq_fold", 1),
             ("reconstruction_steps", 0),
             ("reconstruction_batch", 1),
             ("reconstruction_lookahead", 0),
@@ -211,6 +230,8 @@ class Recipe:
         """
         heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
         rope_heads = kv_heads if self.layout == "per-group" else 1
+        if self.rope_selection == "rorope" and head_dim // 2 % self.freq_fold:
+            raise ValueError(f"freq_fold is {self.freq_fold}; expected a divisor of the {head_dim // 2} frequencies")
         key_width = kv_heads * head_dim
         all_pairs = key_width // rope_heads
         if self.kv_lora_rank is not None:
@@ -258,7 +279,7 @@ class Recipe:
 
     def needs_phases(self, geometry: MLAGeometry) -> bool:
         """Whether attention-weighted distances must be measured."""
-        return geometry.qk_nope_head_dim > 0 and (self.rope_selection == "rotation" or self.mean_phase > 0)
+        return geometry.qk_nope_head_dim > 0 and (self.rope_selection in ("rotation", "uneven") or self.mean_phase > 0)
 
     def needs_attended(self, geometry: MLAGeometry) -> bool:
         """Whether attention-weighted averages of the inputs must be measured."""
@@ -270,7 +291,7 @@ class Recipe:
             return False
         if self.follows_conversion(geometry):
             return True
-        selects = geometry.qk_nope_head_dim > 0 and self.rope_selection in ("2-norm", "rotation")
+        selects = geometry.qk_nope_head_dim > 0 and self.rope_selection in ("2-norm", "rotation", *SHARED_SELECTIONS)
         return selects or self.needs_phases(geometry) or self.centered or self.low_rank == "whitened-joint"
 
     def follows_conversion(self, geometry: MLAGeometry) -> bool:

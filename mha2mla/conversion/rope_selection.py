@@ -1,66 +1,46 @@
-"""Which rotary pairs of a layer stay rotary: rules, and the linear maps of keys and queries that carry them out."""
+"""Which rotary pairs of a layer stay rotary: the rules of ``Recipe.rope_selection``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from mha2mla.conversion.adapters import SourceSpec
+from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
 from mha2mla.conversion.calibration import LayerStatistics
 from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.rotary_basis import (
+    RotaryBasis,
+    SharedComponents,
+    axis_components,
+    per_group_basis,
+    shared_basis,
+)
 from mha2mla.geometry import MLAGeometry
 
 
-@dataclass(frozen=True)
-class RotaryBasis:
-    """What one layer's RoPE becomes: a table of frequencies and linear maps, all float64, acting on post-norm vectors.
-
-    With k the layer's keys of all kv heads, stacked (before RoPE), and q_h the query of head h:
-    k_pe[g] = ``key_rope[g]`` k, q_pe[h] = ``query_rope[h]`` q_h (both then rotated by ``inv_freq[g]``),
-    k_nope[a] = ``key_nope[a]`` k, q_nope[h] = ``query_nope[h]`` q_h. Every selection rule ends in this form.
-
-    Attributes:
-        inv_freq: [G, d_r // 2].
-        key_rope: [G, d_r, h_kv * head_dim].
-        query_rope: [H, d_r, head_dim].
-        key_nope: [h_kv, d_n, h_kv * head_dim].
-        query_nope: [H, d_n, head_dim]; holds the mean phase and the squared attention factor.
-        frequencies: [G, d_r // 2] int64, index of each kept pair's frequency in the source's table.
-    """
-
-    inv_freq: torch.Tensor
-    key_rope: torch.Tensor
-    query_rope: torch.Tensor
-    key_nope: torch.Tensor
-    query_nope: torch.Tensor
-    frequencies: torch.Tensor
-
-
 def select_rotary_basis(
-    spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe, statistics: LayerStatistics | None
+    spec: SourceSpec,
+    geometry: MLAGeometry,
+    recipe: Recipe,
+    statistics: LayerStatistics | None,
+    weights: AttentionWeights | None = None,
 ) -> RotaryBasis:
     """The rotary basis of one layer by ``recipe.rope_selection`` (rules in ``Recipe``).
 
     Args:
         statistics: of this layer; may be None when the rule needs none (``Recipe.needs_calibration``).
+        weights: of this layer; only ``"rorope"`` reads them, for keys of different frequencies together.
     """
-    kv_heads, half = spec.num_key_value_heads, spec.head_dim // 2
-    if geometry.qk_nope_head_dim == 0:
-        scores = torch.ones(half, kv_heads, dtype=torch.float64)
-        basis, scale = _axes(half, kv_heads), torch.ones(half, kv_heads, dtype=torch.float64)
-    elif recipe.rope_selection == "rotation":
-        scores, basis, scale = _rotation_scores(spec, recipe, statistics)
-    else:
-        scores = _axis_scores(spec, recipe, statistics)
-        basis, scale = _axes(half, kv_heads), torch.ones(half, kv_heads, dtype=torch.float64)
-    if recipe.rope_selection == "uniform" and geometry.qk_nope_head_dim > 0:
-        kept = _keep_uniform(half, kv_heads, geometry, recipe)
-    else:
-        kept = _keep_top(scores, geometry, recipe)
     phase = _query_phase(spec, recipe, statistics)
-    build = _per_group_maps if recipe.layout == "per-group" else _shared_maps
-    return build(spec, geometry, kept, basis, scale, phase)
+    if recipe.layout == "per-group":
+        return per_group_basis(spec, _kept(spec, geometry, recipe, statistics), phase)
+    pairs = geometry.qk_rope_head_dim // 2
+    if geometry.qk_nope_head_dim == 0 or recipe.rope_selection not in ("rotation", "rorope"):
+        components = axis_components(_kept(spec, geometry, recipe, statistics))
+    elif recipe.rope_selection == "rotation":
+        components = unitary_components(spec, statistics, pairs)
+    else:
+        components = folded_components(spec, key_second_moment(spec, statistics, weights), pairs, recipe.freq_fold)
+    return shared_basis(spec, geometry, components, phase)
 
 
 def rotation_cost(phase: torch.Tensor) -> torch.Tensor:
@@ -78,68 +58,123 @@ def pair_energy(second_moment: torch.Tensor) -> torch.Tensor:
     return diagonal[..., :half] + diagonal[..., half:]
 
 
-def _axes(half: int, kv_heads: int) -> torch.Tensor:
-    return torch.eye(kv_heads, dtype=torch.complex128).expand(half, kv_heads, kv_heads)
+def unitary_components(spec: SourceSpec, statistics: LayerStatistics, pairs: int) -> SharedComponents:
+    """The ``pairs`` costliest principal components of all heads' keys within a frequency, over all frequencies.
 
-
-def _axis_scores(spec: SourceSpec, recipe: Recipe, statistics: LayerStatistics | None) -> torch.Tensor:
-    """[half, h_kv]: larger is kept first; ties go to the lower frequency index, then the lower head."""
-    half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
-    rank = torch.arange(half, dtype=torch.float64)[:, None].expand(half, kv_heads)
-    if recipe.rope_selection in ("high", "uniform"):  # inv_freq falls with its index
-        return -rank
-    if recipe.rope_selection == "low":
-        return rank
-    query = pair_energy(statistics.query_second_moment).sqrt().view(kv_heads, spec.group_size, half).sum(1)
-    key = statistics.key_covariance.diagonal(dim1=1, dim2=2).real.clamp_min(0).sqrt()
-    return query.T.cpu() * key.cpu()
-
-
-def _rotation_scores(
-    spec: SourceSpec, recipe: Recipe, statistics: LayerStatistics
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores [half, components], basis U [half, h_kv, components] and key scale D [half, h_kv].
-
-    Component n of frequency j is Σ_a conj(U[j,a,n]) D[j,a] k_{a,j}: a principal component of the keys, each head
-    weighted by what its queries lose when the pair is not rotated. The unitary U commutes with RoPE; D is undone in
-    the queries.
+    Component n of frequency j is Σ_a conj(U[j,a,n]) D[j,a] k_{a,j}, each head weighted by D, what its queries lose when
+    the pair is not rotated. The unitary U commutes with RoPE; D is undone in the queries.
     """
     half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
-    cost = rotation_cost(statistics.mean_phase)
-    weight = (pair_energy(statistics.query_second_moment) * cost).view(kv_heads, spec.group_size, half).sum(1).T.cpu()
-    covariance = statistics.key_covariance.cpu()
-    if recipe.layout == "per-group":
-        scores = weight * covariance.diagonal(dim1=1, dim2=2).real
-        return scores, _axes(half, kv_heads), torch.ones(half, kv_heads, dtype=torch.float64)
+    weight = _turn_weight(spec, statistics)
     # A head that nobody asks at this frequency must stay invertible; its share of the component is then negligible.
     floor = 1e-4 * weight.amax(1, keepdim=True) + torch.finfo(torch.float64).tiny
     scale = weight.clamp_min(floor).sqrt()
+    covariance = statistics.key_covariance.cpu()
     energy, basis = torch.linalg.eigh(scale[:, :, None] * covariance * scale[:, None, :])
     # Only the ratios within a frequency matter; keeping D near one keeps the cached keys in the source's range.
-    return energy, basis, scale / scale.square().mean(1, keepdim=True).sqrt()
+    scale = scale / scale.square().mean(1, keepdim=True).sqrt()
+    frequency, component = _largest(energy, pairs).nonzero(as_tuple=True)
+    order = torch.arange(pairs)
+    encode = torch.zeros(pairs, kv_heads, half, dtype=torch.complex128)
+    encode[order, :, frequency] = basis[frequency, :, component].conj() * scale[frequency]
+    decode = torch.zeros(kv_heads, half, pairs, dtype=torch.complex128)
+    decode[:, frequency, order] = (basis[frequency, :, component] / scale[frequency]).T
+    return SharedComponents(encode, decode, frequency)
 
 
-def _keep_top(scores: torch.Tensor, geometry: MLAGeometry, recipe: Recipe) -> torch.Tensor:
-    """Kept (frequency, component) pairs: bool [half, components]."""
-    pairs = geometry.qk_rope_head_dim // 2
-    kept = torch.zeros(scores.shape, dtype=torch.bool)
-    if recipe.layout == "per-group":
-        return kept.scatter_(0, scores.sort(dim=0, descending=True, stable=True).indices[:pairs], True)
-    order = scores.flatten().sort(descending=True, stable=True).indices[:pairs]
-    kept.view(-1)[order] = True
-    return kept
+def folded_components(spec: SourceSpec, second_moment: torch.Tensor, pairs: int, fold: int) -> SharedComponents:
+    """RoRoPE with FreqFold (arXiv 2502.07864): real principal components of keys, ``fold`` frequencies as if one.
+
+    Neighbouring frequencies, ``fold`` at a time, make a group. Within a group the pairs of all heads are turned by one
+    real orthogonal matrix, the same for both halves of a pair, which commutes with RoPE as far as the frequencies of
+    the group are equal. All groups give equally many leading components (the first groups one more where ``pairs`` is
+    no multiple), which take the frequencies of the group at even steps from its highest one.
+
+    Args:
+        second_moment: [h_kv * d, h_kv * d] of the keys of all heads before RoPE.
+        fold: divides the number of frequencies.
+    """
+    half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
+    groups = half // fold
+    halves = second_moment.cpu().view(kv_heads, 2, half, kv_heads, 2, half)
+    covariance = halves[:, 0, :, :, 0] + halves[:, 1, :, :, 1]  # [h_kv, half, h_kv, half]
+    encode = torch.zeros(pairs, kv_heads, half, dtype=torch.complex128)
+    frequency = torch.zeros(pairs, dtype=torch.int64)
+    first = 0
+    for group in range(groups):
+        count = pairs // groups + (group < pairs % groups)
+        members = slice(group * fold, (group + 1) * fold)
+        block = covariance[:, members, :, members].reshape(kv_heads * fold, kv_heads * fold)
+        vectors = torch.linalg.eigh((block + block.T) / 2).eigenvectors.flip(1)[:, :count]
+        rows = slice(first, first + count)
+        encode[rows, :, members] = vectors.T.reshape(count, kv_heads, fold).to(encode.dtype)
+        frequency[rows] = group * fold + torch.arange(count) * fold // max(count, 1)
+        first += count
+    return SharedComponents(encode, encode.permute(1, 2, 0).clone(), frequency)
 
 
-def _keep_uniform(half: int, kv_heads: int, geometry: MLAGeometry, recipe: Recipe) -> torch.Tensor:
-    pairs = geometry.qk_rope_head_dim // 2
-    kept = torch.zeros(half, kv_heads, dtype=torch.bool)
-    candidates = half if recipe.layout == "per-group" else half * kv_heads
-    chosen = torch.div(torch.arange(pairs) * candidates, pairs, rounding_mode="floor")
-    if recipe.layout == "per-group":
-        kept[chosen] = True
+def key_second_moment(spec: SourceSpec, statistics: LayerStatistics, weights: AttentionWeights) -> torch.Tensor:
+    """[h_kv * d, h_kv * d] E[k k^T] of the stacked keys before RoPE, biases and norms included."""
+    covariance, mean = statistics.covariance, statistics.mean
+    if spec.qk_norm:  # the inputs u = [normed keys | hidden state] hold them
+        width = spec.num_key_value_heads * spec.head_dim
+        covariance, mean = covariance[:width, :width], mean[:width]
     else:
-        kept.view(-1)[chosen] = True
-    return kept
+        weight = weights.k_weight.to(covariance)
+        covariance, mean = weight @ covariance @ weight.T, weight @ mean
+        if weights.k_bias is not None:
+            mean = mean + weights.k_bias.to(mean)
+    return covariance + torch.outer(mean, mean)
+
+
+def _turn_weight(spec: SourceSpec, statistics: LayerStatistics) -> torch.Tensor:
+    """[half, h_kv] E|q|² (1 − |g|²), summed over the query heads of a kv head."""
+    kv_heads, half = spec.num_key_value_heads, spec.head_dim // 2
+    cost = rotation_cost(statistics.mean_phase)
+    return (pair_energy(statistics.query_second_moment) * cost).view(kv_heads, spec.group_size, half).sum(1).T.cpu()
+
+
+def _kept(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe, statistics: LayerStatistics | None) -> torch.Tensor:
+    """[half, h_kv] bool: the (frequency, head) pairs that stay, by a rule that mixes no heads.
+
+    In the per-group layout every head keeps its own best, in the shared layout the best of all heads stay. Ties go to
+    the lower frequency index, then the lower head.
+    """
+    half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
+    pairs = geometry.qk_rope_head_dim // 2
+    grouped, rule = recipe.layout == "per-group", recipe.rope_selection
+    if geometry.qk_nope_head_dim == 0:
+        return torch.ones(half, kv_heads, dtype=torch.bool)
+    if rule == "uniform":
+        kept = torch.zeros(half, kv_heads, dtype=torch.bool)
+        candidates = half if grouped else half * kv_heads
+        chosen = torch.div(torch.arange(pairs) * candidates, pairs, rounding_mode="floor")
+        if grouped:
+            kept[chosen] = True
+        else:
+            kept.view(-1)[chosen] = True
+        return kept
+    if rule in ("high", "low"):  # inv_freq falls with its index
+        rank = torch.arange(half, dtype=torch.float64)[:, None].expand(half, kv_heads)
+        scores = -rank if rule == "high" else rank
+    else:
+        key = statistics.key_covariance.diagonal(dim1=1, dim2=2).real.clamp_min(0).cpu()
+        if rule == "2-norm":
+            query = pair_energy(statistics.query_second_moment).sqrt().view(kv_heads, spec.group_size, half).sum(1)
+            scores = query.T.cpu() * key.sqrt()
+        else:
+            scores = _turn_weight(spec, statistics) * key
+    if grouped:
+        kept = torch.zeros(half, kv_heads, dtype=torch.bool)
+        return kept.scatter_(0, scores.sort(dim=0, descending=True, stable=True).indices[:pairs], True)
+    return _largest(scores, pairs)
+
+
+def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the ``count`` largest scores are: bool of their shape; ties go to the first."""
+    kept = torch.zeros(scores.numel(), dtype=torch.bool)
+    kept[scores.flatten().sort(descending=True, stable=True).indices[:count]] = True
+    return kept.view(scores.shape)
 
 
 def _query_phase(spec: SourceSpec, recipe: Recipe, statistics: LayerStatistics | None) -> torch.Tensor:
@@ -149,70 +184,3 @@ def _query_phase(spec: SourceSpec, recipe: Recipe, statistics: LayerStatistics |
     if recipe.mean_phase > 0 and statistics is not None and statistics.mean_phase is not None:
         phase = phase + recipe.mean_phase * (statistics.mean_phase.cpu() - phase)
     return phase * spec.attention_factor**2
-
-
-def _real_rows(coefficients: torch.Tensor) -> torch.Tensor:
-    """Real matrix of the complex map z -> C z on vectors in the halves layout: [..., m, n] -> [..., 2m, 2n]."""
-    real, imag = coefficients.real, coefficients.imag
-    return torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
-
-
-def _per_group_maps(spec, geometry, kept, basis, scale, phase) -> RotaryBasis:
-    kv_heads, d, half, group = spec.num_key_value_heads, spec.head_dim, spec.head_dim // 2, spec.group_size
-    rope, nope = geometry.qk_rope_head_dim, geometry.qk_nope_head_dim
-    frequencies = torch.stack([kept[:, a].nonzero().flatten() for a in range(kv_heads)])
-    rest = torch.stack([(~kept[:, a]).nonzero().flatten() for a in range(kv_heads)])
-    identity = torch.eye(half, dtype=torch.complex128)
-    key_rope = torch.zeros(kv_heads, rope, kv_heads, d, dtype=torch.float64)
-    key_nope = torch.zeros(kv_heads, nope, kv_heads, d, dtype=torch.float64)
-    query_rope, query_nope = [], []
-    for a in range(kv_heads):
-        key_rope[a, :, a] = _real_rows(identity[frequencies[a]])
-        key_nope[a, :, a] = _real_rows(identity[rest[a]])
-        for h in range(a * group, (a + 1) * group):
-            query_rope.append(_real_rows(identity[frequencies[a]]))
-            query_nope.append(_real_rows(identity[rest[a]] * phase[h]))
-    return RotaryBasis(
-        inv_freq=spec.inv_freq.double()[frequencies],
-        key_rope=key_rope.flatten(2),
-        query_rope=torch.stack(query_rope),
-        key_nope=key_nope.flatten(2),
-        query_nope=torch.stack(query_nope),
-        frequencies=frequencies,
-    )
-
-
-def _shared_maps(spec, geometry, kept, basis, scale, phase) -> RotaryBasis:
-    heads, kv_heads, d, half = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim, spec.head_dim // 2
-    frequency, component = kept.nonzero(as_tuple=True)
-    pairs = frequency.numel()
-    encode = basis.mH * scale[:, None, :]  # [half, components, h_kv]: keys -> components
-    decode = basis / scale[:, :, None]  # [half, h_kv, components]: its inverse
-    order = torch.arange(pairs)
-    # Key side: rows are kept pairs, columns (head, frequency).
-    rows = torch.zeros(pairs, kv_heads, half, dtype=torch.complex128)
-    rows[order, :, frequency] = encode[frequency, component]
-    key_rope = _real_rows(rows.transpose(0, 1)).permute(1, 0, 2).reshape(1, 2 * pairs, kv_heads * d)
-    # Query side: score = Re(conj(q) k e^{-iθΔ}) and k = Σ_n decode[n] κ_n, so the query is multiplied by conj(decode).
-    head_of = torch.arange(heads) // spec.group_size
-    columns = torch.zeros(heads, pairs, half, dtype=torch.complex128)
-    columns[:, order, frequency] = decode.conj()[frequency, :, component].T[head_of]
-    query_rope = _real_rows(columns)
-    if geometry.qk_nope_head_dim == 0:
-        key_nope = torch.zeros(kv_heads, 0, kv_heads * d, dtype=torch.float64)
-        query_nope = torch.zeros(heads, 0, d, dtype=torch.float64)
-    else:
-        dropped = torch.where(kept[:, None, :], 0, decode) @ encode  # [half, h_kv, h_kv]: what stays un-rotated
-        full = torch.zeros(kv_heads, half, kv_heads, half, dtype=torch.complex128)
-        index = torch.arange(half)
-        full[:, index, :, index] = dropped
-        key_nope = _real_rows(full.transpose(1, 2)).permute(0, 2, 1, 3).reshape(kv_heads, d, kv_heads * d)
-        query_nope = _real_rows(torch.diag_embed(phase))
-    return RotaryBasis(
-        inv_freq=spec.inv_freq.double()[frequency][None],
-        key_rope=key_rope,
-        query_rope=query_rope,
-        key_nope=key_nope,
-        query_nope=query_nope,
-        frequencies=frequency[None],
-    )

@@ -11,12 +11,19 @@ from mha2mla.conversion.adapters import ADAPTERS, AttentionWeights, SourceSpec
 from mha2mla.conversion.calibration import LayerStatistics, StatisticsCollector
 from mha2mla.conversion.layer import convert_layer, latent_problem
 from mha2mla.conversion.low_rank import factorise
-from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, ROPE_SELECTIONS
-from mha2mla.conversion.rope_selection import RotaryBasis, rotation_cost, select_rotary_basis
+from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, rope_selections
+from mha2mla.conversion.rope_selection import (
+    folded_components,
+    key_second_moment,
+    rotation_cost,
+    select_rotary_basis,
+)
+from mha2mla.conversion.rotary_basis import RotaryBasis
 from tests.conversion import tiny
 from tests.conversion.plain_mla import plain_mla_attention
 
 Recipe = functools.partial(recipes.Recipe, layout="per-group")  # unless a test says otherwise
+SELECTIONS = [(layout, selection) for layout in LAYOUTS for selection in rope_selections(layout)]
 
 
 class _State:
@@ -46,12 +53,17 @@ class Layer:
             noise * decay @ mixing / 3 + 0.5 * torch.randn(self.spec.hidden_size, generator=generator).double()
         )
         window = self.spec.sliding_windows[0]
+        self.measure()
+        distance = torch.arange(40)[:, None] - torch.arange(40)[None]
+        self.mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+    def measure(self) -> None:
+        """Takes the statistics of the inputs."""
+        window = self.spec.sliding_windows[0]
         collector = StatisticsCollector(self.spec, self.weights, window=window, phases=True, attended=True)
         collector.add(self.inputs[:4])
         collector.add(self.inputs[4:])
         self.statistics: LayerStatistics = collector.finish()
-        distance = torch.arange(40)[:, None] - torch.arange(40)[None]
-        self.mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
     @torch.no_grad()
     def source_output(self) -> torch.Tensor:
@@ -90,15 +102,14 @@ def test_full_rank_is_the_source(case, layout):
     assert relative(layer.output(recipe), layer.source_output()) < 2e-6  # the source's cos and sin are float32
     # Nothing is left to choose at full rank, so what holds for one recipe holds for all.
     expected = layer.converted(recipe)
-    for selection, low_rank in itertools.product(ROPE_SELECTIONS, LOW_RANKS):
+    for selection, low_rank in itertools.product(rope_selections(layout), LOW_RANKS):
         other = Recipe(layout=layout, cache_ratio=1.0, rope_selection=selection, low_rank=low_rank)
         tensors = layer.converted(other)
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("selection", ROPE_SELECTIONS)
+@pytest.mark.parametrize(("layout", "selection"), SELECTIONS)
 def test_all_pairs_but_one_rank_everything_is_the_source_when_nothing_is_un_rotated(layout, selection):
     layer = Layer("qwen2")
     width = layer.spec.num_key_value_heads * layer.spec.head_dim
@@ -107,16 +118,18 @@ def test_all_pairs_but_one_rank_everything_is_the_source_when_nothing_is_un_rota
     assert relative(layer.output(recipe), layer.source_output()) < 2e-6
 
 
-def shared_basis(layer: Layer, kept: int, mean_phase: float = 0.0) -> tuple[RotaryBasis, recipes.Recipe]:
+def shared_basis(layer: Layer, kept: int, selection: str = "rotation", **keys) -> RotaryBasis:
     width = 2 * layer.spec.num_key_value_heads * layer.spec.head_dim
-    recipe = Recipe(layout="shared", qk_rope_head_dim=kept, kv_lora_rank=width - kept, mean_phase=mean_phase)
-    return select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics), recipe
+    keys = {"layout": "shared", "mean_phase": 0.0, "rope_selection": selection} | keys
+    recipe = Recipe(qk_rope_head_dim=kept, kv_lora_rank=width - kept, **keys)
+    return select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics, layer.weights)
 
 
-def test_rope_commutes_with_a_unitary_map_across_heads():
+@pytest.mark.parametrize("selection", rope_selections("shared"))
+def test_rope_commutes_with_a_unitary_map_across_heads(selection):
     """Kept and dropped parts of a shared basis add up to the source's scores when both are rotated."""
     layer = Layer("qwen2", num_key_value_heads=4)
-    basis, _ = shared_basis(layer, 12)
+    basis = shared_basis(layer, 12, selection)
     spec = layer.spec
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     query = torch.randn(heads, d, dtype=torch.float64)
@@ -148,13 +161,75 @@ def test_rope_commutes_with_a_unitary_map_across_heads():
 
 def test_a_shared_basis_keeps_the_largest_components():
     layer = Layer("llama", num_key_value_heads=4)
-    few, _ = shared_basis(layer, 8)
-    more, _ = shared_basis(layer, 24)
+    few, more = shared_basis(layer, 8), shared_basis(layer, 24)
     listed = [sorted(basis.frequencies.flatten().tolist()) for basis in (few, more)]
     remaining = list(listed[1])
     for frequency in listed[0]:
         remaining.remove(frequency)  # ValueError if a pair kept first is dropped later
     assert len(remaining) == 8
+
+
+def test_heads_earn_uneven_numbers_of_pairs():
+    """A head whose queries hardly read its keys gets none."""
+    layer = Layer("llama", num_key_value_heads=2)
+    weight = layer.weights.q_weight.clone()
+    weight[:32] *= 1e-3  # the query heads of the first kv head
+    layer.weights = AttentionWeights(**{**vars(layer.weights), "q_weight": weight})
+    layer.measure()
+    basis = shared_basis(layer, 12, "uneven")
+    read = basis.key_rope[0].view(12, 2, 16).abs().sum((0, 2))
+    assert read.tolist() == [0.0, 12.0]
+
+
+def test_keys_of_one_direction_need_one_component_per_fold():
+    """RoRoPE: keys that lie in one real direction of (head, frequency in a fold) are kept whole by one component."""
+    layer = Layer("llama", num_key_value_heads=4)
+    spec, fold = layer.spec, 2
+    half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
+    generator = torch.Generator().manual_seed(3)
+    direction = torch.randn(half // fold, kv_heads, fold, generator=generator, dtype=torch.float64)
+    content = torch.randn(2, half // fold, 500, generator=generator, dtype=torch.float64)  # of both halves of a pair
+    keys = torch.einsum("gaf,igt->aigft", direction, content).reshape(kv_heads * spec.head_dim, -1)
+    components = folded_components(spec, keys @ keys.T / 500, half // fold, fold)
+    assert components.frequency.tolist() == [0, 2, 4, 6]
+    z = torch.complex(*keys.view(kv_heads, 2, half, -1).unbind(1))
+    kept = torch.einsum("ajn,nbl,blt->ajt", components.decode, components.encode, z)
+    assert torch.allclose(kept, z)
+    fewer = folded_components(spec, keys @ keys.T / 500, half // fold - 1, fold)
+    lost = z - torch.einsum("ajn,nbl,blt->ajt", fewer.decode, fewer.encode, z)
+    assert torch.allclose(lost[:, :6], torch.zeros_like(z[:, :6])) and torch.allclose(lost[:, 6:], z[:, 6:])
+
+
+@pytest.mark.parametrize(("fold", "pairs"), [(1, 8), (2, 4), (4, 6), (8, 11)])
+def test_folded_frequencies_are_taken_at_even_steps(fold, pairs):
+    layer = Layer("qwen3", num_key_value_heads=4, head_dim=16)
+    moment = key_second_moment(layer.spec, layer.statistics, layer.weights)
+    components = folded_components(layer.spec, moment, pairs, fold)
+    expected = {1: list(range(8)), 2: [0, 2, 4, 6], 4: [0, 1, 2, 4, 5, 6], 8: [8 * i // 11 for i in range(11)]}
+    assert components.frequency.tolist() == expected[fold]
+    product = torch.einsum("naj,ajm->nm", components.encode, components.decode)
+    assert torch.allclose(product, torch.eye(pairs, dtype=product.dtype))
+    assert float(components.encode.imag.abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3-biases-yarn"])
+def test_second_moments_of_keys_agree_with_those_per_frequency(case):
+    layer = Layer(case)
+    spec, half = layer.spec, layer.spec.head_dim // 2
+    heads = spec.num_key_value_heads
+    moment = key_second_moment(spec, layer.statistics, layer.weights).view(heads, 2, half, heads, 2, half)
+    parts = moment.diagonal(dim1=2, dim2=5).permute(4, 0, 2, 1, 3)  # [half, h_kv, h_kv, 2, 2]
+    expected = torch.complex(parts[..., 0, 0] + parts[..., 1, 1], parts[..., 1, 0] - parts[..., 0, 1])
+    assert torch.allclose(layer.statistics.key_covariance, expected)
+
+
+def test_rules_of_the_shared_layout_are_refused_in_the_other():
+    for selection in ("uneven", "rorope"):
+        with pytest.raises(ValueError, match=f"rope_selection is '{selection}' in the per-group layout"):
+            Recipe(rope_selection=selection)
+    recipe = Recipe(layout="shared", rope_selection="rorope", freq_fold=3, qk_rope_head_dim=8, kv_lora_rank=24)
+    with pytest.raises(ValueError, match="freq_fold is 3; expected a divisor of the 8 frequencies"):
+        recipe.geometry(Layer("llama").spec)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -306,9 +381,8 @@ def test_blocks_of_an_attention_map_add_up(monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3-biases-yarn"])
-@pytest.mark.parametrize(
-    ("layout", "selection", "low_rank"), list(itertools.product(LAYOUTS, ROPE_SELECTIONS, LOW_RANKS))
-)
+@pytest.mark.parametrize(("layout", "selection"), SELECTIONS)
+@pytest.mark.parametrize("low_rank", LOW_RANKS)
 def test_every_recipe_gives_the_tensors_of_its_geometry(case, layout, selection, low_rank):
     layer = Layer(case)
     recipe = Recipe(layout=layout, rope_selection=selection, low_rank=low_rank, qk_rope_head_dim=8, kv_lora_rank=24)
