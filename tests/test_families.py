@@ -17,7 +17,7 @@ from tests.conversion import tiny
 SHORT = {"calibration_tokens": 512, "calibration_length": 64}
 FULL = {"cache_ratio": 1.0, **SHORT}
 # The traits that the statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "gemma3")
+FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "gemma3")
 FAMILIES += ("mixtral", "qwen2-moe-sliding", "qwen3-moe", "olmoe")
 
 
@@ -180,6 +180,16 @@ HUB = {
         },
         {"model.layers.1.self_attn.k_proj.weight": (1024, 4096), "lm_head.weight": (128256, 4096)},
         {"head_dim": 128, "rope_type": "llama3"},
+    ),
+    "SmolLM3-3B": (
+        {
+            "model_type": "smollm3", "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16,
+            "num_key_value_heads": 4, "vocab_size": 128256, "rms_norm_eps": 1e-6, "rope_theta": 5000000.0,
+            "rope_scaling": None, "max_position_embeddings": 65536, "no_rope_layer_interval": 2,
+            "sliding_window": None, "use_sliding_window": False, "attention_bias": False, "mlp_bias": False,
+        },
+        {"model.layers.1.self_attn.k_proj.weight": (512, 2048)},
+        {"head_dim": 128, "sliding_windows": (None, None)},
     ),
     "Mistral-7B-v0.1": (
         {
@@ -368,6 +378,13 @@ REFUSED = {
     "embeddinggemma-300m": (
         {**HUB["gemma-3-1b-it"][0], "use_bidirectional_attention": True},
         "use_bidirectional_attention is True",
+    ),
+    "a SmolLM3 with YaRN": (
+        {
+            **HUB["SmolLM3-3B"][0],
+            "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 65536},
+        },
+        "layers multiply cos and sin by .1.0, 1.069.*; expected one factor",
     ),
     "a Gemma 3 with capped logits": (
         {**HUB["gemma-3-1b-it"][0], "final_logit_softcapping": 30.0},

@@ -28,8 +28,9 @@ def test_a_spec_says_what_the_model_class_has(case):
     assert attention.scaling == spec.softmax_scale
     rotary = type(model.model.rotary_emb)(config)
     for layer in range(spec.num_layers):
-        kind = f"{config.layer_types[layer]}_" if spec.layer_inv_freq is not None else ""
-        assert torch.equal(getattr(rotary, f"{kind}inv_freq"), spec.of_layer(layer).inv_freq)
+        kind = "" if hasattr(rotary, "inv_freq") else f"{config.layer_types[layer]}_"
+        turns = getattr(model.model.layers[layer].self_attn, "use_rope", 1)
+        assert torch.equal(getattr(rotary, f"{kind}inv_freq") * turns, spec.of_layer(layer).inv_freq)
         assert getattr(rotary, f"{kind}attention_scaling") == spec.attention_factor
 
 
@@ -40,6 +41,7 @@ def test_windows_belong_to_layers():
     assert describe("mixtral-sliding")[1].sliding_windows == (9, 9)
     assert describe("qwen3-moe-sliding")[1].sliding_windows == (9, 9)
     assert describe("phi3-mha-sliding")[1].sliding_windows == (9, 9)
+    assert describe("smollm3-sliding")[1].sliding_windows == (9, None)
     assert describe("gemma3")[1].sliding_windows == (9, None, 9)
 
 

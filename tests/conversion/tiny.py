@@ -18,9 +18,11 @@ from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.smollm3 import SmolLM3Config
 
 CONFIGS = {
     "llama": LlamaConfig,
+    "smollm3": SmolLM3Config,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
     "qwen2": Qwen2Config,
@@ -90,6 +92,11 @@ CASES = {
     "llama-linear": ("llama", {"rope_parameters": LINEAR}),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-longrope": ("llama", {"rope_parameters": LONGROPE}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "smollm3-sliding": (
+        "smollm3",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 9, "attention_bias": True},
+    ),
     "mistral": ("mistral", {"head_dim": 24}),
     "mistral-sliding": ("mistral", {"sliding_window": 9}),
     "qwen2": ("qwen2", {}),

@@ -25,6 +25,7 @@ ADAPTERS: Mapping[str, FamilyAdapter] = MappingProxyType(
         adapter.model_type: adapter
         for adapter in (
             families.LlamaAdapter(),
+            families.SmolLM3Adapter(),
             families.MistralAdapter(),
             families.MixtralAdapter(),
             families.Qwen2Adapter(),

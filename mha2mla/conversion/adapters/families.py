@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from transformers import PreTrainedConfig
 
 from mha2mla.conversion.adapters.family import FamilyAdapter
@@ -13,6 +16,17 @@ class LlamaAdapter(FamilyAdapter):
     """Llama 2, 3 and 3.x, SmolLM2 and every checkpoint that calls itself llama."""
 
     model_type = "llama"
+
+
+class SmolLM3Adapter(FamilyAdapter):
+    """SmolLM3: Llama in which some layers do not rotate at all, as by frequencies of zero."""
+
+    model_type = "smollm3"
+
+    def rotary_tables(self, config: PreTrainedConfig, head_dim: int, longrope_table: str) -> tuple[RotaryTable, ...]:
+        table = rotary_table(config, head_dim, longrope_table=longrope_table)
+        still = replace(table, inv_freq=torch.zeros_like(table.inv_freq), attention_factor=1.0)
+        return tuple(table if config.no_rope_layers[layer] else still for layer in range(config.num_hidden_layers))
 
 
 class MistralAdapter(FamilyAdapter):
