@@ -383,7 +383,9 @@ def _source_folder(source: str | os.PathLike[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5"]))
+        # Mistral's repositories hold the weights a second time, under names of another library.
+        unread = ["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5", "consolidated*"]
+        return Path(snapshot_download(name, ignore_patterns=unread))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise CheckpointError(f"source {name!r} is no folder and cannot be fetched from the hub: {error}") from error
 
