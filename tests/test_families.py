@@ -18,6 +18,7 @@ SHORT = {"calibration_tokens": 512, "calibration_length": 64}
 FULL = {"cache_ratio": 1.0, **SHORT}
 # The traits that the statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
 FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "gemma3")
+FAMILIES += ("phi3-partial-longrope", "glm", "glm4-no-biases")
 FAMILIES += ("mixtral", "qwen2-moe-sliding", "qwen3-moe", "olmoe")
 
 
@@ -305,6 +306,40 @@ HUB = {
         {"model.layers.1.self_attn.o_proj.weight": (3072, 3072)},
         {"rope_type": "longrope", "attention_factor": (1 + 5 / 12) ** 0.5},  # 131072 / 4096 = 2^5, 4096 = 2^12
     ),
+    "Phi-4-mini-instruct": (
+        {
+            "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 24,
+            "num_key_value_heads": 8, "vocab_size": 200064, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75, "full_attn_mod": 1, "interpolate_factor": 1,
+            "rope_scaling": {
+                "type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0 + i for i in range(48)],
+            },
+            "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
+            "attention_bias": False, "tie_word_embeddings": True,
+        },
+        {"model.layers.1.self_attn.qkv_proj.weight": (5120, 3072)},
+        {"head_dim": 128, "rotary_dim": 96, "attention_factor": (1 + 5 / 12) ** 0.5},
+    ),
+    "glm-4-9b-chat-hf": (
+        {
+            "model_type": "glm", "hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32,
+            "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552, "rms_norm_eps": 1.5625e-07,
+            "rope_theta": 10000.0, "max_position_embeddings": 131072, "attention_bias": True,
+            "tie_word_embeddings": False,
+        },
+        {"model.layers.1.self_attn.k_proj.bias": (256,), "model.layers.1.mlp.gate_up_proj.weight": (27392, 4096)},
+        {"head_dim": 128, "rotary_dim": 64, "v_bias": True, "o_bias": False},
+    ),
+    "GLM-4-9B-0414": (
+        {
+            "model_type": "glm4", "hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32,
+            "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151552, "rms_norm_eps": 1e-05,
+            "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "max_position_embeddings": 32768,
+            "attention_bias": False, "tie_word_embeddings": False,
+        },
+        {"model.layers.1.post_self_attn_layernorm.weight": (4096,)},
+        {"head_dim": 128, "rotary_dim": 64, "v_bias": False},
+    ),
     "OLMo-2-1124-7B": (
         {
             "model_type": "olmo2", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
@@ -364,9 +399,9 @@ def test_published_configs_are_understood(name):
 
 
 REFUSED = {
-    "Phi-4-mini-instruct": (
-        {**HUB["Phi-3-mini-4k-instruct"][0], "partial_rotary_factor": 0.75, "sliding_window": None},
-        "partial_rotary_factor is 0.75",
+    "a Llama that rotates in part": (
+        {**HUB["Qwen3-0.6B"][0], "model_type": "llama", "partial_rotary_factor": 0.5},
+        "partial_rotary_factor is 0.5",
     ),
     "an OLMoE with clipping": ({**HUB["OLMoE-1B-7B-0924"][0], "clip_qkv": 8.0}, "clip_qkv is 8.0"),
     "Olmo-3-1025-7B": ({"model_type": "olmo3"}, "'olmo3' cannot be converted: its layers multiply cos and sin"),

@@ -8,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.glm import GlmConfig
+from transformers.models.glm4 import Glm4Config
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
@@ -30,6 +32,8 @@ CONFIGS = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "phi3": Phi3Config,
+    "glm": GlmConfig,
+    "glm4": Glm4Config,
     "olmo2": Olmo2Config,
     "olmoe": OlmoeConfig,
     "gemma3_text": Gemma3TextConfig,
@@ -117,6 +121,25 @@ CASES = {
         "phi3",
         {**HEADS, "rope_parameters": PHI3_LONGROPE, "original_max_position_embeddings": 64},
     ),
+    "phi3-partial": (
+        "phi3",
+        {**HEADS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
+    "phi3-partial-longrope": (
+        "phi3",
+        {
+            **HEADS,
+            "rope_parameters": {
+                **PHI3_LONGROPE,
+                "partial_rotary_factor": 0.5,
+                "short_factor": PHI3_LONGROPE["short_factor"][:4],
+                "long_factor": PHI3_LONGROPE["long_factor"][:4],
+            },
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "glm": ("glm", {"head_dim": 24}),
+    "glm4-no-biases": ("glm4", {"attention_bias": False}),
     "olmo2": ("olmo2", HEADS),
     "olmo2-mha-biases": ("olmo2", {**HEADS, "num_key_value_heads": 4, "attention_bias": True}),
     "olmoe": ("olmoe", {**HEADS, "num_experts": 4, "num_experts_per_tok": 2}),

@@ -33,6 +33,8 @@ ADAPTERS: Mapping[str, FamilyAdapter] = MappingProxyType(
             families.Qwen3Adapter(),
             families.Qwen3MoeAdapter(),
             families.Phi3Adapter(),
+            families.GlmAdapter(),
+            families.Glm4Adapter(),
             families.Olmo2Adapter(),
             families.OlmoeAdapter(),
             families.Gemma3TextAdapter(),
@@ -50,8 +52,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "gemma3": "it is multimodal; its language model alone is a 'gemma3_text' checkpoint",
         "gpt_oss": "attention sinks make dropped key biases visible, and no decode kernel here has them",
         "olmo3": "its layers multiply cos and sin by factors that differ",
-        "phi": "it rotates only part of a head",
-        "glm": "it rotates only part of a head",
+        "phi": "no adapter for its layers, in which attention and MLP stand side by side",
         "gpt2": "it has no rotary positions",
     }
 )

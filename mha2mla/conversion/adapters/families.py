@@ -81,9 +81,10 @@ class Qwen3MoeAdapter(Qwen3Adapter):
 
 
 class Phi3Adapter(FamilyAdapter):
-    """Phi-3 and Phi-4 with whole heads rotated: q, k and v are the rows of one fused projection."""
+    """Phi-3, Phi-4 and Phi-4-mini: q, k and v are the rows of one fused projection; some rotate only part of a head."""
 
     model_type = "phi3"
+    partial_rotary = True
     window_in_every_layer = True
 
     def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
@@ -93,6 +94,23 @@ class Phi3Adapter(FamilyAdapter):
         prefix = f"{self.layer_prefix(layer)}self_attn."
         fused = dict.fromkeys(("q_weight", "k_weight", "v_weight"), f"{prefix}qkv_proj.weight")
         return {**fused, "o_weight": f"{prefix}o_proj.weight"}
+
+
+class GlmAdapter(FamilyAdapter):
+    """GLM-4-9B: half of every head rotates, in pairs of neighbours; no bias on o."""
+
+    model_type = "glm"
+    partial_rotary = True
+    neighbours_pair = True
+
+    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
+        return {**dict.fromkeys("qkv", config.attention_bias), "o": False}
+
+
+class Glm4Adapter(GlmAdapter):
+    """GLM-4-0414: GLM's attention, with norms after it and after the MLP, too."""
+
+    model_type = "glm4"
 
 
 class Olmo2Adapter(FamilyAdapter):

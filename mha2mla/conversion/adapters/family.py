@@ -24,6 +24,8 @@ class FamilyAdapter:
     norm_offset: ClassVar[float] = 0.0
     mixture_of_experts: ClassVar[bool] = False
     window_in_every_layer: ClassVar[bool] = False
+    partial_rotary: ClassVar[bool] = False  # its code looks at partial_rotary_factor
+    neighbours_pair: ClassVar[bool] = False  # rotary pairs are (2j, 2j + 1) instead of halves
 
     def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
         """Which of q, k, v, o have a bias."""
@@ -50,7 +52,7 @@ class FamilyAdapter:
 
     def rotary_tables(self, config: PreTrainedConfig, head_dim: int, longrope_table: str) -> tuple[RotaryTable, ...]:
         """The rotary table of every layer."""
-        table = rotary_table(config, head_dim, longrope_table=longrope_table)
+        table = rotary_table(config, head_dim, longrope_table=longrope_table, partial=self.partial_rotary)
         return (table,) * config.num_hidden_layers
 
     def specify(self, config: PreTrainedConfig, *, longrope_table: str = "short") -> SourceSpec:
@@ -70,6 +72,8 @@ class FamilyAdapter:
         for layer, window in enumerate(self.sliding_windows(config)):
             if window is None:
                 table = tables[layer]
+        rotary_dim = 2 * table.inv_freq.numel()
+        note = "" if rotary_dim == head_dim else f"{rotary_dim} of {head_dim} dims of a head rotate"
         biases = self.biases(config)
         return SourceSpec(
             model_type=self.model_type,
@@ -85,14 +89,15 @@ class FamilyAdapter:
             k_bias=biases["k"],
             v_bias=biases["v"],
             o_bias=biases["o"],
-            inv_freq=table.inv_freq,
+            inv_freq=_padded(table.inv_freq, head_dim),
             attention_factor=table.attention_factor,
             rope_type=table.rope_type,
-            rope_note=table.note,
+            rope_note="; ".join(filter(None, (table.note, note))),
             sliding_windows=self.sliding_windows(config),
             norm_per_head=self.norm_per_head,
             norm_offset=self.norm_offset,
-            layer_inv_freq=None if shared else tuple(table.inv_freq for table in tables),
+            rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+            layer_inv_freq=None if shared else tuple(_padded(table.inv_freq, head_dim) for table in tables),
         )
 
     def layer_prefix(self, layer: int) -> str:
@@ -145,4 +150,24 @@ class FamilyAdapter:
                 raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}; expected {expected} by the config")
             for field, part in zip(fields, tensor.split(rows), strict=True):
                 tensors[field] = part.to(device=device, dtype=dtype)
+        for field in ("q_weight", "k_weight", "q_bias", "k_bias"):
+            if field in tensors:
+                tensors[field] = self._pair_halves(tensors[field], spec)
         return AttentionWeights(**tensors)
+
+    def _pair_halves(self, rows: torch.Tensor, spec: SourceSpec) -> torch.Tensor:
+        """Rows of q or k, [heads * head_dim, ...], with each head's rotary pairs first and second half of it."""
+        d, rotary = spec.head_dim, spec.rotary_dim or spec.head_dim
+        if rotary == d and not self.neighbours_pair:
+            return rows
+        turned = torch.arange(rotary).view(-1, 2).T if self.neighbours_pair else torch.arange(rotary).view(2, -1)
+        order = torch.cat([turned, torch.arange(rotary, d).view(2, -1)], 1).flatten()
+        # cos and sin carry the attention factor, and with a frequency of zero they reach the dims that still stand.
+        scale = torch.where(order < rotary, 1.0, 1 / spec.attention_factor).to(rows)
+        heads = rows.unflatten(0, (-1, d))[:, order.to(rows.device)]
+        return (heads * scale.view(-1, *[1] * (rows.dim() - 1))).flatten(0, 1)
+
+
+def _padded(inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """A table for whole heads: dims that do not rotate have a frequency of zero."""
+    return torch.nn.functional.pad(inv_freq, (0, head_dim // 2 - inv_freq.numel()))

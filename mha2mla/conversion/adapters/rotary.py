@@ -18,7 +18,7 @@ class RotaryTable:
     """RoPE of one kind of layer.
 
     Attributes:
-        inv_freq: [head_dim // 2] float32, after any scaling.
+        inv_freq: [rotated dims of a head // 2] float32, after any scaling.
         attention_factor: what cos and sin are multiplied by.
         rope_type: transformers' name of the scheme.
         note: what was decided, for the model card.
@@ -31,13 +31,19 @@ class RotaryTable:
 
 
 def rotary_table(
-    config: PreTrainedConfig, head_dim: int, *, longrope_table: str = "short", layer_type: str | None = None
+    config: PreTrainedConfig,
+    head_dim: int,
+    *,
+    longrope_table: str = "short",
+    layer_type: str | None = None,
+    partial: bool = False,
 ) -> RotaryTable:
     """The table that the source rotates by.
 
     Args:
         longrope_table: "short" or "long", which of longrope's two tables serves every length.
         layer_type: where ``rope_parameters`` holds parameters per layer type, which to take.
+        partial: whether the family's code looks at ``partial_rotary_factor``.
 
     Raises:
         UnsupportedSourceError: dynamic NTK (the table depends on the length), a partly rotated head, tables by layer
@@ -45,15 +51,19 @@ def rotary_table(
     """
     parameters = _parameters(config, layer_type)
     rope_type = parameters.get("rope_type", "default")
-    partial = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
-    if partial is not None and partial != 1.0:
-        raise UnsupportedSourceError(f"partial_rotary_factor is {partial}; a partly rotated head is not supported")
+    share = parameters.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    share = 1.0 if share is None else share
+    if share != 1.0 and not partial:
+        raise UnsupportedSourceError(
+            f"partial_rotary_factor is {share}; expected 1.0 of a {config.model_type}, which rotates whole heads"
+        )
+    rotary_dim = int(head_dim * share)
     if rope_type == "dynamic":
         raise UnsupportedSourceError(
             "rope_type is 'dynamic': dynamic NTK has another table for every length, so no fixed rotary part exists"
         )
     if rope_type == "default":
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
         return RotaryTable(1.0 / parameters["rope_theta"] ** exponent, 1.0, rope_type)
     if rope_type not in ("linear", "llama3", "yarn", "longrope"):
         raise UnsupportedSourceError(f"rope_type is {rope_type!r}; expected default, linear, llama3, yarn or longrope")
@@ -65,10 +75,9 @@ def rotary_table(
         note = f"longrope: the {longrope_table} table, which the source uses {reach}, serves every length"
     by_type = {} if layer_type is None else {"layer_type": layer_type}
     inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=length, **by_type)
-    if inv_freq.numel() != head_dim // 2:
+    if inv_freq.numel() != rotary_dim // 2:
         raise UnsupportedSourceError(
-            f"the rotary table has {inv_freq.numel()} frequencies for head_dim={head_dim};"
-            " a source that rotates only part of a head is not supported"
+            f"the rotary table has {inv_freq.numel()} frequencies for {rotary_dim} rotated dims; expected one per pair"
         )
     return RotaryTable(inv_freq.float(), float(factor), rope_type, note)
 

@@ -27,12 +27,14 @@ class SourceSpec:
 
     Attributes:
         norm_eps: of the norms on q and k.
-        inv_freq: [head_dim // 2] float32, rotary frequencies after any scaling (llama3, linear, yarn, longrope).
+        inv_freq: [head_dim // 2] float32, rotary frequencies after any scaling (llama3, linear, yarn, longrope); zero
+            for dims that the source does not rotate.
         attention_factor: what the source multiplies cos and sin by (yarn, longrope); 1.0 otherwise.
         rope_note: what was decided about the rotary table, for the model card.
         sliding_windows: per layer, the number of visible tokens, or None for all.
         norm_per_head: whether q's and k's norms act on every head by itself (Qwen3) or on all heads together (OLMo2).
         norm_offset: what the norms add to their stored weight (Gemma: 1).
+        rotary_dim: dims of a head that the source rotates; None for all.
         layer_inv_freq: per layer its own ``inv_freq``; None where all layers share one.
     """
 
@@ -56,6 +58,7 @@ class SourceSpec:
     sliding_windows: tuple[int | None, ...]
     norm_per_head: bool = True
     norm_offset: float = 0.0
+    rotary_dim: int | None = None
     layer_inv_freq: tuple[torch.Tensor, ...] | None = None
 
     @property
@@ -90,7 +93,11 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """One source layer's attention tensors; weights are [out, in], norms as they are stored."""
+    """One source layer's attention tensors; weights are [out, in], norms as they are stored.
+
+    Rotary pairs are (j, j + head_dim / 2), as in Llama: where a family pairs otherwise or rotates only part of a head,
+    q and k have their rows in this order (scores do not change when both do).
+    """
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
