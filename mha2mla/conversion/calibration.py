@@ -157,7 +157,7 @@ class StatisticsCollector:
         angle = position[:, None] * spec.inv_freq.to(query.device, torch.float64)  # [length, half]
         cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
         turns = torch.cat([cos, sin], -1)
-        query = _rotate(query, cos, sin) * (spec.attention_factor**2 * spec.softmax_scale)
+        query = _rotate(query, cos, sin) * (spec.pair_factors.repeat(2) ** 2 * spec.softmax_scale).to(query)
         key = _rotate(key, cos, sin).repeat_interleave(spec.group_size, 1)
         step = max(1, min(length, _MAP_ELEMENTS // (query.shape[0] * query.shape[1] * length)))
         for start in range(0, length, step):

@@ -183,4 +183,4 @@ def _query_phase(spec: SourceSpec, recipe: Recipe, statistics: LayerStatistics |
     phase = torch.ones(spec.num_attention_heads, spec.head_dim // 2, dtype=torch.complex128)
     if recipe.mean_phase > 0 and statistics is not None and statistics.mean_phase is not None:
         phase = phase + recipe.mean_phase * (statistics.mean_phase.cpu() - phase)
-    return phase * spec.attention_factor**2
+    return phase * spec.pair_factors.cpu() ** 2

@@ -131,3 +131,15 @@ def real_map(coefficients: torch.Tensor) -> torch.Tensor:
     """Real matrix of the complex map z -> C z on vectors in the halves layout: [..., m, n] -> [..., 2m, 2n]."""
     real, imag = coefficients.real, coefficients.imag
     return torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)
+
+
+def rotate(x: torch.Tensor, inv_freq: torch.Tensor, position: torch.Tensor, scaling: float) -> torch.Tensor:
+    """RoPE in the halves layout: x [heads, length, d_r], inv_freq [1 or heads, d_r / 2], position [length].
+
+    A frequency of zero stands for dims that the source does not rotate: ``scaling`` leaves those alone.
+    """
+    angle = position.double()[:, None] * inv_freq.to(position.device, torch.float64)[:, None]
+    factor = torch.where(inv_freq == 0, 1.0, torch.tensor(scaling, dtype=torch.float64)).to(position.device)[:, None]
+    cos, sin = (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -55,7 +55,7 @@ class MHA2MLAConfig(PreTrainedConfig):
         qk_norm: the source normalises queries and keys before RoPE (Qwen3, Gemma 3, OLMo2).
         attention_q_bias, attention_kv_bias, attention_o_bias: which of the attention biases exist.
         softmax_scale: the source's (``head_dim ** -0.5`` unless its config says otherwise).
-        rope_attention_scaling: factor on cos and sin (YaRN, longrope).
+        rope_attention_scaling: factor on cos and sin (YaRN, longrope) of every pair whose frequency is not zero.
         recipe: how the checkpoint was converted; a record, never read here.
         schema_version: of the checkpoint's layout; a newer one than this package knows is refused.
         mla_form: "auto" (absorbed for decode where a kernel serves it), "expanded", or "absorbed"; may be changed at

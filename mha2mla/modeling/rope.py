@@ -12,14 +12,19 @@ def rotary_cos_sin(position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype
     Args:
         position_ids: [B or 1, S] integers.
         inv_freq: [G, d_r / 2] float32, radians per token.
-        scaling: attention factor of YaRN and longrope, else 1.
+        scaling: attention factor of YaRN and longrope, else 1. A frequency of zero stands for dims that the source does
+            not rotate (part of a head, or a layer without RoPE), and it leaves those alone.
         dtype: of the result. Angles are float32 whatever it is: bfloat16 cannot count positions beyond 256.
 
     Returns:
         Two tensors [B or 1, S, G, d_r / 2].
     """
     angle = position_ids[..., None, None].to(torch.float32) * inv_freq.to(torch.float32)
-    return (angle.cos() * scaling).to(dtype), (angle.sin() * scaling).to(dtype)
+    cos, sin = angle.cos(), angle.sin()
+    if scaling != 1.0:
+        factor = torch.where(inv_freq == 0, torch.ones_like(inv_freq), scaling)
+        cos, sin = cos * factor, sin * factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

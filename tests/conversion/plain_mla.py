@@ -8,6 +8,7 @@ import torch
 def rotate(x: torch.Tensor, inv_freq: torch.Tensor, position: torch.Tensor, scaling: float) -> torch.Tensor:
     """x [..., length, d_r] in the halves layout, inv_freq [d_r // 2]."""
     angle = position.double()[:, None] * inv_freq.double()
+    scaling = torch.where(inv_freq == 0, 1.0, torch.tensor(scaling, dtype=torch.float64))
     cos, sin = (angle.cos() * scaling).to(x.dtype), (angle.sin() * scaling).to(x.dtype)
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

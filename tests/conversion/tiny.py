@@ -101,6 +101,7 @@ CASES = {
         "smollm3",
         {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 9, "attention_bias": True},
     ),
+    "smollm3-yarn": ("smollm3", {"no_rope_layers": [1, 0], "rope_parameters": YARN}),
     "mistral": ("mistral", {"head_dim": 24}),
     "mistral-sliding": ("mistral", {"sliding_window": 9}),
     "qwen2": ("qwen2", {}),

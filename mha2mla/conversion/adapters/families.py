@@ -25,7 +25,7 @@ class SmolLM3Adapter(FamilyAdapter):
 
     def rotary_tables(self, config: PreTrainedConfig, head_dim: int, longrope_table: str) -> tuple[RotaryTable, ...]:
         table = rotary_table(config, head_dim, longrope_table=longrope_table)
-        still = replace(table, inv_freq=torch.zeros_like(table.inv_freq), attention_factor=1.0)
+        still = replace(table, inv_freq=torch.zeros_like(table.inv_freq))
         return tuple(table if config.no_rope_layers[layer] else still for layer in range(config.num_hidden_layers))
 
 

@@ -162,10 +162,7 @@ class FamilyAdapter:
             return rows
         turned = torch.arange(rotary).view(-1, 2).T if self.neighbours_pair else torch.arange(rotary).view(2, -1)
         order = torch.cat([turned, torch.arange(rotary, d).view(2, -1)], 1).flatten()
-        # cos and sin carry the attention factor, and with a frequency of zero they reach the dims that still stand.
-        scale = torch.where(order < rotary, 1.0, 1 / spec.attention_factor).to(rows)
-        heads = rows.unflatten(0, (-1, d))[:, order.to(rows.device)]
-        return (heads * scale.view(-1, *[1] * (rows.dim() - 1))).flatten(0, 1)
+        return rows.unflatten(0, (-1, d))[:, order.to(rows.device)].flatten(0, 1)
 
 
 def _padded(inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:

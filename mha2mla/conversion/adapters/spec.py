@@ -29,7 +29,7 @@ class SourceSpec:
         norm_eps: of the norms on q and k.
         inv_freq: [head_dim // 2] float32, rotary frequencies after any scaling (llama3, linear, yarn, longrope); zero
             for dims that the source does not rotate.
-        attention_factor: what the source multiplies cos and sin by (yarn, longrope); 1.0 otherwise.
+        attention_factor: what the source multiplies cos and sin by (yarn, longrope) where it rotates; 1.0 otherwise.
         rope_note: what was decided about the rotary table, for the model card.
         sliding_windows: per layer, the number of visible tokens, or None for all.
         norm_per_head: whether q's and k's norms act on every head by itself (Qwen3) or on all heads together (OLMo2).
@@ -70,6 +70,11 @@ class SourceSpec:
     def feature_size(self) -> int:
         """Width of the encoder's input: the hidden state, with the normed keys in front under q/k-norm."""
         return self.hidden_size + (self.num_key_value_heads * self.head_dim if self.qk_norm else 0)
+
+    @property
+    def pair_factors(self) -> torch.Tensor:
+        """[head_dim // 2] float64: what cos and sin of every pair are multiplied by; 1 where nothing rotates."""
+        return torch.where(self.inv_freq == 0, 1.0, torch.tensor(self.attention_factor, dtype=torch.float64))
 
     def of_layer(self, layer: int) -> SourceSpec:
         """The same with ``inv_freq`` of this layer."""
