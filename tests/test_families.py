@@ -17,7 +17,7 @@ from tests.conversion import tiny
 SHORT = {"calibration_tokens": 512, "calibration_length": 64}
 FULL = {"cache_ratio": 1.0, **SHORT}
 # The traits that the statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
-FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "gemma3")
+FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "olmo3-yarn", "gemma3")
 FAMILIES += ("phi3-partial-longrope", "glm", "glm4-no-biases")
 FAMILIES += ("mixtral", "qwen2-moe-sliding", "qwen3-moe", "olmoe")
 
@@ -362,6 +362,20 @@ HUB = {
         {"model.layers.1.self_attn.q_norm.weight": (4096,), "model.layers.1.post_attention_layernorm.weight": (4096,)},
         {"qk_norm": True, "norm_per_head": False},
     ),
+    "Olmo-3-1025-7B": (
+        {
+            "model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
+            "num_key_value_heads": 32, "vocab_size": 100278, "rms_norm_eps": 1e-6, "rope_theta": 500000,
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+                "original_max_position_embeddings": 8192, "rope_type": "yarn",
+            },
+            "max_position_embeddings": 65536, "attention_bias": False, "sliding_window": 4096,
+            "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False,
+        },
+        {"model.layers.1.self_attn.q_norm.weight": (4096,)},
+        {"sliding_windows": (4096, None), "layer_attention_factors": (1.0, 1.2079441541679836)},
+    ),
     "OLMoE-1B-7B-0924": (
         {
             "model_type": "olmoe", "hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
@@ -416,7 +430,6 @@ REFUSED = {
         "partial_rotary_factor is 0.5",
     ),
     "an OLMoE with clipping": ({**HUB["OLMoE-1B-7B-0924"][0], "clip_qkv": 8.0}, "clip_qkv is 8.0"),
-    "Olmo-3-1025-7B": ({"model_type": "olmo3"}, "'olmo3' cannot be converted: its layers multiply cos and sin"),
     "gemma-2-2b": (
         {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         "'gemma2' cannot be converted: it soft-caps its attention logits",
@@ -425,13 +438,6 @@ REFUSED = {
     "embeddinggemma-300m": (
         {**HUB["gemma-3-1b-it"][0], "use_bidirectional_attention": True},
         "use_bidirectional_attention is True",
-    ),
-    "a Gemma 3 with YaRN in some layers": (
-        {
-            **HUB["gemma-3-1b-it"][0],
-            "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32768},
-        },
-        "layers multiply cos and sin by .1.0, 1.069.*; expected one factor",
     ),
     "a Gemma 3 with capped logits": (
         {**HUB["gemma-3-1b-it"][0], "final_logit_softcapping": 30.0},

@@ -61,7 +61,9 @@ def converted_config(
         attention_kv_bias=biases.kv,
         attention_o_bias=biases.o,
         softmax_scale=spec.softmax_scale,
-        rope_attention_scaling=spec.attention_factor,
+        rope_attention_scaling=spec.attention_factor
+        if spec.layer_attention_factors is None
+        else list(spec.layer_attention_factors),
         # Said outright: some configs name a window that their architecture does not look at.
         layer_types=["full_attention" if window is None else "sliding_attention" for window in spec.sliding_windows],
     )

@@ -131,7 +131,7 @@ class MLAAttention(nn.Module):
             rotary = rotary_cos_sin(
                 position_ids.to(hidden_states.device),
                 self.inv_freq,
-                self.config.rope_attention_scaling,
+                self.config.layer_rope_scaling(self.layer_idx),
                 hidden_states.dtype,
             )
         cos, sin = rotary

@@ -55,7 +55,8 @@ class MHA2MLAConfig(PreTrainedConfig):
         qk_norm: the source normalises queries and keys before RoPE (Qwen3, Gemma 3, OLMo2).
         attention_q_bias, attention_kv_bias, attention_o_bias: which of the attention biases exist.
         softmax_scale: the source's (``head_dim ** -0.5`` unless its config says otherwise).
-        rope_attention_scaling: factor on cos and sin (YaRN, longrope) of every pair whose frequency is not zero.
+        rope_attention_scaling: factor on cos and sin (YaRN, longrope) of every pair whose frequency is not zero; one
+            number, or one per layer.
         recipe: how the checkpoint was converted; a record, never read here.
         schema_version: of the checkpoint's layout; a newer one than this package knows is refused.
         mla_form: "auto" (absorbed for decode where a kernel serves it), "expanded", or "absorbed"; may be changed at
@@ -84,7 +85,7 @@ class MHA2MLAConfig(PreTrainedConfig):
     attention_q_bias: bool = False
     attention_kv_bias: bool = False
     attention_o_bias: bool = False
-    rope_attention_scaling: float = 1.0
+    rope_attention_scaling: float | list[float] = 1.0
     recipe: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
     mla_form: str = "auto"
@@ -137,7 +138,7 @@ class MHA2MLAConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         layers = self.num_hidden_layers
-        for name in _PER_LAYER:
+        for name in (*_PER_LAYER, "rope_attention_scaling"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != layers:
                 raise ValueError(f"{name} has {len(value)} entries; expected {layers}, one per layer")
@@ -182,6 +183,11 @@ class MHA2MLAConfig(PreTrainedConfig):
             v_head_dim=self.v_head_dim,
             **{name: value[layer_idx] if isinstance(value, list) else value for name, value in values.items()},
         )
+
+    def layer_rope_scaling(self, layer_idx: int) -> float:
+        """What cos and sin of layer ``layer_idx`` are multiplied by."""
+        scaling = self.rope_attention_scaling
+        return scaling[layer_idx] if isinstance(scaling, list) else scaling
 
     def layer_sliding_window(self, layer_idx: int) -> int | None:
         """Tokens that a query of layer ``layer_idx`` sees, itself included; None for all."""

@@ -155,14 +155,14 @@ def _over(plan: DecodePlan, name: str, largest: dict[torch.device, Tensor]) -> D
 
 
 def rotary_of_layers(
-    tables: Sequence[Tensor], position_ids: Tensor | None, scaling: float, dtype: torch.dtype
+    tables: Sequence[Tensor], position_ids: Tensor | None, scalings: Sequence[float], dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor] | None, ...]:
     """cos and sin of every layer, in as few kernels as one layer takes where all tables have one shape.
 
     Args:
         tables: per layer ``inv_freq`` [G, d_r / 2].
         position_ids: [B or 1, S], or None.
-        scaling, dtype: as in :func:`~mha2mla.modeling.rope.rotary_cos_sin`.
+        scalings, dtype: per layer, and of all, as in :func:`~mha2mla.modeling.rope.rotary_cos_sin`.
 
     Returns:
         Per layer two tensors [B or 1, S, G, d_r / 2], equal to the last bit to what the layer would compute; or None,
@@ -170,9 +170,9 @@ def rotary_of_layers(
     """
     rotary: list[tuple[Tensor, Tensor] | None] = [None] * len(tables)
     groups: dict = {}
-    for index, table in enumerate(tables):
-        groups.setdefault((table.shape, table.device), []).append(index)
-    for (_, device), indices in groups.items():
+    for index, (table, scaling) in enumerate(zip(tables, scalings, strict=True)):
+        groups.setdefault((table.shape, table.device, scaling), []).append(index)
+    for (_, device, scaling), indices in groups.items():
         if position_ids is None or device.type == "meta":
             continue
         stacked = torch.stack([tables[index] for index in indices])[:, None, None]

@@ -206,7 +206,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         rotary = rotary_of_layers(
             [attention.inv_freq for attention in attentions],
             position_ids,
-            self.config.rope_attention_scaling,
+            [self.config.layer_rope_scaling(attention.layer_idx) for attention in attentions],
             attentions[0].v_b_proj.dtype,
         )
         return DecodeStep(plans, starts, rotary)

@@ -33,7 +33,7 @@ def test_a_spec_says_what_the_model_class_has(case):
         table = getattr(rotary, f"{kind}inv_freq") * turns
         assert torch.equal(table, spec.of_layer(layer).inv_freq[: table.numel()])
         assert (spec.of_layer(layer).inv_freq[table.numel() :] == 0).all()
-        assert getattr(rotary, f"{kind}attention_scaling") == spec.attention_factor
+        assert getattr(rotary, f"{kind}attention_scaling") == spec.of_layer(layer).attention_factor
 
 
 def test_windows_belong_to_layers():

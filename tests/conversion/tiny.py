@@ -14,6 +14,7 @@ from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.olmo2 import Olmo2Config
+from transformers.models.olmo3 import Olmo3Config
 from transformers.models.olmoe import OlmoeConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2 import Qwen2Config
@@ -35,6 +36,7 @@ CONFIGS = {
     "glm": GlmConfig,
     "glm4": Glm4Config,
     "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
     "olmoe": OlmoeConfig,
     "gemma3_text": Gemma3TextConfig,
 }
@@ -70,13 +72,13 @@ QWEN2_EXPERTS = {
     "shared_expert_intermediate_size": 56,
 }
 QWEN3_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 24}
-GEMMA3 = {
-    "head_dim": 24,
+TWO_KINDS = {
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 9,
-    "query_pre_attn_scalar": 16,
 }
+GEMMA3 = {**TWO_KINDS, "head_dim": 24, "query_pre_attn_scalar": 16}
+BY_TYPE_YARN = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 GEMMA3_LINEAR = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
@@ -143,8 +145,10 @@ CASES = {
     "glm4-no-biases": ("glm4", {"attention_bias": False}),
     "olmo2": ("olmo2", HEADS),
     "olmo2-mha-biases": ("olmo2", {**HEADS, "num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3-yarn": ("olmo3", {**HEADS, **TWO_KINDS, "rope_parameters": BY_TYPE_YARN}),
     "olmoe": ("olmoe", {**HEADS, "num_experts": 4, "num_experts_per_tok": 2}),
     "gemma3": ("gemma3_text", {**GEMMA3, "query_pre_attn_scalar": 24}),
+    "gemma3-yarn": ("gemma3_text", {**GEMMA3, "rope_parameters": BY_TYPE_YARN}),
     "gemma3-mqa-linear": ("gemma3_text", {**GEMMA3, "num_key_value_heads": 1, "rope_parameters": GEMMA3_LINEAR}),
     "qwen3-biases-yarn": ("qwen3", {"attention_bias": True, "head_dim": 16, "rope_parameters": YARN}),
 }

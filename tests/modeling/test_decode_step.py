@@ -140,16 +140,17 @@ def test_the_backend_may_change_between_steps(used):
 def test_angles_of_all_layers_are_each_layers_own(rows, dtype):
     tables = [torch.rand(2, 4), torch.rand(1, 3), torch.rand(2, 4)]
     position_ids = torch.randint(0, 100_000, (rows, 5))
-    rotary = rotary_of_layers(tables, position_ids, 1.3, dtype)
-    for table, pair in zip(tables, rotary, strict=True):
-        for mine, expected in zip(pair, rotary_cos_sin(position_ids, table, 1.3, dtype), strict=True):
+    scalings = [1.3, 1.0, 0.8]
+    rotary = rotary_of_layers(tables, position_ids, scalings, dtype)
+    for table, scaling, pair in zip(tables, scalings, rotary, strict=True):
+        for mine, expected in zip(pair, rotary_cos_sin(position_ids, table, scaling, dtype), strict=True):
             assert mine.dtype == dtype and torch.equal(mine, expected)
 
 
 def test_angles_are_left_to_layers_where_they_cannot_be_shared():
     tables = [torch.rand(2, 4), torch.rand(2, 4, device="meta")]
-    assert rotary_of_layers(tables, None, 1.0, torch.float32) == (None, None)
-    first, second = rotary_of_layers(tables, torch.zeros(1, 1), 1.0, torch.float32)
+    assert rotary_of_layers(tables, None, [1.0, 1.0], torch.float32) == (None, None)
+    first, second = rotary_of_layers(tables, torch.zeros(1, 1), [1.0, 1.0], torch.float32)
     assert first is not None and second is None
 
 

@@ -36,6 +36,7 @@ ADAPTERS: Mapping[str, FamilyAdapter] = MappingProxyType(
             families.GlmAdapter(),
             families.Glm4Adapter(),
             families.Olmo2Adapter(),
+            families.Olmo3Adapter(),
             families.OlmoeAdapter(),
             families.Gemma3TextAdapter(),
         )
@@ -51,7 +52,6 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "gemma2": "it soft-caps its attention logits, which no decode kernel here does",
         "gemma3": "it is multimodal; its language model alone is a 'gemma3_text' checkpoint",
         "gpt_oss": "attention sinks make dropped key biases visible, and no decode kernel here has them",
-        "olmo3": "its layers multiply cos and sin by factors that differ",
         "phi": "no adapter for its layers, in which attention and MLP stand side by side",
         "gpt2": "it has no rotary positions",
     }

@@ -121,6 +121,13 @@ class Olmo2Adapter(FamilyAdapter):
     norm_per_head = False
 
 
+class Olmo3Adapter(Olmo2Adapter):
+    """OLMo3: OLMo2 with sliding windows, and long-context scaling of RoPE in the other layers only."""
+
+    model_type = "olmo3"
+    table_by_layer_type = True
+
+
 class OlmoeAdapter(FamilyAdapter):
     """OLMoE: RMSNorm over all heads of q and k together, beside a mixture of experts."""
 
@@ -140,18 +147,12 @@ class Gemma3TextAdapter(FamilyAdapter):
     one for layers with a sliding window and one for the others."""
 
     model_type = "gemma3_text"
+    table_by_layer_type = True
     qk_norm = True
     norm_offset = 1.0
 
     def softmax_scale(self, config: PreTrainedConfig, head_dim: int) -> float:
         return config.query_pre_attn_scalar**-0.5
-
-    def rotary_tables(self, config: PreTrainedConfig, head_dim: int, longrope_table: str) -> tuple[RotaryTable, ...]:
-        of_type = {
-            layer_type: rotary_table(config, head_dim, longrope_table=longrope_table, layer_type=layer_type)
-            for layer_type in dict.fromkeys(config.layer_types)
-        }
-        return tuple(of_type[layer_type] for layer_type in config.layer_types)
 
     def specify(self, config: PreTrainedConfig, *, longrope_table: str = "short") -> SourceSpec:
         for key in ("use_bidirectional_attention", "final_logit_softcapping"):

@@ -24,6 +24,7 @@ class FamilyAdapter:
     norm_offset: ClassVar[float] = 0.0
     mixture_of_experts: ClassVar[bool] = False
     window_in_every_layer: ClassVar[bool] = False
+    table_by_layer_type: ClassVar[bool] = False  # rope_parameters holds parameters for each of layer_types
     partial_rotary: ClassVar[bool] = False  # its code looks at partial_rotary_factor
     neighbours_pair: ClassVar[bool] = False  # rotary pairs are (2j, 2j + 1) instead of halves
 
@@ -52,8 +53,14 @@ class FamilyAdapter:
 
     def rotary_tables(self, config: PreTrainedConfig, head_dim: int, longrope_table: str) -> tuple[RotaryTable, ...]:
         """The rotary table of every layer."""
-        table = rotary_table(config, head_dim, longrope_table=longrope_table, partial=self.partial_rotary)
-        return (table,) * config.num_hidden_layers
+        if not self.table_by_layer_type:
+            table = rotary_table(config, head_dim, longrope_table=longrope_table, partial=self.partial_rotary)
+            return (table,) * config.num_hidden_layers
+        of_type = {
+            layer_type: rotary_table(config, head_dim, longrope_table=longrope_table, layer_type=layer_type)
+            for layer_type in dict.fromkeys(config.layer_types)
+        }
+        return tuple(of_type[layer_type] for layer_type in config.layer_types)
 
     def specify(self, config: PreTrainedConfig, *, longrope_table: str = "short") -> SourceSpec:
         """Everything conversion must know of this model.
@@ -64,9 +71,7 @@ class FamilyAdapter:
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         tables = self.rotary_tables(config, head_dim, longrope_table)
-        factors = sorted({table.attention_factor for table in tables})
-        if len(factors) > 1:
-            raise UnsupportedSourceError(f"layers multiply cos and sin by {factors}; expected one factor for all")
+        factors = tuple(table.attention_factor for table in tables)
         # What the model card says of a model with several tables is what it says of its globally attending layers.
         table, shared = tables[-1], all(table is tables[0] for table in tables)
         for layer, window in enumerate(self.sliding_windows(config)):
@@ -98,6 +103,7 @@ class FamilyAdapter:
             norm_offset=self.norm_offset,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             layer_inv_freq=None if shared else tuple(_padded(table.inv_freq, head_dim) for table in tables),
+            layer_attention_factors=None if len(set(factors)) == 1 else factors,
         )
 
     def layer_prefix(self, layer: int) -> str:

@@ -23,7 +23,7 @@ class TensorSource(Protocol):
 @dataclass(frozen=True)
 class SourceSpec:
     """What conversion must know of a source model. Layers share everything but the sliding window and, in some
-    families, the rotary table (``of_layer``).
+    families, the rotary table and its factor (``of_layer``).
 
     Attributes:
         norm_eps: of the norms on q and k.
@@ -35,7 +35,8 @@ class SourceSpec:
         norm_per_head: whether q's and k's norms act on every head by itself (Qwen3) or on all heads together (OLMo2).
         norm_offset: what the norms add to their stored weight (Gemma: 1).
         rotary_dim: dims of a head that the source rotates; None for all.
-        layer_inv_freq: per layer its own ``inv_freq``; None where all layers share one.
+        layer_inv_freq, layer_attention_factors: per layer its own ``inv_freq`` and ``attention_factor``; None where all
+            layers share them.
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class SourceSpec:
     norm_offset: float = 0.0
     rotary_dim: int | None = None
     layer_inv_freq: tuple[torch.Tensor, ...] | None = None
+    layer_attention_factors: tuple[float, ...] | None = None
 
     @property
     def group_size(self) -> int:
@@ -77,8 +79,13 @@ class SourceSpec:
         return torch.where(self.inv_freq == 0, 1.0, torch.tensor(self.attention_factor, dtype=torch.float64))
 
     def of_layer(self, layer: int) -> SourceSpec:
-        """The same with ``inv_freq`` of this layer."""
-        return self if self.layer_inv_freq is None else replace(self, inv_freq=self.layer_inv_freq[layer])
+        """The same with ``inv_freq`` and ``attention_factor`` of this layer."""
+        own = {}
+        if self.layer_inv_freq is not None:
+            own["inv_freq"] = self.layer_inv_freq[layer]
+        if self.layer_attention_factors is not None:
+            own["attention_factor"] = self.layer_attention_factors[layer]
+        return replace(self, **own) if own else self
 
     def split_heads(self, projected: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """q or k of every head before RoPE, [..., heads, head_dim].
