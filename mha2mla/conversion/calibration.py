@@ -106,8 +106,9 @@ class StatisticsCollector:
         self._outer += flat.T @ flat
         rows = query.flatten(0, 1).transpose(0, 1).double()  # [H, tokens, d]
         self._query += rows.mT @ rows
-        pairs = torch.complex(key[..., :half], key[..., half:]).flatten(0, 1).permute(2, 1, 0)  # [half, h_kv, tokens]
-        self._key += (pairs @ pairs.mH).to(torch.complex128)
+        real, imag = key.double().flatten(0, 1).permute(2, 1, 0).split(half)  # [half, h_kv, tokens]
+        pairs = torch.complex(real, imag)
+        self._key += pairs @ pairs.mH
         if self.phases or self.attended:
             if self._shift is None:
                 self._shift = features.mean((0, 1))
@@ -175,15 +176,20 @@ class StatisticsCollector:
                 self._add_phases(weight, turns[:seen], cos[rows], sin[rows])
 
     def _add_attended(self, weight: torch.Tensor, features: torch.Tensor) -> None:
-        """weight [windows, H, queries, keys], features [windows, keys, E]."""
+        """weight [windows, H, queries, keys], features [windows, keys, E].
+
+        Second moments are float64 products: directions that text hardly varies in have a millionth of the largest
+        energy, and errors of float32 (of TF32 all the more) would be larger than what they are errors of.
+        """
         windows, heads, queries, _ = weight.shape
         averages = (weight.flatten(1, 2) @ features).view(windows, heads, queries, -1)
         self._attended_queries += windows * queries
         self._attended_sum += averages.sum(2).double().sum(0)
-        flat = averages.flatten(0, 2)
-        self._attended_outer += (flat.T @ flat).double()
-        mass = weight.sum((1, 2))[..., None]  # attention that each token received
-        self._attention_outer += ((features * mass).flatten(0, 1).T @ features.flatten(0, 1)).double()
+        flat = averages.flatten(0, 2).double()
+        self._attended_outer += flat.T @ flat
+        mass = weight.sum((1, 2)).flatten()[:, None]  # attention that each token received
+        flat = features.flatten(0, 1).double()
+        self._attention_outer += (flat * mass).T @ flat
 
     def _add_phases(self, weight: torch.Tensor, turns: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """weight [windows, H, queries, keys], turns [keys, 2 half] as (cos | sin), cos and sin [queries, half]."""
