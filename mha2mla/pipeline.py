@@ -500,6 +500,10 @@ def _convert_layers(plan: _Plan, folder: Path, layers: FinishedLayers) -> None:
     if done and plan.progress:
         where = f"an interrupted conversion left in {layers.folder}"
         tqdm.write(f"going on after {done} of {count} layers that {where}", file=sys.stderr)
+    for name in sorted(plan.model.expected_names()):
+        if not name.startswith("model.layers."):  # read last, and a NaN there should not show after hours
+            plan.reader.tensor(name)
+    plan.reader.release()
     sequence = LayerSequence(
         plan.model,
         plan.adapter,

@@ -220,6 +220,23 @@ def put_inf_in_mlp(tensors):
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
 
 
+def shard(folder):
+    tiny.model().save_pretrained(folder, max_shard_size=60_000)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def missing_shard(folder):
+    next(shard(folder).glob("model-00002-of-*.safetensors")).unlink()
+
+
+def index_naming_an_absent_tensor(folder):
+    path = shard(folder) / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.layers.9.mlp.up_proj.weight"] = next(iter(index["weight_map"].values()))
+    path.write_text(json.dumps(index))
+
+
 DAMAGES = {
     "unknown family": (
         lambda f: edit_config(f, model_type="gpt2"),
@@ -264,6 +281,17 @@ DAMAGES = {
         CheckpointError,
         "up_proj.weight in model.safetensors has 1",
     ),
+    "NaN in the head": (
+        lambda f: edit_weights(f, lambda t: t["lm_head.weight"][7].fill_(float("nan"))),
+        CheckpointError,
+        "lm_head.weight in model.safetensors has 48 NaN",
+    ),
+    "missing shard": (missing_shard, CheckpointError, "model-00002-of-.*safetensors is missing"),
+    "index naming an absent tensor": (
+        index_naming_an_absent_tensor,
+        CheckpointError,
+        "says that model.layers.9.mlp.up_proj.weight is in .* which does not hold it",
+    ),
     "no tokenizer": (
         lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
         CheckpointError,
@@ -291,7 +319,11 @@ def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
         ({"calibration": "LATIN"}, ValueError, "is not UTF-8"),
         ({"calibration": torch.zeros(3, dtype=torch.int64)}, ValueError, "calibration is torch.int64"),
         ({"calibration": torch.full((1, 8), 999)}, ValueError, "token 999; expected tokens below vocab_size=264"),
+        ({"recipe": "TEXT LATIN"}, ValueError, "calibration .*LATIN.* is not UTF-8"),
+        ({"recipe": "TEXT absent"}, ValueError, "calibration .*absent' is no file"),
         ({"evaluation": "EMPTY"}, ValueError, "is empty"),
+        ({"evaluation": "SHORT"}, ValueError, "evaluation .*at least one window"),
+        ({"evaluation": "LATIN"}, ValueError, "evaluation .*is not UTF-8"),
         ({"device": "cuda:77"}, ValueError, "device is 'cuda:77'"),
         ({"device": "gpu"}, ValueError, "device is 'gpu'"),
         ({"dtype": torch.int8}, ValueError, "dtype is torch.int8"),
@@ -304,13 +336,12 @@ def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_pat
     (tmp_path / "SHORT").write_text("short")
     (tmp_path / "LATIN").write_bytes("Grüße".encode("latin-1"))
     texts = sorted(path.name for path in tmp_path.iterdir())
-    keys = {
-        key: str(tmp_path / value) if value in texts else value for key, value in keys.items() if key != "recipe"
-    } | {
-        key: mha2mla.Recipe(layout="per-group", qk_rope_head_dim=18, kv_lora_rank=8) if value == "TOO WIDE" else value
-        for key, value in keys.items()
-        if key == "recipe"
-    }
+    keys = {key: str(tmp_path / value) if value in texts else value for key, value in keys.items()}
+    if keys.get("recipe") == "TOO WIDE":
+        keys["recipe"] = mha2mla.Recipe(layout="per-group", qk_rope_head_dim=18, kv_lora_rank=8)
+    elif str(keys.get("recipe")).startswith("TEXT "):
+        name = keys["recipe"].removeprefix("TEXT ")
+        keys["recipe"] = mha2mla.Recipe(calibration_text=str(tmp_path / name), **SHORT)
     with pytest.raises(error, match=named):
         convert(source, tmp_path / "out", **keys)
     assert sorted(path.name for path in tmp_path.iterdir()) == texts
