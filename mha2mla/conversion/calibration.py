@@ -17,6 +17,19 @@ _ATTENDED_STRIDE = 8  # averages of neighbouring queries are alike: an eighth of
 
 
 @dataclass(frozen=True)
+class AttentionSample:
+    """A few windows of a layer's inputs, for fits that need more than moments.
+
+    Attributes:
+        hidden: [windows, length, hidden] normed inputs of the attention; a window starts at position 0.
+        window: sliding window of the layer, or None.
+    """
+
+    hidden: torch.Tensor
+    window: int | None
+
+
+@dataclass(frozen=True)
 class LayerStatistics:
     """What the conversion of one layer reads of the calibration text. float64 / complex128.
 
@@ -38,6 +51,7 @@ class LayerStatistics:
         attention_covariance: [E, E] E Σ_t p_t (u_t − ū)(u_t − ū)^T, ū = Σ_t p_t u_t: the covariance of the inputs
             under one query's attention, mean over queries and heads. Softmax sees a key error only as it differs
             among the tokens that a query attends to. None likewise.
+        sample: some of the inputs themselves; None when it was not asked for.
     """
 
     tokens: int
@@ -49,6 +63,7 @@ class LayerStatistics:
     attended_mean: torch.Tensor | None = None
     attended_covariance: torch.Tensor | None = None
     attention_covariance: torch.Tensor | None = None
+    sample: AttentionSample | None = None
 
 
 class StatisticsCollector:
@@ -60,6 +75,7 @@ class StatisticsCollector:
         window: sliding window of this layer, or None.
         phases: whether to measure attention-weighted phases.
         attended: whether to measure attention-weighted averages of the inputs (of every eighth query).
+        sample_tokens: keep so many tokens of the inputs, in whole windows spread over what is added.
     """
 
     def __init__(
@@ -70,8 +86,12 @@ class StatisticsCollector:
         window: int | None,
         phases: bool = False,
         attended: bool = False,
+        sample_tokens: int = 0,
     ) -> None:
         self.spec, self.weights, self.window, self.phases, self.attended = spec, weights, window, phases, attended
+        self.sample_tokens = sample_tokens
+        self._sample: list[torch.Tensor] = []
+        self._sample_stride, self._windows = 1, 0
         device = weights.q_weight.device
         size, heads, kv_heads = spec.feature_size, spec.num_attention_heads, spec.num_key_value_heads
         d, half = spec.head_dim, spec.head_dim // 2
@@ -96,6 +116,8 @@ class StatisticsCollector:
         """Takes normed inputs of the attention, [windows, length, hidden]; a window starts at position 0."""
         spec = self.spec
         hidden = hidden.to(self.weights.q_weight.dtype)
+        if self.sample_tokens:
+            self._add_sample(hidden)
         half = spec.head_dim // 2
         query = self._project(hidden, self.weights.q_weight, self.weights.q_bias, self.weights.q_norm)
         key = self._project(hidden, self.weights.k_weight, self.weights.k_bias, self.weights.k_norm)
@@ -143,7 +165,17 @@ class StatisticsCollector:
             attended_mean=attended_mean,
             attended_covariance=attended_covariance,
             attention_covariance=attention_covariance,
+            sample=AttentionSample(torch.stack(self._sample), self.window) if self._sample else None,
         )
+
+    def _add_sample(self, hidden: torch.Tensor) -> None:
+        """Keeps every window until there are too many, then every second one, every fourth, …"""
+        for window in hidden:
+            if self._windows % self._sample_stride == 0:
+                self._sample.append(window.clone())
+                if len(self._sample) * len(window) > max(self.sample_tokens, len(window)):
+                    self._sample, self._sample_stride = self._sample[::2], 2 * self._sample_stride
+            self._windows += 1
 
     def _project(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
 from mha2mla.conversion.calibration import LayerStatistics
 from mha2mla.conversion.low_rank import LatentFactors, LatentProblem, factorise
 from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.refit import refit_output, refit_queries
 from mha2mla.conversion.rope_selection import select_rotary_basis
 from mha2mla.conversion.rotary_basis import RotaryBasis
 from mha2mla.geometry import MLAGeometry
@@ -84,8 +85,32 @@ def convert_layer(
     """
     basis = select_rotary_basis(spec, geometry, recipe, statistics, weights)
     basis = RotaryBasis(**{name: value.to(weights.q_weight.device) for name, value in vars(basis).items()})
+    sample = None if statistics is None else statistics.sample
+    refits_queries = recipe.refit_queries and geometry.qk_nope_head_dim > 0 and sample is not None
+    if refits_queries:
+        keys = un_rotated_keys(spec, weights, basis)
+        basis = replace(basis, query_nope=refit_queries(spec, weights, sample, basis, keys))
     factors = factorise(latent_problem(spec, weights, basis, statistics), geometry.kv_lora_rank, recipe)
-    return assemble(spec, geometry, recipe, weights, basis, factors)
+    key_map = factors.key_decoder @ factors.encoder
+    if refits_queries:
+        basis = replace(basis, query_nope=refit_queries(spec, weights, sample, basis, key_map))
+    tensors = assemble(spec, geometry, recipe, weights, basis, factors)
+    if recipe.refit_output and sample is not None and not recipe.is_exact(geometry):
+        value_map = factors.value_decoder @ factors.encoder
+        offset = factors.value_offset
+        weight, bias = refit_output(spec, weights, sample, basis, key_map, value_map, offset)
+        tensors["o_proj.weight"] = tensors["o_proj.weight"] + weight
+        if bias is not None:
+            tensors["o_proj.bias"] = tensors["o_proj.bias"] + bias
+    return tensors
+
+
+def un_rotated_keys(spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis) -> torch.Tensor:
+    """[h_kv, d_n, E]: un-rotated keys as linear functions of the encoder's input u, without their bias."""
+    if not spec.qk_norm:
+        return basis.key_nope @ weights.k_weight
+    # u = [normed keys | hidden state]
+    return torch.cat([basis.key_nope, basis.key_nope.new_zeros(*basis.key_nope.shape[:2], spec.hidden_size)], -1)
 
 
 def latent_problem(
@@ -93,12 +118,10 @@ def latent_problem(
 ) -> LatentProblem:
     """What the latent of this layer must hold, once the rotary part is chosen."""
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
+    key = un_rotated_keys(spec, weights, basis)
     value = weights.v_weight.view(kv_heads, d, -1)
     if spec.qk_norm:  # u = [normed keys | hidden state]
-        key = torch.cat([basis.key_nope, basis.key_nope.new_zeros(*basis.key_nope.shape[:2], spec.hidden_size)], -1)
         value = torch.cat([value.new_zeros(kv_heads, d, kv_heads * d), value], -1)
-    else:
-        key = basis.key_nope @ weights.k_weight
     nope = basis.query_nope.shape[1]
     if statistics is None:
         metric = torch.eye(nope, dtype=key.dtype, device=key.device).expand(kv_heads, nope, nope)

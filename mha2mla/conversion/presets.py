@@ -15,6 +15,8 @@ _UNWEIGHTED: dict[str, Any] = {
     "attended": False,
     "query_weighting": False,
     "output_weighting": False,
+    "refit_queries": False,
+    "refit_output": False,
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(

@@ -77,6 +77,9 @@ class Recipe:
             attention; ``centered`` takes the mean of those averages, head by head.
         query_weighting: ``"whitened-joint"`` measures key errors by the queries' second moment.
         output_weighting: ``"whitened-joint"`` measures value errors after ``o_proj``.
+        refit_queries: fit un-rotated queries to what the source's scores lack, by least squares on a sample of the
+            calibration text: before the latent, and again on the keys that the latent gives back.
+        refit_output: fit ``o_proj`` to the source attention's output, likewise.
         key_weight: energy of the keys relative to the values in ``"whitened-joint"``, after both are scaled to the same
             energy.
         longrope_table: which of longrope's two tables becomes the layer's: ``"short"`` (lengths up to the original
@@ -125,6 +128,8 @@ class Recipe:
     attended: bool = True
     query_weighting: bool = True
     output_weighting: bool = True
+    refit_queries: bool = True
+    refit_output: bool = False
     key_weight: float = 1.0
     longrope_table: str = "short"
     calibration_text: str = "builtin:pydoc"
@@ -160,7 +165,15 @@ class Recipe:
             )
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset is {self.preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
-        for name in ("centered", "attended", "query_weighting", "output_weighting", "sequential"):
+        for name in (
+            "centered",
+            "attended",
+            "query_weighting",
+            "output_weighting",
+            "refit_queries",
+            "refit_output",
+            "sequential",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected true or false")
         for name in ("cache_ratio", "rope_share", "key_weight", "reconstruction_learning_rate"):
@@ -285,6 +298,11 @@ class Recipe:
         """Whether attention-weighted averages of the inputs must be measured."""
         return self.attended and not self.is_exact(geometry) and (self.centered or self.low_rank == "whitened-joint")
 
+    def needs_sample(self, geometry: MLAGeometry) -> bool:
+        """Whether inputs themselves must be kept, besides their moments."""
+        queries = self.refit_queries and geometry.qk_nope_head_dim > 0
+        return not self.is_exact(geometry) and (queries or self.refit_output)
+
     def needs_calibration(self, geometry: MLAGeometry) -> bool:
         """Whether any statistic of calibration text enters the weights."""
         if self.is_exact(geometry):
@@ -292,7 +310,8 @@ class Recipe:
         if self.follows_conversion(geometry):
             return True
         selects = geometry.qk_nope_head_dim > 0 and self.rope_selection in ("2-norm", "rotation", *SHARED_SELECTIONS)
-        return selects or self.needs_phases(geometry) or self.centered or self.low_rank == "whitened-joint"
+        moments = selects or self.needs_phases(geometry) or self.centered or self.low_rank == "whitened-joint"
+        return moments or self.needs_sample(geometry)
 
     def follows_conversion(self, geometry: MLAGeometry) -> bool:
         """Whether a layer's conversion depends on the converted layers before it."""

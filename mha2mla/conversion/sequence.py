@@ -21,6 +21,7 @@ from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
 DEVICE_BYTES = 8 << 30
+SAMPLE_TOKENS = 8192  # of a layer's inputs that closed-form fits look at
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 _CUDA_BATCH_TOKENS = 16384  # the same where launches cost more than the work
 _STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text than the moments that it starts from
@@ -156,6 +157,7 @@ class LayerSequence:
             window=self.spec.sliding_windows[layer],
             phases=self.recipe.needs_phases(self.geometry),
             attended=self.recipe.needs_attended(self.geometry),
+            sample_tokens=SAMPLE_TOKENS if self.recipe.needs_sample(self.geometry) else 0,
         )
 
     def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:

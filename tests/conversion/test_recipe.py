@@ -133,6 +133,7 @@ def test_calibration_is_asked_for_only_when_a_statistic_enters_the_weights():
         return recipe.needs_calibration(recipe.geometry(source))
 
     plain = {"rope_selection": "high", "low_rank": "svd-joint", "centered": False, "mean_phase": 0.0}
+    plain["refit_queries"] = False
     assert not needs(cache_ratio=1.0)
     assert not needs(**plain)
     for key, value in (
@@ -141,6 +142,8 @@ def test_calibration_is_asked_for_only_when_a_statistic_enters_the_weights():
         ("low_rank", "whitened-joint"),
         ("centered", True),
         ("mean_phase", 0.5),
+        ("refit_queries", True),
+        ("refit_output", True),
     ):
         assert needs(**{**plain, key: value})
 

@@ -1,0 +1,145 @@
+"""Closed-form fits to the source's attention: against the same problem written out, and what they must not break."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from mha2mla.conversion import refit
+from mha2mla.conversion.calibration import AttentionSample, StatisticsCollector
+from mha2mla.conversion.layer import convert_layer, un_rotated_keys
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.rope_selection import select_rotary_basis
+from tests.conversion.plain_mla import plain_mla_attention
+from tests.conversion.test_layer import Layer, relative
+
+CASES = ["llama", "qwen2", "qwen3-biases-yarn", "mistral-sliding", "olmo2", "gemma3"]
+
+
+class SampledLayer(Layer):
+    """A layer whose statistics hold all its inputs."""
+
+    def __init__(self, case: str, **keys):
+        super().__init__(case, **keys)
+        sample = AttentionSample(self.inputs, self.spec.sliding_windows[0])
+        self.statistics = dataclasses.replace(self.statistics, sample=sample)
+
+    def error(self, recipe: Recipe) -> float:
+        tensors = convert_layer(self.spec, recipe.geometry(self.spec), recipe, self.weights, self.statistics)
+        return relative(self.output(recipe, tensors), self.source_output())
+
+
+def basis_and_keys(layer: Layer, **keys):
+    recipe = Recipe(**{"qk_rope_head_dim": 8, "kv_lora_rank": 40, **keys})
+    geometry = recipe.geometry(layer.spec)
+    basis = select_rotary_basis(layer.spec, geometry, recipe, layer.statistics, layer.weights)
+    return basis, un_rotated_keys(layer.spec, layer.weights, basis)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-biases-yarn"])
+def test_conjugate_gradients_reach_the_least_squares_solution(case, monkeypatch):
+    """Every query, no ridge, many steps: the solution of the normal equations, written out."""
+    layer = SampledLayer(case)
+    monkeypatch.setattr(refit, "_QUERY_STRIDE", 1)
+    monkeypatch.setattr(refit, "_RIDGE", 0.0)
+    monkeypatch.setattr(refit, "_STEPS", 30)
+    basis, keys = basis_and_keys(layer)
+    found = refit.refit_queries(layer.spec, layer.weights, layer.statistics.sample, basis, keys)
+    windows = [
+        refit._score_window(layer.spec, layer.weights, layer.statistics.sample, index, basis, keys, 1)
+        for index in range(len(layer.inputs))
+    ]
+    head, scale = 1, layer.spec.softmax_scale
+    rows, targets = [], []
+    for window in windows:
+        outer = torch.einsum("qd,tn->qtnd", window.query[head], window.key[head]).flatten(2) * scale
+        weight = window.weight[head][..., None]
+        centred = outer - (weight * outer).sum(1, keepdim=True)
+        rows.append((weight.sqrt() * centred).flatten(0, 1))
+        targets.append((weight[..., 0].sqrt() * window.target[head]).flatten())
+    rows, targets = torch.cat(rows), torch.cat(targets)
+    best = targets - rows @ torch.linalg.lstsq(rows, targets[:, None], driver="gelsd").solution[:, 0]
+    reached = targets - rows @ found[head].flatten()
+    start = targets - rows @ basis.query_nope[head].flatten()
+    losses = [float(part.square().sum()) for part in (best, reached, start)]
+    assert losses[0] * (1 - 1e-9) <= losses[1] <= losses[0] + 1e-2 * (losses[2] - losses[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", ["shared", "per-group"])
+def test_refits_bring_the_output_nearer_to_the_source(case, layout, monkeypatch):
+    monkeypatch.setattr(refit, "_QUERY_STRIDE", 1)  # the sample is small
+    layer = SampledLayer(case)
+    keys = {"layout": layout, "qk_rope_head_dim": 4, "kv_lora_rank": 28}
+    plain, queries, both = (
+        layer.error(Recipe(refit_queries=first, refit_output=second, **keys))
+        for first, second in ((False, False), (True, False), (True, True))
+    )
+    assert both < queries < plain
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_that_need_no_fit_keep_their_queries(case):
+    """Without rotation the un-rotated part is exact, and least squares has nothing to add."""
+    layer = SampledLayer(case)
+    layer.spec = dataclasses.replace(layer.spec, inv_freq=torch.zeros_like(layer.spec.inv_freq))
+    basis, keys = basis_and_keys(layer, mean_phase=0.0)
+    found = refit.refit_queries(layer.spec, layer.weights, layer.statistics.sample, basis, keys)
+    assert torch.allclose(found, basis.query_nope, atol=1e-9)
+
+
+def test_an_uncentred_refit_makes_no_bias():
+    layer = SampledLayer("llama")
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=24, centered=False, refit_output=True)
+    tensors = convert_layer(layer.spec, recipe.geometry(layer.spec), recipe, layer.weights, layer.statistics)
+    assert "o_proj.bias" not in tensors
+    assert layer.error(recipe) < layer.error(dataclasses.replace(recipe, refit_output=False))
+
+
+def test_the_written_scores_are_those_of_the_layer():
+    """The source's attention and the converted one, as the fits see them, are the layers' own."""
+    layer = SampledLayer("qwen3-biases-yarn")
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=56, refit_queries=False, centered=False)
+    geometry = recipe.geometry(layer.spec)
+    tensors = convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
+    basis, keys = basis_and_keys(layer, kv_lora_rank=56, refit_queries=False, centered=False)
+    values = layer.weights.v_weight.view(layer.spec.num_key_value_heads, layer.spec.head_dim, -1)
+    outputs, sources = [], []
+    for index in range(len(layer.inputs)):
+        window = refit._score_window(layer.spec, layer.weights, layer.statistics.sample, index, basis, keys, 1)
+        value = torch.einsum("ade,te->atd", values, layer.inputs[index])
+        for weight, found in (
+            (window.converted(basis.query_nope, layer.spec), outputs),
+            (window.weight, sources),
+        ):
+            attended = refit._attend(weight, value, layer.spec).flatten(1) @ layer.weights.o_weight.T
+            found.append(attended + plain_bias(layer, tensors))
+    assert relative(torch.stack(sources), layer.source_output()) < 2e-6
+    full = plain_mla_attention(layer.inputs, tensors, geometry, layer.spec, layer.mask)
+    assert relative(torch.stack(outputs), full) < 1e-3  # a latent of full rank that a ridge of 1e-9 was solved with
+
+
+def plain_bias(layer: Layer, tensors) -> torch.Tensor:
+    return tensors["o_proj.bias"] if "o_proj.bias" in tensors else torch.zeros(layer.spec.hidden_size)
+
+
+def test_a_sample_is_spread_over_all_that_was_added():
+    layer = Layer("llama")
+    collector = StatisticsCollector(layer.spec, layer.weights, window=None, sample_tokens=3 * 40)
+    inputs = torch.randn(11, 40, layer.spec.hidden_size, dtype=torch.float64)
+    for part in inputs.split(2):
+        collector.add(part)
+    sample = collector.finish().sample
+    assert torch.equal(sample.hidden, inputs[::4]) and sample.window is None
+    assert StatisticsCollector(layer.spec, layer.weights, window=None).sample_tokens == 0
+
+
+def test_recipes_say_whether_inputs_are_needed():
+    layer = Layer("llama")
+    for recipe, expected in (
+        (Recipe(), True),
+        (Recipe(refit_queries=False), False),
+        (Recipe(refit_queries=False, refit_output=True), True),
+        (Recipe(cache_ratio=1.0, refit_output=True), False),
+    ):
+        assert recipe.needs_sample(recipe.geometry(layer.spec)) is expected
