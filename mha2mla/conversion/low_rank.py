@@ -144,8 +144,8 @@ def _whitened(problem: LatentProblem, rank: int, recipe: Recipe) -> tuple[torch.
     key_root, key_inverse = _roots(problem.key_metric, recipe.query_weighting)
     value_root, value_inverse = _roots(problem.value_metric, recipe.output_weighting)
     key, value = (key_root @ problem.key).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
-    gain = 1.0
-    if key.shape[0]:
+    gain = recipe.key_weight**0.5
+    if key.shape[0] and recipe.balanced:
         key_energy, value_energy = (
             torch.einsum("me,ef,mf->", part, metric, part).clamp_min(1e-300)
             for part, metric in ((key, covariance), (value, value_covariance))

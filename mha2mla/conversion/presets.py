@@ -9,7 +9,8 @@ from typing import Any
 # Keys that say how much may be cached. A target given beside a preset replaces the preset's as a whole.
 TARGET_KEYS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")
 
-_UNWEIGHTED: dict[str, Any] = {
+# What other methods do not have.
+_PLAIN: dict[str, Any] = {
     "mean_phase": 0.0,
     "centered": False,
     "attended": False,
@@ -18,20 +19,46 @@ _UNWEIGHTED: dict[str, Any] = {
     "refit_queries": False,
     "refit_output": False,
 }
+# Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters.
+_RECONSTRUCTED: dict[str, Any] = {
+    "reconstruction_steps": 500,
+    "calibration_text": "builtin:pydoc+builtin:stdlib+generated",
+    "calibration_tokens": 192 * 512,
+}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # arXiv 2502.14837: partial RoPE by the 2-norm, head by head, and one SVD of the stacked weights.
-        "mha2mla": {"layout": "per-group", "rope_selection": "2-norm", "low_rank": "svd-joint", **_UNWEIGHTED},
-        # DeepSeek's widths, which FlashMLA and its engines compile for; they know no bias of o_proj.
+        "mha2mla": {"layout": "per-group", "rope_selection": "2-norm", "low_rank": "svd-joint", **_PLAIN},
+        # arXiv 2502.07864: RoRoPE with FreqFold, then one PCA of keys and values scaled to the same energy.
+        "transmla": {
+            "layout": "shared",
+            "rope_selection": "rorope",
+            "freq_fold": 2,
+            "low_rank": "whitened-joint",
+            "rope_share": 1 / 3,
+            **_PLAIN,
+        },
+        "shared": {"layout": "shared", **_RECONSTRUCTED},
+        "per-group": {"layout": "per-group", **_RECONSTRUCTED},
+        # No gradient steps: minutes on two CPU cores for a model of 135M parameters.
+        "quick": {"layout": "shared", "refit_output": True},
+        # Within an hour on two CPU cores for the same model.
+        "cpu": {
+            "layout": "shared",
+            "reconstruction_steps": 60,
+            "reconstruction_batch": 4,
+            "calibration_text": "builtin:pydoc+builtin:stdlib",
+            "calibration_tokens": 64 * 512,
+        },
+        # DeepSeek's widths, which FlashMLA and its engines compile for; those know no bias of o_proj.
         "deepseek-512+64": {
             "layout": "shared",
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
             "centered": False,
+            **_RECONSTRUCTED,
         },
-        # No gradient steps: minutes on two CPU cores for a model of 135M parameters.
-        "quick": {"layout": "shared"},
     }
 )
 

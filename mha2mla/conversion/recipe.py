@@ -80,8 +80,9 @@ class Recipe:
         refit_queries: fit un-rotated queries to what the source's scores lack, by least squares on a sample of the
             calibration text: before the latent, and again on the keys that the latent gives back.
         refit_output: fit ``o_proj`` to the source attention's output, likewise.
-        key_weight: energy of the keys relative to the values in ``"whitened-joint"``, after both are scaled to the same
-            energy.
+        balanced: ``"whitened-joint"`` scales keys and values to the same energy first (TransMLA's balancing, arXiv
+            2502.07864).
+        key_weight: energy of the keys relative to the values in ``"whitened-joint"``, after that.
         longrope_table: which of longrope's two tables becomes the layer's: ``"short"`` (lengths up to the original
             maximum) or ``"long"``.
         calibration_text: what ``mha2mla.texts.mixed_windows`` takes: texts by name, several of them joined by ``+``;
@@ -130,6 +131,7 @@ class Recipe:
     output_weighting: bool = True
     refit_queries: bool = True
     refit_output: bool = False
+    balanced: bool = True
     key_weight: float = 1.0
     longrope_table: str = "short"
     calibration_text: str = "builtin:pydoc"

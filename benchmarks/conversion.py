@@ -1,0 +1,314 @@
+"""What conversions cost in perplexity: our presets beside the peers', and what each key of a recipe gives.
+
+    python benchmarks/conversion.py compare --json benchmarks/results/h200-conversion.json
+    python benchmarks/conversion.py compare --only 0.50 --device cpu
+    python benchmarks/conversion.py ablation --json benchmarks/results/h200-conversion-ablation.json
+
+Every row is one call of ``mha2mla.convert``, whose checkpoint is read back and compared with the source on two texts
+that no recipe calibrates on; a perplexity is given as its ratio to the source's. The peers are re-implementations (the
+presets ``mha2mla`` and ``transmla``), so that they share precision and evaluation with everything else; their published
+code differs in details. A row that fails says why and the others go on; the file is written after every row, and rows
+that it already holds for the same commit, model and texts are not measured again.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import mha2mla
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.eval.environment import collect_environment, describe_environment
+from mha2mla.eval.loading import load_model, load_tokenizer
+from mha2mla.eval.quality import evaluate_quality
+from mha2mla.eval.report import print_table, write_json
+from mha2mla.sources import fetch_smollm2
+
+RATIOS = (0.5, 0.3125, 0.1875)
+# Law is a kind of text that no recipe calibrates on; on machines without Debian's licences there is one text only.
+TEXTS = ("builtin:prose", "/usr/share/common-licenses/GPL-3")
+ROPE_ONLY = (64, 48, 32)
+_CHECK_TOKENS = 512  # of convert's own comparison, which these rows do not read
+
+# Keys whose other value an ablation tries, one at a time, from the preset that it starts from.
+ABLATIONS: dict[str, tuple[Any, ...]] = {
+    "rope_selection": ("uneven", "2-norm", "high", "low", "uniform", "rorope"),
+    "low_rank": ("svd-joint", "svd-split"),
+    "mean_phase": (0.0, 1.0),
+    "centered": (False,),
+    "attended": (False,),
+    "query_weighting": (False,),
+    "output_weighting": (False,),
+    "balanced": (False,),
+    "key_weight": (0.5, 2.0, 4.0),
+    "refit_queries": (False,),
+    "refit_output": (False, True),
+    "sequential": (True,),
+    "rope_share": (0.17, 0.34, 0.42),
+    "calibration_tokens": (2048, 32768),
+    "calibration_text": ("builtin:stdlib", "builtin:pydoc+builtin:stdlib"),
+}
+RECONSTRUCTION_ABLATIONS: dict[str, tuple[Any, ...]] = {
+    "reconstruction_steps": (0, 150),
+    "reconstruction_target": ("attention", "residual"),
+    "reconstruction_lookahead": (1,),
+    "reconstruction_weighting": ("energy",),
+    "reconstruction_tunes": ("latent",),
+    "reconstruction_learning_rate": (0.003, 0.03),
+    "reconstruction_batch": (4,),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a name of its own and the recipe that it measures."""
+
+    name: str
+    recipe: Recipe
+
+
+def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: int = 0) -> list[Case]:
+    """The rows of the comparison table: per ratio the peers, then ours; then the RoPE step alone.
+
+    Args:
+        kv_width: kv heads times head width of the source. Peers get the widths of their own papers' splits.
+    """
+    cases = []
+    for ratio in ratios:
+        budget = round(ratio * 2 * kv_width)
+        rope = 8 * max(1, round((budget / 3 if ratio >= 0.5 else budget * 0.27) / 8))
+        split = {"qk_rope_head_dim": rope, "kv_lora_rank": (budget - rope) // 8 * 8}
+        for preset, keys in (
+            ("mha2mla", {"cache_ratio": ratio}),
+            ("transmla", split),
+            ("quick", {"cache_ratio": ratio}),
+            ("quick", {"cache_ratio": ratio, "layout": "per-group"}),
+            ("shared", {"cache_ratio": ratio}),
+            ("per-group", {"cache_ratio": ratio}),
+        ):
+            recipe = Recipe.from_preset(preset, **keys, seed=seed)
+            name = f"quick, {recipe.layout}" if preset == "quick" else preset
+            cases.append(Case(f"{ratio:g} {name}", recipe))
+    for rope in ROPE_ONLY:
+        widths = {"qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope, "seed": seed}
+        cases.append(Case(f"RoPE {rope} transmla", Recipe.from_preset("transmla", **widths)))
+        cases.append(Case(f"RoPE {rope} quick", Recipe.from_preset("quick", **widths, refit_output=False)))
+    return cases
+
+
+def ablations(preset: str, ratios: Sequence[float] = (0.5, 0.3125), *, seed: int = 0) -> list[Case]:
+    """A preset, then every key that it may change by itself."""
+    base = Recipe.from_preset(preset, seed=seed)
+    keys = ABLATIONS | (RECONSTRUCTION_ABLATIONS if base.reconstruction_steps else {})
+    cases = []
+    for ratio in ratios:
+        cases.append(Case(f"{ratio:g} {preset}", Recipe.from_preset(preset, cache_ratio=ratio, seed=seed)))
+        for key, values in keys.items():
+            for value in values:
+                if value == getattr(base, key):
+                    continue
+                try:
+                    recipe = Recipe.from_preset(preset, **{"cache_ratio": ratio, "seed": seed, key: value})
+                except ValueError:  # two keys that exclude one another
+                    continue
+                cases.append(Case(f"{ratio:g} {preset} {key}={value}", recipe))
+    return cases
+
+
+def compare(
+    only: str | None = None,
+    json: str | None = None,
+    model: str | None = None,
+    device: str | None = None,
+    texts: list[str] | None = None,
+    max_tokens: int = 8192,
+    ratios: list[float] | None = None,
+    seed: int = 0,
+) -> bool:
+    """Peers and presets at several cache ratios.
+
+    Args:
+        only: measure rows whose name contains this.
+        json: file to write after every row; rows that are there already are kept.
+        model: folder or hub id; default SmolLM2-135M-Instruct.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        texts: evaluation texts.
+        max_tokens: of each text.
+        ratios: cached numbers after / before.
+        seed: of every recipe.
+    """
+    source = model or str(fetch_smollm2())
+    cases = comparison(ratios or RATIOS, kv_width=_kv_width(source), seed=seed)
+    return _measure(cases, only, json, source, device, texts, max_tokens, "conversion", "Conversions")
+
+
+def ablation(
+    preset: str = "quick",
+    only: str | None = None,
+    json: str | None = None,
+    model: str | None = None,
+    device: str | None = None,
+    texts: list[str] | None = None,
+    max_tokens: int = 8192,
+    ratios: list[float] | None = None,
+    seed: int = 0,
+) -> bool:
+    """A preset with one key changed at a time.
+
+    Args:
+        preset: what the changes start from; presets with reconstruction also try its keys.
+        only: measure rows whose name contains this.
+        json: file to write after every row; rows that are there already are kept.
+        model: folder or hub id; default SmolLM2-135M-Instruct.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        texts: evaluation texts.
+        max_tokens: of each text.
+        ratios: cached numbers after / before.
+        seed: of every recipe.
+    """
+    source = model or str(fetch_smollm2())
+    cases = ablations(preset, ratios or (0.5, 0.3125), seed=seed)
+    return _measure(
+        cases, only, json, source, device, texts, max_tokens, "conversion-ablation", f"Ablation of {preset}"
+    )
+
+
+def _kv_width(source: str) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return (getattr(config, "num_key_value_heads", None) or heads) * width
+
+
+def _measure(
+    cases: Sequence[Case],
+    only: str | None,
+    json: str | None,
+    source: str,
+    device: str | None,
+    texts: Sequence[str] | None,
+    max_tokens: int,
+    kind: str,
+    title: str,
+) -> bool:
+    chosen = [case for case in cases if only is None or only in case.name]
+    if not chosen:
+        raise ValueError(f"only is {only!r}; expected a part of one of {', '.join(case.name for case in cases)}")
+    texts = list(texts) if texts else [text for text in TEXTS if text.startswith("builtin:") or Path(text).is_file()]
+    environment = collect_environment()
+    measured = {
+        "model": Path(source).name,
+        "texts": texts,
+        "max_tokens": max_tokens,
+        "commit": environment.get("commit"),
+    }
+    rows = _rows_of(json, measured)
+    loaded = load_model(source, "source", device=device, dtype=torch.float32)
+    tokenizer = load_tokenizer(source, "source")
+    for case in chosen:
+        if rows.get(case.name, {}).get("recipe") == case.recipe.to_dict() and rows[case.name]["status"] == "ok":
+            continue
+        row = measure_case(case, source, loaded, tokenizer, texts=texts, max_tokens=max_tokens, device=device)
+        rows[case.name] = row
+        print(f"{case.name}: {row.get(texts[0], row['status'])} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
+        if json:
+            write_json(json, kind=kind, rows=list(rows.values()), environment=environment, measured=measured)
+    shown = [rows[case.name] for case in chosen]
+    columns = {"name": "recipe", "geometry": "geometry", "cache_ratio": "ratio"}
+    columns |= {text: f"x on {Path(text).name.removeprefix('builtin:')}" for text in texts}
+    columns |= {"kl": "KL", "top1_agreement": "top-1", "convert_seconds": "convert s", "status": "status"}
+    print_table(
+        shown,
+        title=f"{title}: perplexity over the source's, {measured['model']}, float32",
+        columns=columns,
+        caption=describe_environment(environment),
+    )
+    return all(row["status"] == "ok" for row in shown)
+
+
+def _rows_of(json: str | None, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows of an earlier run with the same settings, by name."""
+    if json is None or not Path(json).is_file():
+        return {}
+    written = json_format.loads(Path(json).read_text(encoding="utf-8"))
+    return {row["name"]: row for row in written["rows"]} if written.get("measured") == measured else {}
+
+
+def measure_case(
+    case: Case,
+    source: str,
+    loaded: torch.nn.Module,
+    tokenizer: Any,
+    *,
+    texts: Sequence[str],
+    max_tokens: int,
+    device: str | None,
+) -> dict[str, Any]:
+    """One row: converts into a temporary folder, evaluates what lies there, and removes it.
+
+    Args:
+        source: folder or hub id that is converted.
+        loaded: the same, as the model that the result is compared with.
+        texts: names for ``mha2mla.texts.load_text``; KL and top-1 agreement are of the first.
+    """
+    row: dict[str, Any] = {"name": case.name, "recipe": case.recipe.to_dict(), "status": "ok"}
+    started = time.perf_counter()
+    folder = Path(tempfile.mkdtemp(prefix="mha2mla-benchmark-"))
+    try:
+        report = mha2mla.convert(
+            source,
+            folder / "converted",
+            case.recipe,
+            device=device,
+            dtype=torch.float32,
+            evaluation_tokens=_CHECK_TOKENS,
+            progress=False,
+        )
+        row |= {
+            "geometry": f"{report.geometry.num_rope_heads} x {report.geometry.qk_rope_head_dim}"
+            f" + {report.geometry.kv_lora_rank}",
+            "cache_ratio": report.cache_ratio,
+            "calibration_tokens": report.calibration_tokens,
+            "convert_seconds": report.seconds["convert"],
+            "device": report.device,
+        }
+        for text in texts:
+            seqlen = case.recipe.calibration_length
+            quality = evaluate_quality(
+                loaded,
+                load_model(folder / "converted", "converted", device=device, dtype=torch.float32),
+                text=text,
+                seqlen=seqlen,
+                max_tokens=max(seqlen, max_tokens),
+                tokenizer=tokenizer,
+                progress=False,
+            )
+            row[text] = quality.perplexity_ratio
+            row[f"{text} perplexity"] = [quality.perplexity_source, quality.perplexity_converted]
+            row.setdefault("kl", quality.kl)
+            row.setdefault("top1_agreement", quality.top1_agreement)
+            row.setdefault("tokens", quality.num_tokens)
+    except (ValueError, RuntimeError, OSError) as error:
+        row["status"] = f"{type(error).__name__}: {error}"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return row | {"seconds": time.perf_counter() - started}
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    sys.exit(0 if auto_cli([compare, ablation]) else 1)

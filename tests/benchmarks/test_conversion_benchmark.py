@@ -1,0 +1,71 @@
+"""The conversion benchmark on a tiny model: its rows, one of them from end to end, and what it does not repeat."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import conversion
+from mha2mla.conversion.adapters import ADAPTERS
+from mha2mla.conversion.recipe import Recipe
+from tests.conversion import tiny
+
+SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+SHORT = {"calibration_tokens": 64, "calibration_length": 32, "calibration_text": "builtin:pydoc"}
+
+
+def test_every_row_has_a_name_of_its_own_and_fits_its_ratio():
+    spec = ADAPTERS["llama"].specify(tiny.config("llama", **SMOLLM2))
+    cases = conversion.comparison()
+    assert len({case.name for case in cases}) == len(cases)
+    for case in cases:
+        geometry = case.recipe.geometry(spec)
+        ratio = geometry.cache_numel_per_token / geometry.source_cache_numel_per_token
+        head = case.name.split()[0]
+        if head == "RoPE":
+            # A latent of full rank beside the rotary part: only the choice of pairs costs anything.
+            assert ratio == 1.0 and geometry.qk_rope_head_dim == int(case.name.split()[1])
+        else:
+            assert 0.97 * float(head) < ratio <= float(head)
+    peers = {
+        case.name: (case.recipe.geometry(spec).qk_rope_head_dim, case.recipe.geometry(spec).kv_lora_rank)
+        for case in cases
+        if "transmla" in case.name
+    }
+    assert peers["0.5 transmla"] == (64, 128) and peers["0.3125 transmla"] == (32, 88)
+
+
+@pytest.mark.parametrize("preset", ["quick", "shared", "per-group"])
+def test_an_ablation_changes_one_key_of_its_preset(preset):
+    cases = conversion.ablations(preset, (0.5,))
+    assert len({case.name for case in cases}) == len(cases) > 15
+    base = cases[0].recipe.to_dict()
+    for case in cases[1:]:
+        changed = {key: value for key, value in case.recipe.to_dict().items() if value != base[key]}
+        assert len(changed) == 1 and case.name.endswith("=".join(map(str, *changed.items())))
+
+
+def test_rows_are_measured_written_and_not_measured_again(tmp_path, monkeypatch, capsys):
+    source = str(tiny.checkpoint(tmp_path / "source"))
+    cases = [
+        conversion.Case("a", Recipe(qk_rope_head_dim=8, kv_lora_rank=24, **SHORT)),
+        conversion.Case("too wide", Recipe(qk_rope_head_dim=8, kv_lora_rank=512, **SHORT)),
+    ]
+    monkeypatch.setattr(conversion, "comparison", lambda *args, **keys: cases)
+    path = tmp_path / "rows.json"
+    texts = {"texts": ["builtin:prose"], "max_tokens": 64}
+    assert not conversion.compare(json=str(path), model=source, device="cpu", **texts)
+    first, second = json.loads(path.read_text())["rows"]
+    assert first["status"] == "ok" and first["geometry"] == "1 x 8 + 24" and first["cache_ratio"] == 0.5
+    assert first["builtin:prose"] > 0 and first["tokens"] == 62 and first["kl"] >= 0
+    assert first["builtin:prose"] == pytest.approx(
+        first["builtin:prose perplexity"][1] / first["builtin:prose perplexity"][0]
+    )
+    assert "kv_lora_rank is 512" in second["status"]
+
+    monkeypatch.setattr(conversion, "measure_case", lambda *args, **keys: pytest.fail("measured again"))
+    assert conversion.compare(only="a", json=str(path), model=source, device="cpu", **texts)
+    assert "1 x 8 + 24" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="only is 'no such row'"):
+        conversion.compare(only="no such row", model=source, device="cpu")
