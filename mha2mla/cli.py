@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 import sys
@@ -441,7 +440,7 @@ def _convert_parser() -> ArgumentParser:
         "low_rank": Literal[recipe.LOW_RANKS],
         "preset": Literal[tuple(recipe.PRESETS)],
     }
-    for field in dataclasses.fields(recipe.Recipe):
+    for field in recipe.given_fields():
         # None stands for "not given", so that only what was given overrides the file.
         flag = "--" + field.name.replace("_", "-")
         text = _with_default(texts.get(field.name, ""), field.default)
@@ -451,10 +450,10 @@ def _convert_parser() -> ArgumentParser:
 
 def _recipe(arguments: Namespace) -> Any:
     from mha2mla.conversion.presets import TARGET_KEYS
-    from mha2mla.conversion.recipe import Recipe, recipe_values
+    from mha2mla.conversion.recipe import Recipe, given_fields, recipe_values
 
     values = recipe_values(arguments.recipe) if arguments.recipe else {}
-    given = {field.name: arguments[field.name] for field in dataclasses.fields(Recipe)}
+    given = {field.name: arguments[field.name] for field in given_fields()}
     given = {name: value for name, value in given.items() if value is not None}
     # A target given as a flag replaces the file's, whichever of its two forms that had.
     if any(name in given for name in TARGET_KEYS):

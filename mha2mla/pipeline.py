@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.plot import plot_layers
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.resume import FinishedLayers, ResumeError, code_hash, source_identity, tensor_hash
+from mha2mla.conversion.search import choose_rope_share
 from mha2mla.conversion.sequence import LayerRecord, LayerSequence
 from mha2mla.conversion.source import CheckpointError, CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
@@ -308,12 +310,13 @@ def _check(
     adapter = adapter_for(values)
     config = AutoConfig.from_pretrained(folder)
     spec = adapter.specify(config, longrope_table=recipe.longrope_table)
-    geometry = recipe.geometry(spec)
+    searches = recipe.searches_rope_share
+    geometry = None if searches else recipe.geometry(spec)
     reader = CheckpointReader(folder)
     model = StreamedModel(config, reader, spec.sliding_windows, device=target, dtype=compute_dtype)
     _check_names(model, reader)
     windows = None
-    if recipe.needs_calibration(geometry):
+    if searches or recipe.needs_calibration(geometry):
         windows = _windows(
             folder,
             spec,
@@ -338,6 +341,11 @@ def _check(
         device=target,
         progress=progress,
     )
+    if searches:
+        recipe = choose_rope_share(model, adapter, spec, recipe, windows, folder=Path(tempfile.gettempdir()))
+        geometry = recipe.geometry(spec)
+        if progress:
+            tqdm.write(f"rope_share: {recipe.rope_share} loses least of {recipe.rope_search}", file=sys.stderr)
     return _Plan(
         source=folder,
         source_name=folder.name if Path(source).exists() else str(source),

@@ -70,6 +70,8 @@ def test_flags_win_over_the_file(tmp_path):
     file.write_text(yaml.safe_dump({"layout": "shared", "cache_ratio": 0.25, "seed": 3}))
     assert parsed_recipe("--recipe", str(file)) == Recipe(layout="shared", cache_ratio=0.25, seed=3)
     assert parsed_recipe("--seed", "0", "--recipe", str(file)) == Recipe(layout="shared", cache_ratio=0.25, seed=0)
+    assert parsed_recipe("--rope-share", "auto").rope_share == "auto"
+    assert parsed_recipe("--rope-share", "0.3").rope_share == 0.3
     preset = parsed_recipe("--preset", "mha2mla", "--recipe", str(file), "--mean-phase", "0.25")
     assert preset == Recipe.from_preset("mha2mla", layout="shared", cache_ratio=0.25, seed=3, mean_phase=0.25)
     assert preset.low_rank == "svd-joint"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -64,7 +64,8 @@ class Recipe:
             rounded down to a multiple of 8, is latent.
         kv_lora_rank: latent width d_c; needs ``qk_rope_head_dim``.
         qk_rope_head_dim: rotary width d_r of a rope head, even; needs ``kv_lora_rank``.
-        rope_share: rotary share of a ``cache_ratio`` budget.
+        rope_share: rotary share of a ``cache_ratio`` budget, or ``"auto"``: the share that loses least on held-out
+            calibration text (``conversion.search``), chosen before the conversion, which takes a minute or two.
         freq_fold: neighbouring frequencies that ``"rorope"`` treats as one; divides head_dim / 2.
         mean_phase: from 0 to 1, how far the query of an un-rotated pair is multiplied by its mean turn g, estimated per
             query head: the factor is 1 + mean_phase (g − 1). g alone is the best constant for the tokens that are
@@ -107,10 +108,15 @@ class Recipe:
             compared (``"block"``): what they do not see is no error.
         reconstruction_weighting: how the squared errors of tokens are weighed. ``"energy"``: all alike; ``"token"``: by
             one over the mean square of the token's hidden state in the source, as the next RMSNorm will.
+        reconstruction_metric: what an error of a hidden state is measured by (``"block"``). ``"identity"``: its square;
+            ``"fisher"``: what it changes in the source's own predictions, to second order (``conversion.sensitivity``).
+        reconstruction_precision: of the products in a step, ``"float32"`` (TF32 on CUDA) or ``"bfloat16"``; hidden
+            states, losses and the tuned tensors stay float32.
         reconstruction_tunes: ``"all"`` tensors of the layer, or ``"latent"``: only those that conversion made (not
             ``q_proj`` and ``o_proj``).
         preset: name of the preset that the other keys started from. A record: :meth:`from_preset` and :meth:`from_dict`
             fill in what it sets, the constructor does not.
+        rope_search: what ``rope_share="auto"`` measured, "qk_rope_head_dim+kv_lora_rank" → loss. A record.
 
     Raises:
         ValueError: naming the field, its value and what was expected.
@@ -122,7 +128,7 @@ class Recipe:
     cache_ratio: float | None = None
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
-    rope_share: float = 0.25
+    rope_share: float | Literal["auto"] = 0.25
     freq_fold: int = 1
     mean_phase: float = 0.5
     centered: bool = True
@@ -145,8 +151,11 @@ class Recipe:
     reconstruction_target: str = "block"
     reconstruction_lookahead: int = 0
     reconstruction_weighting: str = "token"
+    reconstruction_metric: str = "identity"
+    reconstruction_precision: str = "float32"
     reconstruction_tunes: str = "all"
     preset: str | None = None
+    rope_search: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -156,6 +165,8 @@ class Recipe:
             ("longrope_table", ("short", "long")),
             ("reconstruction_target", RECONSTRUCTION_TARGETS),
             ("reconstruction_weighting", ("energy", "token")),
+            ("reconstruction_metric", ("identity", "fisher")),
+            ("reconstruction_precision", ("float32", "bfloat16")),
             ("reconstruction_tunes", ("all", "latent")),
         ):
             if getattr(self, name) not in choices:
@@ -180,7 +191,7 @@ class Recipe:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected true or false")
         for name in ("cache_ratio", "rope_share", "key_weight", "reconstruction_learning_rate"):
             value = getattr(self, name)
-            if name == "cache_ratio" and value is None:
+            if (name == "cache_ratio" and value is None) or (name == "rope_share" and value == "auto"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
                 raise ValueError(f"{name} is {value!r}; expected a number > 0")
@@ -189,7 +200,7 @@ class Recipe:
             raise ValueError(f"mean_phase is {phase!r}; expected a number from 0 to 1")
         if self.cache_ratio is not None and self.cache_ratio > 1:
             raise ValueError(f"cache_ratio is {self.cache_ratio!r}; expected at most 1.0 (full rank)")
-        if self.rope_share >= 1:
+        if self.rope_share != "auto" and self.rope_share >= 1:
             raise ValueError(f"rope_share is {self.rope_share!r}; expected less than 1 (the latent needs the rest)")
         for name, least in (
             ("kv_lora_rank", 1),
@@ -224,11 +235,12 @@ class Recipe:
                 f" calibration_length={self.calibration_length}"
             )
 
-        if self.reconstruction_lookahead and self.reconstruction_target != "block":
-            raise ValueError(
-                f"reconstruction_lookahead is {self.reconstruction_lookahead} beside"
-                f" reconstruction_target={self.reconstruction_target!r}; expected 0, or the target 'block'"
-            )
+        for name, neutral in (("reconstruction_lookahead", 0), ("reconstruction_metric", "identity")):
+            if getattr(self, name) != neutral and self.reconstruction_target != "block":
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} beside reconstruction_target={self.reconstruction_target!r};"
+                    f" expected {neutral!r}, or the target 'block'"
+                )
 
     @property
     def target_cache_ratio(self) -> float | None:
@@ -237,12 +249,20 @@ class Recipe:
             return None
         return DEFAULT_CACHE_RATIO if self.cache_ratio is None else float(self.cache_ratio)
 
+    @property
+    def searches_rope_share(self) -> bool:
+        """Whether the rotary share must be chosen before there is a geometry."""
+        return self.rope_share == "auto" and self.target_cache_ratio not in (None, 1.0)
+
     def geometry(self, spec: SourceSpec) -> MLAGeometry:
         """The geometry that this recipe gives a layer of ``spec``.
 
         Raises:
-            ValueError: the target does not fit the source (more pairs or more rank than it has, or a budget too small).
+            ValueError: ``rope_share`` is still ``"auto"``, or the target does not fit the source (more pairs or more
+                rank than it has, or a budget too small).
         """
+        if self.searches_rope_share:
+            raise ValueError("rope_share is 'auto'; expected a number (search.choose_rope_share finds one)")
         heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
         rope_heads = kv_heads if self.layout == "per-group" else 1
         if self.rope_selection == "rorope" and head_dim // 2 % self.freq_fold:
@@ -363,6 +383,11 @@ class Recipe:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+
+def given_fields() -> tuple[Field[Any], ...]:
+    """The keys of a recipe that a user gives, as opposed to what a conversion writes into its record."""
+    return tuple(field for field in fields(Recipe) if field.name != "rope_search")
 
 
 def recipe_values(path: str | Path) -> dict[str, Any]:

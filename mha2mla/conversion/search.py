@@ -1,0 +1,147 @@
+"""The split of a cache budget between rotary key and latent, chosen by what it loses on held-out calibration text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
+from mha2mla.conversion.calibration import ActivationStore
+from mha2mla.conversion.layer import converted_config
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.sequence import LayerSequence
+from mha2mla.conversion.streaming import StreamedModel
+from mha2mla.geometry import MLAGeometry
+
+SHARES = (0.08, 0.125, 0.17, 0.21, 0.25, 0.29, 0.34, 0.42, 0.5)
+_LAYERS = 6  # spread over the depth
+_WINDOWS = 16  # of the calibration text, a quarter of them held out
+_BATCH_TOKENS = 2048
+
+
+def choose_rope_share(
+    model: StreamedModel,
+    adapter: FamilyAdapter,
+    spec: SourceSpec,
+    recipe: Recipe,
+    windows: torch.Tensor,
+    *,
+    folder: Path,
+) -> Recipe:
+    """The recipe with the ``rope_share`` that loses least, and ``rope_search`` saying what every split loses.
+
+    A few layers are converted by the recipe itself, without gradient steps, at every share of :data:`SHARES` that gives
+    another geometry. What a share loses is the relative squared error of the attention's output on held-out windows of
+    the source's inputs, mean over those layers. One pass over a part of the calibration text; the result depends on
+    the arguments and the machine only.
+
+    Args:
+        model: the source.
+        windows: calibration tokens, int64 [windows, length].
+        folder: where activations go that do not fit into memory.
+
+    Raises:
+        ValueError: no share gives a geometry that fits the source.
+    """
+    recipes = candidates(recipe, spec)
+    if not recipes:
+        replace(recipe, rope_share=0.25).geometry(spec)  # says why
+        raise ValueError(f"rope_share is 'auto', but no share fits cache_ratio={recipe.target_cache_ratio}")
+    chosen = windows[:: max(1, len(windows) // _WINDOWS)][:_WINDOWS]
+    held_out = max(1, len(chosen) // 4) if len(chosen) > 1 else 0
+    fitted, judged = (chosen[held_out:], chosen[:held_out]) if held_out else (chosen, chosen)
+    losses = dict.fromkeys(recipes, 0.0)
+    for layer, inputs, held in _inputs(model, fitted, judged, folder):
+        statistics = None
+        for geometry, candidate in recipes.items():
+            sequence = LayerSequence(model, adapter, spec, geometry, candidate, None, folder)
+            if statistics is None:  # which ones are needed does not depend on the split
+                collector = sequence.collector(layer)
+                collector.add(inputs)
+                statistics = collector.finish()
+            losses[geometry] += _loss(sequence, layer, sequence.convert(layer, statistics), held)
+    count = len(_chosen_layers(spec.num_layers))
+    best = min(losses, key=losses.__getitem__)
+    found = {f"{geometry.qk_rope_head_dim}+{geometry.kv_lora_rank}": loss / count for geometry, loss in losses.items()}
+    return replace(recipe, rope_share=recipes[best].rope_share, rope_search=found)
+
+
+def candidates(recipe: Recipe, spec: SourceSpec) -> dict[MLAGeometry, Recipe]:
+    """Geometry → recipe without gradient steps, for the shares that fit the source; the smallest of equal ones."""
+    found: dict[MLAGeometry, Recipe] = {}
+    for share in SHARES:
+        candidate = replace(recipe, rope_share=share, reconstruction_steps=0, sequential=False)
+        try:
+            geometry = candidate.geometry(spec)
+        except ValueError:
+            continue
+        found.setdefault(geometry, candidate)
+    return found
+
+
+def _chosen_layers(num_layers: int) -> list[int]:
+    count = min(_LAYERS, num_layers)
+    return [(2 * index + 1) * num_layers // (2 * count) for index in range(count)]
+
+
+def _inputs(
+    model: StreamedModel, fitted: torch.Tensor, judged: torch.Tensor, folder: Path
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Layer, and the inputs of its attention on both sets of windows, for the chosen layers."""
+    layers = _chosen_layers(model.num_layers)
+    windows = torch.cat([fitted, judged])
+    store = ActivationStore(*windows.shape, model.hidden_size, dtype=model.dtype, folder=folder)
+    try:
+        model.embed(windows, store)
+        for layer in range(layers[-1] + 1):
+            seen: list[torch.Tensor] = []
+            model.run_layer(
+                model.layer(layer),
+                layer,
+                store,
+                batch=max(1, _BATCH_TOKENS // windows.shape[1]),
+                observe=seen.append if layer in layers else None,
+            )
+            if seen:
+                inputs = torch.cat(seen)
+                yield layer, inputs[: len(fitted)], inputs[len(fitted) :]
+            model.source.release()
+    finally:
+        store.close()
+
+
+@torch.inference_mode()
+def _loss(sequence: LayerSequence, layer: int, tensors: dict[str, torch.Tensor], held: torch.Tensor) -> float:
+    """Relative squared error of one converted attention on ``held`` [windows, length, hidden]."""
+    model = sequence.model
+    source, converted = model.layer(layer).self_attn, _attention(sequence, layer)
+    named = {
+        name: tensor.to(model.device, torch.float32 if name == "inv_freq" else model.dtype)
+        for name, tensor in tensors.items()
+    }
+    error = energy = 0.0
+    for window in held[:, None]:
+        arguments = model.layer_arguments(layer, window)
+        expected = source(window, **arguments)[0]
+        found = functional_call(converted, named, (window,), arguments)[0]
+        error += float((found.float() - expected.float()).square().sum(dtype=torch.float64))
+        energy += float(expected.float().square().sum(dtype=torch.float64))
+    return error / energy
+
+
+def _attention(sequence: LayerSequence, layer: int) -> nn.Module:
+    """The converted attention without memory."""
+    from mha2mla.modeling.attention import MLAAttention
+
+    model = sequence.model
+    config = converted_config(model.config, sequence.spec, sequence.geometry, sequence.recipe)
+    config._attn_implementation = "sdpa"
+    replaced = deepcopy(model.skeleton.model.layers[layer].self_attn)
+    with torch.inference_mode(False), torch.device("meta"):
+        return MLAAttention(config, layer, replaced).eval().requires_grad_(False)
