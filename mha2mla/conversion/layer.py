@@ -44,18 +44,26 @@ def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) ->
 
 
 def converted_config(
-    source_config: PreTrainedConfig, spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe
+    source_config: PreTrainedConfig,
+    spec: SourceSpec,
+    geometry: MLAGeometry,
+    recipe: Recipe,
+    geometries: tuple[MLAGeometry, ...] | None = None,
 ) -> MHA2MLAConfig:
-    """The config of the model that ``recipe`` makes of a source; without dtype, architectures and a record of it."""
+    """The config of the model that ``recipe`` makes of a source; without dtype, architectures and a record of it.
+
+    Args:
+        geometries: of each layer where they differ; ``geometry`` is what they have in common.
+    """
     from mha2mla.modeling.config import MHA2MLAConfig
 
     biases = converted_biases(spec, geometry, recipe)
     return MHA2MLAConfig(
         source_config=source_config.to_dict(),
-        num_rope_heads=geometry.num_rope_heads,
-        kv_lora_rank=geometry.kv_lora_rank,
-        qk_rope_head_dim=geometry.qk_rope_head_dim,
-        qk_nope_head_dim=geometry.qk_nope_head_dim,
+        **{
+            name: getattr(geometry, name) if geometries is None else [getattr(each, name) for each in geometries]
+            for name in ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+        },
         v_head_dim=geometry.v_head_dim,
         qk_norm=spec.qk_norm,
         attention_q_bias=biases.q,

@@ -39,13 +39,15 @@ class ReconstructionError(ValueError):
 class ReconstructionProblem:
     """What one layer is fitted to.
 
-    The loss of a batch is the mean over tokens of ``weights`` · mean_d (forward(tensors, inputs) − targets)².
+    The loss of a batch is the mean over tokens of ``weights`` · mean_d ((forward(tensors, inputs) − targets) metric)².
 
     Attributes:
         inputs, targets: [windows, length, hidden] each.
         weights: [windows, length] float32, one over the energy that an error of a token is measured by.
         forward: tensors of the layer and inputs [n, length, hidden] -> [n, length, hidden], differentiable.
         device: of the computation.
+        metric: [hidden, hidden] float32, a root R of the metric R Rᵀ that errors are measured by; None for the
+            identity.
     """
 
     inputs: ActivationStore
@@ -53,6 +55,7 @@ class ReconstructionProblem:
     weights: torch.Tensor
     forward: Forward
     device: torch.device
+    metric: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ class _Fit:
         self.train = torch.tensor(sorted(set(range(windows)) - set(self.held_out.tolist())) or [0])
         self.batch = min(recipe.reconstruction_batch, len(self.train))
         self.weights = problem.weights.to(device)
+        self.metric = None if problem.metric is None else problem.metric.to(device, torch.float32)
+        self.half = recipe.reconstruction_precision == "bfloat16"
 
     def run(self) -> Reconstruction:
         before = self._held_out_loss()
@@ -191,8 +196,13 @@ class _Fit:
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tuned = {name: leaf.to(inputs.dtype) for name, leaf in zip(self.names, self.leaves, strict=True)}
-        made = self.problem.forward({**self.constants, **tuned}, inputs)
-        return ((made.float() - targets.float()).square().mean(-1) * weights).mean()
+        # Without a cache of casts: a captured graph would replay stale ones.
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
+            made = self.problem.forward({**self.constants, **tuned}, inputs)
+        error = made.float() - targets.float()
+        if self.metric is not None:
+            error = error @ self.metric
+        return (error.square().mean(-1) * weights).mean()
 
     @torch.no_grad()
     def _held_out_loss(self) -> float:

@@ -70,6 +70,9 @@ class LayerSequence:
         weights_dtype: of the result; None for the source's own. ``inv_freq`` and ``o_proj.bias`` are float32 always.
         spill_bytes: a stream of activations that is larger lives in a file.
         device_bytes: streams of activations live on an accelerator while all of them fit into so much of its memory.
+        geometries: of each layer where they differ; None for ``geometry`` everywhere.
+        metrics: roots [hidden, hidden] of the metric of hidden states after a layer, by its index, for
+            ``recipe.reconstruction_metric`` other than ``"identity"``.
         done: layers of an earlier, interrupted walk, as they were yielded: the streams pass them, nothing is computed
             anew and they are not yielded again. The rest comes out as it would have.
     """
@@ -84,6 +87,8 @@ class LayerSequence:
     weights_dtype: torch.dtype | None = None
     spill_bytes: int = SPILL_BYTES
     device_bytes: int = DEVICE_BYTES
+    geometries: tuple[MLAGeometry, ...] | None = None
+    metrics: Mapping[int, torch.Tensor] | None = None
     done: Mapping[int, Mapping[str, torch.Tensor]] | None = None
 
     def __iter__(self) -> Iterator[ConvertedLayer]:
@@ -128,6 +133,10 @@ class LayerSequence:
         finally:
             store.close()
 
+    def geometry_of(self, layer: int) -> MLAGeometry:
+        """Shape of layer ``layer`` in the result."""
+        return self.geometry if self.geometries is None else self.geometries[layer]
+
     def _missing(self) -> list[int]:
         return [layer for layer in range(self.spec.num_layers) if layer not in (self.done or {})]
 
@@ -151,13 +160,14 @@ class LayerSequence:
         weights = self.adapter.attention_weights(
             self.model.source, self.spec, layer, device=self.model.device, dtype=dtype
         )
+        geometry = self.geometry_of(layer)
         return StatisticsCollector(
             self.spec.of_layer(layer),
             weights,
             window=self.spec.sliding_windows[layer],
-            phases=self.recipe.needs_phases(self.geometry),
-            attended=self.recipe.needs_attended(self.geometry),
-            sample_tokens=SAMPLE_TOKENS if self.recipe.needs_sample(self.geometry) else 0,
+            phases=self.recipe.needs_phases(geometry),
+            attended=self.recipe.needs_attended(geometry),
+            sample_tokens=SAMPLE_TOKENS if self.recipe.needs_sample(geometry) else 0,
         )
 
     def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:
@@ -165,7 +175,7 @@ class LayerSequence:
         weights = self.adapter.attention_weights(
             self.model.source, self.spec, layer, device=self.model.device, dtype=torch.float64
         )
-        return convert_layer(self.spec.of_layer(layer), self.geometry, self.recipe, weights, statistics)
+        return convert_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, weights, statistics)
 
     def stored(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors in the dtypes of the checkpoint."""
@@ -195,7 +205,9 @@ class _ConvertedWalk:
         length = sequence.windows.shape[1]
         tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else _BATCH_TOKENS
         self.batch = max(1, tokens // length)
-        self.config = converted_config(self.model.config, sequence.spec, sequence.geometry, sequence.recipe)
+        self.config = converted_config(
+            self.model.config, sequence.spec, sequence.geometry, sequence.recipe, sequence.geometries
+        )
         self.config._attn_implementation = "sdpa"
         self.fits = self.recipe.reconstruction_steps > 0
         self.by_attention = self.recipe.reconstruction_target != "block"
@@ -232,7 +244,7 @@ class _ConvertedWalk:
         self._observe(layer, chosen, lambda start, hidden: collector.add(hidden))
         tensors = self.sequence.convert(layer, collector.finish())
         record = LayerRecord(layer, 0.0)
-        if self.fits:
+        if self.fits and not self.recipe.is_exact(self.sequence.geometry_of(layer)):
             with torch.inference_mode(False):
                 result = reconstruct(self._problem(layer), tensors, self.recipe, layer=layer)
             tensors = result.tensors
@@ -297,6 +309,7 @@ class _ConvertedWalk:
             handle.remove()
 
     def _problem(self, layer: int) -> ReconstructionProblem:
+        metric = None
         if self.by_attention:
             self._observe(layer, torch.arange(len(self.stream)), self.inputs.write)
             energy = self._source_attention(layer)
@@ -306,9 +319,20 @@ class _ConvertedWalk:
             self._advance_source(last + 1)
             inputs, targets, forward = self.stream, self.source, self._block_forward(layer, last)
             energy = self._energy(self.source)
+            metric = self._metric(last)
         if self.recipe.reconstruction_weighting == "energy":
             energy = energy.mean().expand_as(energy)
-        return ReconstructionProblem(inputs, targets, energy.reciprocal(), forward, self.model.device)
+        return ReconstructionProblem(inputs, targets, energy.reciprocal(), forward, self.model.device, metric)
+
+    def _metric(self, layer: int) -> torch.Tensor | None:
+        if self.recipe.reconstruction_metric == "identity":
+            return None
+        if self.sequence.metrics is None or layer not in self.sequence.metrics:
+            raise ValueError(
+                f"metrics has none for layer {layer}; expected one, since reconstruction_metric is"
+                f" {self.recipe.reconstruction_metric!r}"
+            )
+        return self.sequence.metrics[layer]
 
     @torch.inference_mode()
     def _energy(self, store: ActivationStore) -> torch.Tensor:

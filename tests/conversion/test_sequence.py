@@ -22,7 +22,7 @@ TARGETS = {
     "lookahead": {"reconstruction_target": "block", "reconstruction_lookahead": 1},
     "beyond the end": {"reconstruction_target": "block", "reconstruction_lookahead": 7},
 }
-Fitted = functools.partial(Recipe, reconstruction_steps=32, qk_rope_head_dim=8, kv_lora_rank=24)
+Fitted = functools.partial(Recipe, reconstruction_steps=64, qk_rope_head_dim=8, kv_lora_rank=24)
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +181,46 @@ def test_a_walk_inside_inference_mode_still_has_gradients(sources, tmp_path):
     with torch.inference_mode():
         inside = list(sequence(sources("llama"), recipe, tmp_path))
     same(expected, inside)
+
+
+def test_a_metric_says_which_errors_count(sources, tmp_path):
+    source = sources("llama")
+    one = torch.zeros(48, 48)
+    one[:, 0] = torch.randn(48, generator=torch.Generator().manual_seed(3))
+    keys = {"windows": 160, "metrics": dict.fromkeys(range(3), one)}
+    measured = list(sequence(source, Fitted(reconstruction_metric="fisher"), tmp_path, **keys))
+    plain = list(sequence(source, Fitted(), tmp_path, **keys))
+    assert measured[0].record.loss_before != plain[0].record.loss_before
+    assert measured[0].record.loss_after < measured[0].record.loss_before
+    assert not torch.equal(measured[0].tensors["v_b_proj"], plain[0].tensors["v_b_proj"])
+    identity = list(
+        sequence(
+            source,
+            Fitted(reconstruction_metric="fisher"),
+            tmp_path,
+            windows=160,
+            metrics=dict.fromkeys(range(3), torch.eye(48)),
+        )
+    )
+    same(identity, plain)
+    with pytest.raises(ValueError, match="metrics has none for layer 1; expected one"):
+        list(sequence(source, Fitted(reconstruction_metric="fisher"), tmp_path, metrics={0: one}))
+
+
+def test_layers_may_differ_in_geometry(sources, tmp_path):
+    wide, narrow = Fitted(), Fitted(kv_lora_rank=16)
+    spec = sequence(sources("llama"), wide, tmp_path).spec
+    geometries = (wide.geometry(spec), narrow.geometry(spec), wide.geometry(spec))
+    walk = sequence(sources("llama"), wide, tmp_path, geometries=geometries)
+    made = list(walk)
+    assert [layer.tensors["v_b_proj"].shape[-1] for layer in made] == [24, 16, 24]
+    config = converted_config(walk.model.config, walk.spec, walk.geometry, walk.recipe, geometries)
+    assert [config.layer_geometry(index) for index in range(3)] == list(geometries)
+
+
+def test_bfloat16_products_fit_float32_weights(sources, tmp_path):
+    made = list(sequence(sources("llama"), Fitted(reconstruction_precision="bfloat16"), tmp_path, windows=160))
+    assert all(layer.record.loss_after < layer.record.loss_before for layer in made)
+    full = list(sequence(sources("llama"), Fitted(), tmp_path, windows=160))
+    assert made[0].record.loss_after == pytest.approx(full[0].record.loss_after, rel=0.02)
+    assert made[0].record.loss_after != full[0].record.loss_after
