@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from mha2mla.texts import prompts, start_tokens
 
@@ -73,20 +73,56 @@ def _write(
 ) -> torch.Tensor:
     """int64 [rows, length]."""
     forced = [next(starts) for _ in range(rows)]  # what each row must say next, before it may choose
-    cache = DynamicCache(config=model.config)
     current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
-    written = [current.cpu()]
+    written = [current]
+    logits_of = _decoder(model, rows, length)
     for _ in tqdm(range(length - 1), desc="generate", unit="token", disable=not progress):
-        logits = model(current[:, None], past_key_values=cache, use_cache=True).logits[:, -1].float()
-        sampled = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0].tolist()
+        sampled = torch.multinomial(logits_of(current).float().softmax(-1), 1, generator=generator)[:, 0].tolist()
         for row, queue in enumerate(forced):
             if queue:
                 sampled[row] = queue.pop(0)
             elif sampled[row] in ends:
                 queue.extend(next(starts))
         current = torch.tensor(sampled, device=model.device)
-        written.append(current.cpu())
-    return torch.stack(written, 1)
+        written.append(current)
+    return torch.stack(written, 1).cpu()
+
+
+def _decoder(model: torch.nn.Module, rows: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The next tokens of all rows, [rows] -> their logits [rows, vocabulary]; remembers what it was given.
+
+    On CUDA a step is the replay of one graph, where the model and its cache can be captured.
+    """
+    if model.device.type == "cuda":
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        tokens = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
+
+        def step() -> torch.Tensor:
+            return model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+
+        try:
+            side = torch.cuda.Stream(model.device)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = step()
+            cache.reset()
+            captured = (graph, cache)  # the graph knows the cache by its addresses only: both live as long as the call
+
+            def replay(current: torch.Tensor) -> torch.Tensor:
+                tokens.copy_(current[:, None])
+                captured[0].replay()
+                return logits
+
+            return replay
+        except RuntimeError:
+            torch.cuda.synchronize()
+    cache = DynamicCache(config=model.config)
+    return lambda current: model(current[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
 
 
 def _documents(tokenizer: Any, draw: random.Random) -> Iterator[list[int]]:
