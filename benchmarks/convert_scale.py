@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--recipe", default="{}", help="recipe keys as JSON")
     parser.add_argument("--steps", type=int, default=0, help="of reconstruction")
+    parser.add_argument("--shard-mib", type=int, default=1024, help="of the result; one is in memory")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", type=Path, default=None, help="where to work; default the system's for such")
     parser.add_argument("--limit-gib", type=float, default=16.0, help="exit code 1 when the peak is above")
@@ -122,8 +123,8 @@ def main() -> None:
             sys.exit(f"{folder} has {free / 1e9:.0f} GB free; expected {needed / 1e9:.0f} GB")
         started = time.perf_counter()
         size = build_source(folder / "source", config)
-        built, before = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(f"source: {size / 1e9:.1f} GB, written in {built:.0f} s, peak {before / 2**20:.2f} GiB", flush=True)
+        built, peak = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"source: {size / 1e9:.1f} GB, written in {built:.0f} s, peak {peak / 2**20:.2f} GiB", flush=True)
         tokens = torch.randint(
             arguments.vocabulary, (2, arguments.windows, arguments.length), generator=torch.Generator().manual_seed(1)
         )
@@ -135,6 +136,7 @@ def main() -> None:
                 **json.loads(arguments.recipe),
             }
         )
+        before = resource.getrusage(resource.RUSAGE_SELF)
         report = mha2mla.convert(
             folder / "source",
             folder / "converted",
@@ -142,9 +144,11 @@ def main() -> None:
             calibration=tokens[0],
             evaluation=tokens[1],
             device=arguments.device,
+            max_shard_bytes=arguments.shard_mib << 20,
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    after = resource.getrusage(resource.RUSAGE_SELF)
     seconds = [row["seconds"] for row in report.layers]
     row = {
         "layers": arguments.layers,
@@ -155,14 +159,17 @@ def main() -> None:
         "seconds_write": report.seconds["write"],
         "seconds_verify": report.seconds["verify"],
         "seconds_total": report.seconds["total"],
+        # Of all threads: what wall time would be on one core that nobody else uses.
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "seconds_of_32_layers": 32 / arguments.layers * report.seconds["total"],
         "peak_rss_gib": report.peak_rss_bytes / 2**30,
         "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_initialized() else None,
         "hidden_error": report.layers[-1]["hidden_error"],
     }
     environment = collect_environment()
+    what = [{"what": key.replace("_", " "), "value": value} for key, value in row.items()]
     caption = describe_environment(environment)
-    print_table([row], title=f"converted on {report.device}", caption=caption)
+    print_table(what, title=f"converted on {report.device}", columns={"what": "", "value": ""}, caption=caption)
     if arguments.json is not None:
         write_json(arguments.json, kind="conversion-scale", rows=[row], environment=environment, recipe=report.recipe)
     if row["peak_rss_gib"] > arguments.limit_gib:

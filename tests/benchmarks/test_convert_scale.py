@@ -1,0 +1,27 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "convert_scale.py"
+
+
+def measure(layers, tmp_path):
+    out = tmp_path / f"{layers}.json"
+    shape = ["--hidden=256", "--heads=4", "--kv-heads=4", "--intermediate=16384", "--vocabulary=500"]
+    small = ["--windows=2", "--length=256", "--shard-mib=32"]
+    command = [sys.executable, str(SCRIPT), f"--layers={layers}", *shape, *small]
+    command += [f"--folder={tmp_path}", f"--json={out}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return json.loads(out.read_text())["rows"][0]
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_layers(tmp_path):
+    """25 MB a layer, 50 in float32: 14 layers more are 350 MB of checkpoint, and less than two layers of memory."""
+    few, many = (measure(layers, tmp_path) for layers in (3, 17))
+    assert many["source_gb"] - few["source_gb"] > 0.35
+    assert many["peak_rss_gib"] - few["peak_rss_gib"] < 0.1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["17.json", "3.json"]
