@@ -39,6 +39,7 @@ from mha2mla.conversion.writer import (
     ShardedWriter,
     check_destination,
     temporary_folder,
+    temporary_path,
 )
 from mha2mla.geometry import MLAGeometry
 from mha2mla.texts import load_text, mixed_windows, token_windows
@@ -264,9 +265,9 @@ def _interrupts_named(plan: _Plan) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if plan.progress:
-            where = f"beside {plan.destination}: the same command goes on from there"
-            tqdm.write(f"interrupted; finished layers are kept {where}", file=sys.stderr)
+        work = temporary_path(plan.destination) / WORK_FOLDER
+        if plan.progress and work.is_dir():
+            tqdm.write(f"finished layers are kept in {work}: the same command goes on from there", file=sys.stderr)
         raise
 
 

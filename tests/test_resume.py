@@ -168,6 +168,16 @@ def test_an_interrupted_conversion_goes_on_and_says_so(source, tmp_path, monkeyp
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+def test_an_interrupt_before_any_layer_is_finished_leaves_nothing(source, tmp_path, monkeypatch):
+    def stop(*arguments, **keys):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "LayerSequence", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_after_all_layers_only_writing_and_verifying_are_left(source, tmp_path, monkeypatch):
     convert(source, tmp_path / "out", LAYERS, monkeypatch)
     monkeypatch.setattr(pipeline, "LayerSequence", lambda *arguments, **keys: None)  # not to be iterated over

@@ -62,7 +62,7 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
     A file has its name only when it is whole: it is written under another one, flushed to the disk and renamed.
 
     Args:
-        folder: made when it is not there. What is in it and unreadable is removed.
+        folder: made with the first layer. What is in it and unreadable is removed.
         fingerprint: JSON values that say what the layers depend on.
 
     Raises:
@@ -71,9 +71,8 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
 
     def __init__(self, folder: Path, fingerprint: Mapping[str, Any]) -> None:
         self.folder = folder
-        folder.mkdir(exist_ok=True)
+        self._fingerprint = fingerprint = json.loads(json.dumps(fingerprint))
         path = folder / FINGERPRINT_FILE
-        fingerprint = json.loads(json.dumps(fingerprint))
         left = finished_layers(folder)
         theirs = _read_fingerprint(path)
         if left and theirs != fingerprint:
@@ -82,11 +81,9 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
                 f"{folder} holds {len(left)} finished layers of an interrupted conversion that differs in"
                 f" {', '.join(_difference(key, theirs.get(key), fingerprint.get(key)) for key in names)}"
             )
-        for other in folder.iterdir():
+        for other in list(folder.iterdir()) if folder.is_dir() else ():
             if other.name not in left.values() and other != path:
                 other.unlink()
-        if theirs != fingerprint:
-            _write_whole(path, lambda temporary: temporary.write_text(json.dumps(fingerprint), encoding="utf-8"))
         self._files = left
 
     def __getitem__(self, layer: int) -> dict[str, torch.Tensor]:
@@ -115,6 +112,11 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"tensor {name} of layer {layer} became NaN or infinite in the conversion")
+        if not self._files:
+            self.folder.mkdir(exist_ok=True)
+            text = json.dumps(self._fingerprint)
+            path = self.folder / FINGERPRINT_FILE
+            _write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         # safetensors takes no two views of one storage.
         copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
         metadata = {"record": json.dumps(dict(record))}

@@ -51,6 +51,12 @@ def check_destination(destination: Path, source: Path, *, overwrite: bool) -> No
         raise DestinationError(f"destination {str(destination)!r} cannot be written: {error}") from error
 
 
+def temporary_path(destination: Path) -> Path:
+    """Where ``temporary_folder`` works for ``destination``."""
+    final = destination.resolve()
+    return final.parent / f".{final.name}.mha2mla-tmp"
+
+
 @contextmanager
 def temporary_folder(
     destination: Path, *, overwrite: bool, admit: Callable[[Path], bool] | None = None
@@ -71,7 +77,7 @@ def temporary_folder(
         DestinationError: another process is writing the same destination.
     """
     final = destination.resolve()
-    temporary = final.parent / f".{final.name}.mha2mla-tmp"
+    temporary = temporary_path(destination)
     old = final.parent / f".{final.name}.mha2mla-old"
     with _lock(final.parent / f".{final.name}.mha2mla-lock", destination):
         if old.exists():
