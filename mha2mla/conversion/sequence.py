@@ -17,6 +17,7 @@ from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, LayerSt
 from mha2mla.conversion.layer import convert_layer, converted_config
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.reconstruction import Forward, ReconstructionProblem, reconstruct
+from mha2mla.conversion.sensitivity import fisher_metrics
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
@@ -24,6 +25,7 @@ DEVICE_BYTES = 8 << 30
 SAMPLE_TOKENS = 8192  # of a layer's inputs that closed-form fits look at
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 _CUDA_BATCH_TOKENS = 16384  # the same where launches cost more than the work
+_METRIC_TOKENS = 16384  # of the source's gradients; their second moment is damped
 _STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text than the moments that it starts from
 
 
@@ -72,7 +74,7 @@ class LayerSequence:
         device_bytes: streams of activations live on an accelerator while all of them fit into so much of its memory.
         geometries: of each layer where they differ; None for ``geometry`` everywhere.
         metrics: roots [hidden, hidden] of the metric of hidden states after a layer, by its index, for
-            ``recipe.reconstruction_metric`` other than ``"identity"``.
+            ``recipe.reconstruction_metric`` other than ``"identity"``; None to measure them.
         done: layers of an earlier, interrupted walk, as they were yielded: the streams pass them, nothing is computed
             anew and they are not yielded again. The rest comes out as it would have.
     """
@@ -211,11 +213,22 @@ class _ConvertedWalk:
         self.config._attn_implementation = "sdpa"
         self.fits = self.recipe.reconstruction_steps > 0
         self.by_attention = self.recipe.reconstruction_target != "block"
+        self.metrics = sequence.metrics
         self.ahead = 0
         self.loaded: dict[int, nn.Module] = {}
 
     def layers(self) -> Iterator[ConvertedLayer]:
         sequence, done = self.sequence, self.sequence.done or {}
+        if self._wants_metrics():
+            stride = max(1, sequence.windows.numel() // _METRIC_TOKENS)
+            self.metrics = fisher_metrics(
+                self.model,
+                sequence.windows[::stride],
+                folder=sequence.folder,
+                batch=self.batch,
+                seed=self.recipe.seed,
+                spill_bytes=sequence.spill_bytes,
+            )
         count = 1 + self.fits + 2 * (self.fits and self.by_attention)
         stores = [sequence.new_store(count, on_device=True) for _ in range(count)]
         self.stream = stores[0]
@@ -324,15 +337,16 @@ class _ConvertedWalk:
             energy = energy.mean().expand_as(energy)
         return ReconstructionProblem(inputs, targets, energy.reciprocal(), forward, self.model.device, metric)
 
+    def _wants_metrics(self) -> bool:
+        measured = self.recipe.reconstruction_metric != "identity" and self.fits and not self.by_attention
+        return measured and self.metrics is None and len(self.sequence.done or {}) < self.num_layers
+
     def _metric(self, layer: int) -> torch.Tensor | None:
         if self.recipe.reconstruction_metric == "identity":
             return None
-        if self.sequence.metrics is None or layer not in self.sequence.metrics:
-            raise ValueError(
-                f"metrics has none for layer {layer}; expected one, since reconstruction_metric is"
-                f" {self.recipe.reconstruction_metric!r}"
-            )
-        return self.sequence.metrics[layer]
+        if layer not in self.metrics:
+            raise ValueError(f"metrics has none for layer {layer}; expected one for every layer")
+        return self.metrics[layer]
 
     @torch.inference_mode()
     def _energy(self, store: ActivationStore) -> torch.Tensor:

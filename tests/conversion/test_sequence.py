@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from mha2mla.conversion.adapters import adapter_for
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.sensitivity import fisher_metrics
 from mha2mla.conversion.sequence import LayerSequence
 from mha2mla.conversion.source import CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
@@ -205,6 +206,13 @@ def test_a_metric_says_which_errors_count(sources, tmp_path):
     same(identity, plain)
     with pytest.raises(ValueError, match="metrics has none for layer 1; expected one"):
         list(sequence(source, Fitted(reconstruction_metric="fisher"), tmp_path, metrics={0: one}))
+
+
+def test_a_metric_that_nobody_gives_is_measured(sources, tmp_path):
+    recipe = Fitted(reconstruction_metric="fisher")
+    walk = sequence(sources("llama"), recipe, tmp_path)
+    metrics = fisher_metrics(walk.model, walk.windows, folder=tmp_path, batch=16, seed=recipe.seed)
+    same(list(walk), list(sequence(sources("llama"), recipe, tmp_path, metrics=metrics)))
 
 
 def test_layers_may_differ_in_geometry(sources, tmp_path):
