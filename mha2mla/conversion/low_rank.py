@@ -137,7 +137,9 @@ def _split(key: torch.Tensor, value: torch.Tensor, rank: int) -> tuple[torch.Ten
 
 
 def _whitened(problem: LatentProblem, rank: int, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
-    covariance, value_covariance = problem.covariance, problem.value_covariance
+    covariance, value_covariance = (
+        _shrunk(metric, recipe.shrinkage) for metric in (problem.covariance, problem.value_covariance)
+    )
     if not recipe.centered:
         covariance = covariance + torch.outer(problem.mean, problem.mean)
         value_covariance = value_covariance + problem.value_mean.T @ problem.value_mean / problem.value_mean.shape[0]
@@ -159,6 +161,12 @@ def _whitened(problem: LatentProblem, rank: int, recipe: Recipe) -> tuple[torch.
     key_part = key_inverse @ decoder[:rows].view(*problem.key.shape[:2], rank) / gain
     value_part = value_inverse @ decoder[rows:].view(*problem.value.shape[:2], rank)
     return torch.cat([key_part.flatten(0, 1), value_part.flatten(0, 1)]), encoder
+
+
+def _shrunk(covariance: torch.Tensor, share: float) -> torch.Tensor:
+    """Plus ``share`` of the mean variance in every direction."""
+    identity = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    return covariance + share * covariance.diagonal().mean() * identity
 
 
 def _alternate(

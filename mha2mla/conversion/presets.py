@@ -16,6 +16,7 @@ _PLAIN: dict[str, Any] = {
     "attended": False,
     "query_weighting": False,
     "output_weighting": False,
+    "shrinkage": 0.0,
     "refit_queries": False,
     "refit_output": False,
 }

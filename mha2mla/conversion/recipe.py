@@ -84,6 +84,9 @@ class Recipe:
         balanced: ``"whitened-joint"`` scales keys and values to the same energy first (TransMLA's balancing, arXiv
             2502.07864).
         key_weight: energy of the keys relative to the values in ``"whitened-joint"``, after that.
+        shrinkage: ``"whitened-joint"`` adds so much of the mean variance to every direction of the inputs' covariances.
+            A direction that the calibration text hardly varies in (most of them, when it has few tokens for the width)
+            is otherwise free to be anything, and other text does vary in it.
         longrope_table: which of longrope's two tables becomes the layer's: ``"short"`` (lengths up to the original
             maximum) or ``"long"``.
         calibration_text: what ``mha2mla.texts.mixed_windows`` takes: texts by name, several of them joined by ``+``;
@@ -139,6 +142,7 @@ class Recipe:
     refit_output: bool = False
     balanced: bool = True
     key_weight: float = 1.0
+    shrinkage: float = 0.003
     longrope_table: str = "short"
     calibration_text: str = "builtin:pydoc"
     calibration_tokens: int = 8192
@@ -195,9 +199,10 @@ class Recipe:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
                 raise ValueError(f"{name} is {value!r}; expected a number > 0")
-        phase = self.mean_phase
-        if isinstance(phase, bool) or not isinstance(phase, int | float) or not 0 <= phase <= 1:
-            raise ValueError(f"mean_phase is {phase!r}; expected a number from 0 to 1")
+        for name in ("mean_phase", "shrinkage"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value!r}; expected a number from 0 to 1")
         if self.cache_ratio is not None and self.cache_ratio > 1:
             raise ValueError(f"cache_ratio is {self.cache_ratio!r}; expected at most 1.0 (full rank)")
         if self.rope_share != "auto" and self.rope_share >= 1:
