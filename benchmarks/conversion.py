@@ -88,7 +88,7 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
     for ratio in ratios:
         budget = round(ratio * 2 * kv_width)
         rope = 8 * max(1, round((budget / 3 if ratio >= 0.5 else budget * 0.27) / 8))
-        split = {"qk_rope_head_dim": rope, "kv_lora_rank": (budget - rope) // 8 * 8}
+        split = {"qk_rope_head_dim": rope, "kv_lora_rank": (budget - rope) // 8 * 8, "freq_fold": _fold(rope)}
         for preset, keys in (
             ("mha2mla", {"cache_ratio": ratio}),
             ("transmla", split),
@@ -102,9 +102,14 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
             cases.append(Case(f"{ratio:g} {name}", recipe))
     for rope in ROPE_ONLY:
         widths = {"qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope, "seed": seed}
-        cases.append(Case(f"RoPE {rope} transmla", Recipe.from_preset("transmla", **widths)))
+        cases.append(Case(f"RoPE {rope} transmla", Recipe.from_preset("transmla", **widths, freq_fold=_fold(rope))))
         cases.append(Case(f"RoPE {rope} quick", Recipe.from_preset("quick", **widths, refit_output=False)))
     return cases
+
+
+def _fold(rope: int) -> int:
+    """TransMLA's FreqFold: the best of 1, 2, 4 and 8 for SmolLM2 at 64 and at 32 rotary dims."""
+    return 2 if rope >= 64 else 4
 
 
 def ablations(preset: str, ratios: Sequence[float] = (0.5, 0.3125), *, seed: int = 0) -> list[Case]:

@@ -14,7 +14,7 @@ _QUERY_STRIDE = 8  # neighbouring queries are alike
 _STEPS = 2  # of conjugate gradients; more fit the sample and not the next text
 _RIDGE = 0.3  # keeps to the start, relative to the energy of a direction
 _OUTPUT_STRIDE = 2
-_OUTPUT_RIDGE = 0.03
+_OUTPUT_RIDGES = (0.003, 0.03, 0.3, 3.0)  # relative to the mean energy of a feature
 
 
 def refit_queries(
@@ -85,7 +85,8 @@ def refit_output(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Changes to W_O, and to the bias where there is a ``value_offset``, that bring the output back to the source's.
 
-    Ridge regression of the source attention's output, less the converted one's, on the converted heads' outputs.
+    Ridge regression of the source attention's output, less the converted one's, on the converted heads' outputs; the
+    ridge is chosen by the last quarter of the sample.
 
     Args:
         key_map, value_map: [h_kv, d_n, E] and [h_kv, d_v, E], un-rotated keys and values after the latent.
@@ -111,14 +112,36 @@ def refit_output(
         heads.append(found.flatten(1))
         errors.append((source - (found + offset).flatten(1)) @ out.T)
     features, error = torch.cat(heads).double(), torch.cat(errors).double()
-    mean, error_mean = features.mean(0), error.mean(0)
-    if value_offset is None:
-        mean, error_mean = torch.zeros_like(mean), torch.zeros_like(error_mean)
-    features, error = features - mean, error - error_mean
+    centred = value_offset is not None
+    kept = len(features) * 3 // 4
+    # A ridge that does not help the last quarter of the sample is no ridge to use; without any nothing changes.
+    losses = {None: float(_centred(error[kept:], error[:kept], centred).square().sum())}
+    for ridge in _OUTPUT_RIDGES:
+        change, mean, error_mean = _ridge_regression(features[:kept], error[:kept], ridge, centred)
+        left = error[kept:] - error_mean - (features[kept:] - mean) @ change.T
+        losses[ridge] = float(left.square().sum())
+    best = min(losses, key=losses.__getitem__)
+    if best is None:
+        error_mean = error.mean(0)
+        return torch.zeros_like(weights.o_weight, dtype=torch.float64), error_mean if centred else None
+    change, mean, error_mean = _ridge_regression(features, error, best, centred)
+    return change, error_mean - change @ mean if centred else None
+
+
+def _centred(values: torch.Tensor, reference: torch.Tensor, centred: bool) -> torch.Tensor:
+    return values - reference.mean(0) if centred else values
+
+
+def _ridge_regression(
+    features: torch.Tensor, target: torch.Tensor, ridge: float, centred: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Coefficients [targets, features] and both means (zero unless ``centred``)."""
+    mean = features.mean(0) if centred else torch.zeros_like(features[0])
+    target_mean = target.mean(0) if centred else torch.zeros_like(target[0])
+    features, target = features - mean, target - target_mean
     gram = features.T @ features
-    gram.diagonal().add_(_OUTPUT_RIDGE * gram.diagonal().mean())
-    change = torch.linalg.solve(gram, features.T @ error).T
-    return change, None if value_offset is None else error_mean - change @ mean
+    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    return torch.linalg.solve(gram, features.T @ target).T, mean, target_mean
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""Properties that only a trained model shows: SmolLM2-135M-Instruct from the cache, or skipped by name."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from mha2mla.conversion import search
+from mha2mla.conversion.adapters import ADAPTERS
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.sequence import LayerSequence
+from mha2mla.conversion.source import CheckpointReader
+from mha2mla.conversion.streaming import StreamedModel
+from mha2mla.sources import cache_folder
+from mha2mla.texts import load_text, token_windows
+
+pytestmark = pytest.mark.slow
+FOLDER = cache_folder() / "SmolLM2-135M-Instruct"
+
+
+class Layers:
+    """Inputs of a few layers, calibration and held-out, and what a recipe loses on them."""
+
+    def __init__(self, folder: Path):
+        config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        self.adapter = ADAPTERS["llama"]
+        self.spec = self.adapter.specify(config)
+        reader = CheckpointReader(folder)
+        self.model = StreamedModel(
+            config, reader, self.spec.sliding_windows, device=torch.device("cpu"), dtype=torch.float32
+        )
+        fitted = token_windows(tokenizer, load_text("builtin:pydoc"), 256, 8, seed=0)
+        held = token_windows(tokenizer, load_text("builtin:prose"), 256, 2)
+        self.inputs = list(search._inputs(self.model, fitted, held, folder))[::2]
+
+    def losses(self, recipe: Recipe) -> list[float]:
+        """Relative squared error of the attention's output on held-out text, by layer."""
+        geometry = recipe.geometry(self.spec)
+        sequence = LayerSequence(self.model, self.adapter, self.spec, geometry, recipe, None, Path())
+        found = []
+        for layer, inputs, held in self.inputs:
+            collector = sequence.collector(layer)
+            collector.add(inputs)
+            found.append(search._loss(sequence, layer, sequence.convert(layer, collector.finish()), held))
+        return found
+
+
+@pytest.fixture(scope="module")
+def layers():
+    if not (FOLDER / "model.safetensors").is_file():
+        pytest.skip(f"SmolLM2 is not in {FOLDER}; `mha2mla demo` fetches it")
+    return Layers(FOLDER)
+
+
+def test_the_loss_of_every_layer_falls_with_the_rank(layers):
+    keys = {"qk_rope_head_dim": 48, "refit_queries": False}
+    by_rank = [layers.losses(Recipe(kv_lora_rank=rank, **keys)) for rank in (48, 112, 208, 336)]
+    for fewer, more in itertools.pairwise(by_rank):
+        assert all(b < a for a, b in zip(fewer, more, strict=True))
+
+
+def test_the_loss_falls_with_the_rotary_width(layers):
+    by_width = [
+        sum(layers.losses(Recipe(qk_rope_head_dim=rope, kv_lora_rank=384 - rope))) for rope in (16, 48, 96, 160)
+    ]
+    assert all(more < fewer for fewer, more in itertools.pairwise(by_width))
+
+
+def test_refits_help_on_text_of_another_kind(layers):
+    plain = layers.losses(Recipe(refit_queries=False))
+    queries = layers.losses(Recipe(refit_queries=True))
+    both = layers.losses(Recipe(refit_queries=True, refit_output=True))
+    assert sum(queries) < sum(plain) and sum(both) < sum(queries)
+
+
+def test_our_rules_beat_the_peers_at_equal_bytes(layers):
+    """Not a measure of quality, an alarm: the order of methods that the comparison table shows."""
+    ours = sum(layers.losses(Recipe.from_preset("quick")))
+    transmla = sum(layers.losses(Recipe.from_preset("transmla", qk_rope_head_dim=64, kv_lora_rank=128)))
+    mha2mla = sum(layers.losses(Recipe.from_preset("mha2mla")))
+    assert ours < transmla < mha2mla
