@@ -22,11 +22,13 @@ Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
 # What the source has too: trained more carefully than what conversion made up, or not at all.
 _INHERITED = ("q_proj.weight", "q_proj.bias", "o_proj.weight", "k_proj.weight", "k_proj.bias", "q_norm.weight")
 _INHERITED += ("k_norm.weight",)
-_INHERITED_RATE = 0.3
+_INHERITED_RATE = 1.0
 _BETAS = (0.9, 0.98)
 _EPSILON = 1e-12  # the loss starts at one, but a gradient per weight is far below that
 _WARM_UP = 0.05  # of the steps
 _CLIP = 2.0  # times the running average of the gradient's norm
+_BASIS_BATCHES = 8  # that the bases of the gradients are estimated from
+_WIDEST_BASIS = 4096  # a wider side stays as it is: its eigenvectors cost more than they save
 _CHECKS = 8  # times that the held-out loss is looked at
 _HELD_OUT = 16  # one window of so many, at most so many windows
 
@@ -134,6 +136,7 @@ class _Fit:
         self.vector = torch.cat([tensor.flatten() for tensor in chosen])
         self.rates = torch.cat([_rate(name, tensors).expand(tensors[name].numel()) for name in self.names]).to(device)
         ends = torch.tensor([tensor.numel() for tensor in chosen]).cumsum(0).tolist()
+        self.sizes = [tensor.numel() for tensor in chosen]
         slices = zip(chosen, [0, *ends[:-1]], ends, strict=True)
         # Leaves that share the vector's memory: a step in it is seen by the next forward pass.
         self.leaves = [
@@ -144,6 +147,7 @@ class _Fit:
             for name, tensor in tensors.items()
             if name not in self.names
         }
+        self.bases: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(None, None)] * len(chosen)
         self.first, self.second = torch.zeros_like(self.vector), torch.zeros_like(self.vector)
         self.count, self.norm, self.rate, self.skipped = (torch.zeros((), device=device) for _ in range(4))
         self.scale = 1.0
@@ -166,6 +170,7 @@ class _Fit:
         steps = self.recipe.reconstruction_steps
         order = self._order(steps)
         checks = {round(steps * (part + 1) / _CHECKS) for part in range(_CHECKS)}
+        self._choose_bases(order[:_BASIS_BATCHES])
         step, note = self._compile(order)
         best, kept = before, None
         for index in range(steps):
@@ -193,6 +198,34 @@ class _Fit:
         rounds = -(-steps * self.batch // len(self.train))
         shuffled = [self.train[torch.randperm(len(self.train), generator=generator)] for _ in range(rounds)]
         return torch.cat(shuffled)[: steps * self.batch].view(steps, self.batch).to(self.problem.device)
+
+    def _choose_bases(self, order: torch.Tensor) -> None:
+        """The bases that Adam works in: eigenvectors of the gradients' second moments, on both sides of every matrix.
+
+        SOAP (arXiv 2409.11321), which renews them all the time; those of the start serve a fit as short as this.
+        """
+        sums = [tuple(_square(size, leaf) for size in leaf.shape) for leaf in map(_matrix, self.leaves)]
+        for windows in order:
+            loss = self._loss(*self._windows(windows)) * self.scale
+            for gradient, (left, right) in zip(torch.autograd.grad(loss, self.leaves), sums, strict=True):
+                matrix = _matrix(gradient)
+                if left is not None:
+                    left.addmm_(matrix, matrix.T)
+                if right is not None:
+                    right.addmm_(matrix.T, matrix)
+        self.bases = [tuple(_eigenvectors(side) for side in both) for both in sums]
+
+    def _rotated(self, vector: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """All tensors in one vector, into their bases or back."""
+        parts = []
+        for part, leaf, (left, right) in zip(vector.split(self.sizes), self.leaves, self.bases, strict=True):
+            matrix = part.view(_matrix(leaf).shape)
+            if left is not None:
+                matrix = (left if back else left.T) @ matrix
+            if right is not None:
+                matrix = matrix @ (right.T if back else right)
+            parts.append(matrix.flatten())
+        return torch.cat(parts)
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tuned = {name: leaf.to(inputs.dtype) for name, leaf in zip(self.names, self.leaves, strict=True)}
@@ -234,14 +267,14 @@ class _Fit:
         self.skipped += ~finite
         usual = torch.where(self.norm > 0, self.norm, norm)
         clip = (_CLIP * usual / norm.clamp_min(1e-30)).clamp_max(1)
-        gradient = torch.where(finite, gradient * clip, 0)
+        gradient = self._rotated(torch.where(finite, gradient * clip, 0))
         self.norm.copy_(torch.where(finite, usual.lerp(norm * clip, 0.05), self.norm))
         self.count += 1
         self.first.lerp_(gradient, 1 - _BETAS[0])
         self.second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
         unbiased = (self.second / (1 - _BETAS[1] ** self.count)).sqrt_().add_(_EPSILON)
         step = (self.first / (1 - _BETAS[0] ** self.count)) / unbiased
-        self.vector.sub_(step.mul_(self.rates).mul_(self.rate))
+        self.vector.sub_(self._rotated(step, back=True).mul_(self.rates).mul_(self.rate))
 
     def _compile(self, order: torch.Tensor) -> tuple[Callable[[], None], str]:
         """One step as a call without arguments over static buffers, and how it runs."""
@@ -268,6 +301,22 @@ class _Fit:
         for tensor, value in zip(state, saved, strict=True):
             tensor.copy_(value)
         return step, note
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., n] -> [m, n]; a vector is a row."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
+
+
+def _square(size: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Room for the second moments of a side; None where a basis is no use, or too dear."""
+    return torch.zeros(size, size, device=like.device) if like.shape[0] > 1 and size <= _WIDEST_BASIS else None
+
+
+def _eigenvectors(moments: torch.Tensor | None) -> torch.Tensor | None:
+    if moments is None or not torch.isfinite(moments).all():
+        return None
+    return torch.linalg.eigh(moments)[1]
 
 
 def _schedule(index: int, steps: int) -> float:
