@@ -1,0 +1,242 @@
+"""The public append and rotation ops: validation, dispatch, and their torch.library schema."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.mla_decode.dispatch import BACKENDS, capability, dtype_name
+from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def mla_append(
+    latent: Tensor,
+    k_pe: Tensor,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    inv_freq: Tensor,
+    *,
+    attention_scaling: float = 1.0,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Rotates k_pe and q_pe of new tokens, and writes latent and rotated k_pe into the paged cache.
+
+    Args:
+        latent: [N, d_c] of the new tokens of all sequences, one behind the other.
+        k_pe: [N, G, d_r] before RoPE.
+        q_pe: [N, H, d_r] before RoPE; head h turns by the frequencies of rope head h // (H / G).
+        latent_cache: [P, page, d_c], written.
+        rope_cache: [P, page, G, d_r], written; a token's rope heads side by side.
+        positions: [N] int32 of the tokens.
+        slots: [N] int32, page · page_size + offset (:func:`slots_of`); a slot that lies outside the cache, such as -1,
+            writes nothing, so rows that pad a CUDA graph touch no live page.
+        inv_freq: [G, d_r / 2] or [1, d_r / 2] float32, radians per token. Zero leaves a pair alone.
+        attention_scaling: factor on cos and sin (YaRN, longrope).
+        interleaved: pairs are neighbours; else the halves of d_r (Llama).
+        backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16.
+
+    Returns:
+        Rotated q_pe [N, H, d_r], a new tensor: float32 arithmetic, rounded once.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    return _append(
+        latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved,
+        backend, ("latent", "k_pe", "q_pe", "latent_cache", "rope_cache"),
+    )  # fmt: skip
+
+
+def gqa_append(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    inv_freq: Tensor,
+    *,
+    attention_scaling: float = 1.0,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """The same for an MHA/GQA model: rotates query and key, writes rotated key and value into the paged cache.
+
+    Args:
+        query: [N, H, d_k] before RoPE.
+        key: [N, h_kv, d_k] before RoPE.
+        value: [N, h_kv, d_v].
+        key_cache: [P, page, h_kv, d_k], written; heads of a token side by side, as in ``value_cache``.
+        value_cache: [P, page, h_kv, d_v], written.
+        inv_freq: [1, d_k / 2] or [h_kv, d_k / 2] float32; zeros for what the model does not rotate.
+        positions, slots, attention_scaling, interleaved, backend: as in :func:`mla_append`.
+
+    Returns:
+        Rotated query [N, H, d_k].
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    names = ("value", "key", "query", "value_cache", "key_cache")
+    layouts = (("value", value, "[N, h_kv, d_v]"), ("value_cache", value_cache, "[P, page, h_kv, d_v]"))
+    for name, tensor, layout in layouts:
+        if tensor.ndim != layout.count(",") + 1:
+            raise ValueError(f"{name}.shape is {tuple(tensor.shape)}; expected {layout}")
+    heads, width = value_cache.shape[2:]
+    if heads > 1 and value_cache.stride(2) != width:
+        raise ValueError(f"value_cache.stride(2) is {value_cache.stride(2)}; expected {width}: heads side by side")
+    return _append(
+        value.flatten(1), key, query, value_cache.flatten(2), key_cache, positions, slots, inv_freq, attention_scaling,
+        interleaved, backend, names,
+    )  # fmt: skip
+
+
+def rope_rotate(
+    x: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    *,
+    attention_scaling: float = 1.0,
+    interleaved: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """RoPE (arXiv 2104.09864) alone: x [N, heads, d_r] at positions [N] int32 by inv_freq [G, d_r / 2], G | heads.
+
+    Other arguments and errors as in :func:`mla_append`.
+
+    Returns:
+        [N, heads, d_r], a new tensor.
+    """
+    _check_rotation("x", x, x, inv_freq)
+    _check_index("positions", positions, x)
+    compiled = _compiled(x, backend)
+    empty = [x.new_empty(0) for _ in range(4)]
+    return torch.ops.mha2mla.rope_append(
+        *empty[:2], x, *empty[2:], positions, positions, inv_freq, attention_scaling, interleaved, compiled
+    )
+
+
+def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Slots [N] int32 of tokens at ``positions`` [N] of ``sequences`` [N] (rows of ``block_table`` [B, max_pages]).
+
+    -1 where the sequence is negative, the position lies outside the table, or the table has no page there. Everything
+    stays on the device.
+    """
+    page, max_pages = torch.div(positions, page_size, rounding_mode="floor"), block_table.shape[1]
+    known = (sequences >= 0) & (positions >= 0) & (page < max_pages)
+    if block_table.numel() == 0:
+        return torch.full_like(positions, -1, dtype=torch.int32)
+    entry = block_table[sequences.clamp_min(0).long(), page.clamp(0, max_pages - 1).long()]
+    slot = entry.long() * page_size + positions % page_size
+    return torch.where(known & (entry >= 0), slot, -1).int()
+
+
+def _append(
+    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
+    inv_freq: Tensor, attention_scaling: float, interleaved: bool, backend: str | None, names: tuple[str, ...],
+) -> Tensor:  # fmt: skip
+    row_name, key_name, query_name, row_cache_name, rope_cache_name = names
+    _check_rotation(query_name, query, query, inv_freq)
+    _check_rotation(key_name, keys, query, inv_freq)
+    tokens, groups, rope = keys.shape
+    if query.shape[0] != tokens or query.shape[2] != rope or query.shape[1] % max(groups, 1):
+        raise ValueError(
+            f"{query_name}.shape is {tuple(query.shape)}; expected [{tokens}, a multiple of {groups}, {rope}]"
+        )
+    if rows.ndim != 2 or rows.shape[0] != tokens:
+        raise ValueError(f"{row_name}.shape is {tuple(rows.shape)}; expected {tokens} rows, as {key_name}")
+    pages, page = (*row_cache.shape, 0, 0)[:2]
+    for name, cache, shape in (
+        (row_cache_name, row_cache, (pages, page, rows.shape[1])),
+        (rope_cache_name, rope_cache, (pages, page, groups, rope)),
+    ):
+        if cache.shape != shape:
+            raise ValueError(f"{name}.shape is {tuple(cache.shape)}; expected {shape}")
+        if cache.stride(-1) != 1 or (cache.ndim == 4 and groups > 1 and cache.stride(2) != rope):
+            raise ValueError(f"{name}.stride() is {cache.stride()}; expected the numbers of a token side by side")
+    for name, tensor in ((row_name, rows), (row_cache_name, row_cache), (rope_cache_name, rope_cache)):
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            expected = f"{query.dtype} on {query.device}, as {query_name}"
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; expected {expected}")
+    _check_index("positions", positions, query)
+    _check_index("slots", slots, query)
+    return torch.ops.mha2mla.rope_append(
+        rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved,
+        _compiled(query, backend),
+    )  # fmt: skip
+
+
+def _check_rotation(name: str, x: Tensor, like: Tensor, inv_freq: Tensor) -> None:
+    if x.ndim != 3 or x.shape[2] % 2:
+        raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected [N, heads, d_r] with an even d_r")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{name}.dtype is {x.dtype}; expected bfloat16, float16, float32 or float64")
+    if x.dtype != like.dtype or x.device != like.device:
+        raise ValueError(f"{name} is {x.dtype} on {x.device}; expected {like.dtype} on {like.device}")
+    if inv_freq.ndim != 2 or inv_freq.shape[1] != x.shape[2] // 2 or x.shape[1] % max(1, inv_freq.shape[0]):
+        raise ValueError(
+            f"inv_freq.shape is {tuple(inv_freq.shape)}; expected [a divisor of {x.shape[1]}, {x.shape[2] // 2}]"
+        )
+    if inv_freq.dtype != torch.float32 or inv_freq.device != x.device:
+        raise ValueError(f"inv_freq is {inv_freq.dtype} on {inv_freq.device}; expected torch.float32 on {x.device}")
+
+
+def _check_index(name: str, index: Tensor, like: Tensor) -> None:
+    if index.shape != like.shape[:1] or index.dtype != torch.int32 or index.device != like.device:
+        raise ValueError(
+            f"{name} is {index.dtype} {tuple(index.shape)} on {index.device}; expected torch.int32"
+            f" {tuple(like.shape[:1])} on {like.device}"
+        )
+
+
+def _compiled(query: Tensor, backend: str | None) -> bool:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
+    served = query.device.type == "cuda" and query.dtype != torch.float64
+    if backend == "tilelang" and not served:
+        raise ValueError(
+            f"backend is 'tilelang' for {query.dtype} on {query.device}; expected float32, bfloat16 or float16 on CUDA"
+        )
+    return served and backend != "reference"
+
+
+def _rope_append(
+    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
+    inv_freq: Tensor, attention_scaling: float, interleaved: bool, compiled: bool,
+) -> Tensor:  # fmt: skip
+    if compiled:
+        from mha2mla.kernels.rope_append.launch import launch_rope_append
+
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        launch_rope_append(
+            capability(query.device), dtype_name(query.dtype), rows, keys, query, row_cache, rope_cache, positions,
+            slots, inv_freq, out, attention_scaling, interleaved,
+        )  # fmt: skip
+        return out
+
+    def rotate(x: Tensor) -> Tensor:
+        return rotate_reference(x, positions, inv_freq, attention_scaling=attention_scaling, interleaved=interleaved)
+
+    if keys.numel():
+        append_reference(rows, rotate(keys), row_cache, rope_cache, slots)
+    return rotate(query)
+
+
+LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
+LIBRARY.define(
+    "rope_append(Tensor rows, Tensor keys, Tensor query, Tensor(a!) row_cache, Tensor(b!) rope_cache, Tensor positions,"
+    " Tensor slots, Tensor inv_freq, float attention_scaling, bool interleaved, bool compiled) -> Tensor"
+)
+LIBRARY.impl("rope_append", _rope_append, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "mha2mla::rope_append",
+    lambda rows, keys, query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
+    lib=LIBRARY,
+)

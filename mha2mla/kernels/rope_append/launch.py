@@ -1,0 +1,65 @@
+"""Compiles the append kernel once per static shape, and launches it on torch's current stream."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.mla_decode.launch import compile_for
+from mha2mla.kernels.rope_append.kernel import make_rope_append
+
+# No fast math: its cos and sin are wrong at large angles, which are positions times radians.
+PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
+
+
+@cache
+def compile_rope_append(capability: int, **static):
+    """The compiled kernel; arguments as ``make_rope_append``'s. One compilation serves every N and P."""
+    return compile_for(make_rope_append(**static), capability, PASS_CONFIGS)
+
+
+def launch_rope_append(
+    capability: int,
+    dtype: str,
+    rows: Tensor,
+    keys: Tensor,
+    query: Tensor,
+    row_cache: Tensor,
+    rope_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    inv_freq: Tensor,
+    out: Tensor,
+    attention_scaling: float,
+    interleaved: bool,
+) -> None:
+    """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`, empty keys for rotation alone."""
+    tokens, heads, rope = query.shape
+    writes = keys.numel() > 0 and row_cache.numel() > 0
+    if tokens == 0 or rope == 0 or not (heads or writes):
+        return
+    with torch.cuda.device(query.device):
+        query = query.contiguous() if heads else query.new_empty(tokens, 1, rope)
+        out = out if heads else torch.empty_like(query)
+        if writes:
+            keys, rows, rope_cache = keys.contiguous(), rows.contiguous(), rope_cache.flatten(2)
+        else:
+            keys, rows = query[:, :1].contiguous(), query[:, 0, :1].contiguous()
+            row_cache, rope_cache = query.new_empty(1, 1, 1), query.new_empty(1, 1, rope)
+        kernel = compile_rope_append(
+            capability,
+            heads=heads,
+            num_rope_heads=keys.shape[1] if writes else 0,
+            row_width=rows.shape[1] if writes else 0,
+            qk_rope_head_dim=rope,
+            num_tables=inv_freq.shape[0],
+            page_size=row_cache.shape[1],
+            dtype=dtype,
+            interleaved=interleaved,
+        )
+        kernel(
+            rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
+            out, attention_scaling,
+        )  # fmt: skip

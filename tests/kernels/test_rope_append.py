@@ -1,0 +1,258 @@
+"""The append ops: rotation, slots, untouched pages, views; the kernel on CPU target and GPU."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+
+from mha2mla.kernels import gqa_append, mla_append, rope_rotate, slots_of
+from mha2mla.kernels.rope_append.reference import rotate_reference
+
+# H, G, d_c, d_r, rows of inv_freq
+SHAPES = [(9, 3, 48, 16, 3), (9, 3, 80, 16, 1), (8, 8, 64, 8, 8), (4, 1, 64, 64, 1), (14, 2, 88, 24, 2)]
+PAGE, PAGES = 4, 5
+
+
+def tensors(shape, tokens=11, dtype=torch.float32, device="cpu", combined=False, seed=0):
+    """Arguments of mla_append; slots are distinct, and every third token has none."""
+    heads, groups, width, rope, tables = shape
+    make = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(*size, generator=make).to(device, dtype)
+
+    if combined:
+        buffer = normal(PAGES, PAGE, width + groups * rope)
+        caches = buffer[..., :width], buffer[..., width:].unflatten(-1, (groups, rope))
+    else:
+        caches = normal(PAGES, PAGE, width), normal(PAGES, PAGE, groups, rope)
+    slots = torch.randperm(PAGES * PAGE, generator=make)[:tokens].int()
+    slots[::3] = torch.tensor([-1, PAGES * PAGE, -7, 2**30])[: len(slots[::3])]
+    inv_freq = 10000.0 ** -torch.rand(tables, rope // 2, generator=make)
+    inv_freq[:, -1] = 0
+    return {
+        "latent": normal(tokens, width),
+        "k_pe": normal(tokens, groups, rope),
+        "q_pe": normal(tokens, heads, rope),
+        "latent_cache": caches[0],
+        "rope_cache": caches[1],
+        "positions": torch.randint(0, 100_000, (tokens,), generator=make).int().to(device),
+        "slots": slots.to(device),
+        "inv_freq": inv_freq.to(device),
+    }
+
+
+def rotated(x, positions, inv_freq, scaling, interleaved):
+    """RoPE as complex numbers, float64, from float32 angles."""
+    angle = (positions.float()[:, None, None] * inv_freq.float()).double()
+    factor = torch.where(inv_freq == 0, 1.0, scaling).double()
+    turn = torch.polar(factor.expand_as(angle), angle).repeat_interleave(x.shape[1] // len(inv_freq), 1)
+    wide = x.double()
+    pair = wide.unflatten(-1, (-1, 2)) if interleaved else torch.stack(wide.chunk(2, -1), -1)
+    made = torch.view_as_real(torch.view_as_complex(pair.contiguous()) * turn)
+    return made.flatten(-2) if interleaved else torch.cat(made.unbind(-1), -1)
+
+
+def expected_caches(given, scaling, interleaved):
+    latent, rope = given["latent_cache"].clone(), given["rope_cache"].clone().double()
+    keys = rotated(given["k_pe"], given["positions"], given["inv_freq"], scaling, interleaved)
+    for token, slot in enumerate(given["slots"].tolist()):
+        if 0 <= slot < PAGES * PAGE:
+            latent[slot // PAGE, slot % PAGE] = given["latent"][token]
+            rope[slot // PAGE, slot % PAGE] = keys[token]
+    return latent, rope
+
+
+def assert_one_rounding(found, expected, scale):
+    """Float32 arithmetic on the pair, then one rounding to the dtype."""
+    eps = torch.finfo(found.dtype).eps / 2 if found.dtype != torch.float64 else 0
+    bound = eps * expected.abs() + 4 * torch.finfo(torch.float32).eps * scale
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+def assert_right(before, given, out, scaling=1.0, interleaved=False):
+    latent, rope = expected_caches(before, scaling, interleaved)
+    assert torch.equal(given["latent_cache"], latent)
+    scale = scaling * max(float(before[name].abs().max()) for name in ("k_pe", "q_pe")) * 2
+    assert_one_rounding(given["rope_cache"], rope, scale)
+    untouched = torch.ones(PAGES * PAGE, dtype=torch.bool)
+    slots = before["slots"].cpu()
+    untouched[slots[(slots >= 0) & (slots < PAGES * PAGE)].long()] = False
+    for name in ("latent_cache", "rope_cache"):
+        kept, was = given[name].flatten(0, 1).cpu()[untouched], before[name].flatten(0, 1).cpu()[untouched]
+        assert torch.equal(kept, was)
+    assert_one_rounding(
+        out, rotated(before["q_pe"], before["positions"], before["inv_freq"], scaling, interleaved), scale
+    )
+
+
+def copied(given):
+    return {name: tensor.clone() for name, tensor in given.items()}
+
+
+@pytest.mark.parametrize(("combined", "interleaved", "scaling"), [(False, False, 1.0), (True, True, 1.3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mla_append(shape, dtype, combined, interleaved, scaling):
+    given = tensors(shape, dtype=dtype, combined=combined)
+    before = copied(given)
+    out = mla_append(**given, attention_scaling=scaling, interleaved=interleaved)
+    assert_right(before, given, out, scaling, interleaved)
+
+
+def test_no_token_with_a_slot_leaves_the_cache_alone():
+    given = tensors(SHAPES[0])
+    given["slots"].fill_(-1)
+    before = copied(given)
+    mla_append(**given)
+    assert torch.equal(given["latent_cache"], before["latent_cache"])
+    assert torch.equal(given["rope_cache"], before["rope_cache"])
+
+
+def test_no_tokens_and_no_pages():
+    given = tensors(SHAPES[0], tokens=0)
+    assert mla_append(**given).shape == (0, 9, 16)
+    given = tensors(SHAPES[0])
+    given |= {"latent_cache": torch.empty(0, PAGE, 48), "rope_cache": torch.empty(0, PAGE, 3, 16)}
+    assert mla_append(**given).shape == (11, 9, 16)
+
+
+def test_scores_depend_on_the_distance_alone():
+    """The identity that RoPE exists for."""
+    inv_freq = torch.tensor([[1.0, 0.1, 0.01]])
+    q, k = torch.randn(2, 1, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    at = lambda x, p: rope_rotate(x, torch.tensor([p], dtype=torch.int32), inv_freq)  # noqa: E731
+    scores = [(at(q, 7 + shift) * at(k, 3 + shift)).sum() for shift in (0, 20, 300)]
+    assert torch.allclose(torch.stack(scores), scores[0], rtol=0, atol=1e-6)
+
+
+def test_gqa_append_writes_keys_and_values():
+    make = torch.Generator().manual_seed(1)
+    query, key = torch.randn(6, 4, 16, generator=make), torch.randn(6, 2, 16, generator=make)
+    value = torch.randn(6, 2, 24, generator=make)
+    key_cache, value_cache = torch.zeros(PAGES, PAGE, 2, 16), torch.zeros(PAGES, PAGE, 2, 24)
+    positions, slots = torch.arange(6).int(), torch.tensor([0, 5, 19, -1, 7, 8]).int()
+    inv_freq = 10000.0 ** -torch.rand(1, 8, generator=make)
+    out = gqa_append(query, key, value, key_cache, value_cache, positions, slots, inv_freq)
+    turned = rotate_reference(key, positions, inv_freq)
+    assert torch.equal(out, rotate_reference(query, positions, inv_freq))
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            assert torch.equal(key_cache.view(-1, 2, 16)[slot], turned[token])
+            assert torch.equal(value_cache.view(-1, 2, 24)[slot], value[token])
+    assert (value_cache.abs().sum((2, 3)) > 0).sum() == 5
+
+
+def test_slots_of_a_block_table():
+    table = torch.tensor([[3, 1, -1], [0, -1, -1]], dtype=torch.int32)
+    sequences = torch.tensor([0, 0, 0, 1, 1, -1, 0], dtype=torch.int32)
+    positions = torch.tensor([0, 5, 9, 3, 4, 0, 12], dtype=torch.int32)
+    assert slots_of(table, sequences, positions, 4).tolist() == [12, 5, -1, 3, -1, -1, -1]
+    assert slots_of(table[:, :0], sequences, positions, 4).tolist() == [-1] * 7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "triton"}, "backend is 'triton'"),
+        ({"backend": "tilelang"}, "backend is 'tilelang' for torch.float32 on cpu"),
+        ({"q_pe": torch.zeros(11, 9, 15)}, r"q_pe.shape is \(11, 9, 15\)"),
+        ({"q_pe": torch.zeros(11, 8, 16)}, r"q_pe.shape is \(11, 8, 16\)|inv_freq.shape"),
+        ({"q_pe": torch.zeros(11, 9, 16, dtype=torch.int32)}, "q_pe.dtype is torch.int32"),
+        ({"k_pe": torch.zeros(11, 3, 16, dtype=torch.half)}, "k_pe is torch.float16"),
+        ({"latent": torch.zeros(10, 48)}, r"latent.shape is \(10, 48\)"),
+        ({"latent": torch.zeros(11, 40)}, r"latent_cache.shape is \(5, 4, 48\); expected \(5, 4, 40\)"),
+        ({"rope_cache": torch.zeros(5, 4, 3, 8)}, r"rope_cache.shape is \(5, 4, 3, 8\)"),
+        ({"rope_cache": torch.zeros(5, 4, 16, 3).mT}, "rope_cache.stride"),
+        ({"latent_cache": torch.zeros(5, 4, 48, dtype=torch.half)}, "latent_cache is torch.float16"),
+        ({"positions": torch.zeros(11, dtype=torch.int64)}, "positions is torch.int64"),
+        ({"slots": torch.zeros(10, dtype=torch.int32)}, r"slots is torch.int32 \(10,\)"),
+        ({"inv_freq": torch.zeros(2, 8)}, r"inv_freq.shape is \(2, 8\)"),
+        ({"inv_freq": torch.zeros(3, 8, dtype=torch.half)}, "inv_freq is torch.float16"),
+    ],
+)
+def test_refusals_name_the_argument(change, message):
+    with pytest.raises(ValueError, match=message):
+        mla_append(**tensors(SHAPES[0]) | change)
+
+
+def test_opcheck():
+    given = tensors(SHAPES[0])
+    arguments = (given["latent"], given["k_pe"], given["q_pe"], *list(given.values())[3:], 1.0, False, False)
+    torch.library.opcheck(torch.ops.mha2mla.rope_append.default, arguments)
+
+
+@cache
+def compiled_for_cpu(shape, interleaved):
+    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.rope_append.kernel import make_rope_append
+
+    function = make_rope_append(**static(shape), dtype="float32", interleaved=interleaved, on_cpu=True)
+    configs = {"tirx.disable_vectorize": True}
+    return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
+
+
+def static(shape):
+    heads, groups, width, rope, tables = shape
+    return {
+        "heads": heads,
+        "num_rope_heads": groups,
+        "row_width": width,
+        "qk_rope_head_dim": rope,
+        "num_tables": tables,
+        "page_size": PAGE,
+    }
+
+
+@pytest.mark.parametrize(("shape", "interleaved"), list(itertools.product(SHAPES[:3], (False, True))))
+def test_kernel_on_the_cpu_target(shape, interleaved):
+    kernel = compiled_for_cpu(shape, interleaved)
+    for tokens in (1, 4, 11):
+        given = tensors(shape, tokens)
+        before, out = copied(given), torch.full_like(given["q_pe"], torch.nan)
+        kernel(
+            *(given[name] for name in ("latent", "k_pe", "q_pe", "positions", "slots", "inv_freq", "latent_cache")),
+            given["rope_cache"].flatten(2),
+            out,
+            1.3,
+        )
+        assert_right(before, given, out, 1.3, interleaved)
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 512, 16, 32), (9, 3, 192, 24, 3), (128, 1, 512, 64, 1)])
+def test_kernel_compiles_for_hopper(shape):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.compile_gate import compile_only, find_tool
+    from mha2mla.kernels.rope_append.kernel import make_rope_append
+    from mha2mla.kernels.rope_append.launch import PASS_CONFIGS
+
+    if find_tool("nvcc") is None:
+        pytest.skip("there is no nvcc")
+    function = make_rope_append(**static(shape), dtype="bfloat16", interleaved=False)
+    (report,) = compile_only(function, "sm_90a", PASS_CONFIGS)
+    assert not report.complaints(48 * 1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("combined", "interleaved", "scaling"), [(False, False, 1.0), (True, True, 1.3)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_on_the_gpu(shape, dtype, combined, interleaved, scaling):
+    for tokens in (0, 1, 11):
+        given = tensors(shape, tokens, dtype, combined=combined)
+        before = copied(given)
+        moved = {name: tensor.cuda() for name, tensor in given.items()}
+        if combined:
+            moved |= {
+                name: tensors(shape, tokens, dtype, "cuda", True)[name] for name in ("latent_cache", "rope_cache")
+            }
+        out = mla_append(**moved, attention_scaling=scaling, interleaved=interleaved)
+        after = {name: tensor.cpu() for name, tensor in moved.items()}
+        assert_right(before, after, out.cpu(), scaling, interleaved)
+        alone = rope_rotate(
+            moved["q_pe"], moved["positions"], moved["inv_freq"], attention_scaling=scaling, interleaved=interleaved
+        )
+        assert torch.equal(alone, out)
