@@ -431,7 +431,7 @@ def test_whitening_fits_the_inputs_that_occur():
     collector = StatisticsCollector(layer.spec, layer.weights, window=None, phases=True)
     collector.add(layer.inputs)
     layer.statistics = collector.finish()
-    recipe = {"rope_selection": "high", "qk_rope_head_dim": 14, "kv_lora_rank": 8, "mean_phase": 0.0}
+    recipe = {"rope_selection": "high", "qk_rope_head_dim": 14, "kv_lora_rank": 8, "mean_phase": 0.0, "shrinkage": 0.0}
     full = Recipe(**{**recipe, "kv_lora_rank": 36})
     expected = layer.output(full)
     assert relative(layer.output(Recipe(**recipe, low_rank="whitened-joint")), expected) < 1e-6
