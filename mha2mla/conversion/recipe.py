@@ -151,7 +151,7 @@ class Recipe:
     sequential: bool = False
     reconstruction_steps: int = 0
     reconstruction_batch: int = 8
-    reconstruction_learning_rate: float = 0.01
+    reconstruction_learning_rate: float = 0.006
     reconstruction_target: str = "block"
     reconstruction_lookahead: int = 0
     reconstruction_weighting: str = "token"

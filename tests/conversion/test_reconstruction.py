@@ -42,7 +42,9 @@ def problem(folder, windows=40, dtype=torch.float32, **keys):
 
 
 def recipe(**keys):
-    return Recipe(**{"reconstruction_steps": 200, "reconstruction_batch": 4, **keys})
+    return Recipe(
+        **{"reconstruction_steps": 200, "reconstruction_batch": 4, "reconstruction_learning_rate": 0.01, **keys}
+    )
 
 
 def test_the_loss_falls_and_the_start_is_left_alone(tmp_path):

@@ -23,7 +23,9 @@ TARGETS = {
     "lookahead": {"reconstruction_target": "block", "reconstruction_lookahead": 1},
     "beyond the end": {"reconstruction_target": "block", "reconstruction_lookahead": 7},
 }
-Fitted = functools.partial(Recipe, reconstruction_steps=64, qk_rope_head_dim=8, kv_lora_rank=24)
+Fitted = functools.partial(
+    Recipe, reconstruction_steps=64, reconstruction_learning_rate=0.01, qk_rope_head_dim=8, kv_lora_rank=24
+)
 
 
 @pytest.fixture(scope="module")
