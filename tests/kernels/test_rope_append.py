@@ -222,8 +222,12 @@ def test_kernel_on_the_cpu_target(shape, interleaved):
         assert_right(before, given, out, 1.3, interleaved)
 
 
-@pytest.mark.parametrize("shape", [(32, 32, 512, 16, 32), (9, 3, 192, 24, 3), (128, 1, 512, 64, 1)])
-def test_kernel_compiles_for_hopper(shape):
+@pytest.mark.parametrize(
+    ("shape", "interleaved"),
+    [((32, 32, 512, 16, 32), False), ((128, 1, 512, 64, 1), False), ((9, 0, 0, 16, 3), True)]
+    + [(shape, True) for shape in SHAPES],
+)
+def test_kernel_compiles_for_hopper(shape, interleaved):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.compile_gate import compile_only, find_tool
     from mha2mla.kernels.rope_append.kernel import make_rope_append
@@ -231,7 +235,7 @@ def test_kernel_compiles_for_hopper(shape):
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
-    function = make_rope_append(**static(shape), dtype="bfloat16", interleaved=False)
+    function = make_rope_append(**static(shape), dtype="bfloat16", interleaved=interleaved)
     (report,) = compile_only(function, "sm_90a", PASS_CONFIGS)
     assert not report.complaints(48 * 1024)
 

@@ -42,11 +42,20 @@ def make_rope_append(
     k_p, k_t = T.dynamic("k_p"), T.dynamic("k_t")
     groups, width, queries = max(1, num_rope_heads), max(1, row_width), max(1, heads)
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
-    parallel = T.grid if on_cpu else T.Parallel
     threads = 1 if on_cpu else threads
+    # Elements of each kind that a block handles; they go round the threads one by one. (T.Parallel finds no layout for
+    # some of these shapes, such as 9 heads of 8 pairs.)
+    angles, numbers = block_tokens * num_tables * half, block_tokens * row_width
+    key_pairs, query_pairs = block_tokens * num_rope_heads * half, block_tokens * heads * half
 
     def strided(shape, strides):  # the CPU target's wrapper passes no run-time strides
         return T.Tensor(shape, dtype) if on_cpu else T.StridedTensor(shape, strides, dtype)
+
+    def thread():
+        return 0 if on_cpu else T.get_thread_binding()
+
+    def rounds(count):
+        return -(-count // threads)
 
     def first(pair):
         return 2 * pair if interleaved else pair
@@ -71,14 +80,18 @@ def make_rope_append(
             cos = alloc_shared([block_tokens, num_tables, half], accum)
             sin = alloc_shared([block_tokens, num_tables, half], accum)
             slot = alloc_shared([block_tokens], T.int32)
+            pair = T.alloc_local([2], accum)
             t0 = x * block_tokens
-            for i, g, p in parallel(block_tokens, num_tables, half):
-                cos[i, g, p] = T.cos(T.cast(positions[T.min(t0 + i, tokens - 1)], accum) * inv_freq[g, p])
-                sin[i, g, p] = T.sin(T.cast(positions[T.min(t0 + i, tokens - 1)], accum) * inv_freq[g, p])
-                cos[i, g, p] *= T.if_then_else(inv_freq[g, p] == 0, 1.0, scaling)
-                sin[i, g, p] *= scaling
-            if num_rope_heads:
-                for i in parallel(block_tokens):
+            for r in T.serial(rounds(angles)):
+                e = r * threads + thread()
+                if e < angles:
+                    i, g, p = e // (num_tables * half), e // half % num_tables, e % half
+                    pair[0] = T.cast(positions[T.min(t0 + i, tokens - 1)], accum) * inv_freq[g, p]
+                    cos[i, g, p] = T.cos(pair[0]) * T.if_then_else(inv_freq[g, p] == 0, 1.0, scaling)
+                    sin[i, g, p] = T.sin(pair[0]) * scaling
+            for r in T.serial(rounds(block_tokens)):
+                i = r * threads + thread()
+                if i < block_tokens:
                     # -1: nothing to write, also where a slot lies outside the cache
                     slot[i] = T.if_then_else(
                         (t0 + i < tokens) & (slots[T.min(t0 + i, tokens - 1)] < pages * page_size),
@@ -86,30 +99,32 @@ def make_rope_append(
                         -1,
                     )
             T.sync_threads()
-            if num_rope_heads:
-                for i, c in parallel(block_tokens, row_width):
-                    if slot[i] >= 0:
-                        row_cache[slot[i] // page_size, slot[i] % page_size, c] = rows[t0 + i, c]
-                for i, g, p in parallel(block_tokens, groups, half):
-                    if slot[i] >= 0:
-                        rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + first(p)] = (
-                            T.cast(keys[t0 + i, g, first(p)], accum) * cos[i, g * num_tables // groups, p]
-                            - T.cast(keys[t0 + i, g, second(p)], accum) * sin[i, g * num_tables // groups, p]
-                        )
-                        rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + second(p)] = (
-                            T.cast(keys[t0 + i, g, second(p)], accum) * cos[i, g * num_tables // groups, p]
-                            + T.cast(keys[t0 + i, g, first(p)], accum) * sin[i, g * num_tables // groups, p]
-                        )
-            if heads:
-                for i, h, p in parallel(block_tokens, queries, half):
-                    if t0 + i < tokens:
-                        out[t0 + i, h, first(p)] = (
-                            T.cast(query[t0 + i, h, first(p)], accum) * cos[i, h * num_tables // queries, p]
-                            - T.cast(query[t0 + i, h, second(p)], accum) * sin[i, h * num_tables // queries, p]
-                        )
-                        out[t0 + i, h, second(p)] = (
-                            T.cast(query[t0 + i, h, second(p)], accum) * cos[i, h * num_tables // queries, p]
-                            + T.cast(query[t0 + i, h, first(p)], accum) * sin[i, h * num_tables // queries, p]
-                        )
+            for r in T.serial(rounds(numbers)):
+                e = r * threads + thread()
+                if (e < numbers) & (slot[T.min(e // width, block_tokens - 1)] >= 0):
+                    i = e // width
+                    row_cache[slot[i] // page_size, slot[i] % page_size, e % width] = rows[t0 + i, e % width]
+            for r in T.serial(rounds(key_pairs)):
+                e = r * threads + thread()
+                if (e < key_pairs) & (slot[T.min(e // (groups * half), block_tokens - 1)] >= 0):
+                    i, g, p = e // (groups * half), e // half % groups, e % half
+                    table = g * num_tables // groups
+                    pair[0] = T.cast(keys[t0 + i, g, first(p)], accum)
+                    pair[1] = T.cast(keys[t0 + i, g, second(p)], accum)
+                    rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + first(p)] = (
+                        pair[0] * cos[i, table, p] - pair[1] * sin[i, table, p]
+                    )
+                    rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + second(p)] = (
+                        pair[1] * cos[i, table, p] + pair[0] * sin[i, table, p]
+                    )
+            for r in T.serial(rounds(query_pairs)):
+                e = r * threads + thread()
+                if (e < query_pairs) & (t0 + e // (queries * half) < tokens):
+                    i, h, p = e // (queries * half), e // half % queries, e % half
+                    table = h * num_tables // queries
+                    pair[0] = T.cast(query[t0 + i, h, first(p)], accum)
+                    pair[1] = T.cast(query[t0 + i, h, second(p)], accum)
+                    out[t0 + i, h, first(p)] = pair[0] * cos[i, table, p] - pair[1] * sin[i, table, p]
+                    out[t0 + i, h, second(p)] = pair[1] * cos[i, table, p] + pair[0] * sin[i, table, p]
 
     return rope_append
