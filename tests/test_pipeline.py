@@ -388,10 +388,6 @@ def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_pat
 
 
 @pytest.mark.gpu
-@pytest.mark.xfail(
-    strict=False,
-    reason="open: half-cache losses on an H200 are up to 3 % off the CPU's (float32 off float64 on a CPU: 4e-6)",
-)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gpu_converts_as_a_cpu_does(layout, source, tmp_path):
     for ratio in (1.0, 0.5):

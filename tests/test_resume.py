@@ -96,7 +96,7 @@ def weights(folder):
 
 
 def finished(folder):
-    return len(list(folder.glob(".out.mha2mla-tmp/work/layer-*.safetensors")))
+    return len(list((folder / ".out.mha2mla-tmp" / "work").glob("layer-*.safetensors")))
 
 
 @pytest.mark.slow
