@@ -26,7 +26,7 @@ PROMPT = "Explain in three sentences why the sky is blue."
 RECIPES = {
     "full rank": Recipe(layout="per-group", cache_ratio=1.0),
     "per-group k_pe": Recipe(layout="per-group", cache_ratio=0.75),
-    "shared k_pe": Recipe(layout="shared", cache_ratio=0.5),
+    "shared k_pe": Recipe.from_preset("quick", cache_ratio=0.5),
 }
 COLUMNS = {
     "model": "model",
