@@ -76,7 +76,8 @@ def assert_one_rounding(found, expected, scale):
 def assert_right(before, given, out, scaling=1.0, interleaved=False):
     latent, rope = expected_caches(before, scaling, interleaved)
     assert torch.equal(given["latent_cache"], latent)
-    scale = scaling * max(float(before[name].abs().max()) for name in ("k_pe", "q_pe")) * 2
+    largest = max((float(x.abs().max()) for x in (before["k_pe"], before["q_pe"]) if x.numel()), default=0.0)
+    scale = 2 * scaling * largest
     assert_one_rounding(given["rope_cache"], rope, scale)
     untouched = torch.ones(PAGES * PAGE, dtype=torch.bool)
     slots = before["slots"].cpu()
@@ -114,7 +115,8 @@ def test_no_token_with_a_slot_leaves_the_cache_alone():
 
 def test_no_tokens_and_no_pages():
     given = tensors(SHAPES[0], tokens=0)
-    assert mla_append(**given).shape == (0, 9, 16)
+    before = copied(given)
+    assert_right(before, given, mla_append(**given))
     given = tensors(SHAPES[0])
     given |= {"latent_cache": torch.empty(0, PAGE, 48), "rope_cache": torch.empty(0, PAGE, 3, 16)}
     assert mla_append(**given).shape == (11, 9, 16)
