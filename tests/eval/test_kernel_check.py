@@ -104,7 +104,7 @@ def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     from mha2mla.kernels.mla_decode import launch
 
     compiled = []
-    monkeypatch.setattr(launch, "_compile", lambda function, *_: compiled.append(function))
+    monkeypatch.setattr(launch, "compile_for", lambda function, *_: compiled.append(function))
     # Caches of its own: what another test compiled counts for nothing here, nor this test's stand-ins for others.
     for name in ("compile_choice", "compile_merge", "compile_planner", "compile_mla_decode"):
         monkeypatch.setattr(launch, name, cache(getattr(launch, name).__wrapped__))

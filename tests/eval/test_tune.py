@@ -284,7 +284,7 @@ def test_everything_a_candidate_launches_is_compiled_beforehand(monkeypatch):
     from mha2mla.kernels.mla_decode import launch
 
     compiled = []
-    monkeypatch.setattr(launch, "_compile", lambda function, *_, **__: compiled.append(function))
+    monkeypatch.setattr(launch, "compile_for", lambda function, *_, **__: compiled.append(function))
     shape = DecodeShape(7, 1, 104, 8, 64, 1, "bfloat16")
     tuner.compile_candidate((shape, list_kernels(shape, 90)[0], 132, 64, 90))
     names = {function.attrs["global_symbol"] for function in compiled}
