@@ -45,7 +45,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "per-group": {"layout": "per-group", **_RECONSTRUCTED},
         # No gradient steps: minutes on two CPU cores for a model of 135M parameters. Fitted queries make up for fewer
         # rotary dims: of 24, 32, 48 and 64 in a budget of 192, 32 lost least.
-        "quick": {"layout": "shared", "refit_output": True, "rope_share": 0.17},
+        "quick": {"layout": "shared", "refit_output": True, "rope_share": 0.17, "calibration_text": "generated"},
         # Within an hour on two CPU cores for the same model.
         "cpu": {
             "layout": "shared",
