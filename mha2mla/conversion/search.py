@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.func import functional_call
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
 from mha2mla.conversion.calibration import ActivationStore
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.sequence import LayerSequence
+from mha2mla.conversion.sequence import LayerSequence, computed, empty_attention
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
@@ -120,11 +118,10 @@ def _inputs(
 def _loss(sequence: LayerSequence, layer: int, tensors: dict[str, torch.Tensor], held: torch.Tensor) -> float:
     """Relative squared error of one converted attention on ``held`` [windows, length, hidden]."""
     model = sequence.model
-    source, converted = model.layer(layer).self_attn, _attention(sequence, layer)
-    named = {
-        name: tensor.to(model.device, torch.float32 if name == "inv_freq" else model.dtype)
-        for name, tensor in tensors.items()
-    }
+    config = converted_config(model.config, sequence.spec, sequence.geometry, sequence.recipe)
+    config._attn_implementation = "sdpa"
+    source, converted = model.layer(layer).self_attn, empty_attention(model, config, layer)
+    named = computed(tensors, model)
     error = energy = 0.0
     for window in held[:, None]:
         arguments = model.layer_arguments(layer, window)
@@ -133,15 +130,3 @@ def _loss(sequence: LayerSequence, layer: int, tensors: dict[str, torch.Tensor],
         error += float((found.float() - expected.float()).square().sum(dtype=torch.float64))
         energy += float(expected.float().square().sum(dtype=torch.float64))
     return error / energy
-
-
-def _attention(sequence: LayerSequence, layer: int) -> nn.Module:
-    """The converted attention without memory."""
-    from mha2mla.modeling.attention import MLAAttention
-
-    model = sequence.model
-    config = converted_config(model.config, sequence.spec, sequence.geometry, sequence.recipe)
-    config._attn_implementation = "sdpa"
-    replaced = deepcopy(model.skeleton.model.layers[layer].self_attn)
-    with torch.inference_mode(False), torch.device("meta"):
-        return MLAAttention(config, layer, replaced).eval().requires_grad_(False)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.func import functional_call
+from transformers import PreTrainedConfig
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
 from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, LayerStatistics, StatisticsCollector
@@ -270,11 +271,7 @@ class _ConvertedWalk:
             self._advance_source(layer + 1)
         module = self._layer(layer)
         module.self_attn = self._attention(layer)
-        state = {
-            name: tensor.to(torch.float32 if name == "inv_freq" else self.model.dtype)
-            for name, tensor in tensors.items()
-        }
-        module.self_attn.load_state_dict(state, assign=True, strict=True)
+        module.self_attn.load_state_dict(computed(tensors, self.model), assign=True, strict=True)
         self.model.run_layer(module, layer, self.stream, batch=self.batch)
         del self.loaded[layer]
 
@@ -286,12 +283,7 @@ class _ConvertedWalk:
         return self.loaded[layer]
 
     def _attention(self, layer: int) -> nn.Module:
-        """The converted attention without memory."""
-        from mha2mla.modeling.attention import MLAAttention
-
-        replaced = deepcopy(self.model.skeleton.model.layers[layer].self_attn)
-        with torch.inference_mode(False), torch.device("meta"):
-            return MLAAttention(self.config, layer, replaced).eval().requires_grad_(False)
+        return empty_attention(self.model, self.config, layer)
 
     def _advance_source(self, layer: int) -> None:
         """The source's stream gets to layer ``layer``, if it is not there."""
@@ -414,6 +406,23 @@ class _ConvertedWalk:
             1, self.stream.length, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device
         )
         return self.model.layer_arguments(layer, window)
+
+
+def empty_attention(model: StreamedModel, config: PreTrainedConfig, layer: int) -> nn.Module:
+    """The converted attention of ``model``'s layer without memory; ``config`` is the converted model's."""
+    from mha2mla.modeling.attention import MLAAttention
+
+    replaced = deepcopy(model.skeleton.model.layers[layer].self_attn)
+    with torch.inference_mode(False), torch.device("meta"):
+        return MLAAttention(config, layer, replaced).eval().requires_grad_(False)
+
+
+def computed(tensors: Mapping[str, torch.Tensor], model: StreamedModel) -> dict[str, torch.Tensor]:
+    """A converted layer's tensors on the device and in the dtype that ``model`` computes in; frequencies in float32."""
+    return {
+        name: tensor.to(model.device, torch.float32 if name == "inv_freq" else model.dtype)
+        for name, tensor in tensors.items()
+    }
 
 
 def _first(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

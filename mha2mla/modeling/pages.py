@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-UNUSED_PAGE = -1  # in a block table, behind a sequence's pages: no kernel looks there
+NO_PAGE = -1  # in a block table, behind a sequence's pages: no kernel looks there
 
 
 class OutOfPagesError(RuntimeError):
@@ -163,7 +163,7 @@ class PageAllocator:
     def block_table(
         self, sequences: Sequence[int], max_pages: int | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:
-        """[B, max_pages] int32, the pages of each sequence, UNUSED_PAGE behind them.
+        """[B, max_pages] int32, the pages of each sequence, NO_PAGE behind them.
 
         Args:
             sequences: B of them.
@@ -178,7 +178,7 @@ class PageAllocator:
             max_pages = max(1, longest)
         if longest > max_pages:
             raise ValueError(f"max_pages is {max_pages}; expected at least {longest}, the longest sequence's")
-        table = torch.full((len(rows), max_pages), UNUSED_PAGE, dtype=torch.int32)
+        table = torch.full((len(rows), max_pages), NO_PAGE, dtype=torch.int32)
         for row, pages in zip(table, rows, strict=True):
             row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
         return table.to(device)

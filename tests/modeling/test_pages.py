@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, gqa_layout, latent_layout
-from mha2mla.modeling.pages import UNUSED_PAGE, OutOfPagesError, PageAllocator, PageCopy
+from mha2mla.modeling.pages import NO_PAGE, OutOfPagesError, PageAllocator, PageCopy
 
 PAGES, PAGE = 12, 4
 
@@ -102,7 +102,7 @@ class CacheMachine(RuleBasedStateMachine):
         lengths = self.allocator.cache_seqlens(sequences).tolist()
         for sequence, row, length in zip(sequences, table, lengths, strict=True):
             used = -(-length // PAGE)
-            assert (row[used:] == UNUSED_PAGE).all()
+            assert (row[used:] == NO_PAGE).all()
             seen = self.cache["tokens"][row[:used].long()].flatten()[:length].tolist()
             assert seen == self.expected[sequence]
 
@@ -166,7 +166,7 @@ def test_block_table_of_nobody_and_of_an_empty_sequence():
     allocator = PageAllocator(2, 4)
     assert allocator.block_table([]).shape == (0, 1)
     empty = allocator.allocate()
-    assert allocator.block_table([empty], max_pages=3).tolist() == [[UNUSED_PAGE] * 3]
+    assert allocator.block_table([empty], max_pages=3).tolist() == [[NO_PAGE] * 3]
 
 
 GEOMETRY = MLAGeometry(8, 2, 48, 16)

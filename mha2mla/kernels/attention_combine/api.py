@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_combine.reference import attention_combine_reference
-from mha2mla.kernels.mla_decode.dispatch import BACKENDS, capability, dtype_name
+from mha2mla.kernels.mla_decode.dispatch import capability, dtype_name, runs_compiled
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -44,8 +44,6 @@ def attention_combine(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
     for name, given in (("partial_out.dtype", partial_out.dtype), ("dtype", dtype or partial_out.dtype)):
         if given not in _DTYPES:
             raise ValueError(f"{name} is {given}; expected bfloat16, float16, float32 or float64")
@@ -65,16 +63,9 @@ def attention_combine(
     for name, tensor in (("partial_lse", partial_lse), ("num_splits", num_splits)):
         if tensor is not None and tensor.device != partial_out.device:
             raise ValueError(f"{name}.device is {tensor.device}; expected {partial_out.device}, as partial_out")
-    served = partial_out.device.type == "cuda" and torch.float64 not in (partial_out.dtype, dtype)
-    if backend == "tilelang" and not served:
-        raise ValueError(
-            f"backend is 'tilelang' for {partial_out.dtype} on {partial_out.device}; expected float32, bfloat16 or"
-            " float16 on CUDA"
-        )
-    chosen = backend or ("tilelang" if served else "reference")
-    return torch.ops.mha2mla.attention_combine(
-        partial_out, partial_lse, num_splits, dtype or partial_out.dtype, chosen == "tilelang"
-    )
+    wanted = dtype or partial_out.dtype
+    compiled = runs_compiled(backend, partial_out.device, partial_out.dtype, wanted)
+    return torch.ops.mha2mla.attention_combine(partial_out, partial_lse, num_splits, wanted, compiled)
 
 
 def _combine(

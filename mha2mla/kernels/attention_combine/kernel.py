@@ -2,9 +2,7 @@
 
 import tilelang.language as T
 
-LOG2E = 1.4426950408889634
-LN2 = 0.6931471805599453
-LEAST = -1e30  # below any score: (-inf) - (-inf) would be NaN
+from mha2mla.kernels.mla_decode.fragment import LN2, LOG2E, MASKED
 
 
 def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, on_cpu: bool = False):
@@ -39,7 +37,7 @@ def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, o
             state = T.alloc_local([3], accum)  # largest lse, sum of weights, weight of a part
             h = x // column_blocks
             c0 = x % column_blocks * columns
-            state[0] = LEAST
+            state[0] = MASKED  # not -inf: (-inf) - (-inf) would be NaN
             state[1] = 0.0
             for c in parallel(columns):
                 merged[c] = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.dispatch import BACKENDS, capability, dtype_name
+from mha2mla.kernels.mla_decode.dispatch import capability, dtype_name, runs_compiled
 from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -116,7 +116,7 @@ def rope_rotate(
     """
     _check_rotation("x", x, x, inv_freq)
     _check_index("positions", positions, x)
-    compiled = _compiled(x, backend)
+    compiled = runs_compiled(backend, x.device, x.dtype)
     empty = [x.new_empty(0) for _ in range(4)]
     return torch.ops.mha2mla.rope_append(
         *empty[:2], x, *empty[2:], positions, positions, inv_freq, attention_scaling, interleaved, compiled
@@ -169,7 +169,7 @@ def _append(
     _check_index("slots", slots, query)
     return torch.ops.mha2mla.rope_append(
         rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved,
-        _compiled(query, backend),
+        runs_compiled(backend, query.device, query.dtype),
     )  # fmt: skip
 
 
@@ -194,17 +194,6 @@ def _check_index(name: str, index: Tensor, like: Tensor) -> None:
             f"{name} is {index.dtype} {tuple(index.shape)} on {index.device}; expected torch.int32"
             f" {tuple(like.shape[:1])} on {like.device}"
         )
-
-
-def _compiled(query: Tensor, backend: str | None) -> bool:
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
-    served = query.device.type == "cuda" and query.dtype != torch.float64
-    if backend == "tilelang" and not served:
-        raise ValueError(
-            f"backend is 'tilelang' for {query.dtype} on {query.device}; expected float32, bfloat16 or float16 on CUDA"
-        )
-    return served and backend != "reference"
 
 
 def _rope_append(
