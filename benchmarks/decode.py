@@ -40,7 +40,7 @@ from mha2mla.eval.problems import Problem, exact, judge
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.workers import run_in_workers
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.mla_decode.dispatch import capability, device_name
+from mha2mla.kernels.devices import capability, device_name
 from mha2mla.kernels.mla_decode.selection import select_kernel
 
 # heads -> kv heads of a model with so many heads (SmolLM2, Qwen2, Gemma, Llama and their kin)

@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mha2mla.eval.kernel_check import compile_shapes
 from mha2mla.eval.problems import Problem, errors, exact, torch_at
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.mla_decode.dispatch import capability, decode_shape, device_name
+from mha2mla.kernels.devices import capability, device_name
+from mha2mla.kernels.mla_decode.dispatch import decode_shape
 from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
 
 PROBLEMS = (

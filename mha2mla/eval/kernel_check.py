@@ -14,7 +14,8 @@ import torch
 from mha2mla.eval.problems import UNUSED_PAGE, Problem, judge
 from mha2mla.eval.workers import progress_bar, run_in_workers
 from mha2mla.kernels import DecodePlan, explain_mla_decode, mla_decode
-from mha2mla.kernels.mla_decode.dispatch import capability, decode_shape, device_name
+from mha2mla.kernels.devices import capability, device_name
+from mha2mla.kernels.mla_decode.dispatch import decode_shape
 from mha2mla.kernels.mla_decode.schedule import COUNT, plan_fragments, write_schedule
 from mha2mla.kernels.mla_decode.selection import (
     MAX_ROPE_PER_HEAD,

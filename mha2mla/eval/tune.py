@@ -26,7 +26,8 @@ from mha2mla.eval.problems import UNUSED_PAGE, Problem, judge
 from mha2mla.eval.workers import Outcome, progress_bar, run_in_workers
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import DecodePlan, explain_mla_decode
-from mha2mla.kernels.mla_decode.dispatch import capability, decode_shape, device_name, num_sms
+from mha2mla.kernels.devices import capability, device_name, num_sms
+from mha2mla.kernels.mla_decode.dispatch import decode_shape
 from mha2mla.kernels.mla_decode.selection import DTYPES, DecodeShape, KernelChoice, list_kernels
 from mha2mla.kernels.mla_decode.tuning import configuration, shape_fields, user_table, write_rows
 

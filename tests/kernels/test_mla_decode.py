@@ -230,7 +230,7 @@ def an_h200(monkeypatch):
     for module in (planning, dispatching):
         monkeypatch.setattr(module, "capability", lambda device: 90)
         monkeypatch.setattr(module, "device_name", lambda device: "NVIDIA H200")
-        monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(planning, "num_sms", lambda device: 132)
     dispatching.dispatch.cache_clear()
     yield torch.device("cuda:7")  # of which there is none: nothing may touch it
     dispatching.dispatch.cache_clear()

@@ -445,8 +445,8 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_
     """What sm_80 and sm_89 would run (mma.sync, their shared memory), on this GPU: no wgmma, no TMA."""
     import tilelang
 
-    from mha2mla.kernels.mla_decode.build import MERGES, PASS_CONFIGS, make_merge, make_split
-    from mha2mla.kernels.mla_decode.launch import target_of
+    from mha2mla.kernels.compilation import PASS_CONFIGS, target_of
+    from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_split
     from mha2mla.kernels.mla_decode.selection import select_kernel
 
     shape = problem.shape()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_combine.reference import attention_combine_reference
-from mha2mla.kernels.mla_decode.dispatch import capability, dtype_name, runs_compiled
+from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

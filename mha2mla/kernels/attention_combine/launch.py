@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_combine.kernel import make_attention_combine
-from mha2mla.kernels.mla_decode.build import SMALL_PASS_CONFIGS
-from mha2mla.kernels.mla_decode.launch import compile_for
+from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
 
 
 @cache

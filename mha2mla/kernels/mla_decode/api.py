@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from mha2mla.kernels.mla_decode.dispatch import BACKENDS, capability, dispatch
+from mha2mla.kernels.devices import BACKENDS, capability
+from mha2mla.kernels.mla_decode.dispatch import dispatch
 from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, empty_plan
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.selection import DecodeShape

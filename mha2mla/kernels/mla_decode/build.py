@@ -10,9 +10,6 @@ from mha2mla.kernels.mla_decode.swap_ab import make_swap_ab
 from mha2mla.kernels.mla_decode.swap_ab_ws import make_swap_ab_ws
 
 MERGES = {4: (512, 128), 16: (128, 128), 64: (128, 512)}  # partials in flight: columns and threads of a block
-PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_warp_specialized": True}
-# These two guard their own indices; TileLang's guards beside them cost a third of the registers.
-SMALL_PASS_CONFIGS = PASS_CONFIGS | {"tl.disable_safe_memory_legalize": True}
 
 
 def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = None, on_cpu: bool = False):

@@ -7,47 +7,9 @@ from functools import lru_cache
 import torch
 
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels.devices import capability, device_name, dtype_name
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
 from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q
-
-BACKENDS = ("tilelang", "reference")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Whether an op whose kernels take any shape in float32, bfloat16 and float16 runs compiled, not as its reference.
-
-    Raises:
-        ValueError: ``backend`` is unknown, or TileLang is asked for and does not serve ``dtypes`` on ``device``.
-    """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
-    served = device.type == "cuda" and torch.float64 not in dtypes
-    if backend == "tilelang" and not served:
-        raise ValueError(
-            f"backend is 'tilelang' for {dtypes[0]} on {device}; expected float32, bfloat16 or float16 on CUDA"
-        )
-    return served and backend != "reference"
-
-
-@lru_cache(maxsize=64)
-def capability(device: torch.device) -> int:
-    """Compute capability as a number: 90 for Hopper."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
-@lru_cache(maxsize=64)
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
-
-
-@lru_cache(maxsize=64)
-def num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def decode_shape(geometry: MLAGeometry, page_size: int, dtype: torch.dtype, seqlen_q: int) -> DecodeShape:

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
-import tilelang
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.build import (
-    MERGES,
-    PASS_CONFIGS,
-    SMALL_PASS_CONFIGS,
-    make_merge,
-    make_planner,
-    make_split,
-)
-from mha2mla.kernels.mla_decode.dispatch import capability as capability_of
-from mha2mla.kernels.mla_decode.dispatch import device_name
+from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
+from mha2mla.kernels.devices import capability as capability_of
+from mha2mla.kernels.devices import device_name
+from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_planner, make_split
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, select_kernel
 
 NO_WINDOW = 2**30  # longer than any sequence
-
-
-def target_of(capability: int) -> dict[str, str]:
-    """TileLang's target for a compute capability."""
-    return {"kind": "cuda", "arch": f"sm_{capability}a" if capability in (90, 100, 103, 120) else f"sm_{capability}"}
-
-
-def compile_for(function, capability: int, pass_configs: dict = PASS_CONFIGS) -> Callable[..., None]:
-    """The compiled function's entry: TileLang's own wrapper around it checks and copies arguments for 3 µs a call."""
-    kernel = tilelang.compile(function, target=target_of(capability), pass_configs=pass_configs)
-    module = kernel.adapter.get_exportable_executable()
-    return (module.jit() if hasattr(module, "jit") else module).main
 
 
 @cache

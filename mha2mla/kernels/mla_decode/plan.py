@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.dispatch import capability, device_name, dispatch, num_sms
+from mha2mla.kernels.devices import capability, device_name, num_sms
+from mha2mla.kernels.mla_decode.dispatch import dispatch
 from mha2mla.kernels.mla_decode.schedule import FIELDS, MAX_BATCH
 from mha2mla.kernels.mla_decode.selection import select_kernel
 

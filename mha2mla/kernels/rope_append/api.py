@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.dispatch import capability, dtype_name, runs_compiled
+from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
 from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.launch import compile_for
+from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.rope_append.kernel import make_rope_append
 
 # No fast math: its cos and sin are wrong at large angles, which are positions times radians.

@@ -1,0 +1,46 @@
+"""What every op asks of a device and of its ``backend`` argument. No kernels, no TileLang."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+BACKENDS = ("tilelang", "reference")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether an op whose kernels take any shape in float32, bfloat16 and float16 runs compiled, not as its reference.
+
+    Raises:
+        ValueError: ``backend`` is unknown, or TileLang is asked for and does not serve ``dtypes`` on ``device``.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
+    served = device.type == "cuda" and torch.float64 not in dtypes
+    if backend == "tilelang" and not served:
+        raise ValueError(
+            f"backend is 'tilelang' for {dtypes[0]} on {device}; expected float32, bfloat16 or float16 on CUDA"
+        )
+    return served and backend != "reference"
+
+
+@lru_cache(maxsize=64)
+def capability(device: torch.device) -> int:
+    """Compute capability as a number: 90 for Hopper."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@lru_cache(maxsize=64)
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+@lru_cache(maxsize=64)
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
