@@ -130,9 +130,9 @@ def matrix() -> list[Case]:
         for page in (16, 64)
     ]
     return [
-        Case(group, Problem(*geometry, lengths, page_size=page), "bfloat16")
+        Case(group, Problem(*geometry, lengths, page_size=page), "bfloat16", call=call)
         for group, (*geometry, page) in enumerate(geometries)
-        for lengths in LENGTHS.values()
+        for call, lengths in enumerate(LENGTHS.values())
     ]
 
 

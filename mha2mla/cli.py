@@ -188,9 +188,13 @@ def check_kernels(
     device: Device = None,
     calls: int = 4,
     timeout: float = 60.0,
+    budget: float | None = None,
+    resume: str | None = None,
     json: str | None = None,
 ) -> int:
     """The decode kernels against float64 on random geometries and random plans; exit code 1 if any is wrong.
+
+    The exit code is also 1 where the budget ended before anything was checked.
 
     Args:
         count: geometries, each of them one compilation.
@@ -198,28 +202,39 @@ def check_kernels(
         device: cuda or cuda:1, the default being CUDA; cpu checks the reference backend on smaller calls.
         calls: random calls and plans per geometry.
         timeout: seconds after which a launch counts as hung.
-        json: also write all rows to this file.
+        budget: seconds for compiling and checking; calls that are not reached are rows "not checked: …".
+        resume: file that an earlier run wrote; what it has a verdict on is not repeated.
+        json: also write all rows to this file, while they come in and at the end.
     """
-    from mha2mla.eval import collect_environment
+    from mha2mla.eval import collect_environment, kernel_check
     from mha2mla.eval.environment import describe_environment
-    from mha2mla.eval.kernel_check import COLUMNS, check_kernels, summarize
     from mha2mla.eval.report import print_table, write_json
 
-    rows = check_kernels(count, seed, device, calls=calls, timeout=timeout)
     environment = collect_environment()
-    wrong = [row for row in rows if row["status"] != "ok"]
+    settings = {"count": count, "seed": seed, "calls": calls, "device": device or "cuda"}
+    known = [] if resume is None else kernel_check.read_known(resume, settings, environment)
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if json:
+            write_json(json, kind=kernel_check.KIND, rows=rows, environment=environment, **settings)
+
+    rows = kernel_check.check_kernels(
+        count, seed, device, calls=calls, timeout=timeout, budget=budget, known=known, save=save
+    )
+    save(rows)
+    wrong, unchecked = kernel_check.not_right(rows), kernel_check.not_checked(rows)
     print_table(
-        summarize(rows),
+        kernel_check.summarize(rows),
         title=f"{count} random geometries, {len(rows)} calls, {len(wrong)} not right (seed {seed})",
-        columns=COLUMNS,
+        columns=kernel_check.COLUMNS,
         caption=describe_environment(environment),
     )
     if wrong:
         shown = ("H", "G", "d_c", "d_r", "page", "S_q", "dtype", "kernel", "batch", "window", "num_ctas", "status")
         print_table(wrong[:20], title="not right", columns=shown)
-    if json:
-        write_json(json, kind="kernel-check", rows=rows, environment=environment, count=count, seed=seed)
-    return int(bool(wrong))
+    if unchecked:
+        print(f"{len(unchecked)} calls {unchecked[0]['status']}; {kernel_check.whole_geometries(rows)}")
+    return int(bool(wrong) or len(unchecked) == len(rows))
 
 
 def tune(

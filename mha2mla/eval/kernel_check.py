@@ -1,20 +1,28 @@
-"""The decode kernels against float64 on random geometries and random plans, seeded, each under a time-out."""
+"""The decode kernels against float64 on random geometries and random plans, seeded, each under a time-out.
+
+Compiling takes longer than checking, so both go on at the same time: geometries are compiled in as many processes as
+there are processors, and one process checks those that are ready. A time limit (``budget``) ends both; what was not
+reached is a row "not checked: …", and a later run can go on from the rows of an earlier one.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mha2mla.eval.problems import UNUSED_PAGE, Problem, judge
-from mha2mla.eval.workers import progress_bar, run_in_workers
+from mha2mla.eval.workers import OUT_OF_TIME, Outcome, Stage, Tally, progress_bar, run_in_stages, run_in_workers
 from mha2mla.kernels import DecodePlan, explain_mla_decode, mla_decode
-from mha2mla.kernels.devices import capability, device_name
+from mha2mla.kernels.devices import capability, device_name, num_sms
 from mha2mla.kernels.mla_decode.dispatch import decode_shape
 from mha2mla.kernels.mla_decode.schedule import COUNT, plan_fragments, write_schedule
 from mha2mla.kernels.mla_decode.selection import (
@@ -30,6 +38,9 @@ COMPILE_TIMEOUT = 300.0
 REPEATS = 3  # a race may show only now and then
 SIZES = ("≤ 16", "≤ 32", "≤ 64", "≤ 128", "> 128")
 UNSPECIFIED = -(2**31)  # what the planner's oracle leaves in fields that nobody reads
+KIND = "kernel-check"  # of the JSON file
+NOT_CHECKED = "not checked"  # how the status of a call begins that time did not suffice for
+SAVE_INTERVAL = 10.0  # seconds between two reports of what is known so far
 
 COLUMNS = {
     "kernel": "kernel",
@@ -43,6 +54,7 @@ COLUMNS = {
     "lse_error": "lse",
     "wrong": "wrong",
     "hung": "hung",
+    "unchecked": "not checked",
     "status": "status",
 }
 
@@ -56,17 +68,23 @@ class Case:
         problem: the call.
         dtype: "bfloat16" or "float16".
         share: of the CTAs that the device would plan for; None: all of them, the plan of every day.
+        call: which of its geometry's calls it is.
     """
 
     group: int
     problem: Problem
     dtype: str
     share: float | None = None
+    call: int = 0
 
     def shape(self) -> DecodeShape:
         """What is compiled for it."""
         problem = self.problem
         return decode_shape(problem.geometry, problem.page_size, getattr(torch, self.dtype), problem.seqlen_q)
+
+    def num_ctas(self, planned: int) -> int:
+        """CTAs that it plans for where the device would plan for ``planned``."""
+        return planned if self.share is None else max(1, round(self.share * planned))
 
 
 def draw_geometry(rng: random.Random) -> tuple[Problem, str]:
@@ -143,7 +161,7 @@ def draw_cases(
             geometry, dtype = draw_geometry(rng)
         for call in range(calls):
             problem = draw_call(rng, geometry, longest, most_sequences)
-            cases.append(Case(group, problem, dtype, rng.random() if call % 2 else None))
+            cases.append(Case(group, problem, dtype, rng.random() if call % 2 else None, call))
     return cases
 
 
@@ -155,6 +173,9 @@ def check_kernels(
     calls: int = 4,
     progress: bool = True,
     timeout: float = 60.0,
+    budget: float | None = None,
+    known: Sequence[Mapping[str, Any]] = (),
+    save: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Checks the decode op on ``count`` random geometries, ``calls`` random calls and plans each.
 
@@ -167,15 +188,18 @@ def check_kernels(
         seed: of everything drawn.
         device: default "cuda". "cpu" checks the reference backend on smaller calls.
         calls: per geometry; every second one plans for a random number of CTAs.
-        progress: show bars on standard error.
+        progress: show on standard error how far it is.
         timeout: seconds after which a launch counts as hung and its process is killed.
+        budget: seconds after which nothing more is begun, and what is not finished is given up; None: no limit.
+        known: rows of an earlier run with this ``seed`` and ``calls``; calls with a verdict there are not repeated.
+        save: called with the rows so far every :data:`SAVE_INTERVAL` seconds, so that a run that is killed leaves them.
 
     Returns:
         A row per call with the geometry, the dynamic arguments, the kernel, both errors and ``status``: "ok",
-        "wrong: …", "hung: …", "crashed: …", or what was raised.
+        "wrong: …", "hung: …", "crashed: …", "not checked: …", or what was raised.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: there is no such device, or ``known`` is of other calls.
     """
     device = torch.device("cuda" if device is None else device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -186,45 +210,237 @@ def check_kernels(
         raise ValueError(f"device is {device}; expected cpu or a CUDA device")
     if count < 1 or calls < 1:
         raise ValueError(f"count is {count} and calls is {calls}; expected at least 1")
+    if budget is not None and not budget > 0:
+        raise ValueError(f"budget is {budget}; expected None or more than 0 seconds")
+    common = {"progress": progress, "timeout": timeout, "budget": budget, "known": known, "save": save}
     if device.type == "cpu":
-        cases = draw_cases(count, seed, calls=calls, longest=200, most_sequences=4)
-        return [
-            _row(case, None) | check_case(case, device)
-            for case in progress_bar(cases, len(cases), "checking", progress)
-        ]
+        return check_cases(draw_cases(count, seed, calls=calls, longest=200, most_sequences=4), device, **common)
 
     def accepts(problem: Problem, dtype: str) -> bool:
         why = explain_mla_decode(problem.geometry, problem.page_size, getattr(torch, dtype), device, problem.seqlen_q)
         return why is None
 
-    return check_cases(
-        draw_cases(count, seed, calls=calls, accepts=accepts), device, progress=progress, timeout=timeout
-    )
+    return check_cases(draw_cases(count, seed, calls=calls, accepts=accepts), device, **common)
 
 
 def check_cases(
-    cases: Sequence[Case], device: torch.device, *, progress: bool = True, timeout: float = 60.0
+    cases: Sequence[Case],
+    device: torch.device,
+    *,
+    progress: bool = True,
+    timeout: float = 60.0,
+    budget: float | None = None,
+    known: Sequence[Mapping[str, Any]] = (),
+    save: Callable[[list[dict[str, Any]]], None] | None = None,
+    in_processes: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """Compiles what the cases need, in parallel, then checks them one after another on ``device`` (CUDA).
+    """Checks the cases in the order in which their kernels are compiled.
+
+    Args:
+        cases: no two of a group with the same ``call``.
+        device, progress, timeout, budget, known, save: as :func:`check_kernels` has them.
+        in_processes: compile and check in other processes; default: on a GPU. On a CPU there is nothing to compile.
 
     Returns:
-        Rows as :func:`check_kernels`. After a failure other than a wrong number, a group's remaining calls are skipped.
+        Rows as :func:`check_kernels`, in the order of the cases. After a failure other than a wrong number, a group's
+        remaining calls are skipped: they have no row.
     """
-    broken = compile_shapes([case.shape() for case in cases], device, progress=progress)
-    failed = {case.group: broken[case.shape()] for case in cases if case.shape() in broken}
-    rows = [_row(case, device) | {"status": failed[case.group]} for case in cases if case.group in failed]
+    until = None if budget is None else time.monotonic() + budget
+    in_processes = device.type == "cuda" if in_processes is None else in_processes
+    found = match_known(cases, known)
+    names = [_row(case, device if in_processes else None) for case in cases]
+    place = {(case.group, case.call): number for number, case in enumerate(cases)}
+    if len(place) < len(cases):
+        raise ValueError("two of the cases have the same group and call")
+    broken = {cases[number].group for number, row in found.items() if is_broken(row["status"])}
+    wanted = [case for number, case in enumerate(cases) if number not in found]
+    run = _in_processes if in_processes else _here
+    tally, counted, saved = Tally(len(cases), "checking", progress), 0, time.monotonic()
+    for case, outcome in run(wanted, broken, device, timeout, until):
+        number = place[case.group, case.call]
+        if outcome.failure != OUT_OF_TIME:
+            found[number] = names[number] | (outcome.value or {"status": outcome.failure})
+        wrong = sum(row["status"] != "ok" for row in found.values())
+        tally.add(len(found) - counted, f"{wrong} not right")
+        counted = len(found)
+        if save is not None and time.monotonic() - saved >= SAVE_INTERVAL:
+            saved = time.monotonic()
+            save(_with_unchecked(cases, names, found, broken, "the run has not ended"))
+    tally.close()
+    return _with_unchecked(cases, names, found, broken, f"budget of {budget:g} s" if budget else "")
 
-    def remaining() -> Iterator[Case]:
-        for case in cases:
-            if case.group not in failed:
-                yield case
 
-    outcomes = run_in_workers(partial(check_case, device=device), remaining(), timeout=timeout)
-    for outcome in progress_bar(outcomes, len(cases) - len(rows), "checking", progress):
-        if outcome.failure is not None:
-            failed[outcome.job.group] = outcome.failure
-        rows.append(_row(outcome.job, device) | (outcome.value or {"status": outcome.failure}))
+def is_broken(status: str) -> bool:
+    """Whether a call failed in a way that its geometry's other calls are skipped after."""
+    return status != "ok" and not status.startswith(("wrong", NOT_CHECKED))
+
+
+def not_checked(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that time did not suffice for."""
+    return [row for row in rows if row["status"].startswith(NOT_CHECKED)]
+
+
+def not_right(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that were checked and are not right."""
+    return [row for row in rows if row["status"] != "ok" and not row["status"].startswith(NOT_CHECKED)]
+
+
+def whole_geometries(rows: Sequence[Mapping[str, Any]]) -> str:
+    """In words, which of a seed's geometries were checked with all their calls: "geometries 0-57, 59 were checked"."""
+    left = {row["group"] for row in not_checked(rows)}
+    whole = sorted({row["group"] for row in rows} - left)
+    runs: list[list[int]] = []
+    for group in whole:
+        if runs and runs[-1][1] == group - 1:
+            runs[-1][1] = group
+        else:
+            runs.append([group, group])
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return f"geometries {text} were checked" if whole else "no geometry was checked with all its calls"
+
+
+def read_known(
+    path: str | os.PathLike[str], settings: Mapping[str, Any], environment: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The rows of a file that ``mha2mla check kernels --json`` wrote, to go on from.
+
+    Args:
+        path: the file.
+        settings: ``seed``, ``calls`` and ``device`` of this run.
+        environment: of this run, as :func:`mha2mla.eval.collect_environment` gives it.
+
+    Raises:
+        ValueError: it is no such file, or is about other calls, another GPU, other software or another commit: what
+            was right there may be wrong here.
+        OSError: it cannot be read.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not what `mha2mla check kernels --json` writes: {error}") from error
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise ValueError(f"{path} is not what `mha2mla check kernels --json` writes")
+    here = {name: settings[name] for name in ("seed", "calls", "device")}
+    here |= {name: environment[name] for name in ("gpu", "torch", "tilelang", "commit")}
+    there = {name: (content if name in settings else content["environment"]).get(name) for name in here}
+    differs = [f"{name} {there[name]!r}; expected {here[name]!r}" for name in here if there[name] != here[name]]
+    if differs:
+        raise ValueError(f"{path} is of {' and '.join(differs)}")
+    return content["rows"]
+
+
+def match_known(cases: Sequence[Case], known: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Rows with a verdict, by the number of the case that they are of.
+
+    Raises:
+        ValueError: a row is of a call that is not drawn now.
+    """
+    place = {(case.group, case.call): number for number, case in enumerate(cases)}
+    found = {}
+    for row in known:
+        number = place.get((row["group"], row["call"]))
+        if number is None:
+            continue  # of a longer run
+        case = cases[number]
+        mine = case.problem.columns | {"dtype": case.dtype, "seed": case.problem.seed}
+        other = {name: row.get(name) for name in mine}
+        if other != mine:
+            raise ValueError(
+                f"the known row of geometry {case.group}, call {case.call} is {other}; expected {mine}: other seed, "
+                f"calls or version"
+            )
+        if not row["status"].startswith(NOT_CHECKED):
+            found[number] = dict(row)
+    return found
+
+
+def _here(
+    wanted: Sequence[Case], broken: set[int], device: torch.device, timeout: float, until: float | None
+) -> Iterator[tuple[Case, Outcome]]:
+    """Checks ``wanted`` in this process, those of ``broken`` groups left out."""
+    for case in wanted:
+        if until is not None and time.monotonic() >= until:
+            return
+        if case.group not in broken:
+            yield case, Outcome(case, check_case(case, device))
+
+
+def _in_processes(
+    wanted: Sequence[Case], broken: set[int], device: torch.device, timeout: float, until: float | None
+) -> Iterator[tuple[Case, Outcome]]:
+    """Compiles and checks ``wanted``, those of ``broken`` groups left out; groups that break are added to them."""
+    by_shape: dict[DecodeShape, list[Case]] = {}
+    for case in wanted:
+        if case.group not in broken:
+            by_shape.setdefault(case.shape(), []).append(case)
+    by_job = {compile_job(shape, cases, device): cases for shape, cases in by_shape.items()}
+
+    def compiled(outcome: Outcome) -> Iterator[Case]:
+        if outcome.failure is None:
+            yield from (case for case in by_job[outcome.job] if case.group not in broken)
+
+    stages = (
+        Stage(compile_shape, _processes(len(by_job)), COMPILE_TIMEOUT, compiled),
+        Stage(partial(check_case, device=device), 1, timeout),
+    )
+    for stage, outcome in run_in_stages(stages, by_job, until=until):
+        broke = outcome.failure not in (None, OUT_OF_TIME)
+        if stage == 1:
+            if broke:
+                broken.add(outcome.job.group)
+            yield outcome.job, outcome
+        elif broke:
+            for case in by_job[outcome.job]:
+                broken.add(case.group)
+                yield case, replace(outcome, failure=f"not compiled: {outcome.failure}")
+
+
+def _with_unchecked(
+    cases: Sequence[Case],
+    names: Sequence[dict[str, Any]],
+    found: Mapping[int, dict[str, Any]],
+    broken: set[int],
+    why: str,
+) -> list[dict[str, Any]]:
+    """The rows found, in order, and one for every call that has none and was not skipped."""
+    rows = []
+    for number, case in enumerate(cases):
+        if number in found:
+            rows.append(found[number])
+        elif case.group not in broken:
+            rows.append(names[number] | {"status": f"{NOT_CHECKED}: {why}"})
     return rows
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """What a process compiles at a time: all that calls of a shape may launch.
+
+    Attributes:
+        shape: static part of the calls.
+        capability: compute capability, 90 for Hopper.
+        gpu: its name.
+        merges: sizes of combine kernels (``build.MERGES``); None: all.
+    """
+
+    shape: DecodeShape
+    capability: int
+    gpu: str
+    merges: tuple[int, ...] | None = None
+
+
+def compile_job(shape: DecodeShape, cases: Sequence[Case], device: torch.device) -> CompileJob:
+    """What has to be compiled for ``cases`` of a shape, and nothing else."""
+    from mha2mla.kernels.mla_decode.launch import merge_splits
+
+    planned = select_kernel(shape, capability(device), device_name(device)).num_ctas(num_sms(device))
+    merges = {
+        merge_splits(ctas, len(case.problem.lengths))
+        for case in cases
+        if case.problem.lengths
+        for ctas in (planned, case.num_ctas(planned))  # a call without a plan makes the first of them
+    }
+    return CompileJob(shape, capability(device), device_name(device), tuple(sorted(merges)))
 
 
 def compile_shapes(
@@ -236,23 +452,26 @@ def compile_shapes(
         Why a shape could not be compiled, for those that could not.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-    jobs = [(shape, capability(device), device_name(device)) for shape in dict.fromkeys(shapes)]
-    processes = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
-    outcomes = run_in_workers(compile_shape, jobs, workers=processes, timeout=timeout)
+    jobs = [CompileJob(shape, capability(device), device_name(device)) for shape in dict.fromkeys(shapes)]
+    outcomes = run_in_workers(compile_shape, jobs, workers=_processes(len(jobs)), timeout=timeout)
     bar = progress_bar(outcomes, len(jobs), "compiling", progress)
-    return {outcome.job[0]: f"not compiled: {outcome.failure}" for outcome in bar if outcome.failure is not None}
+    return {outcome.job.shape: f"not compiled: {outcome.failure}" for outcome in bar if outcome.failure is not None}
 
 
-def compile_shape(job: tuple[DecodeShape, int, str]) -> None:
-    """Compiles all that a call of a shape may launch. ``job`` is (shape, compute capability, name of the GPU)."""
+def _processes(jobs: int) -> int:
+    """How many compile at a time; two processors are left to whoever waits and checks."""
+    return max(1, min(jobs, (os.cpu_count() or 2) - 2))
+
+
+def compile_shape(job: CompileJob) -> None:
+    """Compiles what a job names."""
     from mha2mla.kernels.mla_decode.build import MERGES
     from mha2mla.kernels.mla_decode.launch import compile_merge, compile_mla_decode, compile_planner
 
-    shape, major_minor, gpu = job
-    compile_planner(major_minor)
-    compile_mla_decode(shape, major_minor, gpu)
-    for splits in MERGES:
-        compile_merge(shape, splits, major_minor)
+    compile_planner(job.capability)
+    compile_mla_decode(job.shape, job.capability, job.gpu)
+    for splits in MERGES if job.merges is None else job.merges:
+        compile_merge(job.shape, splits, job.capability)
 
 
 @torch.inference_mode()
@@ -263,7 +482,7 @@ def check_case(case: Case, device: torch.device) -> dict[str, Any]:
     inputs = problem.inputs(dtype, device)
     plan = problem.plan(inputs, backend)
     if plan.num_ctas:
-        plan = plan_for(plan, plan.num_ctas if case.share is None else max(1, round(case.share * plan.num_ctas)))
+        plan = plan_for(plan, case.num_ctas(plan.num_ctas))
     wrong, first = "", None
     for _ in range(REPEATS):
         for workspace in (plan.partial_out, plan.partial_lse):
@@ -330,11 +549,12 @@ def _row(case: Case, device: torch.device | None) -> dict[str, Any]:
     problem = case.problem
     row = {
         "group": case.group,
+        "call": case.call,
         **problem.columns,
         "dtype": case.dtype,
         "kernel": "reference",
         "batch": len(problem.lengths),
-        "longest": max(problem.lengths),
+        "longest": max(problem.lengths, default=0),
         "tokens": sum(problem.lengths),
         "starts": problem.starts is not None,
         "causal": problem.causal,
@@ -364,7 +584,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for (kernel, size, kind), mine in sorted(groups.items(), key=lambda item: (item[0][0], SIZES.index(item[0][1]))):
         measured = [row for row in mine if "error" in row]
         worst = max(measured, key=lambda row: row["error"], default={})
-        failed = [row["status"] for row in mine if row["status"] != "ok"]
+        unchecked, failed = not_checked(mine), [row["status"] for row in not_right(mine)]
         table.append(
             {
                 "kernel": kernel,
@@ -378,7 +598,8 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "lse_error": max((row["lse_error"] for row in measured), default=None),
                 "wrong": sum(not status.startswith("hung") for status in failed),
                 "hung": sum(status.startswith("hung") for status in failed),
-                "status": failed[0] if failed else "ok",
+                "unchecked": len(unchecked),
+                "status": failed[0] if failed else "ok" if measured else unchecked[0]["status"],
             }
         )
     return table

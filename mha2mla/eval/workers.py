@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 STARTUP = 180.0  # seconds that the first job of a process may take longer: it imports torch and TileLang
+OUT_OF_TIME = "out of time: the run ended first"
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,30 @@ class Outcome:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What a team of processes does to every job that reaches it.
+
+    Attributes:
+        function: importable by name; called as ``function(job)`` in a process that was spawned, not forked.
+        workers: processes at a time.
+        timeout: seconds for one job.
+        then: the next stage's jobs from an outcome; drawn one at a time, after the outcomes so far were handed out.
+    """
+
+    function: Callable[[Any], Any]
+    workers: int = 1
+    timeout: float = 120.0
+    then: Callable[[Outcome], Iterable[Any]] | None = None
+
+
 def run_in_workers(
-    function: Callable[[Any], Any], jobs: Iterable[Any], *, workers: int = 1, timeout: float = 120.0
+    function: Callable[[Any], Any],
+    jobs: Iterable[Any],
+    *,
+    workers: int = 1,
+    timeout: float = 120.0,
+    until: float | None = None,
 ) -> Iterator[Outcome]:
     """Calls ``function(job)`` for every job in worker processes; outcomes come in the order in which jobs end.
 
@@ -32,45 +57,59 @@ def run_in_workers(
     whose job raised ("ValueError: …"), since an error on a GPU stays with its process.
 
     Args:
-        function: importable by name; called in a process that was spawned, not forked.
+        function, workers, timeout: as :class:`Stage` has them.
         jobs: picklable; drawn one at a time, after the outcomes so far were handed out: a generator may look at them.
-        workers: processes at a time.
-        timeout: seconds for one job.
+        until: ``time.monotonic()`` from which on no job is begun; jobs in flight then are killed (:data:`OUT_OF_TIME`).
     """
-    context = multiprocessing.get_context("spawn")
-    pending = iter(jobs)
-    exhausted = False
-    team: list[_Worker] = []
+    for _, outcome in run_in_stages([Stage(function, workers, timeout)], jobs, until=until):
+        yield outcome
+
+
+def run_in_stages(
+    stages: Sequence[Stage], jobs: Iterable[Any], *, until: float | None = None
+) -> Iterator[tuple[int, Outcome]]:
+    """Jobs through several teams of processes that work at the same time, as :func:`run_in_workers` does with one.
+
+    Yields:
+        (number of the stage, outcome), in the order in which jobs end.
+    """
+    teams = [_Team(stage) for stage in stages]
+    queues: list[deque[Iterator[Any]]] = [deque() for _ in stages]
+    queues[0].append(iter(jobs))
     try:
         while True:
-            while not exhausted:
-                idle = next((worker for worker in team if worker.job is _NONE), None)
-                if idle is None and len(team) == workers:
-                    break
-                job = next(pending, _NONE)
-                if job is _NONE:
-                    exhausted = True
-                    break
-                if idle is None:
-                    idle = _Worker(context, function)
-                    team.append(idle)
-                idle.start(job, timeout)
-            busy = [worker for worker in team if worker.job is not _NONE]
+            late = until is not None and time.monotonic() >= until
+            for team, queue in zip(teams, queues, strict=True):
+                while not late and team.has_room():
+                    job = _draw(queue)
+                    if job is _NONE:
+                        break
+                    team.start(job)
+            busy = [worker for team in teams for worker in team.busy()]
             if not busy:
                 return
             first = min(worker.deadline for worker in busy)
+            first = first if until is None else min(first, until)
             wait([worker.connection for worker in busy], max(0.0, first - time.monotonic()))
-            for worker in busy:
-                outcome = worker.poll(timeout)
-                if outcome is None:
-                    continue
-                if outcome.failure is not None:
-                    worker.kill()
-                    team.remove(worker)
-                yield outcome
+            late = until is not None and time.monotonic() >= until
+            for number, team in enumerate(teams):
+                for outcome in team.outcomes(late):
+                    if stages[number].then is not None:
+                        queues[number + 1].append(iter(stages[number].then(outcome)))
+                    yield number, outcome
     finally:
-        for worker in team:
-            worker.kill()
+        for team in teams:
+            team.kill()
+
+
+def _draw(queue: deque[Iterator[Any]]) -> Any:
+    """The next job of the first iterator that has one."""
+    while queue:
+        job = next(queue[0], _NONE)
+        if job is not _NONE:
+            return job
+        queue.popleft()
+    return _NONE
 
 
 def progress_bar(items: Iterable[Any], total: int, what: str, progress: bool) -> Iterable[Any]:
@@ -80,7 +119,75 @@ def progress_bar(items: Iterable[Any], total: int, what: str, progress: bool) ->
     return tqdm(items, total=total, desc=what, disable=None if progress else True)
 
 
+class Tally:
+    """How far a long run is: a bar on standard error where somebody watches, a line there every so often elsewhere."""
+
+    INTERVAL = 10.0  # seconds between lines
+
+    def __init__(self, total: int, what: str, progress: bool) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc=what, disable=None if progress else True)
+        self._lines = progress and not sys.stderr.isatty()
+        self._what, self._total, self._done = what, total, 0
+        self._began = self._said = time.monotonic()
+
+    def add(self, done: int, text: str) -> None:
+        """``done`` more of the total; ``text`` says what else there is to know."""
+        self._done += done
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(done)
+        now = time.monotonic()
+        if self._lines and now - self._said >= self.INTERVAL:
+            self._said = now
+            said = f"{self._what}: {self._done} of {self._total}, {text}, {now - self._began:.0f} s"
+            print(said, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
 _NONE = object()
+
+
+class _Team:
+    """The processes of a stage; they are started when there is a job for them."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._stage = stage
+        self._workers: list[_Worker] = []
+
+    def _idle(self) -> _Worker | None:
+        return next((worker for worker in self._workers if worker.job is _NONE), None)
+
+    def has_room(self) -> bool:
+        return self._idle() is not None or len(self._workers) < self._stage.workers
+
+    def start(self, job: Any) -> None:
+        worker = self._idle()
+        if worker is None:
+            worker = _Worker(self._context, self._stage.function)
+            self._workers.append(worker)
+        worker.start(job, self._stage.timeout)
+
+    def busy(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.job is not _NONE]
+
+    def outcomes(self, late: bool) -> Iterator[Outcome]:
+        """Of the jobs that ended; of all if it is ``late``."""
+        for worker in self.busy():
+            outcome = worker.poll(self._stage.timeout, late)
+            if outcome is None:
+                continue
+            if outcome.failure is not None:
+                worker.kill()
+                self._workers.remove(worker)
+            yield outcome
+
+    def kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
 
 
 class _Worker:
@@ -102,8 +209,8 @@ class _Worker:
         with suppress(OSError):  # the process died: poll() will say so
             self.connection.send(job)
 
-    def poll(self, timeout: float) -> Outcome | None:
-        """The outcome of the job if it has one by now, the process being free for the next."""
+    def poll(self, timeout: float, late: bool) -> Outcome | None:
+        """The outcome of the job if it has one by now, the process being free for the next; if ``late``, any."""
         job, seconds = self.job, time.monotonic() - self.started
         if self.connection.poll():
             try:
@@ -113,6 +220,8 @@ class _Worker:
                 value, failure = None, f"crashed: the process ended with exit code {self.process.exitcode}"
         elif time.monotonic() >= self.deadline:
             value, failure = None, f"hung: no answer within {timeout:g} s"
+        elif late:
+            value, failure = None, OUT_OF_TIME
         else:
             return None
         self.job = _NONE

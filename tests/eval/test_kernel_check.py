@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch
 from mha2mla.eval import kernel_check
 from mha2mla.eval.kernel_check import Case, check_case, check_kernels, draw_cases, plan_error, plan_for, summarize
 from mha2mla.eval.problems import Problem
+from mha2mla.eval.report import write_json
 from mha2mla.eval.workers import run_in_workers
 from mha2mla.kernels.mla_decode.schedule import FIELDS, plan_fragments, write_schedule
 from mha2mla.kernels.mla_decode.selection import refusal
@@ -83,20 +84,98 @@ def test_a_plan_is_compared_with_the_oracle():
     assert "splits differ" in plan_error(problem, plan)
 
 
-def test_a_geometry_that_cannot_be_compiled_or_run_spoils_no_other(monkeypatch):
-    """The way of a GPU, on the CPU: compile, then check in a worker; what fails is named, its other calls skipped."""
+def pretend_to_compile(job):
+    """Stands in for compiling, in another process; one width is refused."""
+    if job.shape.kv_lora_rank == 48:
+        raise RuntimeError("no kernel")
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    """check_cases(..., in_processes=True) on the CPU: compile, then check in a worker, as on a GPU."""
+    monkeypatch.setattr(kernel_check, "compile_shape", pretend_to_compile)
+    for name, value in {"capability": 90, "device_name": "a GPU", "num_sms": 132}.items():
+        monkeypatch.setattr(kernel_check, name, lambda _, value=value: value)
+    return partial(kernel_check.check_cases, device=torch.device("cpu"), progress=False, in_processes=True)
+
+
+def statuses(rows, group):
+    return [row["status"] for row in rows if row["group"] == group]
+
+
+def test_a_geometry_that_cannot_be_compiled_or_run_spoils_no_other(like_a_gpu):
     good, bad, broken = Problem(4, 2, 32, 8, (70, 3)), Problem(4, 2, 40, 8, (70,)), Problem(4, 2, 48, 8, (70,))
     bad = replace(bad, starts=(1, 2))  # one start too many: raises in the worker
     problems = [good, good, bad, bad, broken, good]
-    cases = [Case(group, problem, "bfloat16") for group, problem in zip((0, 0, 1, 1, 2, 3), problems, strict=True)]
-    monkeypatch.setattr(kernel_check, "compile_shapes", lambda *_, **__: {broken.shape(): "not compiled: hung"})
-    monkeypatch.setattr(kernel_check, "capability", lambda _: 90)
-    monkeypatch.setattr(kernel_check, "device_name", lambda _: None)
-    rows = kernel_check.check_cases(cases, torch.device("cpu"), progress=False)
-    found = {group: [row["status"] for row in rows if row["group"] == group] for group in range(4)}
-    assert found[0] == ["ok", "ok"] and found[3] == ["ok"]
-    assert len(found[1]) == 1 and found[1][0].startswith("ValueError: zip() argument 2")
-    assert found[2] == ["not compiled: hung"]
+    numbers = zip((0, 0, 1, 1, 2, 3), (0, 1, 0, 1, 0, 0), problems, strict=True)
+    cases = [Case(group, problem, "bfloat16", call=call) for group, call, problem in numbers]
+    rows = like_a_gpu(cases)
+    assert statuses(rows, 0) == ["ok", "ok"] and statuses(rows, 3) == ["ok"]
+    assert len(statuses(rows, 1)) == 1 and statuses(rows, 1)[0].startswith("ValueError: zip() argument 2")
+    assert statuses(rows, 2) == ["not compiled: RuntimeError: no kernel"]
+    assert like_a_gpu(cases, known=rows, budget=1e-9) == rows, "what failed is known to have failed"
+
+
+def test_a_budget_leaves_rows_that_say_so_and_a_later_run_goes_on_from_them(like_a_gpu):
+    problem = Problem(4, 2, 32, 8, (70, 3))
+    cases = [Case(group, problem, "bfloat16", call=call) for group in range(3) for call in range(2)]
+    rows = like_a_gpu(cases, budget=1e-9)
+    assert [row["status"] for row in rows] == ["not checked: budget of 1e-09 s"] * 6
+    assert kernel_check.whole_geometries(rows) == "no geometry was checked with all its calls"
+    rows[1] |= {"status": "ok", "error": 7.0, "torch_error": 8.0}
+    again = like_a_gpu(cases, known=rows)
+    assert [row["status"] for row in again] == ["ok"] * 6
+    assert again[1] == rows[1], "what has a verdict is not repeated"
+    assert kernel_check.whole_geometries(again) == "geometries 0-2 were checked"
+    with pytest.raises(ValueError, match="geometry 0, call 1 is .*'d_c': 32.*other seed"):
+        like_a_gpu([replace(cases[1], problem=replace(problem, kv_lora_rank=40))], known=again)
+    with pytest.raises(ValueError, match="same group and call"):
+        like_a_gpu([cases[0], cases[0]])
+
+
+def test_a_budget_holds_where_a_job_hangs(like_a_gpu, monkeypatch):
+    """Compiling for minutes must not keep a run from writing what it has."""
+    monkeypatch.setattr(kernel_check, "compile_shape", sleep_for_long)
+    began = time.monotonic()
+    rows = like_a_gpu([Case(0, Problem(4, 2, 32, 8, (70,)), "bfloat16")], budget=1.0)
+    assert time.monotonic() - began < 30
+    assert statuses(rows, 0) == ["not checked: budget of 1 s"]
+
+
+def sleep_for_long(job):
+    time.sleep(1000)
+
+
+def test_rows_are_saved_while_they_come_in(monkeypatch):
+    monkeypatch.setattr(kernel_check, "SAVE_INTERVAL", 0.0)
+    saved = []
+    rows = check_kernels(2, device="cpu", calls=2, progress=False, save=saved.append)
+    assert [sum(row["status"] == "ok" for row in mine) for mine in saved] == [1, 2, 3, 4]
+    assert saved[-1] == rows
+    assert saved[0][3]["status"] == "not checked: the run has not ended"
+
+
+def test_a_file_of_another_machine_or_seed_is_not_gone_on_from(tmp_path):
+    settings = {"count": 2, "seed": 3, "calls": 1, "device": "cuda"}
+    environment = {"gpu": "A", "torch": "2", "tilelang": "0.1", "commit": "c"}
+    path = write_json(tmp_path / "rows.json", kind="kernel-check", rows=[{}], environment=environment, **settings)
+    assert kernel_check.read_known(path, settings, environment) == [{}]
+    assert kernel_check.read_known(path, settings | {"count": 9}, environment) == [{}], "a run may become longer"
+    with pytest.raises(ValueError, match="is of seed 3; expected 4 and commit 'c'; expected 'd'"):
+        kernel_check.read_known(path, settings | {"seed": 4}, environment | {"commit": "d"})
+    write_json(path, kind="tuning", rows=[])
+    with pytest.raises(ValueError, match="not what `mha2mla check kernels --json` writes"):
+        kernel_check.read_known(path, settings, environment)
+
+
+def test_only_the_combine_kernels_that_are_launched_are_compiled(like_a_gpu):
+    problem = Problem(4, 1, 32, 8, (70,))
+    many = replace(problem, lengths=(70,) * 64)
+    cases = [Case(0, many, "bfloat16"), Case(0, problem, "bfloat16", share=0.001, call=1)]
+    job = kernel_check.compile_job(problem.shape(), cases[:1], torch.device("cpu"))
+    assert job.merges == (4,)
+    job = kernel_check.compile_job(problem.shape(), cases, torch.device("cpu"))
+    assert job.merges == (4, 64), "one CTA by its plan, all of them in the call without one"
 
 
 def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
@@ -108,7 +187,7 @@ def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     # Caches of its own: what another test compiled counts for nothing here, nor this test's stand-ins for others.
     for name in ("compile_choice", "compile_merge", "compile_planner", "compile_mla_decode"):
         monkeypatch.setattr(launch, name, cache(getattr(launch, name).__wrapped__))
-    kernel_check.compile_shape((Problem(7, 1, 72, 8, ()).shape(), 90, "a GPU"))
+    kernel_check.compile_shape(kernel_check.CompileJob(Problem(7, 1, 72, 8, ()).shape(), 90, "a GPU"))
     names = {function.attrs["global_symbol"] for function in compiled}
     assert names >= {"mla_decode_plan", "mla_decode_combine"}
     assert len(names) == 3
