@@ -1,6 +1,8 @@
 """Attention ops on tensors. Nothing here knows transformers; one op is one folder."""
 
 from mha2mla.kernels.attention_combine.api import attention_combine
+from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
+from mha2mla.kernels.mixed_attention.plan import MixedPlan, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mla_decode.api import mla_decode
 from mha2mla.kernels.mla_decode.dispatch import explain_mla_decode
 from mha2mla.kernels.mla_decode.plan import DecodePlan, plan_mla_decode
@@ -8,11 +10,16 @@ from mha2mla.kernels.rope_append.api import gqa_append, mla_append, rope_rotate,
 
 __all__ = [
     "DecodePlan",
+    "MixedPlan",
     "attention_combine",
     "explain_mla_decode",
     "gqa_append",
+    "gqa_attention",
     "mla_append",
+    "mla_attention",
     "mla_decode",
+    "plan_gqa_attention",
+    "plan_mla_attention",
     "plan_mla_decode",
     "rope_rotate",
     "slots_of",

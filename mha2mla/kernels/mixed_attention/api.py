@@ -1,0 +1,258 @@
+"""The public mixed-batch ops: validation, and their torch.library schemas."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.devices import BACKENDS
+from mha2mla.kernels.mixed_attention.expanded import attend_wave, expand_latent, expanded_heads, gather_rows
+from mha2mla.kernels.mixed_attention.plan import GroupPart, MixedPlan, Parts, parts_of
+from mha2mla.kernels.mixed_attention.stand_in import attention_varlen, gqa_decode
+from mha2mla.kernels.mla_decode.api import mla_decode
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def mla_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    k_up: Tensor | None,
+    v_up: Tensor,
+    plan: MixedPlan,
+    *,
+    softmax_scale: float,
+    backend: str | None = None,
+) -> Tensor:
+    """Causal MLA attention of a ragged batch, queries of any length per sequence, over its paged latent cache.
+
+    The cache holds the new tokens already (:func:`mha2mla.kernels.mla_append`); the last query of a sequence sees all
+    of it (bottom-right aligned). With W_UK = ``k_up`` and W_UV = ``v_up`` (DeepSeek-V2, arXiv 2405.04434, 2.1)::
+
+        score[h, t] = softmax_scale * (q_nope[h] . k_up[kv(h)] c[t] + q_pe[h] . k_pe[t, g(h)])
+        out[h]      = sum_t softmax_t(score[h, t]) v_up[kv(h)] c[t]
+
+    Short queries run the absorbed form (the decode op), long ones the expanded form (``attention_varlen`` over keys and
+    values made of the cached latents, in bounded pieces); which is which follows from the plan's lengths.
+
+    Args:
+        q_nope: [N, H, d_n] un-rotated queries of all sequences, one behind the other; d_n may be 0.
+        q_pe: [N, H, d_r] rotated queries. Tokens behind those of the plan's sequences pad the batch.
+        latent_cache: [P, page, d_c].
+        rope_cache: [P, page, G, d_r], rotated; G divides H.
+        k_up: [h_kv, d_n, d_c]; None exactly if d_n is 0.
+        v_up: [h_kv, d_v, d_c]; h_kv divides H.
+        plan: of :func:`plan_mla_attention`, for this step's lengths.
+        softmax_scale: the source model's.
+        backend: "tilelang", "reference", or None: TileLang where it serves the call.
+
+    Returns:
+        [N, H, d_v]. Rows of padding, and of queries that see no token, are zero.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    _check_call(q_pe, softmax_scale, backend)
+    tokens, heads, rope = q_pe.shape
+    if q_nope.ndim != 3 or q_nope.shape[:2] != q_pe.shape[:2]:
+        raise ValueError(f"q_nope.shape is {tuple(q_nope.shape)}; expected [{tokens}, {heads}, d_n]")
+    width = latent_cache.shape[-1]
+    _check_cache("latent_cache", latent_cache, 3, plan, q_pe)
+    _check_cache("rope_cache", rope_cache, 4, plan, q_pe)
+    groups = rope_cache.shape[2]
+    if rope_cache.shape[:2] != latent_cache.shape[:2] or rope_cache.shape[3] != rope or heads % max(1, groups):
+        expected = f"[{latent_cache.shape[0]}, {latent_cache.shape[1]}, a divisor of {heads}, {rope}]"
+        raise ValueError(f"rope_cache.shape is {tuple(rope_cache.shape)}; expected {expected}")
+    if v_up.ndim != 3 or v_up.shape[2] != width or v_up.shape[0] < 1 or heads % v_up.shape[0]:
+        raise ValueError(f"v_up.shape is {tuple(v_up.shape)}; expected [a divisor of {heads}, d_v, {width}]")
+    nope = q_nope.shape[2]
+    if (None if k_up is None else tuple(k_up.shape)) != ((v_up.shape[0], nope, width) if nope else None):
+        was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
+        raise ValueError(f"k_up is {was}; expected {(v_up.shape[0], nope, width) if nope else None}")
+    for name, tensor in (("q_nope", q_nope), ("k_up", k_up), ("v_up", v_up)):
+        _check_like(name, tensor, q_pe)
+    return torch.ops.mha2mla.mla_attention(
+        q_nope, q_pe, latent_cache, rope_cache, k_up, v_up, plan.lengths, plan.index, plan.workspace, plan.short,
+        plan.max_expanded_tokens, plan.window, plan.capacity, softmax_scale, backend,
+    )  # fmt: skip
+
+
+def gqa_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: MixedPlan,
+    *,
+    softmax_scale: float,
+    backend: str | None = None,
+) -> Tensor:
+    """The same for an MHA/GQA model: queries of at most 8 tokens by the decode op, longer ones by ``attention_varlen``.
+
+    Args:
+        query: [N, H, d_k] rotated queries of all sequences, one behind the other.
+        key_cache: [P, page, h_kv, d_k], rotated; holds the new tokens already (:func:`mha2mla.kernels.gqa_append`).
+        value_cache: [P, page, h_kv, d_v].
+        plan: of :func:`plan_gqa_attention`, for this step's lengths.
+        softmax_scale, backend: as in :func:`mla_attention`.
+
+    Returns:
+        [N, H, d_v]. Rows of padding, and of queries that see no token, are zero.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    _check_call(query, softmax_scale, backend)
+    _check_cache("key_cache", key_cache, 4, plan, query)
+    _check_cache("value_cache", value_cache, 4, plan, query)
+    heads, width = query.shape[1:]
+    if key_cache.shape[3] != width or heads % max(1, key_cache.shape[2]):
+        raise ValueError(
+            f"key_cache.shape is {tuple(key_cache.shape)}; expected [P, page, a divisor of {heads}, {width}]"
+        )
+    if value_cache.shape[:3] != key_cache.shape[:3]:
+        expected = f"{(*key_cache.shape[:3], 'd_v')}"
+        raise ValueError(f"value_cache.shape is {tuple(value_cache.shape)}; expected {expected}")
+    return torch.ops.mha2mla.gqa_attention(
+        query, key_cache, value_cache, plan.lengths, plan.index, plan.workspace, plan.short, plan.max_expanded_tokens,
+        plan.window, plan.capacity, softmax_scale, backend,
+    )  # fmt: skip
+
+
+def _check_call(query: Tensor, softmax_scale: float, backend: str | None) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
+    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale is {softmax_scale!r}; expected a positive finite number")
+    if query.ndim != 3:
+        raise ValueError(f"the query's shape is {tuple(query.shape)}; expected [N, H, width]")
+    if query.dtype not in _DTYPES:
+        raise ValueError(f"the query's dtype is {query.dtype}; expected bfloat16, float16, float32 or float64")
+
+
+def _check_cache(name: str, cache: Tensor, ndim: int, plan: MixedPlan, query: Tensor) -> None:
+    if cache.ndim != ndim or cache.shape[1] != plan.page_size:
+        raise ValueError(
+            f"{name}.shape is {tuple(cache.shape)}; expected {ndim} dimensions, pages of {plan.page_size} as the plan"
+        )
+    _check_like(name, cache, query)
+
+
+def _check_like(name: str, tensor: Tensor | None, query: Tensor) -> None:
+    if tensor is not None and (tensor.dtype != query.dtype or tensor.device != query.device):
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device}; expected {query.dtype} on {query.device}, as the query"
+        )
+
+
+def _output(query: Tensor, parts: Parts, width: int) -> Tensor:
+    """[N, H, width], zero where no sequence's tokens are."""
+    tokens, used = query.shape[0], parts.layout.tokens
+    if used > tokens:
+        raise ValueError(f"the query has {tokens} tokens; expected at least {used}, those of the plan's sequences")
+    out = query.new_empty(tokens, query.shape[1], width)
+    out[used:].zero_()
+    return out
+
+
+def _mla_attention(
+    q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, rope_cache: Tensor, k_up: Tensor | None, v_up: Tensor,
+    lengths: Tensor, index: list[Tensor], workspace: list[Tensor], short: int, max_expanded_tokens: int, window: int,
+    capacity: int, softmax_scale: float, backend: str | None,
+) -> Tensor:  # fmt: skip
+    parts = parts_of(lengths, index, workspace, short, max_expanded_tokens, window, capacity)
+    heads, kv_heads = q_pe.shape[1], v_up.shape[0]
+    out = _output(q_pe, parts, v_up.shape[1])
+    for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
+        rows = (len(group.rows), group.seqlen_q)
+        nope, rope = (_of_group(x, group.first_token, part.tokens, rows) for x in (q_nope, q_pe))
+        if k_up is None:
+            latent = rope.new_zeros(*rows, heads, latent_cache.shape[-1])
+        else:
+            latent = torch.einsum("bskrn,knc->bskrc", nope.unflatten(2, (kv_heads, -1)), k_up).flatten(2, 3)
+        made = mla_decode(
+            latent, rope, latent_cache, rope_cache, part.block_table, part.cache_seqlens, softmax_scale=softmax_scale,
+            cache_starts=part.cache_starts if part.cache_starts.numel() else None,
+            plan=parts.decode_plan(number, heads, latent_cache.shape[-1]), backend=backend,
+        )  # fmt: skip
+        values = torch.einsum("bskrc,kvc->bskrv", made.unflatten(2, (kv_heads, -1)), v_up).flatten(2, 3)
+        _write_group(out, values, group.first_token, part)
+    if parts.waves:
+        query = torch.cat((q_nope, q_pe), dim=-1)
+        attend = partial(attention_varlen, softmax_scale=softmax_scale, backend=backend)
+        expanded = expanded_heads(kv_heads, rope_cache.shape[2])
+
+        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
+            rows = gather_rows(latent_cache, slots), gather_rows(rope_cache, slots)
+            return expand_latent(*rows, k_up, v_up, expanded)
+
+        for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
+            attend_wave(attend, query, read, wave, cu_seqlens_q, chunks, out)
+    return out
+
+
+def _gqa_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, index: list[Tensor],
+    workspace: list[Tensor], short: int, max_expanded_tokens: int, window: int, capacity: int, softmax_scale: float,
+    backend: str | None,
+) -> Tensor:  # fmt: skip
+    parts = parts_of(lengths, index, workspace, short, max_expanded_tokens, window, capacity)
+    out = _output(query, parts, value_cache.shape[3])
+    for group, part in zip(parts.layout.groups, parts.groups, strict=True):
+        rows = (len(group.rows), group.seqlen_q)
+        made = gqa_decode(
+            _of_group(query, group.first_token, part.tokens, rows), key_cache, value_cache, part.block_table,
+            part.cache_seqlens, softmax_scale=softmax_scale,
+            cache_starts=part.cache_starts if part.cache_starts.numel() else None, backend=backend,
+        )  # fmt: skip
+        _write_group(out, made, group.first_token, part)
+    attend = partial(attention_varlen, softmax_scale=softmax_scale, backend=backend)
+
+    def read(slots: Tensor) -> tuple[Tensor, Tensor]:
+        return gather_rows(key_cache, slots), gather_rows(value_cache, slots)
+
+    for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
+        attend_wave(attend, query, read, wave, cu_seqlens_q, chunks, out)
+    return out
+
+
+def _of_group(x: Tensor, first_token: int, tokens: Tensor, rows: tuple[int, int]) -> Tensor:
+    """The group's rows of x [N, ...]: [B_g, S_q, ...]; a view where its tokens lie side by side."""
+    mine = x[first_token : first_token + rows[0] * rows[1]] if first_token >= 0 else x.index_select(0, tokens)
+    return mine.unflatten(0, rows)
+
+
+def _write_group(out: Tensor, values: Tensor, first_token: int, part: GroupPart) -> None:
+    values = values.flatten(0, 1)
+    if first_token >= 0:
+        out[first_token : first_token + len(values)] = values
+    else:  # pieces overlap; which of two results stays must not depend on the run
+        out.index_copy_(0, part.targets, values.index_select(0, part.sources))
+
+
+_PLAN = (
+    "Tensor lengths, Tensor[] index, Tensor(a!)[] workspace, int short, int max_expanded_tokens, int window,"
+    " int capacity, float softmax_scale, str? backend"
+)
+LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
+LIBRARY.define(
+    "mla_attention(Tensor q_nope, Tensor q_pe, Tensor latent_cache, Tensor rope_cache, Tensor? k_up, Tensor v_up,"
+    f" {_PLAN}) -> Tensor"
+)
+LIBRARY.define(f"gqa_attention(Tensor query, Tensor key_cache, Tensor value_cache, {_PLAN}) -> Tensor")
+LIBRARY.impl("mla_attention", _mla_attention, "CompositeExplicitAutograd")
+LIBRARY.impl("gqa_attention", _gqa_attention, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "mha2mla::mla_attention",
+    lambda q_nope, q_pe, latent_cache, rope_cache, k_up, v_up, *_: q_pe.new_empty(*q_pe.shape[:2], v_up.shape[1]),
+    lib=LIBRARY,
+)
+torch.library.register_fake(
+    "mha2mla::gqa_attention",
+    lambda query, key_cache, value_cache, *_: query.new_empty(*query.shape[:2], value_cache.shape[3]),
+    lib=LIBRARY,
+)

@@ -1,0 +1,196 @@
+"""Which sequences of a ragged batch run together and in which form: decided on the host, from lengths. No tensors.
+
+Short queries run the *absorbed* form (the decode op), in groups of equal query length. Long ones run the *expanded*
+form: their cached latents are expanded to keys and values of every head, in *waves* that fit into a bounded workspace;
+a sequence whose context alone is larger is cut into chunks, whose partial results are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+MAX_DECODE_QUERY_LENGTH = 8  # what the decode kernels are compiled for
+MAX_GROUP = 2048  # sequences or pieces in one call of the decode op; a plan takes 4096
+
+
+@dataclass(frozen=True)
+class Group:
+    """One call of the decode op.
+
+    Attributes:
+        seqlen_q: query tokens of each row.
+        rows: sequence of each row.
+        first_query: where in its sequence's query each row begins; rows of one sequence may overlap, and then compute
+            the same thing.
+        first_token: of the batch, where the rows lie one behind the other and are whole queries; -1: they do not.
+    """
+
+    seqlen_q: int
+    rows: tuple[int, ...]
+    first_query: tuple[int, ...]
+    first_token: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Cached tokens ``first[i] … first[i] + lengths[i] - 1`` of the i-th sequence of a wave.
+
+    ``causal``: the chunk ends with the sequence, so that its last token is the last query's own (bottom-right aligned);
+    else all queries see all of it.
+    """
+
+    first: tuple[int, ...]
+    lengths: tuple[int, ...]
+    causal: bool
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=0)
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Consecutive sequences ``first … stop - 1`` that are expanded together; tokens of the batch likewise."""
+
+    first: int
+    stop: int
+    first_token: int
+    query_lengths: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.query_lengths)
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """The calls that a ragged batch takes; ``tokens`` of it belong to sequences, what is behind them is padding."""
+
+    groups: tuple[Group, ...]
+    waves: tuple[Wave, ...]
+    tokens: int
+
+
+def absorbs_up_to(
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    qk_nope_head_dim: int,
+    v_head_dim: int,
+) -> int:
+    """Query length up to which the absorbed form needs fewer FLOP than the expanded one over the same cached tokens.
+
+    Per cached token, absorbed attention costs ``2 H (2 d_c + d_r)`` for each query, expanded attention
+    ``2 H (d_n + d_r + d_v)`` for each query and ``2 h_kv d_c (d_n + d_v)`` once, for expanding the token.
+    """
+    absorbed = num_attention_heads * (2 * kv_lora_rank + qk_rope_head_dim)
+    expanded = num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim + v_head_dim)
+    expansion = num_key_value_heads * kv_lora_rank * (qk_nope_head_dim + v_head_dim)
+    if absorbed <= expanded:
+        return 2**30
+    return max(MAX_DECODE_QUERY_LENGTH, expansion // (absorbed - expanded))
+
+
+@lru_cache(maxsize=64)  # asked by every layer of a step
+def lay_out(
+    query_lengths: tuple[int, ...],
+    cached_lengths: tuple[int, ...],
+    starts: tuple[int, ...],
+    short: int,
+    max_expanded_tokens: int,
+    windowed: bool = False,
+) -> BatchLayout:
+    """The calls for sequences that bring ``query_lengths`` new tokens to ``cached_lengths`` cached ones.
+
+    Args:
+        query_lengths, cached_lengths: per sequence. Of sequences with at most 8 new tokens the second is not looked at.
+        starts: per sequence, the first visible cached token.
+        short: longest query that runs the absorbed form where at least as many tokens are cached before it
+            (:func:`absorbs_up_to`); queries of at most 8 tokens always do.
+        max_expanded_tokens: cached tokens expanded at a time; one sequence's query counts as fitting.
+        windowed: of a layer with a sliding window: all run the absorbed form, which reads the window alone.
+    """
+    tokens, offset = 0, []
+    for length in query_lengths:
+        offset.append(tokens)
+        tokens += length
+
+    def form(sequence: int) -> str:
+        length = query_lengths[sequence]
+        if length <= MAX_DECODE_QUERY_LENGTH:
+            return "decode" if length else "none"
+        return "pieces" if windowed or length <= min(short, cached_lengths[sequence]) else "expanded"
+
+    forms = [form(sequence) for sequence in range(len(query_lengths))]
+    groups: list[Group] = []
+    run: list[int] = []
+    for sequence, kind in enumerate(forms):
+        if kind != "decode":
+            continue
+        length = query_lengths[sequence]
+        if run and (run[-1] != sequence - 1 or query_lengths[run[0]] != length or len(run) == MAX_GROUP):
+            groups.append(_whole(run, query_lengths, offset))
+            run = []
+        run.append(sequence)
+    if run:
+        groups.append(_whole(run, query_lengths, offset))
+
+    size = MAX_DECODE_QUERY_LENGTH
+    pieces = [
+        (sequence, min(first, query_lengths[sequence] - size))  # the last piece overlaps the one before
+        for sequence, kind in enumerate(forms)
+        if kind == "pieces"
+        for first in range(0, query_lengths[sequence], size)
+    ]
+    for begin in range(0, len(pieces), MAX_GROUP):
+        rows, first_query = zip(*pieces[begin : begin + MAX_GROUP], strict=True)
+        groups.append(Group(size, rows, first_query, -1))
+
+    waves: list[Wave] = []
+    first = None
+    for sequence, kind in [*enumerate(forms), (len(forms), "none")]:
+        if first is not None:
+            total = sum(cached_lengths[i] + query_lengths[i] - starts[i] for i in range(first, sequence))
+            more = cached_lengths[sequence] + query_lengths[sequence] - starts[sequence] if kind == "expanded" else 0
+            if kind != "expanded" or total + more > max_expanded_tokens:
+                waves.append(_wave(first, sequence, offset, query_lengths, cached_lengths, starts, max_expanded_tokens))
+                first = None
+        if kind == "expanded" and first is None:
+            first = sequence
+    return BatchLayout(tuple(groups), tuple(waves), tokens)
+
+
+def _whole(run: Sequence[int], query_lengths: tuple[int, ...], offset: list[int]) -> Group:
+    return Group(query_lengths[run[0]], tuple(run), (0,) * len(run), offset[run[0]])
+
+
+def _wave(
+    first: int,
+    stop: int,
+    offset: list[int],
+    query_lengths: tuple[int, ...],
+    cached_lengths: tuple[int, ...],
+    starts: tuple[int, ...],
+    max_expanded_tokens: int,
+) -> Wave:
+    queries = query_lengths[first:stop]
+    ends = [cached_lengths[i] + query_lengths[i] for i in range(first, stop)]
+    begins = [min(starts[i], end) for i, end in zip(range(first, stop), ends, strict=True)]
+    chunks: list[Chunk] = []
+    if stop - first == 1 and ends[0] - begins[0] > max(max_expanded_tokens, queries[0]):
+        last = ends[0] - max(max_expanded_tokens, queries[0])
+        for begin in range(begins[0], last, max_expanded_tokens):
+            chunks.append(Chunk((begin,), (min(max_expanded_tokens, last - begin),), False))
+        chunks.append(Chunk((last,), (ends[0] - last,), True))
+    else:
+        lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        chunks.append(Chunk(tuple(begins), lengths, True))
+    return Wave(first, stop, offset[first], queries, tuple(chunks))

@@ -1,0 +1,310 @@
+"""What a ragged batch's attention needs beside queries and caches: made once per step, shared by the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, BatchLayout, absorbs_up_to, lay_out
+from mha2mla.kernels.mla_decode.plan import DecodePlan, check_window, empty_plan
+from mha2mla.kernels.rope_append.api import slots_of
+
+MAX_EXPANDED_TOKENS = 16384  # 256 MiB of keys and values at 32 heads of 128 + 128 in bfloat16
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """Which calls a ragged batch takes, and their index tensors and workspace.
+
+    Made by :func:`plan_mla_attention` or :func:`plan_gqa_attention`. All layers that share lengths, page table, window
+    and widths may share a plan, one after another. It holds tensors and numbers only, so that it can be an argument of
+    a compiled or exported function; ``lengths`` lies on the CPU, since the host chooses by it.
+
+    Attributes:
+        lengths: [3, B] int32 on the CPU: new tokens, tokens cached before them, first visible token, per sequence.
+        index: on the device; ``parts`` says which is which.
+        workspace: of the decode op, written by every call.
+        short, max_expanded_tokens: as in :func:`mha2mla.kernels.mixed_attention.layout.lay_out`.
+        window: of the layers that share the plan; -1: none.
+        capacity: tokens that a row of the page table holds.
+        page_size: tokens per page.
+    """
+
+    lengths: Tensor
+    index: list[Tensor]
+    workspace: list[Tensor]
+    short: int
+    max_expanded_tokens: int
+    window: int
+    capacity: int
+    page_size: int
+
+    def parts(self) -> Parts:
+        return parts_of(
+            self.lengths, self.index, self.workspace, self.short, self.max_expanded_tokens, self.window, self.capacity
+        )
+
+
+torch.export.register_dataclass(MixedPlan, serialized_type_name="mha2mla.kernels.MixedPlan")
+
+
+class GroupPart(NamedTuple):
+    """Index tensors of a :class:`~mha2mla.kernels.mixed_attention.layout.Group` of B_g rows.
+
+    ``block_table [B_g, max_pages]``, ``cache_seqlens [B_g]``, ``cache_starts [B_g]`` (empty: none); int64, and empty
+    where the group's tokens lie side by side: ``tokens [B_g * S_q]``, which of the batch, and ``targets [n]``, the same
+    without repetitions, whose results are rows ``sources [n]``; then the fields of a plan of the decode op.
+    """
+
+    block_table: Tensor
+    cache_seqlens: Tensor
+    cache_starts: Tensor
+    tokens: Tensor
+    sources: Tensor
+    targets: Tensor
+    schedule: Tensor
+    splits: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+
+class ChunkPart(NamedTuple):
+    """``slots [T]`` int64 in the cache of a chunk's tokens, and ``cu_seqlens_k [sequences of the wave + 1]`` int32."""
+
+    slots: Tensor
+    cu_seqlens_k: Tensor
+
+
+class Parts(NamedTuple):
+    """A plan by its parts: groups; and per wave ``cu_seqlens_q`` and its chunks."""
+
+    layout: BatchLayout
+    groups: tuple[GroupPart, ...]
+    waves: tuple[tuple[Tensor, tuple[ChunkPart, ...]], ...]
+    window: int
+    capacity: int
+
+    def decode_plan(self, group: int, heads: int, width: int) -> DecodePlan:
+        """The decode op's plan for a group, whose queries are [B_g, S_q, heads, width]."""
+        part, shape = self.groups[group], self.layout.groups[group]
+        return DecodePlan(
+            shape=(len(shape.rows), shape.seqlen_q, heads, width),
+            capacity=self.capacity,
+            causal=True,
+            window=None if self.window < 0 else self.window,
+            sinks=0,
+            schedule=part.schedule,
+            splits=part.splits,
+            partial_out=part.partial_out,
+            partial_lse=part.partial_lse,
+        )
+
+
+def parts_of(
+    lengths: Tensor,
+    index: list[Tensor],
+    workspace: list[Tensor],
+    short: int,
+    max_expanded_tokens: int,
+    window: int,
+    capacity: int,
+) -> Parts:
+    """The parts of a plan from its fields. Reads nothing on the device."""
+    layout = lay_out(*map(tuple, lengths.tolist()), short, max_expanded_tokens, window >= 0)
+    given, scratch = iter(index), iter(workspace)
+
+    def take(tensors: Iterator[Tensor], count: int) -> list[Tensor]:
+        return [next(tensors) for _ in range(count)]
+
+    groups = tuple([GroupPart(*take(given, 8), *take(scratch, 2)) for _ in layout.groups])
+    waves = tuple([(next(given), tuple([ChunkPart(*take(given, 2)) for _ in wave.chunks])) for wave in layout.waves])
+    return Parts(layout, groups, waves, window, capacity)
+
+
+def plan_mla_attention(
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    lengths: Tensor,
+    *,
+    num_attention_heads: int,
+    num_key_value_heads: int,
+    qk_nope_head_dim: int,
+    v_head_dim: int,
+    cache_starts: Tensor | None = None,
+    window: int | None = None,
+    max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
+    backend: str | None = None,
+) -> MixedPlan:
+    """A plan for calls of :func:`mla_attention` over caches of these shapes and sequences of these lengths.
+
+    Args:
+        latent_cache: [P, page, d_c]; only shape, dtype and device are looked at, here and in the next.
+        rope_cache: [P, page, G, d_r].
+        block_table: [B, max_pages] int32.
+        cache_seqlens: [B] int32, tokens per sequence, the new ones included; 0 for rows that pad a batch.
+        lengths: [3, B] int32 on the CPU: new tokens, tokens cached before them and the first visible token of each
+            sequence. Of sequences with at most 8 new tokens only the first is looked at.
+        num_attention_heads, num_key_value_heads, qk_nope_head_dim, v_head_dim: H, h_kv, d_n, d_v.
+        cache_starts: [B] int32, first visible token; None: 0.
+        window: each query sees only the last ``window`` tokens up to itself; None: all.
+        max_expanded_tokens: cached tokens that are expanded to keys and values at a time, which bounds the workspace
+            to ``max(max_expanded_tokens, longest query)`` tokens of ``lcm(h_kv, G) (d_n + d_r + d_v)`` numbers.
+        backend: as in :func:`mla_attention`.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    check_window(window, 0)
+    heads, width = num_attention_heads, latent_cache.shape[-1]
+    rope = rope_cache.shape[-1]
+    short = absorbs_up_to(heads, num_key_value_heads, width, rope, qk_nope_head_dim, v_head_dim)
+    # A stand-in for queries, of which a plan looks at shape, dtype and device.
+    query = latent_cache.new_empty(())
+
+    def decode_plan(rows: int, seqlen_q: int, table: Tensor) -> tuple[Tensor, ...]:
+        plan = empty_plan(
+            query.expand(rows, seqlen_q, heads, width), rope_cache, table, rope, True, window, 0, backend or "auto"
+        )
+        return plan.schedule, plan.splits, plan.partial_out, plan.partial_lse
+
+    def refresh(index: list[Tensor], seqlen_q: int, capacity: int) -> None:
+        _, seqlens, starts, *_, schedule, splits = index
+        torch.ops.mha2mla.mla_decode_plan(
+            seqlens, starts if starts.numel() else None, capacity, seqlen_q, True, -1 if window is None else window, 0,
+            schedule, splits,
+        )  # fmt: skip
+
+    return _plan(
+        rope_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, short, max_expanded_tokens,
+        decode_plan, refresh,
+    )  # fmt: skip
+
+
+def _plan(
+    page_size: int,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    lengths: Tensor,
+    cache_starts: Tensor | None,
+    window: int | None,
+    short: int,
+    max_expanded_tokens: int,
+    decode_plan: Callable[[int, int, Tensor], tuple[Tensor, ...]],
+    refresh: Callable[[list[Tensor], int, int], None],
+) -> MixedPlan:
+    batch = block_table.shape[0]
+    if lengths.shape != (3, batch) or lengths.dtype != torch.int32 or lengths.device.type != "cpu":
+        raise ValueError(
+            f"lengths is {lengths.dtype} {tuple(lengths.shape)} on {lengths.device}; expected torch.int32"
+            f" {(3, batch)} on the CPU"
+        )
+    if max_expanded_tokens < 1:
+        raise ValueError(f"max_expanded_tokens is {max_expanded_tokens}; expected at least 1")
+    for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_starts", cache_starts)):
+        if tensor is not None and (tensor.shape != (batch,) or tensor.dtype != torch.int32):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected torch.int32 {(batch,)}, [B]")
+    device, capacity = block_table.device, block_table.shape[1] * page_size
+    query_lengths, cached_lengths, starts = map(tuple, lengths.tolist())
+    layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, window is not None)
+    index: list[Tensor] = []
+    workspace: list[Tensor] = []
+    nothing = cache_seqlens.new_empty(0)
+    for group in layout.groups:
+        first, stop = group.rows[0], group.rows[-1] + 1
+        if group.first_token >= 0:
+            mine = [t if t is None else t[first:stop] for t in (block_table, cache_seqlens, cache_starts)]
+            tokens = sources = targets = nothing.long()
+        else:
+            offset = [0, *_cumulative(query_lengths)]
+            begins = [(row, q, offset[row] + q) for row, q in zip(group.rows, group.first_query, strict=True)]
+            rows, behind, token = to_device(
+                [
+                    group.rows,
+                    [query_lengths[row] - q - group.seqlen_q for row, q, _ in begins],
+                    [token for _, _, token in begins],
+                ],
+                device,
+            )
+            where = {
+                token + q: place * group.seqlen_q + q
+                for place, (_, _, token) in enumerate(begins)
+                for q in range(group.seqlen_q)
+            }
+            targets, sources = to_device([list(where), list(where.values())], device).long()
+            mine = [t if t is None else t.index_select(0, rows) for t in (block_table, cache_seqlens, cache_starts)]
+            mine[1] = (mine[1] - behind).clamp_min(0)
+            tokens = (token.long()[:, None] + torch.arange(group.seqlen_q, device=device)).flatten()
+        table, seqlens, visible = mine
+        schedule, splits, *scratch = decode_plan(len(group.rows), group.seqlen_q, table)
+        part = [table, seqlens, nothing if visible is None else visible, tokens, sources, targets, schedule, splits]
+        refresh(part, group.seqlen_q, capacity)
+        index += part
+        workspace += scratch
+    for wave in layout.waves:
+        index.append(to_device([[0, *_cumulative(wave.query_lengths)]], device)[0])
+        table = block_table[wave.first : wave.stop]
+        for chunk in wave.chunks:
+            cu_seqlens_k = to_device([[0, *_cumulative(chunk.lengths)]], device)[0]
+            (begin,) = to_device([chunk.first], device)
+            token = torch.arange(chunk.tokens, device=device)
+            sequence = torch.searchsorted(cu_seqlens_k[1:], token, right=True, out_int32=True)
+            position = token.int() + (begin - cu_seqlens_k[:-1])[sequence.long()]
+            slots = slots_of(table, sequence, position, page_size)
+            # Whoever built the batch has seen to it that there is a page; a wrong table must still not fault.
+            index += [slots.clamp_min(0).long(), cu_seqlens_k]
+    return MixedPlan(
+        lengths, index, workspace, short, max_expanded_tokens, -1 if window is None else window, capacity, page_size
+    )
+
+
+def _cumulative(lengths: tuple[int, ...]) -> list[int]:
+    total, sums = 0, []
+    for length in lengths:
+        total += length
+        sums.append(total)
+    return sums
+
+
+def to_device(rows: list, device: torch.device) -> Tensor:
+    """int32 [rows, n] from lists, in one copy that the host does not wait for."""
+    tensor = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return tensor.to(device, non_blocking=True)
+
+
+def plan_gqa_attention(
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    lengths: Tensor,
+    *,
+    page_size: int,
+    cache_starts: Tensor | None = None,
+    max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
+) -> MixedPlan:
+    """A plan for calls of :func:`gqa_attention`.
+
+    Args:
+        page_size: tokens per page.
+        max_expanded_tokens: cached tokens that are gathered at a time.
+        block_table, cache_seqlens, lengths, cache_starts: as in :func:`plan_mla_attention`.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    nothing = block_table.new_empty(0)
+
+    def decode_plan(*_: object) -> tuple[Tensor, ...]:
+        return (nothing,) * 4
+
+    def refresh(*_: object) -> None:
+        pass
+
+    return _plan(
+        page_size, block_table, cache_seqlens, lengths, cache_starts, None, MAX_DECODE_QUERY_LENGTH,
+        max_expanded_tokens, decode_plan, refresh,
+    )  # fmt: skip

@@ -1,0 +1,330 @@
+"""One step's sequences: lengths, page table, positions and slots, prepared once and shared by all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.export import Dim, ShapesCollection
+
+from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH
+from mha2mla.kernels.mixed_attention.plan import to_device
+from mha2mla.kernels.rope_append.api import slots_of
+from mha2mla.modeling.pages import NO_PAGE
+
+
+class CacheCapacityError(ValueError):
+    """New tokens have no place in the cache; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class SequenceBatch:
+    """A ragged batch of B sequences that bring N new tokens to a paged cache.
+
+    Rows are sorted by the number of new tokens, so that sequences which run together lie together; callers keep their
+    own order with :meth:`flatten` and :meth:`unflatten`. It is a pytree: an argument of compiled and exported
+    functions.
+
+    Attributes:
+        cu_seqlens_q: [B + 1] int32, where the tokens of each row begin.
+        cached_lengths: [B] int32, tokens cached before this step.
+        cache_seqlens: [B] int32, tokens with the new ones; 0 for rows that pad the batch.
+        cache_starts: [B] int32, first visible token, or None.
+        block_table: [B, max_pages] int32, NO_PAGE behind a sequence's pages.
+        sequences: [N] int32, row of each token; -1 for tokens that pad the batch.
+        positions: [N] int32, of each token in its sequence.
+        slots: [N] int32, page · page_size + offset of each token; -1: none.
+        lengths: [3, B] int32 on the CPU: new tokens, cached tokens, first visible token. What the host decides by.
+        order: [B] int64 on the CPU, which of the caller's sequences each row is; -1 for rows that pad the batch.
+        max_seqlen_q: the largest number of new tokens.
+        page_size: tokens per page.
+    """
+
+    cu_seqlens_q: Tensor
+    cached_lengths: Tensor
+    cache_seqlens: Tensor
+    cache_starts: Tensor | None
+    block_table: Tensor
+    sequences: Tensor
+    positions: Tensor
+    slots: Tensor
+    lengths: Tensor
+    order: Tensor
+    max_seqlen_q: int
+    page_size: int
+
+    @classmethod
+    def build(
+        cls,
+        query_lengths: Sequence[int],
+        cached_lengths: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        page_size: int,
+        *,
+        num_pages: int | None = None,
+        cache_starts: Sequence[int] | None = None,
+        max_pages: int | None = None,
+        num_sequences: int | None = None,
+        num_tokens: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> SequenceBatch:
+        """A batch from what the host knows. Two small copies to the device, and nothing read from it.
+
+        Args:
+            query_lengths: new tokens per sequence, in the caller's order.
+            cached_lengths: tokens that each has cached.
+            pages: of each sequence, with room for the new tokens (:class:`~mha2mla.modeling.pages.PageAllocator`).
+            page_size: tokens per page.
+            num_pages: of the cache; None: not checked.
+            cache_starts: first visible token per sequence.
+            max_pages: columns of the page table; default the most that a sequence has, at least one.
+            num_sequences: rows to pad the batch to, for a CUDA graph of that size; they have as many new tokens as the
+                shortest sequence (one, if there is none), cache nothing and see nothing.
+            num_tokens: tokens to pad to, after that.
+            device: of the tensors.
+
+        Raises:
+            CacheCapacityError: a sequence's pages do not hold its tokens, are not in the cache, or are more than
+                ``max_pages``; or two sequences would write to one page.
+            ValueError: naming the argument, what it was and what it must be.
+        """
+        count = len(query_lengths)
+        starts = [0] * count if cache_starts is None else list(cache_starts)
+        for name, given in (("cached_lengths", cached_lengths), ("pages", pages), ("cache_starts", starts)):
+            if len(given) != count:
+                raise ValueError(f"{name} has {len(given)} entries; expected {count}, one per sequence")
+        for name, given in (
+            ("query_lengths", query_lengths), ("cached_lengths", cached_lengths), ("cache_starts", starts),
+        ):  # fmt: skip
+            if any(value < 0 for value in given):
+                raise ValueError(f"{name} is {list(given)}; expected no negative number")
+        if page_size < 1:
+            raise ValueError(f"page_size is {page_size}; expected at least 1")
+        width = max(1, *(len(row) for row in pages)) if pages else 1
+        if max_pages is not None and max_pages < width:
+            raise CacheCapacityError(f"max_pages is {max_pages}; expected at least {width}, the longest sequence's")
+        _check_capacity(query_lengths, cached_lengths, pages, page_size, num_pages)
+        padding = 0 if num_sequences is None else num_sequences - count
+        if padding < 0:
+            raise ValueError(f"num_sequences is {num_sequences}; expected at least {count}, those of the batch")
+
+        rows = sorted(range(count), key=lambda i: query_lengths[i])
+        shortest = min((query_lengths[i] for i in rows), default=1)
+        place = next((at for at, i in enumerate(rows) if query_lengths[i] > shortest), count)
+        order = [*rows[:place], *[-1] * padding, *rows[place:]]
+
+        def in_order(values: Sequence, fill: object) -> list:
+            return [fill if i < 0 else values[i] for i in order]
+
+        queries = in_order(query_lengths, shortest)
+        cached, starts = in_order(cached_lengths, 0), in_order(starts, 0)
+        stops = [0 if i < 0 else cached_lengths[i] + query_lengths[i] for i in order]
+        total = sum(queries)
+        tokens = total if num_tokens is None else num_tokens
+        if tokens < total:
+            raise ValueError(f"num_tokens is {num_tokens}; expected at least {total}, those of the batch")
+        table = torch.full((len(order), max_pages or width), NO_PAGE, dtype=torch.int32)
+        for row, mine in zip(table, in_order(pages, ()), strict=True):
+            row[: len(mine)] = torch.tensor(mine, dtype=torch.int32)
+        cu_seqlens = [0]
+        for length in queries:
+            cu_seqlens.append(cu_seqlens[-1] + length)
+        device = torch.device(device)
+        packed = to_device([cu_seqlens, [*cached, 0], [*stops, 0], [*starts, 0]], device)
+        if device.type == "cuda":
+            table = table.pin_memory().to(device, non_blocking=True)
+        else:
+            table = table.to(device)
+        boundaries, cached_on, seqlens_on, starts_on = (row.clone() for row in packed)
+        sequences, positions, slots = token_places(boundaries, cached_on[:-1], table, tokens, page_size)
+        return cls(
+            cu_seqlens_q=boundaries,
+            cached_lengths=cached_on[:-1],
+            cache_seqlens=seqlens_on[:-1],
+            cache_starts=None if cache_starts is None else starts_on[:-1],
+            block_table=table,
+            sequences=sequences,
+            positions=positions,
+            slots=slots,
+            lengths=torch.tensor([queries, cached, starts], dtype=torch.int32).view(3, -1),
+            order=torch.tensor(order, dtype=torch.int64),
+            max_seqlen_q=max(queries, default=0),
+            page_size=page_size,
+        )
+
+    @classmethod
+    def example(cls, page_size: int = 16, device: torch.device | str = "cpu") -> SequenceBatch:
+        """A small batch with decodes, a draft, a chunk of a prefill and a fresh prompt; for tracing and for trying out."""
+        lengths, cached = (1, 1, 3, 20, 11), (5, 37, 16, 40, 0)
+        pages, used = [], 0
+        for new, old in zip(lengths, cached, strict=True):
+            needed = -(-(new + old) // page_size)
+            pages.append(range(used, used + needed))
+            used += needed
+        return cls.build(lengths, cached, pages, page_size, num_pages=used, device=device)
+
+    @classmethod
+    def maximum(
+        cls,
+        num_sequences: int,
+        max_pages: int,
+        page_size: int,
+        *,
+        seqlen_q: int = 1,
+        num_tokens: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> SequenceBatch:
+        """A batch of padding alone, of the largest size: to capture a CUDA graph over, and to reserve memory by.
+
+        Nothing is written to a cache and nothing read. :meth:`copy_` puts a real batch of that size in its place.
+        """
+        rows = num_sequences
+        zeros = torch.zeros(rows, dtype=torch.int32, device=device)
+        boundaries = torch.arange(rows + 1, dtype=torch.int32, device=device) * seqlen_q
+        table = torch.full((rows, max_pages), NO_PAGE, dtype=torch.int32, device=device)
+        tokens = rows * seqlen_q if num_tokens is None else num_tokens
+        sequences, positions, slots = token_places(boundaries, zeros, table, tokens, page_size)
+        lengths = torch.zeros(3, rows, dtype=torch.int32)
+        lengths[0] = seqlen_q
+        return cls(
+            boundaries, zeros, zeros.clone(), None, table, sequences, positions, slots, lengths,
+            torch.full((rows,), -1), seqlen_q, page_size,
+        )  # fmt: skip
+
+    @property
+    def num_sequences(self) -> int:
+        """B, rows of padding included."""
+        return self.block_table.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """N, padding included."""
+        return self.positions.shape[0]
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """[B] int64, the last token of each row; token 0 for rows without one."""
+        return (self.cu_seqlens_q[1:].long() - 1).clamp_min(0)
+
+    def copy_(self, other: SequenceBatch) -> SequenceBatch:
+        """Puts another batch into this one's tensors, which stay where they are: for replaying a CUDA graph.
+
+        Raises:
+            ValueError: shapes or numbers of new tokens differ, or there are long queries, whose launches depend on
+                lengths that only the host knows.
+        """
+        same = torch.equal(self.lengths[0], other.lengths[0]) and self.page_size == other.page_size
+        if not same or self.block_table.shape != other.block_table.shape or self.num_tokens != other.num_tokens:
+            raise ValueError(
+                f"other has {other.num_sequences} sequences of {other.block_table.shape[1]} pages, {other.num_tokens}"
+                f" tokens and query lengths {other.lengths[0].tolist()}; expected {self.num_sequences} of"
+                f" {self.block_table.shape[1]}, {self.num_tokens} and {self.lengths[0].tolist()}"
+            )
+        if self.max_seqlen_q > MAX_DECODE_QUERY_LENGTH:
+            raise ValueError(f"max_seqlen_q is {self.max_seqlen_q}; expected at most {MAX_DECODE_QUERY_LENGTH}")
+        if (self.cache_starts is None) != (other.cache_starts is None):
+            raise ValueError("cache_starts is given in one batch only; expected both or neither")
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(mine, Tensor):
+                mine.copy_(theirs, non_blocking=True)
+        return self
+
+    def flatten(self, parts: Sequence[Tensor]) -> Tensor:
+        """What the caller has per sequence, each [S_i, ...], as [N, ...] in the order of the rows; zeros for padding.
+
+        Raises:
+            ValueError: another number of sequences, or of new tokens in one.
+        """
+        own = [i for i in self.order.tolist() if i >= 0]
+        if len(parts) != len(own):
+            raise ValueError(f"parts has {len(parts)} entries; expected {len(own)}, one per sequence")
+        rows = []
+        for index, length in zip(self.order.tolist(), self.lengths[0].tolist(), strict=True):
+            part = parts[index] if index >= 0 else parts[0].new_zeros(length, *parts[0].shape[1:])
+            if part.shape[0] != length:
+                raise ValueError(f"parts[{index}] has {part.shape[0]} tokens; expected {length}")
+            rows.append(part)
+        if not parts:
+            raise ValueError("parts is empty; expected at least one sequence")
+        rest = parts[0].new_zeros(self.num_tokens - sum(len(row) for row in rows), *parts[0].shape[1:])
+        return torch.cat([*rows, rest])
+
+    def unflatten(self, flat: Tensor) -> list[Tensor]:
+        """Views [S_i, ...] of flat [N, ...], in the caller's order, without padding."""
+        pieces = flat[: int(self.lengths[0].sum())].split(self.lengths[0].tolist())
+        mine = {index: piece for index, piece in zip(self.order.tolist(), pieces, strict=True) if index >= 0}
+        return [mine[index] for index in range(len(mine))]
+
+    def nest(self, flat: Tensor) -> Tensor:
+        """flat [N, ...] as a nested tensor [B, ragged, ...] of torch's jagged layout, over the same memory."""
+        used = flat[: int(self.lengths[0].sum())]
+        return torch.nested.nested_tensor_from_jagged(used, self.cu_seqlens_q.long())
+
+    def unnest(self, nested: Tensor) -> Tensor:
+        """The inverse of :meth:`nest`: [N, ...], zeros for tokens that pad the batch."""
+        values = nested.values()
+        rest = self.num_tokens - values.shape[0]
+        return values if not rest else torch.cat((values, values.new_zeros(rest, *values.shape[1:])))
+
+    def dynamic_shapes(self, shapes: ShapesCollection | None = None) -> ShapesCollection:
+        """Declares for ``torch.export`` which sizes vary: sequences, tokens, and columns of the page table.
+
+        Args:
+            shapes: what else the caller declares; added to.
+        """
+        shapes = ShapesCollection() if shapes is None else shapes
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if isinstance(tensor, Tensor):
+                first = 1 if field.name == "lengths" else 0
+                shapes[tensor] = dict.fromkeys(range(first, tensor.ndim), Dim.AUTO)
+        return shapes
+
+
+torch.export.register_dataclass(SequenceBatch, serialized_type_name="mha2mla.modeling.SequenceBatch")
+
+
+def token_places(
+    cu_seqlens_q: Tensor, cached_lengths: Tensor, block_table: Tensor, num_tokens: int, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, position and slot [N] int32 of every new token; -1, 0 and -1 behind the last row. On the device."""
+    token = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens_q.device)
+    sequences = torch.searchsorted(cu_seqlens_q[1:], token, right=True, out_int32=True)
+    inside = sequences < cached_lengths.shape[0]
+    sequences = torch.where(inside, sequences, -1)
+    if cached_lengths.shape[0] == 0:
+        return sequences, torch.zeros_like(token), torch.full_like(token, -1)
+    row = sequences.clamp_min(0).long()
+    positions = torch.where(inside, cached_lengths[row] + token - cu_seqlens_q[row], 0)
+    return sequences, positions, slots_of(block_table, sequences, positions, page_size)
+
+
+def _check_capacity(
+    query_lengths: Sequence[int],
+    cached_lengths: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    page_size: int,
+    num_pages: int | None,
+) -> None:
+    owners: dict[int, list[int]] = {}
+    for sequence, mine in enumerate(pages):
+        for page in mine:
+            if page < 0 or (num_pages is not None and page >= num_pages):
+                last = "the cache's" if num_pages is None else num_pages - 1
+                raise CacheCapacityError(f"pages[{sequence}] has page {page}; expected 0 to {last}")
+            owners.setdefault(page, []).append(sequence)
+    for sequence, (new, old, mine) in enumerate(zip(query_lengths, cached_lengths, pages, strict=True)):
+        if new + old > len(mine) * page_size:
+            raise CacheCapacityError(
+                f"sequence {sequence} will have {old} + {new} tokens; expected at most {len(mine) * page_size}, what"
+                f" its {len(mine)} pages of {page_size} hold"
+            )
+        for page in mine[old // page_size : -(-(old + new) // page_size)] if new else ():
+            if len(owners[page]) > 1:
+                raise CacheCapacityError(
+                    f"sequence {sequence} would write to page {page}, which is in the tables of {owners[page]}; expected"
+                    " a page of its own (PageAllocator.grow gives one)"
+                )

@@ -1,0 +1,329 @@
+"""The mixed-batch ops: any query lengths in one call equal sequences one by one; layout, chunks, poison, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mha2mla.kernels import gqa_attention, mla_attention, plan_gqa_attention, plan_mla_attention
+from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS
+from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
+from mha2mla.kernels.mixed_attention.reference import attend_sequences, mla_attention_reference, rows_of
+from mha2mla.modeling.batch import SequenceBatch
+
+SCALE = 0.3
+
+
+@dataclass(frozen=True)
+class Widths:
+    heads: int
+    kv_heads: int
+    rope_heads: int
+    latent: int
+    rope: int
+    nope: int
+    value: int
+    page: int = 16
+
+
+WIDTHS = {
+    "per group": Widths(6, 2, 2, 16, 8, 8, 16),
+    "shared": Widths(4, 4, 1, 24, 8, 16, 8),
+    "odd groups": Widths(6, 2, 3, 16, 8, 8, 8),
+    "no nope": Widths(4, 2, 2, 32, 16, 0, 16),
+}
+# new and cached tokens: decodes, a draft, an empty one, a short query over a long context, chunks, a fresh prompt
+LENGTHS = ([1, 0, 1, 3, 12, 1, 40, 25, 8], [5, 4, 37, 16, 50, 0, 33, 0, 20])
+
+
+def widths_on_gpu() -> list[Widths]:
+    return [
+        Widths(32, 32, 32, 512, 16, 112, 128, 64),
+        Widths(9, 3, 3, 192, 16, 48, 64, 64),
+        Widths(16, 2, 1, 512, 64, 128, 128, 64),
+    ]
+
+
+@dataclass(frozen=True)
+class Problem:
+    widths: Widths
+    batch: SequenceBatch
+    q_nope: torch.Tensor
+    q_pe: torch.Tensor
+    latent_cache: torch.Tensor
+    rope_cache: torch.Tensor
+    k_up: torch.Tensor | None
+    v_up: torch.Tensor
+
+    @classmethod
+    def make(cls, widths, lengths=LENGTHS, dtype=torch.float32, device="cpu", combined=False, starts=None, **pad):
+        """Everything that no query may look at is NaN."""
+        page = widths.page
+        counts = [-(-(new + old) // page) for new, old in zip(*lengths, strict=True)]
+        shuffled = iter(torch.randperm(sum(counts) + 3).tolist())
+        pages = [[next(shuffled) for _ in range(count)] for count in counts]
+        batch = SequenceBatch.build(
+            *lengths, pages, page, num_pages=sum(counts) + 3, cache_starts=starts, device=device, **pad
+        )
+
+        def normal(*shape, scale=1.0):
+            return (torch.randn(*shape) * scale).to(device, dtype)
+
+        rows = normal(sum(counts) + 3, page, widths.latent + widths.rope_heads * widths.rope)
+        used = torch.zeros(rows.shape[:2], dtype=torch.bool)
+        for index, mine in enumerate(pages):
+            for t in range(0 if starts is None else starts[index], lengths[0][index] + lengths[1][index]):
+                used[mine[t // page], t % page] = True
+        rows[~used] = torch.nan
+        latent, rope = rows.split((widths.latent, widths.rope_heads * widths.rope), -1)
+        rope = rope.unflatten(-1, (widths.rope_heads, widths.rope))
+        if not combined:
+            latent, rope = latent.contiguous(), rope.contiguous()
+        tokens = batch.num_tokens
+        k_up = normal(widths.kv_heads, widths.nope, widths.latent, scale=widths.latent**-0.5) if widths.nope else None
+        return cls(
+            widths, batch, normal(tokens, widths.heads, widths.nope), normal(tokens, widths.heads, widths.rope), latent,
+            rope, k_up, normal(widths.kv_heads, widths.value, widths.latent, scale=widths.latent**-0.5),
+        )  # fmt: skip
+
+    def plan(self, **options):
+        w, b = self.widths, self.batch
+        return plan_mla_attention(
+            self.latent_cache, self.rope_cache, b.block_table, b.cache_seqlens, b.lengths, num_attention_heads=w.heads,
+            num_key_value_heads=w.kv_heads, qk_nope_head_dim=w.nope, v_head_dim=w.value, cache_starts=b.cache_starts,
+            **options,
+        )  # fmt: skip
+
+    def run(self, plan=None, backend=None, **options):
+        plan = self.plan(backend=backend, **options) if plan is None else plan
+        return mla_attention(
+            self.q_nope, self.q_pe, self.latent_cache, self.rope_cache, self.k_up, self.v_up, plan,
+            softmax_scale=SCALE, backend=backend,
+        )  # fmt: skip
+
+    def exact(self, dtype=torch.float64, window=None):
+        """The oracle at a dtype; whatever the sequence does not see is zero there, since 0 · NaN is NaN."""
+        moved = [
+            None if x is None else x.nan_to_num(0.0).to(dtype)
+            for x in (self.q_nope, self.q_pe, self.latent_cache, self.rope_cache, self.k_up, self.v_up)
+        ]
+        queries, _, starts = self.batch.lengths.tolist()
+        return mla_attention_reference(
+            *moved, self.batch.block_table, queries, self.batch.cache_seqlens.tolist(), softmax_scale=SCALE,
+            cache_starts=starts, window=window,
+        )  # fmt: skip
+
+
+def error(value, expected):
+    return float((value.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("combined", [False, True])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
+def test_any_mix_equals_sequences_one_by_one(widths, combined):
+    problem = Problem.make(widths, combined=combined, num_tokens=95)
+    out = problem.run()
+    assert out.shape == (95, widths.heads, widths.value) and not out[91:].any()
+    assert error(out, problem.exact()) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_errs_as_torch_does(dtype):
+    problem = Problem.make(WIDTHS["per group"], dtype=dtype)
+    exact, eps = problem.exact(), torch.finfo(dtype).eps
+    # Rounded on the way: absorbed query, latent output, expanded keys and values, the result; each by eps / 2 a number.
+    assert error(problem.run(), exact) < 2 * eps
+
+
+@pytest.mark.parametrize("limit", [7, 16, 64])
+def test_chunks_of_the_context_are_merged(limit):
+    problem = Problem.make(WIDTHS["per group"])
+    plan = problem.plan(max_expanded_tokens=limit)
+    waves = plan.parts().layout.waves
+    assert limit == 64 or any(len(wave.chunks) > 1 for wave in waves)
+    assert all(chunk.tokens <= max(limit, wave.tokens) for wave in waves for chunk in wave.chunks)
+    assert error(problem.run(plan), problem.exact()) < 2e-6
+
+
+def test_more_chunks_than_partials_are_held():
+    problem = Problem.make(Widths(8, 1, 1, 64, 8, 16, 8), ([9], [150]))  # one kv head: expanding is cheap
+    plan = problem.plan(max_expanded_tokens=10)
+    assert len(plan.parts().layout.waves[0].chunks) == 16 > MAX_PARTIALS
+    assert error(problem.run(plan), problem.exact()) < 2e-6
+
+
+def test_first_visible_tokens():
+    starts = [2, 0, 30, 0, 11, 0, 7, 5, 28]
+    problem = Problem.make(WIDTHS["per group"], starts=starts)
+    out = problem.run()
+    assert not out.isnan().any() and error(out, problem.exact()) < 2e-6
+    assert error(problem.run(max_expanded_tokens=9), problem.exact()) < 2e-6
+
+
+@pytest.mark.parametrize("window", [1, 5, 30])
+def test_sliding_windows(window):
+    problem = Problem.make(WIDTHS["per group"])
+    assert not problem.plan(window=window).parts().layout.waves
+    assert error(problem.run(window=window), problem.exact(window=window)) < 2e-6
+
+
+@pytest.mark.parametrize("lengths", [([], []), ([0, 0], [3, 0]), ([1], [0]), ([9], [0]), ([30], [1])])
+def test_smallest_batches(lengths):
+    problem = Problem.make(WIDTHS["per group"], lengths)
+    out = problem.run()
+    assert out.shape[0] == sum(lengths[0])
+    assert not out.numel() or error(out, problem.exact()) < 2e-6
+
+
+def test_padding_rows_are_zero_and_touch_nothing():
+    problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), num_sequences=5)
+    out = problem.run()
+    assert not out[2:].any() and error(out, problem.exact()) < 2e-6
+
+
+def test_a_plan_refuses_fewer_tokens_and_other_pages():
+    problem = Problem.make(WIDTHS["per group"])
+    plan = problem.plan()
+    with pytest.raises(ValueError, match="the query has 90 tokens; expected at least 91"):
+        replace(problem, q_nope=problem.q_nope[:90], q_pe=problem.q_pe[:90]).run(plan)
+    with pytest.raises(ValueError, match="pages of 8 as the plan"):
+        problem.run(replace(plan, page_size=8))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_nope": torch.zeros(3, 6, 8)}, r"q_nope.shape is \(3, 6, 8\)"),
+        ({"k_up": None}, "k_up is None"),
+        ({"k_up": torch.zeros(2, 8, 15)}, r"k_up is of shape \(2, 8, 15\)"),
+        ({"v_up": torch.zeros(4, 8, 16)}, r"v_up.shape is \(4, 8, 16\); expected \[a divisor of 6"),
+        ({"v_up": torch.zeros(2, 8, 16).double()}, "v_up is torch.float64"),
+        ({"rope_cache": torch.zeros(1, 16, 2, 8)}, r"rope_cache.shape is \(1, 16, 2, 8\)"),
+        ({"latent_cache": torch.zeros(1, 16, 2, 8)}, r"latent_cache.shape is \(1, 16, 2, 8\)"),
+    ],
+)
+def test_refusals_name_the_argument(change, message):
+    problem = Problem.make(WIDTHS["per group"])
+    plan = problem.plan()
+    with pytest.raises(ValueError, match=message):
+        replace(problem, **change).run(plan)
+
+
+def test_refusals_of_a_plan():
+    problem = Problem.make(WIDTHS["per group"])
+    with pytest.raises(ValueError, match="window is 0"):
+        problem.plan(window=0)
+    with pytest.raises(ValueError, match="max_expanded_tokens is 0"):
+        problem.plan(max_expanded_tokens=0)
+    wrong = replace(problem, batch=replace(problem.batch, lengths=problem.batch.lengths[:2]))
+    with pytest.raises(ValueError, match=r"lengths is torch.int32 \(2, 9\) on cpu; expected torch.int32 \(3, 9\)"):
+        wrong.plan()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90), st.integers(0, 20)), max_size=8),
+    st.integers(8, 50),
+    st.integers(1, 100),
+    st.booleans(),
+)
+def test_layout_covers_every_query_once(sequences, short, limit, windowed):
+    queries, cached, starts = zip(*sequences, strict=True) if sequences else ((), (), ())
+    layout = lay_out(queries, cached, starts, short, limit, windowed)
+    seen = [[0] * length for length in queries]
+    for group in layout.groups:
+        for row, first in zip(group.rows, group.first_query, strict=True):
+            for q in range(group.seqlen_q):
+                seen[row][first + q] += 1
+    for wave in layout.waves:
+        assert wave.tokens == sum(queries[wave.first : wave.stop])
+        for i, sequence in enumerate(range(wave.first, wave.stop)):
+            assert not windowed and queries[sequence] > 8
+            seen[sequence] = [count + 1 for count in seen[sequence]]
+            stop = cached[sequence] + queries[sequence]
+            assert wave.chunks[0].first[i] == min(starts[sequence], stop)
+            ends = [chunk.first[i] + chunk.lengths[i] for chunk in wave.chunks]
+            assert ends[:-1] == [chunk.first[i] for chunk in wave.chunks[1:]] and ends[-1] == stop
+            assert [chunk.causal for chunk in wave.chunks] == [False] * (len(wave.chunks) - 1) + [True]
+        assert all(chunk.tokens <= limit or wave.stop - wave.first == 1 for chunk in wave.chunks)
+    assert all(count >= 1 for counts in seen for count in counts)
+    assert all(counts == [1] * len(counts) for counts in seen if len(counts) <= 8)
+
+
+def test_the_form_follows_from_flop():
+    """H=32, d_c=512, d_r=16, 112 + 128: 2·512·32·240 FLOP expand a token, (2·32·1040 − 2·32·256) a query costs more."""
+    assert absorbs_up_to(32, 32, 512, 16, 112, 128) == (512 * 32 * 240) // (32 * 1040 - 32 * 256) == 156
+    assert absorbs_up_to(4, 4, 4, 8, 8, 8) == 2**30  # a latent narrower than a head never needs expanding
+
+
+def gqa_problem(dtype=torch.float32, device="cpu", heads=6, kv_heads=2, width=16, value=8, page=16, lengths=LENGTHS):
+    widths = Widths(heads, 1, kv_heads, kv_heads * value, width, 0, value, page)
+    problem = Problem.make(widths, lengths, dtype, device)
+    values = problem.latent_cache.unflatten(-1, (kv_heads, value)).contiguous()
+    return problem.batch, problem.q_pe, problem.rope_cache, values
+
+
+def gqa_exact(batch, query, keys, values, dtype=torch.float64):
+    pairs = [
+        tuple(rows_of(cache.nan_to_num(0.0).to(dtype), table, length) for cache in (keys, values))
+        for table, length in zip(batch.block_table, batch.cache_seqlens.tolist(), strict=True)
+    ]
+    queries, _, starts = batch.lengths.tolist()
+    return attend_sequences(query.to(dtype), queries, pairs, starts, SCALE, None)
+
+
+@pytest.mark.parametrize("limit", [20, 16384])
+def test_gqa_mix_equals_sequences_one_by_one(limit):
+    batch, query, keys, values = gqa_problem()
+    plan = plan_gqa_attention(
+        batch.block_table, batch.cache_seqlens, batch.lengths, page_size=16, max_expanded_tokens=limit
+    )
+    out = gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
+    assert error(out, gqa_exact(batch, query, keys, values)) < 2e-6
+
+
+def test_opcheck():
+    problem = Problem.make(WIDTHS["per group"])
+    plan = problem.plan()
+    parts = (plan.lengths, plan.index, plan.workspace, plan.short, plan.max_expanded_tokens, plan.window, plan.capacity)
+    torch.library.opcheck(
+        torch.ops.mha2mla.mla_attention.default,
+        (
+            problem.q_nope, problem.q_pe, problem.latent_cache, problem.rope_cache, problem.k_up, problem.v_up, *parts,
+            SCALE, None,
+        ),
+    )  # fmt: skip
+    batch, query, keys, values = gqa_problem()
+    plan = plan_gqa_attention(batch.block_table, batch.cache_seqlens, batch.lengths, page_size=16)
+    parts = (plan.lengths, plan.index, plan.workspace, plan.short, plan.max_expanded_tokens, plan.window, plan.capacity)
+    torch.library.opcheck(torch.ops.mha2mla.gqa_attention.default, (query, keys, values, *parts, SCALE, None))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("widths", widths_on_gpu(), ids=str)
+def test_kernels_are_as_right_as_torch(widths, dtype):
+    lengths = ([1, 1, 4, 40, 300, 0, 1, 129], [700, 0, 90, 500, 1000, 5, 64, 0])
+    problem = Problem.make(widths, lengths, dtype, "cuda", num_tokens=480)
+    exact = problem.exact()
+    torch_error = error(problem.run(backend="reference"), exact)
+    for options in ({}, {"max_expanded_tokens": 512}):
+        out = problem.run(**options)
+        assert not out.isnan().any() and not out[476:].any()
+        assert error(out, exact) < 2 * torch_error
+
+
+@pytest.mark.gpu
+def test_no_synchronisation_failure_14():
+    problem = Problem.make(widths_on_gpu()[1], ([1, 1, 40, 300], [700, 0, 500, 90]), torch.bfloat16, "cuda")
+    problem.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
