@@ -191,7 +191,7 @@ def test_plan_knows_its_shape_failure_21():
     assert call(inputs, plan=plan, out=out) is out
     assert torch.equal(out, call(inputs))
     others = {
-        r"\[B, S_q, H, d_c\] = \(3, 2, 6, 24\)": dataclasses.replace(BASE, lengths=(4, 4)).inputs(torch.float32),
+        r"\[B, S_q, H, d\] = \(3, 2, 6, 24\)": dataclasses.replace(BASE, lengths=(4, 4)).inputs(torch.float32),
         r"max_pages \* page = 96; expected 112": dataclasses.replace(BASE, slack=2).inputs(torch.float32),
         "causal=True; expected False": inputs | {"causal": False},
     }

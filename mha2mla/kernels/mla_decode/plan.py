@@ -18,18 +18,19 @@ from mha2mla.kernels.mla_decode.selection import select_kernel
 class DecodePlan:
     """Which tokens each block of the decode kernel reads, and the workspace for what it hands to the combine kernel.
 
-    Made by :func:`plan_mla_decode`. The lengths are read on the device when the plan is made or refreshed, and a call
-    with the plan attends over those; refresh it once per step, inside the CUDA graph if there is one. All calls that
-    share B, S_q, H, d_c, page table and lengths (the layers of a model) may share a plan, one after another.
+    Made by :func:`plan_mla_decode` or :func:`mha2mla.kernels.plan_gqa_decode`. The lengths are read on the device when
+    the plan is made or refreshed, and a call with the plan attends over those; refresh it once per step, inside the
+    CUDA graph if there is one. All calls that share B, S_q, H, d, page table and lengths (the layers of a model) may
+    share a plan, one after another.
 
     Attributes:
-        shape: (B, S_q, H, d_c) that it was made for.
+        shape: (B, S_q, H, d) of the output that it was made for; d is d_c, or d_v of a GQA model.
         capacity: tokens that a sequence's page table holds.
         causal, window, sinks: as in :func:`plan_mla_decode`.
         schedule: [num_ctas + B, 16] int32; ``mha2mla/kernels/mla_decode/schedule.py`` describes it. Without rows where
             the reference backend serves.
         splits: [B, 2] int32, fragments of each sequence and where their partials begin.
-        partial_out: [num_ctas, 2, S_q, H, d_c] float32 workspace.
+        partial_out: [num_ctas, 2, S_q, H, d] float32 workspace.
         partial_lse: [num_ctas, 2, S_q, H] float32 workspace.
     """
 
@@ -48,12 +49,17 @@ class DecodePlan:
         """Blocks of the decode kernel per tile of query rows; 0 where the reference backend serves."""
         return self.partial_lse.shape[0]
 
-    def check(self, q_latent: Tensor, block_table: Tensor, page_size: int, causal: bool) -> None:
-        """Raise ValueError if the plan was made for another shape, device, page table width or ``causal``."""
-        if q_latent.shape != self.shape:
-            raise ValueError(f"plan was made for [B, S_q, H, d_c] = {self.shape}; expected {tuple(q_latent.shape)}")
-        if q_latent.device != self.splits.device:
-            raise ValueError(f"plan was made on {self.splits.device}; expected {q_latent.device}")
+    def check(self, out: Tensor, block_table: Tensor, page_size: int, causal: bool) -> None:
+        """Raise ValueError if the plan was made for another shape, device, page table width or ``causal``.
+
+        Args:
+            out: [B, S_q, H, d], or anything of the output's shape and device.
+            block_table, page_size, causal: of the call.
+        """
+        if out.shape != self.shape:
+            raise ValueError(f"plan was made for [B, S_q, H, d] = {self.shape}; expected {tuple(out.shape)}")
+        if out.device != self.splits.device:
+            raise ValueError(f"plan was made on {self.splits.device}; expected {out.device}")
         capacity = block_table.shape[1] * page_size
         if capacity != self.capacity:
             raise ValueError(f"plan was made for max_pages * page = {self.capacity}; expected {capacity}")
@@ -117,18 +123,39 @@ def empty_plan(
     num_ctas = num_ctas_for(
         backend, heads, num_rope_heads, d_c, qk_rope_head_dim, page_size, seqlen_q, q_latent.dtype, q_latent.device
     )
+    return allocate_plan(
+        (batch, seqlen_q, heads, d_c),
+        num_ctas,
+        block_table.shape[1] * page_size,
+        causal,
+        window,
+        sinks,
+        q_latent.device,
+    )
+
+
+def allocate_plan(
+    shape: tuple[int, int, int, int],
+    num_ctas: int,
+    capacity: int,
+    causal: bool,
+    window: int | None,
+    sinks: int,
+    device: torch.device,
+) -> DecodePlan:
+    """The buffers of a plan for an output of a shape, not yet filled; arguments as the attributes of DecodePlan."""
+    batch, seqlen_q, heads, _ = shape
     if num_ctas and batch > MAX_BATCH:
-        raise ValueError(f"q_latent.shape[0] (batch) is {batch}; a plan takes at most {MAX_BATCH} sequences")
-    device = q_latent.device
+        raise ValueError(f"shape[0] (batch) is {batch}; a plan takes at most {MAX_BATCH} sequences")
     return DecodePlan(
-        shape=(batch, seqlen_q, heads, d_c),
-        capacity=block_table.shape[1] * page_size,
+        shape=shape,
+        capacity=capacity,
         causal=bool(causal),
         window=window,
         sinks=sinks,
         schedule=torch.empty(num_ctas + batch if num_ctas else 0, FIELDS, dtype=torch.int32, device=device),
         splits=torch.empty(batch, 2, dtype=torch.int32, device=device),
-        partial_out=torch.empty(num_ctas, 2, seqlen_q, heads, d_c, dtype=torch.float32, device=device),
+        partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.float32, device=device),
         partial_lse=torch.empty(num_ctas, 2, seqlen_q, heads, dtype=torch.float32, device=device),
     )
 

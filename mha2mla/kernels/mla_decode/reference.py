@@ -35,18 +35,8 @@ def mla_decode_reference(
     num_pages, page_size, num_rope_heads, rope_dim = rope_cache.shape
     dtype = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
     capacity = block_table.shape[1] * page_size if num_pages else 0
-    token = torch.arange(capacity, device=q_latent.device)
-    length = cache_seqlens.long().clamp(0, capacity)[:, None]
-    start = torch.zeros_like(length) if cache_starts is None else cache_starts.long().clamp(min=0)[:, None]
-    limit = length[:, :, None].expand(batch, 1, seqlen_q)  # [B, 1, S_q], first token that a query does not see
-    if causal:  # bottom-right aligned: the last query sees everything
-        limit = limit - (seqlen_q - 1) + torch.arange(seqlen_q, device=q_latent.device)
-    visible = (token >= start)[:, None, None] & (token < limit[..., None])  # [B, 1, S_q, T]
-    if window is not None:
-        visible = visible & ((token >= limit[..., None] - window) | (token < start + sinks)[:, None, None])
-    used = visible.any(2)[:, 0]  # [B, T]
-    page = torch.where(used, block_table.long()[:, token // page_size], 0)
-    row = (token % page_size).expand_as(page)
+    visible = visible_tokens(cache_seqlens, cache_starts, capacity, seqlen_q, causal, window, sinks)
+    used, page, row = rows_of(visible, block_table, page_size)
     latent = torch.where(used[..., None], latent_cache[page, row].to(dtype), 0)  # [B, T, d_c]
     k_pe = torch.where(used[..., None, None], rope_cache[page, row].to(dtype), 0)  # [B, T, G, d_r]
 
@@ -58,3 +48,33 @@ def mla_decode_reference(
     weight = torch.exp(score - torch.where(lse == -torch.inf, 0, lse)[..., None])
     out = torch.einsum("bhst,btd->bshd", weight, latent)
     return out.to(q_latent.dtype), lse
+
+
+def visible_tokens(
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    capacity: int,
+    seqlen_q: int,
+    causal: bool,
+    window: int | None,
+    sinks: int,
+) -> Tensor:
+    """[B, 1, S_q, capacity] bool: which cached token each new token sees."""
+    token = torch.arange(capacity, device=cache_seqlens.device)
+    length = cache_seqlens.long().clamp(0, capacity)[:, None]
+    start = torch.zeros_like(length) if cache_starts is None else cache_starts.long().clamp(min=0)[:, None]
+    limit = length[:, :, None].expand(-1, 1, seqlen_q)  # [B, 1, S_q], first token that a query does not see
+    if causal:  # bottom-right aligned: the last query sees everything
+        limit = limit - (seqlen_q - 1) + torch.arange(seqlen_q, device=token.device)
+    visible = (token >= start)[:, None, None] & (token < limit[..., None])
+    if window is not None:
+        visible = visible & ((token >= limit[..., None] - window) | (token < start + sinks)[:, None, None])
+    return visible
+
+
+def rows_of(visible: Tensor, block_table: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T] each: whether some query sees the token, and its page and row there (page 0 for tokens that none sees)."""
+    token = torch.arange(visible.shape[-1], device=visible.device)
+    used = visible.any(2)[:, 0]
+    page = torch.where(used, block_table.long()[:, token // page_size], 0)
+    return used, page, (token % page_size).expand_as(page)

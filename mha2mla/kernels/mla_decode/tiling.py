@@ -22,9 +22,9 @@ class RowTiling:
         groups_per_tile: whole rope groups in a tile; 1 if a tile holds part of a group.
         tiles_per_group: tiles that share one group; 1 if a tile holds whole groups.
         heads_per_tile: heads in a tile.
-        head_rows: heads_per_tile padded to a multiple of 8 when there are several tokens (each token's rows are one
-            copy into swizzled shared memory), else heads_per_tile.
-        rows: rows of the tile, padded to 16, 32 or 64 (48 falls into three 16-wide pieces, tilelang#2593).
+        head_rows: rows of a token. heads_per_tile padded to a multiple of 8 when there are several tokens (each token's
+            rows are one copy into swizzled shared memory), else heads_per_tile; packed: padded to a power of two.
+        rows: rows of the tile, padded to 16 (packed: 8), 32 or 64 (48 falls into three 16-wide pieces, tilelang#2593).
         head_tiles: tiles that cover all heads of one token.
     """
 
@@ -52,18 +52,22 @@ class RowTiling:
         return self.token_tiles * self.head_tiles
 
 
-def tile_rows(heads: int, num_rope_heads: int, seqlen_q: int, max_rows: int, max_groups: int) -> RowTiling:
+def tile_rows(
+    heads: int, num_rope_heads: int, seqlen_q: int, max_rows: int, max_groups: int, packed: bool = False
+) -> RowTiling:
     """Tiles of at most ``max_rows`` padded rows and ``max_groups`` rope groups, as even as they go.
 
     Args:
         heads: H.
         num_rope_heads: G, a divisor of H.
         seqlen_q: one of :data:`SEQLENS_Q`.
-        max_rows: 16, 32 or 64.
+        max_rows: 16, 32 or 64; packed also 8.
         max_groups: what the shared memory for ``k_pe`` allows, >= 1.
+        packed: a token's rows are padded to a power of two only, and tiles have 8 rows or more, for kernels that gather
+            their queries.
     """
     group = heads // num_rope_heads
-    align = 8 if seqlen_q > 1 else 1
+    align = 8 if seqlen_q > 1 and not packed else 1
     tokens_per_tile = min(seqlen_q, max_rows // align)
     fit = max_rows // tokens_per_tile // align * align
     if group > fit:
@@ -76,8 +80,8 @@ def tile_rows(heads: int, num_rope_heads: int, seqlen_q: int, max_rows: int, max
         head_tiles = -(-num_rope_heads // groups_per_tile)
         groups_per_tile = -(-num_rope_heads // head_tiles)
         heads_per_tile = groups_per_tile * group
-    head_rows = -(-heads_per_tile // align) * align
-    rows = 16
+    head_rows = 1 << (heads_per_tile - 1).bit_length() if packed else -(-heads_per_tile // align) * align
+    rows = 8 if packed else 16
     while rows < head_rows * tokens_per_tile:
         rows *= 2
     return RowTiling(
