@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mha2mla.kernels.devices import BACKENDS, capability
+from mha2mla.kernels.layouts import Layout, argument_error, check_data, check_index
 from mha2mla.kernels.mla_decode.dispatch import dispatch
 from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, empty_plan
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
@@ -19,92 +19,45 @@ from mha2mla.kernels.mla_decode.selection import DecodeShape
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class _Layout(NamedTuple):
-    """What validation looks at of a tensor."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _error(name: str, was: object, expected: object) -> ValueError:
-    return ValueError(f"{name} is {was}; expected {expected}")
-
-
-def _check_data(name: str, tensor: _Layout, layout: str, like: _Layout) -> None:
-    """Rank, dtype and device as ``like``; last dimension contiguous, 16-bit rows on 16-byte boundaries (TMA)."""
-    if len(tensor.shape) != layout.count(",") + 1:
-        raise _error(f"{name}.shape", tuple(tensor.shape), layout)
-    if tensor.dtype != like.dtype:
-        raise _error(f"{name}.dtype", tensor.dtype, f"{like.dtype}, as q_latent")
-    if tensor.device != like.device:
-        raise _error(f"{name}.device", tensor.device, f"{like.device}, as q_latent")
-    shape, strides = tensor.shape, tensor.strides
-    if strides[-1] != 1 and shape[-1] > 1:
-        raise _error(f"{name}.stride(-1)", strides[-1], "1")
-    if tensor.dtype.itemsize == 2:
-        rows = strides[:-1] if name != "rope_cache" else strides[:2]
-        for dim, stride in enumerate(rows):
-            if stride % 8 and shape[dim] > 1:
-                raise _error(f"{name}.stride({dim})", stride, "a multiple of 8 elements (16 bytes)")
-
-
-def _check_index(name: str, tensor: _Layout, like: _Layout) -> None:
-    if tensor.dtype != torch.int32:
-        raise _error(f"{name}.dtype", tensor.dtype, "torch.int32")
-    if tensor.device != like.device:
-        raise _error(f"{name}.device", tensor.device, f"{like.device}, as q_latent")
-    expected = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
-        if size > 1 and stride != expected:
-            raise _error(f"{name}.stride()", tensor.strides, "contiguous")
-        expected *= size
-
-
 @lru_cache(maxsize=4096)
 def _validate(*layouts: tuple | None) -> None:
-    """Everything the host can know of the tensors, each given as the fields of _Layout: q_latent, q_pe, latent_cache,
+    """Everything the host can know of the tensors, each given as the fields of Layout: q_latent, q_pe, latent_cache,
     rope_cache, block_table, cache_seqlens, cache_starts and out. Remembered: a decode loop asks in every layer.
     """
     q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, cache_starts, out = (
-        None if layout is None else _Layout(*layout) for layout in layouts
+        None if layout is None else Layout(*layout) for layout in layouts
     )
     if q_latent.dtype not in _DTYPES:
-        raise _error("q_latent.dtype", q_latent.dtype, "bfloat16, float16, float32 or float64")
-    _check_data("q_latent", q_latent, "[B, S_q, H, d_c]", q_latent)
-    _check_data("q_pe", q_pe, "[B, S_q, H, d_r]", q_latent)
-    _check_data("latent_cache", latent_cache, "[P, page, d_c]", q_latent)
-    _check_data("rope_cache", rope_cache, "[P, page, G, d_r]", q_latent)
+        raise argument_error("q_latent.dtype", q_latent.dtype, "bfloat16, float16, float32 or float64")
+    check_data("q_latent", q_latent, "[B, S_q, H, d_c]", q_latent, "q_latent")
+    check_data("q_pe", q_pe, "[B, S_q, H, d_r]", q_latent, "q_latent")
+    check_data("latent_cache", latent_cache, "[P, page, d_c]", q_latent, "q_latent")
+    check_data("rope_cache", rope_cache, "[P, page, G, d_r]", q_latent, "q_latent", tma_dims=2)
     batch, seqlen_q, heads, d_c = q_latent.shape
     d_r = q_pe.shape[3]
     pages, page_size, groups, rope_width = rope_cache.shape
     if q_pe.shape[:3] != q_latent.shape[:3]:
-        raise _error("q_pe.shape", tuple(q_pe.shape), f"[{batch}, {seqlen_q}, {heads}, d_r]")
+        raise argument_error("q_pe.shape", tuple(q_pe.shape), f"[{batch}, {seqlen_q}, {heads}, d_r]")
     if latent_cache.shape[2] != d_c:
-        raise _error("latent_cache.shape", tuple(latent_cache.shape), f"[P, page, {d_c}]")
+        raise argument_error("latent_cache.shape", tuple(latent_cache.shape), f"[P, page, {d_c}]")
     if latent_cache.shape[0] != pages or latent_cache.shape[1] != page_size or rope_width != d_r:
-        raise _error(
+        raise argument_error(
             "rope_cache.shape", tuple(rope_cache.shape), f"[{latent_cache.shape[0]}, {latent_cache.shape[1]}, G, {d_r}]"
         )
     if groups < 1 or heads % groups:
-        raise _error("rope_cache.shape[2] (num_rope_heads)", groups, f"a divisor of H={heads}")
+        raise argument_error("rope_cache.shape[2] (num_rope_heads)", groups, f"a divisor of H={heads}")
     if groups > 1 and rope_cache.strides[2] != d_r:
-        raise _error("rope_cache.stride(2)", rope_cache.strides[2], f"{d_r}: the rope heads of a token side by side")
-    if len(block_table.shape) != 2 or block_table.shape[0] != batch:
-        raise _error("block_table.shape", tuple(block_table.shape), f"[{batch}, max_pages]")
-    _check_index("block_table", block_table, q_latent)
-    if len(cache_seqlens.shape) != 1 or cache_seqlens.shape[0] != batch:
-        raise _error("cache_seqlens.shape", tuple(cache_seqlens.shape), f"[{batch}]")
-    _check_index("cache_seqlens", cache_seqlens, q_latent)
+        raise argument_error(
+            "rope_cache.stride(2)", rope_cache.strides[2], f"{d_r}: the rope heads of a token side by side"
+        )
+    check_index("block_table", block_table, q_latent, "q_latent", f"[{batch}, max_pages]", batch)
+    check_index("cache_seqlens", cache_seqlens, q_latent, "q_latent", f"[{batch}]", batch)
     if cache_starts is not None:
-        if len(cache_starts.shape) != 1 or cache_starts.shape[0] != batch:
-            raise _error("cache_starts.shape", tuple(cache_starts.shape), f"[{batch}]")
-        _check_index("cache_starts", cache_starts, q_latent)
+        check_index("cache_starts", cache_starts, q_latent, "q_latent", f"[{batch}]", batch)
     if out is not None:
-        _check_data("out", out, "[B, S_q, H, d_c]", q_latent)
+        check_data("out", out, "[B, S_q, H, d_c]", q_latent, "q_latent")
         if out.shape != q_latent.shape:
-            raise _error("out.shape", tuple(out.shape), list(q_latent.shape))
+            raise argument_error("out.shape", tuple(out.shape), list(q_latent.shape))
 
 
 def mla_decode(
@@ -160,9 +113,9 @@ def mla_decode(
         ValueError: naming the argument, what it was and what it must be; or why ``backend="tilelang"`` refuses.
     """
     if backend is not None and backend not in BACKENDS:
-        raise _error("backend", repr(backend), f"None or one of {BACKENDS}")
+        raise argument_error("backend", repr(backend), f"None or one of {BACKENDS}")
     if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
-        raise _error("softmax_scale", repr(softmax_scale), "a positive finite number")
+        raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number")
     tensors = (q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, cache_starts)
     layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, out)]
     # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.

@@ -1,0 +1,185 @@
+"""Which kernel, with which tiles, serves a GQA decode shape, and why one is refused. Arithmetic only, no TileLang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from mha2mla.kernels.mla_decode.selection import DTYPES, MAX_HEADS, MAX_SPLITS, shared_memory_limit
+from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, RowTiling, tile_rows
+
+MAX_HEAD_DIM = 256
+REGISTERS = 65536  # of a multiprocessor, and none that is served has fewer
+STREAMED_THREADS = 160
+# What one multiprocessor has in flight when it reads as fast as it can, and a little more: an H200 moves 36 bytes a
+# nanosecond and multiprocessor, and a load takes up to two microseconds when all of them do.
+ENOUGH_IN_FLIGHT = 128 * 1024
+
+
+@dataclass(frozen=True)
+class GQAShape:
+    """The static part of a GQA decode call: what one compilation is for.
+
+    Attributes: ``heads`` H, ``num_kv_heads`` G, ``qk_head_dim`` d_qk, ``v_head_dim`` d_v, ``page_size`` tokens,
+    ``seqlen_q`` one of 1, 2, 4, 8 (the call's S_q rounded up), ``dtype`` "bfloat16" or "float16".
+    """
+
+    heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    page_size: int
+    seqlen_q: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class GQAChoice:
+    """A kernel file and its static arguments, with the reason it was chosen.
+
+    Attributes:
+        kernel: "streamed" (sm_90) or "portable" (anything from sm_80 on).
+        tiling: which query rows one CTA serves.
+        block_tokens: cached tokens a CTA works on at a time.
+        num_stages: tiles of keys, and of values, in flight.
+        ctas_per_sm: CTAs that are resident on a multiprocessor.
+        reason: in words, with the numbers.
+    """
+
+    kernel: str
+    tiling: RowTiling
+    block_tokens: int
+    num_stages: int
+    ctas_per_sm: int
+    reason: str = field(compare=False)  # the same kernel is compiled once, whatever it was chosen for
+
+    def num_ctas(self, num_sms: int) -> int:
+        """CTAs per tile of query rows that are resident at once on a GPU of ``num_sms`` multiprocessors."""
+        return max(1, min(MAX_SPLITS, num_sms * self.ctas_per_sm // self.tiling.num_tiles))
+
+
+def padded_columns(width: int) -> int:
+    """Shared-memory width of keys or values: the swizzled panels that TMA fills have 64 columns."""
+    return -(-width // 64) * 64
+
+
+def refusal(
+    heads: int, num_kv_heads: int, qk_head_dim: int, v_head_dim: int, page_size: int, dtype: str, seqlen_q: int
+) -> str | None:
+    """Why no TileLang kernel serves a shape on any GPU, or None."""
+    checks = (
+        (dtype in DTYPES, f"dtype is {dtype}; TileLang kernels take {' and '.join(DTYPES)}"),
+        (heads <= MAX_HEADS, f"the number of query heads is {heads}; TileLang kernels take at most {MAX_HEADS}"),
+        (heads % num_kv_heads == 0, f"the number of kv heads is {num_kv_heads}; expected a divisor of H={heads}"),
+        *(
+            (
+                width % 8 == 0 and 0 < width <= MAX_HEAD_DIM,
+                f"{name} is {width}; TileLang kernels take multiples of 8 up to {MAX_HEAD_DIM}",
+            )
+            for name, width in (("qk_head_dim", qk_head_dim), ("v_head_dim", v_head_dim))
+        ),
+        (
+            page_size >= 16 and page_size & (page_size - 1) == 0,
+            f"page_size is {page_size}; TileLang kernels take powers of two from 16",
+        ),
+        (
+            1 <= seqlen_q <= SEQLENS_Q[-1],
+            f"seqlen_q is {seqlen_q}; decode kernels take 1 to {SEQLENS_Q[-1]} new tokens (longer queries are prefill)",
+        ),
+    )
+    return next((why for fits, why in checks if not fits), None)
+
+
+def streamed_shared_memory(tiling: RowTiling, qk_head_dim: int, v_head_dim: int, num_stages: int) -> int:
+    """Bytes of shared memory that ``streamed`` allocates (16-bit elements), with 1 KiB for alignment and barriers."""
+    qk_cols, v_cols = padded_columns(qk_head_dim), padded_columns(v_head_dim)
+    return 2 * (num_stages * 64 * (qk_cols + v_cols) + tiling.rows * (qk_cols + 64)) + 16 * tiling.rows + 1024
+
+
+def portable_shared_memory(tiling: RowTiling, qk_head_dim: int, v_head_dim: int, block_tokens: int) -> int:
+    """Bytes of shared memory that ``portable`` allocates (16-bit elements), with 2 KiB for alignment."""
+    qk_cols, v_cols = padded_columns(qk_head_dim), padded_columns(v_head_dim)
+    weights = block_tokens * tiling.rows * 2 + block_tokens // 16 * tiling.rows * 4
+    return 2 * (block_tokens * (qk_cols + v_cols) + tiling.rows * qk_cols) + weights + 2048
+
+
+def _registers(tiling: RowTiling, v_head_dim: int, block_tokens: int = 64) -> int:
+    """A thread's: output, scores, denominators, what is kept per row (3 numbers of every fourth row), and the rest."""
+    accumulators = (padded_columns(v_head_dim) + 2 * block_tokens) * tiling.rows // 128
+    return accumulators + 3 * tiling.rows // 4 + 72
+
+
+def _streamed(shape: GQAShape, tiling: RowTiling, limit: int):
+    """(rank, choice or None, bytes); few tiles (each reads the cache again), enough bytes in flight, then CTAs."""
+    for ctas_per_sm in (1, 2, 3, 4):
+        for num_stages in (8, 6, 4, 3, 2):
+            used = streamed_shared_memory(tiling, shape.qk_head_dim, shape.v_head_dim, num_stages)
+            registers = REGISTERS // (ctas_per_sm * STREAMED_THREADS) // 8 * 8
+            fits = (
+                used <= limit
+                and ctas_per_sm * (used + 1024) <= limit + 1024
+                and _registers(tiling, shape.v_head_dim) <= min(registers, 255)
+            )
+            in_flight = ctas_per_sm * num_stages * 128 * (shape.qk_head_dim + shape.v_head_dim)
+            choice = GQAChoice(
+                "streamed",
+                tiling,
+                64,
+                num_stages,
+                ctas_per_sm,
+                f"streamed: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {num_stages} stages, "
+                f"{ctas_per_sm} CTA(s) a multiprocessor, {used} bytes of shared memory each",
+            )
+            rank = (0, tiling.num_tiles, -min(in_flight, ENOUGH_IN_FLIGHT), -ctas_per_sm, -num_stages)
+            yield rank, choice if fits else None, used
+
+
+def _portable(shape: GQAShape, tiling: RowTiling, limit: int):
+    tiling = replace(tiling, rows=max(16, tiling.rows))  # two mma.sync of 8 columns side by side
+    for block in (64, 32):
+        used = portable_shared_memory(tiling, shape.qk_head_dim, shape.v_head_dim, block)
+        fits = used <= limit and _registers(tiling, shape.v_head_dim, block) <= 240
+        choice = GQAChoice(
+            "portable",
+            tiling,
+            block,
+            1,
+            1,
+            f"portable: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
+            f"{used} bytes of shared memory",
+        )
+        yield (1, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
+
+
+def list_kernels(shape: GQAShape, capability: int) -> list[GQAChoice]:
+    """Every configuration that fits the device, the one that the rule chooses first.
+
+    Raises:
+        ValueError: with the numbers, if no configuration fits into the device's shared memory.
+    """
+    limit = shared_memory_limit(capability)
+    tilings = dict.fromkeys(
+        tile_rows(shape.heads, shape.num_kv_heads, shape.seqlen_q, max_rows, 1, packed=True)
+        for max_rows in (64, 32, 16, 8)
+    )
+    candidates = []
+    for tiling in tilings:
+        if capability == 90:
+            candidates += _streamed(shape, tiling, limit)
+        candidates += _portable(shape, tiling, limit)
+    fitting = {}
+    for rank, choice, _ in sorted(candidates, key=lambda entry: entry[0]):
+        if choice is not None:
+            fitting.setdefault(choice, rank)
+    if not fitting:
+        raise ValueError(
+            f"{shape} needs at least {min(used for *_, used in candidates)} bytes of shared memory a block; "
+            f"sm_{capability} has {limit}"
+        )
+    return [replace(choice, reason=f"{choice.reason} of {limit} on sm_{capability}") for choice in fitting]
+
+
+@lru_cache(maxsize=1024)
+def select_kernel(shape: GQAShape, capability: int) -> GQAChoice:
+    """The kernel and tiles for ``shape`` on a compute capability (90 for Hopper); raises as :func:`list_kernels`."""
+    return list_kernels(shape, capability)[0]
