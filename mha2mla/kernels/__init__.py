@@ -1,6 +1,9 @@
 """Attention ops on tensors. Nothing here knows transformers; one op is one folder."""
 
 from mha2mla.kernels.attention_combine.api import attention_combine
+from mha2mla.kernels.gqa_decode.api import gqa_decode
+from mha2mla.kernels.gqa_decode.dispatch import explain_gqa_decode
+from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.plan import MixedPlan, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mla_decode.api import mla_decode
@@ -12,13 +15,16 @@ __all__ = [
     "DecodePlan",
     "MixedPlan",
     "attention_combine",
+    "explain_gqa_decode",
     "explain_mla_decode",
     "gqa_append",
     "gqa_attention",
+    "gqa_decode",
     "mla_append",
     "mla_attention",
     "mla_decode",
     "plan_gqa_attention",
+    "plan_gqa_decode",
     "plan_mla_attention",
     "plan_mla_decode",
     "rope_rotate",
