@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from mha2mla.kernels import DecodePlan, mla_decode
+from mha2mla.kernels import DecodePlan, mla_append, mla_decode
+from mha2mla.modeling.cache import LatentLayer
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decode_step import DecodeStep
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
@@ -116,7 +117,8 @@ class MLAAttention(nn.Module):
             attention_mask: 4-D mask of the expanded form; the absorbed form does not look at it.
             past_key_values: a :class:`~mha2mla.modeling.LatentCache`, or any transformers cache for the expanded form.
             position_ids: [B or 1, S].
-            mla_step: what the model's forward pass decided; without it the layer runs the expanded form.
+            mla_step: what the model's forward pass decided for a LatentCache, whose tokens it counts afterwards;
+                without it the layer runs the expanded form, differentiable.
 
         Returns:
             [B, S, hidden], and None where other models have attention weights.
@@ -126,43 +128,75 @@ class MLAAttention(nn.Module):
         """
         if position_ids is None:
             raise ValueError("position_ids is None; expected [B, S] token positions")
-        rotary = None if mla_step is None else mla_step.rotary[self.layer_idx]
-        if rotary is None or rotary[0].dtype != hidden_states.dtype:  # autocast may have changed it
-            rotary = rotary_cos_sin(
-                position_ids.to(hidden_states.device),
-                self.inv_freq,
-                self.config.layer_rope_scaling(self.layer_idx),
-                hidden_states.dtype,
+        if mla_step is not None:
+            out = self._over_latent_layer(
+                hidden_states, past_key_values.layers[self.layer_idx], mla_step, attention_mask, **kwargs
             )
-        cos, sin = rotary
+            return self.o_proj(out.flatten(2)), None
+        cos, sin = rotary_cos_sin(
+            position_ids.to(hidden_states.device),
+            self.inv_freq,
+            self.config.layer_rope_scaling(self.layer_idx),
+            hidden_states.dtype,
+        )
         q_nope, q_pe = self._query(hidden_states, cos, sin)
         latent, k_pe = self._latent(hidden_states, cos, sin)
         if past_key_values is not None:
             # One "head" each, and k_pe flattened: StaticLayer wants keys and values with as many heads.
             latent, k_pe = past_key_values.update(latent[:, None], k_pe.flatten(2)[:, None], self.layer_idx)
             latent, k_pe = latent[:, 0], k_pe[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1))
-        plan = None if mla_step is None else mla_step.plans[self.layer_idx]
-        if plan is not None:
-            layer = past_key_values.layers[self.layer_idx]
-            out = self._absorbed(q_nope, q_pe, layer, plan, mla_step.cache_starts)
-        else:
-            out = self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
+        out = self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
         return self.o_proj(out.flatten(2)), None
 
-    def _query(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q_nope [B, S, H, d_n] and rotated q_pe [B, S, H, d_r]."""
+    def _over_latent_layer(
+        self, hidden_states: Tensor, layer: LatentLayer, step: DecodeStep, attention_mask: Tensor | None, **kwargs: Any
+    ) -> Tensor:
+        """Rotates and writes the new tokens in one kernel, then attends in the form that the step chose.
+
+        Returns:
+            [B, S, H, d_v].
+        """
+        places, plan = step.places[self.layer_idx], step.plans[self.layer_idx]
+        q_nope, q_pe = self._raw_query(hidden_states)
+        latent, k_pe = self._raw_latent(hidden_states)
+        q_pe = mla_append(
+            latent.flatten(0, 1),
+            k_pe.flatten(0, 1),
+            q_pe.flatten(0, 1),
+            layer.latent_cache,
+            layer.rope_cache,
+            places.positions,
+            places.slots,
+            self.inv_freq,
+            attention_scaling=self.config.layer_rope_scaling(self.layer_idx),
+            backend="reference" if self.config.decode_backend == "reference" else None,
+        ).view_as(q_pe)
+        if plan is not None:
+            return self._absorbed(q_nope, q_pe, layer, plan, places.cache_seqlens, step.cache_starts)
+        cached, rope = layer.tokens_with(hidden_states.shape[1])
+        latent = latent if layer.is_empty else cached[:, 0]
+        return self._expanded(
+            q_nope, q_pe, latent, rope[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1)), attention_mask, **kwargs
+        )
+
+    def _raw_query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """q_nope [B, S, H, d_n] and q_pe [B, S, H, d_r] before RoPE."""
         geometry = self.geometry
         query = self.q_proj(hidden_states)
         if self.config.qk_norm:
             query = torch.einsum("bshd,hed->bshe", self._normed(query, self.q_norm), self.q_b_proj)
         else:
             query = query.unflatten(-1, (geometry.num_attention_heads, -1))
-        q_nope, q_pe = query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
-        grouped = q_pe.unflatten(2, (geometry.num_rope_heads, -1))
+        return query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
+
+    def _query(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """q_nope [B, S, H, d_n] and rotated q_pe [B, S, H, d_r], differentiable."""
+        q_nope, q_pe = self._raw_query(hidden_states)
+        grouped = q_pe.unflatten(2, (self.geometry.num_rope_heads, -1))
         return q_nope, apply_rotary(grouped, cos, sin).flatten(2, 3)
 
-    def _latent(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """What is cached: c [B, S, d_c] and rotated k_pe [B, S, G, d_r]."""
+    def _raw_latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """c [B, S, d_c], and k_pe [B, S, G, d_r] before RoPE."""
         geometry = self.geometry
         if self.config.qk_norm:
             encoded = self.k_a_proj(self._normed(self.k_proj(hidden_states), self.k_norm).flatten(2))
@@ -171,7 +205,12 @@ class MLAAttention(nn.Module):
         latent, k_pe = encoded.split((geometry.kv_lora_rank, geometry.rope_width), dim=-1)
         if self.config.qk_norm:
             latent = latent + self.v_a_proj(hidden_states)
-        return latent, apply_rotary(k_pe.unflatten(-1, (geometry.num_rope_heads, -1)), cos, sin)
+        return latent, k_pe.unflatten(-1, (geometry.num_rope_heads, -1))
+
+    def _latent(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """What is cached: c [B, S, d_c] and rotated k_pe [B, S, G, d_r], differentiable."""
+        latent, k_pe = self._raw_latent(hidden_states)
+        return latent, apply_rotary(k_pe, cos, sin)
 
     def _normed(self, projected: Tensor, norm: nn.Module) -> Tensor:
         """[B, S, heads * d_h] -> [B, S, heads, d_h] after a norm over each head, or over all of them."""
@@ -211,7 +250,13 @@ class MLAAttention(nn.Module):
         return out
 
     def _absorbed(
-        self, q_nope: Tensor, q_pe: Tensor, layer: Any, plan: DecodePlan, cache_starts: Tensor | None
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        layer: LatentLayer,
+        plan: DecodePlan,
+        cache_seqlens: Tensor,
+        cache_starts: Tensor | None,
     ) -> Tensor:
         """W_UK goes to the query and W_UV to the output, so that attention runs over the cached c itself.
 
@@ -232,7 +277,7 @@ class MLAAttention(nn.Module):
             layer.latent_cache,
             layer.rope_cache,
             layer.block_table,
-            layer.cache_seqlens,
+            cache_seqlens,
             softmax_scale=self.config.softmax_scale,
             cache_starts=None if cache_starts is None else cache_starts.to(q_pe.device),
             plan=plan,

@@ -156,7 +156,7 @@ class SequenceBatch:
 
     @classmethod
     def example(cls, page_size: int = 16, device: torch.device | str = "cpu") -> SequenceBatch:
-        """A small batch with decodes, a draft, a chunk of a prefill and a fresh prompt; for tracing and for trying out."""
+        """A small batch with decodes, a draft, a chunk of a prefill and a fresh prompt; for tracing and trying out."""
         lengths, cached = (1, 1, 3, 20, 11), (5, 37, 16, 40, 0)
         pages, used = [], 0
         for new, old in zip(lengths, cached, strict=True):
@@ -325,6 +325,6 @@ def _check_capacity(
         for page in mine[old // page_size : -(-(old + new) // page_size)] if new else ():
             if len(owners[page]) > 1:
                 raise CacheCapacityError(
-                    f"sequence {sequence} would write to page {page}, which is in the tables of {owners[page]}; expected"
-                    " a page of its own (PageAllocator.grow gives one)"
+                    f"sequence {sequence} would write to page {page}, which is in the tables of {owners[page]};"
+                    " expected a page of its own (PageAllocator.grow gives one)"
                 )

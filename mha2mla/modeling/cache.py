@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ if TYPE_CHECKING:
     from mha2mla.modeling.decode_step import LayerPlans
 
 PAGE_SIZE = 64
+
+
+class Places(NamedTuple):
+    """Where the new tokens of a step go: ``positions`` and ``slots`` [B * S] int32, as ``mla_append`` takes them, and
+    ``cache_seqlens`` [B] int32, the lengths once they are there."""
+
+    positions: Tensor
+    slots: Tensor
+    cache_seqlens: Tensor
 
 
 class LatentLayer(CacheLayerMixin):
@@ -112,6 +121,55 @@ class LatentLayer(CacheLayerMixin):
         for new_tokens, old_tokens in zip(self._tokens(), old, strict=False):
             new_tokens[:, :, : self._length] = old_tokens[:, :, : self._length]
 
+    def open(self, batch: int, new_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Sees to it that there are pages for ``new_tokens`` more in each of ``batch`` sequences.
+
+        Raises:
+            ValueError: another batch size than before, or more tokens than an empty static layer holds.
+        """
+        if not self.is_initialized:
+            probe = torch.empty(batch, 1, 0, 0, dtype=dtype, device=device)
+            self.lazy_initialization(probe, probe)
+        if batch != self.batch_size and self.is_empty and not self.is_compileable:
+            self._allocate(batch, dtype, device)
+        self.reserve(batch, new_tokens)
+        if self.is_compileable and self.is_empty and new_tokens > self.capacity:
+            raise ValueError(
+                f"key_states has {new_tokens} tokens; expected at most {self.capacity}, the capacity of this "
+                "static cache"
+            )
+
+    def places(self, position_ids: Tensor) -> Places:
+        """Where S new tokens of every sequence go, once :meth:`open` has made room; on the device.
+
+        Args:
+            position_ids: [B or 1, S], for RoPE.
+        """
+        token = self.cache_seqlens[:, None]
+        if position_ids.shape[1] > 1:
+            token = token + torch.arange(position_ids.shape[1], dtype=torch.int32, device=self.device)
+        slots = token + self.block_table[:, :1] * self.page_size  # pages of a sequence lie one behind the other
+        if self.is_compileable:
+            # A static layer's length is known to the device alone, so the device checks it.
+            inside = token < self.capacity
+            torch._assert_async(inside[0, -1], f"past_key_values is full: it holds {self.capacity} tokens a sequence")
+            slots = torch.where(inside, slots, -1)
+        positions = position_ids.to(self.device).expand(self.batch_size, -1)
+        return Places(positions.flatten().int(), slots.flatten(), self.cache_seqlens + position_ids.shape[1])
+
+    def advance(self, new_tokens: int) -> None:
+        """Counts tokens that were written to :meth:`places`; on the host only, see :meth:`LatentCache.advance`."""
+        self.is_empty = False
+        if not self.is_compileable:
+            self._length += new_tokens
+
+    def tokens_with(self, new_tokens: int) -> tuple[Tensor, Tensor]:
+        """What the expanded form attends over once ``new_tokens`` were written, before they are counted: views
+        [B, 1, T, d_c] and [B, 1, T, G * d_r], as wide as :meth:`get_mask_sizes` says."""
+        width, _ = self.get_mask_sizes(new_tokens)
+        latent, rope = self._tokens()
+        return latent[:, :, :width], rope[:, :, :width]
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Appends S tokens to every sequence.
 
@@ -131,19 +189,10 @@ class LatentLayer(CacheLayerMixin):
             ValueError: another batch size than before, or more tokens than an empty static layer holds.
         """
         batch, _, new_tokens, _ = key_states.shape
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if batch != self.batch_size and self.is_empty and not self.is_compileable:
-            self._allocate(batch, key_states.dtype, key_states.device)
-        self.reserve(batch, new_tokens)
+        self.open(batch, new_tokens, key_states.dtype, key_states.device)
         first_call, self.is_empty = self.is_empty, False
         stored = (key_states.detach(), value_states.detach())
         if self.is_compileable:
-            if first_call and new_tokens > self.capacity:
-                raise ValueError(
-                    f"key_states has {new_tokens} tokens; expected at most {self.capacity}, the capacity of this "
-                    "static cache"
-                )
             # Positions are computed on the device: nothing here depends on the length's value.
             positions = torch.arange(new_tokens, device=self.device) + self.cache_seqlens[:1]
             for tokens, new in zip(self._tokens(), stored, strict=True):
@@ -289,6 +338,19 @@ class LatentCache(Cache):
         """
         for layer in self.layers:
             layer.reserve(batch, new_tokens)
+
+    def next_positions(self, new_tokens: int, device: torch.device) -> Tensor:
+        """[1, S] int64, positions of ``new_tokens`` more tokens; padding counts."""
+        return (torch.arange(new_tokens, device=device) + self.get_seq_length()).unsqueeze(0)
+
+    def advance(self, new_tokens: int) -> None:
+        """Counts ``new_tokens`` per sequence in all layers, which have written them to their places."""
+        lengths: dict[torch.device, list[Tensor]] = {}
+        for layer in self.layers:
+            layer.advance(new_tokens)
+            lengths.setdefault(layer.device, []).append(layer.cache_seqlens)
+        for tensors in lengths.values():
+            torch._foreach_add_(tensors, new_tokens)
 
     def early_initialization(
         self,

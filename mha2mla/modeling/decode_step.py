@@ -1,4 +1,4 @@
-"""What a decode step works out once for all of its layers: plans of the decode op, and the angles of RoPE."""
+"""What a step over a LatentCache works out once for all of its layers: plans of the decode op, places of tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mha2mla.kernels import DecodePlan
 from mha2mla.kernels.mla_decode.plan import empty_plan
-from mha2mla.modeling.cache import LatentCache
-from mha2mla.modeling.rope import rotary_cos_sin
+from mha2mla.modeling.cache import LatentCache, Places
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,12 @@ class DecodeStep:
     Attributes:
         plans: per layer, the plan of its call of the decode op; None: the layer runs the expanded form.
         cache_starts: [B] int32, the first token that is not padding; None means 0.
-        rotary: per layer, cos and sin [B or 1, S, G, d_r / 2]; None: the layer computes its own.
+        places: per layer, where its new tokens go.
     """
 
     plans: tuple[DecodePlan | None, ...]
     cache_starts: Tensor | None
-    rotary: tuple[tuple[Tensor, Tensor] | None, ...]
+    places: tuple[Places, ...]
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class LayerPlans:
     of_layer: tuple[DecodePlan | None, ...]
     schedules: tuple[int, ...]
 
-    def refresh(self, cache: LatentCache, query_length: int, cache_starts: Tensor | None) -> None:
-        """Plans for the lengths that the cache will have once it holds ``query_length`` more tokens. On the device."""
+    def refresh(self, places: Sequence[Places], cache_starts: Tensor | None) -> None:
+        """Plans for the lengths that the cache will have once it holds the new tokens. On the device."""
         for index in self.schedules:
-            seqlens = cache.layers[index].cache_seqlens + query_length
+            seqlens = places[index].cache_seqlens
             self.of_layer[index].refresh(seqlens, None if cache_starts is None else cache_starts.to(seqlens.device))
 
 
@@ -55,6 +54,7 @@ def refreshed_plans(
     num_attention_heads: int,
     query_length: int,
     backend: str | None,
+    places: Sequence[Places],
     cache_starts: Tensor | None,
 ) -> tuple[DecodePlan | None, ...]:
     """Plans for a step that will append ``query_length`` tokens per sequence; call before any layer appends them.
@@ -69,6 +69,7 @@ def refreshed_plans(
         num_attention_heads: H.
         query_length: S_q.
         backend: of :func:`mha2mla.kernels.mla_decode`.
+        places: per layer, of :func:`places_of_layers`.
         cache_starts: [B] int32 or None.
 
     Returns:
@@ -86,7 +87,7 @@ def refreshed_plans(
         if key not in cache.plans:
             cache.plans[key] = _allocate(cache, absorbed, windows, num_attention_heads, query_length, backend)
         plans = cache.plans[key]
-    plans.refresh(cache, query_length, cache_starts)
+    plans.refresh(places, cache_starts)
     return plans.of_layer
 
 
@@ -154,29 +155,15 @@ def _over(plan: DecodePlan, name: str, largest: dict[torch.device, Tensor]) -> D
     return replace(plan, **{name: largest[mine.device].flatten()[: mine.numel()].view(mine.shape)})
 
 
-def rotary_of_layers(
-    tables: Sequence[Tensor], position_ids: Tensor | None, scalings: Sequence[float], dtype: torch.dtype
-) -> tuple[tuple[Tensor, Tensor] | None, ...]:
-    """cos and sin of every layer, in as few kernels as one layer takes where all tables have one shape.
+def places_of_layers(cache: LatentCache, position_ids: Tensor) -> tuple[Places, ...]:
+    """Where every layer puts the new tokens: one object per device, since all layers cache the same tokens.
 
     Args:
-        tables: per layer ``inv_freq`` [G, d_r / 2].
-        position_ids: [B or 1, S], or None.
-        scalings, dtype: per layer, and of all, as in :func:`~mha2mla.modeling.rope.rotary_cos_sin`.
-
-    Returns:
-        Per layer two tensors [B or 1, S, G, d_r / 2], equal to the last bit to what the layer would compute; or None,
-        where the layer has to: no ``position_ids``, or a table that offloading has on the meta device.
+        cache: with room for them.
+        position_ids: [B or 1, S].
     """
-    rotary: list[tuple[Tensor, Tensor] | None] = [None] * len(tables)
-    groups: dict = {}
-    for index, (table, scaling) in enumerate(zip(tables, scalings, strict=True)):
-        groups.setdefault((table.shape, table.device, scaling), []).append(index)
-    for (_, device, scaling), indices in groups.items():
-        if position_ids is None or device.type == "meta":
-            continue
-        stacked = torch.stack([tables[index] for index in indices])[:, None, None]
-        cos, sin = rotary_cos_sin(position_ids.to(device), stacked, scaling, dtype)
-        for index, pair in zip(indices, zip(cos.unbind(), sin.unbind(), strict=True), strict=True):
-            rotary[index] = pair
-    return tuple(rotary)
+    on_device: dict[torch.device, Places] = {}
+    for layer in cache.layers:
+        if layer.device not in on_device:
+            on_device[layer.device] = layer.places(position_ids)
+    return tuple([on_device[layer.device] for layer in cache.layers])

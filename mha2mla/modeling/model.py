@@ -14,10 +14,11 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
+from mha2mla.kernels import DecodePlan
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.cache import PAGE_SIZE, LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.decode_step import DecodeStep, refreshed_plans, rotary_of_layers
+from mha2mla.modeling.decode_step import DecodeStep, places_of_layers, refreshed_plans
 from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, LayerAttention, choose_form, is_absorbed
 
 
@@ -126,6 +127,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         if use_cache and past_key_values is None:
             past_key_values = LatentCache(self.config)
         batch, query_length = (inputs_embeds if input_ids is None else input_ids).shape[:2]
+        if position_ids is None and isinstance(past_key_values, LatentCache):
+            position_ids = past_key_values.next_positions(query_length, self.device)
         step = self._decode_step(past_key_values, attention_mask, position_ids, batch, query_length)
         if step is not None and all(plan is not None for plan in step.plans):
             # The base model passes a 4-D mask on as it is: spares building one that no layer looks at.
@@ -140,6 +143,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             mla_step=step,
             **kwargs,
         )
+        if step is not None:
+            past_key_values.advance(query_length)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
@@ -156,7 +161,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
     def _decode_step(
         self, cache: Cache | None, attention_mask: Any, position_ids: Tensor | None, batch: int, query_length: int
     ) -> DecodeStep | None:
-        """What the layers share while they append these new tokens; None: all run the expanded form.
+        """What the layers share while they append these new tokens to a LatentCache; None: they append them one by one,
+        and keep gradients.
 
         Depends on shapes and on what the host knows of the cache, never on values on the device, except that the mask
         of more than one new token is checked for left padding, once per call.
@@ -176,40 +182,54 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
                 "past_key_values is a LatentCache that holds tokens, and it keeps no gradients; expected a "
                 "DynamicCache or None while training"
             )
-        if cache.is_empty:
-            return None  # nothing to attend over but the new tokens: expanding them is cheaper than absorbing
-        if not cache.padding_is_left or not (is_padding_mask or attention_mask is None):
-            if forced:
+        if cache.is_empty and torch.is_grad_enabled():
+            return None
+        absorbed = (False,) * len(cache.layers)
+        # Over an empty cache there is nothing to attend over but the new tokens: expanding them is cheaper.
+        if not cache.is_empty:
+            if cache.padding_is_left and (is_padding_mask or attention_mask is None):
+                of_geometries = self._of_geometries(is_absorbed, query_length, cache.page_size)
+                absorbed = tuple(of_geometries[index] for index in self._geometry_of_layer)
+            elif forced:
                 raise ValueError(
                     "attention_mask hides more than left padding; expected [B, tokens] of zeros, then ones, since "
                     "mla_form is 'absorbed'"
                 )
+        # A plan is for pages that do not grow under it.
+        if not self._open(cache, batch, query_length):
             return None
-        of_geometries = self._of_geometries(is_absorbed, query_length, cache.page_size)
-        if not any(of_geometries):
-            return None
-        absorbed = tuple(of_geometries[index] for index in self._geometry_of_layer)
+        places = places_of_layers(cache, position_ids)
+        plans: tuple[DecodePlan | None, ...] = (None,) * len(absorbed)
         starts = None
-        if is_padding_mask:
-            starts = attention_mask.to(torch.int32).argmax(dim=-1).to(torch.int32).expand(batch).contiguous()
-        cache.reserve(batch, query_length)  # a plan is for pages that do not grow under it
-        plans = refreshed_plans(
-            cache,
-            absorbed,
-            self._windows,
-            self.config.num_attention_heads,
-            query_length,
-            self.config.decode_backend,
-            starts,
-        )
-        attentions = [layer.self_attn for layer in self.model.layers]
-        rotary = rotary_of_layers(
-            [attention.inv_freq for attention in attentions],
-            position_ids,
-            [self.config.layer_rope_scaling(attention.layer_idx) for attention in attentions],
-            attentions[0].v_b_proj.dtype,
-        )
-        return DecodeStep(plans, starts, rotary)
+        if any(absorbed):
+            if is_padding_mask:
+                starts = attention_mask.to(torch.int32).argmax(dim=-1).to(torch.int32).expand(batch).contiguous()
+            plans = refreshed_plans(
+                cache,
+                absorbed,
+                self._windows,
+                self.config.num_attention_heads,
+                query_length,
+                self.config.decode_backend,
+                places,
+                starts,
+            )
+        return DecodeStep(plans, starts, places)
+
+    def _open(self, cache: LatentCache, batch: int, query_length: int) -> bool:
+        """Makes room in all layers; False where an empty cache cannot know where its layers will run (offloading)."""
+        for layer, decoder in zip(cache.layers, self.model.layers, strict=True):
+            weight = decoder.self_attn.v_b_proj
+            if layer.is_initialized:
+                dtype, device = layer.dtype, layer.device
+            elif weight.device.type == "meta":
+                return False
+            else:
+                device = weight.device
+                autocast = torch.is_autocast_enabled(device.type)
+                dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+            layer.open(batch, query_length, dtype, device)
+        return True
 
     def _of_geometries(self, choose: Callable[..., Any], query_length: int, page_size: int) -> list[Any]:
         """What ``choose`` (:func:`choose_form` or its like) says of every geometry in the model."""

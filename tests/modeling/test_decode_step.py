@@ -7,8 +7,6 @@ import torch
 
 from mha2mla.kernels import DecodePlan
 from mha2mla.modeling import LatentCache, decode_step
-from mha2mla.modeling.decode_step import rotary_of_layers
-from mha2mla.modeling.rope import rotary_cos_sin
 from tests.modeling import models
 
 
@@ -135,33 +133,27 @@ def test_the_backend_may_change_between_steps(used):
     assert used[0] is not used[2] and len(cache.plans) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_angles_of_all_layers_are_each_layers_own(rows, dtype):
-    tables = [torch.rand(2, 4), torch.rand(1, 3), torch.rand(2, 4)]
-    position_ids = torch.randint(0, 100_000, (rows, 5))
-    scalings = [1.3, 1.0, 0.8]
-    rotary = rotary_of_layers(tables, position_ids, scalings, dtype)
-    for table, scaling, pair in zip(tables, scalings, rotary, strict=True):
-        for mine, expected in zip(pair, rotary_cos_sin(position_ids, table, scaling, dtype), strict=True):
-            assert mine.dtype == dtype and torch.equal(mine, expected)
-
-
-def test_angles_are_left_to_layers_where_they_cannot_be_shared():
-    tables = [torch.rand(2, 4), torch.rand(2, 4, device="meta")]
-    assert rotary_of_layers(tables, None, [1.0, 1.0], torch.float32) == (None, None)
-    first, second = rotary_of_layers(tables, torch.zeros(1, 1), [1.0, 1.0], torch.float32)
-    assert first is not None and second is None
-
-
 @torch.no_grad()
-def test_angles_are_computed_once_per_step(monkeypatch):
+def test_places_are_computed_once_per_step(monkeypatch):
+    """Rotation and writing are one op, which all layers hand the same positions and slots."""
     from mha2mla.modeling import attention
 
     model = models.mla_model()
     ids = models.tokens(2, 10)
     expected = model(ids, use_cache=False).logits[:, 9:]
-    cache = model(ids[:, :9]).past_key_values
     monkeypatch.setattr(attention, "rotary_cos_sin", None)
-    logits = model(ids[:, 9:], position_ids=torch.full((2, 1), 9), past_key_values=cache).logits
+    seen, op = [], attention.mla_append
+
+    def counted(*args, **keys):
+        seen.append(args[5:7])
+        return op(*args, **keys)
+
+    monkeypatch.setattr(attention, "mla_append", counted)
+    cache = LatentCache(model.config, page_size=16)
+    for part in (ids[:, :9], ids[:, 9:]):
+        logits = model(part, past_key_values=cache).logits
     assert models.relative_error(logits, expected) < 2e-5
+    first, second = seen[2:]
+    assert first[0] is second[0] and first[1] is second[1]
+    assert [seen[0][0].tolist(), first[0].tolist()] == [[*range(9)] * 2, [9, 9]]
+    assert [seen[0][1].tolist(), first[1].tolist()] == [[*range(9), *range(16, 25)], [9, 25]]

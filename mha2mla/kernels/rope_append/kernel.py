@@ -30,16 +30,18 @@ def make_rope_append(
         block_tokens, threads: of a block.
         on_cpu: compile for TileLang's C target.
 
-    The function's arguments: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (contiguous), positions [N] int32,
-    slots [N] int32, inv_freq [num_tables,d_r/2] float32; row_cache [P,page,width] and rope_cache [P,page,G*d_r]
-    (run-time strides), out [N,H,d_r]; scaling float32. What is left out is passed as any tensor with a size of at least
-    one everywhere.
+    The function's arguments: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (run-time strides: parts of one
+    projection are read where they lie), positions [N] int32, slots [N] int32, inv_freq [num_tables,d_r/2] float32;
+    row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; scaling float32. What is
+    left out is passed as any tensor with a size of at least one everywhere.
     """
     accum = T.float32
     half = qk_rope_head_dim // 2
     tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
     r_p, r_t = T.dynamic("r_p"), T.dynamic("r_t")
     k_p, k_t = T.dynamic("k_p"), T.dynamic("k_t")
+    rows_t, keys_t, keys_g = T.dynamic("rows_t"), T.dynamic("keys_t"), T.dynamic("keys_g")
+    query_t, query_h = T.dynamic("query_t"), T.dynamic("query_h")
     groups, width, queries = max(1, num_rope_heads), max(1, row_width), max(1, heads)
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
     threads = 1 if on_cpu else threads
@@ -65,9 +67,9 @@ def make_rope_append(
 
     @T.prim_func
     def rope_append(
-        rows: T.Tensor([tokens, width], dtype),
-        keys: T.Tensor([tokens, groups, qk_rope_head_dim], dtype),
-        query: T.Tensor([tokens, queries, qk_rope_head_dim], dtype),
+        rows: strided([tokens, width], [rows_t, 1]),
+        keys: strided([tokens, groups, qk_rope_head_dim], [keys_t, keys_g, 1]),
+        query: strided([tokens, queries, qk_rope_head_dim], [query_t, query_h, 1]),
         positions: T.Tensor([tokens], T.int32),
         slots: T.Tensor([tokens], T.int32),
         inv_freq: T.Tensor([num_tables, half], accum),
