@@ -1,0 +1,167 @@
+"""Prefill problems: one generator of shapes and poisoned inputs, and the rule by which an output of the op is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mha2mla.eval.problems import ERROR_FACTOR, Judgement, errors
+from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
+from mha2mla.kernels.attention_varlen.tiling import VarlenShape
+
+
+@dataclass(frozen=True)
+class PrefillProblem:
+    """One call of ``attention_varlen`` or, with two parts of queries and keys, of ``mla_prefill_varlen``.
+
+    Attributes:
+        heads: H.
+        widths: d_qk, or (d_n, d_r).
+        key_heads: heads of each part's keys.
+        v_head_dim: d_v.
+        lengths: (queries, keys) of each sequence.
+        value_heads: heads of the values; None: of the first part's keys.
+        causal: whether later keys are hidden.
+        combined: queries, keys and values are views of wider buffers.
+        behind: rows behind the last sequence, NaN.
+        scale: of the queries; large values make scores of 1e5.
+        seed: of all numbers.
+    """
+
+    heads: int
+    widths: tuple[int, ...]
+    key_heads: tuple[int, ...]
+    v_head_dim: int
+    lengths: tuple[tuple[int, int], ...]
+    value_heads: int | None = None
+    causal: bool = True
+    combined: bool = False
+    behind: int = 5
+    scale: float = 1.0
+    seed: int = 0
+
+    @property
+    def softmax_scale(self) -> float:
+        return 0.09
+
+    @property
+    def longest(self) -> int:
+        """max_seqlen_q."""
+        return max((queries for queries, _ in self.lengths), default=0)
+
+    def shape(self, dtype: str = "bfloat16") -> VarlenShape:
+        """What to compile for."""
+        return VarlenShape(
+            self.heads, self.widths, self.key_heads, self.value_heads or self.key_heads[0], self.v_head_dim,
+            self.causal, dtype,
+        )  # fmt: skip
+
+    def pairs(self) -> int:
+        """(query, key) pairs that are not masked."""
+        total = 0
+        for queries, keys in self.lengths:
+            if self.causal:  # query i sees keys - queries + i + 1 keys, and not less than none
+                last, first = keys, max(0, keys - queries + 1)
+                total += (first + last) * (last - first + 1) // 2
+            else:
+                total += queries * keys
+        return total
+
+    def flops(self) -> int:
+        """Multiplications and additions of the two products: 2 H (d_qk + d_v) for each pair that is not masked."""
+        return 2 * self.heads * (sum(self.widths) + self.v_head_dim) * self.pairs()
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """``queries`` and ``keys`` (lists of parts), ``v``, ``cu_seqlens_q``, ``cu_seqlens_k``, drawn from the seed."""
+        device = torch.device(device)
+        make = torch.Generator(device).manual_seed(self.seed)
+        starts_q, starts_k = ([0, *accumulate(length[side] for length in self.lengths)] for side in (0, 1))
+
+        def normal(tokens: int, heads: int, width: int, scale: float = 1.0) -> Tensor:
+            more = 1 if self.combined else 0  # heads, and eighths of columns
+            size = (tokens + self.behind, heads + more, width + 8 * more)
+            x = torch.randn(*size, generator=make, device=device, dtype=dtype) * scale
+            x[tokens:] = torch.nan
+            return x[:, :heads, 8 * more :]
+
+        tokens_q, tokens_k = starts_q[-1], starts_k[-1]
+        bounds = {"dtype": torch.int32, "device": device}
+        return {
+            "queries": [normal(tokens_q, self.heads, width, self.scale) for width in self.widths],
+            "keys": [normal(tokens_k, heads, width) for heads, width in zip(self.key_heads, self.widths, strict=True)],
+            "v": normal(tokens_k, self.value_heads or self.key_heads[0], self.v_head_dim),
+            "cu_seqlens_q": torch.tensor(starts_q, **bounds),
+            "cu_seqlens_k": torch.tensor(starts_k, **bounds),
+        }
+
+
+def torch_at(problem: PrefillProblem, inputs: dict[str, Any]) -> Tensor:
+    """The formula in plain torch, every intermediate in the inputs' dtype: what "twice torch's error" refers to."""
+    v, heads = inputs["v"], problem.heads
+    outs, first_q, first_k = [], 0, 0
+    for queries, keys in problem.lengths:
+        rows, columns = slice(first_q, first_q + queries), slice(first_k, first_k + keys)
+        score = sum(
+            torch.einsum("qhd,khd->hqk", q[rows], k[columns].repeat_interleave(heads // k.shape[1], 1))
+            for q, k in zip(inputs["queries"], inputs["keys"], strict=True)
+        )
+        score = score * problem.softmax_scale
+        if problem.causal:
+            hidden = torch.ones(queries, keys, dtype=torch.bool, device=v.device).triu(keys - queries + 1)
+            score = score.masked_fill(hidden, -torch.inf)
+        weight = torch.softmax(score, -1).nan_to_num(0)  # rows that see nothing
+        outs.append(torch.einsum("hqk,khd->qhd", weight, v[columns].repeat_interleave(heads // v.shape[1], 1)))
+        first_q, first_k = first_q + queries, first_k + keys
+    return torch.cat(outs) if outs else v.new_zeros(0, heads, problem.v_head_dim)
+
+
+def exact(problem: PrefillProblem, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The reference in float64 on the same (rounded) inputs."""
+    return attention_varlen_reference(
+        [q.double() for q in inputs["queries"]],
+        [k.double() for k in inputs["keys"]],
+        inputs["v"].double(),
+        inputs["cu_seqlens_q"],
+        inputs["cu_seqlens_k"],
+        softmax_scale=problem.softmax_scale,
+        causal=problem.causal,
+    )
+
+
+def judge(problem: PrefillProblem, inputs: dict[str, Any], out: Tensor, lse: Tensor | None) -> Judgement:
+    """Compares out [T_q, H, d_v] and lse [H, T_q] with float64, and plain torch at the inputs' dtype with float64.
+
+    Right means what it means for the decode op (:func:`mha2mla.eval.problems.judge`). Rows behind the last sequence are
+    not looked at.
+    """
+    tokens = sum(queries for queries, _ in problem.lengths)
+    expected, expected_lse = (x[:tokens] if i == 0 else x[:, :tokens] for i, x in enumerate(exact(problem, inputs)))
+    out, lse = out[:tokens], None if lse is None else lse[:, :tokens]
+    error, largest = errors(out, expected)
+    torch_error, torch_largest = errors(torch_at(problem, inputs), expected)
+    ulp = torch.finfo(out.dtype).eps
+    top = float(expected.abs().max()) if expected.numel() else 0.0
+    empty = expected_lse == -torch.inf
+    lse_error = 0.0
+    wrong = []
+    if not bool(out.isfinite().all()):
+        wrong.append(f"{int((~out.isfinite()).sum())} numbers of out are NaN or inf where float64 is finite")
+    elif float(out.transpose(0, 1)[empty].abs().sum()) != 0:
+        wrong.append("a row that sees no key is not zero")
+    elif error > ERROR_FACTOR * torch_error + ulp / 2:
+        wrong.append(f"relative error {error:.2e}, plain torch has {torch_error:.2e}")
+    elif largest > ERROR_FACTOR * torch_largest + ulp * top:
+        wrong.append(f"largest error {largest:.2e}, plain torch has {torch_largest:.2e}")
+    if lse is not None and not torch.equal(lse == -torch.inf, empty):
+        wrong.append("lse is -inf at the wrong rows")
+    elif lse is not None and not bool(empty.all()):
+        seen = ~empty
+        bound = 64 * torch.finfo(torch.float32).eps * float(expected_lse[seen].abs().max().clamp(min=1))
+        lse_error = float((lse[seen].double() - expected_lse[seen]).abs().max())
+        if not lse_error <= bound:
+            wrong.append(f"lse is off by {lse_error:.2e}; expected at most {bound:.2e}")
+    return Judgement(not wrong, "; ".join(wrong), error, torch_error, largest, torch_largest, lse_error)

@@ -1,0 +1,1 @@
+"""Attention over flattened batches of sequences of any lengths: prefill."""

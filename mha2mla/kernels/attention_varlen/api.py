@@ -1,0 +1,327 @@
+"""The public varlen attention ops: validation, dispatch, and their torch.library schema."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
+from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH, VarlenShape
+from mha2mla.kernels.devices import BACKENDS, capability, dtype_name
+from mha2mla.kernels.rope_append.api import mla_append
+
+_COMPILED_DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (*_COMPILED_DTYPES, torch.float32, torch.float64)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention (FlashAttention, arXiv 2205.14135) of sequences that lie one behind the other, without padding.
+
+    Args:
+        q: [T_q, H, d_qk] of all sequences; like ``k`` and ``v`` with contiguous rows and otherwise any strides that are
+            multiples of 16 bytes.
+        k: [T_k, h_kv, d_qk]; query head h sees head h // (H / h_kv).
+        v: [T_k, h_v, d_v]; h_v is usually h_kv.
+        cu_seqlens_q: [B+1] int32, where each sequence's queries begin, and where the last one's end; not read on the
+            host. Rows behind the last sequence (the padding of a CUDA graph) are not written.
+        cu_seqlens_k: [B+1] int32, the same for its keys and values.
+        max_seqlen_q: queries of the longest sequence, or more. A host number: it bounds the grid.
+        softmax_scale: on the scores; positive.
+        causal: a query sees no later key. Aligned at the end: a sequence's last query sees all its keys, whether there
+            are more keys than queries (a cache) or fewer.
+        out: [T_q, H, d_v], contiguous; where to write the result.
+        return_lse: return the log-sum-exps too.
+        backend: "tilelang" (bfloat16 and float16 on CUDA from sm_80 on, widths of multiples of 8 up to 256),
+            "reference", or None for whichever serves the tensors.
+
+    Returns:
+        ``out`` [T_q, H, d_v]; with ``return_lse`` also ``lse`` [H, T_q] float32 (float64 for float64 inputs), natural
+        logarithm. A query that sees no key gives zeros and -inf.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    return _attend(
+        (q, None), (k, None), v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, return_lse,
+        backend, ("q", ""), ("k", ""),
+    )  # fmt: skip
+
+
+def mla_prefill_varlen(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same for MLA in its expanded form (DeepSeek-V2, arXiv 2405.04434, 2.1), whose keys come in two parts::
+
+        score[h, t] = softmax_scale * (q_nope[h] . k_nope[t, h // (H / h_kv)] + q_pe[h] . k_pe[t, h // (H / G)])
+
+    The parts meet in the scores; nothing is concatenated or repeated in memory.
+
+    Args:
+        q_nope: [T_q, H, d_n]; d_n may be 0.
+        q_pe: [T_q, H, d_r], rotated.
+        k_nope: [T_k, h_kv, d_n], expanded from the latent; ``v`` [T_k, h_kv, d_v] likewise.
+        k_pe: [T_k, G, d_r], rotated; G divides H.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, return_lse, backend: as in
+            :func:`attention_varlen`, and so are the result and the errors.
+    """
+    if q_nope.ndim == 3 and q_nope.shape[2] == 0:
+        if k_nope.ndim != 3 or k_nope.shape[2]:
+            raise ValueError(
+                f"k_nope.shape is {tuple(k_nope.shape)}; expected [T_k, h_kv, 0], as q_nope has no columns"
+            )
+        return _attend(
+            (q_pe, None), (k_pe, None), v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out,
+            return_lse, backend, ("q_pe", ""), ("k_pe", ""),
+        )  # fmt: skip
+    return _attend(
+        (q_nope, q_pe), (k_nope, k_pe), v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out,
+        return_lse, backend, ("q_nope", "q_pe"), ("k_nope", "k_pe"),
+    )  # fmt: skip
+
+
+def mla_prefill_append(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    latent: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor,
+    slots: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    out: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Prefill of sequences that have no cache yet: writes their latents and rotary keys, and attends, in one call.
+
+    Two launches, not one: what is written is 1/(2 H) of what attention computes with, and the latent is nothing that
+    the expanded form reads.
+
+    Args:
+        q_nope, q_pe, k_nope, k_pe, v: as in :func:`mla_prefill_varlen`, with T_q = T_k = T; rotated.
+        latent: [T, d_c].
+        latent_cache: [P, page, d_c], written; ``rope_cache`` [P, page, G, d_r] likewise.
+        slots: [T] int32, page * page_size + offset of each token (:func:`mha2mla.kernels.slots_of`); one outside the
+            cache, such as -1, writes nothing.
+        cu_seqlens: [B+1] int32, of queries and keys.
+        max_seqlen, softmax_scale, causal, out, return_lse, backend: as in :func:`attention_varlen`.
+    """
+    half = k_pe.shape[-1] // 2 if k_pe.ndim else 0
+    mla_append(
+        latent, k_pe, k_pe[:, :0], latent_cache, rope_cache, torch.zeros_like(slots), slots,
+        k_pe.new_zeros(1, half, dtype=torch.float32), backend=backend,
+    )  # fmt: skip
+    return mla_prefill_varlen(
+        q_nope, q_pe, k_nope, k_pe, v, cu_seqlens, cu_seqlens, max_seqlen, softmax_scale=softmax_scale, causal=causal,
+        out=out, return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+
+
+def explain_attention_varlen(shape: VarlenShape, device: torch.device) -> str | None:
+    """Why TileLang does not serve a call on ``device``, or None."""
+    if device.type != "cuda":
+        return f"it runs on CUDA, not on {device}"
+    if shape.dtype not in ("bfloat16", "float16"):
+        return f"it takes bfloat16 and float16, not {shape.dtype}"
+    if capability(device) < 80:
+        return f"it needs compute capability 8.0; {device} has {capability(device) / 10}"
+    for name, width in (("d_qk", sum(shape.widths)), ("d_v", shape.v_head_dim)):
+        if width > MAX_WIDTH:
+            return f"{name} is {width}; it takes up to {MAX_WIDTH}"
+    odd = [width for width in (*shape.widths, shape.v_head_dim) if width % 8]
+    return f"a width is {odd[0]}; it takes multiples of 8" if odd else None
+
+
+def _attend(
+    queries: tuple[Tensor, Tensor | None], keys: tuple[Tensor, Tensor | None], v: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool, out: Tensor | None, return_lse: bool,
+    backend: str | None, query_names: tuple[str, str], key_names: tuple[str, str],
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    q, k = queries[0], keys[0]
+    named = [(name, x) for name, x in zip((*query_names, *key_names, "v"), (*queries, *keys, v), strict=True) if name]
+    for name, x in named:
+        if x.ndim != 3:
+            raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected three dimensions, [tokens, heads, width]")
+        if x.dtype not in _DTYPES:
+            raise ValueError(f"{name}.dtype is {x.dtype}; expected bfloat16, float16, float32 or float64")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device}; expected {q.dtype} on {q.device}, as {query_names[0]}"
+            )
+    tokens_q, heads, _ = q.shape
+    tokens_k = k.shape[0]
+    for name, x in zip(query_names, queries, strict=True):
+        if x is not None and x.shape[:2] != q.shape[:2]:
+            raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected [{tokens_q}, {heads}, width]")
+    for name, x in (*zip(key_names, keys, strict=True), ("v", v)):
+        if x is not None and (x.shape[0] != tokens_k or x.shape[1] == 0 or heads % x.shape[1]):
+            raise ValueError(
+                f"{name}.shape is {tuple(x.shape)}; expected [{tokens_k}, a divisor of {heads} heads, width]"
+            )
+    for i, name in enumerate(key_names):
+        if name and keys[i].shape[2] != queries[i].shape[2]:
+            raise ValueError(f"{name}.shape is {tuple(keys[i].shape)}; expected width {queries[i].shape[2]}")
+    for name, x in named:
+        if x.shape[2] == 0:
+            raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected a width of at least 1")
+    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if bounds.ndim != 1 or bounds.shape[0] < 1 or bounds.dtype != torch.int32 or bounds.device != q.device:
+            raise ValueError(
+                f"{name} is {bounds.dtype} {tuple(bounds.shape)} on {bounds.device}; expected torch.int32 [B+1] on"
+                f" {q.device}"
+            )
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k.shape is {tuple(cu_seqlens_k.shape)}; expected {tuple(cu_seqlens_q.shape)}, as cu_seqlens_q"
+        )
+    if max_seqlen_q < 0:
+        raise ValueError(f"max_seqlen_q is {max_seqlen_q}; expected at least 0")
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale is {softmax_scale}; expected a positive number")
+    if out is not None:
+        expected = (tokens_q, heads, v.shape[2])
+        if tuple(out.shape) != expected or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
+            raise ValueError(
+                f"out is {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}; expected contiguous"
+                f" {q.dtype} {expected} on {q.device}"
+            )
+    compiled = _runs_compiled(queries, keys, v, causal, backend)
+    if compiled:
+        for name, x in named:
+            _check_strides(name, x)
+    operands = (
+        q, queries[1], k, keys[1], v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, compiled
+    )  # fmt: skip
+    if out is None:
+        out, lse = torch.ops.mha2mla.attention_varlen(*operands)
+    else:
+        lse = torch.ops.mha2mla.attention_varlen_out(*operands, out)
+    return (out, lse) if return_lse else out
+
+
+def _runs_compiled(
+    queries: tuple[Tensor, Tensor | None], keys: tuple[Tensor, Tensor | None], v: Tensor, causal: bool,
+    backend: str | None,
+) -> bool:  # fmt: skip
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
+    if backend == "reference":
+        return False
+    why = explain_attention_varlen(varlen_shape(queries, keys, v, causal), v.device)
+    if backend == "tilelang" and why:
+        raise ValueError(f"backend is 'tilelang', which does not serve this call: {why}")
+    return why is None
+
+
+def varlen_shape(
+    queries: tuple[Tensor, Tensor | None], keys: tuple[Tensor, Tensor | None], v: Tensor, causal: bool
+) -> VarlenShape:
+    """The static part of a call, from its tensors."""
+    parts = [key for key in keys if key is not None]
+    return VarlenShape(
+        heads=queries[0].shape[1],
+        widths=tuple(key.shape[2] for key in parts),
+        key_heads=tuple(key.shape[1] for key in parts),
+        value_heads=v.shape[1],
+        v_head_dim=v.shape[2],
+        causal=causal,
+        dtype=dtype_name(v.dtype),
+    )
+
+
+def _check_strides(name: str, x: Tensor) -> None:
+    """TMA's rules; a dimension of size one has no stride that matters."""
+    if x.shape[2] > 1 and x.stride(2) != 1:
+        raise ValueError(f"{name}.stride(2) is {x.stride(2)}; expected 1")
+    for dim in (0, 1):
+        stride = x.stride(dim)
+        if x.shape[dim] > 1 and (stride <= 0 or stride * x.element_size() % 16):
+            raise ValueError(f"{name}.stride({dim}) is {stride}; expected a positive multiple of 8 elements (16 bytes)")
+    if x.data_ptr() % 16:
+        raise ValueError(f"{name}.data_ptr() is {x.data_ptr()}; expected a multiple of 16")
+
+
+def _attention_varlen_out(
+    q: Tensor, q_pe: Tensor | None, k: Tensor, k_pe: Tensor | None, v: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool, compiled: bool, out: Tensor,
+) -> Tensor:  # fmt: skip
+    queries, keys = (q, q_pe), (k, k_pe)
+    if not compiled:
+        result, lse = attention_varlen_reference(
+            [x for x in queries if x is not None],
+            [x for x in keys if x is not None],
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            softmax_scale=softmax_scale,
+            causal=causal,
+        )
+        out.copy_(result)
+        return lse
+    from mha2mla.kernels.attention_varlen.launch import launch_attention_varlen
+
+    lse = _lse_fake(q)
+    launch_attention_varlen(
+        capability(q.device), varlen_shape(queries, keys, v, causal), q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k,
+        max_seqlen_q, softmax_scale, out, lse,
+    )  # fmt: skip
+    return lse
+
+
+def _attention_varlen(q: Tensor, q_pe: Tensor | None, k: Tensor, k_pe: Tensor | None, v: Tensor, *rest):
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    return out, _attention_varlen_out(q, q_pe, k, k_pe, v, *rest, out)
+
+
+def _lse_fake(q: Tensor) -> Tensor:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape[1], q.shape[0], dtype=wide)
+
+
+_ARGUMENTS = (
+    "Tensor q, Tensor? q_pe, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
+    " SymInt max_seqlen_q, float softmax_scale, bool causal, bool compiled"
+)
+LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
+LIBRARY.define(f"attention_varlen({_ARGUMENTS}) -> (Tensor, Tensor)")
+LIBRARY.define(f"attention_varlen_out({_ARGUMENTS}, Tensor(a!) out) -> Tensor")
+LIBRARY.impl("attention_varlen", _attention_varlen, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_varlen_out", _attention_varlen_out, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "mha2mla::attention_varlen",
+    lambda q, q_pe, k, k_pe, v, *_: (q.new_empty(*q.shape[:2], v.shape[2]), _lse_fake(q)),
+    lib=LIBRARY,
+)
+torch.library.register_fake("mha2mla::attention_varlen_out", lambda q, *_: _lse_fake(q), lib=LIBRARY)

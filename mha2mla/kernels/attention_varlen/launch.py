@@ -1,0 +1,66 @@
+"""Compiles the varlen attention kernels once per static shape, and launches them on torch's current stream."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.attention_varlen.tiled import make_tiled
+from mha2mla.kernels.attention_varlen.tiling import VarlenShape, hopper_tiling, portable_tiling
+from mha2mla.kernels.attention_varlen.warp_specialised import make_warp_specialised
+from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
+
+L2_SHARE = 32 * 2**20  # bytes of keys and values that are worked on at a time; an H200 caches 50 MB
+
+
+@cache
+def compile_attention_varlen(capability: int, shape: VarlenShape):
+    """The compiled kernel and the query rows of its tiles. One compilation serves all batches, lengths and strides."""
+    if capability == 90:
+        tiling = hopper_tiling(shape)
+        return compile_for(make_warp_specialised(shape, tiling), capability, SMALL_PASS_CONFIGS), tiling.block_rows
+    rows, keys = portable_tiling(shape)
+    function = make_tiled(shape, block_rows=rows, block_keys=keys)
+    return compile_for(function, capability, SMALL_PASS_CONFIGS), rows
+
+
+def launch_attention_varlen(
+    capability: int,
+    shape: VarlenShape,
+    q: Tensor,
+    q_pe: Tensor | None,
+    k: Tensor,
+    k_pe: Tensor | None,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Run the kernel; arguments as in :func:`mha2mla.kernels.attention_varlen`, a second part of q and k or None."""
+    batch = cu_seqlens_q.shape[0] - 1
+    if out.numel() == 0 or batch == 0 or max_seqlen_q == 0:
+        return
+    if k.shape[0] == 0:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
+    with torch.cuda.device(out.device):
+        kernel, rows = compile_attention_varlen(capability, shape)
+        kernel(
+            q, q if q_pe is None else q_pe, k, k if k_pe is None else k_pe, v, cu_seqlens_q.contiguous(),
+            cu_seqlens_k.contiguous(), out, lse, softmax_scale, -(-max_seqlen_q // rows),
+            heads_at_a_time(shape, k, batch),
+        )  # fmt: skip
+
+
+def heads_at_a_time(shape: VarlenShape, k: Tensor, batch: int) -> int:
+    """Query heads whose keys and values fit the L2 cache together, whole groups of them."""
+    tokens = -(-k.shape[0] // batch)  # of a sequence, on average: lengths are on the device
+    group = shape.heads // shape.value_heads
+    size = tokens * (sum(shape.widths) + shape.v_head_dim) * k.element_size()
+    return max(1, L2_SHARE // max(1, size)) * group

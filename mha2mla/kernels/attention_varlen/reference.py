@@ -1,0 +1,65 @@
+"""The oracle of the varlen attention ops: plain torch, any device, float64-capable. Speed may not live here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention_varlen_reference(
+    queries: list[Tensor],
+    keys: list[Tensor],
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(softmax_scale * sum_i queries[i] keys[i]^T) v`` of each sequence by itself.
+
+    Args:
+        queries: parts [T_q, H, d_i] of the queries; a score is the sum of their products with the keys' parts.
+        keys: parts [T_k, G_i, d_i]; query head h meets head h // (H / G_i) of part i.
+        v: [T_k, G_v, d_v].
+        cu_seqlens_q, cu_seqlens_k, causal: as in :func:`mha2mla.kernels.attention_varlen`.
+
+    The arithmetic is float64 for float64 inputs and float32 for all others; only ``out`` is rounded to the input's
+    dtype. Keys and values of other sequences, and behind the last one, are never used. Reads no tensor on the host.
+
+    Returns:
+        ``out [T_q, H, d_v]`` and ``lse [H, T_q]`` (natural log) in the dtype of the arithmetic. A query that sees no
+        key, or lies behind the last sequence, gives zeros and ``-inf``.
+    """
+    dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
+    tokens_q, heads, _ = queries[0].shape
+    tokens_k = v.shape[0]
+    device = v.device
+    # Sequence, place in it and length, of every query and key; -1 behind the last sequence.
+    query_of, query_place, query_length = _places(cu_seqlens_q, tokens_q, device)
+    key_of, key_place, key_length = _places(cu_seqlens_k, tokens_k, device)
+    visible = (query_of[:, None] == key_of) & (query_of[:, None] >= 0)
+    if causal:  # bottom-right aligned: the last query sees everything
+        visible = visible & (key_place - key_length <= (query_place - query_length)[:, None])
+    used = visible.any(0)[:, None, None]
+
+    def wide(x: Tensor) -> Tensor:  # of keys and values, for every query head
+        x = torch.where(used, x.to(dtype), 0)
+        return x.repeat_interleave(heads // x.shape[1], 1)
+
+    score = sum(torch.einsum("qhd,khd->hqk", q.to(dtype), wide(k)) for q, k in zip(queries, keys, strict=True))
+    score = torch.where(visible, score * softmax_scale, -torch.inf)
+    lse = torch.logsumexp(score, -1) if tokens_k else score.new_full(score.shape[:2], -torch.inf)
+    weight = torch.exp(score - torch.where(lse == -torch.inf, 0, lse)[..., None])
+    return torch.einsum("hqk,khd->qhd", weight, wide(v)).to(v.dtype), lse
+
+
+def _places(bounds: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    token = torch.arange(tokens, device=device, dtype=bounds.dtype)
+    if bounds.shape[0] < 2:
+        return torch.full_like(token, -1), token, token
+    sequence = torch.searchsorted(bounds, token, right=True) - 1
+    inside = token < bounds[-1]
+    sequence = torch.where(inside, sequence, 0)
+    first = bounds[sequence]
+    return torch.where(inside, sequence, -1), token - first, bounds[sequence + 1] - first

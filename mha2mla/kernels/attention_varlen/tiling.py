@@ -1,0 +1,101 @@
+"""How one varlen attention problem is cut into tiles: arithmetic shared by kernels, launch and tests. No TileLang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_WIDTH = 256  # of d_qk in all, and of d_v
+WARPGROUP = 128  # threads
+ROWS = 64  # of one warpgroup: the M of wgmma
+
+
+@dataclass(frozen=True)
+class VarlenShape:
+    """What must be static of a call: H, widths, the heads that share keys and values, mask, dtype.
+
+    Attributes:
+        heads: query heads H.
+        widths: columns of each part of a query and a key; the score is the sum of the parts' products.
+        key_heads: heads of each part's keys; each divides H.
+        value_heads: heads of the values; divides H.
+        v_head_dim: d_v.
+        causal: whether a query sees only keys up to its own place, counted from the end.
+        dtype: "bfloat16" or "float16".
+    """
+
+    heads: int
+    widths: tuple[int, ...]
+    key_heads: tuple[int, ...]
+    value_heads: int
+    v_head_dim: int
+    causal: bool
+    dtype: str
+
+    @property
+    def parts(self) -> range:
+        return range(len(self.widths))
+
+
+@dataclass(frozen=True)
+class VarlenTiling:
+    """Sizes of a kernel.
+
+    Attributes:
+        warpgroups: that compute, 64 query rows each.
+        block_keys: keys of a tile.
+        stages: tiles of keys, and of values, in flight.
+    """
+
+    warpgroups: int
+    block_keys: int
+    stages: int
+
+    @property
+    def block_rows(self) -> int:
+        return self.warpgroups * ROWS
+
+
+def chunks(width: int) -> list[tuple[int, int]]:
+    """(offset, columns) of the pieces that ``width`` columns are cut into, padded: widths that wgmma and TMA swizzle.
+
+    Whole multiples of 64, then 32 and 16 for the rest; TMA fills the padding of the last piece with zeros.
+    """
+    rest = -(-width // 16) * 16 % 64
+    whole = -(-width // 16) * 16 - rest
+    pieces = [(0, whole)] if whole else []
+    for columns in (32, 16):
+        if rest & columns:
+            pieces.append((whole, columns))
+            whole += columns
+    return pieces
+
+
+def padded(width: int) -> int:
+    return sum(columns for _, columns in chunks(width))
+
+
+def shared_bytes(shape: VarlenShape, tiling: VarlenTiling) -> int:
+    """Upper bound of what the warp-specialised kernel allocates a block."""
+    qk = sum(padded(width) for width in shape.widths)
+    rows, keys = tiling.block_rows, tiling.stages * tiling.block_keys
+    return 2 * (rows * qk + keys * (qk + padded(shape.v_head_dim))) + 2048
+
+
+def hopper_tiling(shape: VarlenShape, limit: int = 232448) -> VarlenTiling:
+    """Tiles for sm_90: 128 query rows; as many keys as registers (240 a thread) and shared memory hold."""
+    for keys in (128, 96, 80, 64, 48, 32):
+        tiling = VarlenTiling(2, keys, 2)
+        # Accumulators: scores and output in float32, weights in 16 bits; about 50 registers for the rest.
+        registers = keys // 2 + keys // 4 + padded(shape.v_head_dim) // 2
+        if registers <= 184 and shared_bytes(shape, tiling) <= limit:
+            return tiling
+    raise ValueError(f"no tiling of {shape} fits {limit} bytes of shared memory")
+
+
+def portable_tiling(shape: VarlenShape, limit: int = 101376) -> tuple[int, int]:
+    """Query rows and keys of a tile of the portable kernel; ``limit``: the least shared memory from sm_80 on."""
+    qk = sum(-(-width // 16) * 16 for width in shape.widths)
+    for keys in (64, 32, 16):
+        if 2 * (64 * qk + keys * (qk + -(-shape.v_head_dim // 16) * 16)) <= limit:
+            break
+    return 64, keys

@@ -1,0 +1,472 @@
+"""The varlen attention ops: reference, errors, schema; the portable kernel's body on the CPU target; compile gates; the
+kernels on a GPU against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+
+from mha2mla.eval.prefill_problems import PrefillProblem, judge
+from mha2mla.kernels import attention_varlen, mla_prefill_append, mla_prefill_varlen
+from mha2mla.kernels.attention_varlen.tiling import (
+    ROWS,
+    VarlenShape,
+    chunks,
+    hopper_tiling,
+    padded,
+    portable_tiling,
+    shared_bytes,
+)
+from mha2mla.kernels.compile_gate import compile_only, find_tool
+
+# Every boundary of a tile of 16, 64 and 128, both ways round; sequences without queries, without keys, without either.
+MIXED = ((0, 0), (1, 1), (5, 0), (0, 7), (63, 64), (65, 17), (2, 130), (129, 128))
+SMALL = [
+    PrefillProblem(9, (80,), (3,), 80, MIXED),
+    PrefillProblem(4, (64, 16), (4, 1), 64, MIXED),
+    PrefillProblem(6, (24, 8), (2, 3), 40, MIXED, value_heads=6, combined=True),
+    PrefillProblem(1, (8,), (1,), 8, MIXED, causal=False),
+    PrefillProblem(3, (16,), (1,), 72, MIXED, causal=False),
+]
+
+
+def name(problem: PrefillProblem) -> str:
+    widths, heads = ("+".join(map(str, x)) for x in (problem.widths, problem.key_heads))
+    return f"H{problem.heads}-{widths}x{heads}-v{problem.v_head_dim}-{'causal' if problem.causal else 'full'}"
+
+
+def call(problem: PrefillProblem, inputs: dict, **further):
+    """The public op for the problem's parts, with lse."""
+    operands = [x for pair in zip(inputs["queries"], strict=True) for x in pair] + inputs["keys"] + [inputs["v"]]
+    op = mla_prefill_varlen if len(problem.widths) == 2 else attention_varlen
+    further = {"softmax_scale": problem.softmax_scale, "causal": problem.causal} | further
+    return op(
+        *operands, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], problem.longest, return_lse=True, **further
+    )  # fmt: skip
+
+
+def check(problem: PrefillProblem, dtype=torch.bfloat16, device="cpu", **further) -> torch.Tensor:
+    inputs = problem.inputs(dtype, device)
+    out, lse = call(problem, inputs, **further)
+    judgement = judge(problem, inputs, out, lse)
+    assert judgement.ok, judgement.reason
+    return out
+
+
+def naive(problem: PrefillProblem, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """One query, one head at a time, in float64."""
+    out = torch.zeros(inputs["queries"][0].shape[0], problem.heads, problem.v_head_dim, dtype=torch.float64)
+    lse = torch.full((problem.heads, out.shape[0]), -torch.inf, dtype=torch.float64)
+    first_q = first_k = 0
+    for queries, keys in problem.lengths:
+        for i in range(queries):
+            seen = max(0, keys - queries + i + 1) if problem.causal else keys
+            for h in range(problem.heads if seen else 0):
+                score = torch.zeros(seen, dtype=torch.float64)
+                for q, k in zip(inputs["queries"], inputs["keys"], strict=True):
+                    key = k[first_k : first_k + seen, h * k.shape[1] // problem.heads]
+                    score += key.double() @ q[first_q + i, h].double()
+                score *= problem.softmax_scale
+                value = inputs["v"][first_k : first_k + seen, h * inputs["v"].shape[1] // problem.heads]
+                out[first_q + i, h] = torch.softmax(score, 0) @ value.double()
+                lse[h, first_q + i] = torch.logsumexp(score, 0)
+        first_q, first_k = first_q + queries, first_k + keys
+    return out, lse
+
+
+@pytest.mark.parametrize("problem", SMALL, ids=name)
+def test_reference_is_the_formula_failures_5_10(problem):
+    """Rows behind the last sequence, and rows that see nothing, are 0 and -inf; NaN behind the keys stays there."""
+    problem = dataclasses.replace(problem, lengths=((0, 0), (3, 5), (6, 2), (0, 4), (1, 0), (4, 4)))
+    inputs = problem.inputs(torch.float64)
+    out, lse = call(problem, inputs)
+    expected, expected_lse = naive(problem, inputs)
+    assert torch.allclose(out, expected, rtol=0, atol=1e-13)
+    assert torch.allclose(lse, expected_lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_reference_at_other_dtypes(dtype):
+    check(SMALL[1], dtype)
+
+
+def test_parts_equal_their_concatenation():
+    problem = PrefillProblem(4, (8, 16), (4, 4), 24, ((5, 9), (3, 3)))
+    inputs = problem.inputs(torch.float64)
+    whole = dataclasses.replace(problem, widths=(24,), key_heads=(4,))
+    joined = inputs | {name: [torch.cat(inputs[name], -1)] for name in ("queries", "keys")}
+    for found, expected in zip(call(problem, inputs), call(whole, joined), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-13)
+
+
+def test_no_unrotated_part():
+    problem = PrefillProblem(4, (16,), (2,), 24, ((5, 9), (3, 3)))
+    inputs = problem.inputs(torch.float64)
+    q, k, v = inputs["queries"][0], inputs["keys"][0], inputs["v"]
+    bounds = inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], problem.longest
+    out = mla_prefill_varlen(q[..., :0], q, v[..., :0], k, v, *bounds, softmax_scale=0.09)
+    assert torch.equal(out, attention_varlen(q, k, v, *bounds, softmax_scale=0.09))
+
+
+def test_empty_and_single():
+    """Sizes of zero and of one."""
+    for lengths in ((), ((0, 0),), ((0, 3),), ((3, 0),), ((1, 1),)):
+        for behind in (0, 2):
+            check(PrefillProblem(1, (8,), (1,), 8, lengths, behind=behind), torch.float32)
+
+
+def test_out_is_written():
+    problem = SMALL[0]
+    inputs = problem.inputs(torch.float32)
+    out = torch.full((inputs["queries"][0].shape[0], 9, 80), torch.nan)
+    found, _ = call(problem, inputs, out=out)
+    assert found is out
+    assert torch.equal(out, call(problem, inputs)[0])
+
+
+def test_append_writes_the_cache_and_attends():
+    make = torch.Generator().manual_seed(0)
+    heads, groups, tokens, width, rope = 4, 2, 7, 16, 8
+    normal = lambda *shape: torch.randn(*shape, generator=make)  # noqa: E731
+    q_nope, q_pe, k_nope, k_pe = (normal(tokens, h, d) for h, d in ((4, 8), (4, rope), (4, 8), (groups, rope)))
+    v, latent = normal(tokens, heads, 24), normal(tokens, width)
+    latent_cache, rope_cache = normal(3, 4, width), normal(3, 4, groups, rope)
+    before = latent_cache.clone(), rope_cache.clone()
+    slots = torch.tensor([4, 5, -1, 11, 0, 99, 7], dtype=torch.int32)
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
+    out = mla_prefill_append(
+        q_nope, q_pe, k_nope, k_pe, v, latent, latent_cache, rope_cache, slots, bounds, 4, softmax_scale=0.2
+    )
+    expected = mla_prefill_varlen(q_nope, q_pe, k_nope, k_pe, v, bounds, bounds, 4, softmax_scale=0.2)
+    assert torch.equal(out, expected)
+    for token, slot in enumerate(slots.tolist()):
+        if 0 <= slot < 12:
+            before[0].view(12, width)[slot] = latent[token]
+            before[1].view(12, groups, rope)[slot] = k_pe[token]
+    assert torch.equal(latent_cache, before[0])
+    assert torch.equal(rope_cache, before[1])
+
+
+def arguments(**changes):
+    given = {
+        "q": torch.zeros(5, 4, 16),
+        "k": torch.zeros(7, 2, 16),
+        "v": torch.zeros(7, 2, 24),
+        "cu_seqlens_q": torch.tensor([0, 2, 5], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([0, 3, 7], dtype=torch.int32),
+        "max_seqlen_q": 3,
+        "softmax_scale": 0.1,
+    }
+    return given | changes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"backend": "triton"}, "backend is 'triton'"),
+        ({"backend": "tilelang"}, "backend is 'tilelang'.*CUDA"),
+        ({"q": torch.zeros(5, 64)}, r"q.shape is \(5, 64\); expected three"),
+        ({"q": torch.zeros(5, 4, 16, dtype=torch.int32)}, "q.dtype is torch.int32"),
+        ({"k": torch.zeros(7, 2, 16).half()}, "k is torch.float16 on cpu; expected torch.float32"),
+        ({"k": torch.zeros(7, 3, 16)}, r"k.shape is \(7, 3, 16\); expected \[7, a divisor of 4 heads, width\]"),
+        ({"k": torch.zeros(7, 2, 8)}, r"k.shape is \(7, 2, 8\); expected width 16"),
+        ({"v": torch.zeros(6, 2, 24)}, r"v.shape is \(6, 2, 24\); expected \[7"),
+        ({"v": torch.zeros(7, 2, 0)}, r"v.shape is \(7, 2, 0\); expected a width of at least 1"),
+        ({"cu_seqlens_q": torch.tensor([0, 2, 5])}, r"cu_seqlens_q is torch.int64 \(3,\)"),
+        ({"cu_seqlens_k": torch.tensor([0, 7], dtype=torch.int32)}, r"cu_seqlens_k.shape is \(2,\); expected \(3,\)"),
+        ({"max_seqlen_q": -1}, "max_seqlen_q is -1"),
+        ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
+        ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+        ({"out": torch.zeros(5, 4, 16)}, r"out is torch.float32 \(5, 4, 16\)"),
+        ({"out": torch.zeros(4, 5, 24).transpose(0, 1)}, "expected contiguous"),
+    ],
+)
+def test_refusals_name_the_argument(change, message):
+    with pytest.raises(ValueError, match=message):
+        attention_varlen(**arguments(**change))
+
+
+def test_refusals_of_two_parts():
+    q, k, v = torch.zeros(3, 4, 16), torch.zeros(3, 2, 16), torch.zeros(3, 2, 8)
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"k_pe.shape is \(3, 3, 16\); expected \[3, a divisor of 4"):
+        mla_prefill_varlen(q, q, k, torch.zeros(3, 3, 16), v, bounds, bounds, 3, softmax_scale=1.0)
+    with pytest.raises(ValueError, match=r"q_pe.shape is \(2, 4, 16\)"):
+        mla_prefill_varlen(q, q[:2], k, k, v, bounds, bounds, 3, softmax_scale=1.0)
+    with pytest.raises(ValueError, match=r"k_nope.shape is \(3, 2, 16\); expected \[T_k, h_kv, 0\]"):
+        mla_prefill_varlen(q[..., :0], q, k, k, v, bounds, bounds, 3, softmax_scale=1.0)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_opcheck_failure_22(parts):
+    problem = dataclasses.replace(SMALL[parts - 1], lengths=((2, 3), (4, 4)))
+    inputs = problem.inputs(torch.float32)
+    operands = [x for pair in zip((*inputs["queries"], None), (*inputs["keys"], None), strict=True) for x in pair]
+    operands = (
+        operands[0], operands[2], operands[1], operands[3], inputs["v"], inputs["cu_seqlens_q"],
+        inputs["cu_seqlens_k"], 4, 0.1, True, False,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.mha2mla.attention_varlen.default, operands)
+    out = torch.empty(11, problem.heads, problem.v_head_dim)
+    torch.library.opcheck(torch.ops.mha2mla.attention_varlen_out.default, (*operands, out))
+
+
+def test_fullgraph_compile_failure_22():
+    compiled = torch.compile(attention_varlen, fullgraph=True, backend="eager")
+    given = arguments(q=torch.randn(5, 4, 16), k=torch.randn(7, 2, 16), v=torch.randn(7, 2, 24))
+    assert torch.equal(compiled(**given), attention_varlen(**given))
+
+
+def test_chunks_cover_every_width():
+    for width in range(8, 257, 8):
+        pieces = chunks(width)
+        assert [left for left, _ in pieces] == [sum(c for _, c in pieces[:i]) for i in range(len(pieces))]
+        assert width <= padded(width) < width + 16
+        assert all(columns % 64 == 0 or columns in (16, 32) for _, columns in pieces)
+
+
+@pytest.mark.parametrize("width", [8, 64, 80, 128, 192, 256])
+def test_a_tiling_for_every_width_failure_9(width):
+    for d_v in range(8, 257, 8):
+        shape = VarlenShape(8, (width,), (8,), 8, d_v, True, "bfloat16")
+        tiling = hopper_tiling(shape)
+        assert tiling.block_keys % 16 == 0
+        assert shared_bytes(shape, tiling) <= 232448
+        rows, keys = portable_tiling(shape)
+        assert 2 * (rows * padded(width) + keys * (padded(width) + padded(d_v))) <= 101376
+
+
+# --- the portable kernel's body on the CPU -----------------------------------------------------------------------
+
+
+@cache
+def compiled_for_cpu(shape: VarlenShape, rows: int, keys: int):
+    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.attention_varlen.tiled import make_tiled
+
+    function = make_tiled(shape, block_rows=rows, block_keys=keys, on_cpu=True)
+    configs = {"tirx.disable_vectorize": True}
+    return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
+
+
+def run_on_cpu(problem: PrefillProblem, rows: int = 16, keys: int = 16, section: int = 3) -> torch.Tensor:
+    inputs = problem.inputs(torch.float32)
+    kernel = compiled_for_cpu(problem.shape("float32"), rows, keys)
+    queries, parts = ((inputs[name] * 2)[:2] for name in ("queries", "keys"))
+    tokens = queries[0].shape[0]
+    out = torch.full((tokens, problem.heads, problem.v_head_dim), torch.nan)
+    lse = torch.full((problem.heads, tokens), torch.nan)
+    operands = [x.contiguous() for x in (*queries, *parts, inputs["v"])]
+    kernel(
+        *operands, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse, problem.softmax_scale,
+        -(-problem.longest // rows), section,
+    )  # fmt: skip
+    judgement = judge(problem, inputs, out, lse)
+    assert judgement.ok, judgement.reason
+    assert out[sum(queries for queries, _ in problem.lengths) :].isnan().all(), "rows behind the last sequence"
+    return out
+
+
+@pytest.fixture
+def one_product_after_another(monkeypatch):
+    """The C target adds the products of a score in order, torch in blocks."""
+    monkeypatch.setattr("mha2mla.eval.prefill_problems.ERROR_FACTOR", 4.0)
+
+
+@pytest.mark.usefixtures("one_product_after_another")
+class TestOnCPU:
+    @pytest.mark.parametrize("problem", SMALL, ids=name)
+    def test_shapes_failures_1_2_5_6(self, problem):
+        run_on_cpu(problem)
+
+    @pytest.mark.parametrize("section", [1, 2, 5, 1000])
+    def test_any_order_of_heads(self, section):
+        run_on_cpu(SMALL[0], section=section)
+
+    def test_other_tiles(self):
+        run_on_cpu(SMALL[1], rows=32, keys=48)
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_large_scores_failure_12(self, causal):
+        run_on_cpu(PrefillProblem(2, (16,), (1,), 8, ((40, 70), (33, 17)), causal=causal, scale=4e5))
+
+    def test_nan_of_another_sequence(self):
+        """A sequence full of NaN leaves its neighbours alone."""
+        problem = PrefillProblem(2, (16,), (1,), 8, ((20, 20), (17, 23), (9, 30)), causal=False)
+        clean = run_on_cpu(problem)
+        inputs = problem.inputs(torch.float32)
+        for x in (*inputs["queries"], *inputs["keys"], inputs["v"]):
+            x[20 : 37 if x is inputs["queries"][0] else 43] = torch.nan
+        out, lse = torch.empty_like(clean), torch.empty(2, clean.shape[0])
+        q, k = inputs["queries"][0], inputs["keys"][0]
+        compiled_for_cpu(problem.shape("float32"), 16, 16)(
+            q, q, k, k, inputs["v"], inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse, 0.09, 2, 3
+        )
+        keep = torch.tensor([*range(20), *range(37, 46)])
+        assert torch.equal(out[keep], clean[keep])
+
+
+# --- compiled for GPUs that are not here --------------------------------------------------------------------------
+
+GATED = [
+    VarlenShape(32, (128,), (32,), 32, 128, True, "bfloat16"),
+    VarlenShape(32, (128,), (8,), 8, 128, False, "float16"),
+    VarlenShape(16, (128, 64), (16, 1), 16, 128, True, "bfloat16"),
+    VarlenShape(9, (80,), (3,), 3, 80, True, "bfloat16"),
+    VarlenShape(12, (24, 8), (4, 12), 4, 72, False, "float16"),
+    VarlenShape(8, (256,), (2,), 2, 256, True, "bfloat16"),
+]
+
+
+@pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is neither on PATH nor installed by pip")
+class TestGate:
+    @pytest.mark.parametrize("shape", GATED, ids=lambda s: f"{s.widths}-{s.v_head_dim}-{s.causal}")
+    def test_hopper_failure_9(self, shape):
+        """No spills, no serialised wgmma, memory as computed."""
+        pytest.importorskip("tilelang", reason="TileLang is not installed")
+        from mha2mla.kernels.attention_varlen.warp_specialised import make_warp_specialised
+        from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS
+
+        tiling = hopper_tiling(shape)
+        (report,) = compile_only(make_warp_specialised(shape, tiling), "sm_90a", SMALL_PASS_CONFIGS)
+        assert report.complaints(232448) == []
+        assert shared_bytes(shape, tiling) - 4096 <= report.shared_bytes <= shared_bytes(shape, tiling)
+        assert report.registers * (tiling.block_rows // ROWS + 1) * 128 <= 65536
+        if report.instructions is not None:
+            assert report.instructions.get("HGMMA", 0), report.instructions
+            assert report.instructions.get("UTMALDG", 0), report.instructions
+
+    @pytest.mark.parametrize("shape", [GATED[0], GATED[4], GATED[5]], ids=lambda s: f"{s.widths}-{s.v_head_dim}")
+    def test_before_hopper(self, shape):
+        pytest.importorskip("tilelang", reason="TileLang is not installed")
+        from mha2mla.kernels.attention_varlen.tiled import make_tiled
+        from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS
+
+        rows, keys = portable_tiling(shape)
+        function = make_tiled(shape, block_rows=rows, block_keys=keys)
+        (report,) = compile_only(function, "sm_80", SMALL_PASS_CONFIGS)
+        assert report.complaints(101376) == []
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+LONG = (*MIXED, (700, 700), (300, 1000), (257, 129), (1, 900), (128, 128), (384, 256))
+ON_GPU = [
+    PrefillProblem(32, (128,), (32,), 128, LONG),
+    PrefillProblem(32, (128,), (8,), 128, LONG, causal=False, combined=True),
+    PrefillProblem(16, (128, 64), (16, 1), 128, LONG),
+    PrefillProblem(16, (128, 64), (16, 1), 128, LONG, causal=False, combined=True),
+    PrefillProblem(9, (80,), (3,), 80, LONG),
+    PrefillProblem(9, (64, 16), (9, 9), 64, LONG),
+    PrefillProblem(8, (64, 16), (2, 4), 64, LONG, value_heads=8, combined=True),
+    PrefillProblem(12, (96,), (4,), 72, LONG, causal=False),
+    PrefillProblem(8, (256,), (2,), 256, LONG),
+    PrefillProblem(3, (192,), (1,), 128, LONG),
+    PrefillProblem(1, (8,), (1,), 8, LONG),
+    PrefillProblem(6, (40,), (6,), 200, LONG, causal=False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+class TestOnGPU:
+    @pytest.mark.parametrize("problem", ON_GPU, ids=name)
+    def test_shapes_failures_1_2_5_6_20(self, problem):
+        """Lengths around every boundary, NaN behind the tensors' last sequence, bit-equal when run again."""
+        out = check(problem, device="cuda", backend="tilelang")
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        tokens = sum(queries for queries, _ in problem.lengths)
+        for _ in range(5):
+            assert torch.equal(out[:tokens], call(problem, inputs, backend="tilelang")[0][:tokens])
+
+    @pytest.mark.parametrize("problem", [ON_GPU[0], ON_GPU[3]], ids=name)
+    def test_float16(self, problem):
+        check(problem, torch.float16, "cuda", backend="tilelang")
+
+    def test_nan_of_another_sequence(self):
+        """A sequence full of NaN leaves its neighbours alone, in the last tile too."""
+        problem = PrefillProblem(32, (128,), (8,), 128, ((200, 200), (170, 230), (90, 300)), causal=False)
+        clean = check(problem, device="cuda", backend="tilelang")
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        inputs["queries"][0][200:370] = inputs["keys"][0][200:430] = inputs["v"][200:430] = torch.nan
+        out, lse = call(problem, inputs, backend="tilelang")
+        for rows in (slice(0, 200), slice(370, 460)):
+            assert torch.equal(out[rows], clean[rows])
+            assert lse[:, rows].isfinite().all()
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_large_scores_failure_12(self, causal):
+        problem = PrefillProblem(32, (128,), (32 if causal else 8,), 128, ((200, 300), (150, 100)), causal=causal)
+        check(dataclasses.replace(problem, scale=1e5), device="cuda", backend="tilelang")
+
+    def test_one_compilation_for_all_lengths_failure_17(self):
+        from mha2mla.kernels.attention_varlen.launch import compile_attention_varlen
+
+        check(ON_GPU[0], device="cuda", backend="tilelang")
+        before = compile_attention_varlen.cache_info().misses
+        for lengths in (((7, 7),), ((100, 3), (0, 5)), ((1, 1),) * 9, ()):
+            check(dataclasses.replace(ON_GPU[0], lengths=lengths), device="cuda", backend="tilelang")
+        assert compile_attention_varlen.cache_info().misses == before
+
+    def test_graph_captured_at_one_batch_serves_others_failure_14(self):
+        problem = dataclasses.replace(ON_GPU[0], lengths=((128, 128), (300, 300)), behind=0)
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        call(problem, inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = call(problem, inputs)
+        other = dataclasses.replace(problem, lengths=((228, 228), (200, 200)))
+        drawn = other.inputs(torch.bfloat16, "cuda")
+        for mine, theirs in zip(
+            (*inputs["queries"], *inputs["keys"]), (*drawn["queries"], *drawn["keys"]), strict=True
+        ):
+            mine.copy_(theirs)
+        for key in ("v", "cu_seqlens_q", "cu_seqlens_k"):
+            inputs[key].copy_(drawn[key])
+        graph.replay()
+        judgement = judge(other, drawn, out, lse)
+        assert judgement.ok, judgement.reason
+
+    def test_offsets_beyond_32_bits_failure_4(self):
+        """Tokens whose elements lie more than 2^31 from the first."""
+        problem = PrefillProblem(1, (64,), (1,), 64, ((300, 300),), behind=0)
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        wide = torch.empty(300, 8_000_000, dtype=torch.bfloat16, device="cuda")  # 2.4e9 elements
+        far = [wide[:, 64 * i : 64 * i + 64][:, None] for i in range(3)]
+        for target, source in zip(far, (inputs["queries"][0], inputs["keys"][0], inputs["v"]), strict=True):
+            target.copy_(source)
+        strided = inputs | {"queries": [far[0]], "keys": [far[1]], "v": far[2]}
+        out, lse = call(problem, strided, backend="tilelang")
+        judgement = judge(problem, inputs, out, lse)
+        assert judgement.ok, judgement.reason
+
+    def test_portable_kernel(self):
+        """What runs on other GPUs, compiled for this one."""
+        from mha2mla.kernels.attention_varlen.launch import heads_at_a_time
+        from mha2mla.kernels.attention_varlen.tiled import make_tiled
+        from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
+
+        for problem in (ON_GPU[2], ON_GPU[4], ON_GPU[11]):
+            rows, keys = portable_tiling(problem.shape())
+            kernel = compile_for(make_tiled(problem.shape(), block_rows=rows, block_keys=keys), 80, SMALL_PASS_CONFIGS)
+            inputs = problem.inputs(torch.bfloat16, "cuda")
+            queries, parts = ((inputs[name] * 2)[:2] for name in ("queries", "keys"))
+            out = torch.full(
+                (queries[0].shape[0], problem.heads, problem.v_head_dim), torch.nan, dtype=torch.bfloat16, device="cuda"
+            )
+            lse = torch.full((problem.heads, out.shape[0]), torch.nan, device="cuda")
+            kernel(
+                *queries, *parts, inputs["v"], inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse,
+                problem.softmax_scale, -(-problem.longest // rows), heads_at_a_time(problem.shape(), parts[0], 14),
+            )  # fmt: skip
+            judgement = judge(problem, inputs, out, lse)
+            assert judgement.ok, judgement.reason
+
+    def test_unaligned_inputs_are_refused_failure_18(self):
+        x = torch.zeros(5, 4, 20, dtype=torch.bfloat16, device="cuda")[..., 4:]
+        bounds = torch.tensor([0, 5], dtype=torch.int32, device="cuda")
+        with pytest.raises(ValueError, match=r"q.stride\(1\) is 20; expected a positive multiple of 8"):
+            attention_varlen(x, x, x, bounds, bounds, 5, softmax_scale=1.0)
