@@ -312,9 +312,19 @@ def judge(
         dtype: of the inputs.
         window, sinks: of the plan.
     """
-    expected, expected_lse = exact(inputs, window, sinks)
+    return verdict(out, lse, *exact(inputs, window, sinks), torch_at(inputs, dtype, window, sinks))
+
+
+def verdict(out: Tensor, lse: Tensor | None, expected: Tensor, expected_lse: Tensor, torch_out: Tensor) -> Judgement:
+    """:func:`judge`'s rule for any decode op: ``out`` and ``lse`` against float64's, beside torch's ``torch_out``.
+
+    Args:
+        out, expected, torch_out: [B, S_q, H, d]; ``torch_out`` in the dtype of the inputs.
+        lse, expected_lse: [B, H, S_q]; ``lse`` may be None.
+    """
+    dtype = torch_out.dtype
     error, largest = errors(out, expected)
-    torch_error, torch_largest = errors(torch_at(inputs, dtype, window, sinks), expected)
+    torch_error, torch_largest = errors(torch_out, expected)
     ulp = torch.finfo(dtype).eps
     top = float(expected.abs().max()) if expected.numel() else 0.0
     empty = expected_lse == -torch.inf
