@@ -262,3 +262,19 @@ def test_kernel_on_the_gpu(shape, dtype, combined, interleaved, scaling):
             moved["q_pe"], moved["positions"], moved["inv_freq"], attention_scaling=scaling, interleaved=interleaved
         )
         assert torch.equal(alone, out)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts_of_one_projection_are_read_where_they_lie(shape, device):
+    """latent and k_pe beside each other in a row, and q_pe behind the un-rotated part of each head."""
+    _, groups, width, rope, _ = shape
+    given = {name: tensor.to(device) for name, tensor in tensors(shape, 11, torch.bfloat16).items()}
+    before = copied({name: tensor.cpu() for name, tensor in given.items()})
+    encoded = torch.cat((given["latent"], given["k_pe"].flatten(1)), dim=1)
+    query = torch.cat((torch.full_like(given["q_pe"], torch.nan), given["q_pe"]), dim=2)
+    given["latent"], k_pe = encoded.split((width, groups * rope), dim=1)
+    given |= {"k_pe": k_pe.unflatten(1, (groups, rope)), "q_pe": query[..., rope:]}
+    assert not given["q_pe"].is_contiguous()
+    out = mla_append(**given)
+    assert_right(before, {name: tensor.cpu() for name, tensor in given.items()}, out.cpu())
