@@ -200,3 +200,44 @@ def flash_attention_3_mha(heads: int, head_dim: int, batch: int, length: int, pa
         return out[:, 0], torch.einsum("bt,btd->bd", score.softmax(-1), values)
 
     return checked(lambda: _fa3(q, k, v, None, 1, inputs), expected)
+
+
+def flash_attention_3_prefill(
+    q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor] | None, longest: tuple[int, int], scale: float,
+    causal: bool,
+) -> Peer:  # fmt: skip
+    """FlashAttention-3 without a cache: q [T_q, H, d], k, v [T_k, h_kv, d] with cu_seqlens of both as ``bounds``, or
+    ([B, S, H, d]) without; ``longest``: queries and keys of the longest sequence."""
+    starts_q, starts_k = bounds or (None, None)
+    why = load_peer("_vllm_fa3_C", "fwd")
+    if why is None:
+        longest = longest if bounds else (None, None)
+        return lambda: torch.ops._vllm_fa3_C.fwd(
+            q, k, v, None, None, None, None, starts_q, starts_k, None, None, None, *longest, None, None, None, None,
+            None, None, None, None, None, scale, causal, -1, -1, 0.0, True, None, 1, None, 0, None, 1, 0, None,
+        )[0]  # fmt: skip
+    try:
+        from flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+    except ImportError as error:
+        return f"{why}; {error}"
+
+    def call() -> Tensor:
+        if bounds:
+            out = flash_attn_varlen_func(
+                q, k, v, starts_q, starts_k, *longest, softmax_scale=scale, causal=causal
+            )  # fmt: skip
+        else:
+            out = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def torch_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Peer:
+    """torch's scaled_dot_product_attention over [B, S, heads, d], as many queries as keys."""
+    if q.shape[1] != k.shape[1]:
+        return "its causal mask is aligned at the beginning"
+    queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+    return lambda: torch.nn.functional.scaled_dot_product_attention(
+        queries, keys, values, is_causal=causal, scale=scale, enable_gqa=keys.shape[1] != queries.shape[1]
+    ).transpose(1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -165,3 +165,43 @@ def judge(problem: PrefillProblem, inputs: dict[str, Any], out: Tensor, lse: Ten
         if not lse_error <= bound:
             wrong.append(f"lse is off by {lse_error:.2e}; expected at most {bound:.2e}")
     return Judgement(not wrong, "; ".join(wrong), error, torch_error, largest, torch_largest, lse_error)
+
+
+def sample(
+    problem: PrefillProblem, inputs: dict[str, Any], out: Tensor, lse: Tensor | None, rows: int = 64
+) -> tuple[PrefillProblem, dict[str, Any], Tensor, Tensor | None]:
+    """A smaller problem out of a large one, and what was computed for it: :func:`judge` holds all scores in float64.
+
+    The first, the last and some rows in the middle of up to three sequences, for up to three heads; every block of rows
+    with all keys that it may see is a sequence of its own.
+    """
+    heads = sorted({0, problem.heads // 2, problem.heads - 1})
+    starts_q, starts_k = ([0, *accumulate(length[side] for length in problem.lengths)] for side in (0, 1))
+    batch = len(problem.lengths)
+    blocks = []  # first row of all, rows, first key of all, keys
+    for b in sorted({0, batch // 2, batch - 1}):
+        queries, keys = problem.lengths[b]
+        for first in sorted({0, max(0, queries // 2 - 7), max(0, queries - rows)}):
+            count = min(rows, queries - first)
+            seen = max(0, keys - queries + first + count) if problem.causal else keys
+            blocks.append((starts_q[b] + first, count, starts_k[b], min(keys, seen)))
+
+    def pick(x: Tensor, side: int) -> Tensor:
+        """[tokens of all blocks, picked heads, width]."""
+        mine = [head * x.shape[1] // problem.heads for head in heads]
+        return torch.cat([x[block[2 * side] : block[2 * side] + block[2 * side + 1], mine] for block in blocks])
+
+    bounds = {"dtype": torch.int32, "device": out.device}
+    lengths = tuple((count, seen) for _, count, _, seen in blocks)
+    smaller = replace(
+        problem, heads=len(heads), key_heads=(len(heads),) * len(problem.widths), value_heads=len(heads),
+        lengths=lengths, behind=0, combined=False,
+    )  # fmt: skip
+    small = {
+        "queries": [pick(q, 0) for q in inputs["queries"]],
+        "keys": [pick(k, 1) for k in inputs["keys"]],
+        "v": pick(inputs["v"], 1),
+        "cu_seqlens_q": torch.tensor([0, *accumulate(count for count, _ in lengths)], **bounds),
+        "cu_seqlens_k": torch.tensor([0, *accumulate(seen for _, seen in lengths)], **bounds),
+    }
+    return smaller, small, pick(out, 0), None if lse is None else pick(lse.T[..., None], 0)[..., 0].T
