@@ -57,6 +57,7 @@ ABLATIONS: dict[str, tuple[Any, ...]] = {
     "refit_output": (False, True),
     "sequential": (True,),
     "rope_share": (0.17, 0.25, 0.34, "auto"),
+    "layer_ranks": ("measured",),
     "calibration_tokens": (2048, 32768),
     "calibration_text": ("builtin:stdlib", "builtin:pydoc+builtin:stdlib"),
 }

@@ -25,9 +25,10 @@ from mha2mla.conversion.calibration import SPILL_BYTES
 from mha2mla.conversion.card import PLOT_FILE, model_card
 from mha2mla.conversion.generated import generator_of
 from mha2mla.conversion.layer import converted_config
+from mha2mla.conversion.layer_ranks import choose_layer_ranks
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.plot import plot_layers
-from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.recipe import RECORDS, Recipe
 from mha2mla.conversion.resume import FinishedLayers, ResumeError, code_hash, source_identity, tensor_hash
 from mha2mla.conversion.search import choose_rope_share
 from mha2mla.conversion.sequence import LayerRecord, LayerSequence
@@ -79,7 +80,7 @@ class ConversionReport:
         name: last part of the destination.
         source, destination: folders.
         source_name: what the caller called the source, a hub id or a folder's last part.
-        geometry: of every layer.
+        geometry: of every layer; but for the rank, where ``recipe["layer_ranks"]`` says so.
         cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
         recipe: with the target ratio filled in.
         calibration_tokens: 0 when the recipe needs none.
@@ -152,6 +153,7 @@ class _Plan:
     spec: SourceSpec
     recipe: Recipe
     geometry: MLAGeometry
+    geometries: tuple[MLAGeometry, ...] | None
     reader: CheckpointReader
     model: StreamedModel
     calibration: torch.Tensor | None
@@ -317,7 +319,8 @@ def _check(
     model = StreamedModel(config, reader, spec.sliding_windows, device=target, dtype=compute_dtype)
     _check_names(model, reader)
     windows = None
-    if searches or recipe.needs_calibration(geometry):
+    measures_ranks = recipe.searches_layer_ranks
+    if searches or measures_ranks or recipe.needs_calibration(geometry):
         windows = _windows(
             folder,
             spec,
@@ -347,6 +350,12 @@ def _check(
         geometry = recipe.geometry(spec)
         if progress:
             tqdm.write(f"rope_share: {recipe.rope_share} loses least of {recipe.rope_search}", file=sys.stderr)
+    if measures_ranks:
+        recipe = choose_layer_ranks(
+            model, adapter, spec, recipe, windows, folder=Path(tempfile.gettempdir()), progress=progress
+        )
+        if progress:
+            tqdm.write(f"layer_ranks: {recipe.layer_ranks}", file=sys.stderr)
     return _Plan(
         source=folder,
         source_name=folder.name if Path(source).exists() else str(source),
@@ -356,6 +365,7 @@ def _check(
         spec=spec,
         recipe=recipe,
         geometry=geometry,
+        geometries=recipe.geometries(spec),
         reader=reader,
         model=model,
         calibration=windows,
@@ -478,11 +488,12 @@ def _batch(windows: torch.Tensor) -> int:
 
 def _fingerprint(plan: _Plan) -> dict[str, Any]:
     """All that the tensors of a converted layer depend on."""
-    recipe = {key: value for key, value in plan.recipe.to_dict().items() if key != "preset"}
+    recipe = {key: value for key, value in plan.recipe.to_dict().items() if key not in ("preset", *RECORDS)}
     device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type
     return {
         "recipe": recipe,
         "geometry": plan.geometry.to_dict(),
+        "layer_ranks": None if plan.geometries is None else [each.kv_lora_rank for each in plan.geometries],
         "source": source_identity(plan.reader),
         "calibration": tensor_hash(plan.calibration),
         "device": device,
@@ -523,6 +534,7 @@ def _convert_layers(plan: _Plan, folder: Path, layers: FinishedLayers) -> None:
         folder,
         weights_dtype=plan.weights_dtype,
         spill_bytes=plan.spill_bytes,
+        geometries=plan.geometries,
         done=layers,
     )
     with tqdm(desc="convert", unit="layer", total=count, initial=done, disable=not plan.progress) as bar:
@@ -583,7 +595,7 @@ def _write_companions(plan: _Plan, folder: Path) -> None:
                 shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
             else:
                 shutil.copyfile(path, folder / path.name)
-    config = converted_config(plan.config, plan.spec, plan.geometry, plan.recipe)
+    config = converted_config(plan.config, plan.spec, plan.geometry, plan.recipe, plan.geometries)
     config.recipe = _recorded_recipe(plan)
     config.dtype = _stored_dtype(plan, plan.adapter.attention_names(plan.spec, 0)["o_weight"])
     config.architectures = [MHA2MLAForCausalLM.__name__]
@@ -653,6 +665,7 @@ def _report(
 ) -> ConversionReport:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     geometry, count = plan.geometry, plan.spec.num_layers
+    geometries = plan.geometries or (geometry,) * count
     weights_dtype = plan.weights_dtype or _source_dtype(plan)
     return ConversionReport(
         name=plan.destination.resolve().name,
@@ -662,7 +675,7 @@ def _report(
         model_type=plan.spec.model_type,
         num_layers=count,
         geometry=geometry,
-        cache_numel_per_token=count * geometry.cache_numel_per_token,
+        cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
         source_cache_numel_per_token=count * geometry.source_cache_numel_per_token,
         recipe=_recorded_recipe(plan),
         calibration_tokens=0 if plan.calibration is None else plan.calibration.numel(),
@@ -712,7 +725,11 @@ def _decode_backend(plan: _Plan, weights_dtype: torch.dtype) -> str:
     from mha2mla.kernels import explain_mla_decode
 
     half = weights_dtype if weights_dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    reason = explain_mla_decode(plan.geometry, PAGE_SIZE, half, plan.device)
+    refusals = (
+        explain_mla_decode(geometry, PAGE_SIZE, half, plan.device)
+        for geometry in dict.fromkeys(plan.geometries or (plan.geometry,))
+    )
+    reason = next((reason for reason in refusals if reason is not None), None)
     return "tilelang" if reason is None else f"reference ({reason})"
 
 

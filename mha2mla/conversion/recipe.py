@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import Field, asdict, dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ SHARED_SELECTIONS = ("uneven", "rorope")  # rules that give heads different numb
 LOW_RANKS = ("svd-joint", "svd-split", "whitened-joint")
 RECONSTRUCTION_TARGETS = ("attention", "residual", "block")
 DEFAULT_CACHE_RATIO = 0.5
+RECORDS = ("rope_search", "layer_rank_losses")  # keys that a conversion writes, and nothing reads
 GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
 
 
@@ -66,6 +67,9 @@ class Recipe:
         qk_rope_head_dim: rotary width d_r of a rope head, even; needs ``kv_lora_rank``.
         rope_share: rotary share of a ``cache_ratio`` budget, or ``"auto"``: the share that loses least on held-out
             calibration text (``conversion.search``), chosen before the conversion, which takes a minute or two.
+        layer_ranks: ``"uniform"``: ``kv_lora_rank`` is every layer's. ``"measured"``: layers get different ranks with
+            the same sum, by what each loses when it alone is converted (``conversion.layer_ranks``). Or the ranks
+            themselves, one per layer.
         freq_fold: neighbouring frequencies that ``"rorope"`` treats as one; divides head_dim / 2.
         mean_phase: from 0 to 1, how far the query of an un-rotated pair is multiplied by its mean turn g, estimated per
             query head: the factor is 1 + mean_phase (g − 1). g alone is the best constant for the tokens that are
@@ -120,6 +124,7 @@ class Recipe:
         preset: name of the preset that the other keys started from. A record: :meth:`from_preset` and :meth:`from_dict`
             fill in what it sets, the constructor does not.
         rope_search: what ``rope_share="auto"`` measured, "qk_rope_head_dim+kv_lora_rank" → loss. A record.
+        layer_rank_losses: what ``layer_ranks="measured"`` measured, rank → loss of each layer. A record.
 
     Raises:
         ValueError: naming the field, its value and what was expected.
@@ -132,6 +137,7 @@ class Recipe:
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None
     rope_share: float | Literal["auto"] = 0.25
+    layer_ranks: list[int] | Literal["uniform", "measured"] = "uniform"
     freq_fold: int = 1
     mean_phase: float = 0.5
     centered: bool = True
@@ -160,6 +166,7 @@ class Recipe:
     reconstruction_tunes: str = "all"
     preset: str | None = None
     rope_search: dict[str, float] | None = None
+    layer_rank_losses: dict[str, list[float]] | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -180,6 +187,7 @@ class Recipe:
                 f"rope_selection is {self.rope_selection!r} in the {self.layout} layout; expected one of"
                 f" {', '.join(map(repr, rope_selections(self.layout)))}, or layout='shared'"
             )
+        _check_layer_ranks(self.layer_ranks)
         if self.preset is not None and self.preset not in PRESETS:
             raise ValueError(f"preset is {self.preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
         for name in (
@@ -259,8 +267,34 @@ class Recipe:
         """Whether the rotary share must be chosen before there is a geometry."""
         return self.rope_share == "auto" and self.target_cache_ratio not in (None, 1.0)
 
+    @property
+    def searches_layer_ranks(self) -> bool:
+        """Whether the ranks of the layers must be measured before there are geometries."""
+        return self.layer_ranks == "measured" and self.target_cache_ratio != 1.0
+
+    def geometries(self, spec: SourceSpec) -> tuple[MLAGeometry, ...] | None:
+        """The geometry of each layer of ``spec``, or None where :meth:`geometry` is every layer's.
+
+        Raises:
+            ValueError: ``layer_ranks`` is still ``"measured"``, has not one rank per layer, or one that does not fit.
+        """
+        if self.searches_layer_ranks:
+            raise ValueError("layer_ranks is 'measured'; expected ranks (layer_ranks.choose_layer_ranks finds them)")
+        if isinstance(self.layer_ranks, str):
+            return None
+        if len(self.layer_ranks) != spec.num_layers:
+            raise ValueError(
+                f"layer_ranks has {len(self.layer_ranks)} ranks; expected {spec.num_layers}, one per layer"
+            )
+        common = self.geometry(spec)
+        full = 2 * spec.num_key_value_heads * spec.head_dim - common.rope_width
+        for layer, rank in enumerate(self.layer_ranks):
+            if rank > full:
+                raise ValueError(f"layer_ranks[{layer}] is {rank}; expected at most {full}")
+        return tuple(replace(common, kv_lora_rank=rank) for rank in self.layer_ranks)
+
     def geometry(self, spec: SourceSpec) -> MLAGeometry:
-        """The geometry that this recipe gives a layer of ``spec``.
+        """The geometry that this recipe gives a layer of ``spec``; but for the rank, where ``layer_ranks`` says so.
 
         Raises:
             ValueError: ``rope_share`` is still ``"auto"``, or the target does not fit the source (more pairs or more
@@ -390,9 +424,21 @@ class Recipe:
         return text
 
 
+def _check_layer_ranks(ranks: list[int] | str) -> None:
+    if isinstance(ranks, str):
+        if ranks not in ("uniform", "measured"):
+            raise ValueError(f"layer_ranks is {ranks!r}; expected 'uniform', 'measured' or a list of ranks")
+        return
+    if not isinstance(ranks, list | tuple) or not ranks:
+        raise ValueError(f"layer_ranks is {ranks!r}; expected 'uniform', 'measured' or a list of ranks")
+    for layer, rank in enumerate(ranks):
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"layer_ranks[{layer}] is {rank!r}; expected an int >= 1")
+
+
 def given_fields() -> tuple[Field[Any], ...]:
     """The keys of a recipe that a user gives, as opposed to what a conversion writes into its record."""
-    return tuple(field for field in fields(Recipe) if field.name != "rope_search")
+    return tuple(field for field in fields(Recipe) if field.name not in RECORDS)
 
 
 def recipe_values(path: str | Path) -> dict[str, Any]:

@@ -387,18 +387,18 @@ class _ConvertedWalk:
 
     def _block_forward(self, layer: int, last: int) -> Forward:
         """The layer with the converted attention, then the source's own layers up to ``last``."""
-        arguments = {index: self._arguments(index) for index in range(layer, last + 1)}
-        followers = [(self._layer(index), index) for index in range(layer + 1, last + 1)]
-        block = _with_attention(self._layer(layer), self._attention(layer))
+        followers = [(self._layer(index), self._arguments(index)) for index in range(layer + 1, last + 1)]
+        block = block_forward(
+            self.model, self._layer(layer), self._attention(layer), layer, arguments=self._arguments(layer)
+        )
 
         def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
-            named = {f"self_attn.{name}": tensor for name, tensor in tensors.items()}
-            hidden = _first(functional_call(block, named, (inputs,), arguments[layer]))
-            for follower, index in followers:
-                hidden = _first(follower(hidden, **arguments[index]))
+            hidden = block(tensors, inputs)
+            for follower, arguments in followers:
+                hidden = _first(follower(hidden, **arguments))
             return hidden
 
-        return forward
+        return forward if followers else block
 
     def _arguments(self, layer: int) -> dict:
         """What the layer is called with, made once: masks and positions serve every batch."""
@@ -406,6 +406,26 @@ class _ConvertedWalk:
             1, self.stream.length, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device
         )
         return self.model.layer_arguments(layer, window)
+
+
+def block_forward(
+    model: StreamedModel, module: nn.Module, attention: nn.Module, layer: int, *, arguments: dict | None = None
+) -> Forward:
+    """The decoder layer ``module`` with ``attention`` in its place, as a function of that attention's tensors.
+
+    Args:
+        attention: without memory, see :func:`empty_attention`.
+        layer: index of ``module``.
+        arguments: what the layer is called with; None to make it for each call.
+    """
+    block = _with_attention(module, attention)
+
+    def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+        named = {f"self_attn.{name}": tensor for name, tensor in tensors.items()}
+        called_with = model.layer_arguments(layer, inputs) if arguments is None else arguments
+        return _first(functional_call(block, named, (inputs,), called_with))
+
+    return forward
 
 
 def empty_attention(model: StreamedModel, config: PreTrainedConfig, layer: int) -> nn.Module:

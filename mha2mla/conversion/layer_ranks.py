@@ -1,0 +1,258 @@
+"""A rank for every layer: where a smaller latent hurts the source's predictions least, the cache is taken from.
+
+Layers differ in what a number of cache is worth. Each is converted alone, at a few ranks, in an otherwise untouched
+source, and the divergence of the predictions is what that rank loses there; the budget goes where it saves most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
+from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
+from mha2mla.conversion.layer import converted_config
+from mha2mla.conversion.recipe import GRANULE, Recipe
+from mha2mla.conversion.reconstruction import ReconstructionProblem, reconstruct
+from mha2mla.conversion.sequence import DEVICE_BYTES, LayerSequence, block_forward, computed, empty_attention
+from mha2mla.conversion.streaming import StreamedModel
+from mha2mla.geometry import MLAGeometry
+
+FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
+LEAST, MOST = 0.4, 2.0  # of the uniform rank that a layer may get
+STEPS = 200  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
+_FITTED_TOKENS = 32768
+_JUDGED_TOKENS = 8192
+_BATCH_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Calibration windows to fit on, and others to judge by."""
+
+    fitted: torch.Tensor
+    judged: torch.Tensor
+
+
+def choose_layer_ranks(
+    model: StreamedModel,
+    adapter: FamilyAdapter,
+    spec: SourceSpec,
+    recipe: Recipe,
+    windows: torch.Tensor,
+    *,
+    folder: Path,
+    progress: bool = False,
+) -> Recipe:
+    """The recipe with ``layer_ranks`` as measured, and ``layer_rank_losses`` saying what each rank loses where.
+
+    The ranks of all layers add up to what the recipe's uniform rank gives, at most. A loss is the Kullback-Leibler
+    divergence of the source's next-token predictions from those of the source with one layer converted (nats per token,
+    on held-out calibration windows). Between the measured ranks its logarithm is taken as linear; the budget is handed
+    out in steps to whichever layer saves most (the optimum where losses are convex, and add up).
+
+    Args:
+        model: the source.
+        windows: calibration tokens, int64 [windows, length].
+        folder: where activations go that do not fit into memory.
+        progress: show a bar on standard error.
+
+    Raises:
+        ValueError: the loss of a layer is not a number.
+    """
+    geometry = recipe.geometry(spec)
+    step = rank_step(geometry.kv_lora_rank)
+    full = 2 * spec.num_key_value_heads * spec.head_dim - geometry.rope_width
+    ranks = sorted({min(full, max(step, round(factor * geometry.kv_lora_rank / step) * step)) for factor in FACTORS})
+    losses = measure_losses(
+        model, adapter, spec, geometry, recipe, _divided(windows), ranks, folder=folder, progress=progress
+    )
+    chosen = allocate(
+        losses,
+        geometry.kv_lora_rank * spec.num_layers,
+        step=step,
+        least=max(step, math.ceil(LEAST * geometry.kv_lora_rank / step) * step),
+        most=min(full, math.floor(MOST * geometry.kv_lora_rank / step) * step),
+    )
+    record = {str(rank): [layer[rank] for layer in losses] for rank in ranks}
+    return replace(recipe, layer_ranks=chosen, layer_rank_losses=record)
+
+
+def rank_step(kv_lora_rank: int) -> int:
+    """By what ranks differ: few steps make few geometries, and each is a compilation of the decode kernel."""
+    return next((step for step in (64, 32, 16) if kv_lora_rank >= 5 * step), GRANULE)
+
+
+def measure_losses(
+    model: StreamedModel,
+    adapter: FamilyAdapter,
+    spec: SourceSpec,
+    geometry: MLAGeometry,
+    recipe: Recipe,
+    windows: _Windows,
+    ranks: Sequence[int],
+    *,
+    folder: Path,
+    progress: bool = False,
+) -> list[dict[int, float]]:
+    """Per layer, rank → divergence of the predictions when that layer alone is converted to that rank.
+
+    One pass over the source: what each conversion makes of the judged windows follows the source's own layers beside
+    the others, so that a layer's weights are read once.
+    """
+    short = replace(recipe, reconstruction_steps=min(STEPS, recipe.reconstruction_steps), reconstruction_lookahead=0)
+    short = replace(short, reconstruction_target="block", reconstruction_metric="identity", sequential=False)
+    sequences = {
+        rank: LayerSequence(model, adapter, spec, replace(geometry, kv_lora_rank=rank), short, windows.fitted, folder)
+        for rank in ranks
+    }
+    first = sequences[ranks[0]]
+    batch = max(1, _BATCH_TOKENS // windows.fitted.shape[1])
+    fitted, targets = first.new_store(2, on_device=True), first.new_store(2, on_device=True)
+    streams = 1 + spec.num_layers * len(ranks)
+    clean = _store(model, windows.judged, folder, streams)
+    perturbed: list[tuple[int, int, ActivationStore]] = []
+    try:
+        model.embed(windows.fitted, fitted)
+        model.embed(windows.judged, clean)
+        for layer in tqdm(range(spec.num_layers), desc="layer ranks", unit="layer", disable=not progress):
+            module = model.layer(layer)
+            for _, _, store in perturbed:
+                model.run_layer(module, layer, store, batch=batch)
+            _copy(fitted, targets, batch, model.device)
+            collector = first.collector(layer)
+            model.run_layer(module, layer, targets, batch=batch, observe=collector.add)
+            statistics = collector.finish()
+            for rank, sequence in sequences.items():
+                tensors = sequence.convert(layer, statistics)
+                forward = _forward(sequence, layer, module)
+                if short.reconstruction_steps and not short.is_exact(sequence.geometry):
+                    weights = _energies(targets, batch, model.device).reciprocal()
+                    problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
+                    tensors = reconstruct(problem, tensors, short, layer=layer).tensors
+                perturbed.append((layer, rank, _store(model, windows.judged, folder, streams)))
+                _pass(forward, computed(tensors, model), clean, perturbed[-1][2], batch, model.device)
+            model.run_layer(module, layer, clean, batch=batch)
+            fitted, targets = targets, fitted
+            model.source.release()
+        found = _divergences(model, clean, [store for _, _, store in perturbed])
+    finally:
+        for store in (fitted, targets, clean, *(store for _, _, store in perturbed)):
+            store.close()
+    losses: list[dict[int, float]] = [{} for _ in range(spec.num_layers)]
+    for (layer, rank, _), loss in zip(perturbed, found, strict=True):
+        if not math.isfinite(loss):
+            raise ValueError(f"layer {layer} converted to rank {rank} gives a divergence of {loss}; expected a number")
+        losses[layer][rank] = loss
+    return losses
+
+
+def allocate(losses: Sequence[Mapping[int, float]], budget: int, *, step: int, least: int, most: int) -> list[int]:
+    """Ranks that add up to ``budget`` at most: every step of rank goes to the layer where it saves most.
+
+    Args:
+        losses: per layer, rank → loss; at least one rank each.
+        budget: sum of the ranks; at least ``least`` per layer.
+        step: ranks are ``least`` plus a multiple of it.
+        least, most: rank of a layer.
+    """
+    ranks = [least] * len(losses)
+    current = [loss_at(layer, least) for layer in losses]
+    following = [loss_at(layer, least + step) for layer in losses]
+    while sum(ranks) + step <= budget:
+        open_layers = [layer for layer, rank in enumerate(ranks) if rank + step <= most]
+        if not open_layers:
+            break
+        best = max(open_layers, key=lambda layer: current[layer] - following[layer])
+        ranks[best] += step
+        current[best], following[best] = following[best], loss_at(losses[best], ranks[best] + step)
+    return ranks
+
+
+def loss_at(losses: Mapping[int, float], rank: int) -> float:
+    """A layer's loss at any rank: log-linear between and beyond the measured ones, and never rising with the rank."""
+    known = sorted(losses)
+    logs = [math.log(max(losses[each], 1e-12)) for each in known]
+    logs = [min(logs[: index + 1]) for index in range(len(logs))]
+    if len(known) == 1:
+        return math.exp(logs[0]) * known[0] / max(rank, 1)
+    right = next((index for index in range(1, len(known)) if rank <= known[index]), len(known) - 1)
+    slope = (logs[right] - logs[right - 1]) / (known[right] - known[right - 1])
+    return math.exp(logs[right] + slope * (rank - known[right]))
+
+
+def _divided(windows: torch.Tensor) -> _Windows:
+    """Windows spread over the calibration text; the judged ones are not fitted, where there is more than one."""
+    length = windows.shape[1]
+    fitted, judged = max(1, _FITTED_TOKENS // length), max(1, _JUDGED_TOKENS // length)
+    chosen = windows[:: max(1, len(windows) // (fitted + judged))][: fitted + judged]
+    judged = min(judged, max(1, len(chosen) // 4))
+    return _Windows(chosen[judged:] if len(chosen) > 1 else chosen, chosen[:judged])
+
+
+def _store(model: StreamedModel, windows: torch.Tensor, folder: Path, stores: int) -> ActivationStore:
+    """Room for a hidden state per token; one of ``stores`` that exist together."""
+    size = windows.numel() * model.hidden_size * model.dtype.itemsize
+    resident = model.device.type != "cpu" and stores * size <= DEVICE_BYTES
+    return ActivationStore(
+        *windows.shape,
+        model.hidden_size,
+        dtype=model.dtype,
+        folder=folder,
+        spill_bytes=size if resident or stores * size <= SPILL_BYTES else 0,
+        device=model.device if resident else "cpu",
+    )
+
+
+def _forward(sequence: LayerSequence, layer: int, module: nn.Module):
+    config = converted_config(sequence.model.config, sequence.spec, sequence.geometry, sequence.recipe)
+    config._attn_implementation = "sdpa"
+    window = torch.empty(1, sequence.windows.shape[1], sequence.spec.hidden_size, device=sequence.model.device)
+    arguments = sequence.model.layer_arguments(layer, window.to(sequence.model.dtype))
+    attention = empty_attention(sequence.model, config, layer)
+    return block_forward(sequence.model, module, attention, layer, arguments=arguments)
+
+
+@torch.inference_mode()
+def _copy(inputs: ActivationStore, outputs: ActivationStore, batch: int, device: torch.device) -> None:
+    for start in range(0, len(inputs), batch):
+        outputs.write(start, inputs.read(start, min(start + batch, len(inputs)), device))
+
+
+@torch.inference_mode()
+def _pass(forward, tensors, inputs: ActivationStore, outputs: ActivationStore, batch: int, device) -> None:
+    for start in range(0, len(inputs), batch):
+        outputs.write(start, forward(tensors, inputs.read(start, min(start + batch, len(inputs)), device)))
+
+
+@torch.inference_mode()
+def _energies(store: ActivationStore, batch: int, device: torch.device) -> torch.Tensor:
+    """[windows, length] mean square of every token."""
+    parts = [
+        store.read(start, min(start + batch, len(store)), device).float().square().mean(-1)
+        for start in range(0, len(store), batch)
+    ]
+    return torch.cat(parts).cpu()
+
+
+@torch.inference_mode()
+def _divergences(model: StreamedModel, clean: ActivationStore, perturbed: Sequence[ActivationStore]) -> list[float]:
+    """KL(source ‖ perturbed) in nats per token, for every stream of last hidden states."""
+    norm, head = model.final_norm(), model.head_rows(0, model.vocab_size)
+
+    def predictions(store: ActivationStore, window: int) -> torch.Tensor:
+        return (norm(store.read(window, window + 1, model.device)[0]) @ head.T).float().log_softmax(-1)
+
+    totals = torch.zeros(len(perturbed), dtype=torch.float64)
+    for window in range(len(clean)):
+        expected = predictions(clean, window)
+        for index, store in enumerate(perturbed):
+            difference = expected - predictions(store, window)
+            totals[index] += (expected.exp() * difference).sum(-1).mean(dtype=torch.float64).cpu()
+    return (totals / len(clean)).tolist()
