@@ -13,6 +13,7 @@ from mha2mla.kernels import gqa_attention, mla_attention, plan_gqa_attention, pl
 from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS
 from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
 from mha2mla.kernels.mixed_attention.reference import attend_sequences, mla_attention_reference, rows_of
+from mha2mla.kernels.mla_decode_fp8.reference import dequantize_latent, quantize_latent
 from mha2mla.modeling.batch import SequenceBatch
 
 SCALE = 0.3
@@ -267,23 +268,60 @@ def gqa_problem(dtype=torch.float32, device="cpu", heads=6, kv_heads=2, width=16
     return problem.batch, problem.q_pe, problem.rope_cache, values
 
 
-def gqa_exact(batch, query, keys, values, dtype=torch.float64):
+def gqa_exact(batch, query, keys, values, dtype=torch.float64, window=None):
     pairs = [
         tuple(rows_of(cache.nan_to_num(0.0).to(dtype), table, length) for cache in (keys, values))
         for table, length in zip(batch.block_table, batch.cache_seqlens.tolist(), strict=True)
     ]
     queries, _, starts = batch.lengths.tolist()
-    return attend_sequences(query.to(dtype), queries, pairs, starts, SCALE, None)
+    return attend_sequences(query.to(dtype), queries, pairs, starts, SCALE, window)
+
+
+def test_latents_of_eight_bits():
+    """The same numbers as over the dequantised latents; their scales are NaN where nobody may look."""
+    problem = Problem.make(WIDTHS["per group"])
+    codes, scale = quantize_latent(problem.latent_cache)
+    unseen = problem.latent_cache.isnan().any(-1)
+    exact = replace(problem, latent_cache=dequantize_latent(codes, scale).masked_fill(unseen[..., None], torch.nan))
+    eight = replace(problem, latent_cache=codes)
+    out = mla_attention(
+        problem.q_nope, problem.q_pe, codes, problem.rope_cache, problem.k_up, problem.v_up, eight.plan(),
+        softmax_scale=SCALE, latent_scale=scale,
+    )  # fmt: skip
+    assert error(out, exact.exact()) < 2e-6
+    with pytest.raises(ValueError, match="latent_scale is None for a latent_cache of torch.float8_e4m3fn"):
+        eight.run()
 
 
 @pytest.mark.parametrize("limit", [20, 16384])
 def test_gqa_mix_equals_sequences_one_by_one(limit):
     batch, query, keys, values = gqa_problem()
     plan = plan_gqa_attention(
-        batch.block_table, batch.cache_seqlens, batch.lengths, page_size=16, max_expanded_tokens=limit
-    )
+        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6,
+        max_expanded_tokens=limit,
+    )  # fmt: skip
     out = gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
     assert error(out, gqa_exact(batch, query, keys, values)) < 2e-6
+
+
+def test_gqa_windows():
+    batch, query, keys, values = gqa_problem()
+    plan = plan_gqa_attention(
+        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6, window=5
+    )
+    out = gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
+    assert error(out, gqa_exact(batch, query, keys, values, window=5)) < 2e-6
+
+
+def test_a_plan_for_other_lengths_in_the_same_tensors():
+    """What a CUDA graph replays: the batch's tensors change, and the plan is refreshed on the device."""
+    problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), num_sequences=4)
+    plan = problem.plan()
+    plan.refresh()
+    problem.batch.cache_seqlens.sub_(torch.tensor([2, 7, 0, 0], dtype=torch.int32))
+    assert error(problem.run(plan), problem.exact()) < 2e-6
+    with pytest.raises(ValueError, match="queries of up to 40 tokens; expected at most 8"):
+        Problem.make(WIDTHS["per group"]).plan().refresh()
 
 
 def test_opcheck():
@@ -293,12 +331,14 @@ def test_opcheck():
     torch.library.opcheck(
         torch.ops.mha2mla.mla_attention.default,
         (
-            problem.q_nope, problem.q_pe, problem.latent_cache, problem.rope_cache, problem.k_up, problem.v_up, *parts,
-            SCALE, None,
+            problem.q_nope, problem.q_pe, problem.latent_cache, None, problem.rope_cache, problem.k_up, problem.v_up,
+            *parts, SCALE, None,
         ),
     )  # fmt: skip
     batch, query, keys, values = gqa_problem()
-    plan = plan_gqa_attention(batch.block_table, batch.cache_seqlens, batch.lengths, page_size=16)
+    plan = plan_gqa_attention(
+        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
+    )
     parts = (plan.lengths, plan.index, plan.workspace, plan.short, plan.max_expanded_tokens, plan.window, plan.capacity)
     torch.library.opcheck(torch.ops.mha2mla.gqa_attention.default, (query, keys, values, *parts, SCALE, None))
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.devices import BACKENDS
-from mha2mla.kernels.mixed_attention.expanded import attend_wave, expand_latent, expanded_heads, gather_rows
+from mha2mla.kernels.gqa_decode.api import gqa_decode
+from mha2mla.kernels.mixed_attention.expanded import attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.plan import GroupPart, MixedPlan, Parts, parts_of
-from mha2mla.kernels.mixed_attention.stand_in import attention_varlen, gqa_decode
 from mha2mla.kernels.mla_decode.api import mla_decode
+from mha2mla.kernels.mla_decode_fp8.api import mla_decode_fp8
+from mha2mla.kernels.mla_decode_fp8.reference import dequantize_latent
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -27,6 +29,7 @@ def mla_attention(
     plan: MixedPlan,
     *,
     softmax_scale: float,
+    latent_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Causal MLA attention of a ragged batch, queries of any length per sequence, over its paged latent cache.
@@ -43,12 +46,13 @@ def mla_attention(
     Args:
         q_nope: [N, H, d_n] un-rotated queries of all sequences, one behind the other; d_n may be 0.
         q_pe: [N, H, d_r] rotated queries. Tokens behind those of the plan's sequences pad the batch.
-        latent_cache: [P, page, d_c].
+        latent_cache: [P, page, d_c]; float8_e4m3fn with ``latent_scale``.
         rope_cache: [P, page, G, d_r], rotated; G divides H.
         k_up: [h_kv, d_n, d_c]; None exactly if d_n is 0.
         v_up: [h_kv, d_v, d_c]; h_kv divides H.
         plan: of :func:`plan_mla_attention`, for this step's lengths.
         softmax_scale: the source model's.
+        latent_scale: [P, page] float32, of the latents where they are e4m3 numbers.
         backend: "tilelang", "reference", or None: TileLang where it serves the call.
 
     Returns:
@@ -62,7 +66,18 @@ def mla_attention(
     if q_nope.ndim != 3 or q_nope.shape[:2] != q_pe.shape[:2]:
         raise ValueError(f"q_nope.shape is {tuple(q_nope.shape)}; expected [{tokens}, {heads}, d_n]")
     width = latent_cache.shape[-1]
-    _check_cache("latent_cache", latent_cache, 3, plan, q_pe)
+    codes = latent_cache.dtype == torch.float8_e4m3fn
+    _check_cache("latent_cache", latent_cache, 3, plan, q_pe, torch.float8_e4m3fn if codes else q_pe.dtype)
+    if codes != (latent_scale is not None):
+        raise ValueError(
+            f"latent_scale is {'None' if latent_scale is None else 'given'} for a latent_cache of {latent_cache.dtype};"
+            " expected one exactly where latent_cache is torch.float8_e4m3fn"
+        )
+    if codes and (latent_scale.shape != latent_cache.shape[:2] or latent_scale.dtype != torch.float32):
+        raise ValueError(
+            f"latent_scale is {latent_scale.dtype} {tuple(latent_scale.shape)}; expected torch.float32"
+            f" {tuple(latent_cache.shape[:2])}"
+        )
     _check_cache("rope_cache", rope_cache, 4, plan, q_pe)
     groups = rope_cache.shape[2]
     if rope_cache.shape[:2] != latent_cache.shape[:2] or rope_cache.shape[3] != rope or heads % max(1, groups):
@@ -77,8 +92,8 @@ def mla_attention(
     for name, tensor in (("q_nope", q_nope), ("k_up", k_up), ("v_up", v_up)):
         _check_like(name, tensor, q_pe)
     return torch.ops.mha2mla.mla_attention(
-        q_nope, q_pe, latent_cache, rope_cache, k_up, v_up, plan.lengths, plan.index, plan.workspace, plan.short,
-        plan.max_expanded_tokens, plan.window, plan.capacity, softmax_scale, backend,
+        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, plan.lengths, plan.index, plan.workspace,
+        plan.short, plan.max_expanded_tokens, plan.window, plan.capacity, softmax_scale, backend,
     )  # fmt: skip
 
 
@@ -134,18 +149,21 @@ def _check_call(query: Tensor, softmax_scale: float, backend: str | None) -> Non
         raise ValueError(f"the query's dtype is {query.dtype}; expected bfloat16, float16, float32 or float64")
 
 
-def _check_cache(name: str, cache: Tensor, ndim: int, plan: MixedPlan, query: Tensor) -> None:
+def _check_cache(
+    name: str, cache: Tensor, ndim: int, plan: MixedPlan, query: Tensor, dtype: torch.dtype | None = None
+) -> None:
     if cache.ndim != ndim or cache.shape[1] != plan.page_size:
         raise ValueError(
             f"{name}.shape is {tuple(cache.shape)}; expected {ndim} dimensions, pages of {plan.page_size} as the plan"
         )
-    _check_like(name, cache, query)
+    _check_like(name, cache, query, dtype)
 
 
-def _check_like(name: str, tensor: Tensor | None, query: Tensor) -> None:
-    if tensor is not None and (tensor.dtype != query.dtype or tensor.device != query.device):
+def _check_like(name: str, tensor: Tensor | None, query: Tensor, dtype: torch.dtype | None = None) -> None:
+    dtype = query.dtype if dtype is None else dtype
+    if tensor is not None and (tensor.dtype != dtype or tensor.device != query.device):
         raise ValueError(
-            f"{name} is {tensor.dtype} on {tensor.device}; expected {query.dtype} on {query.device}, as the query"
+            f"{name} is {tensor.dtype} on {tensor.device}; expected {dtype} on {query.device}, as the query"
         )
 
 
@@ -160,38 +178,44 @@ def _output(query: Tensor, parts: Parts, width: int) -> Tensor:
 
 
 def _mla_attention(
-    q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, rope_cache: Tensor, k_up: Tensor | None, v_up: Tensor,
-    lengths: Tensor, index: list[Tensor], workspace: list[Tensor], short: int, max_expanded_tokens: int, window: int,
-    capacity: int, softmax_scale: float, backend: str | None,
+    q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, rope_cache: Tensor,
+    k_up: Tensor | None, v_up: Tensor, lengths: Tensor, index: list[Tensor], workspace: list[Tensor], short: int,
+    max_expanded_tokens: int, window: int, capacity: int, softmax_scale: float, backend: str | None,
 ) -> Tensor:  # fmt: skip
     parts = parts_of(lengths, index, workspace, short, max_expanded_tokens, window, capacity)
-    heads, kv_heads = q_pe.shape[1], v_up.shape[0]
+    heads, kv_heads, width = q_pe.shape[1], v_up.shape[0], latent_cache.shape[-1]
     out = _output(q_pe, parts, v_up.shape[1])
     for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
         rows = (len(group.rows), group.seqlen_q)
         nope, rope = (_of_group(x, group.first_token, part.tokens, rows) for x in (q_nope, q_pe))
         if k_up is None:
-            latent = rope.new_zeros(*rows, heads, latent_cache.shape[-1])
+            latent = rope.new_zeros(*rows, heads, width)
         else:
             latent = torch.einsum("bskrn,knc->bskrc", nope.unflatten(2, (kv_heads, -1)), k_up).flatten(2, 3)
-        made = mla_decode(
-            latent, rope, latent_cache, rope_cache, part.block_table, part.cache_seqlens, softmax_scale=softmax_scale,
+        cache = (latent_cache,) if latent_scale is None else (latent_cache, latent_scale)
+        decode = mla_decode if latent_scale is None else mla_decode_fp8
+        made = decode(
+            latent, rope, *cache, rope_cache, part.block_table, part.cache_seqlens, softmax_scale=softmax_scale,
             cache_starts=part.cache_starts if part.cache_starts.numel() else None,
-            plan=parts.decode_plan(number, heads, latent_cache.shape[-1]), backend=backend,
+            plan=parts.decode_plan(number, heads, width), backend=backend,
         )  # fmt: skip
         values = torch.einsum("bskrc,kvc->bskrv", made.unflatten(2, (kv_heads, -1)), v_up).flatten(2, 3)
         _write_group(out, values, group.first_token, part)
-    if parts.waves:
-        query = torch.cat((q_nope, q_pe), dim=-1)
-        attend = partial(attention_varlen, softmax_scale=softmax_scale, backend=backend)
-        expanded = expanded_heads(kv_heads, rope_cache.shape[2])
 
-        def read(slots: Tensor) -> tuple[Tensor, Tensor]:
-            rows = gather_rows(latent_cache, slots), gather_rows(rope_cache, slots)
-            return expand_latent(*rows, k_up, v_up, expanded)
+    def attend(
+        tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        latent, k_pe = gather_rows(latent_cache, slots), gather_rows(rope_cache, slots)
+        if latent_scale is not None:
+            latent = dequantize_latent(latent, gather_rows(latent_scale, slots), q_pe.dtype)
+        k_nope = k_pe.new_empty(len(slots), kv_heads, 0) if k_up is None else expand(latent, k_up)
+        return mla_prefill_varlen(
+            q_nope[tokens], q_pe[tokens], k_nope, k_pe, expand(latent, v_up), *bounds, softmax_scale=softmax_scale,
+            backend=backend, **options,
+        )  # fmt: skip
 
-        for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
-            attend_wave(attend, query, read, wave, cu_seqlens_q, chunks, out)
+    for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
+        attend_wave(attend, wave, cu_seqlens_q, chunks, out)
     return out
 
 
@@ -201,22 +225,28 @@ def _gqa_attention(
     backend: str | None,
 ) -> Tensor:  # fmt: skip
     parts = parts_of(lengths, index, workspace, short, max_expanded_tokens, window, capacity)
-    out = _output(query, parts, value_cache.shape[3])
-    for group, part in zip(parts.layout.groups, parts.groups, strict=True):
+    heads, width = query.shape[1], value_cache.shape[3]
+    out = _output(query, parts, width)
+    for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
         rows = (len(group.rows), group.seqlen_q)
         made = gqa_decode(
             _of_group(query, group.first_token, part.tokens, rows), key_cache, value_cache, part.block_table,
             part.cache_seqlens, softmax_scale=softmax_scale,
-            cache_starts=part.cache_starts if part.cache_starts.numel() else None, backend=backend,
+            cache_starts=part.cache_starts if part.cache_starts.numel() else None,
+            plan=parts.decode_plan(number, heads, width), backend=backend,
         )  # fmt: skip
         _write_group(out, made, group.first_token, part)
-    attend = partial(attention_varlen, softmax_scale=softmax_scale, backend=backend)
 
-    def read(slots: Tensor) -> tuple[Tensor, Tensor]:
-        return gather_rows(key_cache, slots), gather_rows(value_cache, slots)
+    def attend(
+        tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        keys, values = gather_rows(key_cache, slots), gather_rows(value_cache, slots)
+        return attention_varlen(
+            query[tokens], keys, values, *bounds, softmax_scale=softmax_scale, backend=backend, **options
+        )
 
     for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
-        attend_wave(attend, query, read, wave, cu_seqlens_q, chunks, out)
+        attend_wave(attend, wave, cu_seqlens_q, chunks, out)
     return out
 
 
@@ -240,15 +270,17 @@ _PLAN = (
 )
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
 LIBRARY.define(
-    "mla_attention(Tensor q_nope, Tensor q_pe, Tensor latent_cache, Tensor rope_cache, Tensor? k_up, Tensor v_up,"
-    f" {_PLAN}) -> Tensor"
+    "mla_attention(Tensor q_nope, Tensor q_pe, Tensor latent_cache, Tensor? latent_scale, Tensor rope_cache,"
+    f" Tensor? k_up, Tensor v_up, {_PLAN}) -> Tensor"
 )
 LIBRARY.define(f"gqa_attention(Tensor query, Tensor key_cache, Tensor value_cache, {_PLAN}) -> Tensor")
 LIBRARY.impl("mla_attention", _mla_attention, "CompositeExplicitAutograd")
 LIBRARY.impl("gqa_attention", _gqa_attention, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "mha2mla::mla_attention",
-    lambda q_nope, q_pe, latent_cache, rope_cache, k_up, v_up, *_: q_pe.new_empty(*q_pe.shape[:2], v_up.shape[1]),
+    lambda q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *_: q_pe.new_empty(
+        *q_pe.shape[:2], v_up.shape[1]
+    ),
     lib=LIBRARY,
 )
 torch.library.register_fake(

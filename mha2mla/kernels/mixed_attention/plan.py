@@ -9,8 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, BatchLayout, absorbs_up_to, lay_out
-from mha2mla.kernels.mla_decode.plan import DecodePlan, check_window, empty_plan
+from mha2mla.kernels.mla_decode.plan import DecodePlan, check_window, plan_mla_decode
+from mha2mla.kernels.mla_decode_fp8.api import plan_mla_decode_fp8
 from mha2mla.kernels.rope_append.api import slots_of
 
 MAX_EXPANDED_TOKENS = 16384  # 256 MiB of keys and values at 32 heads of 128 + 128 in bfloat16
@@ -44,9 +46,30 @@ class MixedPlan:
     page_size: int
 
     def parts(self) -> Parts:
+        """The plan by its parts."""
         return parts_of(
             self.lengths, self.index, self.workspace, self.short, self.max_expanded_tokens, self.window, self.capacity
         )
+
+    def refresh(self) -> None:
+        """Plans again, in place, for what the batch's own tensors now say: after :meth:`SequenceBatch.copy_`, inside a
+        CUDA graph or before its replay.
+
+        Raises:
+            ValueError: there are queries of more than 8 tokens, whose calls depend on lengths that the host must know.
+        """
+        parts = self.parts()
+        if parts.layout.waves or any(group.first_token < 0 for group in parts.layout.groups):
+            raise ValueError(
+                f"lengths has queries of up to {int(self.lengths[0].max())} tokens; expected at most"
+                f" {MAX_DECODE_QUERY_LENGTH}, or a new plan"
+            )
+        for group, part in zip(parts.layout.groups, parts.groups, strict=True):
+            starts = part.cache_starts if part.cache_starts.numel() else None
+            torch.ops.mha2mla.mla_decode_plan(
+                part.cache_seqlens, starts, self.capacity, group.seqlen_q, True, self.window, 0, part.schedule,
+                part.splits,
+            )  # fmt: skip
 
 
 torch.export.register_dataclass(MixedPlan, serialized_type_name="mha2mla.kernels.MixedPlan")
@@ -165,24 +188,19 @@ def plan_mla_attention(
     rope = rope_cache.shape[-1]
     short = absorbs_up_to(heads, num_key_value_heads, width, rope, qk_nope_head_dim, v_head_dim)
     # A stand-in for queries, of which a plan looks at shape, dtype and device.
-    query = latent_cache.new_empty(())
+    query = rope_cache.new_empty(())
 
-    def decode_plan(rows: int, seqlen_q: int, table: Tensor) -> tuple[Tensor, ...]:
-        plan = empty_plan(
-            query.expand(rows, seqlen_q, heads, width), rope_cache, table, rope, True, window, 0, backend or "auto"
-        )
-        return plan.schedule, plan.splits, plan.partial_out, plan.partial_lse
+    plan_decode = plan_mla_decode if latent_cache.dtype != torch.float8_e4m3fn else plan_mla_decode_fp8
 
-    def refresh(index: list[Tensor], seqlen_q: int, capacity: int) -> None:
-        _, seqlens, starts, *_, schedule, splits = index
-        torch.ops.mha2mla.mla_decode_plan(
-            seqlens, starts if starts.numel() else None, capacity, seqlen_q, True, -1 if window is None else window, 0,
-            schedule, splits,
+    def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
+        return plan_decode(
+            query.expand(table.shape[0], seqlen_q, heads, width), rope_cache, table, seqlens, qk_rope_head_dim=rope,
+            cache_starts=starts, window=window, backend=backend,
         )  # fmt: skip
 
     return _plan(
         rope_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, short, max_expanded_tokens,
-        decode_plan, refresh,
+        decode_plan,
     )  # fmt: skip
 
 
@@ -195,8 +213,7 @@ def _plan(
     window: int | None,
     short: int,
     max_expanded_tokens: int,
-    decode_plan: Callable[[int, int, Tensor], tuple[Tensor, ...]],
-    refresh: Callable[[list[Tensor], int, int], None],
+    decode_plan: Callable[[Tensor, Tensor, Tensor | None, int], DecodePlan],
 ) -> MixedPlan:
     batch = block_table.shape[0]
     if lengths.shape != (3, batch) or lengths.dtype != torch.int32 or lengths.device.type != "cpu":
@@ -241,11 +258,10 @@ def _plan(
             mine[1] = (mine[1] - behind).clamp_min(0)
             tokens = (token.long()[:, None] + torch.arange(group.seqlen_q, device=device)).flatten()
         table, seqlens, visible = mine
-        schedule, splits, *scratch = decode_plan(len(group.rows), group.seqlen_q, table)
-        part = [table, seqlens, nothing if visible is None else visible, tokens, sources, targets, schedule, splits]
-        refresh(part, group.seqlen_q, capacity)
-        index += part
-        workspace += scratch
+        plan = decode_plan(table, seqlens, visible, group.seqlen_q)
+        starts_or_none = nothing if visible is None else visible
+        index += [table, seqlens, starts_or_none, tokens, sources, targets, plan.schedule, plan.splits]
+        workspace += [plan.partial_out, plan.partial_lse]
     for wave in layout.waves:
         index.append(to_device([[0, *_cumulative(wave.query_lengths)]], device)[0])
         table = block_table[wave.first : wave.stop]
@@ -278,33 +294,40 @@ def to_device(rows: list, device: torch.device) -> Tensor:
 
 
 def plan_gqa_attention(
+    key_cache: Tensor,
+    value_cache: Tensor,
     block_table: Tensor,
     cache_seqlens: Tensor,
     lengths: Tensor,
     *,
-    page_size: int,
+    num_attention_heads: int,
     cache_starts: Tensor | None = None,
+    window: int | None = None,
     max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
+    backend: str | None = None,
 ) -> MixedPlan:
     """A plan for calls of :func:`gqa_attention`.
 
     Args:
-        page_size: tokens per page.
+        key_cache: [P, page, h_kv, d_k]; only shape, dtype and device are looked at, here and in the next.
+        value_cache: [P, page, h_kv, d_v].
         max_expanded_tokens: cached tokens that are gathered at a time.
-        block_table, cache_seqlens, lengths, cache_starts: as in :func:`plan_mla_attention`.
+        block_table, cache_seqlens, lengths, num_attention_heads, cache_starts, window, backend: as in
+            :func:`plan_mla_attention`.
 
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    nothing = block_table.new_empty(0)
+    check_window(window, 0)
+    query = key_cache.new_empty(())
 
-    def decode_plan(*_: object) -> tuple[Tensor, ...]:
-        return (nothing,) * 4
-
-    def refresh(*_: object) -> None:
-        pass
+    def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
+        return plan_gqa_decode(
+            query.expand(table.shape[0], seqlen_q, num_attention_heads, key_cache.shape[3]), key_cache, table, seqlens,
+            v_head_dim=value_cache.shape[3], cache_starts=starts, window=window, backend=backend,
+        )  # fmt: skip
 
     return _plan(
-        page_size, block_table, cache_seqlens, lengths, cache_starts, None, MAX_DECODE_QUERY_LENGTH,
-        max_expanded_tokens, decode_plan, refresh,
+        key_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, MAX_DECODE_QUERY_LENGTH,
+        max_expanded_tokens, decode_plan,
     )  # fmt: skip

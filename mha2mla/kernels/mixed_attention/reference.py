@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mixed_attention.expanded import expand_latent, expanded_heads
+from mha2mla.kernels.mixed_attention.expanded import expand
 
 
 def attend_sequences(
@@ -62,18 +64,17 @@ def mla_attention_reference(
     window: int | None = None,
 ) -> Tensor:
     """The expanded form of every sequence by itself; shapes as in :func:`mha2mla.kernels.mla_attention`."""
-    heads = expanded_heads(v_up.shape[0], rope_cache.shape[2])
+    heads = math.lcm(v_up.shape[0], rope_cache.shape[2])
     wide = torch.float64 if q_pe.dtype == torch.float64 else torch.float32
-    pairs = [
-        expand_latent(
-            rows_of(latent_cache, table, length).to(wide),
-            rows_of(rope_cache, table, length).to(wide),
-            None if k_up is None else k_up.to(wide),
-            v_up.to(wide),
-            heads,
-        )
-        for table, length in zip(block_table, cache_seqlens, strict=True)
-    ]
+
+    def keys_and_values(table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        latent, k_pe = (rows_of(cache, table, length).to(wide) for cache in (latent_cache, rope_cache))
+        key, value = k_pe.repeat_interleave(heads // k_pe.shape[1], dim=1), expand(latent, v_up.to(wide))
+        if k_up is not None:
+            key = torch.cat((expand(latent, k_up.to(wide)).repeat_interleave(heads // k_up.shape[0], dim=1), key), -1)
+        return key, value
+
+    pairs = [keys_and_values(table, length) for table, length in zip(block_table, cache_seqlens, strict=True)]
     query = torch.cat((q_nope, q_pe), dim=-1)
     starts = cache_starts or [0] * len(query_lengths)
     return attend_sequences(query, query_lengths, pairs, starts, softmax_scale, window)
