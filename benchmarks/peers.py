@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mha2mla.eval.gqa_problems import GQAProblem
 from mha2mla.eval.problems import Problem, errors
 
 Peer = Callable[[], Tensor] | str
@@ -178,6 +179,19 @@ def torch_mla(problem: Problem, inputs: dict[str, Any]) -> Peer:
         return (weight @ latent).unsqueeze(1)
 
     return call
+
+
+def flash_attention_3_gqa(problem: GQAProblem, inputs: dict[str, Any], expected: Tensor) -> Peer:
+    """FlashAttention-3 on the same pages; ``expected`` [B, S_q, H, d_v] is float64's result."""
+    if problem.window is not None or problem.starts is not None:
+        return "missing: no sinks or first tokens"
+    q = inputs["q"].flatten(0, 1).contiguous()
+
+    def make() -> Peer:
+        call = _fa3(q, inputs["k_cache"], inputs["v_cache"], None, problem.seqlen_q, inputs)
+        return call if isinstance(call, str) else lambda: call().view(expected.shape)
+
+    return checked(make, lambda out: (out, expected))
 
 
 def flash_attention_3_mha(heads: int, head_dim: int, batch: int, length: int, page: int = 64) -> Peer:

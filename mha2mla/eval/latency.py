@@ -18,7 +18,14 @@ from torch import Tensor
 
 from mha2mla.eval.loading import check_device, load_model
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
+from mha2mla.kernels import (
+    explain_gqa_decode,
+    explain_mla_decode,
+    gqa_decode,
+    mla_decode,
+    plan_gqa_decode,
+    plan_mla_decode,
+)
 
 # An implementation is right when its error against float64 is at most this many times that of the same formula in plain
 # torch at the same dtype.
@@ -226,9 +233,32 @@ def flash_attention_3_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] 
     ).transpose(1, 2)
 
 
+def gqa_decode_baseline(inputs: AttentionInputs, page_size: int = 64) -> Callable[[], Tensor] | str:
+    """This package's own decode op of the source's attention, for machines without FlashAttention. Planned once."""
+    q = inputs.q.transpose(1, 2)  # [B, 1, H, d_h]
+    batch, kv_heads, seqlen, head_dim = inputs.k.shape
+    why = explain_gqa_decode(q.shape[2], kv_heads, head_dim, inputs.v.shape[3], page_size, q.dtype, q.device)
+    if why is not None:
+        return why
+    pages = -(-seqlen // page_size)
+
+    def paged(cache: Tensor) -> Tensor:  # [B, h_kv, T, d] -> [B * pages, page, h_kv, d]
+        padded = torch.nn.functional.pad(cache.transpose(1, 2), (0, 0, 0, 0, 0, pages * page_size - seqlen))
+        return padded.reshape(batch * pages, page_size, kv_heads, -1)
+
+    k_cache, v_cache = paged(inputs.k), paged(inputs.v)
+    table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
+    seqlens = torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
+    plan = plan_gqa_decode(q, k_cache, table, seqlens, v_head_dim=v_cache.shape[3])
+    return lambda: gqa_decode(
+        q, k_cache, v_cache, table, seqlens, softmax_scale=inputs.softmax_scale, plan=plan
+    ).transpose(1, 2)
+
+
 BASELINES: Mapping[str, Baseline] = {
     "torch SDPA": sdpa_baseline,
     "FlashAttention-3": flash_attention_3_baseline,
+    "gqa_decode": gqa_decode_baseline,
 }
 
 

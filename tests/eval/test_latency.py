@@ -13,6 +13,7 @@ from mha2mla.eval.latency import (
     AttentionInputs,
     compare,
     flash_attention_3_baseline,
+    gqa_decode_baseline,
     plain_attention,
     plain_mla,
     sdpa_baseline,
@@ -50,9 +51,9 @@ def test_plain_mla_is_the_decode_ops_reference(groups):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_rows(dtype):
     rows = attention_latency(GEOMETRY, batch_sizes=(1, 3), seqlens=(1, 64, 65), dtype=dtype, **QUICK)
-    assert len(rows) == 2 * 3 * 3
+    assert len(rows) == 2 * 3 * 4
     for row in rows:
-        if row["implementation"] == "FlashAttention-3":
+        if row["implementation"] in ("FlashAttention-3", "gqa_decode"):
             assert row["status"].startswith("missing: ") and "us_p50" not in row
             continue
         assert row["status"] == "ok", row
@@ -97,9 +98,24 @@ def test_a_backend_that_refuses_is_missing_with_its_reason():
     assert rows[0]["status"].startswith("missing: ") and len(rows[0]["status"]) > len("missing: ")
 
 
-def test_flash_attention_says_why_it_is_not_here():
+def test_flash_attention_and_our_kernel_say_why_they_are_not_here():
     inputs = AttentionInputs(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), 1.0)
     assert "CUDA" in flash_attention_3_baseline(inputs)
+    assert "float32" in gqa_decode_baseline(inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlen", [1, 64, 129])
+def test_our_own_baseline_is_the_sources_attention(seqlen):
+    q, k, v = (
+        torch.randn(2, heads, t, 64, device="cuda").bfloat16() for heads, t in ((6, 1), (2, seqlen), (2, seqlen))
+    )
+    inputs = AttentionInputs(q, k, v, 0.125)
+    exact = torch.stack(
+        [plain_attention(*x, 0.125) for x in zip(q[:, :, 0].double(), k.double(), v.double(), strict=True)]
+    )
+    torch_out = torch.stack([plain_attention(*x, 0.125) for x in zip(q[:, :, 0], k, v, strict=True)])
+    assert compare(gqa_decode_baseline(inputs)()[:, :, 0], torch_out, exact).passed
 
 
 @pytest.mark.parametrize(

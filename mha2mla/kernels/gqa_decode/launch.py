@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -71,10 +72,11 @@ def launch_gqa_decode(
     partial_lse: Tensor,
     out: Tensor,
     lse: Tensor,
+    split: Callable[..., None] | None = None,
 ) -> None:
     """Run decode and combine kernel. Shapes as in :func:`mha2mla.kernels.gqa_decode` and ``DecodePlan``.
 
-    Nothing is allocated, nothing synchronises.
+    Nothing is allocated, nothing synchronises. ``split``: a compiled decode kernel in place of the rule's.
     """
     batch, seqlen_q = q.shape[:2]
     if batch == 0 or seqlen_q == 0:
@@ -84,7 +86,7 @@ def launch_gqa_decode(
         lse.fill_(-torch.inf)
         return
     with torch.cuda.device(q.device):
-        compile_choice(shape, select_kernel(shape, capability), capability)(
+        (split or compile_choice(shape, select_kernel(shape, capability), capability))(
             q,
             k_cache,
             v_cache,

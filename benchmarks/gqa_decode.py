@@ -1,0 +1,295 @@
+"""Decode of MHA and GQA models on a GPU: the op beside FlashAttention-3 on the same pages.
+
+    python benchmarks/gqa_decode.py speed --json benchmarks/results/h200-gqa-decode.json
+    python benchmarks/gqa_decode.py variants --only "H32 G32"     # every configuration that fits, timed
+
+As ``decode.py``: a speed is printed only after the same inputs, poisoned wherever nobody may look, gave the right
+result; medians with a cold L2; the plan is made before and timed apart; R is the rate at which FlashAttention-3 reads a
+2 GB cache in the same run; everything that may hang runs in a process of its own, under a time-out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.decode import PIPE_WIDTH, TIMEOUT, is_text, read_rate, time_in_turn
+from benchmarks.peers import flash_attention_3_gqa
+from mha2mla.eval.environment import collect_environment, describe_environment
+from mha2mla.eval.gqa_problems import GQAProblem, exact_gqa, judge_gqa
+from mha2mla.eval.latency import time_callable
+from mha2mla.eval.report import print_table, write_json
+from mha2mla.eval.workers import run_in_workers
+from mha2mla.kernels import gqa_decode
+from mha2mla.kernels.devices import capability, num_sms
+from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape, list_kernels, select_kernel
+
+# What a time may be at most, as a multiple of FlashAttention-3's in the same run.
+FACTOR = 1.1
+CASES = tuple(
+    GQAProblem(heads, groups, qk, v, (length,) * batch, seqlen_q=seqlen_q, slack=0)
+    for heads, groups, qk, v, batch, length, seqlen_q in (
+        (32, 32, 128, 128, 64, 4096, 1),
+        (32, 32, 128, 128, 16, 16384, 1),
+        (32, 8, 128, 128, 64, 4096, 1),
+        (32, 8, 128, 128, 64, 4096, 4),
+        (28, 4, 128, 128, 64, 4096, 1),
+        (28, 4, 128, 128, 1, 32768, 1),
+        (14, 2, 64, 64, 64, 4096, 1),
+        (9, 3, 64, 64, 64, 4096, 1),
+        (32, 32, 80, 80, 64, 4096, 1),
+        (24, 8, 96, 96, 64, 4096, 1),
+        (16, 16, 192, 128, 64, 4096, 1),
+    )
+)
+COLUMNS = {
+    "name": "shape",
+    "MB": "MB",
+    "rows": "rows",
+    "stages": "stages",
+    "ctas_per_sm": "CTAs/SM",
+    "splits": "splits",
+    "error": "error",
+    "torch_error": "torch",
+    "us_p20": "p20",
+    "us": "µs",
+    "us_p80": "p80",
+    "us_graph_warm": "graph, warm",
+    "plan_us": "plan",
+    "TB/s": "TB/s",
+    "share": "of R",
+    "FA3_us": "FA3",
+    "factor": "× FA3",
+    "met": "met",
+    "status": "status",
+}
+
+
+def case_name(problem: GQAProblem) -> str:
+    """Such as "H32 G8 d128 64x4096"."""
+    widths = {problem.qk_head_dim: ""}.get(problem.v_head_dim, f"/{problem.v_head_dim}")
+    name = f"H{problem.heads} G{problem.num_kv_heads} d{problem.qk_head_dim}{widths} "
+    name += f"{len(problem.lengths)}x{max(problem.lengths)}"
+    return name + (f" q{problem.seqlen_q}" if problem.seqlen_q > 1 else "")
+
+
+def speed(
+    only: str | None = None, json: str | None = None, peers: bool = True, min_run_time: float = 0.3, budget: float = 1e9
+) -> bool:
+    """Times the op and FlashAttention-3 on every shape.
+
+    Args:
+        only: measure shapes whose name contains this.
+        json: also write every row to this file.
+        peers: time FlashAttention-3 too.
+        min_run_time: seconds of cold-L2 runs per implementation and shape.
+        budget: seconds for all.
+    """
+    until = time.monotonic() + budget
+    cases = [case for case in CASES if only is None or only in case_name(case)]
+    chosen = [compile_job(case) for case in cases]
+    began = time.perf_counter()
+    broken = compile_all(chosen)
+    compile_seconds = time.perf_counter() - began
+    rows = [
+        {"name": case_name(case), "status": broken[job]}
+        for case, job in zip(cases, chosen, strict=True)
+        if job in broken
+    ]
+    jobs: list[Any] = [None]
+    jobs += [(case, None, peers, min_run_time) for case, job in zip(cases, chosen, strict=True) if job not in broken]
+    return report(jobs, rows, until, json, f"compiled in {compile_seconds:.0f} s")
+
+
+def variants(
+    only: str | None = None,
+    json: str | None = None,
+    most: int = 6,
+    min_run_time: float = 0.1,
+    budget: float = 1e9,
+) -> bool:
+    """Times the first configurations of the rule's list on every shape; arguments as of :func:`speed`.
+
+    Args:
+        most: configurations per shape at most.
+    """
+    until = time.monotonic() + budget
+    cases = [case for case in CASES if only is None or only in case_name(case)]
+    jobs: list[Any] = [None]
+    for case in cases:
+        listed = list_kernels(case.shape(), capability(torch.device("cuda:0")))
+        jobs += [(case, choice, False, min_run_time) for choice in listed[:most]]
+    began = time.perf_counter()
+    broken = compile_all([compile_job(case, choice) for case, choice, *_ in jobs[1:]])
+    jobs = [job for job in jobs if job is None or compile_job(*job[:2]) not in broken]
+    return report(jobs, [], until, json, f"compiled in {time.perf_counter() - began:.0f} s")
+
+
+def report(jobs: Sequence[Any], rows: list[dict[str, Any]], until: float, json: str | None, note: str) -> bool:
+    """Runs the jobs one after another, prints the table and says whether every row is right."""
+    rate: dict[str, Any] = {"R": None, "R_from": "missing"}
+    environment = collect_environment()
+    for outcome in run_in_workers(measure, jobs, timeout=TIMEOUT, until=until):
+        if outcome.job is None:
+            rate = outcome.value or {"R": None, "R_from": f"missing: {outcome.failure}"}
+            continue
+        row = outcome.value or {"name": case_name(outcome.job[0]), "status": outcome.failure}
+        if rate["R"] and "TB/s" in row:
+            row["share"] = row["TB/s"] * 1e12 / rate["R"]
+        rows.append(row)
+        if json:  # after every shape, so that a run that is cut short keeps what it has
+            write_json(json, kind="gqa-decode-speed", rows=rows, environment=environment, **rate)
+    shown = "not measured" if rate["R"] is None else f"{rate['R'] / 1e12:.2f} TB/s"
+    print_table(
+        [row | ({"FA3_us": "missing"} if is_text(row.get("FA3_us")) else {}) for row in rows],
+        title=f"gqa_decode, bfloat16, page 64, µs with cold L2; R = {shown} ({rate['R_from']})",
+        columns={key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in rows)},
+        caption=f"{describe_environment(environment)} · {note}",
+        console=None if sys.stdout.isatty() else Console(width=PIPE_WIDTH),
+    )
+    for why in sorted({row["FA3_us"] for row in rows if is_text(row.get("FA3_us"))}):
+        print(f"FA3 {why}")
+    return all(row["status"] == "ok" for row in rows)
+
+
+CompileJob = tuple[GQAShape, GQAChoice, int]
+"""A shape, its configuration, and the size of a batch: the last decides how many partials the combine takes."""
+
+
+def compile_job(case: GQAProblem, choice: GQAChoice | None = None) -> CompileJob:
+    """What a case needs, with the rule's configuration or another."""
+    shape = case.shape()
+    return shape, choice or select_kernel(shape, capability(torch.device("cuda:0"))), len(case.lengths)
+
+
+def compile_all(jobs: Sequence[CompileJob]) -> dict[CompileJob, str]:
+    """Puts kernels into TileLang's disk cache, in parallel processes; why, for those that could not be compiled."""
+    jobs = list(dict.fromkeys(jobs))
+    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
+    found = run_in_workers(compile_one, jobs, workers=workers, timeout=300)
+    return {outcome.job: f"not compiled: {outcome.failure}" for outcome in found if outcome.failure is not None}
+
+
+def compile_one(job: CompileJob) -> None:
+    """Compiles all that a call launches; runs in a worker process."""
+    from mha2mla.kernels.gqa_decode.launch import compile_choice, compile_merge
+    from mha2mla.kernels.mla_decode.launch import compile_planner, merge_splits
+
+    shape, choice, batch = job
+    device = torch.device("cuda:0")
+    here = capability(device)
+    compile_choice(shape, choice, here)
+    compile_planner(here)
+    splits = merge_splits(choice.num_ctas(num_sms(device)), batch)
+    compile_merge(shape.heads, shape.v_head_dim, shape.dtype, splits, here)
+
+
+def measure(job: tuple[GQAProblem, GQAChoice | None, bool, float] | None) -> dict[str, Any]:
+    """One shape's row, or for None the read rate R in bytes per second; runs in a worker process."""
+    return read_rate() if job is None else measure_case(*job)
+
+
+@torch.inference_mode()
+def measure_case(
+    problem: GQAProblem, choice: GQAChoice | None, peers: bool, min_run_time: float, device: str = "cuda:0"
+) -> dict[str, Any]:
+    """Checks a shape, then times the op and FlashAttention-3 in turn. On a CPU that is the reference backend.
+
+    ``choice``: a configuration in place of the rule's, launched without the op around it.
+    """
+    backend = "reference" if device == "cpu" else "tilelang"
+    inputs = problem.inputs(torch.bfloat16, device)
+    plan = problem.plan(inputs, backend)
+    out = torch.empty(*inputs["q"].shape[:3], problem.v_head_dim, dtype=torch.bfloat16, device=device)
+
+    def ours() -> torch.Tensor:
+        return gqa_decode(**inputs, plan=plan, out=out, backend=backend)
+
+    row: dict[str, Any] = {"name": case_name(problem), "MB": problem.cache_bytes() / 1e6, "kernel": backend}
+    if backend == "tilelang":
+        from mha2mla.kernels.gqa_decode.launch import compile_choice, launch_gqa_decode
+        from mha2mla.kernels.mla_decode.plan import allocate_plan
+
+        here = capability(torch.device(device))
+        used = choice or select_kernel(problem.shape(), here)
+        row |= {
+            "kernel": used.kernel,
+            "rows": used.tiling.rows,
+            "stages": used.num_stages,
+            "ctas_per_sm": used.ctas_per_sm,
+            "reason": used.reason,
+        }
+    if choice is not None:
+        num_ctas = choice.num_ctas(num_sms(torch.device(device)))
+        plan = allocate_plan(plan.shape, num_ctas, plan.capacity, plan.causal, plan.window, plan.sinks, device)
+        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+        split = compile_choice(problem.shape(), choice, here)
+        lse = torch.empty(len(problem.lengths), problem.heads, problem.seqlen_q, device=device)
+        arguments = (
+            inputs["q"], inputs["k_cache"], inputs["v_cache"], inputs["block_table"], problem.softmax_scale, True, -1,
+            0, plan.schedule, plan.splits, plan.partial_out, plan.partial_lse, out, lse,
+        )  # fmt: skip
+
+        def ours() -> torch.Tensor:
+            launch_gqa_decode(problem.shape(), here, *arguments, split=split)
+            return out
+
+        ours()
+    else:
+        _, lse = gqa_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
+    judgement = judge_gqa(inputs, out, lse, **problem.visibility)
+    row |= {
+        "num_ctas": plan.num_ctas,
+        "splits": int(plan.splits[:, 0].max()) if plan.num_ctas else None,
+        "error": judgement.error,
+        "torch_error": judgement.torch_error,
+        "status": "ok" if judgement.ok else f"wrong: {judgement.reason}",
+    }
+    if not judgement.ok:
+        return row
+    calls = {"us": ours}
+    if peers:
+        for name in ("k_cache", "v_cache"):  # a peer promises nothing about a cache that holds NaN
+            inputs[name].nan_to_num_()
+        inputs["block_table"].masked_fill_(inputs["block_table"] >= inputs["k_cache"].shape[0], 0)
+        peer = flash_attention_3_gqa(problem, inputs, exact_gqa(inputs, **problem.visibility)[0])
+        if is_text(peer):
+            row["FA3_us"] = peer
+        else:
+            calls["FA3_us"] = peer
+    timings = time_in_turn(calls, device, min_run_time)
+    mine = timings["us"]
+    row |= {
+        "us_p20": mine.p20,
+        "us": mine.p50,
+        "us_p80": mine.p80,
+        "us_graph_warm": mine.graph,
+        "graph_refused": mine.graph_refused,
+        "TB/s": problem.cache_bytes() / mine.p50 / 1e6,
+    }
+    if choice is None:
+        row["plan_us"] = time_callable(
+            lambda: plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"]), device
+        ).p50
+    if "FA3_us" in timings:
+        row["FA3_us"] = timings["FA3_us"].p50
+        row["factor"] = mine.p50 / row["FA3_us"]
+        row["met"] = row["factor"] <= FACTOR
+    return row
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
+        sys.exit("benchmarks/gqa_decode.py: no CUDA device is available")
+    sys.exit(0 if auto_cli([speed, variants]) else 1)

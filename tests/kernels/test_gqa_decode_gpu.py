@@ -1,0 +1,278 @@
+"""GQA decode on a GPU: errors at most twice torch's, poisoned memory, plans, graphs, streams."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from mha2mla.eval.gqa_problems import GQAProblem, exact_gqa, judge_gqa
+from mha2mla.eval.problems import errors
+from mha2mla.kernels import gqa_decode
+from mha2mla.kernels.gqa_decode.selection import list_kernels, select_kernel
+from tests.kernels.problems import random_work
+from tests.kernels.test_gqa_decode import poison_unseen_pages, run_kernels
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [
+    GQAProblem(32, 32, 128, 128, (0, 1, 65, 300, 64)),
+    GQAProblem(9, 3, 64, 64, (1, 63, 64, 65, 1000)),
+    GQAProblem(14, 2, 64, 64, (130, 4, 700, 0, 64), page_size=16, seqlen_q=2),
+    GQAProblem(28, 4, 128, 128, (77, 500, 3, 64, 0), seqlen_q=8),
+    GQAProblem(32, 8, 80, 80, (300, 5, 64, 129, 63)),
+    GQAProblem(5, 5, 96, 96, (300, 5, 64, 129, 63), page_size=32, combined=True),
+    GQAProblem(16, 16, 192, 128, (300, 5, 64, 129, 63), seqlen_q=4),
+    GQAProblem(8, 1, 256, 256, (300, 5, 64, 129, 63), page_size=128),
+    GQAProblem(63, 1, 24, 88, (300, 5, 64, 129, 63)),
+    GQAProblem(1, 1, 8, 8, (300, 5, 64, 129, 63)),
+]
+
+
+def name(problem: GQAProblem) -> str:
+    return problem.name
+
+
+def capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def check(problem: GQAProblem, dtype: torch.dtype = torch.bfloat16, planned: bool = True) -> None:
+    inputs = problem.inputs(dtype, "cuda")
+    assert planned or problem.window is None
+    plan = problem.plan(inputs, "tilelang") if planned else None
+    if plan is not None:
+        plan.partial_out.fill_(torch.nan)
+        plan.partial_lse.fill_(torch.nan)
+    out = inputs["q"].new_full((*inputs["q"].shape[:3], problem.v_head_dim), torch.nan)
+    _, lse = gqa_decode(**inputs, plan=plan, out=out, return_lse=True, backend="tilelang")
+    judgement = judge_gqa(inputs, out, lse, **problem.visibility)
+    assert judgement.ok, judgement.reason
+
+
+@pytest.mark.parametrize("problem", SHAPES, ids=name)
+def test_shapes_failures_2_3_6(problem):
+    check(problem)
+    check(problem, planned=False)
+    check(dataclasses.replace(problem, window=40, sinks=3, starts=(0, 1, 2, 30, 5)))
+    check(dataclasses.replace(problem, causal=False, lengths=(0, 0, 0, 0, 0)))
+
+
+@pytest.mark.parametrize("problem", SHAPES[:3], ids=name)
+def test_float16(problem):
+    check(problem, torch.float16)
+
+
+@pytest.mark.parametrize("problem", SHAPES[:4], ids=name)
+def test_every_kernel_under_any_plan_failures_1_8_20(problem):
+    """Not only the rule's choice; plans for any number of CTAs and plans no planner makes; the same bits twice."""
+    from mha2mla.kernels.gqa_decode.launch import compile_choice, compile_merge
+    from mha2mla.kernels.mla_decode.build import MERGES
+
+    shape = problem.shape()
+    choices = {(c.kernel, c.ctas_per_sm): c for c in reversed(list_kernels(shape, capability()))}
+    for choice in choices.values():
+        split = compile_choice(shape, choice, capability())
+        for case in (problem, dataclasses.replace(problem, window=40, sinks=3, starts=(0, 0, 2, 30, 5))):
+            inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
+            plans = [(1, None), (2, None), (132, None)]
+            for seed, num_ctas in enumerate((3, 40)):
+                tiles = [span.tiles for span in case.storage.spans()]
+                plans.append((num_ctas, random_work(tiles, num_ctas, random.Random(seed))))
+            merge = compile_merge(problem.heads, problem.v_head_dim, "bfloat16", max(MERGES), capability())
+            for i, (num_ctas, work) in enumerate(plans):
+                first = run_kernels(case, split, merge, inputs, num_ctas, work)
+                judgement = judge_gqa(inputs, *first, **case.visibility)
+                assert judgement.ok, f"{choice.reason}; {num_ctas} CTAs, plan {i}: {judgement.reason}"
+                second = run_kernels(case, split, merge, inputs, num_ctas, work)
+                assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), choice.reason
+
+
+@pytest.mark.parametrize("batch", [2, 131, 300])
+def test_mixed_lengths(batch):
+    """Many CTAs, more sequences than CTAs, short and empty sequences beside long ones."""
+    draw = random.Random(batch)
+    lengths = tuple(draw.choice([0, 1, draw.randint(1, 200), draw.randint(1, 3000)]) for _ in range(batch))
+    check(dataclasses.replace(SHAPES[1], lengths=lengths))
+    check(dataclasses.replace(SHAPES[1], lengths=lengths, window=100, sinks=4))
+
+
+def test_one_long_sequence_is_in_as_many_pieces_as_there_are_ctas():
+    problem = GQAProblem(9, 3, 64, 64, (1,))
+    num_ctas = problem.plan(problem.inputs(torch.bfloat16, "cuda"), "tilelang").num_ctas
+    problem = dataclasses.replace(problem, lengths=(128 * num_ctas,))
+    plan = problem.plan(problem.inputs(torch.bfloat16, "cuda"), "tilelang")
+    assert plan.splits.tolist() == [[num_ctas, 0]]
+    check(problem)
+
+
+def test_an_mla_plan_serves_a_call_of_the_same_output_shape():
+    """A plan says which CTA reads which tokens, not of which kernel."""
+    from mha2mla.kernels import plan_mla_decode
+
+    problem = SHAPES[0]
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    plan = plan_mla_decode(
+        inputs["q"], inputs["k_cache"][:, :, :1], inputs["block_table"], inputs["cache_seqlens"], qk_rope_head_dim=64
+    )
+    out, lse = gqa_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
+    assert judge_gqa(inputs, out, lse).ok
+
+
+def test_large_scores_failure_12():
+    problem = GQAProblem(32, 8, 128, 128, (65, 1000), scale=1e5)
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    out, lse = gqa_decode(**inputs, return_lse=True, backend="tilelang")
+    expected, expected_lse = exact_gqa(inputs)
+    assert float(expected_lse.abs().max()) > 3e5
+    assert not torch.isnan(out).any()
+    assert errors(out, expected)[0] < 2e-2
+    assert float(((lse - expected_lse) / expected_lse).abs().max()) < 1e-4
+
+
+def test_strided_inputs_failure_18():
+    problem = SHAPES[1]
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    plain = gqa_decode(**inputs, backend="tilelang")
+    q = inputs["q"].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    wide = torch.cat([inputs["k_cache"], inputs["k_cache"]], -1)[..., : problem.qk_head_dim]
+    by_head = inputs["v_cache"].transpose(1, 2).contiguous().transpose(1, 2)  # [P, G, page, d] in memory
+    out = torch.empty(9, *plain.shape[:2], 64, dtype=torch.bfloat16, device="cuda").permute(1, 2, 0, 3)
+    gqa_decode(**(inputs | {"q": q, "k_cache": wide, "v_cache": by_head}), out=out, backend="tilelang")
+    assert torch.equal(out, plain)
+
+
+def test_64_bit_addresses_failure_4():
+    """Pages more than 2^31 elements into the cache."""
+    page, heads, width = 64, 32, 128
+    pages = 2**31 // (page * heads * width) + 8
+    k, v = (torch.empty(pages, page, heads, width, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    few = GQAProblem(heads, heads, width, width, (130,)).inputs(torch.bfloat16, "cuda")
+    used = few["block_table"][0, :3].long()
+    far = torch.arange(pages - 3, pages, device="cuda")
+    k[far], v[far] = few["k_cache"][used], few["v_cache"][used]
+    far_away = gqa_decode(
+        **(few | {"k_cache": k, "v_cache": v, "block_table": far.int()[None].contiguous()}), backend="tilelang"
+    )
+    near = gqa_decode(**(few | {"block_table": used.int()[None].contiguous()}), backend="tilelang")
+    assert torch.equal(far_away, near)
+
+
+def test_empty_batch_and_no_pages_failure_18():
+    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
+    none = {k: v[:0] if k in ("q", "block_table", "cache_seqlens") else v for k, v in inputs.items()}
+    assert gqa_decode(**none, backend="tilelang").shape == (0, 1, 9, 64)
+    out, lse = gqa_decode(
+        **(inputs | {k: inputs[k][:0] for k in ("k_cache", "v_cache")}), return_lse=True, backend="tilelang"
+    )
+    assert out.abs().sum() == 0 and (lse == -torch.inf).all()
+
+
+def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
+    """The plan is made inside the graph, so it follows the lengths."""
+    problem = dataclasses.replace(SHAPES[1], lengths=(100, 100, 100), slack=20)
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    for cache in ("k_cache", "v_cache"):
+        inputs[cache] = torch.randn_like(inputs[cache]).repeat(10, 1, 1, 1)
+    pages = inputs["k_cache"].shape[0]
+    inputs["block_table"] = torch.randint(0, pages, inputs["block_table"].shape, dtype=torch.int32, device="cuda")
+    plan = problem.plan(inputs, "tilelang")
+
+    def step():
+        plan.refresh(inputs["cache_seqlens"])
+        return gqa_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    for lengths in ((1, 0, 1400), (64, 65, 0), (0, 0, 0), (1400, 1399, 2), (9999, 5, 7)):
+        inputs["cache_seqlens"].copy_(torch.tensor(lengths))
+        for buffer in (plan.partial_out, plan.partial_lse, out, lse):
+            buffer.fill_(torch.nan)
+        plan.schedule.fill_(-(2**31))
+        plan.splits.fill_(-7)
+        graph.replay()
+        judgement = judge_gqa(inputs | {"cache_seqlens": inputs["cache_seqlens"].clamp(max=problem.capacity)}, out, lse)
+        assert judgement.ok, judgement.reason
+
+
+def test_one_compilation_for_all_lengths_and_batches_failure_17():
+    from mha2mla.kernels.gqa_decode.launch import compile_choice
+
+    before = compile_choice.cache_info().misses
+    for i in range(1, 31):
+        problem = GQAProblem(
+            9, 3, 64, 64, (i * 7,) * (1, 2, 3, 50, 200)[i % 5], window=None if i % 3 else 30 + i, slack=i % 4
+        )
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        gqa_decode(**inputs, plan=problem.plan(inputs, "tilelang"), backend="tilelang")
+    assert compile_choice.cache_info().misses - before <= 1
+
+
+def test_current_stream_failure_16():
+    """The kernel waits for what its own stream does before it, and for nothing else."""
+    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
+    expected = gqa_decode(**inputs, backend="tilelang")
+    late = {**inputs, "q": torch.zeros_like(inputs["q"])}
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        late["q"].copy_(inputs["q"])
+        out = gqa_decode(**late, backend="tilelang")
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+def test_no_host_synchronisation_failure_14():
+    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
+    plan = SHAPES[1].plan(inputs, "tilelang")
+    gqa_decode(**inputs, plan=plan, backend="tilelang")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plan.refresh(inputs["cache_seqlens"])
+        gqa_decode(**inputs, plan=plan, backend="tilelang")
+        gqa_decode(**inputs, backend="tilelang")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compile_fullgraph_failure_22():
+    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
+    compiled = torch.compile(lambda i: gqa_decode(**i, backend="tilelang"), fullgraph=True)
+    assert torch.equal(compiled(inputs), gqa_decode(**inputs, backend="tilelang"))
+
+
+def test_opcheck_failure_22():
+    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
+    tensors = [inputs[name] for name in ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cache_starts")]
+    torch.library.opcheck(torch.ops.mha2mla.gqa_decode.default, (*tensors, 0.3, True, "tilelang"))
+
+
+@pytest.mark.parametrize("problem", [SHAPES[1], SHAPES[2]], ids=name)
+def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem):
+    """What sm_80 would run (mma.sync, its shared memory), on this GPU: no wgmma, no TMA."""
+    import tilelang
+
+    from mha2mla.kernels.compilation import PASS_CONFIGS, target_of
+    from mha2mla.kernels.gqa_decode.launch import compile_merge, make_split
+    from mha2mla.kernels.mla_decode.build import MERGES
+
+    shape = problem.shape()
+    choice = select_kernel(shape, 80)
+    assert choice.kernel == "portable"
+    older = PASS_CONFIGS | {"tl.disable_wgmma": True, "tl.disable_tma_lower": True}
+    split = tilelang.compile(make_split(shape, choice), target=target_of(capability()), pass_configs=older)
+    assert "wgmma" not in split.get_kernel_source()
+    merge = compile_merge(problem.heads, problem.v_head_dim, "bfloat16", max(MERGES), capability())
+    for case in (problem, dataclasses.replace(problem, window=33, sinks=5)):
+        inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
+        work = random_work([span.tiles for span in case.storage.spans()], 7, random.Random(0))
+        for num_ctas, plan in ((1, None), (40, None), (7, work)):
+            judgement = judge_gqa(inputs, *run_kernels(case, split, merge, inputs, num_ctas, plan), **case.visibility)
+            assert judgement.ok, judgement.reason
