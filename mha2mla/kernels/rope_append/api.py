@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
-from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference
+from mha2mla.kernels.mla_decode_fp8.reference import quantize_latent
+from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference, write_rows
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -21,6 +22,7 @@ def mla_append(
     slots: Tensor,
     inv_freq: Tensor,
     *,
+    latent_scale: Tensor | None = None,
     attention_scaling: float = 1.0,
     interleaved: bool = False,
     backend: str | None = None,
@@ -31,12 +33,14 @@ def mla_append(
         latent: [N, d_c] of the new tokens of all sequences, one behind the other.
         k_pe: [N, G, d_r] before RoPE.
         q_pe: [N, H, d_r] before RoPE; head h turns by the frequencies of rope head h // (H / G).
-        latent_cache: [P, page, d_c], written.
+        latent_cache: [P, page, d_c], written; float8_e4m3fn to store latents as e4m3 numbers.
         rope_cache: [P, page, G, d_r], written; a token's rope heads side by side.
         positions: [N] int32 of the tokens.
         slots: [N] int32, page · page_size + offset (:func:`slots_of`); a slot that lies outside the cache, such as -1,
             writes nothing, so rows that pad a CUDA graph touch no live page.
         inv_freq: [G, d_r / 2] or [1, d_r / 2] float32, radians per token. Zero leaves a pair alone.
+        latent_scale: [P, page] float32, written: the scale of each e4m3 latent, as :func:`quantize_latent` chooses it
+            (largest number / 448; a row with a NaN or an infinity becomes NaN). With an e4m3 latent_cache only.
         attention_scaling: factor on cos and sin (YaRN, longrope).
         interleaved: pairs are neighbours; else the halves of d_r (Llama).
         backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16.
@@ -47,9 +51,33 @@ def mla_append(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    return _append(
-        latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved,
-        backend, ("latent", "k_pe", "q_pe", "latent_cache", "rope_cache"),
+    names = ("latent", "k_pe", "q_pe", "latent_cache", "rope_cache")
+    codes = latent_cache.dtype == torch.float8_e4m3fn
+    if codes != (latent_scale is not None):
+        raise ValueError(
+            f"latent_scale is {'None' if latent_scale is None else 'given'} for a latent_cache of {latent_cache.dtype};"
+            " expected one exactly where latent_cache is torch.float8_e4m3fn"
+        )
+    if not codes:
+        return _append(
+            latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved,
+            backend, names,
+        )  # fmt: skip
+    if latent_scale.shape != latent_cache.shape[:2]:
+        raise ValueError(f"latent_scale.shape is {tuple(latent_scale.shape)}; expected {list(latent_cache.shape[:2])}")
+    if latent_scale.dtype != torch.float32 or latent_scale.device != q_pe.device:
+        raise ValueError(
+            f"latent_scale is {latent_scale.dtype} on {latent_scale.device}; expected torch.float32 on {q_pe.device}"
+        )
+    if latent_scale.stride(1) != 1 and latent_scale.shape[1] > 1:
+        raise ValueError(f"latent_scale.stride(1) is {latent_scale.stride(1)}; expected 1")
+    _check(latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, names, torch.float8_e4m3fn)
+    compiled = runs_compiled(backend, q_pe.device, q_pe.dtype)
+    torch.ops.mha2mla.quantize_append(latent, latent_cache, latent_scale, slots, compiled)
+    # The rotation's kernel has rows to write beside its keys: none here, [N, 0] into [P, page, 0].
+    return torch.ops.mha2mla.rope_append(
+        latent[:, :0], k_pe, q_pe, rope_cache.flatten(2)[:, :, :0], rope_cache, positions, slots, inv_freq, attention_scaling,
+        interleaved, compiled,
     )  # fmt: skip
 
 
@@ -142,6 +170,18 @@ def _append(
     rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
     inv_freq: Tensor, attention_scaling: float, interleaved: bool, backend: str | None, names: tuple[str, ...],
 ) -> Tensor:  # fmt: skip
+    _check(rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, names, query.dtype)
+    return torch.ops.mha2mla.rope_append(
+        rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved,
+        runs_compiled(backend, query.device, query.dtype),
+    )  # fmt: skip
+
+
+def _check(
+    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
+    inv_freq: Tensor, names: tuple[str, ...], row_dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Raises ValueError naming the argument; ``row_dtype`` is what row_cache must have."""
     row_name, key_name, query_name, row_cache_name, rope_cache_name = names
     _check_rotation(query_name, query, query, inv_freq)
     _check_rotation(key_name, keys, query, inv_freq)
@@ -161,16 +201,14 @@ def _append(
             raise ValueError(f"{name}.shape is {tuple(cache.shape)}; expected {shape}")
         if cache.stride(-1) != 1 or (cache.ndim == 4 and groups > 1 and cache.stride(2) != rope):
             raise ValueError(f"{name}.stride() is {cache.stride()}; expected the numbers of a token side by side")
-    for name, tensor in ((row_name, rows), (row_cache_name, row_cache), (rope_cache_name, rope_cache)):
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            expected = f"{query.dtype} on {query.device}, as {query_name}"
+    for name, tensor, dtype in (
+        (row_name, rows, query.dtype), (row_cache_name, row_cache, row_dtype), (rope_cache_name, rope_cache, query.dtype)
+    ):  # fmt: skip
+        if tensor.dtype != dtype or tensor.device != query.device:
+            expected = f"{dtype} on {query.device}" + (f", as {query_name}" if dtype == query.dtype else "")
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; expected {expected}")
     _check_index("positions", positions, query)
     _check_index("slots", slots, query)
-    return torch.ops.mha2mla.rope_append(
-        rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved,
-        runs_compiled(backend, query.device, query.dtype),
-    )  # fmt: skip
 
 
 def _check_rotation(name: str, x: Tensor, like: Tensor, inv_freq: Tensor) -> None:
@@ -218,7 +256,23 @@ def _rope_append(
     return rotate(query)
 
 
+def _quantize_append(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor, compiled: bool) -> None:
+    if compiled:
+        from mha2mla.kernels.rope_append.launch import launch_quantize_rows
+
+        launch_quantize_rows(capability(rows.device), dtype_name(rows.dtype), rows, row_cache, row_scale, slots)
+    elif rows.numel():
+        codes, scale = quantize_latent(rows)
+        # index and where know no e4m3: its bytes do
+        write_rows(((row_cache.view(torch.uint8), codes.view(torch.uint8)), (row_scale, scale)), slots)
+
+
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
+LIBRARY.define(
+    "quantize_append(Tensor rows, Tensor(a!) row_cache, Tensor(b!) row_scale, Tensor slots, bool compiled) -> ()"
+)
+LIBRARY.impl("quantize_append", _quantize_append, "CompositeExplicitAutograd")
+torch.library.register_fake("mha2mla::quantize_append", lambda *_: None, lib=LIBRARY)
 LIBRARY.define(
     "rope_append(Tensor rows, Tensor keys, Tensor query, Tensor(a!) row_cache, Tensor(b!) rope_cache, Tensor positions,"
     " Tensor slots, Tensor inv_freq, float attention_scaling, bool interleaved, bool compiled) -> Tensor"

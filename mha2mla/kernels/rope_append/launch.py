@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.rope_append.kernel import make_rope_append
+from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
 
 # No fast math: its cos and sin are wrong at large angles, which are positions times radians.
 PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
@@ -18,6 +19,28 @@ PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_leg
 def compile_rope_append(capability: int, **static):
     """The compiled kernel; arguments as ``make_rope_append``'s. One compilation serves every N and P."""
     return compile_for(make_rope_append(**static), capability, PASS_CONFIGS)
+
+
+@cache
+def compile_quantize_rows(capability: int, **static):
+    """The compiled kernel; arguments as ``make_quantize_rows``'s."""
+    return compile_for(make_quantize_rows(**static), capability, PASS_CONFIGS)
+
+
+def launch_quantize_rows(
+    capability: int, dtype: str, rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor
+) -> None:
+    """Run the kernel: rows [N, width] to slots [N] of row_cache [P, page, width] (e4m3) and row_scale [P, page]."""
+    if rows.numel() == 0 or row_cache.numel() == 0:
+        return
+    with torch.cuda.device(rows.device):
+        kernel = compile_quantize_rows(capability, row_width=rows.shape[1], page_size=row_cache.shape[1], dtype=dtype)
+        kernel(rows.contiguous(), slots.contiguous(), row_cache, row_scale)
+
+
+def with_dense_rows(x: Tensor) -> Tensor:
+    """``x`` itself where its last dimension is dense: parts of one projection are read where they lie."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def launch_rope_append(
@@ -35,24 +58,32 @@ def launch_rope_append(
     attention_scaling: float,
     interleaved: bool,
 ) -> None:
-    """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`, empty keys for rotation alone."""
+    """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`, empty keys for rotation alone, rows [N, 0] and
+    row_cache [P, page, 0] where only keys are written."""
     tokens, heads, rope = query.shape
-    writes = keys.numel() > 0 and row_cache.numel() > 0
+    writes = keys.numel() > 0 and rope_cache.numel() > 0
     if tokens == 0 or rope == 0 or not (heads or writes):
         return
     with torch.cuda.device(query.device):
-        query = query.contiguous() if heads else query.new_empty(tokens, 1, rope)
+        query = with_dense_rows(query) if heads else query.new_empty(tokens, 1, rope)
         out = out if heads else torch.empty_like(query)
         if writes:
-            keys, rows, rope_cache = keys.contiguous(), rows.contiguous(), rope_cache.flatten(2)
+            keys, rows, rope_cache, width = (
+                with_dense_rows(keys),
+                with_dense_rows(rows),
+                rope_cache.flatten(2),
+                rows.shape[1],
+            )
+            if not width:
+                rows, row_cache = keys[:, 0, :1], rope_cache[:, :, :1]
         else:
-            keys, rows = query[:, :1].contiguous(), query[:, 0, :1].contiguous()
+            keys, rows, width = query[:, :1], query[:, 0, :1], 0
             row_cache, rope_cache = query.new_empty(1, 1, 1), query.new_empty(1, 1, rope)
         kernel = compile_rope_append(
             capability,
             heads=heads,
             num_rope_heads=keys.shape[1] if writes else 0,
-            row_width=rows.shape[1] if writes else 0,
+            row_width=width,
             qk_rope_head_dim=rope,
             num_tables=inv_freq.shape[0],
             page_size=row_cache.shape[1],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,14 @@ def rotate_reference(
 def append_reference(rows: Tensor, keys: Tensor, row_cache: Tensor, rope_cache: Tensor, slots: Tensor) -> None:
     """Writes rows [N, width] and rotated keys [N, G, d_r] to slots [N] of row_cache [P, page, width] and rope_cache
     [P, page, G, d_r]; a slot outside 0 … P · page − 1 writes nothing. Reads no tensor on the host."""
-    page = row_cache.shape[1]
+    write_rows(((row_cache, rows), (rope_cache, keys)), slots)
+
+
+def write_rows(pairs: Iterable[tuple[Tensor, Tensor]], slots: Tensor) -> None:
+    """For pairs of a cache [P, page, ...] and new rows [N, ...]: each row to its slot, or nowhere."""
+    pairs = list(pairs)
+    page = pairs[0][0].shape[1]
+    row_cache = pairs[0][0]
     capacity = row_cache.shape[0] * page
     if capacity == 0 or not len(slots):
         return
@@ -39,7 +48,7 @@ def append_reference(rows: Tensor, keys: Tensor, row_cache: Tensor, rope_cache: 
     chosen = valid.long().argmax()
     source = torch.where(valid, torch.arange(len(slots), device=slots.device), chosen)
     slot = torch.where(valid, slots, slots[chosen].clamp(0, capacity - 1))
-    for cache, new in ((row_cache, rows), (rope_cache, keys)):
+    for cache, new in pairs:
         where = slot // page, slot % page
         keep = valid.any().expand(len(slots)).view(-1, *[1] * (new.ndim - 1))
         cache[where] = torch.where(keep, new[source], cache[where])

@@ -1,0 +1,64 @@
+"""The number format of the fp8 latent cache, and the oracle of ``mla_decode_fp8``: plain torch, any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.mla_decode.reference import mla_decode_reference
+
+CODES = torch.float8_e4m3fn
+LARGEST_CODE = 448.0
+# Rows below are stored with this scale and keep fewer digits: `weight / scale` in the kernel must stay a float32.
+SMALLEST_SCALE = 2.0**-32
+
+
+def quantize_latent(latent: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of ``latent`` [..., d_c] as e4m3 codes and a scale each: ``latent ≈ codes * scale``.
+
+    ``scale = max |row| / 448``, so the largest number of a row becomes ±448 and each code is rounded to nearest even:
+    relative error 2^-4 at most above 2^-6 of the scale. At least 2^-32; 1 for a row of zeros. A row with a NaN or an
+    infinity becomes NaN whole (codes and scale): it stays visible, and touches no other row.
+
+    Returns:
+        codes [..., d_c] float8_e4m3fn and scale [...] float32.
+    """
+    wide = latent.float()
+    largest = wide.abs().amax(-1) if latent.shape[-1] else wide.new_zeros(wide.shape[:-1])
+    scale = (largest / LARGEST_CODE).clamp_min(SMALLEST_SCALE)
+    scale = torch.where(largest == 0, 1.0, scale)
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    codes = (wide / scale[..., None]).clamp(-LARGEST_CODE, LARGEST_CODE).to(CODES)
+    return codes, scale
+
+
+def dequantize_latent(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``codes * scale`` [..., d_c] in ``dtype``; one rounding where that has at least float32's digits."""
+    return codes.to(dtype) * scale[..., None].to(dtype)
+
+
+def mla_decode_fp8_reference(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    latent_scale: Tensor,
+    rope_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    cache_starts: Tensor | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """:func:`mla_decode_reference` on the dequantised cache, whose numbers are not rounded to the queries' dtype.
+
+    Returns:
+        ``out [B, S_q, H, d_c]`` in the dtype of ``q_latent``, ``lse [B, H, S_q]`` in float32 (float64 for float64).
+    """
+    arithmetic = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
+    return mla_decode_reference(
+        q_latent, q_pe, dequantize_latent(latent_cache, latent_scale, arithmetic), rope_cache, block_table,
+        cache_seqlens, softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts, window=window, sinks=sinks,
+    )  # fmt: skip

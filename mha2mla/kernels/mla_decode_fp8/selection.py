@@ -1,0 +1,72 @@
+"""Which tiles serve an fp8 decode geometry, and why one is refused. Arithmetic only, no TileLang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, shared_memory_limit
+from mha2mla.kernels.mla_decode.tiling import RowTiling, tile_rows
+
+CAPABILITY = 90  # wgmma with register operands exists there and nowhere else
+TILE_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
+
+
+@dataclass(frozen=True)
+class Fp8Choice:
+    """Static arguments of the kernel: which rows a CTA serves, tiles in flight per warpgroup, and why, in words."""
+
+    tiling: RowTiling
+    num_stages: int
+    reason: str
+
+    def num_ctas(self, num_sms: int) -> int:
+        """CTAs per tile of query rows that are resident at once: one on each multiprocessor."""
+        return max(1, num_sms // self.tiling.num_tiles)
+
+
+def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, num_stages: int) -> int:
+    """Bytes of shared memory that the kernel allocates, with 1 KiB for barriers."""
+    panels, columns = -(-kv_lora_rank // 128), -(-kv_lora_rank // 64)
+    rope_panels = -(-(tiling.groups_per_tile * qk_rope_head_dim) // 64)
+    rings = 2 * num_stages * ((panels + rope_panels) * TILE_BYTES + 256)
+    queries = tiling.rows * 128 * (columns + rope_panels)
+    weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
+    return rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
+
+
+def refusal_fp8(geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int) -> str | None:
+    """Why the kernel serves a shape on no GPU, or None."""
+    if geometry.kv_lora_rank % 16:
+        return f"kv_lora_rank is {geometry.kv_lora_rank}; rows of e4m3 numbers must be multiples of 16 bytes"
+    return refusal(geometry, page_size, dtype, seqlen_q)
+
+
+@lru_cache(maxsize=1024)
+def select_fp8(shape: DecodeShape) -> Fp8Choice:
+    """Fewest tiles of rows (each reads the cache again), then most stages.
+
+    Raises:
+        ValueError: with the numbers, if nothing fits into shared memory.
+    """
+    limit = shared_memory_limit(CAPABILITY)
+    found, smallest = [], None
+    for max_rows in (32, 16):
+        for max_groups in (128, 64, 32, 16, 8, 4, 2, 1):
+            tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=True)
+            tiling = replace(tiling, rows=max(16, tiling.rows))  # weights are stored in pairs of 8 rows
+            for num_stages in (4, 3, 2, 1):
+                used = shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages)
+                smallest = used if smallest is None else min(smallest, used)
+                if used <= limit:
+                    reason = (
+                        f"{tiling.num_tiles} tile(s) of {tiling.rows} rows, 2 x {num_stages} stages, {used} bytes of "
+                        f"shared memory of {limit}"
+                    )
+                    single = num_stages == 1  # nothing is read ahead
+                    rank = (single, tiling.num_tiles, -num_stages, tiling.rows)
+                    found.append((rank, Fp8Choice(tiling, num_stages, reason)))
+    if not found:
+        raise ValueError(f"{shape} needs at least {smallest} bytes of shared memory a block; sm_90 has {limit}")
+    return min(found, key=lambda entry: entry[0])[1]

@@ -1,0 +1,85 @@
+"""Writes rows of new tokens into a paged cache as e4m3 numbers with a scale each: one warp a token, one pass."""
+
+import tilelang.language as T
+
+from mha2mla.kernels.mla_decode_fp8.reference import LARGEST_CODE, SMALLEST_SCALE
+
+
+def make_quantize_rows(
+    *,
+    row_width: int,
+    page_size: int,
+    dtype: str,
+    code_dtype: str = "float8_e4m3fn",
+    block_tokens: int = 8,
+    on_cpu: bool = False,
+):
+    """A TileLang function ``quantize_rows``; tokens and pages are run-time values.
+
+    Args:
+        row_width: numbers of a row.
+        page_size: tokens per page.
+        dtype: of the rows.
+        code_dtype: of the cache; "float32" shows the quotients before they are rounded.
+        block_tokens: tokens, and warps, of a block.
+        on_cpu: compile for TileLang's C target.
+
+    The function's arguments: rows [N,width] (contiguous), slots [N] int32, row_cache [P,page,width] and row_scale
+    [P,page] float32 (run-time strides). A slot outside the cache writes nothing. ``quantize_latent`` has the format.
+    """
+    accum = T.float32
+    lanes = 1 if on_cpu else 32
+    rounds = -(-row_width // lanes)
+    tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
+    r_p, r_t, s_p = T.dynamic("r_p"), T.dynamic("r_t"), T.dynamic("s_p")
+
+    def strided(shape, strides, kind):  # the CPU target's wrapper passes no run-time strides
+        return T.Tensor(shape, kind) if on_cpu else T.StridedTensor(shape, strides, kind)
+
+    @T.macro
+    def quantize(token, lane, rows, slots, row_cache, row_scale, x, found):
+        """One row; found = [largest, 0 or NaN, scale]."""
+        found[0] = 0.0
+        found[1] = 0.0
+        for v in T.unroll(rounds):
+            x[v] = T.if_then_else(
+                v * lanes + lane < row_width, T.cast(rows[token, T.min(v * lanes + lane, row_width - 1)], accum), 0.0
+            )
+            found[0] = T.max(found[0], T.max(x[v], -x[v]))
+            found[1] += x[v] * 0.0  # a maximum may pass over NaN, this does not, nor over infinity
+        if not on_cpu:
+            for v in list(range(5)):
+                found[0] = T.max(found[0], T.shfl_xor(found[0], 1 << v))
+                found[1] += T.shfl_xor(found[1], 1 << v)
+        found[2] = T.if_then_else(found[0] == 0, 1.0, T.max(found[0] / LARGEST_CODE, SMALLEST_SCALE)) + found[1]
+        if (slots[token] >= 0) & (slots[token] < pages * page_size):
+            for v in T.unroll(rounds):
+                if v * lanes + lane < row_width:
+                    row_cache[slots[token] // page_size, slots[token] % page_size, v * lanes + lane] = T.cast(
+                        x[v] / found[2], code_dtype
+                    )
+            if lane == 0:
+                row_scale[slots[token] // page_size, slots[token] % page_size] = found[2]
+
+    @T.prim_func
+    def quantize_rows(
+        rows: T.Tensor([tokens, row_width], dtype),
+        slots: T.Tensor([tokens], T.int32),
+        row_cache: strided([pages, page_size, row_width], [r_p, r_t, 1], code_dtype),
+        row_scale: strided([pages, page_size], [s_p, 1], accum),
+    ):
+        with T.Kernel(T.ceildiv(tokens, block_tokens), threads=1 if on_cpu else block_tokens * lanes) as b:
+            x = T.alloc_local([rounds], accum)
+            found = T.alloc_local([3], accum)
+            if on_cpu:
+                for i in T.serial(block_tokens):
+                    if b * block_tokens + i < tokens:
+                        quantize(b * block_tokens + i, 0, rows, slots, row_cache, row_scale, x, found)
+            else:
+                thread = T.get_thread_binding()
+                if b * block_tokens + thread // lanes < tokens:
+                    quantize(
+                        b * block_tokens + thread // lanes, thread % lanes, rows, slots, row_cache, row_scale, x, found
+                    )
+
+    return quantize_rows
