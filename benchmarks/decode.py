@@ -262,7 +262,7 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
     }
     if backend == "tilelang":
         here = torch.device(device)
-        choice = select_kernel(problem.shape(), capability(here), device_name(here))
+        choice = select_kernel(problem.shape(), capability(here), device_name(here), len(problem.lengths))
         row |= {"kernel": choice.kernel, "reason": choice.reason}
     if not judgement.ok:
         return row

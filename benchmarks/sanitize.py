@@ -85,7 +85,8 @@ def run(only: str | None = None) -> bool:
     device = torch.device("cuda", torch.cuda.current_device())
     right = True
     for number, problem in enumerate(PROBLEMS):
-        kernel = select_kernel(shape_of(problem), capability(device), device_name(device)).kernel
+        shape, batch = shape_of(problem), len(problem.lengths)
+        kernel = select_kernel(shape, capability(device), device_name(device), batch).kernel
         if only is not None and kernel != only:
             continue
         inputs = problem.inputs(DTYPE, "cpu")

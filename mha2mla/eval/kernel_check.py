@@ -33,6 +33,7 @@ from mha2mla.kernels.mla_decode.selection import (
     refusal,
     select_kernel,
 )
+from mha2mla.kernels.mla_decode.tuning import BATCHES, batch_bucket
 
 COMPILE_TIMEOUT = 300.0
 REPEATS = 3  # a race may show only now and then
@@ -421,26 +422,29 @@ class CompileJob:
         capability: compute capability, 90 for Hopper.
         gpu: its name.
         merges: sizes of combine kernels (``build.MERGES``); None: all.
+        buckets: of batch sizes (``tuning.BATCHES``); None: all.
     """
 
     shape: DecodeShape
     capability: int
     gpu: str
     merges: tuple[int, ...] | None = None
+    buckets: tuple[int, ...] | None = None
 
 
 def compile_job(shape: DecodeShape, cases: Sequence[Case], device: torch.device) -> CompileJob:
     """What has to be compiled for ``cases`` of a shape, and nothing else."""
     from mha2mla.kernels.mla_decode.launch import merge_splits
 
-    planned = select_kernel(shape, capability(device), device_name(device)).num_ctas(num_sms(device))
-    merges = {
-        merge_splits(ctas, len(case.problem.lengths))
-        for case in cases
-        if case.problem.lengths
-        for ctas in (planned, case.num_ctas(planned))  # a call without a plan makes the first of them
-    }
-    return CompileJob(shape, capability(device), device_name(device), tuple(sorted(merges)))
+    buckets, merges = set(), set()
+    for batch, case in ((len(case.problem.lengths), case) for case in cases if case.problem.lengths):
+        buckets.add(batch_bucket(batch))
+        planned = select_kernel(shape, capability(device), device_name(device), batch).num_ctas(num_sms(device))
+        # a call without a plan makes the first of them
+        merges |= {merge_splits(ctas, batch) for ctas in (planned, case.num_ctas(planned))}
+    return CompileJob(
+        shape, capability(device), device_name(device), tuple(sorted(merges)), tuple(sorted(buckets)) or None
+    )
 
 
 def compile_shapes(
@@ -469,7 +473,8 @@ def compile_shape(job: CompileJob) -> None:
     from mha2mla.kernels.mla_decode.launch import compile_merge, compile_mla_decode, compile_planner
 
     compile_planner(job.capability)
-    compile_mla_decode(job.shape, job.capability, job.gpu)
+    for bucket in BATCHES if job.buckets is None else job.buckets:
+        compile_mla_decode(job.shape, job.capability, job.gpu, bucket)
     for splits in MERGES if job.merges is None else job.merges:
         compile_merge(job.shape, splits, job.capability)
 
@@ -565,7 +570,7 @@ def _row(case: Case, device: torch.device | None) -> dict[str, Any]:
         "seed": problem.seed,
     }
     if device is not None:
-        choice = select_kernel(case.shape(), capability(device), device_name(device))
+        choice = select_kernel(case.shape(), capability(device), device_name(device), len(problem.lengths))
         row |= {"kernel": choice.kernel, "reason": choice.reason}
     return row
 

@@ -7,6 +7,7 @@ and heat are the same for all; that decides. What hangs, crashes or is wrong is 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import statistics
@@ -37,6 +38,7 @@ FINALISTS = 3  # that are timed again in turn, beside the rule's choice
 ROUNDS = 3
 MARGIN = 0.01  # the rule's choice is kept where nothing else is faster by more
 CACHE_BYTES = 280e6  # of a shape whose length nobody gives: many times an L2, so that reading it is what is timed
+SMALL_CACHE_BYTES = 67e6  # the same for fewer than 16 sequences
 
 GEOMETRIES: tuple[Geometry, ...] = (
     (32, 32, 512, 16),
@@ -63,6 +65,7 @@ GEOMETRIES: tuple[Geometry, ...] = (
 COLUMNS = {
     "shape": "shape",
     "kernel": "kernel",
+    "variant": "variant",
     "rows": "rows",
     "tiles": "tiles",
     "stages": "stages",
@@ -117,13 +120,14 @@ def parse_geometry(text: str) -> Geometry:
 
 
 def choose_candidates(choices: Sequence[KernelChoice], count: int) -> list[KernelChoice]:
-    """The rule's choice, the best of each family by the rule (kernel, warpgroups, rows, CTAs a multiprocessor), then
-    what the rule likes best of the others: ``count`` in all, or as many as there are families."""
+    """The rule's choice, the best of each family by the rule (kernel, warpgroups, rows, CTAs a multiprocessor) and of
+    each variant, then what the rule likes best of the others: ``count`` in all, or as many as those are."""
     families: dict[tuple[Any, ...], KernelChoice] = {}
     for choice in choices:
         family = (choice.kernel, choice.warpgroups, choice.tiling.rows, choice.ctas_per_sm)
         families.setdefault(family, choice)
-    best = list(families.values())
+        families.setdefault((choice.kernel, choice.variant), choice)
+    best = list(dict.fromkeys(families.values()))
     others = [choice for choice in choices if choice not in best]
     return best + others[: max(0, count - len(best))]
 
@@ -131,7 +135,7 @@ def choose_candidates(choices: Sequence[KernelChoice], count: int) -> list[Kerne
 def tune(
     geometries: Sequence[Geometry] | None = None,
     *,
-    batch: int = 64,
+    batches: Sequence[int] = (64,),
     seqlen: int | None = None,
     page_size: int = 64,
     dtype: str = "bfloat16",
@@ -149,8 +153,8 @@ def tune(
 
     Args:
         geometries: (H, G, d_c, d_r) or (H, G, d_c, d_r, S_q) each; default :data:`GEOMETRIES`.
-        batch: sequences of a call.
-        seqlen: cached tokens of each; default as many as make the cache about 280 MB.
+        batches: sequences of a call; each gets a row, which serves batches near it.
+        seqlen: cached tokens of each; default as many as make the cache about 280 MB, 67 MB below 16 sequences.
         page_size: tokens per page.
         dtype: "bfloat16" or "float16".
         candidates: configurations to time per shape; never fewer than there are families of them.
@@ -168,7 +172,8 @@ def tune(
         ValueError: no such device, or an argument or a geometry that no kernel serves, named.
     """
     device = _cuda(device)
-    for name, value in (("batch", batch), ("candidates", candidates), ("seqlen", 1 if seqlen is None else seqlen)):
+    least = {"batches": min(batches, default=0), "candidates": candidates, "seqlen": 1 if seqlen is None else seqlen}
+    for name, value in least.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; expected at least 1")
     if dtype not in DTYPES:
@@ -180,12 +185,12 @@ def tune(
     environment = collect_environment()
     origin = {"tilelang": environment["tilelang"], "date": environment["date"][:10], "commit": environment["commit"]}
 
-    entered: dict[DecodeShape, list[Trial]] = {}
-    for geometry in GEOMETRIES if geometries is None else geometries:
+    entered: dict[tuple[DecodeShape, int], list[Trial]] = {}
+    for geometry, batch in itertools.product(GEOMETRIES if geometries is None else geometries, batches):
         problem = make_problem(geometry, batch, seqlen, page_size, dtype, device)
         shape = problem.shape(dtype)
         choices = list_kernels(shape, major_minor)
-        entered[shape] = [
+        entered[shape, batch] = [
             Trial(problem, dtype, (Candidate(choice, choice.num_ctas(sms), choice is choices[0]),))
             for choice in choose_candidates(choices, candidates)
         ]
@@ -195,7 +200,7 @@ def tune(
     results: dict[Trial, dict[str, Any]] = {
         trial: {"status": f"not compiled: {failures[trial]}"} for trial in trials if trial in failures
     }
-    finals: dict[DecodeShape, Outcome] = {}
+    finals: dict[tuple[DecodeShape, int], Outcome] = {}
 
     def jobs() -> Iterator[Trial]:
         for mine in entered.values():
@@ -214,10 +219,10 @@ def tune(
         if not trial.final:
             results[trial] = outcome.value or {"status": outcome.failure}
             continue
-        finals[trial.shape] = outcome
+        finals[trial.shape, len(trial.problem.lengths)] = outcome
         if outcome.failure is None:
             write_rows(path, [{"gpu": gpu} | table_row(trial, outcome.value["us"]) | origin])
-    return [_result_row(trial, results[trial], finals.get(shape)) for shape, mine in entered.items() for trial in mine]
+    return [_result_row(trial, results[trial], finals.get(key)) for key, mine in entered.items() for trial in mine]
 
 
 def make_problem(
@@ -236,7 +241,8 @@ def make_problem(
         raise ValueError(f"geometry {','.join(map(str, geometry))}: {why}")
     shape = decode_shape(mla, page_size, getattr(torch, dtype), seqlen_q)
     if seqlen is None:
-        seqlen = max(1, math.ceil(CACHE_BYTES / (batch * mla.cache_bytes_per_token(2)) / 1024)) * 1024
+        size = CACHE_BYTES if batch >= 16 else SMALL_CACHE_BYTES
+        seqlen = max(1, math.ceil(size / (batch * mla.cache_bytes_per_token(2)) / 1024)) * 1024
     return Problem(*geometry[:4], (seqlen,) * batch, page_size=page_size, seqlen_q=shape.seqlen_q, slack=0)
 
 
@@ -401,7 +407,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row per shape, for :data:`COLUMNS`: what was chosen, or that nothing was."""
     shapes: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        key = tuple(row[name] for name in ("H", "G", "d_c", "d_r", "page", "S_q", "dtype"))
+        key = tuple(row[name] for name in ("H", "G", "d_c", "d_r", "page", "S_q", "dtype", "batch"))
         shapes.setdefault(key, []).append(row)
     table = []
     for mine in shapes.values():
@@ -417,6 +423,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         rule_us = next((row["final_us"] for row in mine if row["rule"]), None)
         summary |= {
             "kernel": chosen["kernel"],
+            "variant": chosen["variant"],
             "rows": chosen["rows"],
             "tiles": chosen["head_tiles"] * chosen["token_tiles"],
             "stages": f"{chosen['num_stages']}+{chosen['rope_stages']}",

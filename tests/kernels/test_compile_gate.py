@@ -30,6 +30,7 @@ CHOSEN = [
     DecodeShape(24, 8, 448, 24, 32, 8, "bfloat16"),
     DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16"),
     DecodeShape(3, 1, 88, 256, 128, 2, "bfloat16"),
+    DecodeShape(9, 9, 64, 72, 16, 1, "bfloat16"),  # 9 chunks of rope columns a block: 2.8 kB of spills, once
 ]
 # Kernels that a tuning table may prefer to the rule's: (kernel, computing warpgroups), on shapes that have them.
 OTHERS = [
@@ -37,6 +38,13 @@ OTHERS = [
     ("swap_ab_ws", 2, DecodeShape(64, 64, 128, 32, 64, 1, "bfloat16")),
     ("heads_on_m", None, DecodeShape(64, 1, 200, 64, 16, 1, "bfloat16")),
     ("swap_ab", None, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
+]
+# Ways to compute rope scores that only a tuning table chooses.
+VARIANTS = [
+    ("gemv", DecodeShape(9, 3, 256, 16, 64, 1, "bfloat16")),
+    ("gemv", DecodeShape(64, 8, 128, 64, 64, 1, "float16")),
+    ("groups", DecodeShape(64, 4, 128, 32, 64, 1, "bfloat16")),
+    ("octets", DecodeShape(32, 8, 128, 16, 64, 1, "bfloat16")),
 ]
 BEFORE_HOPPER = [
     (80, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
@@ -81,6 +89,12 @@ def test_hopper_kernels_that_the_rule_does_not_choose(kernel, warpgroups, shape)
     report = gate(shape, choices[0], 90)
     if report.instructions is not None:
         assert report.instructions.get("HGMMA", 0), report.instructions
+
+
+@pytest.mark.parametrize(("variant", "shape"), VARIANTS, ids=name)
+def test_hopper_rope_variants(variant, shape):
+    choice = next(choice for choice in list_kernels(shape, 90) if choice.variant == variant)
+    gate(shape, choice, 90)
 
 
 @pytest.mark.parametrize(("capability", "shape"), BEFORE_HOPPER, ids=name)

@@ -243,14 +243,14 @@ def an_h200(monkeypatch):
 @pytest.mark.parametrize("seqlen_q", [1, 2, 8])
 def test_ctas_fit_the_combine(an_h200, geometry, seqlen_q):
     """A sequence may be in as many pieces as there are CTAs: no more than the combine has weights for."""
-    ctas = planning.num_ctas_for("auto", *geometry, 64, seqlen_q, torch.bfloat16, an_h200)
+    ctas = planning.num_ctas_for(64, "auto", *geometry, 64, seqlen_q, torch.bfloat16, an_h200)
     assert 1 <= ctas <= MAX_SPLITS
 
 
 def test_plan_refuses_more_sequences_than_the_planner_holds(an_h200):
     q = torch.empty(MAX_BATCH + 1, 1, 1, 8, dtype=torch.bfloat16, device="meta")
     cache, table = torch.empty(1, 64, 1, 8, device="meta"), torch.empty(MAX_BATCH + 1, 1, device="meta")
-    monkey = planning.num_ctas_for("auto", 1, 1, 8, 8, 64, 1, torch.bfloat16, an_h200)
+    monkey = planning.num_ctas_for(64, "auto", 1, 1, 8, 8, 64, 1, torch.bfloat16, an_h200)
     assert monkey > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "num_ctas_for", lambda *_: monkey)

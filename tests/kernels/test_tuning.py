@@ -108,13 +108,13 @@ def test_a_process_killed_while_writing_leaves_the_old_table(tmp_path):
     [
         ("{", "is no tuning table"),
         ("[]", "is no tuning table; expected"),
-        ('{"version": 2, "rows": []}', "version 2; expected 1"),
-        ('{"rows": []}', "version None; expected 1"),
+        ('{"version": 3, "rows": []}', "version 3; expected 2"),
+        ('{"rows": []}', "version None; expected 2"),
         ('{"version": 1, "rows": [3]}', "row 0 has other keys than expected: int"),
-        ('{"version": 1, "rows": [{"gpu": "x"}]}', "row 0 has other keys than expected: .*'us'"),
-        (json.dumps({"version": 1, "rows": [row_for(SHAPE)] * 2}), "row 1 is for the same GPU and shape"),
-        (json.dumps({"version": 1, "rows": [row_for(SHAPE, rows="32")]}), "row 0: rows is '32'; expected int"),
-        (json.dumps({"version": 1, "rows": [row_for(SHAPE, us=True)]}), "row 0: us is True; expected float"),
+        ('{"version": 2, "rows": [{"gpu": "x"}]}', "row 0 has other keys than expected: .*'us'"),
+        (json.dumps({"version": 2, "rows": [row_for(SHAPE)] * 2}), "row 1 is for the same GPU, shape and batches"),
+        (json.dumps({"version": 2, "rows": [row_for(SHAPE, rows="32")]}), "row 0: rows is '32'; expected int"),
+        (json.dumps({"version": 2, "rows": [row_for(SHAPE, us=True)]}), "row 0: us is True; expected float"),
     ],
 )
 def test_a_bad_table_is_refused_by_name_and_left_alone(tmp_path, content, message):
@@ -148,8 +148,8 @@ def test_a_row_names_one_configuration():
 
 
 def test_the_closest_row_serves():
-    def served(table: list[dict], **changes) -> dict | None:
-        return find(replace(SHAPE, **changes), GPU, {key_of(row): row for row in table})
+    def served(table: list[dict], batch: int = 64, **changes) -> dict | None:
+        return find(replace(SHAPE, **changes), GPU, batch, {key_of(row): row for row in table})
 
     row = row_for(SHAPE)
     assert served([row]) is row
@@ -164,13 +164,53 @@ def test_the_closest_row_serves():
         assert served(list(table), dtype="float16") is half
         assert served(list(table), page_size=256) is wide
         assert served(list(table), page_size=128, dtype="float16") is wide, "page size before dtype"
-    assert find(SHAPE, "NVIDIA H100", {key_of(row): row}) is None
+    assert find(SHAPE, "NVIDIA H100", 64, {key_of(row): row}) is None
+    few = row_for(SHAPE, batch=4)
+    assert {batch for batch in range(1, 300) if served([row], batch) is row} == set(range(9, 300))
+    assert {batch for batch in range(1, 300) if served([few], batch) is few} == set(range(1, 17))
+    assert served([row, few], 16) in (row, few) and served([row, few], 17) is row and served([row, few], 8) is few
+    assert served([half, few], 2) is few and served([half, few], 64) is half, "batch before dtype"
+
+
+def test_dynamo_sees_ranges_of_batches():
+    """A plan inside a compiled function must not be traced anew for every batch size."""
+    torch = pytest.importorskip("torch")
+    traced = []
+
+    def remember(graph, inputs):
+        traced.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x * tuning.batch_bucket(x.shape[0]), backend=remember, dynamic=True)
+    for batch in (9, 10, 11, 14, 16):
+        assert compiled(torch.ones(batch))[0] == 16
+    assert len(traced) == 1
+    assert compiled(torch.ones(33))[0] == compiled(torch.ones(999))[0] == 64
+    assert len(traced) == 2
+
+
+def test_rows_of_version_1_are_read_as_rows_of_their_batch(tmp_path):
+    row = row_for(SHAPE, 1, batch=8)
+    old = {name: value for name, value in row.items() if name != "variant"}
+    path = tmp_path / "tuning.json"
+    path.write_text(json.dumps({"version": 1, "rows": [old]}))
+    assert read_table(path) == {key_of(row): row | {"variant": ""}}
+    choices = list_kernels(SHAPE, 90)
+    chosen = match(read_table(path)[key_of(row)], choices)
+    assert chosen is choices[1] and chosen.variant == row["variant"] != ""
+    write_rows(path, [row_for(SHAPE)])
+    content = json.loads(path.read_text())
+    assert content["version"] == 2 and [entry["batch"] for entry in content["rows"]] == [8, 64]
+    path.write_text(json.dumps({"version": 2, "rows": [old]}))
+    read_table.cache_clear()
+    with pytest.raises(ValueError, match="other keys than expected: ..variant"):
+        read_table(path)
 
 
 def test_a_row_is_preferred_to_the_rule(tables):
     user, package = tables
     rule = list_kernels(SHAPE, 90)[0]
-    assert select_kernel(SHAPE, 90, GPU) == replace(rule, reason=f"{rule.reason}; rule")
+    assert select_kernel(SHAPE, 90, GPU) == rule and select_kernel(SHAPE, 90, GPU).reason == f"{rule.reason}; rule"
     assert select_kernel(SHAPE, 90) == rule
 
     write_rows(package, [row_for(SHAPE, 3)])
@@ -178,7 +218,9 @@ def test_a_row_is_preferred_to_the_rule(tables):
     select_kernel.cache_clear()
     chosen = select_kernel(SHAPE, 90, GPU)
     assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[3]) != configuration(rule)
-    assert chosen.reason.endswith("; package's table row of 2026-11-21, 86.1 µs; the rule's choice: 92.0 µs")
+    assert chosen.reason.endswith("; package's table row of 2026-11-21, batch 64, 86.1 µs; the rule's choice: 92.0 µs")
+    assert select_kernel(SHAPE, 90, GPU, 1000) == chosen
+    assert select_kernel(SHAPE, 90, GPU, 8) == rule, "measured at another load"
     assert select_kernel(SHAPE, 90, "NVIDIA H100").reason.endswith("; rule")
     assert select_kernel(SHAPE, 90) == rule, "no GPU, no table"
     assert select_kernel(replace(SHAPE, page_size=128), 90, GPU).reason.endswith("92.0 µs (measured at page_size 64)")
@@ -187,7 +229,7 @@ def test_a_row_is_preferred_to_the_rule(tables):
     select_kernel.cache_clear()
     chosen = select_kernel(SHAPE, 90, GPU)
     assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[2])
-    assert chosen.reason.endswith("; user's table row of 2026-11-21, 86.1 µs; the rule's choice: did not run")
+    assert chosen.reason.endswith("; user's table row of 2026-11-21, batch 64, 86.1 µs; the rule's choice: did not run")
 
 
 def test_a_row_that_fits_no_kernel_is_ignored(tables):
@@ -208,12 +250,12 @@ def test_a_row_that_fits_no_kernel_is_ignored(tables):
 def test_a_table_that_cannot_be_read_stops_nobody(tables):
     user, package = tables
     user.parent.mkdir()
-    user.write_text('{"version": 2, "rows": []}')
+    user.write_text('{"version": 3, "rows": []}')
     write_rows(package, [row_for(SHAPE, 3)])
-    with pytest.warns(RuntimeWarning, match="version 2; expected 1"):
+    with pytest.warns(RuntimeWarning, match="version 3; expected 2"):
         chosen = select_kernel(SHAPE, 90, GPU)
     assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[3])
-    assert f"the user's table is not used: {user} is a tuning table of version 2" in chosen.reason
+    assert f"the user's table is not used: {user} is a tuning table of version 3" in chosen.reason
 
 
 def test_a_user_without_a_home_has_no_table(tables, monkeypatch):
@@ -247,7 +289,7 @@ def test_selection_needs_neither_torch_nor_tilelang():
 def test_the_package_brings_its_table():
     assert PACKAGE_TABLE.is_file()
     content = json.loads(PACKAGE_TABLE.read_text())
-    assert content["version"] == 1 and [list(row) for row in content["rows"]] == [list(FIELDS)] * len(content["rows"])
+    assert content["version"] == 2 and [list(row) for row in content["rows"]] == [list(FIELDS)] * len(content["rows"])
 
 
 def shape_of(row: dict) -> DecodeShape:

@@ -26,7 +26,7 @@ def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = 
     if choice.kernel == "swap_ab_ws":
         return make_swap_ab_ws(
             **common,
-            rope=rope_blocks(choice.tiling, shape.qk_rope_head_dim),
+            rope=rope_blocks(choice.tiling, shape.qk_rope_head_dim, choice.variant),
             num_stages=choice.num_stages,
             rope_stages=choice.rope_stages,
             warpgroups=choice.warpgroups,

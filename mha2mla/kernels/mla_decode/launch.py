@@ -12,6 +12,7 @@ from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import device_name
 from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_planner, make_split
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, select_kernel
+from mha2mla.kernels.mla_decode.tuning import BATCHES, batch_bucket
 
 NO_WINDOW = 2**30  # longer than any sequence
 
@@ -40,9 +41,9 @@ def compile_planner(capability: int):
 
 
 @cache
-def compile_mla_decode(shape: DecodeShape, capability: int, gpu: str | None = None):
-    """The compiled decode kernel that dispatch chooses for a shape."""
-    return compile_choice(shape, select_kernel(shape, capability, gpu), capability)
+def compile_mla_decode(shape: DecodeShape, capability: int, gpu: str | None = None, bucket: int = BATCHES[-1]):
+    """The compiled decode kernel that dispatch chooses for a shape and a bucket of batch sizes."""
+    return compile_choice(shape, select_kernel(shape, capability, gpu, bucket), capability)
 
 
 def launch_plan(
@@ -108,7 +109,7 @@ def launch_mla_decode(
         return
     device = q_latent.device
     with torch.cuda.device(device):
-        compile_mla_decode(shape, capability, device_name(device))(
+        compile_mla_decode(shape, capability, device_name(device), batch_bucket(batch))(
             q_latent,
             q_pe,
             latent_cache,

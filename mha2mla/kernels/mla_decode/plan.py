@@ -12,6 +12,7 @@ from mha2mla.kernels.devices import capability, device_name, num_sms
 from mha2mla.kernels.mla_decode.dispatch import dispatch
 from mha2mla.kernels.mla_decode.schedule import FIELDS, MAX_BATCH
 from mha2mla.kernels.mla_decode.selection import select_kernel
+from mha2mla.kernels.mla_decode.tuning import batch_bucket
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,14 @@ def check_window(window: int | None, sinks: int) -> None:
 
 
 @torch.compiler.assume_constant_result
-def num_ctas_for(*call: Any) -> int:
-    """Blocks of the decode kernel per tile of query rows for a call as :func:`dispatch` takes it: what is resident at
-    once; 0 where the reference serves. Dynamo takes the answer and does not trace how it was found."""
+def num_ctas_for(bucket: int, *call: Any) -> int:
+    """Blocks of the decode kernel per tile of query rows for a call as :func:`dispatch` takes it, with a batch of
+    ``bucket``: what is resident at once; 0 where the reference serves. Dynamo takes the answer and does not trace how
+    it was found."""
     shape, device = dispatch(*call), call[-1]
     if shape is None:
         return 0
-    return select_kernel(shape, capability(device), device_name(device)).num_ctas(num_sms(device))
+    return select_kernel(shape, capability(device), device_name(device), bucket).num_ctas(num_sms(device))
 
 
 def empty_plan(
@@ -121,8 +123,9 @@ def empty_plan(
     batch, seqlen_q, heads, d_c = q_latent.shape
     _, page_size, num_rope_heads, _ = rope_cache.shape
     num_ctas = num_ctas_for(
-        backend, heads, num_rope_heads, d_c, qk_rope_head_dim, page_size, seqlen_q, q_latent.dtype, q_latent.device
-    )
+        batch_bucket(batch), backend, heads, num_rope_heads, d_c, qk_rope_head_dim, page_size, seqlen_q, q_latent.dtype,
+        q_latent.device,
+    )  # fmt: skip
     return allocate_plan(
         (batch, seqlen_q, heads, d_c),
         num_ctas,

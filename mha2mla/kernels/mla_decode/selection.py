@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, RowTiling, tile_rows
-from mha2mla.kernels.mla_decode.tuning import prefer
+from mha2mla.kernels.mla_decode.tuning import BATCHES, prefer
 
 MAX_HEADS = 128
 MAX_SPLITS = 512  # partials of one sequence that the combine holds weights for; CTAs are never more
@@ -16,6 +17,7 @@ HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, o
 MAX_ROPE_SHARED = 256
 MAX_ROPE_PER_HEAD = 128
 MAX_ROPE_WIDTH = 2048
+OTHER_VARIANT = 3  # rank of configurations that only a tuning table chooses
 DTYPES = ("bfloat16", "float16")
 
 # Shared memory a block may use, bytes, by compute capability (CUDA C++ programming guide, "Technical Specifications").
@@ -63,6 +65,7 @@ class KernelChoice:
         warpgroups: that compute (sm_90 kernels).
         ctas_per_sm: CTAs that are resident on a multiprocessor.
         reason: in words, with the numbers.
+        variant: of the kernel where it has several; for "swap_ab_ws" one of :func:`rope_variants`.
     """
 
     kernel: str
@@ -73,7 +76,8 @@ class KernelChoice:
     threads: int
     warpgroups: int
     ctas_per_sm: int
-    reason: str
+    reason: str = field(compare=False)  # the same kernel is compiled once, whatever it was chosen for
+    variant: str = ""
 
     def num_ctas(self, num_sms: int) -> int:
         """CTAs per tile of query rows that are resident at once on a GPU of ``num_sms`` multiprocessors."""
@@ -150,11 +154,8 @@ def swap_ab_shared_memory(
 class RopeBlocks:
     """How ``swap_ab_ws`` cuts a tile's rope scores into products, with zeros where head and rope head differ.
 
-    Few columns: one block, every row against all columns of the tile. Many columns, when rope groups fall into blocks
-    of 8 rows: each block of 8 rows against its own columns only.
-
     Attributes: ``num_blocks`` of ``block_rows`` rows and ``block_columns`` columns, streamed as ``chunks_per_block``
-    chunks of ``chunk_columns``.
+    chunks of ``chunk_columns``; ``on_cuda_cores``: as sums over a head's own columns, not by tensor cores.
     """
 
     num_blocks: int
@@ -162,25 +163,47 @@ class RopeBlocks:
     block_columns: int
     chunks_per_block: int
     chunk_columns: int
+    on_cuda_cores: bool = False
 
 
-def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
-    """The blocks for a tile; octets when its rope columns exceed 128 and whole groups fill 8 rows."""
-    columns = tiling.groups_per_tile * qk_rope_head_dim
-    octets = (
-        columns > 128
-        and tiling.tokens_per_tile == 1
-        and tiling.heads_per_group in (1, 2, 4, 8)
-        and tiling.tiles_per_group == 1
-    )
-    if octets:
-        columns = 8 // tiling.heads_per_group * qk_rope_head_dim
-    num_blocks = -(-tiling.heads_per_tile // 8) if octets else 1
-    if columns <= 64:
-        chunk = padded_rope_columns(columns)
-    else:
-        chunk = 128 if columns % 128 == 0 else 64
-    return RopeBlocks(num_blocks, 8 if octets else tiling.rows, columns, -(-columns // chunk), chunk)
+def rope_variants(tiling: RowTiling, qk_rope_head_dim: int) -> dict[str, RopeBlocks]:
+    """Ways to compute a tile's rope scores by name, the rule's choice first.
+
+    ``blocks``: one product of all rows with all columns of the tile. ``octets``: blocks of 8 rows, each with its own
+    columns only (N = 8 is the least that wgmma has). ``groups``: a product, and a chunk of the ring, for each rope
+    head; where fewer than 8 heads share one it is an octet's. ``gemv``: sums on CUDA cores, block by block.
+    """
+    columns, group = tiling.groups_per_tile * qk_rope_head_dim, tiling.heads_per_group
+    whole_groups = tiling.tokens_per_tile == 1 and tiling.tiles_per_group == 1
+    by_octets = whole_groups and group in (1, 2, 4, 8)
+
+    def cut(num_blocks: int, rows: int, columns: int, chunk: int | None = None, on_cuda_cores: bool = False):
+        if chunk is None:
+            chunk = padded_rope_columns(columns) if columns <= 64 else 128 if columns % 128 == 0 else 64
+        return RopeBlocks(num_blocks, rows, columns, -(-columns // chunk), chunk, on_cuda_cores)
+
+    found = {"blocks": cut(1, tiling.rows, columns)}
+    if by_octets:
+        found["octets"] = cut(-(-tiling.heads_per_tile // 8), 8, 8 // group * qk_rope_head_dim)
+        if columns > 128:
+            found = {name: found[name] for name in ("octets", "blocks")}
+    if tiling.groups_per_tile > 1 and qk_rope_head_dim in (16, 32, 64, 128):
+        if whole_groups and group in (8, 16, 32):
+            found["groups"] = cut(tiling.groups_per_tile, group, qk_rope_head_dim)
+        elif by_octets:
+            found["groups"] = replace(found["octets"], chunks_per_block=8 // group, chunk_columns=qk_rope_head_dim)
+        else:
+            found["groups"] = cut(1, tiling.rows, columns, qk_rope_head_dim)
+    base = found["octets"] if by_octets else found["blocks"]
+    if tiling.tokens_per_tile == 1 and (base.chunks_per_block == 1 or base.chunk_columns % qk_rope_head_dim == 0):
+        found["gemv"] = replace(base, on_cuda_cores=True)
+    return found
+
+
+def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int, variant: str = "") -> RopeBlocks:
+    """A way to compute a tile's rope scores; without a name the rule's: octets from 129 columns on."""
+    variants = rope_variants(tiling, qk_rope_head_dim)
+    return variants[variant or next(iter(variants))]
 
 
 def swap_ab_ws_shared_memory(
@@ -207,24 +230,26 @@ def _accumulators(latent_columns: int, rows: int, block: int, threads: int) -> i
 
 def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
     """(rank, choice or None, bytes); few tiles first (each reads the cache again), then CTAs, then bytes in flight."""
-    rope = rope_blocks(tiling, shape.qk_rope_head_dim)
     latent = padded_latent_columns(shape.kv_lora_rank, 128)
-    for warpgroups in (1, 2) if tiling.rows == 64 else (1,):
-        for num_stages in (4, 3, 2):
-            for rope_stages in (6, 4, 3, 2):
-                used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
-                registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
-                fits = used <= limit and registers <= 160
-                resident = 2 if 2 * (used + 1024) <= limit + 1024 and registers <= 120 and warpgroups == 1 else 1
-                in_flight = min(num_stages * latent + rope_stages * rope.chunk_columns, 2048 // resident)
-                choice = KernelChoice(
-                    "swap_ab_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, resident,
-                    f"swap_ab_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s), "
-                    f"{num_stages} latent and {rope_stages} rope stages, {resident} CTA(s) a multiprocessor, "
-                    f"{used} bytes of shared memory each",
-                )  # fmt: skip
-                rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups)
-                yield rank, choice if fits else None, used
+    variants = rope_variants(tiling, shape.qk_rope_head_dim)
+    sizes = ((w, n, r) for w in ((1, 2) if tiling.rows == 64 else (1,)) for n in (4, 3, 2) for r in (6, 4, 3, 2))
+    for (warpgroups, num_stages, rope_stages), (variant, rope) in product(sizes, variants.items()):
+        used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
+        registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
+        fits = used <= limit and registers <= 160
+        resident = 2 if 2 * (used + 1024) <= limit + 1024 and registers <= 120 and warpgroups == 1 else 1
+        in_flight = min(num_stages * latent + rope_stages * rope.chunk_columns, 2048 // resident)
+        choice = KernelChoice(
+            "swap_ab_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, resident,
+            f"swap_ab_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s), "
+            f"{num_stages} latent and {rope_stages} rope stages, rope scores by {variant}, "
+            f"{resident} CTA(s) a multiprocessor, {used} bytes of shared memory each",
+            variant,
+        )  # fmt: skip
+        # what is not the rule's way to compute rope scores is for tables to prefer
+        first = 0 if variant == next(iter(variants)) else OTHER_VARIANT
+        rank = (first, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups)
+        yield rank, choice if fits else None, used
 
 
 def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):
@@ -291,8 +316,10 @@ def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:
     return [replace(choice, reason=f"{choice.reason} of {limit} on sm_{capability}") for _, choice in fitting]
 
 
-@lru_cache(maxsize=1024)
-def select_kernel(shape: DecodeShape, capability: int, gpu: str | None = None) -> KernelChoice:
+@lru_cache(maxsize=4096)
+def select_kernel(
+    shape: DecodeShape, capability: int, gpu: str | None = None, batch: int = BATCHES[-1]
+) -> KernelChoice:
     """The kernel and tiles for ``shape``: a tuning table's row for ``gpu`` if there is one, else the rule's choice.
 
     The answer is remembered, so a table that changes serves the processes started after that: plans, compiled kernels
@@ -302,6 +329,7 @@ def select_kernel(shape: DecodeShape, capability: int, gpu: str | None = None) -
         shape: what to compile for.
         capability: compute capability, 90 for Hopper.
         gpu: name as ``torch.cuda.get_device_name`` gives it; None leaves the tables aside.
+        batch: sequences of the call; batches of a bucket (``tuning.BATCHES``) have the same choice.
 
     Returns:
         The choice; for a ``gpu``, its ``reason`` ends with the table row that it comes from, or "rule".
@@ -312,5 +340,5 @@ def select_kernel(shape: DecodeShape, capability: int, gpu: str | None = None) -
     choices = list_kernels(shape, capability)
     if gpu is None:
         return choices[0]
-    choice, why = prefer(shape, gpu, choices)
+    choice, why = prefer(shape, gpu, batch, choices)
     return replace(choice, reason=f"{choice.reason}; {why}")

@@ -2,8 +2,9 @@
 
 The latent and the rotary keys travel through two independent TMA rings, so many rope heads (a converted MHA model
 caches one rotary key per head) cost bytes but no pipeline stages of the latent; both rings run on into the next
-sequence of the CTA's schedule while the last one is being written. Scores and output as in ``swap_ab``. Two computing
-warpgroups share every tile and split the query rows; they exchange nothing but turns at the tensor cores.
+sequence of the CTA's schedule while the last one is being written. Scores and output as in ``swap_ab``; the rope scores
+in one of several ways (``selection.rope_blocks``). Two computing warpgroups share every tile and split the query rows;
+they exchange nothing but turns at the tensor cores.
 """
 
 import tilelang.language as T
@@ -56,7 +57,7 @@ def make_swap_ab_ws(
         page_size: tokens per page, a power of two >= 16.
         dtype: "bfloat16" or "float16".
         tiling: which query rows one CTA serves.
-        rope: how the rope scores are cut into matrix products.
+        rope: how the rope scores are cut into products, and who computes them.
         num_stages: latent tiles in flight.
         rope_stages: chunks of rotary keys in flight.
         warpgroups: 1 or 2 that compute; each takes ``tiling.rows / warpgroups`` rows.
@@ -68,7 +69,8 @@ def make_swap_ab_ws(
     one_token = tiling.tokens_per_tile == 1 and tiling.token_tiles == 1
     latent_cols = padded_latent_columns(d_c, WARPGROUP)
     chunk, chunks = rope.chunk_columns, rope.chunks_per_block
-    octets = rope.block_rows < tiling.rows
+    part = rope.block_rows  # rows that a rope block is for
+    by_block = part < tiling.rows
     piece = chunks * chunk if chunks * chunk <= 128 else 64  # columns of q_pe at a time
     accum = T.float32
     pieces = max(1, BLOCK // page_size)
@@ -100,7 +102,7 @@ def make_swap_ab_ws(
 
     def own_blocks(w):
         """The rope blocks of a warpgroup, and its first chunk of a tile's."""
-        mine = [q for q in block_list if not octets or q * 8 // rows == w]
+        mine = [q for q in block_list if not by_block or q * part // rows == w]
         return mine, mine[0] * chunks if mine else 0
 
     @T.macro
@@ -116,7 +118,10 @@ def make_swap_ab_ws(
         T.set_max_nreg(registers, 1)
         s = T.alloc_fragment([BLOCK, rows], accum)
         p = T.alloc_fragment([BLOCK, rows], accum)
-        rs = [T.alloc_fragment([BLOCK, 8], accum) for _ in mine] if octets else []
+        rs = [T.alloc_fragment([BLOCK, part], accum) for _ in mine] if by_block and not rope.on_cuda_cores else []
+        dots = T.alloc_fragment([BLOCK, rows], accum) if rope.on_cuda_cores else None
+        key = T.alloc_local([8], dtype)
+        query = T.alloc_local([8], dtype)
         o = T.alloc_fragment([latent_cols, rows], accum)
         r = T.alloc_fragment([warps, rows], accum)
         m = T.alloc_fragment([rows], accum)
@@ -133,16 +138,16 @@ def make_swap_ab_ws(
         for f in T.serial(work[0]):
             read_fragment(span, schedule, cta, work, f)
             # Indices are clamped beside their guards: for some widths TileLang's bounds check fails to lower otherwise.
-            if octets:  # row i is head i; its block holds 8 heads and their own columns only
-                if len(mine) > 0:
-                    for i, d in T.Parallel(len(mine) * 8, chunks * chunk):
-                        qp_tile[base // chunks * 8 + i, d] = T.if_then_else(
-                            (first_row + i < valid) & (d // d_r == i % 8 // group),
-                            q_pe[span[SEQUENCE], 0, T.min(head0 + first_row + i, heads - 1), d % d_r],
-                            T.cast(0, dtype),
-                        )
-            else:
-                for c in T.serial(chunks * chunk // piece):  # loads of a whole wide row at once would spill registers
+            for c in T.serial(chunks * chunk // piece):  # loads of a whole wide row at once would spill registers
+                if by_block:  # row i is head i; its block holds the columns of its own heads only
+                    if len(mine) > 0:
+                        for i, d in T.Parallel(len(mine) * part, piece):
+                            qp_tile[base // chunks * part + i, c * piece + d] = T.if_then_else(
+                                (first_row + i < valid) & ((c * piece + d) // d_r == i % part // group),
+                                q_pe[span[SEQUENCE], 0, T.min(head0 + first_row + i, heads - 1), (c * piece + d) % d_r],
+                                T.cast(0, dtype),
+                            )
+                else:
                     for i, d in T.Parallel(rows, piece):
                         qp_tile[first_row + i, c * piece + d] = T.if_then_else(
                             (token0 + token(first_row + i) < seqlen_q)
@@ -178,14 +183,33 @@ def make_swap_ab_ws(
                     clear_accum=True,
                     policy=by_row,
                 )
+                if rope.on_cuda_cores:
+                    T.fill(dots, 0)
                 for v in list(range(own_chunks)):
                     n = (work[2] + k) * total_chunks + base + v
                     T.barrier_wait(k_full[n % rope_phases], (n // rope_phases) & 1)
-                    if octets:
+                    if rope.on_cuda_cores:
+                        for i, j in T.Parallel(BLOCK, part if by_block else rows):
+                            # where the keys of the row's rope head begin in the chunk
+                            column = (j if by_block else first_row + j) // group % groups * d_r - v % chunks * chunk
+                            if column >= 0 and column + d_r <= chunk:
+                                for e in T.serial(d_r // 8):
+                                    for x in T.vectorized(8):
+                                        key[x] = k_ring[n % rope_stages, i, column + e * 8 + x]
+                                    for x in T.vectorized(8):
+                                        query[x] = qp_tile[
+                                            (base + v) // chunks * part + j if by_block else first_row + j,
+                                            v % chunks * chunk + column + e * 8 + x,
+                                        ]
+                                    for x in T.unroll(8):
+                                        dots[i, v // chunks * part + j if by_block else j] += T.cast(
+                                            key[x], accum
+                                        ) * T.cast(query[x], accum)
+                    elif by_block:
                         T.wgmma_gemm(
                             k_ring[n % rope_stages, :, :],
                             qp_tile[
-                                (base + v) // chunks * 8 : (base + v) // chunks * 8 + 8,
+                                (base + v) // chunks * part : ((base + v) // chunks + 1) * part,
                                 v % chunks * chunk : (v % chunks + 1) * chunk,
                             ],
                             rs[v // chunks],
@@ -201,7 +225,10 @@ def make_swap_ab_ws(
                             transpose_B=True,
                             policy=by_row,
                         )
-                    if v >= rope_stages - 1 and v < own_chunks - 1:
+                    if rope.on_cuda_cores:
+                        if v < own_chunks - rope_stages:
+                            T.barrier_arrive(k_free[n % rope_stages])
+                    elif v >= rope_stages - 1 and v < own_chunks - 1:
                         # the ring is shorter than a tile's chunks: free the oldest slot as soon as it is read
                         T.wait_wgmma(rope_stages - 1)
                         T.barrier_arrive(k_free[(n - (rope_stages - 1)) % rope_stages])
@@ -211,10 +238,13 @@ def make_swap_ab_ws(
                 if warpgroups > 1:
                     if w == 0 or f < work[0] - 1 or k < span[TILES] - 1:
                         T.named_barrier_arrive(TURN + 1 - w, consumers)
-                if octets:
+                if rope.on_cuda_cores:
+                    for i, j in T.Parallel(BLOCK, rows):
+                        s[i, j] += dots[i, j]
+                elif by_block:
                     for q in list(range(len(mine))):
-                        for i, j in T.Parallel(BLOCK, 8):
-                            s[i, q * 8 + j] += rs[q][i, j]
+                        for i, j in T.Parallel(BLOCK, part):
+                            s[i, q * part + j] += rs[q][i, j]
                 if needs_mask(span, t0, BLOCK, tail):
                     for i, j in T.Parallel(BLOCK, rows):
                         s[i, j] = T.if_then_else(sees(span, t0 + i, limit[j], window, sinks), s[i, j], MASKED)
@@ -323,7 +353,7 @@ def make_swap_ab_ws(
             c_full = T.alloc_barrier([1] * num_stages)
             c_free = T.alloc_barrier([consumers] * num_stages)
             k_full = T.alloc_barrier([1] * rope_phases)
-            k_free = T.alloc_barrier([WARPGROUP if octets else consumers] * rope_stages)
+            k_free = T.alloc_barrier([WARPGROUP if by_block else consumers] * rope_stages)
             thread = T.get_thread_binding()
 
             token0, head0, column, valid = tile_origin(tiling, tile, heads, d_r)

@@ -1,12 +1,19 @@
 """The tuning table: which configuration was fastest where it was measured. Files and arithmetic only, no GPU.
 
-A table is a JSON file, ``{"version": 1, "rows": [...]}``, with one row per GPU name and decode shape. A row names a
-configuration of :func:`selection.list_kernels`, and the measurement that it comes from. There are two: the user's own,
-which ``mha2mla tune`` writes, and ``tuning.json`` beside this file, which the package brings; the user's comes first.
+A table is a JSON file, ``{"version": 2, "rows": [...]}``, with one row per GPU name, decode shape and bucket of batch
+sizes (:data:`BATCHES`). A row names a configuration of :func:`selection.list_kernels`, and the measurement that it
+comes from. There are two: the user's own, which ``mha2mla tune`` writes, and ``tuning.json`` beside this file, which
+the package brings; the user's comes first.
 
-A row serves its own page size and dtype. At pages of 64 tokens and more the kernels are the same (a tile is a part of
-one page), and bfloat16 and float16 differ in nothing that takes time; so a row also serves other pages of at least 64
-tokens and the other dtype, unless there is a row that is closer: first by page size, then by dtype.
+A row serves batches up to :data:`REACH` times larger or smaller than the one it was measured at: few sequences leave a
+CTA so little to do that another configuration may be best (on an H200, 32 heads with a rope head each: two tiles of 16
+rows take 5 % less time than one of 32 at 64 sequences, and 20 % more at 8). A row serves its own page size and dtype.
+At pages of 64 tokens and more the kernels are the same (a tile is a part of one page), and bfloat16 and float16 differ
+in nothing that takes time; so a row also serves other pages of at least 64 tokens and the other dtype, unless there is
+a row that is closer: first by batch, then by page size, then by dtype.
+
+Version 1 had neither buckets nor variants. Its rows are read as rows of the batch that they were measured at, and take
+the first variant that fits.
 """
 
 from __future__ import annotations
@@ -26,7 +33,9 @@ from mha2mla.sources import cache_folder
 if TYPE_CHECKING:
     from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
 
-VERSION = 1
+VERSION = 2
+BATCHES = (1, 2, 4, 8, 16, 32, 64)  # upper ends of the buckets; the last has no end: every CTA has work enough
+REACH = 4
 PACKAGE_TABLE = Path(__file__).with_name("tuning.json")
 
 Row = dict[str, Any]
@@ -42,6 +51,7 @@ _SHAPE = {
 }
 _CONFIGURATION = {
     "kernel": str,
+    "variant": str,  # "": the first that fits
     "rows": int,
     "head_tiles": int,
     "token_tiles": int,
@@ -63,9 +73,17 @@ _MEASUREMENT = {
 FIELDS = {"gpu": str} | _SHAPE | _CONFIGURATION | _MEASUREMENT
 
 
+def batch_bucket(batch: int) -> int:
+    """The upper end of a batch's bucket. Comparisons only: Dynamo guards a range of batches, not every one."""
+    for end in BATCHES[:-1]:
+        if batch <= end:
+            return end
+    return BATCHES[-1]
+
+
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a table has one row for: GPU name and decode shape."""
-    return tuple(row[name] for name in ("gpu", *_SHAPE))
+    """What a table has one row for: GPU name, decode shape and bucket of batch sizes."""
+    return (*(row[name] for name in ("gpu", *_SHAPE)), batch_bucket(row["batch"]))
 
 
 def shape_fields(shape: DecodeShape) -> Row:
@@ -77,6 +95,7 @@ def configuration(choice: KernelChoice) -> Row:
     """The part of a row that names a configuration; no two of a shape have the same."""
     return {
         "kernel": choice.kernel,
+        "variant": choice.variant,
         "rows": choice.tiling.rows,
         "head_tiles": choice.tiling.head_tiles,
         "token_tiles": choice.tiling.token_tiles,
@@ -93,7 +112,7 @@ def read_table(path: Path) -> dict[tuple[Any, ...], Row]:
     """Rows of a table by :func:`key_of`; none if there is no such file. Read once per process.
 
     Raises:
-        ValueError: naming the file: it is no table, has another version, a malformed row, or two rows for one shape.
+        ValueError: naming the file: it is no table, has an unknown version, a malformed row, or two rows for one key.
         OSError: the file cannot be read.
     """
     return _read(path)
@@ -108,9 +127,12 @@ def _read(path: Path) -> dict[tuple[Any, ...], Row]:
         raise ValueError(f"{path} is no tuning table: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         raise ValueError(f'{path} is no tuning table; expected {{"version": {VERSION}, "rows": [...]}}')
-    if content.get("version") != VERSION:
+    rows = content["rows"]
+    if content.get("version") == 1:
+        rows = [{"variant": ""} | row if isinstance(row, dict) else row for row in rows]
+    elif content.get("version") != VERSION:
         raise ValueError(f"{path} is a tuning table of version {content.get('version')!r}; expected {VERSION}")
-    return _by_key(content["rows"], str(path))
+    return _by_key(rows, str(path))
 
 
 def _by_key(rows: Iterable[Any], where: str) -> dict[tuple[Any, ...], Row]:
@@ -118,7 +140,9 @@ def _by_key(rows: Iterable[Any], where: str) -> dict[tuple[Any, ...], Row]:
     for number, row in enumerate(rows):
         _check_row(row, f"{where}, row {number}")
         if key_of(row) in table:
-            raise ValueError(f"{where}, row {number} is for the same GPU and shape as one before it: {key_of(row)}")
+            raise ValueError(
+                f"{where}, row {number} is for the same GPU, shape and batches as one before it: {key_of(row)}"
+            )
         table[key_of(row)] = row
     return table
 
@@ -135,7 +159,7 @@ def _check_row(row: Any, where: str) -> None:
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Puts rows into a table, in place of those for the same GPU and shape. The file changes whole or not at all.
+    """Puts rows into a table, in place of those for the same key. The file changes whole or not at all.
 
     Rows are sorted, one a line, so that a diff shows what was measured anew. Running processes keep their choices.
 
@@ -147,7 +171,7 @@ def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) 
         The path written.
 
     Raises:
-        ValueError: a row is malformed, or the file that is there is no table of this version; it stays as it is.
+        ValueError: a row is malformed, or the file that is there is no table that can be read; it stays as it is.
     """
     path = Path(path).expanduser().resolve()
     ordered = [{name: row[name] for name in FIELDS if name in row} | dict(row) for row in rows]
@@ -183,8 +207,13 @@ def user_table() -> Path | None:
         return None
 
 
-def find(shape: DecodeShape, gpu: str, table: Mapping[tuple[Any, ...], Row]) -> Row | None:
-    """The row of ``table`` that serves ``shape`` on ``gpu`` best, or None; the module's text has the rule."""
+def find(shape: DecodeShape, gpu: str, batch: int, table: Mapping[tuple[Any, ...], Row]) -> Row | None:
+    """The row of ``table`` that serves ``batch`` sequences of ``shape`` on ``gpu`` best, or None; the module's text has
+    the rule."""
+
+    def octaves(row: Row) -> int:
+        return abs(batch_bucket(batch).bit_length() - batch_bucket(row["batch"]).bit_length())
+
     others = [name for name in _SHAPE if name not in ("page_size", "dtype")]
     serving = [
         row
@@ -192,22 +221,25 @@ def find(shape: DecodeShape, gpu: str, table: Mapping[tuple[Any, ...], Row]) -> 
         if row["gpu"] == gpu
         and all(row[name] == getattr(shape, name) for name in others)
         and min(row["page_size"], 64) == min(shape.page_size, 64)
+        and 2 ** octaves(row) <= REACH
     ]
 
-    def distance(row: Row) -> tuple[int, bool]:
-        return abs(row["page_size"].bit_length() - shape.page_size.bit_length()), row["dtype"] != shape.dtype
+    def distance(row: Row) -> tuple[int, int, bool]:
+        pages = abs(row["page_size"].bit_length() - shape.page_size.bit_length())
+        return octaves(row), pages, row["dtype"] != shape.dtype
 
     return min(serving, key=distance, default=None)
 
 
 def match(row: Mapping[str, Any], choices: Iterable[KernelChoice]) -> KernelChoice | None:
     """The choice that a row names; None if it is no longer among them (the kernels have changed since)."""
-    wanted = {name: row[name] for name in _CONFIGURATION}
-    return next((choice for choice in choices if configuration(choice) == wanted), None)
+    wanted = {name: row[name] for name in _CONFIGURATION if row[name] != ""}
+    return next((choice for choice in choices if configuration(choice) | wanted == configuration(choice)), None)
 
 
-def prefer(shape: DecodeShape, gpu: str, choices: Sequence[KernelChoice]) -> tuple[KernelChoice, str]:
-    """What the tables choose among ``choices`` on ``gpu``, or the first of them, the rule's; and why, in words.
+def prefer(shape: DecodeShape, gpu: str, batch: int, choices: Sequence[KernelChoice]) -> tuple[KernelChoice, str]:
+    """What the tables choose among ``choices`` for ``batch`` sequences on ``gpu``, or the first of them, the rule's;
+    and why, in words.
 
     A table that cannot be read is warned of and left aside: decode must not fail because of a file in a cache.
     """
@@ -216,7 +248,7 @@ def prefer(shape: DecodeShape, gpu: str, choices: Sequence[KernelChoice]) -> tup
         if path is None:
             continue
         try:
-            row = find(shape, gpu, read_table(path))
+            row = find(shape, gpu, batch, read_table(path))
         except (ValueError, OSError) as error:
             warnings.warn(f"the {whose} tuning table is not used: {error}", RuntimeWarning, stacklevel=2)
             ignored += f"; the {whose} table is not used: {error}"
@@ -233,6 +265,6 @@ def prefer(shape: DecodeShape, gpu: str, choices: Sequence[KernelChoice]) -> tup
 def describe(row: Mapping[str, Any], shape: DecodeShape) -> str:
     """A row in words, for the shape that it serves."""
     rule = "did not run" if row["rule_us"] is None else f"{row['rule_us']:.1f} µs"
-    text = f"table row of {row['date']}, {row['us']:.1f} µs; the rule's choice: {rule}"
+    text = f"table row of {row['date']}, batch {row['batch']}, {row['us']:.1f} µs; the rule's choice: {rule}"
     measured = [f"{name} {row[name]}" for name in ("page_size", "dtype") if row[name] != getattr(shape, name)]
     return text + (f" (measured at {' and '.join(measured)})" if measured else "")
