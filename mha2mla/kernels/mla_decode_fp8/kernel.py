@@ -1,4 +1,4 @@
-"""MLA decode over an e4m3 latent cache for Hopper: the codes go from shared memory into registers and from there into wgmma.
+"""MLA decode over an e4m3 latent cache for Hopper: codes go from shared memory through registers into wgmma.
 
 wgmma takes 8-bit operands K-major only, and the latent is wanted both ways: C Q^T for the scores and C^T P^T for the
 output. So both products take C as the register operand, in float16, which holds every e4m3 number: ``ldmatrix`` fetches

@@ -60,5 +60,6 @@ def mla_decode_fp8_reference(
     arithmetic = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
     return mla_decode_reference(
         q_latent, q_pe, dequantize_latent(latent_cache, latent_scale, arithmetic), rope_cache, block_table,
-        cache_seqlens, softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts, window=window, sinks=sinks,
+        cache_seqlens, softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts, window=window,
+        sinks=sinks,
     )  # fmt: skip

@@ -76,8 +76,8 @@ def mla_append(
     torch.ops.mha2mla.quantize_append(latent, latent_cache, latent_scale, slots, compiled)
     # The rotation's kernel has rows to write beside its keys: none here, [N, 0] into [P, page, 0].
     return torch.ops.mha2mla.rope_append(
-        latent[:, :0], k_pe, q_pe, rope_cache.flatten(2)[:, :, :0], rope_cache, positions, slots, inv_freq, attention_scaling,
-        interleaved, compiled,
+        latent[:, :0], k_pe, q_pe, rope_cache.flatten(2)[:, :, :0], rope_cache, positions, slots, inv_freq,
+        attention_scaling, interleaved, compiled,
     )  # fmt: skip
 
 
@@ -202,8 +202,10 @@ def _check(
         if cache.stride(-1) != 1 or (cache.ndim == 4 and groups > 1 and cache.stride(2) != rope):
             raise ValueError(f"{name}.stride() is {cache.stride()}; expected the numbers of a token side by side")
     for name, tensor, dtype in (
-        (row_name, rows, query.dtype), (row_cache_name, row_cache, row_dtype), (rope_cache_name, rope_cache, query.dtype)
-    ):  # fmt: skip
+        (row_name, rows, query.dtype),
+        (row_cache_name, row_cache, row_dtype),
+        (rope_cache_name, rope_cache, query.dtype),
+    ):
         if tensor.dtype != dtype or tensor.device != query.device:
             expected = f"{dtype} on {query.device}" + (f", as {query_name}" if dtype == query.dtype else "")
             raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; expected {expected}")
