@@ -28,12 +28,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
+from mha2mla.conversion.generated import generator_of
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.eval.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import evaluate_quality
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.sources import fetch_smollm2
+from mha2mla.texts import mixed_windows
 
 RATIOS = (0.5, 0.3125, 0.1875)
 # Law is a kind of text that no recipe calibrates on; on machines without Debian's licences there is one text only.
@@ -202,6 +204,29 @@ def _kv_width(source: str) -> int:
     return (getattr(config, "num_key_value_heads", None) or heads) * width
 
 
+class Calibration:
+    """The windows that a recipe calibrates on, drawn once for all recipes that ask for the same ones.
+
+    Sampling text from the source takes longer than most rows; ``seconds`` says how long each drawing took.
+    """
+
+    def __init__(self, source: str, tokenizer: Any, device: torch.device) -> None:
+        self.source, self.tokenizer, self.device = Path(source), tokenizer, device
+        self._drawn: dict[tuple[Any, ...], tuple[torch.Tensor, float]] = {}
+
+    def windows(self, recipe: Recipe) -> tuple[torch.Tensor, float]:
+        """int64 [windows, length], as ``mha2mla.convert`` would draw them, and the seconds that drawing took."""
+        length = recipe.calibration_length
+        key = (recipe.calibration_text, recipe.calibration_tokens // length, length, recipe.seed)
+        if key not in self._drawn:
+            started = time.perf_counter()
+            text, count, _, seed = key
+            generate = generator_of(self.source, self.tokenizer, length, seed=seed, device=self.device)
+            windows = mixed_windows(self.tokenizer, text, length, count, seed=seed, generate=generate)
+            self._drawn[key] = windows, time.perf_counter() - started
+        return self._drawn[key]
+
+
 def _measure(
     cases: Sequence[Case],
     only: str | None,
@@ -227,10 +252,11 @@ def _measure(
     rows = _rows_of(json, measured)
     loaded = load_model(source, "source", device=device, dtype=torch.float32)
     tokenizer = load_tokenizer(source, "source")
+    drawn = Calibration(source, tokenizer, loaded.device)
     for case in chosen:
         if rows.get(case.name, {}).get("recipe") == case.recipe.to_dict() and rows[case.name]["status"] == "ok":
             continue
-        row = measure_case(case, source, loaded, tokenizer, texts=texts, max_tokens=max_tokens, device=device)
+        row = measure_case(case, source, loaded, tokenizer, drawn, texts=texts, max_tokens=max_tokens, device=device)
         rows[case.name] = row
         print(f"{case.name}: {row.get(texts[0], row['status'])} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
         if json:
@@ -238,7 +264,13 @@ def _measure(
     shown = [rows[case.name] for case in chosen]
     columns = {"name": "recipe", "geometry": "geometry", "cache_ratio": "ratio"}
     columns |= {text: f"x on {Path(text).name.removeprefix('builtin:')}" for text in texts}
-    columns |= {"kl": "KL", "top1_agreement": "top-1", "convert_seconds": "convert s", "status": "status"}
+    columns |= {
+        "kl": "KL",
+        "top1_agreement": "top-1",
+        "calibration_seconds": "text s",
+        "convert_seconds": "convert s",
+        "status": "status",
+    }
     print_table(
         shown,
         title=f"{title}: perplexity over the source's, {measured['model']}, float32",
@@ -261,6 +293,7 @@ def measure_case(
     source: str,
     loaded: torch.nn.Module,
     tokenizer: Any,
+    calibration: Calibration,
     *,
     texts: Sequence[str],
     max_tokens: int,
@@ -271,16 +304,19 @@ def measure_case(
     Args:
         source: folder or hub id that is converted.
         loaded: the same, as the model that the result is compared with.
+        calibration: where its windows come from.
         texts: names for ``mha2mla.texts.load_text``; KL and top-1 agreement are of the first.
     """
     row: dict[str, Any] = {"name": case.name, "recipe": case.recipe.to_dict(), "status": "ok"}
     started = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="mha2mla-benchmark-"))
     try:
+        windows, drawing_seconds = calibration.windows(case.recipe)
         report = mha2mla.convert(
             source,
             folder / "converted",
             case.recipe,
+            calibration=windows,
             device=device,
             dtype=torch.float32,
             evaluation_tokens=_CHECK_TOKENS,
@@ -291,7 +327,9 @@ def measure_case(
             f" + {report.geometry.kv_lora_rank}",
             "cache_ratio": report.cache_ratio,
             "calibration_tokens": report.calibration_tokens,
-            "convert_seconds": report.seconds["convert"],
+            "calibration_seconds": drawing_seconds,
+            "convert_seconds": report.seconds["total"],
+            "layer_ranks": report.recipe["layer_ranks"],
             "device": report.device,
         }
         for text in texts:

@@ -88,7 +88,7 @@ class ConversionReport:
         layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
         decode_backend: which backend serves this geometry in decoding, and why not the other.
         resumed_layers: how many of the layers an interrupted run had left.
-        seconds: of the phases of this run, and in total.
+        seconds: of the phases of this run (``prepare`` has the calibration text and the searches), and in total.
         peak_rss_bytes: largest resident memory of this process so far.
         weight_bytes: of the written tensors.
     """
@@ -225,22 +225,23 @@ def convert(
     started = time.perf_counter()
     if resume not in RESUME:
         raise ValueError(f"resume is {resume!r}; expected one of {', '.join(map(repr, RESUME))}")
-    plan = _check(
-        source,
-        destination,
-        recipe if recipe is not None else Recipe(),
-        calibration=calibration,
-        evaluation=evaluation,
-        evaluation_tokens=evaluation_tokens,
-        device=device,
-        dtype=dtype,
-        compute_dtype=compute_dtype,
-        overwrite=overwrite,
-        progress=progress,
-        spill_bytes=spill_bytes,
-        max_shard_bytes=max_shard_bytes,
-    )
     seconds: dict[str, float] = {}
+    with _timed(seconds, "prepare"):
+        plan = _check(
+            source,
+            destination,
+            recipe if recipe is not None else Recipe(),
+            calibration=calibration,
+            evaluation=evaluation,
+            evaluation_tokens=evaluation_tokens,
+            device=device,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            overwrite=overwrite,
+            progress=progress,
+            spill_bytes=spill_bytes,
+            max_shard_bytes=max_shard_bytes,
+        )
     fingerprint = _fingerprint(plan)
     admit = (lambda work: _has_layers(work, fingerprint)) if resume == "auto" else None
     with _interrupts_named(plan), temporary_folder(plan.destination, overwrite=overwrite, admit=admit) as folder:
