@@ -84,7 +84,13 @@ def test_the_report_measures_what_the_models_say(source, tmp_path):
     nll = -p.gather(-1, held_out[:, 1:, None]).mean()
     assert parity.perplexity_source == pytest.approx(float(nll.exp()), rel=1e-3)
     assert len(parity.layers) == 2 and 0 < parity.layers[0].hidden_error <= 1.5
-    assert report.peak_rss_bytes > 50 << 20 and set(report.seconds) == {"convert", "write", "verify", "total"}
+    assert report.peak_rss_bytes > 50 << 20 and set(report.seconds) == {
+        "prepare",
+        "convert",
+        "write",
+        "verify",
+        "total",
+    }
     assert json.loads(json.dumps(report.to_dict()))["cache_ratio"] == report.cache_ratio
     assert "peak memory" in str(report)
 
