@@ -3,19 +3,29 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mha2mla.modeling.attention import MLAAttention
+from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionRegistry
+from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.forms import LayerAttention
 from mha2mla.modeling.model import MHA2MLAForCausalLM, MHA2MLAPreTrainedModel
+from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 
 AutoConfig.register(MHA2MLAConfig.model_type, MHA2MLAConfig, exist_ok=True)
 AutoModelForCausalLM.register(MHA2MLAConfig, MHA2MLAForCausalLM, exist_ok=True)
 
 __all__ = [
+    "ATTENTION_BACKENDS",
+    "AttentionBackend",
+    "AttentionRegistry",
+    "BatchStep",
+    "CacheCapacityError",
     "LatentCache",
     "LayerAttention",
     "MHA2MLAConfig",
     "MHA2MLAForCausalLM",
     "MHA2MLAPreTrainedModel",
     "MLAAttention",
+    "PagedCache",
+    "SequenceBatch",
 ]

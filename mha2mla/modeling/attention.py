@@ -15,9 +15,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from mha2mla.kernels import DecodePlan, mla_append, mla_decode
+from mha2mla.modeling.backends import AttentionConstants
 from mha2mla.modeling.cache import LatentLayer
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decode_step import DecodeStep
+from mha2mla.modeling.paged_cache import BatchStep
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 
 
@@ -106,7 +108,7 @@ class MLAAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
-        mla_step: DecodeStep | None = None,
+        mla_step: DecodeStep | BatchStep | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of S new tokens over the cache and themselves.
@@ -118,7 +120,8 @@ class MLAAttention(nn.Module):
             past_key_values: a :class:`~mha2mla.modeling.LatentCache`, or any transformers cache for the expanded form.
             position_ids: [B or 1, S].
             mla_step: what the model's forward pass decided for a LatentCache, whose tokens it counts afterwards;
-                without it the layer runs the expanded form, differentiable.
+                without it the layer runs the expanded form, differentiable. A :class:`BatchStep` for a ragged batch,
+                whose N tokens come as [1, N, hidden].
 
         Returns:
             [B, S, hidden], and None where other models have attention weights.
@@ -128,6 +131,8 @@ class MLAAttention(nn.Module):
         """
         if position_ids is None:
             raise ValueError("position_ids is None; expected [B, S] token positions")
+        if isinstance(mla_step, BatchStep):
+            return self.o_proj(self.attend_batch(hidden_states[0], mla_step).flatten(1))[None], None
         if mla_step is not None:
             out = self._over_latent_layer(
                 hidden_states, past_key_values.layers[self.layer_idx], mla_step, attention_mask, **kwargs
@@ -147,6 +152,30 @@ class MLAAttention(nn.Module):
             latent, k_pe = latent[:, 0], k_pe[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1))
         out = self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
         return self.o_proj(out.flatten(2)), None
+
+    def constants(self) -> AttentionConstants:
+        """What a backend is told of this layer."""
+        return AttentionConstants(
+            self.geometry,
+            self.config.softmax_scale,
+            self.config.layer_rope_scaling(self.layer_idx),
+            self.sliding_window,
+        )
+
+    def attend_batch(self, hidden_states: Tensor, step: BatchStep) -> Tensor:
+        """Attention of a ragged batch's new tokens [N, hidden] over a paged cache and themselves: [N, H, d_v]."""
+        q_nope, q_pe = self._raw_query(hidden_states[None])
+        latent, k_pe = self._raw_latent(hidden_states[None])
+        tensors = {
+            "q_nope": q_nope[0],
+            "q_pe": q_pe[0],
+            "latent": latent[0],
+            "k_pe": k_pe[0],
+            "k_up": self.k_b_proj if self.geometry.qk_nope_head_dim else None,
+            "v_up": self.v_b_proj,
+            "inv_freq": self.inv_freq,
+        }
+        return step.attend(self.layer_idx, tensors)
 
     def _over_latent_layer(
         self, hidden_states: Tensor, layer: LatentLayer, step: DecodeStep, attention_mask: Tensor | None, **kwargs: Any

@@ -38,7 +38,6 @@ class SequenceBatch:
         slots: [N] int32, page · page_size + offset of each token; -1: none.
         lengths: [3, B] int32 on the CPU: new tokens, cached tokens, first visible token. What the host decides by.
         order: [B] int64 on the CPU, which of the caller's sequences each row is; -1 for rows that pad the batch.
-        max_seqlen_q: the largest number of new tokens.
         page_size: tokens per page.
     """
 
@@ -52,7 +51,6 @@ class SequenceBatch:
     slots: Tensor
     lengths: Tensor
     order: Tensor
-    max_seqlen_q: int
     page_size: int
 
     @classmethod
@@ -150,7 +148,6 @@ class SequenceBatch:
             slots=slots,
             lengths=torch.tensor([queries, cached, starts], dtype=torch.int32).view(3, -1),
             order=torch.tensor(order, dtype=torch.int64),
-            max_seqlen_q=max(queries, default=0),
             page_size=page_size,
         )
 
@@ -190,7 +187,7 @@ class SequenceBatch:
         lengths[0] = seqlen_q
         return cls(
             boundaries, zeros, zeros.clone(), None, table, sequences, positions, slots, lengths,
-            torch.full((rows,), -1), seqlen_q, page_size,
+            torch.full((rows,), -1), page_size,
         )  # fmt: skip
 
     @property
@@ -202,6 +199,11 @@ class SequenceBatch:
     def num_tokens(self) -> int:
         """N, padding included."""
         return self.positions.shape[0]
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """The largest number of new tokens."""
+        return max(self.lengths[0].tolist(), default=0)
 
     @property
     def last_tokens(self) -> Tensor:

@@ -62,6 +62,9 @@ class MHA2MLAConfig(PreTrainedConfig):
         mla_form: "auto" (absorbed for decode where a kernel serves it), "expanded", or "absorbed"; may be changed at
             run time.
         decode_backend: passed to :func:`mha2mla.kernels.mla_decode`; may be changed at run time.
+        attention_backend: name in :data:`mha2mla.modeling.backends.ATTENTION_BACKENDS` of what serves ragged batches
+            over a :class:`~mha2mla.modeling.PagedCache`; None: the first that refuses no layer. (What transformers
+            calls ``attn_implementation`` computes the expanded form over other caches.)
 
     The other fields repeat the source's, for readers that expect them at the top level; where they differ from
     ``source_config`` they win.
@@ -90,6 +93,7 @@ class MHA2MLAConfig(PreTrainedConfig):
     schema_version: int = SCHEMA_VERSION
     mla_form: str = "auto"
     decode_backend: str | None = None
+    attention_backend: str | None = None
 
     vocab_size: int | None = None
     hidden_size: int | None = None

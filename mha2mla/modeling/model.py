@@ -16,10 +16,12 @@ from transformers.utils import can_return_tuple
 
 from mha2mla.kernels import DecodePlan
 from mha2mla.modeling.attention import MLAAttention
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.cache import PAGE_SIZE, LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decode_step import DecodeStep, places_of_layers, refreshed_plans
 from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, LayerAttention, choose_form, is_absorbed
+from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 
 
 class MHA2MLAPreTrainedModel(PreTrainedModel):
@@ -157,6 +159,53 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def paged_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
+        """A cache for ragged batches of this model, in its dtype and on its device.
+
+        Args:
+            num_pages: pages of each layer; all take ``num_pages * page_size * config.cache_bytes_per_token(2)`` bytes.
+            page_size: tokens per page.
+
+        Raises:
+            ValueError: ``config.attention_backend`` is no backend's name, or it refuses a layer, with the reason.
+        """
+        registry, name = ATTENTION_BACKENDS, self.config.attention_backend
+        attentions = [layer.self_attn for layer in self.model.layers]
+        layers = [
+            (registry.choose(name, each.geometry, page_size, self.dtype, self.device), each.constants())
+            for each in attentions
+        ]
+        return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def forward_batch(self, input_ids: Tensor, step: BatchStep, *, all_logits: bool = False) -> Tensor:
+        """One step over sequences that bring different numbers of new tokens: decodes and (chunks of) prompts alike.
+
+        Args:
+            input_ids: [N] new tokens, in the order of ``step.batch`` (:meth:`SequenceBatch.flatten`).
+            step: of :meth:`PagedCache.step`. Their latents are in the cache afterwards.
+            all_logits: of every token; else of each sequence's last one, which is where the next token comes from.
+
+        Returns:
+            [B, vocabulary], a row for each of the batch's rows (:attr:`SequenceBatch.order` says whose); or
+            [N, vocabulary]. Rows of padding are finite and mean nothing.
+
+        Raises:
+            ValueError: ``input_ids`` has another length than the batch.
+        """
+        batch = step.batch
+        if input_ids.shape != (batch.num_tokens,):
+            raise ValueError(f"input_ids.shape is {tuple(input_ids.shape)}; expected {(batch.num_tokens,)}, [N]")
+        hidden = self.model(
+            input_ids=input_ids[None],
+            # Passed on as it is, and no layer looks at it.
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
+            position_ids=batch.positions[None].long(),
+            use_cache=False,
+            mla_step=step,
+        ).last_hidden_state[0]
+        return self.lm_head(hidden if all_logits else hidden.index_select(0, batch.last_tokens))
 
     def _decode_step(
         self, cache: Cache | None, attention_mask: Any, position_ids: Tensor | None, batch: int, query_length: int

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mha2mla.kernels import gqa_attention, mla_attention, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS
 from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
+from mha2mla.kernels.mixed_attention.plan import parts_of
 from mha2mla.kernels.mixed_attention.reference import attend_sequences, mla_attention_reference, rows_of
 from mha2mla.kernels.mla_decode_fp8.reference import dequantize_latent, quantize_latent
 from mha2mla.modeling.batch import SequenceBatch
@@ -119,6 +120,10 @@ class Problem:
         )  # fmt: skip
 
 
+def layout_of(plan):
+    return parts_of(*plan.fields()).layout
+
+
 def error(value, expected):
     return float((value.double() - expected.double()).norm() / expected.double().norm())
 
@@ -144,7 +149,7 @@ def test_half_precision_errs_as_torch_does(dtype):
 def test_chunks_of_the_context_are_merged(limit):
     problem = Problem.make(WIDTHS["per group"])
     plan = problem.plan(max_expanded_tokens=limit)
-    waves = plan.parts().layout.waves
+    waves = layout_of(plan).waves
     assert limit == 64 or any(len(wave.chunks) > 1 for wave in waves)
     assert all(chunk.tokens <= max(limit, wave.tokens) for wave in waves for chunk in wave.chunks)
     assert error(problem.run(plan), problem.exact()) < 2e-6
@@ -153,7 +158,7 @@ def test_chunks_of_the_context_are_merged(limit):
 def test_more_chunks_than_partials_are_held():
     problem = Problem.make(Widths(8, 1, 1, 64, 8, 16, 8), ([9], [150]))  # one kv head: expanding is cheap
     plan = problem.plan(max_expanded_tokens=10)
-    assert len(plan.parts().layout.waves[0].chunks) == 16 > MAX_PARTIALS
+    assert len(layout_of(plan).waves[0].chunks) == 16 > MAX_PARTIALS
     assert error(problem.run(plan), problem.exact()) < 2e-6
 
 
@@ -168,7 +173,7 @@ def test_first_visible_tokens():
 @pytest.mark.parametrize("window", [1, 5, 30])
 def test_sliding_windows(window):
     problem = Problem.make(WIDTHS["per group"])
-    assert not problem.plan(window=window).parts().layout.waves
+    assert not layout_of(problem.plan(window=window)).waves
     assert error(problem.run(window=window), problem.exact(window=window)) < 2e-6
 
 
@@ -326,21 +331,18 @@ def test_a_plan_for_other_lengths_in_the_same_tensors():
 
 def test_opcheck():
     problem = Problem.make(WIDTHS["per group"])
-    plan = problem.plan()
-    parts = (plan.lengths, plan.index, plan.workspace, plan.short, plan.max_expanded_tokens, plan.window, plan.capacity)
     torch.library.opcheck(
         torch.ops.mha2mla.mla_attention.default,
         (
             problem.q_nope, problem.q_pe, problem.latent_cache, None, problem.rope_cache, problem.k_up, problem.v_up,
-            *parts, SCALE, None,
+            *problem.plan().fields(), SCALE, None,
         ),
     )  # fmt: skip
     batch, query, keys, values = gqa_problem()
     plan = plan_gqa_attention(
         keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
     )
-    parts = (plan.lengths, plan.index, plan.workspace, plan.short, plan.max_expanded_tokens, plan.window, plan.capacity)
-    torch.library.opcheck(torch.ops.mha2mla.gqa_attention.default, (query, keys, values, *parts, SCALE, None))
+    torch.library.opcheck(torch.ops.mha2mla.gqa_attention.default, (query, keys, values, *plan.fields(), SCALE, None))
 
 
 @pytest.mark.gpu

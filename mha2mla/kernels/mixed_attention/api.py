@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_v
 from mha2mla.kernels.devices import BACKENDS
 from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.mixed_attention.expanded import attend_wave, expand, gather_rows
+from mha2mla.kernels.mixed_attention.layout import Group
 from mha2mla.kernels.mixed_attention.plan import GroupPart, MixedPlan, Parts, parts_of
 from mha2mla.kernels.mla_decode.api import mla_decode
 from mha2mla.kernels.mla_decode_fp8.api import mla_decode_fp8
@@ -92,9 +94,8 @@ def mla_attention(
     for name, tensor in (("q_nope", q_nope), ("k_up", k_up), ("v_up", v_up)):
         _check_like(name, tensor, q_pe)
     return torch.ops.mha2mla.mla_attention(
-        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, plan.lengths, plan.index, plan.workspace,
-        plan.short, plan.max_expanded_tokens, plan.window, plan.capacity, softmax_scale, backend,
-    )  # fmt: skip
+        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *plan.fields(), softmax_scale, backend
+    )
 
 
 def gqa_attention(
@@ -132,10 +133,7 @@ def gqa_attention(
     if value_cache.shape[:3] != key_cache.shape[:3]:
         expected = f"{(*key_cache.shape[:3], 'd_v')}"
         raise ValueError(f"value_cache.shape is {tuple(value_cache.shape)}; expected {expected}")
-    return torch.ops.mha2mla.gqa_attention(
-        query, key_cache, value_cache, plan.lengths, plan.index, plan.workspace, plan.short, plan.max_expanded_tokens,
-        plan.window, plan.capacity, softmax_scale, backend,
-    )  # fmt: skip
+    return torch.ops.mha2mla.gqa_attention(query, key_cache, value_cache, *plan.fields(), softmax_scale, backend)
 
 
 def _check_call(query: Tensor, softmax_scale: float, backend: str | None) -> None:
@@ -179,15 +177,15 @@ def _output(query: Tensor, parts: Parts, width: int) -> Tensor:
 
 def _mla_attention(
     q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, rope_cache: Tensor,
-    k_up: Tensor | None, v_up: Tensor, lengths: Tensor, index: list[Tensor], workspace: list[Tensor], short: int,
-    max_expanded_tokens: int, window: int, capacity: int, softmax_scale: float, backend: str | None,
+    k_up: Tensor | None, v_up: Tensor, *call: Any,
 ) -> Tensor:  # fmt: skip
-    parts = parts_of(lengths, index, workspace, short, max_expanded_tokens, window, capacity)
+    *fields, softmax_scale, backend = call
+    parts = parts_of(*fields)
     heads, kv_heads, width = q_pe.shape[1], v_up.shape[0], latent_cache.shape[-1]
     out = _output(q_pe, parts, v_up.shape[1])
     for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
         rows = (len(group.rows), group.seqlen_q)
-        nope, rope = (_of_group(x, group.first_token, part.tokens, rows) for x in (q_nope, q_pe))
+        nope, rope = (_of_group(x, group, part, rows) for x in (q_nope, q_pe))
         if k_up is None:
             latent = rope.new_zeros(*rows, heads, width)
         else:
@@ -196,11 +194,11 @@ def _mla_attention(
         decode = mla_decode if latent_scale is None else mla_decode_fp8
         made = decode(
             latent, rope, *cache, rope_cache, part.block_table, part.cache_seqlens, softmax_scale=softmax_scale,
-            cache_starts=part.cache_starts if part.cache_starts.numel() else None,
+            cache_starts=part.cache_starts,
             plan=parts.decode_plan(number, heads, width), backend=backend,
         )  # fmt: skip
         values = torch.einsum("bskrc,kvc->bskrv", made.unflatten(2, (kv_heads, -1)), v_up).flatten(2, 3)
-        _write_group(out, values, group.first_token, part)
+        _write_group(out, values, group, part)
 
     def attend(
         tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object
@@ -219,23 +217,20 @@ def _mla_attention(
     return out
 
 
-def _gqa_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, index: list[Tensor],
-    workspace: list[Tensor], short: int, max_expanded_tokens: int, window: int, capacity: int, softmax_scale: float,
-    backend: str | None,
-) -> Tensor:  # fmt: skip
-    parts = parts_of(lengths, index, workspace, short, max_expanded_tokens, window, capacity)
+def _gqa_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *call: Any) -> Tensor:
+    *fields, softmax_scale, backend = call
+    parts = parts_of(*fields)
     heads, width = query.shape[1], value_cache.shape[3]
     out = _output(query, parts, width)
     for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
         rows = (len(group.rows), group.seqlen_q)
         made = gqa_decode(
-            _of_group(query, group.first_token, part.tokens, rows), key_cache, value_cache, part.block_table,
+            _of_group(query, group, part, rows), key_cache, value_cache, part.block_table,
             part.cache_seqlens, softmax_scale=softmax_scale,
-            cache_starts=part.cache_starts if part.cache_starts.numel() else None,
+            cache_starts=part.cache_starts,
             plan=parts.decode_plan(number, heads, width), backend=backend,
         )  # fmt: skip
-        _write_group(out, made, group.first_token, part)
+        _write_group(out, made, group, part)
 
     def attend(
         tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object
@@ -250,23 +245,25 @@ def _gqa_attention(
     return out
 
 
-def _of_group(x: Tensor, first_token: int, tokens: Tensor, rows: tuple[int, int]) -> Tensor:
+def _of_group(x: Tensor, group: Group, part: GroupPart, rows: tuple[int, int]) -> Tensor:
     """The group's rows of x [N, ...]: [B_g, S_q, ...]; a view where its tokens lie side by side."""
-    mine = x[first_token : first_token + rows[0] * rows[1]] if first_token >= 0 else x.index_select(0, tokens)
-    return mine.unflatten(0, rows)
+    if part.pieces is not None:
+        return x.index_select(0, part.pieces.tokens).unflatten(0, rows)
+    return x[group.first_token : group.first_token + rows[0] * rows[1]].unflatten(0, rows)
 
 
-def _write_group(out: Tensor, values: Tensor, first_token: int, part: GroupPart) -> None:
+def _write_group(out: Tensor, values: Tensor, group: Group, part: GroupPart) -> None:
     values = values.flatten(0, 1)
-    if first_token >= 0:
-        out[first_token : first_token + len(values)] = values
+    if part.pieces is None:
+        out[group.first_token : group.first_token + len(values)] = values
     else:  # pieces overlap; which of two results stays must not depend on the run
-        out.index_copy_(0, part.targets, values.index_select(0, part.sources))
+        out.index_copy_(0, part.pieces.targets.long(), values.index_select(0, part.pieces.sources))
 
 
 _PLAN = (
-    "Tensor lengths, Tensor[] index, Tensor(a!)[] workspace, int short, int max_expanded_tokens, int window,"
-    " int capacity, float softmax_scale, str? backend"
+    "Tensor lengths, Tensor block_table, Tensor cache_seqlens, Tensor? cache_starts, Tensor index,"
+    " Tensor(a!) workspace, Tensor shapes, int short, int max_expanded_tokens, int window, int page_size,"
+    " float softmax_scale, str? backend"
 )
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
 LIBRARY.define(

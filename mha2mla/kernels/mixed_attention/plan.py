@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.export import Dim, ShapesCollection
+from torch.nn import functional as F
 
 from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, BatchLayout, absorbs_up_to, lay_out
@@ -16,6 +19,7 @@ from mha2mla.kernels.mla_decode_fp8.api import plan_mla_decode_fp8
 from mha2mla.kernels.rope_append.api import slots_of
 
 MAX_EXPANDED_TOKENS = 16384  # 256 MiB of keys and values at 32 heads of 128 + 128 in bfloat16
+ALIGNMENT = 32  # numbers; pieces of the flat tensors begin at multiples of it, 128 bytes
 
 
 @dataclass(frozen=True)
@@ -23,33 +27,39 @@ class MixedPlan:
     """Which calls a ragged batch takes, and their index tensors and workspace.
 
     Made by :func:`plan_mla_attention` or :func:`plan_gqa_attention`. All layers that share lengths, page table, window
-    and widths may share a plan, one after another. It holds tensors and numbers only, so that it can be an argument of
-    a compiled or exported function; ``lengths`` lies on the CPU, since the host chooses by it.
+    and widths may share a plan, one after another. It holds as many tensors whatever the batch, so that one compiled or
+    exported function takes any; what the host decides by lies on the CPU.
 
     Attributes:
         lengths: [3, B] int32 on the CPU: new tokens, tokens cached before them, first visible token, per sequence.
-        index: on the device; ``parts`` says which is which.
-        workspace: of the decode op, written by every call.
+        block_table, cache_seqlens, cache_starts: the batch's own.
+        index: int32, what the calls need beside them, in pieces.
+        workspace: float32, partial results of the decode op, in pieces; written by every call.
+        shapes: [pieces, 6] int64 on the CPU: number of dimensions and sizes of every piece, as :func:`parts_of` reads
+            them.
         short, max_expanded_tokens: as in :func:`mha2mla.kernels.mixed_attention.layout.lay_out`.
         window: of the layers that share the plan; -1: none.
-        capacity: tokens that a row of the page table holds.
         page_size: tokens per page.
     """
 
     lengths: Tensor
-    index: list[Tensor]
-    workspace: list[Tensor]
+    block_table: Tensor
+    cache_seqlens: Tensor
+    cache_starts: Tensor | None
+    index: Tensor
+    workspace: Tensor
+    shapes: Tensor
     short: int
     max_expanded_tokens: int
     window: int
-    capacity: int
     page_size: int
 
-    def parts(self) -> Parts:
-        """The plan by its parts."""
-        return parts_of(
-            self.lengths, self.index, self.workspace, self.short, self.max_expanded_tokens, self.window, self.capacity
-        )
+    def fields(self) -> tuple:
+        """As :func:`parts_of` and the ops' schemas take them."""
+        return (
+            self.lengths, self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace,
+            self.shapes, self.short, self.max_expanded_tokens, self.window, self.page_size,
+        )  # fmt: skip
 
     def refresh(self) -> None:
         """Plans again, in place, for what the batch's own tensors now say: after :meth:`SequenceBatch.copy_`, inside a
@@ -58,37 +68,49 @@ class MixedPlan:
         Raises:
             ValueError: there are queries of more than 8 tokens, whose calls depend on lengths that the host must know.
         """
-        parts = self.parts()
+        parts = parts_of(*self.fields())
         if parts.layout.waves or any(group.first_token < 0 for group in parts.layout.groups):
             raise ValueError(
                 f"lengths has queries of up to {int(self.lengths[0].max())} tokens; expected at most"
                 f" {MAX_DECODE_QUERY_LENGTH}, or a new plan"
             )
         for group, part in zip(parts.layout.groups, parts.groups, strict=True):
-            starts = part.cache_starts if part.cache_starts.numel() else None
             torch.ops.mha2mla.mla_decode_plan(
-                part.cache_seqlens, starts, self.capacity, group.seqlen_q, True, self.window, 0, part.schedule,
-                part.splits,
+                part.cache_seqlens, part.cache_starts, parts.capacity, group.seqlen_q, True, self.window, 0,
+                part.schedule, part.splits,
             )  # fmt: skip
+
+    def dynamic_shapes(self, shapes: ShapesCollection) -> ShapesCollection:
+        """Declares for ``torch.export`` which sizes vary with the batch: adds them to ``shapes``."""
+        shapes[self.lengths] = {1: Dim.AUTO}
+        for tensor in (self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace):
+            if tensor is not None:
+                shapes[tensor] = dict.fromkeys(range(tensor.ndim), Dim.AUTO)
+        shapes[self.shapes] = {0: Dim.AUTO}
+        return shapes
 
 
 torch.export.register_dataclass(MixedPlan, serialized_type_name="mha2mla.kernels.MixedPlan")
 
 
-class GroupPart(NamedTuple):
-    """Index tensors of a :class:`~mha2mla.kernels.mixed_attention.layout.Group` of B_g rows.
+class PiecesPart(NamedTuple):
+    """Rows of a group that are pieces of queries: ``tokens [B_g * S_q]`` of the batch are read; ``targets [n]`` are the
+    same without repetitions, and their results are rows ``sources [n]``. int32."""
 
-    ``block_table [B_g, max_pages]``, ``cache_seqlens [B_g]``, ``cache_starts [B_g]`` (empty: none); int64, and empty
-    where the group's tokens lie side by side: ``tokens [B_g * S_q]``, which of the batch, and ``targets [n]``, the same
-    without repetitions, whose results are rows ``sources [n]``; then the fields of a plan of the decode op.
-    """
+    tokens: Tensor
+    targets: Tensor
+    sources: Tensor
+
+
+class GroupPart(NamedTuple):
+    """Tensors of a :class:`~mha2mla.kernels.mixed_attention.layout.Group` of B_g rows: ``block_table [B_g,
+    max_pages]``, ``cache_seqlens [B_g]``, ``cache_starts [B_g]`` or None, ``pieces`` where the rows are no whole
+    queries; then the fields of a plan of the decode op."""
 
     block_table: Tensor
     cache_seqlens: Tensor
-    cache_starts: Tensor
-    tokens: Tensor
-    sources: Tensor
-    targets: Tensor
+    cache_starts: Tensor | None
+    pieces: PiecesPart | None
     schedule: Tensor
     splits: Tensor
     partial_out: Tensor
@@ -96,7 +118,7 @@ class GroupPart(NamedTuple):
 
 
 class ChunkPart(NamedTuple):
-    """``slots [T]`` int64 in the cache of a chunk's tokens, and ``cu_seqlens_k [sequences of the wave + 1]`` int32."""
+    """``slots [T]`` in the cache of a chunk's tokens, and ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
 
     slots: Tensor
     cu_seqlens_k: Tensor
@@ -127,25 +149,73 @@ class Parts(NamedTuple):
         )
 
 
+class _Pieces:
+    """Tensors of different shapes in one: ``index`` keeps what they hold, ``workspace`` room for it."""
+
+    def __init__(self) -> None:
+        self.index: list[Tensor] = []
+        self.numbers = 0  # of the workspace
+        self.shapes: list[list[int]] = []
+
+    def put(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._shape(tensor)
+            self.index.append(F.pad(tensor.flatten(), (0, -tensor.numel() % ALIGNMENT)))
+
+    def reserve(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._shape(tensor)
+            self.numbers += _aligned(tensor.numel())
+
+    def _shape(self, tensor: Tensor) -> None:
+        self.shapes.append([tensor.ndim, *tensor.shape, *[0] * (5 - tensor.ndim)])
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // ALIGNMENT) * ALIGNMENT
+
+
 def parts_of(
     lengths: Tensor,
-    index: list[Tensor],
-    workspace: list[Tensor],
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    index: Tensor,
+    workspace: Tensor,
+    shapes: Tensor,
     short: int,
     max_expanded_tokens: int,
     window: int,
-    capacity: int,
+    page_size: int,
 ) -> Parts:
     """The parts of a plan from its fields. Reads nothing on the device."""
     layout = lay_out(*map(tuple, lengths.tolist()), short, max_expanded_tokens, window >= 0)
-    given, scratch = iter(index), iter(workspace)
+    given, place = iter(shapes.tolist()), [0, 0]
 
-    def take(tensors: Iterator[Tensor], count: int) -> list[Tensor]:
-        return [next(tensors) for _ in range(count)]
+    def take(flat: Tensor, count: int) -> list[Tensor]:
+        which, taken = int(flat is workspace), []
+        for _ in range(count):
+            ndim, *sizes = next(given)
+            numbers = math.prod(sizes[:ndim])
+            taken.append(flat[place[which] : place[which] + numbers].view(sizes[:ndim]))
+            place[which] += _aligned(numbers)
+        return taken
 
-    groups = tuple([GroupPart(*take(given, 8), *take(scratch, 2)) for _ in layout.groups])
-    waves = tuple([(next(given), tuple([ChunkPart(*take(given, 2)) for _ in wave.chunks])) for wave in layout.waves])
-    return Parts(layout, groups, waves, window, capacity)
+    groups = []
+    for group in layout.groups:
+        if group.first_token >= 0:
+            rows = slice(group.rows[0], group.rows[-1] + 1)
+            mine = [t if t is None else t[rows] for t in (block_table, cache_seqlens, cache_starts)]
+            pieces = None
+        else:
+            mine = take(index, 2 if cache_starts is None else 3)
+            mine += [None] * (3 - len(mine))
+            pieces = PiecesPart(*take(index, 3))
+        groups.append(GroupPart(*mine, pieces, *take(index, 2), *take(workspace, 2)))
+    waves = tuple(
+        [(take(index, 1)[0], tuple([ChunkPart(*take(index, 2)) for _ in wave.chunks])) for wave in layout.waves]
+    )
+    return Parts(layout, tuple(groups), waves, window, block_table.shape[1] * page_size)
 
 
 def plan_mla_attention(
@@ -226,17 +296,14 @@ def _plan(
     for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_starts", cache_starts)):
         if tensor is not None and (tensor.shape != (batch,) or tensor.dtype != torch.int32):
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected torch.int32 {(batch,)}, [B]")
-    device, capacity = block_table.device, block_table.shape[1] * page_size
+    device = block_table.device
     query_lengths, cached_lengths, starts = map(tuple, lengths.tolist())
     layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, window is not None)
-    index: list[Tensor] = []
-    workspace: list[Tensor] = []
-    nothing = cache_seqlens.new_empty(0)
+    pieces = _Pieces()
     for group in layout.groups:
         first, stop = group.rows[0], group.rows[-1] + 1
         if group.first_token >= 0:
             mine = [t if t is None else t[first:stop] for t in (block_table, cache_seqlens, cache_starts)]
-            tokens = sources = targets = nothing.long()
         else:
             offset = [0, *_cumulative(query_lengths)]
             begins = [(row, q, offset[row] + q) for row, q in zip(group.rows, group.first_query, strict=True)]
@@ -253,30 +320,31 @@ def _plan(
                 for place, (_, _, token) in enumerate(begins)
                 for q in range(group.seqlen_q)
             }
-            targets, sources = to_device([list(where), list(where.values())], device).long()
             mine = [t if t is None else t.index_select(0, rows) for t in (block_table, cache_seqlens, cache_starts)]
             mine[1] = (mine[1] - behind).clamp_min(0)
-            tokens = (token.long()[:, None] + torch.arange(group.seqlen_q, device=device)).flatten()
-        table, seqlens, visible = mine
-        plan = decode_plan(table, seqlens, visible, group.seqlen_q)
-        starts_or_none = nothing if visible is None else visible
-        index += [table, seqlens, starts_or_none, tokens, sources, targets, plan.schedule, plan.splits]
-        workspace += [plan.partial_out, plan.partial_lse]
+            pieces.put(*(tensor for tensor in mine if tensor is not None))
+            pieces.put((token[:, None] + torch.arange(group.seqlen_q, dtype=torch.int32, device=device)).flatten())
+            pieces.put(*to_device([list(where), list(where.values())], device))
+        plan = decode_plan(*mine, group.seqlen_q)
+        pieces.put(plan.schedule, plan.splits)
+        pieces.reserve(plan.partial_out, plan.partial_lse)
     for wave in layout.waves:
-        index.append(to_device([[0, *_cumulative(wave.query_lengths)]], device)[0])
+        pieces.put(*to_device([[0, *_cumulative(wave.query_lengths)]], device))
         table = block_table[wave.first : wave.stop]
         for chunk in wave.chunks:
-            cu_seqlens_k = to_device([[0, *_cumulative(chunk.lengths)]], device)[0]
-            (begin,) = to_device([chunk.first], device)
-            token = torch.arange(chunk.tokens, device=device)
-            sequence = torch.searchsorted(cu_seqlens_k[1:], token, right=True, out_int32=True)
-            position = token.int() + (begin - cu_seqlens_k[:-1])[sequence.long()]
-            slots = slots_of(table, sequence, position, page_size)
+            bounds, begins = to_device([[0, *_cumulative(chunk.lengths)], [*chunk.first, 0]], device)
+            token = torch.arange(chunk.tokens, dtype=torch.int32, device=device)
+            sequence = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
+            position = token + (begins - bounds)[sequence.long()]
             # Whoever built the batch has seen to it that there is a page; a wrong table must still not fault.
-            index += [slots.clamp_min(0).long(), cu_seqlens_k]
+            pieces.put(slots_of(table, sequence, position, page_size).clamp_min(0), bounds)
+    nothing = cache_seqlens.new_empty(0)
     return MixedPlan(
-        lengths, index, workspace, short, max_expanded_tokens, -1 if window is None else window, capacity, page_size
-    )
+        lengths, block_table, cache_seqlens, cache_starts, torch.cat([nothing, *pieces.index]),
+        torch.empty(pieces.numbers, dtype=torch.float32, device=device),
+        torch.tensor(pieces.shapes, dtype=torch.int64).view(-1, 6), short, max_expanded_tokens,
+        -1 if window is None else window, page_size,
+    )  # fmt: skip
 
 
 def _cumulative(lengths: tuple[int, ...]) -> list[int]:

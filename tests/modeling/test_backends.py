@@ -1,0 +1,113 @@
+"""Every attention backend behind one layer: compiled as one graph, exported with dynamic shapes, the same numbers."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling.backends import BUILT_IN, AttentionConstants, AttentionLayer, GQAGeometry
+from mha2mla.modeling.batch import SequenceBatch
+
+GEOMETRIES = {
+    MLAGeometry: MLAGeometry(6, 2, 16, 8, 8, 16, 2),
+    GQAGeometry: GQAGeometry(6, 2, 16, 8),
+}
+PAGE, PAGES = 16, 12
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def batches():
+    """A mix; another mix of other lengths; decodes alone."""
+    table = [range(0, 4), range(4, 6), range(6, 9), range(9, 12)]
+    return [
+        # No two sizes alike in the first: torch takes those for one and the same symbol.
+        SequenceBatch.build(lengths, cached, table[: len(lengths)], PAGE, max_pages=7)
+        for lengths, cached in (([1, 20, 3, 12], [50, 3, 30, 30]), ([2, 9, 30], [11, 0, 5]), ([1, 1], [20, 7]))
+    ]
+
+
+def layer_of(backend):
+    geometry = GEOMETRIES[backend.geometry]
+    layer = AttentionLayer(backend, AttentionConstants(geometry, softmax_scale=0.25))
+    layer.inv_freq.copy_(10.0 ** -torch.rand(layer.inv_freq.shape))
+    return layer
+
+
+def arguments(backend, batch):
+    """Queries, keys, values, weights; and a cache of random tokens."""
+    g, n = GEOMETRIES[backend.geometry], batch.num_tokens
+    if backend.geometry is GQAGeometry:
+        shapes = {"query": (n, 6, 16), "key": (n, 2, 16), "value": (n, 2, 8)}
+    else:
+        shapes = {"q_nope": (n, 6, 8), "q_pe": (n, 6, 8), "k_pe": (n, 2, 8), "latent": (n, 16)}
+        shapes |= {"k_up": (2, 8, 16), "v_up": (2, 16, 16)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    assert set(tensors) == {*backend.queries, *backend.keys, *backend.values, *backend.weights}
+    cache = backend.cache_layout(g, PAGE, torch.float32).make(PAGES)
+    for cached in cache.values():
+        cached.copy_(torch.rand(cached.shape) + 0.1)
+    return tensors, cache
+
+
+def copies(cache):
+    return {name: tensor.clone() for name, tensor in cache.items()}
+
+
+@pytest.mark.parametrize("backend", BUILT_IN.values(), ids=BUILT_IN)
+def test_one_full_graph_for_any_mix(backend):
+    """torch.compile(fullgraph=True): what the host decides stays behind the op; sizes become symbols, once."""
+    layer = layer_of(backend)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    graphs = []
+    for batch in batches():
+        tensors, cache = arguments(backend, batch)
+        mine = copies(cache)
+        plan = backend.plan(cache, batch, layer.constants)
+        expected = layer(tensors, cache, batch, plan)
+        assert torch.equal(compiled(tensors, mine, batch, plan), expected) and expected.any()
+        for name in cache:
+            assert torch.equal(mine[name].float(), cache[name].float())
+        graphs.append(counter.frame_count)  # dynamo may trace the first twice
+    assert graphs == graphs[:1] * 3
+
+
+@pytest.mark.parametrize("backend", BUILT_IN.values(), ids=BUILT_IN)
+def test_export_with_dynamic_shapes(backend):
+    """One exported program serves other numbers of sequences, tokens and pages."""
+    layer = layer_of(backend)
+    table = [range(0, 4), range(4, 6), range(6, 9), range(9, 12)]
+
+    def decodes(lengths, count, **options):
+        return SequenceBatch.build([1] * count, lengths, table[:count], PAGE, **options)
+
+    first, second = decodes([20, 7, 33], 3), decodes([5, 9, 2, 40], 4, max_pages=6)
+    tensors, cache = arguments(backend, first)
+    plan = backend.plan(cache, first, layer.constants)
+    shapes = plan.dynamic_shapes(first.dynamic_shapes())
+    per_token = {*backend.queries, *backend.keys, *backend.values}
+    for name in per_token:
+        shapes[tensors[name]] = {0: Dim.AUTO}
+    given = (tensors, copies(cache), first, plan)
+    program = torch.export.export(layer, given, dynamic_shapes=shapes)
+    for batch in (first, second):
+        tensors, cache = arguments(backend, batch)
+        plan = backend.plan(cache, batch, layer.constants)
+        expected = layer(tensors, copies(cache), batch, plan)
+        assert torch.equal(program.module()(tensors, copies(cache), batch, plan), expected)
+
+
+def test_descriptors_say_what_they_are():
+    assert {backend.cache_dtype for backend in BUILT_IN.values()} == {None, torch.float8_e4m3fn}
+    for name, backend in BUILT_IN.items():
+        assert backend.name == name and backend.paged
+        layout = backend.cache_layout(GEOMETRIES[backend.geometry], PAGE, torch.bfloat16)
+        assert layout.page_size == PAGE and layout.make(2)
+        assert set(backend.buffers(GEOMETRIES[backend.geometry])) == {"inv_freq"}

@@ -1,0 +1,206 @@
+"""A model over ragged batches: prompts in chunks beside decodes, forks, padding; equal to one sequence at a time."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mha2mla.modeling import CacheCapacityError, MHA2MLAForCausalLM, PagedCache
+from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionRegistry, GQAGeometry
+from mha2mla.modeling.paged_cache import with_one_workspace
+from tests.modeling import models
+
+TOLERANCE = 2e-5
+
+
+def run(model, cache, ids: dict, **options) -> dict:
+    """Logits of every new token per sequence, for new tokens ``ids`` per sequence."""
+    batch = cache.extend({sequence: len(new) for sequence, new in ids.items()}, **options)
+    flat = batch.flatten(list(ids.values()))
+    logits = model.forward_batch(flat, cache.step(batch), all_logits=True)
+    last = model.forward_batch(flat, cache.step(batch))
+    for row, index in enumerate(batch.order.tolist()):
+        if index >= 0 and batch.lengths[0, row]:
+            mine = batch.unflatten(logits)[index][-1]
+            assert models.relative_error(last[row], mine) < TOLERANCE
+    return dict(zip(ids, batch.unflatten(logits), strict=True))
+
+
+@pytest.mark.parametrize("case", models.GEOMETRIES)
+@torch.no_grad()
+def test_mixed_steps_equal_each_sequence_alone(case):
+    model = models.mla_model(case)
+    ids = models.tokens(3, 60)
+    expected = model(ids, use_cache=False).logits
+    cache = model.paged_cache(num_pages=20, page_size=16)
+    first, second, third = (cache.open() for _ in range(3))
+    done = dict.fromkeys((first, second, third), 0)
+    # a prompt; a chunk of a long one beside a decode; all three, with a draft; a chunk over a longer context
+    for counts in (
+        {first: 11},
+        {first: 1, second: 30},
+        {third: 25, first: 1, second: 20},
+        {second: 4, first: 12, third: 0},
+        {first: 1, second: 1, third: 9},
+    ):
+        new = {sequence: ids[sequence, done[sequence] : done[sequence] + n] for sequence, n in counts.items()}
+        for sequence, logits in run(model, cache, new).items():
+            part = expected[sequence, done[sequence] : done[sequence] + counts[sequence]]
+            assert not len(part) or models.relative_error(logits, part) < TOLERANCE
+            done[sequence] += counts[sequence]
+
+
+@pytest.mark.parametrize("case", ["llama-yarn-tied", "qwen3-moe", "gemma3", "olmo2"])
+@torch.no_grad()
+def test_families(case):
+    from tests.modeling.full_rank import full_rank
+
+    source = models.source_model(case)
+    model = full_rank(source)
+    ids = models.tokens(2, 40)
+    expected = source(ids, use_cache=False).logits
+    cache = model.paged_cache(num_pages=8, page_size=16)
+    one, two = cache.open(), cache.open()
+    run(model, cache, {one: ids[0, :30]})
+    logits = run(model, cache, {one: ids[0, 30:], two: ids[1]})
+    assert models.relative_error(logits[one], expected[0, 30:]) < 1e-4
+    assert models.relative_error(logits[two], expected[1]) < 1e-4
+
+
+@torch.no_grad()
+def test_forks_share_a_prompt_and_write_apart():
+    model = models.mla_model()
+    ids = models.tokens(2, 30)
+    cache = model.paged_cache(num_pages=6, page_size=16)
+    parent = cache.open()
+    run(model, cache, {parent: ids[0, :20]})
+    child = cache.fork(parent)
+    assert cache.allocator.num_free == 4
+    other = torch.cat((ids[0, :20], ids[1, 20:]))
+    logits = run(model, cache, {parent: ids[0, 20:], child: ids[1, 20:]})
+    assert cache.allocator.num_free == 3
+    for sequence, whole in ((parent, ids[0]), (child, other)):
+        expected = model(whole[None], use_cache=False).logits[0, 20:]
+        assert models.relative_error(logits[sequence], expected) < TOLERANCE
+    cache.close(parent)
+    cache.close(child)
+    assert cache.allocator.num_free == 6
+
+
+@torch.no_grad()
+def test_padding_rows_and_tokens_change_nothing():
+    model = models.mla_model()
+    ids = models.tokens(2, 21)
+    results = []
+    for options in ({}, {"num_sequences": 5, "num_tokens": 9, "max_pages": 4}):
+        cache = model.paged_cache(num_pages=6, page_size=16)
+        one, two = cache.open(), cache.open()
+        run(model, cache, {one: ids[0, :20], two: ids[1, :20]})
+        results.append(run(model, cache, {one: ids[0, 20:], two: ids[1, 20:]}, **options))
+        assert all(torch.isfinite(tensor).all() for tensors in cache.tensors for tensor in tensors.values())
+    for one, two in zip(*(result.values() for result in results), strict=True):
+        assert models.relative_error(one, two) < 1e-6
+
+
+@torch.no_grad()
+def test_overflow_changes_nothing():
+    model = models.mla_model()
+    cache = model.paged_cache(num_pages=3, page_size=16)
+    one, two = cache.open(), cache.open()
+    cache.extend({one: 20})
+    with pytest.raises(CacheCapacityError, match="asks for 40 tokens, 3 pages of 16; 1 of 3 are free"):
+        cache.extend({one: 20, two: 20})
+    with pytest.raises(CacheCapacityError, match="sequence 0 would have 3 pages; expected at most max_pages=2"):
+        cache.extend({one: 20}, max_pages=2)
+    with pytest.raises(ValueError, match=r"new_tokens\[1\] is -1"):
+        cache.extend({two: -1})
+    assert cache.allocator.length(one) == 20 and cache.allocator.num_free == 1
+    twin = cache.fork(one)
+    cache.extend({one: 3, twin: 3})  # one of the two keeps the shared page
+    assert cache.allocator.num_free == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_pages_asked_for_are_pages_taken(data):
+    """With forks of forks that grow in one step, whoever shares a page with whom; and a full cache changes nothing."""
+    cache = PagedCache([], 12, 4)
+    alive = [cache.open()]
+    for _ in range(data.draw(st.integers(1, 12))):
+        verb = data.draw(st.sampled_from(["open", "fork", "close", "extend", "extend"]))
+        if verb == "open" or not alive:
+            alive.append(cache.open())
+        elif verb == "fork":
+            alive.append(cache.fork(data.draw(st.sampled_from(alive))))
+        elif verb == "close":
+            cache.close(alive.pop(data.draw(st.integers(0, len(alive) - 1))))
+        else:
+            some = data.draw(st.lists(st.sampled_from(alive), unique=True, min_size=1))
+            new = {sequence: data.draw(st.integers(0, 9)) for sequence in some}
+            free, needed = cache.allocator.num_free, cache._pages_needed(new)
+            try:
+                cache.extend(new)
+            except CacheCapacityError:
+                assert needed > free == cache.allocator.num_free
+            else:
+                assert cache.allocator.num_free == free - needed
+
+
+@torch.no_grad()
+def test_eight_bit_latents_by_name():
+    model = models.mla_model(attention_backend="mla_fp8_reference")
+    ids = models.tokens(1, 30)
+    expected = model(ids, use_cache=False).logits[0]
+    cache = model.paged_cache(num_pages=2, page_size=16)
+    assert cache.tensors[0]["latent_cache"].dtype == torch.float8_e4m3fn
+    one = cache.open()
+    logits = torch.cat([run(model, cache, {one: ids[0, :24]})[one], run(model, cache, {one: ids[0, 24:25]})[one]])
+    # e4m3 has 4 bits of mantissa: 2^-4 relative at most, and less on average; not what 32 bits give.
+    assert 1e-4 < models.relative_error(logits, expected[:25]) < 0.2
+
+
+def test_the_model_picks_a_backend_by_config():
+    model = models.mla_model()
+    assert {backend.name for backend, _ in model.paged_cache(1).layers} == {"mla_reference"}
+    model.config.attention_backend = "mla_paged"
+    with pytest.raises(ValueError, match="'mla_paged' refuses: dtype is float32"):
+        model.paged_cache(1)
+    model.config.attention_backend = "mla_page"
+    with pytest.raises(ValueError, match="attention backend is 'mla_page'; expected one of .*'mla_paged'"):
+        model.paged_cache(1)
+    config = models.mla_config(attention_backend="mla_reference")
+    assert type(config)(**config.to_dict()).attention_backend == "mla_reference"
+    assert isinstance(MHA2MLAForCausalLM(config).paged_cache(1).nbytes, int)
+
+
+def test_a_registry_keeps_names_apart():
+    registry = AttentionRegistry(ATTENTION_BACKENDS.backends.values())
+    paged = registry.get("mla_paged")
+    with pytest.raises(ValueError, match="backend.name is 'mla_paged'; expected none of"):
+        registry.register(paged)
+    with pytest.raises(TypeError):
+        registry.backends["mla_paged"] = paged
+    geometry = GQAGeometry(6, 2, 16, 8)
+    assert paged.refusal(geometry, 16, torch.float32, "cpu") == "it serves MLAGeometry, not GQAGeometry"
+    chosen = registry.choose(None, geometry, 16, torch.float32, "cpu")
+    assert chosen.name == "gqa_reference" and chosen.queries == ("query",) and chosen.paged
+    with pytest.raises(ValueError, match="no attention backend serves"):
+        AttentionRegistry().choose(None, geometry, 16, torch.float32, "cpu")
+    only = AttentionRegistry([registry.get("gqa_paged")])
+    with pytest.raises(ValueError, match="gqa_paged: dtype is float32"):
+        only.choose(None, geometry, 16, torch.float32, "cpu")
+
+
+def test_layers_of_other_ranks_share_a_workspace():
+    model = models.mla_model("per layer")
+    cache = model.paged_cache(num_pages=4, page_size=16)
+    batch = cache.extend({cache.open(): 3})
+    sizes = (32, 96)
+    plans = [
+        replace(plan, workspace=torch.zeros(size)) for size, plan in zip(sizes, cache.step(batch).plans, strict=True)
+    ]
+    first, second = with_one_workspace(plans)
+    assert (first.workspace.numel(), second.workspace.numel()) == sizes
+    assert first.workspace.data_ptr() == second.workspace.data_ptr() == plans[1].workspace.data_ptr()
