@@ -44,12 +44,13 @@ def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64
     @T.macro
     def load(source, first, last, head, width, tile, tile_rows, tile_columns):
         """Rows ``first ...`` below ``last``; zeros beyond them, so that nobody else's NaN comes in."""
-        for i, d in parallel(tile_rows, tile_columns):
-            tile[i, d] = T.if_then_else(
-                (first + i < last) & (d < width),
-                source[T.max(0, T.min(first + i, last - 1)), head, T.min(d, width - 1)],
-                T.cast(0, dtype),
-            )
+        for c in T.serial(tile_columns // 16):  # in pieces: loads of whole rows at once cost registers
+            for i, d in parallel(tile_rows, 16):
+                tile[i, c * 16 + d] = T.if_then_else(
+                    (first + i < last) & ((c * 16 + d < width) | (width == tile_columns)),
+                    source[T.min(first + i, T.max(last - 1, 0)), head, T.min(c * 16 + d, width - 1)],
+                    T.cast(0, dtype),
+                )
 
     @T.prim_func
     def attention_varlen_tiled(

@@ -44,11 +44,13 @@ class VarlenTiling:
         warpgroups: that compute, 64 query rows each.
         block_keys: keys of a tile.
         stages: tiles of keys, and of values, in flight.
+        turns: whether two warpgroups take turns at the tensor cores.
     """
 
     warpgroups: int
     block_keys: int
-    stages: int
+    stages: int = 2
+    turns: bool = True
 
     @property
     def block_rows(self) -> int:
@@ -84,7 +86,7 @@ def shared_bytes(shape: VarlenShape, tiling: VarlenTiling) -> int:
 def hopper_tiling(shape: VarlenShape, limit: int = 232448) -> VarlenTiling:
     """Tiles for sm_90: 128 query rows; as many keys as registers (240 a thread) and shared memory hold."""
     for keys in (128, 96, 80, 64, 48, 32):
-        tiling = VarlenTiling(2, keys, 2)
+        tiling = VarlenTiling(2, keys)
         # Accumulators: scores and output in float32, weights in 16 bits; about 50 registers for the rest.
         registers = keys // 2 + keys // 4 + padded(shape.v_head_dim) // 2
         if registers <= 184 and shared_bytes(shape, tiling) <= limit:

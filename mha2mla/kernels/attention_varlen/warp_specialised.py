@@ -13,15 +13,16 @@ from mha2mla.kernels.mla_decode.fragment import LN2, LOG2E
 
 BARRIER = 8  # named barriers below 8 belong to the compiler
 TURN = 10  # and the next: whose turn it is at the score products
-REGISTERS, PRODUCER_REGISTERS = 240, 24
+REGISTERS = {1: 240, 2: 240, 3: 160}  # a thread, by computing warpgroups
+PRODUCER_REGISTERS = 24
 
 
 def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
     """A TileLang function ``attention_varlen_ws`` for one static shape; arguments as :func:`make_tiled` describes."""
     heads, causal, dtype = shape.heads, shape.causal, shape.dtype
     block, stages, rows = tiling.block_keys, tiling.stages, tiling.block_rows
-    warpgroups = tiling.warpgroups
-    consumers = warpgroups * WARPGROUP
+    consumers = tiling.warpgroups * WARPGROUP
+    turns = tiling.turns and tiling.warpgroups == 2
     accum = T.float32
     widths = (*shape.widths, shape.widths[0])[:2]  # a call without a second part passes the first again
     key_heads = (*shape.key_heads, shape.key_heads[0])[:2]
@@ -53,7 +54,7 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
         denominator and rescaling subtract the same number, so that its rounding cancels."""
         if masked:
             for i, j in T.Parallel(rows, block):
-                s[i, j] = T.if_then_else(t0 + j < limit[i], s[i, j], -T.infinity(accum))
+                s[i, j] = T.if_then_else(t0 + j < (limit + i if causal else limit), s[i, j], -T.infinity(accum))
         T.reduce_max(s, m, dim=1, clear=False)
         for i in T.Parallel(rows):
             al[i] = z[i]
@@ -68,26 +69,29 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
 
     @T.macro
     def step(
-        masked, w, k, tiles, scale, q_tiles, k_rings, v_rings, k_full, k_free, v_full, v_free, s, p, o, m, z, use, al,
-        den, total, limit,
+        masked, thread, k, tiles, scale, q_tiles, k_rings, v_rings, k_full, k_free, v_full, v_free, s, p, o, m, z, use,
+        al, den, total, limit,
     ):  # fmt: skip
         """Scores of tile ``k`` beside the output of the tile before it."""
+        w = thread // WARPGROUP
         T.barrier_wait(k_full[k % stages], (k // stages) & 1)
-        if warpgroups == 2:
+        if turns:
             T.sync_threads(barrier_id=TURN + w, arrive_count=consumers)
         scores(q_tiles, k_rings, k % stages, s)
         T.barrier_wait(v_full[(k - 1) % stages], ((k - 1) // stages) & 1)
         values(p, v_rings, (k - 1) % stages, o)
-        if warpgroups == 2:
+        if turns:
             if w == 0 or k < tiles - 1:
                 T.named_barrier_arrive(TURN + 1 - w, consumers)
         T.wait_wgmma(len(outputs))
-        T.barrier_arrive(k_free[k % stages])
+        if thread % 32 == 0:
+            T.barrier_arrive(k_free[k % stages])
         softmax(masked, s, m, z, use, al, den, total, scale, (tiles - 1 - k) * block, limit)
         # Passed long ago. Without a branch here ptxas moves the exponentials behind the wait for the output.
         T.barrier_wait(v_full[(k - 1) % stages], ((k - 1) // stages) & 1)
         T.wait_wgmma(0)
-        T.barrier_arrive(v_free[(k - 1) % stages])
+        if thread % 32 == 0:
+            T.barrier_arrive(v_free[(k - 1) % stages])
         for c in list(range(len(outputs))):
             for i, d in T.Parallel(rows, outputs[c][1]):
                 o[c][i, d] *= al[i]
@@ -95,9 +99,11 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
 
     @T.macro
     def consume(
-        w, h, row0, span, q_tiles, k_rings, v_rings, q_full, k_full, k_free, v_full, v_free, out, lse, softmax_scale,
+        thread, row0, span, later, q_tiles, k_rings, v_rings, q_full, k_full, k_free, v_full, v_free, out, lse,
+        softmax_scale,
     ):  # fmt: skip
-        T.set_max_nreg(REGISTERS, 1)
+        T.set_max_nreg(REGISTERS[tiling.warpgroups], 1)
+        w = thread // WARPGROUP
         s = T.alloc_fragment([rows, block], accum)
         p = T.alloc_fragment([rows, block], dtype)
         o = [T.alloc_fragment([rows, columns], accum) for _, columns in outputs]
@@ -107,7 +113,6 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
         al = T.alloc_fragment([rows], accum)
         den = T.alloc_fragment([rows], accum)
         total = T.alloc_fragment([rows], accum)
-        limit = T.alloc_fragment([rows], T.int32)  # first key that a row does not see
         scale = softmax_scale * LOG2E
         tiles, full = span[4], span[5]
         T.fill(den, 0)
@@ -115,20 +120,18 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
         T.fill(z, -T.infinity(accum))
         for c in list(range(len(outputs))):
             T.fill(o[c], 0)
-        for i in T.Parallel(rows):
-            if causal:
-                limit[i] = T.min(span[3], span[3] - span[1] + row0 + i + 1)
-            else:
-                limit[i] = span[3]
+        # First key that row 0 does not see. Rows behind the sequence's last may see too much; they are dropped.
+        limit = span[3] - span[1] + row0 + 1 if causal else span[3]
         if tiles > 0:
             T.barrier_wait(q_full, 0)
             T.barrier_wait(k_full[0], 0)
             scores(q_tiles, k_rings, 0, s)
-            if warpgroups == 2:
+            if turns:
                 if w == 1 and tiles > 1:
                     T.named_barrier_arrive(TURN, consumers)
             T.wait_wgmma(0)
-            T.barrier_arrive(k_free[0])
+            if thread % 32 == 0:
+                T.barrier_arrive(k_free[0])
             softmax(True, s, m, z, use, al, den, total, scale, (tiles - 1) * block, limit)
             T.copy(s, p)
             if tiles * block > span[3]:  # values behind the sequence: a weight of 0 does not clean a NaN
@@ -143,13 +146,13 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
             for u in list(range(extra_masked)):  # no loop: its 32 column numbers would be kept in registers
                 if u < masked:
                     step(
-                        True, w, u + 1, tiles, scale, q_tiles, k_rings, v_rings, k_full, k_free, v_full, v_free,
+                        True, thread, u + 1, tiles, scale, q_tiles, k_rings, v_rings, k_full, k_free, v_full, v_free,
                         s, p, o, m, z, use, al, den, total, limit,
                     )  # fmt: skip
             for k in T.serial(tiles - 1 - masked):
                 step(
-                    False, w, masked + 1 + k, tiles, scale, q_tiles, k_rings, v_rings, k_full, k_free, v_full, v_free,
-                    s, p, o, m, z, use, al, den, total, limit,
+                    False, thread, masked + 1 + k, tiles, scale, q_tiles, k_rings, v_rings, k_full, k_free, v_full,
+                    v_free, s, p, o, m, z, use, al, den, total, limit,
                 )  # fmt: skip
             T.barrier_wait(v_full[(tiles - 1) % stages], ((tiles - 1) // stages) & 1)
             values(p, v_rings, (tiles - 1) % stages, o)
@@ -158,8 +161,8 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
             z[i] = T.if_then_else(den[i] == 0, -T.infinity(accum), (T.log2(den[i]) + z[i]) * LN2)
             den[i] = 1.0 / T.max(den[i], 1e-30)
         for i in T.Parallel(rows):
-            if row0 + i < span[1]:
-                lse[h, span[0] + row0 + i] = z[i]
+            if i < later[1]:
+                lse[later[2], later[0] + i] = z[i]
         for c in list(range(len(outputs))):
             left, columns = outputs[c]
             for i, d in T.Parallel(rows, columns):
@@ -168,16 +171,16 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
                 T.copy(o[c], q_tiles[0][:, 0:columns])
                 T.sync_threads(barrier_id=BARRIER, arrive_count=consumers)
                 for i, d in T.Parallel(rows, columns):
-                    if row0 + i < span[1]:
+                    if i < later[1]:
                         if left + d < shape.v_head_dim:
-                            out[span[0] + row0 + i, h, left + d] = q_tiles[0][i, d]
+                            out[later[0] + i, later[2], left + d] = q_tiles[0][i, d]
                 if c + 1 < len(outputs):
                     T.sync_threads(barrier_id=BARRIER, arrive_count=consumers)
             else:
                 for i, d in T.Parallel(rows, columns):
-                    if row0 + i < span[1]:
+                    if i < later[1]:
                         if left + d < shape.v_head_dim:
-                            out[span[0] + row0 + i, h, left + d] = o[c][i, d]
+                            out[later[0] + i, later[2], left + d] = o[c][i, d]
 
     @T.prim_func
     def attention_varlen_ws(
@@ -198,11 +201,12 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
             q_tiles = [T.alloc_shared([rows, columns], dtype) for _, _, columns in pieces]
             k_rings = [T.alloc_shared([stages, block, columns], dtype) for _, _, columns in pieces]
             v_rings = [T.alloc_shared([stages, block, columns], dtype) for _, columns in outputs]
+            later = T.alloc_shared([4], T.int32)
             q_full = T.alloc_barrier(1)
             k_full = T.alloc_barrier([1] * stages)
-            k_free = T.alloc_barrier([consumers] * stages)
+            k_free = T.alloc_barrier([consumers // 32] * stages)
             v_full = T.alloc_barrier([1] * stages)
-            v_free = T.alloc_barrier([consumers] * stages)
+            v_free = T.alloc_barrier([consumers // 32] * stages)
             thread = T.get_thread_binding()
             sources = [(q, k), (q_pe, k_pe)]
 
@@ -230,9 +234,15 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
             if row0 >= span[1]:
                 span[4] = 0
 
+            # For the end, in shared memory: registers are scarce. First row, how many are left, head.
+            later[0] = span[0] + row0
+            later[1] = span[1] - row0
+            later[2] = h
+            T.sync_threads()
+
             if thread < consumers:
                 consume(
-                    thread // WARPGROUP, h, row0, span, q_tiles, k_rings, v_rings, q_full, k_full, k_free, v_full,
+                    thread, row0, span, later, q_tiles, k_rings, v_rings, q_full, k_full, k_free, v_full,
                     v_free, out, lse, softmax_scale,
                 )  # fmt: skip
             else:
