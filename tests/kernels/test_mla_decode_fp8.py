@@ -372,10 +372,9 @@ def check(problem: Problem, dtype=torch.bfloat16, planned: bool = False) -> torc
 GPU = [
     Problem(32, 1, 512, 64, (0, 1, 63, 64, 65, 127, 128, 129, 700, 2000)),
     Problem(32, 1, 512, 64, (0, 1, 15, 16, 17, 700), page_size=16),
-    Problem(16, 1, 512, 64, (5, 300, 1000), page_size=128),
+    Problem(16, 1, 512, 64, (5, 300, 1000)),
     Problem(32, 8, 512, 16, (1, 4000)),
-    Problem(9, 3, 80, 24, (5, 300)),
-    Problem(14, 2, 128, 16, (65, 300), page_size=32),
+    Problem(9, 3, 80, 24, (5, 300), page_size=128),
     Problem(40, 40, 192, 8, (65, 300)),
     Problem(128, 1, 512, 64, (65, 300)),
     Problem(1, 1, 16, 8, (1, 300)),
@@ -408,12 +407,17 @@ def test_float16_windows_starts_and_large_scores_on_the_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seqlen_q", [2, 4])
-def test_several_new_tokens_on_the_gpu_failure_5(seqlen_q):
-    lengths = (0, 1, seqlen_q, 64 + seqlen_q, 200, 65, 130, 195)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(16, 1, 512, 64, (0, 1, 2, 66, 200, 65, 130, 195), seqlen_q=2),
+        Problem(6, 2, 64, 16, (0, 1, 3, 67, 200, 65, 130, 195), seqlen_q=3, starts=(0, 1, 0, 60, 190, 64, 7, 195)),
+    ],
+    ids=["H16", "H6"],
+)
+def test_several_new_tokens_on_the_gpu_failure_5(problem):
     for causal in (True, False):
-        check(Problem(16, 1, 512, 64, lengths, seqlen_q=seqlen_q, causal=causal))
-        check(Problem(6, 2, 64, 16, lengths, seqlen_q=seqlen_q, causal=causal, starts=(0, 1, 0, 70, 190, 64, 7, 195)))
+        check(dataclasses.replace(problem, causal=causal))
 
 
 @pytest.mark.gpu
@@ -464,16 +468,15 @@ def test_graph_replays_at_other_lengths_failure_14():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("width", [512, 80])
-def test_append_on_the_gpu(width):
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for tokens in (0, 1, 11):
-            given = append_arguments(tokens, width=width, dtype=dtype, device="cuda")
-            if tokens > 4:
-                given["latent"][1] = 0
-                given["latent"][2, 5] = torch.nan
-                given["latent"][4, 0] = torch.inf
-            check_append(given)
+@pytest.mark.parametrize(("width", "dtype"), [(512, torch.bfloat16), (80, torch.float16), (33, torch.float32)])
+def test_append_on_the_gpu(width, dtype):
+    for tokens in (0, 1, 11):
+        given = append_arguments(tokens, width=width, dtype=dtype, device="cuda")
+        if tokens > 4:
+            given["latent"][1] = 0
+            given["latent"][2, 5] = torch.nan
+            given["latent"][4, 0] = torch.inf
+        check_append(given)
 
 
 def test_error_beside_the_original_cache():

@@ -99,7 +99,8 @@ def make_mla_decode_fp8(
     piece_rows = min(BLOCK, page_size)
     tiles = -(-d_c // 64)  # 64 columns each: rows of one product with the weights, depth of four with the queries
     half = -(-tiles // 2)
-    panels, wide_panels = -(-d_c // PANEL), tiles
+    panels = -(-d_c // PANEL)
+    wide_panels = 2 * panels  # of the queries: whole panels of codes, so that no column needs a guard
     rope_panels = -(-(groups * d_r) // WIDE)
     held = rows // 2  # accumulators of a thread for 64 rows
     mine = rows // 4  # heads that a thread has accumulators for
@@ -208,8 +209,7 @@ def make_mla_decode_fp8(
                 q_scale[r] = T.reinterpret(T.shift_left(127 - LARGEST_EXPONENT + exponent, 23), accum)
             for v in T.unroll(4 * panels):
                 d = v // 4 * PANEL + 4 * lane + v % 4
-                if d < tiles * 64:
-                    q_tile[d // WIDE, r, column_of_code(d) % WIDE] = T.cast(x[v] * top[1], "float16")
+                q_tile[d // WIDE, r, column_of_code(d) % WIDE] = T.cast(x[v] * top[1], "float16")
         for i in T.serial(rows * rope_panels * WIDE // CONSUMERS):
             e = i * CONSUMERS + thread
             r = e // (rope_panels * WIDE)
@@ -229,6 +229,22 @@ def make_mla_decode_fp8(
             )
 
     @T.macro
+    def fetch(transposed, w, slot, i, warp, lane, c_ring, word):
+        """Codes of a warp's i-th step: 16 tokens x 32 columns for the scores, 32 tokens x 16 columns for the output."""
+        if transposed:
+            T.ptx_ldmatrix(
+                True, 4,
+                T.access_ptr(c_ring[w, slot, i // 4, i % 2 * 32 + lane, i // 2 % 2 * 64 + warp * 16], "r", 16),
+                T.access_ptr(word[i % 2 * 4], "w", 4),
+            )  # fmt: skip
+        else:
+            T.ptx_ldmatrix(
+                False, 4,
+                T.access_ptr(c_ring[w, slot, i // 4, warp * 16 + lane % 16, i % 4 * 32 + lane // 16 * 16], "r", 16),
+                T.access_ptr(word[i % 2 * 4], "w", 4),
+            )  # fmt: skip
+
+    @T.macro
     def consume(
         w, cta, token0, head0, valid, q_latent, q_pe, schedule, span, work, q_tile, q_scale, qp_tile, c_ring, s_ring,
         k_ring, p_tile, stage, totals, exchange, full, free, thread, out, lse, partial_out, partial_lse, seqlen_q,
@@ -242,12 +258,12 @@ def make_mla_decode_fp8(
         den = T.alloc_local([mine], accum)
         m = T.alloc_local([mine], accum)
         top = T.alloc_local([mine], accum)
-        word = T.alloc_local([4], "uint32")
+        word = T.alloc_local([8], "uint32")  # codes of one step, and of the next
         a = T.alloc_local([BUFFERS * 8], "uint32")
         scale_of = T.alloc_local([2], accum)
         log_of = T.alloc_local([2], accum)
         flag = T.alloc_local([1], T.int32)
-        x = T.alloc_local([4 * panels], accum)
+        x = T.alloc_local([4 * panels], accum)  # a row of queries; at other times anything
         desc_q, desc_p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
         desc_k, desc_qp = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
         T.initialize_wgmma_descriptor(desc_q, q_tile.access_ptr("r"), swizzle_128, 1, row_group)
@@ -304,22 +320,19 @@ def make_mla_decode_fp8(
                     )  # fmt: skip
                 T.warpgroup_commit_batch()
                 T.warpgroup_fence_operand(s, num_regs=held)
-                for i in list(range(tiles * 2)):  # 32 columns: two products
+                fetch(False, w, slot, 0, warp, lane, c_ring, word)
+                for i in T.unroll(tiles * 2):  # 32 columns: two products
                     if i >= BUFFERS:
                         T.warpgroup_wait(BUFFERS - 1)
-                    T.ptx_ldmatrix(
-                        False, 4,
-                        T.access_ptr(
-                            c_ring[w, slot, i // 4, warp * 16 + lane % 16, i % 4 * 32 + lane // 16 * 16], "r", 16
-                        ),
-                        T.access_ptr(word[0], "w", 4),
-                    )  # fmt: skip
+                    if i < tiles * 2 - 1:
+                        fetch(False, w, slot, i + 1, warp, lane, c_ring, word)
                     b = i % BUFFERS * 8
+                    h = i % 2 * 4
                     for v in list(range(2)):
-                        a[b + 4 * v] = low(word[2 * v])
-                        a[b + 4 * v + 1] = low(word[2 * v + 1])
-                        a[b + 4 * v + 2] = high(word[2 * v])
-                        a[b + 4 * v + 3] = high(word[2 * v + 1])
+                        a[b + 4 * v] = low(word[h + 2 * v])
+                        a[b + 4 * v + 1] = low(word[h + 2 * v + 1])
+                        a[b + 4 * v + 2] = high(word[h + 2 * v])
+                        a[b + 4 * v + 3] = high(word[h + 2 * v + 1])
                     T.warpgroup_fence_operand(a, offset=b, num_regs=8)
                     T.warpgroup_arrive()
                     for v in list(range(2)):
@@ -371,9 +384,9 @@ def make_mla_decode_fp8(
                         flag[0] = 1
                 if T.any_sync(flag[0]) != 0:
                     for c in T.unroll(mine):  # top becomes the factor for what is there
-                        word[0] = T.reinterpret(m[c], "uint32")
+                        x[0] = m[c]
                         m[c] = T.if_then_else(top[c] > m[c] + SLACK, top[c], m[c])
-                        top[c] = T.exp2(T.reinterpret(word[0], accum) - m[c])
+                        top[c] = T.exp2(x[0] - m[c])
                         den[c] *= top[c]
                     for i in T.unroll(tiles * held):
                         o[i] *= top[i % held // 4 * 2 + i % 2]
@@ -403,19 +416,18 @@ def make_mla_decode_fp8(
                 T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
 
                 T.warpgroup_fence_operand(o, num_regs=tiles * held)
-                for i in list(range(tiles * 2)):  # 64 columns by 32 tokens: two products
+                fetch(True, w, slot, 0, warp, lane, c_ring, word)
+                for i in T.unroll(tiles * 2):  # 64 columns by 32 tokens: two products
                     if i >= BUFFERS:
                         T.warpgroup_wait(BUFFERS - 1)
-                    T.ptx_ldmatrix(
-                        True, 4,
-                        T.access_ptr(c_ring[w, slot, i // 4, i % 2 * 32 + lane, i // 2 % 2 * 64 + warp * 16], "r", 16),
-                        T.access_ptr(word[0], "w", 4),
-                    )  # fmt: skip
+                    if i < tiles * 2 - 1:
+                        fetch(True, w, slot, i + 1, warp, lane, c_ring, word)
                     b = i % BUFFERS * 8
+                    h = i % 2 * 4
                     for v in list(range(4)):  # bytes of two tokens, two columns each, to two columns of two tokens
-                        word[v] = T.call_extern("uint32", "__byte_perm", word[v], T.uint32(0), T.uint32(0x3120))
-                        a[b + 2 * v] = low(word[v])
-                        a[b + 2 * v + 1] = high(word[v])
+                        word[h + v] = T.call_extern("uint32", "__byte_perm", word[h + v], T.uint32(0), T.uint32(0x3120))
+                        a[b + 2 * v] = low(word[h + v])
+                        a[b + 2 * v + 1] = high(word[h + v])
                     T.warpgroup_fence_operand(a, offset=b, num_regs=8)
                     T.warpgroup_arrive()
                     for v in list(range(2)):

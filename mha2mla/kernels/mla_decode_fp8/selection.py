@@ -28,10 +28,10 @@ class Fp8Choice:
 
 def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, num_stages: int) -> int:
     """Bytes of shared memory that the kernel allocates, with 1 KiB for barriers."""
-    panels, columns = -(-kv_lora_rank // 128), -(-kv_lora_rank // 64)
+    panels = -(-kv_lora_rank // 128)
     rope_panels = -(-(tiling.groups_per_tile * qk_rope_head_dim) // 64)
     rings = 2 * num_stages * ((panels + rope_panels) * TILE_BYTES + 256)
-    queries = tiling.rows * 128 * (columns + rope_panels)
+    queries = tiling.rows * 128 * (2 * panels + rope_panels)
     weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
     return rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
 
