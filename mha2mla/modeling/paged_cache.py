@@ -30,6 +30,15 @@ class BatchStep:
     caches: tuple[Mapping[str, Tensor], ...]
     plans: tuple[MixedPlan, ...]
 
+    def refresh(self) -> None:
+        """Plans again, in place, for what the batch's tensors now say (:meth:`SequenceBatch.copy_`); for CUDA graphs.
+
+        Raises:
+            ValueError: the batch has queries of more than 8 tokens.
+        """
+        for plan in {id(plan): plan for plan in self.plans}.values():
+            plan.refresh()
+
     def attend(self, layer_idx: int, tensors: Mapping[str, Tensor | None]) -> Tensor:
         """Appends a layer's new tokens and attends; ``tensors`` by the backend's names. [N, H, d_v]."""
         backend = self.backends[layer_idx]

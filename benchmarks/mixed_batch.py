@@ -1,0 +1,251 @@
+"""A step of an engine: decodes and prompts in one call of the mixed-batch op, against several calls.
+
+    python benchmarks/mixed_batch.py --json benchmarks/results/h200-mixed-batch.json
+    python benchmarks/mixed_batch.py --device cpu --dtype float32 --decodes 3 --context 40 --prompt 30 --layer small
+
+What is timed is what a layer does with its projections: RoPE and writing of the new tokens, then attention. The plan is
+made before and timed apart, since all layers share it. Before anything is timed, the results of the one call are
+compared with those of the separate calls, which see the same cache. The main number is the median with a cold L2
+(``triton.testing.do_bench``); beside it, the same from a CUDA graph with a warm one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mha2mla.eval.environment import collect_environment, describe_environment
+from mha2mla.eval.latency import time_callable
+from mha2mla.eval.report import print_table, write_json
+from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionConstants, GQAGeometry
+from mha2mla.modeling.batch import SequenceBatch
+from mha2mla.modeling.paged_cache import PagedCache
+
+LAYERS: dict[str, MLAGeometry | GQAGeometry] = {
+    # Llama-2-7B's heads, one shared rotary key
+    "shared": MLAGeometry(32, 1, 512, 64, 64, 128, 32),
+    # Llama-2-7B as MHA2MLA converts it: a rotary key of 16 for every head
+    "per-head": MLAGeometry(32, 32, 512, 16, 112, 128, 32),
+    # Llama-3-8B's heads
+    "grouped": MLAGeometry(32, 8, 512, 16, 112, 128, 8),
+    "MHA": GQAGeometry(32, 32, 128, 128),
+    "GQA": GQAGeometry(32, 8, 128, 128),
+    "small": MLAGeometry(4, 2, 16, 8, 8, 16, 2),
+    "small GQA": GQAGeometry(4, 2, 16, 16),
+}
+COLUMNS = {
+    "layer": "layer",
+    "way": "way",
+    "calls": "calls",
+    "us": "µs",
+    "us_p20": "p20",
+    "us_p80": "p80",
+    "us_graph": "graph, warm",
+    "plan_us": "plans (host)",
+    "ratio": "to one call",
+    "difference": "difference",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer: which of the step's tokens it serves, and what it is given."""
+
+    tokens: Tensor
+    tensors: dict[str, Tensor]
+    batch: SequenceBatch
+    plan: Any
+
+
+class Step:
+    """A layer's inputs for ``decodes`` sequences with a context and one new token each, and prompts without a context.
+
+    Args:
+        backend, geometry: of the layer.
+        contexts: cached tokens of each sequence.
+        queries: new tokens of each.
+        dtype, device: of everything.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        geometry: MLAGeometry | GQAGeometry,
+        contexts: list[int],
+        queries: list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        page_size: int = 64,
+    ) -> None:
+        self.backend, self.device = backend, device
+        width = geometry.qk_head_dim if isinstance(geometry, GQAGeometry) else geometry.v_head_dim
+        self.constants = AttentionConstants(geometry, softmax_scale=width**-0.5)
+        self.contexts, self.queries = contexts, queries
+        pages = sum(-(-(old + new) // page_size) for old, new in zip(contexts, queries, strict=True))
+        self.cache = PagedCache([(backend, self.constants)], pages, page_size, dtype=dtype, device=device)
+        make = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=make, device=device) * scale).to(dtype)
+
+        for tensor in self.cache.tensors[0].values():
+            tensor.copy_(normal(*tensor.shape))
+        self.sequences = [self.cache.open() for _ in contexts]
+        for sequence, length in zip(self.sequences, contexts, strict=True):
+            self.cache.allocator.grow(sequence, length)
+        for sequence, length in zip(self.sequences, queries, strict=True):
+            self.cache.allocator.grow(sequence, length)
+        tokens = sum(queries)
+        self.weights: dict[str, Tensor] = {}
+        (_, (shape, _)), *_ = backend.buffers(geometry).items()
+        self.weights["inv_freq"] = torch.rand(shape, generator=make, device=device)
+        if isinstance(geometry, GQAGeometry):
+            heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
+            self.tensors = {
+                "query": normal(tokens, heads, geometry.qk_head_dim),
+                "key": normal(tokens, kv_heads, geometry.qk_head_dim),
+                "value": normal(tokens, kv_heads, geometry.v_head_dim),
+            }
+        else:
+            heads, kv_heads, latent = geometry.num_attention_heads, geometry.num_key_value_heads, geometry.kv_lora_rank
+            self.tensors = {
+                "q_nope": normal(tokens, heads, geometry.qk_nope_head_dim),
+                "q_pe": normal(tokens, heads, geometry.qk_rope_head_dim),
+                "latent": normal(tokens, latent),
+                "k_pe": normal(tokens, geometry.num_rope_heads, geometry.qk_rope_head_dim),
+            }
+            self.weights["k_up"] = normal(kv_heads, geometry.qk_nope_head_dim, latent, scale=latent**-0.5)
+            self.weights["v_up"] = normal(kv_heads, geometry.v_head_dim, latent, scale=latent**-0.5)
+
+    def calls(self, parts: list[list[int]]) -> list[Call]:
+        """A call for each part of the step's sequences, given by their places."""
+        begins = [sum(self.queries[:index]) for index in range(len(self.queries))]
+        made = []
+        for part in parts:
+            batch = SequenceBatch.build(
+                [self.queries[index] for index in part],
+                [self.contexts[index] for index in part],
+                [self.cache.allocator.pages(self.sequences[index]) for index in part],
+                self.cache.allocator.page_size,
+                device=self.device,
+            )
+            spans = [torch.arange(begins[index], begins[index] + self.queries[index]) for index in part]
+            tokens = batch.flatten(spans).to(self.device)
+            mine = {name: tensor.index_select(0, tokens) for name, tensor in self.tensors.items()}
+            plan = self.backend.plan(self.cache.tensors[0], batch, self.constants)
+            made.append(Call(tokens, mine | self.weights, batch, plan))
+        return made
+
+    def run(self, calls: list[Call]) -> list[Tensor]:
+        """What a layer does, call by call."""
+        cache = self.cache.tensors[0]
+        return [self.backend.run(call.tensors, cache, call.batch, call.plan, self.constants) for call in calls]
+
+    def result(self, calls: list[Call]) -> Tensor:
+        """[N, H, d_v] in the step's own order."""
+        outs = self.run(calls)
+        whole = outs[0].new_empty(sum(self.queries), *outs[0].shape[1:])
+        for call, out in zip(calls, outs, strict=True):
+            whole[call.tokens] = out
+        return whole
+
+
+@torch.inference_mode()
+def mixed_batch(
+    decodes: int = 60,
+    context: int = 4096,
+    prefills: int = 2,
+    prompt: int = 2000,
+    prompt_context: int = 0,
+    layer: list[str] | None = None,
+    dtype: str = "bfloat16",
+    device: str = "cuda",
+    backend: str | None = None,
+    min_run_time: float = 0.3,
+    json: str | None = None,
+) -> bool:
+    """Times a step of ``decodes`` sequences with one new token and ``prefills`` prompts, in one call and in several.
+
+    Args:
+        decodes: sequences that bring one token.
+        context: tokens that each of these has cached.
+        prefills: sequences that bring a prompt, or a chunk of one.
+        prompt: its tokens.
+        prompt_context: tokens cached before the chunk.
+        layer: names of layers; default those of full size.
+        dtype: of inputs and caches.
+        device: where to run.
+        backend: name of the attention backend; default the first that serves a layer.
+        min_run_time: seconds of measuring for each row.
+        json: also write every row to this file.
+
+    Returns:
+        Whether every way gave the same results.
+    """
+    names = [name for name in LAYERS if not name.startswith("small")] if layer is None else layer
+    where, number = torch.device(device), getattr(torch, dtype)
+    contexts, queries = [context] * decodes + [prompt_context] * prefills, [1] * decodes + [prompt] * prefills
+    everyone = list(range(decodes + prefills))
+    ways = {
+        "one call": [everyone],
+        "decodes, then each prompt": [everyone[:decodes], *([index] for index in everyone[decodes:])],
+        "one sequence at a time": [[index] for index in everyone],
+    }
+    rows: list[dict[str, Any]] = []
+    same = True
+    for name in names:
+        geometry = LAYERS[name]
+        chosen = ATTENTION_BACKENDS.choose(backend, geometry, 64, number, where)
+        step = Step(chosen, geometry, contexts, queries, number, where)
+        expected: Tensor | None = None
+        for way, parts in ways.items():
+            parts = [part for part in parts if part]
+            began = time.perf_counter()
+            calls = step.calls(parts)
+            plan_us = (time.perf_counter() - began) * 1e6
+            result = step.result(calls)
+            if expected is None:
+                expected = result
+            difference = float((result - expected).double().norm() / expected.double().norm())
+            # Other splits of a sequence round partial sums elsewhere: half a unit of the last place, twice.
+            right = difference <= torch.finfo(number).eps
+            same = same and right
+            row = {"layer": f"{name} ({chosen.name})", "way": way, "calls": len(parts), "difference": difference}
+            if right:
+                row |= _timed(lambda step=step, calls=calls: step.run(calls), where, min_run_time)
+                row["plan_us"] = plan_us
+                first = next(r for r in rows + [row] if r["layer"] == row["layer"])
+                row["ratio"] = row["us"] / first["us"]
+            rows.append(row)
+        del step
+    environment = collect_environment()
+    print_table(
+        rows,
+        title=f"{decodes} decodes over {context} + {prefills} prompts of {prompt} over {prompt_context}, {dtype}",
+        columns=COLUMNS,
+        caption=describe_environment(environment),
+    )
+    if json:
+        write_json(json, kind="mixed-batch", rows=rows, environment=environment)
+    return same
+
+
+def _timed(call: Callable[[], Any], device: torch.device, min_run_time: float) -> dict[str, Any]:
+    timing = time_callable(call, device, min_run_time=min_run_time)
+    return {"us": timing.p50, "us_p20": timing.p20, "us_p80": timing.p80, "us_graph": timing.graph}
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    sys.exit(0 if auto_cli(mixed_batch) else 1)
