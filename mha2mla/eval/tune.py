@@ -196,7 +196,7 @@ def tune(
         ]
     write_rows(path, [])  # before anything is measured: it can be written, and what is there is a table
     trials = [trial for mine in entered.values() for trial in mine]
-    failures = _compile_all(trials, major_minor, timeout=COMPILE_TIMEOUT, progress=progress)
+    failures = compile_all(trials, major_minor, timeout=COMPILE_TIMEOUT, progress=progress)
     results: dict[Trial, dict[str, Any]] = {
         trial: {"status": f"not compiled: {failures[trial]}"} for trial in trials if trial in failures
     }
@@ -288,7 +288,7 @@ def compile_candidate(job: tuple[DecodeShape, KernelChoice, int, int, int]) -> N
     compile_merge(shape, merge_splits(num_ctas, batch), major_minor)
 
 
-def _compile_all(trials: Sequence[Trial], major_minor: int, *, timeout: float, progress: bool) -> dict[Trial, str]:
+def compile_all(trials: Sequence[Trial], major_minor: int, *, timeout: float, progress: bool) -> dict[Trial, str]:
     """Compiles in parallel; why a trial's candidate could not be compiled, for those that could not."""
     jobs = {}
     for trial in trials:
@@ -304,20 +304,13 @@ def _compile_all(trials: Sequence[Trial], major_minor: int, *, timeout: float, p
 def measure(trial: Trial, device: str, capability: int, min_run_time: float) -> dict[str, Any]:
     """Runs in a worker: ``status`` and, if that is "ok", ``us``, the median of each candidate with a cold L2."""
     with torch.cuda.device(device):
-        inputs, plan = _prepared(trial.problem, trial.dtype, device)
+        inputs, _ = _prepared(trial.problem, trial.dtype, device)
         calls = []
         for candidate in trial.candidates:
-            mine = plan_for(plan, candidate.num_ctas)
-            for workspace in (mine.partial_out, mine.partial_lse):
-                workspace.fill_(torch.nan)
-            mine.schedule.fill_(UNUSED_PAGE)
-            mine.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
-            out = torch.full_like(inputs["q_latent"], torch.nan)
-            batch, seqlen_q, heads, _ = out.shape
-            lse = torch.full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32, device=device)
-            calls.append(launcher(trial.shape, candidate.choice, capability, inputs, mine, out, lse))
+            call, out, lse = prepared_call(trial.problem, trial.dtype, candidate, device, capability)
+            calls.append(call)
             if not trial.final:
-                calls[-1]()
+                call()
                 judgement = judge(inputs, out, lse, getattr(torch, trial.dtype), **trial.problem.visibility)
                 if not judgement.ok:
                     return {"status": f"wrong: {judgement.reason}"}
@@ -327,6 +320,22 @@ def measure(trial: Trial, device: str, capability: int, min_run_time: float) -> 
             for call, mine in zip(calls, times, strict=True):
                 mine.append(time_callable(call, device, min_run_time=min_run_time).p50)
         return {"status": "ok", "us": [statistics.median(mine) for mine in times]}
+
+
+def prepared_call(
+    problem: Problem, dtype: str, candidate: Candidate, device: str, capability: int
+) -> tuple[Callable[[], None], Tensor, Tensor]:
+    """What launches a candidate, planned for the problem over poisoned buffers, and the out and lse that it fills."""
+    inputs, plan = _prepared(problem, dtype, device)
+    mine = plan_for(plan, candidate.num_ctas)
+    for workspace in (mine.partial_out, mine.partial_lse):
+        workspace.fill_(torch.nan)
+    mine.schedule.fill_(UNUSED_PAGE)
+    mine.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+    out = torch.full_like(inputs["q_latent"], torch.nan)
+    batch, seqlen_q, heads, _ = out.shape
+    lse = torch.full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32, device=device)
+    return launcher(problem.shape(dtype), candidate.choice, capability, inputs, mine, out, lse), out, lse
 
 
 @lru_cache(maxsize=1)

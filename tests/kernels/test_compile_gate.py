@@ -39,8 +39,10 @@ OTHERS = [
     ("heads_on_m", None, DecodeShape(64, 1, 200, 64, 16, 1, "bfloat16")),
     ("swap_ab", None, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
 ]
-# Ways to compute rope scores that only a tuning table chooses.
+# Ways to compute rope scores, and of 64 rows a tile, that only a tuning table chooses.
 VARIANTS = [
+    ("paired+quarters+lazy", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16")),
+    ("paired+quarters+lazy", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
     ("gemv", DecodeShape(9, 3, 256, 16, 64, 1, "bfloat16")),
     ("gemv", DecodeShape(64, 8, 128, 64, 64, 1, "float16")),
     ("groups", DecodeShape(64, 4, 128, 32, 64, 1, "bfloat16")),
@@ -92,7 +94,7 @@ def test_hopper_kernels_that_the_rule_does_not_choose(kernel, warpgroups, shape)
 
 
 @pytest.mark.parametrize(("variant", "shape"), VARIANTS, ids=name)
-def test_hopper_rope_variants(variant, shape):
+def test_hopper_variants(variant, shape):
     choice = next(choice for choice in list_kernels(shape, 90) if choice.variant == variant)
     gate(shape, choice, 90)
 

@@ -10,7 +10,8 @@ import torch
 
 from mha2mla.kernels import mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.schedule import MAX_BATCH
-from mha2mla.kernels.mla_decode.selection import MAX_SPLITS, list_kernels
+from mha2mla.kernels.mla_decode.selection import MAX_SPLITS, heads_on_m_variants, list_kernels, rope_variants
+from mha2mla.kernels.mla_decode.tiling import tile_rows
 from tests.kernels.problems import (
     Problem,
     assert_right,
@@ -139,30 +140,72 @@ CANDIDATES = [
 @pytest.mark.parametrize("problem", CANDIDATES, ids=name)
 def test_every_kernel_that_could_be_chosen_is_right_failures_1_8(problem):
     """Not only the rule's choice; by the planner's plans for any number of CTAs, and by plans no planner makes."""
+    choices = {
+        (c.kernel, c.warpgroups, c.ctas_per_sm): c
+        for c in reversed(list_kernels(problem.shape(), capability()))
+        if c.variant == variant_of_the_rule(c, problem)
+    }
+    for choice in choices.values():
+        check_choice(problem, choice)
+
+
+VARIANTS = [
+    (Problem(32, 32, 512, 16, (0, 1, 65, 700, 64)), ("blocks", "groups", "gemv")),
+    (Problem(32, 8, 512, 64, (0, 1, 65, 700, 64)), ("blocks", "groups", "gemv")),
+    (Problem(9, 3, 256, 16, (0, 1, 65, 700, 64)), ("groups", "gemv")),
+    (Problem(64, 4, 128, 32, (0, 1, 65, 700, 64), page_size=16), ("groups", "gemv")),
+    (Problem(128, 1, 512, 64, (0, 1, 65, 700, 64)), heads_on_m_variants(tile_rows(128, 1, 1, 64, 1))[1:]),
+    (Problem(128, 1, 512, 64, (0, 1, 65, 700, 64), page_size=16), ("paired+quarters+lazy",)),
+    (Problem(64, 1, 512, 64, (0, 1, 65, 700, 64), seqlen_q=2), ("paired+quarters+lazy",)),
+    (Problem(64, 1, 512, 64, (0, 1, 65, 700, 64)), ("quarters+lazy",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant"),
+    [
+        pytest.param(problem, variant, id=f"{name(problem)}-{variant}")
+        for problem, variants in VARIANTS
+        for variant in variants
+    ],
+)
+def test_every_variant_is_right_failures_1_8(problem, variant):
+    """Those that only a tuning table chooses; rows whose maximum grows by little and by much, and large scores."""
+    choice = next(c for c in list_kernels(problem.shape(), capability()) if c.variant == variant)
+    check_choice(problem, choice)
+    for scale in (30.0, 4e5):
+        check_choice(dataclasses.replace(problem, scale=scale), choice)
+
+
+def variant_of_the_rule(choice, problem: Problem) -> str:
+    if choice.kernel == "swap_ab_ws":
+        return next(iter(rope_variants(choice.tiling, problem.qk_rope_head_dim)))
+    return heads_on_m_variants(choice.tiling)[0] if choice.kernel == "heads_on_m" else ""
+
+
+def check_choice(problem: Problem, choice) -> None:
+    """A configuration by plans of the planner and by plans no planner makes, twice, with and without a window."""
     from mha2mla.kernels.mla_decode.build import MERGES
     from mha2mla.kernels.mla_decode.launch import compile_choice, compile_merge
 
     shape = problem.shape()
-    choices = {(c.kernel, c.warpgroups, c.ctas_per_sm): c for c in reversed(list_kernels(shape, capability()))}
-    windowed = dataclasses.replace(problem, window=40, sinks=3, starts=(0, 0, 2, 30, 5))
-    for choice in choices.values():
-        split = compile_choice(shape, choice, capability())
-        for case in (problem, windowed):
-            inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
-            plans = [(1, None), (2, None), (5, None), (132, None)]
-            for seed in range(3):
-                num_ctas = (3, 9, 40)[seed]
-                work = random_work([span.tiles for span in case.spans()], num_ctas, random.Random(seed))
-                plans.append((num_ctas, work))
-            for i, (num_ctas, work) in enumerate(plans):
-                merge = compile_merge(shape, sorted(MERGES)[i % len(MERGES)], capability())
-                first = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
-                try:
-                    assert_right(inputs, *first, torch.bfloat16, **case.visibility)
-                except AssertionError as error:
-                    raise AssertionError(f"{choice.reason}; {num_ctas} CTAs, plan {i}: {error}") from error
-                second = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
-                assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), choice.reason
+    split = compile_choice(shape, choice, capability())
+    for case in (problem, dataclasses.replace(problem, window=40, sinks=3, starts=(0, 0, 2, 30, 5))):
+        inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
+        plans = [(1, None), (2, None), (5, None), (132, None)]
+        for seed in range(3):
+            num_ctas = (3, 9, 40)[seed]
+            work = random_work([span.tiles for span in case.spans()], num_ctas, random.Random(seed))
+            plans.append((num_ctas, work))
+        for i, (num_ctas, work) in enumerate(plans):
+            merge = compile_merge(shape, sorted(MERGES)[i % len(MERGES)], capability())
+            first = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
+            try:
+                assert_right(inputs, *first, torch.bfloat16, **case.visibility)
+            except AssertionError as error:
+                raise AssertionError(f"{choice.reason}; {num_ctas} CTAs, plan {i}: {error}") from error
+            second = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
+            assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), choice.reason
 
 
 @pytest.mark.parametrize("batch", [2, 40, 131, 300])

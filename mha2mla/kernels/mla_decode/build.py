@@ -33,7 +33,11 @@ def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = 
             ctas_per_sm=choice.ctas_per_sm,
         )
     if choice.kernel == "heads_on_m":
-        return make_heads_on_m(**common, num_stages=choice.num_stages)
+        return make_heads_on_m(
+            **common,
+            num_stages=choice.num_stages,
+            **{name: True for name in choice.variant.split("+") if name != "plain"},
+        )
     return make_swap_ab(**common, block_tokens=choice.block_tokens, threads=choice.threads, on_cpu=on_cpu)
 
 

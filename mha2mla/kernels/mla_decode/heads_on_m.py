@@ -33,6 +33,7 @@ ROWS = 64  # the M of one wgmma
 BARRIER = 8  # named barriers below 8 belong to the compiler
 # Registers a thread of each role keeps; 512 in all for four warpgroups.
 SCORE_REGISTERS, OUTPUT_REGISTERS, PRODUCER_REGISTERS = 120, 168, 56
+GROWTH = 8.0  # of a maximum, in powers of 2, that weights may exceed 1 by: 256 is exact in every dtype
 
 
 def make_heads_on_m(
@@ -45,6 +46,9 @@ def make_heads_on_m(
     dtype: str,
     tiling: RowTiling,
     num_stages: int = 2,
+    paired: bool = False,
+    lazy: bool = False,
+    quarters: bool = False,
 ):
     """A TileLang function ``mla_decode_heads_on_m`` for one static shape; arguments as :func:`make_swap_ab` describes.
 
@@ -54,6 +58,11 @@ def make_heads_on_m(
         dtype: "bfloat16" or "float16".
         tiling: which 64 query rows one CTA serves; its rope heads fill at most 64 columns.
         num_stages: tiles in flight.
+        paired: CTAs of neighbouring tiles form a cluster and share what they read: the first sends it to both. Their
+            rope columns must be the same (``selection.can_pair``).
+        lazy: the output is rescaled only when a row's maximum has grown by more than ``GROWTH``; until then weights are
+            taken relative to the older maximum, which is exact: sum and logsumexp are relative to it too.
+        quarters: the latent is streamed, waited for and released by quarters of its columns, not by halves.
     """
     d_c, d_r = kv_lora_rank, qk_rope_head_dim
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
@@ -76,7 +85,21 @@ def make_heads_on_m(
 
     token, head = tiling.token, tiling.head
 
-    stream, stream_queries = make_streams(tiling, latent_cols, page_size, num_stages)
+    stream, stream_queries = make_streams(tiling, latent_cols, page_size, num_stages, 0b11 if paired else None)
+    barriers = 2 if quarters else 1  # of each half of the latent
+    order = [0, 2, 1, 3] if quarters else [0, 1, 2, 3]  # in which quarters arrive
+    new_free = T.alloc_cluster_barrier if paired else T.alloc_barrier
+    readers = 2 * WARPGROUP // 32 if paired else WARPGROUP  # that a slot waits for: warps of both CTAs, or threads
+
+    @T.macro
+    def release(free, slot, thread):
+        """Tells whoever fills a slot that this warpgroup has read it."""
+        if paired:
+            if thread % 32 == 0:
+                T.mbarrier_arrive(free[slot], 0)
+                T.mbarrier_arrive(free[slot], 1)
+        else:
+            T.barrier_arrive(free[slot])
 
     @T.macro
     def clean(ring, slot, columns, span, t0):
@@ -106,12 +129,13 @@ def make_heads_on_m(
     @T.macro
     def multiply(
         w, pair, full, free, cta, token0, head0, valid, schedule, work, span, p_tile, rescale, inverses, p_full, p_free,
-        end, out, partial_out, seqlen_q,
+        end, out, partial_out, seqlen_q, thread,
     ):  # fmt: skip
         """One warpgroup: columns ``w * half ...`` of the output, for all fragments."""
         T.set_max_nreg(OUTPUT_REGISTERS, 1)
         o = [T.alloc_fragment([ROWS, quarter], accum) for _ in range(2)]
         factor = T.alloc_fragment([ROWS], accum)
+        grown = T.alloc_local([1], T.int32)
         for f in T.serial(work[0]):
             read_fragment(span, schedule, cta, work, f)
             for i in list(range(2)):
@@ -119,21 +143,31 @@ def make_heads_on_m(
             for k in T.serial(span[TILES]):
                 t0 = first_token(span, k)
                 n = work[2] + k
-                T.barrier_wait(full[n % num_stages], (n // num_stages) & 1)
+                for u in list(range(barriers)):
+                    T.barrier_wait(full[u][n % num_stages], (n // num_stages) & 1)
                 T.barrier_wait(p_full, n & 1)
                 T.copy(rescale, factor)
-                for u in list(range(2)):
-                    for i, d in T.Parallel(ROWS, quarter):
-                        o[u][i, d] *= factor[i]
+                if lazy:
+                    grown[0] = 0
+                    for i in T.Parallel(ROWS):
+                        if factor[i] != 1.0:
+                            grown[0] = 1
+                if (not lazy) or T.any_sync(grown[0] != 0):
+                    for u in list(range(2)):
+                        for i, d in T.Parallel(ROWS, quarter):
+                            o[u][i, d] *= factor[i]
                 if holds_unseen(span, t0, BLOCK):
                     for u in list(range(2)):
                         clean(pair[u], n % num_stages, quarter, span, t0)
                     T.sync_threads(barrier_id=BARRIER + 1 + w, arrive_count=WARPGROUP)
                 for u in list(range(2)):
                     T.wgmma_gemm(p_tile, pair[u][n % num_stages, :, :], o[u], policy=by_row)
+                if quarters:
+                    T.wait_wgmma(1)
+                    release(free[0], n % num_stages, thread)
                 T.wait_wgmma(0)
                 T.barrier_arrive(p_free)
-                T.barrier_arrive(free[n % num_stages])
+                release(free[barriers - 1], n % num_stages, thread)
             work[2] += span[TILES]
             T.barrier_wait(end, f & 1)
             T.copy(inverses[f & 1, :], factor)
@@ -169,7 +203,10 @@ def make_heads_on_m(
         window: T.int32,
         sinks: T.int32,
     ):
-        with T.Kernel(tiling.num_tiles, num_ctas, threads=HEADS_ON_M_THREADS) as (tile, cta):
+        with T.Kernel(tiling.num_tiles, num_ctas, threads=HEADS_ON_M_THREADS, cluster_dims=2 if paired else None) as (
+            tile,
+            cta,
+        ):
             q_tile = T.alloc_shared([ROWS, latent_cols], dtype)
             qp_tile = T.alloc_shared([ROWS, rope_cols], dtype)
             rings = [T.alloc_shared([num_stages, BLOCK, quarter], dtype) for _ in range(4)]
@@ -179,10 +216,10 @@ def make_heads_on_m(
             inverses = T.alloc_shared([2, ROWS], accum)  # of even and odd fragments
             q_full = T.alloc_barrier(1)
             q_free = T.alloc_barrier(WARPGROUP)
-            halves_full = [T.alloc_barrier([1] * num_stages) for _ in range(2)]
-            halves_free = [T.alloc_barrier([WARPGROUP] * num_stages) for _ in range(2)]
+            halves_full = [[T.alloc_barrier([1] * num_stages) for _ in range(barriers)] for _ in range(2)]
+            halves_free = [[new_free([readers] * num_stages) for _ in range(barriers)] for _ in range(2)]
             k_full = T.alloc_barrier([1] * num_stages)
-            k_free = T.alloc_barrier([WARPGROUP] * num_stages)
+            k_free = new_free([readers] * num_stages)
             p_full = T.alloc_barrier(WARPGROUP)
             p_free = T.alloc_barrier(2 * WARPGROUP)
             end = T.alloc_barrier(WARPGROUP)
@@ -235,9 +272,9 @@ def make_heads_on_m(
                     for k in T.serial(span[TILES]):
                         t0 = first_token(span, k)
                         n = work[2] + k
-                        for i in list(range(4)):
-                            if i % 2 == 0:
-                                T.barrier_wait(halves_full[i // 2][n % num_stages], (n // num_stages) & 1)
+                        for i in order:
+                            if i % 2 < barriers:
+                                T.barrier_wait(halves_full[i // 2][i % 2][n % num_stages], (n // num_stages) & 1)
                             T.wgmma_gemm(
                                 q_tile[:, i * quarter : (i + 1) * quarter],
                                 rings[i][n % num_stages, :, :],
@@ -249,12 +286,15 @@ def make_heads_on_m(
                         T.barrier_wait(k_full[n % num_stages], (n // num_stages) & 1)
                         T.wgmma_gemm(qp_tile, k_ring[n % num_stages, :, :], s, transpose_B=True, policy=by_row)
                         T.wait_wgmma(0)
-                        T.barrier_arrive(k_free[n % num_stages])
+                        release(k_free, n % num_stages, thread)
                         if needs_mask(span, t0, BLOCK, tail):
                             for i, j in T.Parallel(ROWS, BLOCK):
                                 s[i, j] = T.if_then_else(sees(span, t0 + j, limit[i], window, sinks), s[i, j], MASKED)
                         T.copy(m, mn)
                         T.reduce_max(s, mn, dim=1, clear=False)
+                        if lazy:
+                            for i in T.Parallel(ROWS):
+                                mn[i] = T.if_then_else((mn[i] - m[i]) * scale > GROWTH, mn[i], m[i])
                         for i in T.Parallel(ROWS):
                             al[i] = T.exp2((m[i] - mn[i]) * scale)
                             m[i] = mn[i]
@@ -285,12 +325,12 @@ def make_heads_on_m(
             elif thread < 2 * WARPGROUP:
                 multiply(
                     0, rings[0:2], halves_full[0], halves_free[0], cta, token0, head0, valid, schedule, work, span,
-                    p_tile, rescale, inverses, p_full, p_free, end, out, partial_out, seqlen_q,
+                    p_tile, rescale, inverses, p_full, p_free, end, out, partial_out, seqlen_q, thread,
                 )  # fmt: skip
             elif thread < 3 * WARPGROUP:
                 multiply(
                     1, rings[2:4], halves_full[1], halves_free[1], cta, token0, head0, valid, schedule, work, span,
-                    p_tile, rescale, inverses, p_full, p_free, end, out, partial_out, seqlen_q,
+                    p_tile, rescale, inverses, p_full, p_free, end, out, partial_out, seqlen_q, thread,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
@@ -306,12 +346,14 @@ def make_heads_on_m(
                     )  # fmt: skip
                 elif thread < consumers + 96:
                     stream(
-                        rope_cache, rope_cols, column, [k_ring], k_full, k_free, thread, consumers + 64, block_table,
-                        schedule, cta, work, span, pages,
+                        rope_cache, rope_cols, column, [k_ring], [k_full], [k_free], thread, consumers + 64,
+                        block_table, schedule, cta, work, span, pages,
                     )  # fmt: skip
                 else:
                     stream_queries(
                         q_latent, token0, head0, q_tile, q_full, q_free, thread, consumers + 96, schedule, cta, work
                     )
+            if paired:
+                T.cluster_sync()  # the other CTA may still arrive at this one's barriers
 
     return mla_decode_heads_on_m

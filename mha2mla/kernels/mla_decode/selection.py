@@ -65,7 +65,7 @@ class KernelChoice:
         warpgroups: that compute (sm_90 kernels).
         ctas_per_sm: CTAs that are resident on a multiprocessor.
         reason: in words, with the numbers.
-        variant: of the kernel where it has several; for "swap_ab_ws" one of :func:`rope_variants`.
+        variant: of the kernel where it has several: one of :func:`rope_variants` or :func:`heads_on_m_variants`.
     """
 
     kernel: str
@@ -252,20 +252,34 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
         yield rank, choice if fits else None, used
 
 
+def can_pair(tiling: RowTiling) -> bool:
+    """Whether two neighbouring tiles always read the same columns of the cache, so that a cluster may share them."""
+    return tiling.num_tiles % 2 == 0 and (tiling.head_tiles == 1 or tiling.tiles_per_group % 2 == 0)
+
+
+def heads_on_m_variants(tiling: RowTiling) -> tuple[str, ...]:
+    """The variants of ``heads_on_m`` by name, joined from those of its options that are on; the rule's choice first."""
+    alone = ("plain", "lazy", "quarters")
+    return (*alone, "paired", "paired+quarters+lazy") if can_pair(tiling) else (*alone, "quarters+lazy")
+
+
 def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):
     """For full tiles of 64 rows only: below, most of its work would be on padding."""
     columns = tiling.groups_per_tile * shape.qk_rope_head_dim
     if tiling.rows != 64 or columns > 64:
         return
-    for num_stages in (3, 2):
+    for num_stages, variant in product((3, 2), heads_on_m_variants(tiling)):
         used = heads_on_m_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages)
         choice = KernelChoice(
             "heads_on_m", tiling, 64, num_stages, num_stages, HEADS_ON_M_THREADS, 3, 1,
-            f"heads_on_m: {tiling.num_tiles} tile(s) of 64 rows, {num_stages} stages, {used} bytes of shared memory",
+            f"heads_on_m ({variant}): {tiling.num_tiles} tile(s) of 64 rows, {num_stages} stages, "
+            f"{used} bytes of shared memory",
+            variant,
         )  # fmt: skip
         # its latent is padded to 256 columns: where that is more than others pad to, it reads zeros
         padded = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS) > shape.kv_lora_rank + 63
-        rank = (1 if padded else -1, tiling.num_tiles, -num_stages)
+        first = OTHER_VARIANT if variant != "plain" else 1 if padded else -1
+        rank = (first, tiling.num_tiles, -num_stages)
         yield rank, choice if used <= limit else None, used
 
 

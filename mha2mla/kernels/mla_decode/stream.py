@@ -7,7 +7,7 @@ from mha2mla.kernels.mla_decode.schedule import SEQUENCE, TILE_TOKENS, TILES
 from mha2mla.kernels.mla_decode.tiling import RowTiling
 
 
-def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages: int):
+def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages: int, cluster_mask: int | None = None):
     """The macros ``stream`` (a ring of cache tiles) and ``stream_queries``, each the whole work of one warp.
 
     Args:
@@ -15,6 +15,8 @@ def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages
         latent_cols: columns of the latent in shared memory.
         page_size: tokens per page, a power of two >= 16.
         num_stages: of the ring.
+        cluster_mask: CTAs of the cluster that a cache tile is sent to; the first of them reads it from L2. All of them
+            run ``stream`` over the same tiles, and ``free`` has to count the readers of all.
     """
     pieces = max(1, TILE_TOKENS // page_size)
     piece_list = list(range(pieces))
@@ -23,7 +25,8 @@ def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages
     def stream(
         source, columns, offset, pair, full, free, thread, leader, block_table, schedule, cta, work, span, pages
     ):
-        """One warp: every tile of this CTA's fragments, ``columns`` of ``source`` from ``offset`` on for each ring."""
+        """One warp: every tile of this CTA's fragments, ``columns`` of ``source`` from ``offset`` on for each ring of
+        ``pair``. ``full`` and ``free``: barriers of each ring, or of all rings together."""
         for f in T.serial(work[0]):
             read_fragment(span, schedule, cta, work, f)
             for k in T.serial(span[TILES]):
@@ -31,25 +34,29 @@ def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages
                 slot = (work[2] + k) % num_stages
                 for v in piece_list:
                     pages[v] = block_table[span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))]
-                T.barrier_wait(free[slot], (((work[2] + k) // num_stages) & 1) ^ 1)
                 for u in list(range(len(pair))):
+                    if u < len(free):
+                        T.barrier_wait(free[u][slot], (((work[2] + k) // num_stages) & 1) ^ 1)
                     for v in piece_list:
                         left = offset + u * columns
                         if pieces == 1:
                             T.tma_copy(
                                 source[pages[0], t0 % page_size : t0 % page_size + TILE_TOKENS, left : left + columns],
                                 pair[u][slot, :, :],
-                                barrier=full[slot],
+                                barrier=full[min(u, len(full) - 1)][slot],
+                                cluster_mask=cluster_mask,
                             )
                         else:
                             for c in list(range(0, columns, 64)):  # panels of the swizzled tile are contiguous per page
                                 T.tma_copy(
                                     source[pages[v], 0:page_size, left + c : left + c + min(64, columns)],
                                     pair[u][slot, v * page_size : (v + 1) * page_size, c : c + min(64, columns)],
-                                    barrier=full[slot],
+                                    barrier=full[min(u, len(full) - 1)][slot],
+                                    cluster_mask=cluster_mask,
                                 )
-                if thread == leader:
-                    T.barrier_arrive(full[slot])
+                    if u >= len(pair) - len(full):
+                        if thread == leader:
+                            T.barrier_arrive(full[u - len(pair) + len(full)][slot])
             work[2] += span[TILES]
 
     @T.macro
