@@ -239,7 +239,7 @@ def check_kernels(
 
 def tune(
     geometry: list[str] | None = None,
-    batch: list[int] | None = None,
+    batch: int | list[int] = 64,
     seqlen: int | None = None,
     page_size: int = 64,
     dtype: Literal["bfloat16", "float16"] = "bfloat16",
@@ -257,7 +257,7 @@ def tune(
     Args:
         geometry: H,G,d_c,d_r or H,G,d_c,d_r,S_q, such as 32,8,512,16; may be given several times. Default: a list of
             geometries that converted models have, and DeepSeek's.
-        batch: sequences per call, such as [8,64], each of which gets a row; default 64.
+        batch: sequences per call; several, such as [8,64], get a row each.
         seqlen: cached tokens of each; default as many as make the cache about 280 MB, 67 MB below 16 sequences.
         page_size: tokens per page.
         dtype: of queries and caches.
@@ -274,7 +274,7 @@ def tune(
 
     rows = tuner.tune(
         None if geometry is None else [tuner.parse_geometry(text) for text in geometry],
-        batches=batch or (64,),
+        batches=[batch] if isinstance(batch, int) else batch,
         seqlen=seqlen,
         page_size=page_size,
         dtype=dtype,
