@@ -188,11 +188,11 @@ def test_opcheck():
 
 
 @cache
-def compiled_for_cpu(shape, interleaved):
+def compiled_for_cpu(shape, interleaved, vector):
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.rope_append.kernel import make_rope_append
 
-    function = make_rope_append(**static(shape), dtype="float32", interleaved=interleaved, on_cpu=True)
+    function = make_rope_append(**static(shape), dtype="float32", interleaved=interleaved, vector=vector, on_cpu=True)
     configs = {"tirx.disable_vectorize": True}
     return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
 
@@ -209,9 +209,12 @@ def static(shape):
     }
 
 
-@pytest.mark.parametrize(("shape", "interleaved"), list(itertools.product(SHAPES[:3], (False, True))))
-def test_kernel_on_the_cpu_target(shape, interleaved):
-    kernel = compiled_for_cpu(shape, interleaved)
+@pytest.mark.parametrize(
+    ("shape", "interleaved", "vector"), [*itertools.product(SHAPES[:3], (False, True), (1,)), (SHAPES[4], False, 8),
+                                         (SHAPES[0], True, 8), (SHAPES[2], False, 4)]
+)  # fmt: skip
+def test_kernel_on_the_cpu_target(shape, interleaved, vector):
+    kernel = compiled_for_cpu(shape, interleaved, vector)
     for tokens in (1, 4, 11):
         given = tensors(shape, tokens)
         before, out = copied(given), torch.full_like(given["q_pe"], torch.nan)
@@ -237,7 +240,7 @@ def test_kernel_compiles_for_hopper(shape, interleaved):
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
-    function = make_rope_append(**static(shape), dtype="bfloat16", interleaved=interleaved)
+    function = make_rope_append(**static(shape), dtype="bfloat16", interleaved=interleaved, vector=8)
     (report,) = compile_only(function, "sm_90a", PASS_CONFIGS)
     assert not report.complaints(48 * 1024)
 

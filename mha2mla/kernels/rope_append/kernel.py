@@ -1,5 +1,7 @@
 """Rotates queries and keys of new tokens and writes keys, and rows beside them, into a paged cache, in one pass."""
 
+from math import gcd
+
 import tilelang.language as T
 
 
@@ -13,6 +15,7 @@ def make_rope_append(
     page_size: int,
     dtype: str,
     interleaved: bool,
+    vector: int = 1,
     block_tokens: int = 4,
     threads: int = 128,
     on_cpu: bool = False,
@@ -27,6 +30,7 @@ def make_rope_append(
         page_size: tokens per page.
         dtype: of rows, keys, queries and caches.
         interleaved: pairs are neighbours (x_0, x_1), …; else halves (x_0, x_{d_r / 2}), ….
+        vector: numbers that a thread moves at a time, at most; every row and pointer is aligned to so many.
         block_tokens, threads: of a block.
         on_cpu: compile for TileLang's C target.
 
@@ -46,9 +50,11 @@ def make_rope_append(
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
     threads = 1 if on_cpu else threads
     # Elements of each kind that a block handles; they go round the threads one by one. (T.Parallel finds no layout for
-    # some of these shapes, such as 9 heads of 8 pairs.)
-    angles, numbers = block_tokens * num_tables * half, block_tokens * row_width
-    key_pairs, query_pairs = block_tokens * num_rope_heads * half, block_tokens * heads * half
+    # some of these shapes, such as 9 heads of 8 pairs.) Rows and pairs do so in vectors.
+    row_vector, pairs = gcd(width, vector), gcd(half, max(1, vector // 2) if interleaved else vector)
+    row_vectors, half_vectors = width // row_vector, half // pairs
+    angles, numbers = block_tokens * num_tables * half, block_tokens * row_vectors if row_width else 0
+    key_vectors, query_vectors = block_tokens * num_rope_heads * half_vectors, block_tokens * heads * half_vectors
 
     def strided(shape, strides):  # the CPU target's wrapper passes no run-time strides
         return T.Tensor(shape, dtype) if on_cpu else T.StridedTensor(shape, strides, dtype)
@@ -59,11 +65,19 @@ def make_rope_append(
     def rounds(count):
         return -(-count // threads)
 
-    def first(pair):
+    def first(pair):  # of a vector of pairs in registers
         return 2 * pair if interleaved else pair
 
     def second(pair):
-        return 2 * pair + 1 if interleaved else pair + half
+        return 2 * pair + 1 if interleaved else pairs + pair
+
+    @T.macro
+    def turn(x, pair, cos, sin, i, table, p):
+        for v in T.unroll(pairs):
+            pair[0] = T.cast(x[first(v)], accum)
+            pair[1] = T.cast(x[second(v)], accum)
+            x[first(v)] = pair[0] * cos[i, table, p + v] - pair[1] * sin[i, table, p + v]
+            x[second(v)] = pair[1] * cos[i, table, p + v] + pair[0] * sin[i, table, p + v]
 
     @T.prim_func
     def rope_append(
@@ -79,10 +93,21 @@ def make_rope_append(
         scaling: T.float32,
     ):
         with T.Kernel(T.ceildiv(tokens, block_tokens), threads=threads) as x:
+            if vector > 1 and not on_cpu:  # else stores are not known to be aligned, and stay scalar
+                T.assume(rows_t % vector == 0)
+                T.assume(keys_t % vector == 0)
+                T.assume(keys_g % vector == 0)
+                T.assume(query_t % vector == 0)
+                T.assume(query_h % vector == 0)
+                T.assume(r_p % vector == 0)
+                T.assume(r_t % vector == 0)
+                T.assume(k_p % vector == 0)
+                T.assume(k_t % vector == 0)
             cos = alloc_shared([block_tokens, num_tables, half], accum)
             sin = alloc_shared([block_tokens, num_tables, half], accum)
             slot = alloc_shared([block_tokens], T.int32)
             pair = T.alloc_local([2], accum)
+            held = T.alloc_local([2 * pairs], dtype)
             t0 = x * block_tokens
             for r in T.serial(rounds(angles)):
                 e = r * threads + thread()
@@ -103,30 +128,57 @@ def make_rope_append(
             T.sync_threads()
             for r in T.serial(rounds(numbers)):
                 e = r * threads + thread()
-                if (e < numbers) & (slot[T.min(e // width, block_tokens - 1)] >= 0):
-                    i = e // width
-                    row_cache[slot[i] // page_size, slot[i] % page_size, e % width] = rows[t0 + i, e % width]
-            for r in T.serial(rounds(key_pairs)):
+                if (e < numbers) & (slot[T.min(e // row_vectors, block_tokens - 1)] >= 0):
+                    i, c = e // row_vectors, e % row_vectors * row_vector
+                    for v in T.vectorized(row_vector):
+                        row_cache[slot[i] // page_size, slot[i] % page_size, c + v] = rows[t0 + i, c + v]
+            for r in T.serial(rounds(key_vectors)):
                 e = r * threads + thread()
-                if (e < key_pairs) & (slot[T.min(e // (groups * half), block_tokens - 1)] >= 0):
-                    i, g, p = e // (groups * half), e // half % groups, e % half
-                    table = g * num_tables // groups
-                    pair[0] = T.cast(keys[t0 + i, g, first(p)], accum)
-                    pair[1] = T.cast(keys[t0 + i, g, second(p)], accum)
-                    rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + first(p)] = (
-                        pair[0] * cos[i, table, p] - pair[1] * sin[i, table, p]
-                    )
-                    rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + second(p)] = (
-                        pair[1] * cos[i, table, p] + pair[0] * sin[i, table, p]
-                    )
-            for r in T.serial(rounds(query_pairs)):
+                if (e < key_vectors) & (slot[T.min(e // (groups * half_vectors), block_tokens - 1)] >= 0):
+                    i, g, p = e // (groups * half_vectors), e // half_vectors % groups, e % half_vectors * pairs
+                    if interleaved:
+                        for v in T.vectorized(2 * pairs):
+                            held[v] = keys[t0 + i, g, 2 * p + v]
+                    else:
+                        for v in T.vectorized(pairs):
+                            held[v] = keys[t0 + i, g, p + v]
+                        for v in T.vectorized(pairs):
+                            held[pairs + v] = keys[t0 + i, g, half + p + v]
+                    turn(held, pair, cos, sin, i, g * num_tables // groups, p)
+                    if interleaved:
+                        for v in T.vectorized(2 * pairs):
+                            rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + 2 * p + v] = (
+                                held[v]
+                            )
+                    else:
+                        for v in T.vectorized(pairs):
+                            rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + p + v] = held[
+                                v
+                            ]
+                        for v in T.vectorized(pairs):
+                            rope_cache[
+                                slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + half + p + v
+                            ] = held[pairs + v]
+            for r in T.serial(rounds(query_vectors)):
                 e = r * threads + thread()
-                if (e < query_pairs) & (t0 + e // (queries * half) < tokens):
-                    i, h, p = e // (queries * half), e // half % queries, e % half
-                    table = h * num_tables // queries
-                    pair[0] = T.cast(query[t0 + i, h, first(p)], accum)
-                    pair[1] = T.cast(query[t0 + i, h, second(p)], accum)
-                    out[t0 + i, h, first(p)] = pair[0] * cos[i, table, p] - pair[1] * sin[i, table, p]
-                    out[t0 + i, h, second(p)] = pair[1] * cos[i, table, p] + pair[0] * sin[i, table, p]
+                if (e < query_vectors) & (t0 + e // (queries * half_vectors) < tokens):
+                    i, h, p = e // (queries * half_vectors), e // half_vectors % queries, e % half_vectors * pairs
+                    if interleaved:
+                        for v in T.vectorized(2 * pairs):
+                            held[v] = query[t0 + i, h, 2 * p + v]
+                    else:
+                        for v in T.vectorized(pairs):
+                            held[v] = query[t0 + i, h, p + v]
+                        for v in T.vectorized(pairs):
+                            held[pairs + v] = query[t0 + i, h, half + p + v]
+                    turn(held, pair, cos, sin, i, h * num_tables // queries, p)
+                    if interleaved:
+                        for v in T.vectorized(2 * pairs):
+                            out[t0 + i, h, 2 * p + v] = held[v]
+                    else:
+                        for v in T.vectorized(pairs):
+                            out[t0 + i, h, p + v] = held[v]
+                        for v in T.vectorized(pairs):
+                            out[t0 + i, h, half + p + v] = held[pairs + v]
 
     return rope_append

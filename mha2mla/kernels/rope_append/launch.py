@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -41,6 +42,14 @@ def launch_quantize_rows(
 def with_dense_rows(x: Tensor) -> Tensor:
     """``x`` itself where its last dimension is dense: parts of one projection are read where they lie."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def vector_of(*tensors: Tensor) -> int:
+    """Numbers that may be moved at a time, at most 16 bytes: pointers and strides are multiples of so many."""
+    size = tensors[0].element_size()
+    places = [tensor.data_ptr() for tensor in tensors]
+    strides = [stride * size for tensor in tensors for stride in tensor.stride()[:-1]]
+    return max(1, math.gcd(16, *places, *strides) // size)
 
 
 def launch_rope_append(
@@ -89,6 +98,7 @@ def launch_rope_append(
             page_size=row_cache.shape[1],
             dtype=dtype,
             interleaved=interleaved,
+            vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
         )
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
