@@ -169,3 +169,17 @@ def test_a_reset_dynamic_cache_takes_another_batch():
 def test_bad_arguments(keys, message):
     with pytest.raises(ValueError, match=message):
         LatentCache(models.mla_config(), **keys)
+
+
+@torch.no_grad()
+def test_a_full_static_cache_is_an_error_not_a_write_into_the_next_sequence():
+    """Its length is known to the device alone, which checks it; on a GPU that is an assertion in the kernel's stream."""
+    model = models.mla_model(mla_form="absorbed")
+    cache = LatentCache(model.config, max_cache_len=16, page_size=16)
+    model(models.tokens(2, 15), past_key_values=cache)
+    model(models.tokens(2, 1), past_key_values=cache)
+    before = [tensor.clone() for layer in cache.layers for tensor in (layer.latent_cache, layer.rope_cache)]
+    with pytest.raises(RuntimeError, match="past_key_values is full: it holds 16 tokens a sequence"):
+        model(models.tokens(2, 1), past_key_values=cache)
+    after = [tensor for layer in cache.layers for tensor in (layer.latent_cache, layer.rope_cache)]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
