@@ -25,7 +25,7 @@ from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
 FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
-LEAST, MOST = 0.4, 2.0  # of the uniform rank that a layer may get
+LEAST, MOST = 0.2, 2.0  # of the uniform rank that a layer may get
 STEPS = 200  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
 _FITTED_TOKENS = 32768
 _JUDGED_TOKENS = 8192
