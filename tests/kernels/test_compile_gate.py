@@ -30,6 +30,7 @@ CHOSEN = [
     DecodeShape(24, 8, 448, 24, 32, 8, "bfloat16"),
     DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16"),
     DecodeShape(3, 1, 88, 256, 128, 2, "bfloat16"),
+    DecodeShape(14, 1, 256, 216, 64, 4, "bfloat16"),  # more chunks of rope columns than the ring holds
     DecodeShape(9, 9, 64, 72, 16, 1, "bfloat16"),  # 9 chunks of rope columns a block: 2.8 kB of spills, once
 ]
 # Kernels that a tuning table may prefer to the rule's: (kernel, computing warpgroups), on shapes that have them.

@@ -206,6 +206,15 @@ def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int, variant: str = "") -> 
     return variants[variant or next(iter(variants))]
 
 
+def takes_turns(tiling: RowTiling, rope: RopeBlocks, rope_stages: int) -> bool:
+    """Whether two computing warpgroups of ``swap_ab_ws`` may take turns at their score products.
+
+    Where both read the same chunks, the ring has to hold all of a tile's: the first one would wait for a chunk whose
+    place the second one frees only in its turn, that is, for ever.
+    """
+    return rope.block_rows < tiling.rows or rope.num_blocks * rope.chunks_per_block <= rope_stages
+
+
 def swap_ab_ws_shared_memory(
     tiling: RowTiling, rope: RopeBlocks, kv_lora_rank: int, num_stages: int, rope_stages: int, warpgroups: int = 1
 ) -> int:

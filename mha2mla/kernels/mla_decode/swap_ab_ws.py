@@ -4,7 +4,7 @@ The latent and the rotary keys travel through two independent TMA rings, so many
 caches one rotary key per head) cost bytes but no pipeline stages of the latent; both rings run on into the next
 sequence of the CTA's schedule while the last one is being written. Scores and output as in ``swap_ab``; the rope scores
 in one of several ways (``selection.rope_blocks``). Two computing warpgroups share every tile and split the query rows;
-they exchange nothing but turns at the tensor cores.
+they exchange nothing but turns at the tensor cores (not even these where ``selection.takes_turns`` says no).
 """
 
 import tilelang.language as T
@@ -24,7 +24,7 @@ from mha2mla.kernels.mla_decode.fragment import (
     unseen,
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
-from mha2mla.kernels.mla_decode.selection import RopeBlocks, padded_latent_columns
+from mha2mla.kernels.mla_decode.selection import RopeBlocks, padded_latent_columns, takes_turns
 from mha2mla.kernels.mla_decode.stream import make_streams
 from mha2mla.kernels.mla_decode.tiling import RowTiling
 
@@ -78,6 +78,7 @@ def make_swap_ab_ws(
     consumers = warpgroups * WARPGROUP
     threads = consumers + WARPGROUP
     total_chunks = rope.num_blocks * chunks
+    turns = warpgroups > 1 and takes_turns(tiling, rope, rope_stages)
     # A "full" barrier belongs to a chunk's place in the tile, not to a ring slot: who waits for it then sees all its
     # phases, and a wait for one parity cannot be answered by an earlier phase of the same parity.
     rope_phases = total_chunks * -(-rope_stages // total_chunks)
@@ -132,7 +133,7 @@ def make_swap_ab_ws(
         scale = softmax_scale * LOG2E
         tail = (seqlen_q - 1) * causal
         work[2] = 0
-        if w == 1:
+        if turns and w == 1:
             if work[0] > 0:
                 T.named_barrier_arrive(TURN, consumers)
         for f in T.serial(work[0]):
@@ -173,7 +174,7 @@ def make_swap_ab_ws(
                 t0 = first_token(span, k)
                 slot = (work[2] + k) % num_stages
                 T.barrier_wait(c_full[slot], ((work[2] + k) // num_stages) & 1)
-                if warpgroups > 1:  # in turns: one multiplies while the other is at its softmax
+                if turns:  # one multiplies while the other is at its softmax
                     T.sync_threads(barrier_id=TURN + w, arrive_count=consumers)
                 T.wgmma_gemm(
                     c_ring[slot, :, :],
@@ -235,7 +236,7 @@ def make_swap_ab_ws(
                 T.wait_wgmma(0)
                 for v in list(range(max(0, own_chunks - rope_stages), own_chunks)):
                     T.barrier_arrive(k_free[((work[2] + k) * total_chunks + base + v) % rope_stages])
-                if warpgroups > 1:
+                if turns:
                     if w == 0 or f < work[0] - 1 or k < span[TILES] - 1:
                         T.named_barrier_arrive(TURN + 1 - w, consumers)
                 if rope.on_cuda_cores:
