@@ -10,10 +10,11 @@ result; medians with a cold L2; the plan is made before and timed apart; R is th
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +83,25 @@ def case_name(problem: GQAProblem) -> str:
     return name + (f" q{problem.seqlen_q}" if problem.seqlen_q > 1 else "")
 
 
+def cases_named(only: str | None) -> list[GQAProblem]:
+    """The cases whose name contains one of the texts between commas; all for None."""
+    return [case for case in CASES if only is None or any(part in case_name(case) for part in only.split(","))]
+
+
 def speed(
     only: str | None = None, json: str | None = None, peers: bool = True, min_run_time: float = 0.3, budget: float = 1e9
 ) -> bool:
     """Times the op and FlashAttention-3 on every shape.
 
     Args:
-        only: measure shapes whose name contains this.
+        only: measure shapes whose name contains this, or one of these, separated by commas.
         json: also write every row to this file.
         peers: time FlashAttention-3 too.
         min_run_time: seconds of cold-L2 runs per implementation and shape.
         budget: seconds for all.
     """
     until = time.monotonic() + budget
-    cases = [case for case in CASES if only is None or only in case_name(case)]
+    cases = cases_named(only)
     chosen = [compile_job(case) for case in cases]
     began = time.perf_counter()
     broken = compile_all(chosen)
@@ -123,7 +129,7 @@ def variants(
         most: configurations per shape at most.
     """
     until = time.monotonic() + budget
-    cases = [case for case in CASES if only is None or only in case_name(case)]
+    cases = cases_named(only)
     jobs: list[Any] = [None]
     for case in cases:
         listed = list_kernels(case.shape(), capability(torch.device("cuda:0")))
@@ -171,26 +177,62 @@ def compile_job(case: GQAProblem, choice: GQAChoice | None = None) -> CompileJob
     return shape, choice or select_kernel(shape, capability(torch.device("cuda:0"))), len(case.lengths)
 
 
-def compile_all(jobs: Sequence[CompileJob]) -> dict[CompileJob, str]:
-    """Puts kernels into TileLang's disk cache, in parallel processes; why, for those that could not be compiled."""
-    jobs = list(dict.fromkeys(jobs))
-    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
-    found = run_in_workers(compile_one, jobs, workers=workers, timeout=300)
-    return {outcome.job: f"not compiled: {outcome.failure}" for outcome in found if outcome.failure is not None}
+Kernel = tuple[str, tuple[Any, ...]]
+"""The name of a function that compiles one kernel, in gqa_decode's or mla_decode's launch, and its arguments."""
 
 
-def compile_one(job: CompileJob) -> None:
-    """Compiles all that a call launches; runs in a worker process."""
-    from mha2mla.kernels.gqa_decode.launch import compile_choice, compile_merge
-    from mha2mla.kernels.mla_decode.launch import compile_planner, merge_splits
+def list_compilations(jobs: Sequence[CompileJob], here: int, sms: int) -> Iterator[tuple[CompileJob, Kernel]]:
+    """What each job launches on a GPU of capability ``here`` with ``sms`` multiprocessors.
 
-    shape, choice, batch = job
+    First all decode kernels, which take longest, then all that is small.
+    """
+    yield from ((job, ("compile_choice", (*job[:2], here))) for job in jobs)
+    from mha2mla.kernels.mla_decode.launch import merge_splits  # imports TileLang, while workers compile already
+
+    yield from ((job, ("compile_planner", (here,))) for job in jobs)
+    for job in jobs:
+        shape, choice, batch = job
+        splits = merge_splits(choice.num_ctas(sms), batch)
+        yield job, ("compile_merge", (shape.heads, shape.v_head_dim, shape.dtype, splits, here))
+
+
+def compile_all(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[CompileJob, str]:
+    """Puts kernels into TileLang's disk cache, each once, in parallel processes; why, for jobs that lack one then.
+
+    ``workers``: processes; None: all processors but two.
+    """
+    users: dict[Kernel, list[CompileJob]] = {}
     device = torch.device("cuda:0")
-    here = capability(device)
-    compile_choice(shape, choice, here)
-    compile_planner(here)
-    splits = merge_splits(choice.num_ctas(num_sms(device)), batch)
-    compile_merge(shape.heads, shape.v_head_dim, shape.dtype, splits, here)
+
+    def kernels() -> Iterator[Kernel]:
+        for job, kernel in list_compilations(list(dict.fromkeys(jobs)), capability(device), num_sms(device)):
+            users.setdefault(kernel, []).append(job)
+            if len(users[kernel]) == 1:
+                yield kernel
+
+    workers = workers or max(1, min(2 * len(jobs) + 1, (os.cpu_count() or 2) - 2))
+    found = list(run_in_workers(compile_kernel, kernels(), workers=workers, timeout=300))
+    return {
+        job: f"not compiled: {outcome.failure}"
+        for outcome in found
+        if outcome.failure is not None
+        for job in users[outcome.job]
+    }
+
+
+def compile_kernel(kernel: Kernel) -> None:
+    """Compiles one kernel; runs in a worker process."""
+    from mha2mla.kernels.gqa_decode import launch
+    from mha2mla.kernels.mla_decode.launch import compile_planner
+
+    quieten_tilelang()
+    name, arguments = kernel
+    (compile_planner if name == "compile_planner" else getattr(launch, name))(*arguments)
+
+
+def quieten_tilelang() -> None:
+    """No line for each kernel that is compiled; TileLang sets its level when it is imported, so call this after."""
+    logging.getLogger("tilelang").setLevel(logging.WARNING)
 
 
 def measure(job: tuple[GQAProblem, GQAChoice | None, bool, float] | None) -> dict[str, Any]:
@@ -219,6 +261,7 @@ def measure_case(
         from mha2mla.kernels.gqa_decode.launch import compile_choice, launch_gqa_decode
         from mha2mla.kernels.mla_decode.plan import allocate_plan
 
+        quieten_tilelang()
         here = capability(torch.device(device))
         used = choice or select_kernel(problem.shape(), here)
         row |= {
