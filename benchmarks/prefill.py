@@ -1,7 +1,7 @@
 """Varlen prefill on a GPU: speeds beside FlashAttention-3 and torch, after a check against float64.
 
-    python benchmarks/prefill.py speed --json benchmarks/results/h200-prefill-speed.json
-    python benchmarks/prefill.py speed --only "192"        # cases() has the names
+    python benchmarks/prefill.py --json benchmarks/results/h200-prefill-speed.json
+    python benchmarks/prefill.py --only "192"        # cases() has the names
 
 TFLOP/s count 2 H (d_qk + d_v) for every (query, key) pair that is not masked, for everybody. Times are medians with a
 cold L2, implementations in turn. FlashAttention-3 runs twice where all sequences have the same length: with cu_seqlens,

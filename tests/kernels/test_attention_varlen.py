@@ -220,6 +220,41 @@ def test_fullgraph_compile_failure_22():
     assert torch.equal(compiled(**given), attention_varlen(**given))
 
 
+@pytest.mark.parametrize(
+    ("shape", "tokens", "batch", "expected"),
+    [
+        (VarlenShape(32, (128,), (32,), 32, 128, True, "bfloat16"), 8192, 1, 4),  # 4.2 MB a head
+        (VarlenShape(32, (128, 64), (32, 1), 32, 128, True, "bfloat16"), 8192, 1, 4),  # k_pe counts once, for all
+        (VarlenShape(32, (192,), (32,), 32, 128, True, "bfloat16"), 8192, 1, 3),
+        (VarlenShape(32, (128,), (8,), 8, 128, True, "bfloat16"), 8192, 1, 16),  # four groups of four
+        (VarlenShape(32, (128,), (8,), 8, 128, True, "bfloat16"), 10**6, 1, 4),  # never less than a group
+        (VarlenShape(32, (128,), (32,), 32, 128, True, "bfloat16"), 8192, 4, 16),
+        (VarlenShape(1, (8,), (1,), 1, 8, True, "bfloat16"), 1, 3, 2**19),
+    ],
+)
+def test_heads_at_a_time_share_the_l2_cache(shape, tokens, batch, expected):
+    launch = pytest.importorskip("mha2mla.kernels.attention_varlen.launch", reason="TileLang is not installed")
+    k = torch.empty(tokens, shape.key_heads[0], shape.widths[0], dtype=torch.bfloat16, device="meta")
+    assert launch.heads_at_a_time(shape, k, batch) == expected
+
+
+def test_tilings_as_measured():
+    """What was fastest on an H200 (benchmarks/NOTES.md) is what the rule chooses."""
+    chosen = {
+        (width, d_v, causal): hopper_tiling(VarlenShape(32, (width,), (32,), 32, d_v, causal, "bfloat16"))
+        for width, d_v in ((64, 64), (128, 128), (192, 128))
+        for causal in (True, False)
+    }
+    assert {key: (tiling.warpgroups, tiling.block_keys) for key, tiling in chosen.items()} == {
+        (64, 64, True): (3, 128),
+        (64, 64, False): (3, 128),
+        (128, 128, True): (2, 128),
+        (128, 128, False): (2, 176),
+        (192, 128, True): (2, 128),
+        (192, 128, False): (2, 128),
+    }
+
+
 def test_chunks_cover_every_width():
     for width in range(8, 257, 8):
         pieces = chunks(width)
@@ -318,6 +353,10 @@ GATED = [
     VarlenShape(9, (80,), (3,), 3, 80, True, "bfloat16"),
     VarlenShape(12, (24, 8), (4, 12), 4, 72, False, "float16"),
     VarlenShape(8, (256,), (2,), 2, 256, True, "bfloat16"),
+    VarlenShape(8, (256,), (8,), 8, 256, False, "bfloat16"),
+    VarlenShape(9, (48, 16), (3, 3), 3, 64, True, "bfloat16"),
+    VarlenShape(8, (112, 16), (2, 1), 8, 64, True, "float16"),
+    VarlenShape(8, (192,), (8,), 8, 64, True, "bfloat16"),
 ]
 
 
@@ -332,11 +371,7 @@ class TestGate:
 
         tiling = hopper_tiling(shape)
         (report,) = compile_only(make_warp_specialised(shape, tiling), "sm_90a", SMALL_PASS_CONFIGS)
-        if shape.v_head_dim <= 192:
-            assert report.complaints(232448) == []
-        else:  # 176 of 240 registers are accumulators: a few scalars live in memory, no tile does
-            assert report.spill_bytes <= 64
-            assert not report.serialized_wgmma
+        assert report.complaints(232448) == []
         assert shared_bytes(shape, tiling) - 4096 <= report.shared_bytes <= shared_bytes(shape, tiling)
         assert report.registers * (tiling.block_rows // ROWS + 1) * 128 <= 65536
         if report.instructions is not None:

@@ -12,7 +12,9 @@ from mha2mla.kernels.attention_varlen.tiling import VarlenShape, hopper_tiling, 
 from mha2mla.kernels.attention_varlen.warp_specialised import make_warp_specialised
 from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
 
-L2_SHARE = 32 * 2**20  # bytes of keys and values that are worked on at a time; an H200 caches 50 MB
+# Bytes of keys and values that are worked on at a time. An H200 caches 50 MB, but a line that both halves of its
+# multiprocessors read lies in both halves of the cache, and a section's first blocks run beside the last one's last.
+L2_SHARE = 16 * 2**20
 
 
 @cache
@@ -59,8 +61,9 @@ def launch_attention_varlen(
 
 
 def heads_at_a_time(shape: VarlenShape, k: Tensor, batch: int) -> int:
-    """Query heads whose keys and values fit the L2 cache together, whole groups of them."""
+    """Query heads whose keys and values take about ``L2_SHARE`` together, whole groups of them."""
     tokens = -(-k.shape[0] // batch)  # of a sequence, on average: lengths are on the device
     group = shape.heads // shape.value_heads
-    size = tokens * (sum(shape.widths) + shape.v_head_dim) * k.element_size()
-    return max(1, L2_SHARE // max(1, size)) * group
+    parts = zip(shape.widths, shape.key_heads, strict=True)  # one that groups share counts in part for each
+    width = sum(width * heads / shape.value_heads for width, heads in parts) + shape.v_head_dim
+    return max(1, round(L2_SHARE / max(1.0, tokens * width * k.element_size()))) * group
