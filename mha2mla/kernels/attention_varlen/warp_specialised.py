@@ -1,4 +1,4 @@
-"""Varlen attention for Hopper: two or three warpgroups compute 64 query rows each, two warps stream keys and values by TMA.
+"""Varlen attention for Hopper: warpgroups compute 64 query rows each, two warps stream keys and values by TMA.
 
 The design is FlashAttention-3's (arXiv 2407.08608): the scores of the next tile and the output of this one are in
 flight while a warpgroup is at its softmax, weights stay in registers, and two warpgroups take turns at the tensor
