@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import sys
 import time
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-STARTUP = 180.0  # seconds that the first job of a process may take longer: it imports torch and TileLang
+STARTUP = 180.0  # seconds that a process may take before its first job: it imports torch, TileLang, starts CUDA
 OUT_OF_TIME = "out of time: the run ended first"
 
 
@@ -34,12 +35,15 @@ class Stage:
         function: importable by name; called as ``function(job)`` in a process that was spawned, not forked.
         workers: processes at a time.
         timeout: seconds for one job.
-        then: the next stage's jobs from an outcome; drawn one at a time, after the outcomes so far were handed out.
+        prepare: called in every process before its first job, within ``STARTUP`` seconds that no job is charged for.
+        then: the next stage's jobs from an outcome; drawn one at a time, each after the outcome of the one before it was
+            handed out: it may depend on that.
     """
 
     function: Callable[[Any], Any]
     workers: int = 1
     timeout: float = 120.0
+    prepare: Callable[[], Any] | None = None
     then: Callable[[Outcome], Iterable[Any]] | None = None
 
 
@@ -74,17 +78,21 @@ def run_in_stages(
         (number of the stage, outcome), in the order in which jobs end.
     """
     teams = [_Team(stage) for stage in stages]
+    for team in teams[1:]:
+        team.fill()  # so that it is ready when the first outcome is
     queues: list[deque[Iterator[Any]]] = [deque() for _ in stages]
     queues[0].append(iter(jobs))
     try:
         while True:
             late = until is not None and time.monotonic() >= until
-            for team, queue in zip(teams, queues, strict=True):
+            for number, (team, queue) in enumerate(zip(teams, queues, strict=True)):
                 while not late and team.has_room():
-                    job = _draw(queue)
+                    job, source = _draw(queue)
                     if job is _NONE:
                         break
-                    team.start(job)
+                    if number == 0:
+                        queue.append(source)
+                    team.start(job, source)
             busy = [worker for team in teams for worker in team.busy()]
             if not busy:
                 return
@@ -93,23 +101,25 @@ def run_in_stages(
             wait([worker.connection for worker in busy], max(0.0, first - time.monotonic()))
             late = until is not None and time.monotonic() >= until
             for number, team in enumerate(teams):
-                for outcome in team.outcomes(late):
+                for outcome, source in team.outcomes(late):
                     if stages[number].then is not None:
                         queues[number + 1].append(iter(stages[number].then(outcome)))
                     yield number, outcome
+                    if number > 0:
+                        queues[number].appendleft(source)
     finally:
         for team in teams:
             team.kill()
 
 
-def _draw(queue: deque[Iterator[Any]]) -> Any:
-    """The next job of the first iterator that has one."""
+def _draw(queue: deque[Iterator[Any]]) -> tuple[Any, Iterator[Any] | None]:
+    """The next job of the first iterator that has one, and that iterator, which leaves the queue."""
     while queue:
-        job = next(queue[0], _NONE)
+        source = queue.popleft()
+        job = next(source, _NONE)
         if job is not _NONE:
-            return job
-        queue.popleft()
-    return _NONE
+            return job, source
+    return _NONE, None
 
 
 def progress_bar(items: Iterable[Any], total: int, what: str, progress: bool) -> Iterable[Any]:
@@ -151,7 +161,7 @@ _NONE = object()
 
 
 class _Team:
-    """The processes of a stage; they are started when there is a job for them."""
+    """The processes of a stage; they are started when there is a job for them, or all at once."""
 
     def __init__(self, stage: Stage) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -161,29 +171,34 @@ class _Team:
     def _idle(self) -> _Worker | None:
         return next((worker for worker in self._workers if worker.job is _NONE), None)
 
+    def fill(self) -> None:
+        while len(self._workers) < self._stage.workers:
+            self._workers.append(_Worker(self._context, self._stage))
+
     def has_room(self) -> bool:
         return self._idle() is not None or len(self._workers) < self._stage.workers
 
-    def start(self, job: Any) -> None:
+    def start(self, job: Any, source: Iterator[Any] | None) -> None:
         worker = self._idle()
         if worker is None:
-            worker = _Worker(self._context, self._stage.function)
+            worker = _Worker(self._context, self._stage)
             self._workers.append(worker)
-        worker.start(job, self._stage.timeout)
+        worker.start(job)
+        worker.source = source
 
     def busy(self) -> list[_Worker]:
         return [worker for worker in self._workers if worker.job is not _NONE]
 
-    def outcomes(self, late: bool) -> Iterator[Outcome]:
-        """Of the jobs that ended; of all if it is ``late``."""
+    def outcomes(self, late: bool) -> Iterator[tuple[Outcome, Iterator[Any] | None]]:
+        """Of the jobs that ended, and where they were drawn from; of all if it is ``late``."""
         for worker in self.busy():
-            outcome = worker.poll(self._stage.timeout, late)
+            outcome = worker.poll(late)
             if outcome is None:
                 continue
             if outcome.failure is not None:
                 worker.kill()
                 self._workers.remove(worker)
-            yield outcome
+            yield outcome, worker.source
 
     def kill(self) -> None:
         for worker in self._workers:
@@ -191,41 +206,52 @@ class _Team:
 
 
 class _Worker:
-    """A process that serves one job at a time."""
+    """A process that serves one job at a time, once it has said that it is ready."""
 
-    def __init__(self, context: Any, function: Callable[[Any], Any]) -> None:
+    def __init__(self, context: Any, stage: Stage) -> None:
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, stage.function, stage.prepare), daemon=True)
         self.process.start()
         theirs.close()  # so that a process that dies ends the connection
         self.job: Any = _NONE
-        self.started = self.deadline = 0.0
-        self.fresh = True
+        self.source: Iterator[Any] | None = None  # of the job
+        self.timeout, self.ready = stage.timeout, False
+        self.started = time.monotonic()
+        self.deadline = self.started + STARTUP
 
-    def start(self, job: Any, timeout: float) -> None:
-        self.job, self.started = job, time.monotonic()
-        self.deadline = self.started + timeout + STARTUP * self.fresh
-        self.fresh = False
+    def start(self, job: Any) -> None:
+        self.job = job
+        if self.ready:
+            self._clock()
         with suppress(OSError):  # the process died: poll() will say so
             self.connection.send(job)
 
-    def poll(self, timeout: float, late: bool) -> Outcome | None:
+    def _clock(self) -> None:
+        self.started = time.monotonic()
+        self.deadline = self.started + self.timeout
+
+    def poll(self, late: bool) -> Outcome | None:
         """The outcome of the job if it has one by now, the process being free for the next; if ``late``, any."""
-        job, seconds = self.job, time.monotonic() - self.started
-        if self.connection.poll():
-            try:
-                value, failure = self.connection.recv()
-            except (EOFError, OSError):
-                self.process.join(10)
-                value, failure = None, f"crashed: the process ended with exit code {self.process.exitcode}"
-        elif time.monotonic() >= self.deadline:
-            value, failure = None, f"hung: no answer within {timeout:g} s"
-        elif late:
-            value, failure = None, OUT_OF_TIME
-        else:
-            return None
-        self.job = _NONE
-        return Outcome(job, value, failure, seconds)
+        try:
+            if not self.ready and self.connection.poll():
+                failure = self.connection.recv()
+                if failure is not None:
+                    return self._end(None, failure)
+                self.ready = True
+                self._clock()
+            if self.connection.poll():
+                return self._end(*self.connection.recv())
+        except (EOFError, OSError):
+            self.process.join(10)
+            return self._end(None, f"crashed: the process ended with exit code {self.process.exitcode}")
+        if time.monotonic() >= self.deadline:
+            what = f"no answer within {self.timeout:g} s" if self.ready else f"its process took {STARTUP:g} s to start"
+            return self._end(None, f"hung: {what}")
+        return self._end(None, OUT_OF_TIME) if late else None
+
+    def _end(self, value: Any, failure: str | None) -> Outcome:
+        job, self.job = self.job, _NONE
+        return Outcome(job, value, failure, time.monotonic() - self.started)
 
     def kill(self) -> None:
         self.process.kill()
@@ -233,15 +259,24 @@ class _Worker:
         self.connection.close()
 
 
-def _serve(connection: Connection, function: Callable[[Any], Any]) -> None:
+def _serve(connection: Connection, function: Callable[[Any], Any], prepare: Callable[[], Any] | None) -> None:
+    failure = None
+    if prepare is not None:
+        _, failure = _call(prepare)
+    gc.collect()
+    gc.freeze()  # what the imports left is not looked through again and again: compiling makes many Python objects
+    connection.send(failure)
     while True:
         try:
             job = connection.recv()
         except EOFError:
             return
-        try:
-            answer = (function(job), None)
-        except Exception as error:
-            lines = str(error).splitlines() or [""]
-            answer = (None, f"{type(error).__name__}: {lines[0]}")
-        connection.send(answer)
+        connection.send(_call(function, job))
+
+
+def _call(function: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
+    try:
+        return function(*args), None
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return None, f"{type(error).__name__}: {lines[0]}"

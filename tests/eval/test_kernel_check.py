@@ -14,7 +14,7 @@ from mha2mla.eval import kernel_check
 from mha2mla.eval.kernel_check import Case, check_case, check_kernels, draw_cases, plan_error, plan_for, summarize
 from mha2mla.eval.problems import Problem
 from mha2mla.eval.report import write_json
-from mha2mla.eval.workers import run_in_workers
+from mha2mla.eval.workers import Stage, run_in_stages, run_in_workers
 from mha2mla.kernels.mla_decode.schedule import FIELDS, plan_fragments, write_schedule
 from mha2mla.kernels.mla_decode.selection import refusal
 
@@ -217,3 +217,39 @@ def test_later_jobs_may_depend_on_earlier_outcomes():
     for outcome in run_in_workers(int, jobs()):
         seen.append(outcome.job)
     assert seen == ["x"]
+
+
+def odd_ones_hang(job):
+    time.sleep(1000 if job % 2 else 0)
+    return job
+
+
+def take_a_while():
+    time.sleep(2)
+
+
+def test_jobs_of_one_outcome_follow_one_another_and_starting_is_not_timed():
+    hung = set()
+
+    def then(outcome):
+        for job in (outcome.job, outcome.job + 10):
+            if outcome.job not in hung:
+                yield job
+
+    stages = (Stage(abs, then=then), Stage(odd_ones_hang, 2, 1.0, take_a_while))
+    found = []
+    for stage, outcome in run_in_stages(stages, [0, 1, 2]):
+        if stage == 1:
+            found.append((outcome.job, outcome.failure))
+            if outcome.failure:
+                hung.add(outcome.job)
+    assert sorted(found) == [(0, None), (1, "hung: no answer within 1 s"), (2, None), (10, None), (12, None)]
+
+
+def fail_to_start():
+    raise OSError("no device")
+
+
+def test_a_process_that_cannot_start_says_why():
+    stages = (Stage(abs, then=lambda outcome: [outcome.job]), Stage(abs, 1, 5.0, fail_to_start))
+    assert [o.failure for stage, o in run_in_stages(stages, [1]) if stage == 1] == ["OSError: no device"]
