@@ -36,7 +36,7 @@ class Stage:
         workers: processes at a time.
         timeout: seconds for one job.
         prepare: called in every process before its first job, within ``STARTUP`` seconds that no job is charged for.
-        then: the next stage's jobs from an outcome; drawn one at a time, each after the outcome of the one before it was
+        then: the next stage's jobs from an outcome; drawn one at a time, each after the outcome of the one before was
             handed out: it may depend on that.
     """
 
