@@ -48,6 +48,8 @@ SHAPES = [
     Problem(128, 128, 512, 16, (65, 300)),
     Problem(128, 1, 512, 64, (65, 300)),
     Problem(64, 16, 192, 128, (65, 300)),
+    Problem(63, 7, 304, 32, (65, 300), page_size=16),  # two warpgroups, more chunks of rope columns than the ring holds
+    Problem(14, 1, 256, 216, (65, 300), seqlen_q=4),
 ]
 
 
