@@ -19,6 +19,7 @@ _PLAIN: dict[str, Any] = {
     "shrinkage": 0.0,
     "refit_queries": False,
     "refit_output": False,
+    "calibration_tokens": 64 * 512,
 }
 # Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters. Text that the source itself wrote
 # lost far less on other text than a manual did, and more of it less; bfloat16 products cost nothing that shows.
