@@ -24,7 +24,7 @@ _PLAIN: dict[str, Any] = {
 # Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters. Text that the source itself wrote
 # lost far less on other text than a manual did, and more of it less; bfloat16 products cost nothing that shows.
 _RECONSTRUCTED: dict[str, Any] = {
-    "reconstruction_steps": 6000,
+    "reconstruction_steps": 4500,
     "reconstruction_batch": 4,
     "reconstruction_precision": "bfloat16",
     "calibration_text": "generated",
