@@ -97,6 +97,7 @@ def make_mla_decode_fp8(
     accum, codes = T.float32, T.float8_e4m3fn
     pieces = max(1, BLOCK // page_size)
     piece_rows = min(BLOCK, page_size)
+    scale_rows = max(32, piece_rows)  # the tensor-memory unit writes to multiples of 128 bytes
     tiles = -(-d_c // 64)  # 64 columns each: rows of one product with the weights, depth of four with the queries
     half = -(-tiles // 2)
     panels = -(-d_c // PANEL)
@@ -167,7 +168,7 @@ def make_mla_decode_fp8(
                         )
                     T.tma_copy(
                         latent_scale[pages[v], t0 % page_size : t0 % page_size + piece_rows],
-                        s_ring[w, slot, first : first + piece_rows],
+                        s_ring[w, slot, v, 0:piece_rows],
                         barrier=full[w * num_stages + slot],
                     )
                 if thread == leader:
@@ -346,7 +347,8 @@ def make_mla_decode_fp8(
                 T.warpgroup_fence_operand(s, num_regs=held)
 
                 for i in list(range(2)):
-                    scale_of[i] = s_ring[w, slot, warp * 16 + g + 8 * i]
+                    at = warp * 16 + g + 8 * i
+                    scale_of[i] = s_ring[w, slot, at // piece_rows, at % piece_rows]
                     if holds_unseen(span, t0, BLOCK):
                         scale_of[i] = T.if_then_else(unseen(span, t0 + warp * 16 + g + 8 * i), 1.0, scale_of[i])
                     log_of[i] = T.log2(scale_of[i])
@@ -515,7 +517,7 @@ def make_mla_decode_fp8(
             q_scale = T.alloc_shared([rows], accum)
             qp_tile = T.alloc_shared([rope_panels, rows, WIDE], dtype)
             c_ring = T.alloc_shared([2, num_stages, panels, BLOCK, PANEL], codes)
-            s_ring = T.alloc_shared([2, num_stages, BLOCK], accum)
+            s_ring = T.alloc_shared([2, num_stages, pieces, scale_rows], accum)
             k_ring = T.alloc_shared([2, num_stages, rope_panels, BLOCK, WIDE], dtype)
             p_tile = T.alloc_shared([2, rows, WIDE], "float16")
             stage = T.alloc_shared([2, 4, rows], accum)

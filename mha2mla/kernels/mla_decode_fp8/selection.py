@@ -11,6 +11,7 @@ from mha2mla.kernels.mla_decode.tiling import RowTiling, tile_rows
 
 CAPABILITY = 90  # wgmma with register operands exists there and nowhere else
 TILE_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
+SCALE_BYTES = 512  # of a tile at most: each page's scales start at a multiple of 128 bytes
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, n
     """Bytes of shared memory that the kernel allocates, with 1 KiB for barriers."""
     panels = -(-kv_lora_rank // 128)
     rope_panels = -(-(tiling.groups_per_tile * qk_rope_head_dim) // 64)
-    rings = 2 * num_stages * ((panels + rope_panels) * TILE_BYTES + 256)
+    rings = 2 * num_stages * ((panels + rope_panels) * TILE_BYTES + SCALE_BYTES)
     queries = tiling.rows * 128 * (2 * panels + rope_panels)
     weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
     return rings + queries + weights_and_exchange + 44 * tiling.rows + 1024

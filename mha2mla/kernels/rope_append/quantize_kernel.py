@@ -2,7 +2,9 @@
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode_fp8.reference import LARGEST_CODE, SMALLEST_SCALE
+from mha2mla.kernels.mla_decode_fp8.reference import SCALE_OF_LARGEST, SMALLEST_SCALE
+
+LARGEST_FLOAT = 3.4028234663852886e38
 
 
 def make_quantize_rows(
@@ -37,29 +39,32 @@ def make_quantize_rows(
         return T.Tensor(shape, kind) if on_cpu else T.StridedTensor(shape, strides, kind)
 
     @T.macro
-    def quantize(token, lane, rows, slots, row_cache, row_scale, x, found):
-        """One row; found = [largest, 0 or NaN, scale]."""
-        found[0] = 0.0
-        found[1] = 0.0
+    def quantize(token, lane, rows, slots, row_cache, row_scale, x, most, scale):
+        """One row. ``most``: its largest magnitude, and 1 if it has an infinity or a NaN, which a maximum may miss."""
+        most[0] = 0.0
+        most[1] = 0.0
         for v in T.unroll(rounds):
             x[v] = T.if_then_else(
                 v * lanes + lane < row_width, T.cast(rows[token, T.min(v * lanes + lane, row_width - 1)], accum), 0.0
             )
-            found[0] = T.max(found[0], T.max(x[v], -x[v]))
-            found[1] += x[v] * 0.0  # a maximum may pass over NaN, this does not, nor over infinity
+            most[0] = T.max(most[0], T.max(x[v], -x[v]))
+            most[1] = T.if_then_else(T.max(x[v], -x[v]) <= LARGEST_FLOAT, most[1], 1.0)  # not for NaN
         if not on_cpu:
             for v in list(range(5)):
-                found[0] = T.max(found[0], T.shfl_xor(found[0], 1 << v))
-                found[1] += T.shfl_xor(found[1], 1 << v)
-        found[2] = T.if_then_else(found[0] == 0, 1.0, T.max(found[0] / LARGEST_CODE, SMALLEST_SCALE)) + found[1]
+                most[0] = T.max(most[0], T.shfl_xor(most[0], 1 << v))
+                most[1] = T.max(most[1], T.shfl_xor(most[1], 1 << v))
+        scale[0] = T.max(most[0] * T.float32(SCALE_OF_LARGEST), T.float32(SMALLEST_SCALE))
+        scale[0] = T.if_then_else(most[0] == 0, 1.0, scale[0])
+        if most[1] > 0:
+            scale[0] = T.sqrt(-most[1])  # NaN; TileLang takes x == x, x * 0 and inf - inf for what they are of numbers
         if (slots[token] >= 0) & (slots[token] < pages * page_size):
             for v in T.unroll(rounds):
                 if v * lanes + lane < row_width:
                     row_cache[slots[token] // page_size, slots[token] % page_size, v * lanes + lane] = T.cast(
-                        x[v] / found[2], code_dtype
+                        x[v] / scale[0], code_dtype
                     )
             if lane == 0:
-                row_scale[slots[token] // page_size, slots[token] % page_size] = found[2]
+                row_scale[slots[token] // page_size, slots[token] % page_size] = scale[0]
 
     @T.prim_func
     def quantize_rows(
@@ -70,16 +75,25 @@ def make_quantize_rows(
     ):
         with T.Kernel(T.ceildiv(tokens, block_tokens), threads=1 if on_cpu else block_tokens * lanes) as b:
             x = T.alloc_local([rounds], accum)
-            found = T.alloc_local([3], accum)
+            most = T.alloc_local([2], accum)
+            scale = T.alloc_local([1], accum)
             if on_cpu:
                 for i in T.serial(block_tokens):
                     if b * block_tokens + i < tokens:
-                        quantize(b * block_tokens + i, 0, rows, slots, row_cache, row_scale, x, found)
+                        quantize(b * block_tokens + i, 0, rows, slots, row_cache, row_scale, x, most, scale)
             else:
                 thread = T.get_thread_binding()
                 if b * block_tokens + thread // lanes < tokens:
                     quantize(
-                        b * block_tokens + thread // lanes, thread % lanes, rows, slots, row_cache, row_scale, x, found
+                        b * block_tokens + thread // lanes,
+                        thread % lanes,
+                        rows,
+                        slots,
+                        row_cache,
+                        row_scale,
+                        x,
+                        most,
+                        scale,
                     )
 
     return quantize_rows
