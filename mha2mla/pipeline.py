@@ -124,6 +124,10 @@ class ConversionReport:
         """Cached numbers after / before."""
         return self.cache_numel_per_token / self.source_cache_numel_per_token
 
+    def _ranks(self) -> str:
+        ranks = [layer["kv_lora_rank"] for layer in self.layers]
+        return f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(set(ranks)) > 1 else ""
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; errors by layer are in ``layers`` only."""
         parity = {key: value for key, value in self.parity.to_dict().items() if key != "layers"}
@@ -133,7 +137,7 @@ class ConversionReport:
     def __str__(self) -> str:
         parity, seconds = self.parity, ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
         return (
-            f"{self.name}: {self.geometry}, cache {self.cache_ratio:.4f} of the source's; perplexity"
+            f"{self.name}: {self.geometry}{self._ranks()}, cache {self.cache_ratio:.4f} of the source's; perplexity"
             f" {parity.perplexity_source:.3f} -> {parity.perplexity_converted:.3f} ({parity.perplexity_ratio:.4f} x),"
             f" KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}, logits' relative error"
             f" {parity.logits_relative_error:.3g}; decode: {self.decode_backend}; peak memory"
@@ -686,7 +690,10 @@ def _report(
         weights_dtype=str(weights_dtype).removeprefix("torch."),
         device=str(plan.device),
         parity=parity,
-        layers=tuple({**asdict(layer), **layers.record(layer.layer)} for layer in parity.layers),
+        layers=tuple(
+            {**asdict(layer), "kv_lora_rank": geometries[layer.layer].kv_lora_rank, **layers.record(layer.layer)}
+            for layer in parity.layers
+        ),
         decode_backend=_decode_backend(plan, weights_dtype),
         rope_note=plan.spec.rope_note,
         resumed_layers=resumed,

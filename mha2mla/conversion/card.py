@@ -16,6 +16,7 @@ _LAYER_HEADINGS = {
     "output_error": "attention output",
     "stream_output_error": "attention output, in stream",
     "hidden_error": "hidden states",
+    "kv_lora_rank": "`kv_lora_rank`",
 }
 
 
@@ -35,6 +36,7 @@ def model_card(
     if base_model is not None:
         header["base_model"] = base_model
     parity = report["parity"]
+    ranks = {layer.get("kv_lora_rank") for layer in report["layers"]}
     cached, before = report["cache_numel_per_token"], report["source_cache_numel_per_token"]
     lines = [
         "---",
@@ -89,6 +91,7 @@ def model_card(
         "",
         *_table([report["geometry"]]),
         "",
+        *(["`kv_lora_rank` is another by layer: see the table of layers.", ""] if len(ranks) > 1 else []),
         f"{report['num_layers']} layers. Decode backend: {report['decode_backend']}.",
         *([f"Rotary positions: {report['rope_note']}."] if report["rope_note"] else []),
         "",

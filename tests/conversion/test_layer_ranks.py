@@ -125,6 +125,9 @@ def test_a_checkpoint_with_measured_ranks_generates(source, tmp_path):
         model.config.layer_geometry(layer).cache_numel_per_token for layer in range(LAYERS)
     )
     assert report.cache_ratio <= 0.5
+    assert [row["kv_lora_rank"] for row in report.layers] == ranks
+    assert (f"ranks {min(ranks)} to {max(ranks)} by layer" in str(report)) == (len(set(ranks)) > 1)
+    assert ("another by layer" in (tmp_path / "out" / "README.md").read_text()) == (len(set(ranks)) > 1)
     tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
     assert tokens.shape == (1, 8)
 
