@@ -2,8 +2,11 @@
 
 wgmma takes 8-bit operands K-major only, and the latent is wanted both ways: C Q^T for the scores and C^T P^T for the
 output. So both products take C as the register operand, in float16, which holds every e4m3 number: ``ldmatrix`` fetches
-codes (transposed in pairs for the second product), one instruction turns two of them into float16. Nothing decoded
-travels back to shared memory, whose bandwidth is what a decoded copy of every tile would exhaust.
+codes (transposed in pairs for the second product), two steps before the products that take them, and half of them
+become float16 by the conversion instruction, half by shifts (``operand.py``): each alone would keep its unit busy for
+longer than the tile takes to arrive. Nothing decoded travels back to shared memory, whose bandwidth is what a decoded
+copy of every tile would exhaust. (8-bit wgmma could take the scores' codes from shared memory as they are, but it adds
+up 14 bits on Hopper: 1e-4 to 1e-3 of a score, which the log-sum-exp does not forgive.)
 
 The scale of a token leaves the products alone. With M the running maximum of ``score + log2(scale)``, the weight
 ``w = exp2(score + log2(scale) - M)`` of a token is at most 1 and already contains its scale, so w fits float16;
@@ -32,7 +35,7 @@ from mha2mla.kernels.mla_decode.fragment import (
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
 from mha2mla.kernels.mla_decode.tiling import RowTiling
-from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
+from mha2mla.kernels.mla_decode_fp8.operand import WIDENING, column_of_code, is_widened
 
 WARPGROUP = 128  # threads
 CONSUMERS = 2 * WARPGROUP
@@ -40,14 +43,15 @@ THREADS = 3 * WARPGROUP
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
 PANEL = 128  # bytes of a row of swizzled shared memory: codes side by side
 WIDE = 64  # the same in 16-bit numbers
-BUFFERS = 3  # register operands in flight, 8 registers for two products each
+BUFFERS = 2  # register operands in flight, 8 registers for two products each
+AHEAD = 2  # steps by which codes are fetched before they are converted
 BARRIER = 8  # named barriers below 8 belong to the compiler
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SLACK = 6.0  # the maximum may fall behind by this many powers of two before the output is scaled down: 2**6 in float16
-LARGEST_EXPONENT = 14  # of a scaled query; float16 ends below 2**16
+LARGEST_EXPONENT = 14 - WIDENING  # of a scaled query; float16 ends below 2**16
 SMALLEST_QUERY = -40  # exponent below which a query row is not scaled up any further
 
-# Two conversions that TileLang's casts have no packed form for.
+# Conversions that TileLang's casts have no packed form for: of codes 0, 1 or 2, 3 or 0, 2 or 1, 3 of a word.
 CONVERSIONS = """
 static __device__ __forceinline__ unsigned e4m3_low_as_f16x2(unsigned codes) {
   unsigned pair;
@@ -58,6 +62,12 @@ static __device__ __forceinline__ unsigned e4m3_high_as_f16x2(unsigned codes) {
   unsigned pair;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(pair) : "r"(codes));
   return pair;
+}
+static __device__ __forceinline__ unsigned e4m3_even_widened(unsigned codes) {
+  return ((codes << 8) & 0x80008000u) | ((codes << 7) & 0x3f803f80u);
+}
+static __device__ __forceinline__ unsigned e4m3_odd_widened(unsigned codes) {
+  return (codes & 0x80008000u) | ((codes >> 1) & 0x3f803f80u);
 }
 static __device__ __forceinline__ int f16x2_of(float low, float high) {
   int pair;
@@ -77,6 +87,7 @@ def make_mla_decode_fp8(
     dtype: str,
     tiling: RowTiling,
     num_stages: int = 2,
+    widened: int = 1,
 ):
     """A TileLang function ``mla_decode_fp8`` for one static shape.
 
@@ -86,6 +97,7 @@ def make_mla_decode_fp8(
         dtype: "bfloat16" or "float16", of queries, rotary keys and output.
         tiling: which query rows one CTA serves, at most 32.
         num_stages: tiles in flight for each of the two warpgroups.
+        widened: of every two products, how many take codes that shifts made float16 (``operand.py``).
 
     The function's arguments: q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r], latent_cache [P,page,d_c] (e4m3), latent_scale
     [P,page] (float32), rope_cache [P,page,G*d_r], block_table [B,max_pages], schedule (``schedule.py``), the outputs
@@ -120,11 +132,11 @@ def make_mla_decode_fp8(
     lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
     ls_p = T.dynamic("ls_p")
 
-    def low(word):
-        return T.call_extern("uint32", "e4m3_low_as_f16x2", word)
+    def f16x2(kind, word):
+        return T.call_extern("uint32", kind, word)
 
-    def high(word):
-        return T.call_extern("uint32", "e4m3_high_as_f16x2", word)
+    def by_shifts(product):
+        return is_widened(16 * product, widened)
 
     def row_of(c, t):
         """Of a thread's c-th head: its row of the tile."""
@@ -210,7 +222,9 @@ def make_mla_decode_fp8(
                 q_scale[r] = T.reinterpret(T.shift_left(127 - LARGEST_EXPONENT + exponent, 23), accum)
             for v in T.unroll(4 * panels):
                 d = v // 4 * PANEL + 4 * lane + v % 4
-                q_tile[d // WIDE, r, column_of_code(d) % WIDE] = T.cast(x[v] * top[1], "float16")
+                q_tile[d // WIDE, r, column_of_code(d, widened) % WIDE] = T.cast(
+                    x[v] * top[1] * T.cast(1 + is_widened(d, widened) * (2**WIDENING - 1), accum), "float16"
+                )
         for i in T.serial(rows * rope_panels * WIDE // CONSUMERS):
             e = i * CONSUMERS + thread
             r = e // (rope_panels * WIDE)
@@ -236,13 +250,13 @@ def make_mla_decode_fp8(
             T.ptx_ldmatrix(
                 True, 4,
                 T.access_ptr(c_ring[w, slot, i // 4, i % 2 * 32 + lane, i // 2 % 2 * 64 + warp * 16], "r", 16),
-                T.access_ptr(word[i % 2 * 4], "w", 4),
+                T.access_ptr(word[i % (AHEAD + 1) * 4], "w", 4),
             )  # fmt: skip
         else:
             T.ptx_ldmatrix(
                 False, 4,
                 T.access_ptr(c_ring[w, slot, i // 4, warp * 16 + lane % 16, i % 4 * 32 + lane // 16 * 16], "r", 16),
-                T.access_ptr(word[i % 2 * 4], "w", 4),
+                T.access_ptr(word[i % (AHEAD + 1) * 4], "w", 4),
             )  # fmt: skip
 
     @T.macro
@@ -259,7 +273,7 @@ def make_mla_decode_fp8(
         den = T.alloc_local([mine], accum)
         m = T.alloc_local([mine], accum)
         top = T.alloc_local([mine], accum)
-        word = T.alloc_local([8], "uint32")  # codes of one step, and of the next
+        word = T.alloc_local([(AHEAD + 1) * 4], "uint32")  # codes of one step, and of the next ones
         a = T.alloc_local([BUFFERS * 8], "uint32")
         scale_of = T.alloc_local([2], accum)
         log_of = T.alloc_local([2], accum)
@@ -276,6 +290,7 @@ def make_mla_decode_fp8(
         g = lane // 4
         t = lane % 4
         scale = softmax_scale * LOG2E
+        lift = T.cast(is_widened(16 * warp, widened) * WIDENING, accum)  # of this warp's weights, in powers of two
         tail = (seqlen_q - 1) * causal
         work[2] = 0
         for f in T.serial(work[0]):
@@ -321,19 +336,25 @@ def make_mla_decode_fp8(
                     )  # fmt: skip
                 T.warpgroup_commit_batch()
                 T.warpgroup_fence_operand(s, num_regs=held)
-                fetch(False, w, slot, 0, warp, lane, c_ring, word)
+                for i in list(range(AHEAD)):
+                    fetch(False, w, slot, i, warp, lane, c_ring, word)
                 for i in T.unroll(tiles * 2):  # 32 columns: two products
                     if i >= BUFFERS:
                         T.warpgroup_wait(BUFFERS - 1)
-                    if i < tiles * 2 - 1:
-                        fetch(False, w, slot, i + 1, warp, lane, c_ring, word)
+                    if i + AHEAD < tiles * 2:
+                        fetch(False, w, slot, i + AHEAD, warp, lane, c_ring, word)
                     b = i % BUFFERS * 8
-                    h = i % 2 * 4
+                    h = i % (AHEAD + 1) * 4
                     for v in list(range(2)):
-                        a[b + 4 * v] = low(word[h + 2 * v])
-                        a[b + 4 * v + 1] = low(word[h + 2 * v + 1])
-                        a[b + 4 * v + 2] = high(word[h + 2 * v])
-                        a[b + 4 * v + 3] = high(word[h + 2 * v + 1])
+                        first, second = (
+                            ("e4m3_even_widened", "e4m3_odd_widened")
+                            if by_shifts(v)
+                            else ("e4m3_low_as_f16x2", "e4m3_high_as_f16x2")
+                        )
+                        a[b + 4 * v] = f16x2(first, word[h + 2 * v])
+                        a[b + 4 * v + 1] = f16x2(first, word[h + 2 * v + 1])
+                        a[b + 4 * v + 2] = f16x2(second, word[h + 2 * v])
+                        a[b + 4 * v + 3] = f16x2(second, word[h + 2 * v + 1])
                     T.warpgroup_fence_operand(a, offset=b, num_regs=8)
                     T.warpgroup_arrive()
                     for v in list(range(2)):
@@ -394,14 +415,14 @@ def make_mla_decode_fp8(
                         o[i] *= top[i % held // 4 * 2 + i % 2]
                 for e in T.unroll(held):
                     s[e] = T.exp2(
-                        s[e] - T.if_then_else(m[e // 4 * 2 + e % 2] == MASKED, 0.0, m[e // 4 * 2 + e % 2])
+                        s[e] - T.if_then_else(m[e // 4 * 2 + e % 2] == MASKED, 0.0, m[e // 4 * 2 + e % 2] - lift)
                     )  # masked scores weigh nothing
                 for i in list(range(2)):
-                    scale_of[i] = 1.0 / scale_of[i]
+                    scale_of[i] = T.exp2(-lift) / scale_of[i]
                 for c in T.unroll(mine):
                     den[c] += (
                         s[c // 2 * 4 + c % 2] * scale_of[0] + s[c // 2 * 4 + c % 2 + 2] * scale_of[1]
-                    )  # w / scale is the softmax's own weight
+                    )  # w / scale, not lifted, is the softmax's own weight
                 for j in list(range(octets // 2)):
                     T.call_extern(
                         "handle",
@@ -417,19 +438,28 @@ def make_mla_decode_fp8(
                 T.fence_proxy_async()
                 T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
 
+                for i in list(range(AHEAD)):
+                    fetch(True, w, slot, i, warp, lane, c_ring, word)
                 T.warpgroup_fence_operand(o, num_regs=tiles * held)
-                fetch(True, w, slot, 0, warp, lane, c_ring, word)
                 for i in T.unroll(tiles * 2):  # 64 columns by 32 tokens: two products
                     if i >= BUFFERS:
                         T.warpgroup_wait(BUFFERS - 1)
-                    if i < tiles * 2 - 1:
-                        fetch(True, w, slot, i + 1, warp, lane, c_ring, word)
+                    if i + AHEAD < tiles * 2:
+                        fetch(True, w, slot, i + AHEAD, warp, lane, c_ring, word)
                     b = i % BUFFERS * 8
-                    h = i % 2 * 4
-                    for v in list(range(4)):  # bytes of two tokens, two columns each, to two columns of two tokens
-                        word[h + v] = T.call_extern("uint32", "__byte_perm", word[h + v], T.uint32(0), T.uint32(0x3120))
-                        a[b + 2 * v] = low(word[h + v])
-                        a[b + 2 * v + 1] = high(word[h + v])
+                    h = i % (AHEAD + 1) * 4
+                    for v in list(
+                        range(4)
+                    ):  # a word has two tokens, two columns each; becomes two columns, two tokens each
+                        if by_shifts(v // 2):
+                            a[b + 2 * v] = f16x2("e4m3_even_widened", word[h + v])
+                            a[b + 2 * v + 1] = f16x2("e4m3_odd_widened", word[h + v])
+                        else:
+                            word[h + v] = T.call_extern(
+                                "uint32", "__byte_perm", word[h + v], T.uint32(0), T.uint32(0x3120)
+                            )
+                            a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", word[h + v])
+                            a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", word[h + v])
                     T.warpgroup_fence_operand(a, offset=b, num_regs=8)
                     T.warpgroup_arrive()
                     for v in list(range(2)):
