@@ -441,6 +441,23 @@ def test_hopper_failure_9(shape):
         assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions
 
 
+# Several new tokens of few heads: 24, 40 and 56 rows in tiles of 32 and 64. With 32 cached tokens a step, the warps that
+# hold a row's scores are not those that hold its output.
+ODD_ROWS = [
+    GQAShape(9, 3, 64, 64, 64, 8, "bfloat16"),
+    GQAShape(40, 8, 96, 96, 32, 8, "float16"),
+    GQAShape(28, 4, 128, 128, 64, 8, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("shape", ODD_ROWS, ids=str)
+def test_portable_kernel_of_odd_rows(shape, capability):
+    choice = next(choice for choice in list_kernels(shape, capability) if choice.kernel == "portable")
+    assert choice.tiling.rows > shape.heads // shape.num_kv_heads * shape.seqlen_q
+    gate(shape, choice, capability)
+
+
 @pytest.mark.parametrize("capability", [80, 89])
 def test_before_hopper(capability):
     shape = GQAShape(14, 2, 80, 64, 16, 2, "bfloat16")

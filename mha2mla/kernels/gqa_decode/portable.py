@@ -114,6 +114,7 @@ def make_gqa_decode_portable(
             v_tile = alloc_shared([block, v_cols], dtype)
             p_tile = alloc_shared([block, rows], dtype)
             stage = alloc_shared([warps, rows], accum)
+            factor = alloc_shared([rows], accum)  # for the output, whose rows other threads hold than the scores' rows
             s = alloc_fragment([block, rows], accum)
             p = alloc_fragment([block, rows], accum)
             o = alloc_fragment([v_cols, rows], accum)
@@ -190,13 +191,15 @@ def make_gqa_decode_portable(
                         al[j] = T.exp2((m[j] - mn[j]) * scale)
                         m[j] = mn[j]
                         mn[j] = T.if_then_else(mn[j] == MASKED, 0.0, mn[j])  # so that masked scores weigh nothing
+                    T.copy(al, factor)
                     for i, j in parallel(block, rows):
                         s[i, j] = T.exp2((s[i, j] - mn[j]) * scale)
                     T.copy(s, p_tile)
                     for i, j in parallel(block, rows):
                         p[i, j] = p[i, j] * al[j] + s[i, j]
+                    T.sync_threads()
                     for d, j in parallel(v_cols, rows):
-                        o[d, j] *= al[j]
+                        o[d, j] *= factor[j]
                     T.gemm(v_tile, p_tile, o, transpose_A=True, policy=by_row)
 
                 p_view = T.view(p, [warps, 16, rows])
@@ -211,6 +214,8 @@ def make_gqa_decode_portable(
                 for j in parallel(rows):
                     m[j] = T.if_then_else(den[j] == 0, -T.infinity(accum), (T.log2(den[j]) + m[j] * scale) * LN2)
                     den[j] = 1.0 / T.max(den[j], 1e-30)
+                T.copy(den, factor)
+                T.sync_threads()
                 if span[SLOT] < 0:  # the whole sequence
                     for j in parallel(rows):
                         if (token0 + token(j) < seqlen_q) & (head(j) < valid):
@@ -218,7 +223,7 @@ def make_gqa_decode_portable(
                     for d, j in parallel(v_cols, rows):
                         if (token0 + token(j) < seqlen_q) & (head(j) < valid):
                             if d < v_head_dim:
-                                out[span[SEQUENCE], token0 + token(j), head0 + head(j), d] = o[d, j] * den[j]
+                                out[span[SEQUENCE], token0 + token(j), head0 + head(j), d] = o[d, j] * factor[j]
                 else:
                     for j in parallel(rows):
                         if (token0 + token(j) < seqlen_q) & (head(j) < valid):
@@ -227,7 +232,7 @@ def make_gqa_decode_portable(
                         if (token0 + token(j) < seqlen_q) & (head(j) < valid):
                             if d < v_head_dim:
                                 partial_out[span[SLOT] // 2, span[SLOT] % 2, token0 + token(j), head0 + head(j), d] = (
-                                    o[d, j] * den[j]
+                                    o[d, j] * factor[j]
                                 )
 
     return gqa_decode_portable

@@ -99,7 +99,7 @@ def streamed_shared_memory(tiling: RowTiling, qk_head_dim: int, v_head_dim: int,
 def portable_shared_memory(tiling: RowTiling, qk_head_dim: int, v_head_dim: int, block_tokens: int) -> int:
     """Bytes of shared memory that ``portable`` allocates (16-bit elements), with 2 KiB for alignment."""
     qk_cols, v_cols = padded_columns(qk_head_dim), padded_columns(v_head_dim)
-    weights = block_tokens * tiling.rows * 2 + block_tokens // 16 * tiling.rows * 4
+    weights = block_tokens * tiling.rows * 2 + (block_tokens // 16 + 1) * tiling.rows * 4
     return 2 * (block_tokens * (qk_cols + v_cols) + tiling.rows * qk_cols) + weights + 2048
 
 
