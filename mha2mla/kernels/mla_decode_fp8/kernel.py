@@ -448,9 +448,7 @@ def make_mla_decode_fp8(
                         fetch(True, w, slot, i + AHEAD, warp, lane, c_ring, word)
                     b = i % BUFFERS * 8
                     h = i % (AHEAD + 1) * 4
-                    for v in list(
-                        range(4)
-                    ):  # a word has two tokens, two columns each; becomes two columns, two tokens each
+                    for v in list(range(4)):  # from two tokens, two columns each, to two columns, two tokens each
                         if by_shifts(v // 2):
                             a[b + 2 * v] = f16x2("e4m3_even_widened", word[h + v])
                             a[b + 2 * v + 1] = f16x2("e4m3_odd_widened", word[h + v])
