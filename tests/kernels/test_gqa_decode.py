@@ -441,8 +441,8 @@ def test_hopper_failure_9(shape):
         assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions
 
 
-# Several new tokens of few heads: 24, 40 and 56 rows in tiles of 32 and 64. With 32 cached tokens a step, the warps that
-# hold a row's scores are not those that hold its output.
+# Several new tokens of few heads: 24, 40 and 56 rows in tiles of 32 and 64. With 32 cached tokens a step, the warps
+# that hold a row's scores are not those that hold its output.
 ODD_ROWS = [
     GQAShape(9, 3, 64, 64, 64, 8, "bfloat16"),
     GQAShape(40, 8, 96, 96, 32, 8, "float16"),
