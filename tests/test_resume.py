@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,9 +119,12 @@ def test_a_conversion_that_is_killed_at_random_points_ends_bit_equal(name, sourc
                 assert weights(out) == weights(tmp_path / "undisturbed")
             os.kill(pid, signal.SIGKILL)
             converter.status()
-            if out.exists():
+            if not out.exists():
+                kept.append(finished(tmp_path))
+            elif kept:
                 break
-            kept.append(finished(tmp_path))
+            else:  # it was done before the kill: a warm process is faster than the one that was timed
+                shutil.rmtree(out)
         assert kept and kept == sorted(kept), "no kill hit a conversion, or a finished layer was lost"
         if not out.exists():
             converter.start(out)

@@ -450,7 +450,7 @@ ODD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("shape", ODD_ROWS, ids=str)
 def test_portable_kernel_of_odd_rows(shape, capability):
     choice = next(choice for choice in list_kernels(shape, capability) if choice.kernel == "portable")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mha2mla.kernels import gqa_attention, mla_attention, plan_gqa_attention, plan_mla_attention
@@ -237,6 +237,7 @@ def test_refusals_of_a_plan():
     st.integers(1, 100),
     st.booleans(),
 )
+@example([(9, 0, 10), (9, 39, 0)], 8, 47, False)  # more padding than tokens is no room for others
 def test_layout_covers_every_query_once(sequences, short, limit, windowed):
     queries, cached, starts = zip(*sequences, strict=True) if sequences else ((), (), ())
     layout = lay_out(queries, cached, starts, short, limit, windowed)

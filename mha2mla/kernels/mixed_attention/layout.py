@@ -129,6 +129,9 @@ def lay_out(
             return "decode" if length else "none"
         return "pieces" if windowed or length <= min(short, cached_lengths[sequence]) else "expanded"
 
+    def visible(sequence: int) -> int:
+        return max(0, cached_lengths[sequence] + query_lengths[sequence] - starts[sequence])
+
     forms = [form(sequence) for sequence in range(len(query_lengths))]
     groups: list[Group] = []
     run: list[int] = []
@@ -158,9 +161,8 @@ def lay_out(
     first = None
     for sequence, kind in [*enumerate(forms), (len(forms), "none")]:
         if first is not None:
-            total = sum(cached_lengths[i] + query_lengths[i] - starts[i] for i in range(first, sequence))
-            more = cached_lengths[sequence] + query_lengths[sequence] - starts[sequence] if kind == "expanded" else 0
-            if kind != "expanded" or total + more > max_expanded_tokens:
+            total = sum(visible(i) for i in range(first, sequence))
+            if kind != "expanded" or total + visible(sequence) > max_expanded_tokens:
                 waves.append(_wave(first, sequence, offset, query_lengths, cached_lengths, starts, max_expanded_tokens))
                 first = None
         if kind == "expanded" and first is None:
