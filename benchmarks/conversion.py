@@ -207,7 +207,7 @@ def _kv_width(source: str) -> int:
 class Calibration:
     """The windows that a recipe calibrates on, drawn once for all recipes that ask for the same ones.
 
-    Sampling text from the source takes longer than most rows; ``seconds`` says how long each drawing took.
+    Sampling text from the source takes longer than most rows.
     """
 
     def __init__(self, source: str, tokenizer: Any, device: torch.device) -> None:

@@ -83,6 +83,11 @@ class MLAGeometry:
         """
         return 2 * self.num_key_value_heads * self.v_head_dim
 
+    @property
+    def full_kv_lora_rank(self) -> int:
+        """The latent that with these rotary numbers is already everything that the source caches."""
+        return self.source_cache_numel_per_token - self.rope_width
+
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes cached per token and layer for elements of ``itemsize`` bytes (2 for bfloat16)."""
         return self.cache_numel_per_token * itemsize

@@ -7,8 +7,9 @@ source, and the divergence of the predictions is what that rank loses there; the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,14 @@ from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.recipe import GRANULE, Recipe
 from mha2mla.conversion.reconstruction import ReconstructionProblem, reconstruct
-from mha2mla.conversion.sequence import DEVICE_BYTES, LayerSequence, block_forward, computed, empty_attention
+from mha2mla.conversion.sequence import (
+    DEVICE_BYTES,
+    LayerSequence,
+    block_forward,
+    computed,
+    empty_attention,
+    token_energies,
+)
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
@@ -68,7 +76,7 @@ def choose_layer_ranks(
     """
     geometry = recipe.geometry(spec)
     step = rank_step(geometry.kv_lora_rank)
-    full = 2 * spec.num_key_value_heads * spec.head_dim - geometry.rope_width
+    full = geometry.full_kv_lora_rank
     ranks = sorted({min(full, max(step, round(factor * geometry.kv_lora_rank / step) * step)) for factor in FACTORS})
     losses = measure_losses(
         model, adapter, spec, geometry, recipe, _divided(windows), ranks, folder=folder, progress=progress
@@ -125,19 +133,20 @@ def measure_losses(
             module = model.layer(layer)
             for _, _, store in perturbed:
                 model.run_layer(module, layer, store, batch=batch)
-            _copy(fitted, targets, batch, model.device)
+            _pass(lambda hidden: hidden, fitted, targets, batch, model.device)
             collector = first.collector(layer)
             model.run_layer(module, layer, targets, batch=batch, observe=collector.add)
             statistics = collector.finish()
+            weights = token_energies(targets, batch, model.device).reciprocal() if short.reconstruction_steps else None
             for rank, sequence in sequences.items():
                 tensors = sequence.convert(layer, statistics)
                 forward = _forward(sequence, layer, module)
-                if short.reconstruction_steps and not short.is_exact(sequence.geometry):
-                    weights = _energies(targets, batch, model.device).reciprocal()
+                if weights is not None and not short.is_exact(sequence.geometry):
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
                     tensors = reconstruct(problem, tensors, short, layer=layer).tensors
                 perturbed.append((layer, rank, _store(model, windows.judged, folder, streams)))
-                _pass(forward, computed(tensors, model), clean, perturbed[-1][2], batch, model.device)
+                converted = partial(forward, computed(tensors, model))
+                _pass(converted, clean, perturbed[-1][2], batch, model.device)
             model.run_layer(module, layer, clean, batch=batch)
             fitted, targets = targets, fitted
             model.source.release()
@@ -216,29 +225,20 @@ def _forward(sequence: LayerSequence, layer: int, module: nn.Module):
     window = torch.empty(1, sequence.windows.shape[1], sequence.spec.hidden_size, device=sequence.model.device)
     arguments = sequence.model.layer_arguments(layer, window.to(sequence.model.dtype))
     attention = empty_attention(sequence.model, config, layer)
-    return block_forward(sequence.model, module, attention, layer, arguments=arguments)
+    return block_forward(module, attention, arguments)
 
 
 @torch.inference_mode()
-def _copy(inputs: ActivationStore, outputs: ActivationStore, batch: int, device: torch.device) -> None:
+def _pass(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    inputs: ActivationStore,
+    outputs: ActivationStore,
+    batch: int,
+    device: torch.device,
+) -> None:
+    """Writes ``change`` of the inputs to ``outputs``, ``batch`` windows at a time."""
     for start in range(0, len(inputs), batch):
-        outputs.write(start, inputs.read(start, min(start + batch, len(inputs)), device))
-
-
-@torch.inference_mode()
-def _pass(forward, tensors, inputs: ActivationStore, outputs: ActivationStore, batch: int, device) -> None:
-    for start in range(0, len(inputs), batch):
-        outputs.write(start, forward(tensors, inputs.read(start, min(start + batch, len(inputs)), device)))
-
-
-@torch.inference_mode()
-def _energies(store: ActivationStore, batch: int, device: torch.device) -> torch.Tensor:
-    """[windows, length] mean square of every token."""
-    parts = [
-        store.read(start, min(start + batch, len(store)), device).float().square().mean(-1)
-        for start in range(0, len(store), batch)
-    ]
-    return torch.cat(parts).cpu()
+        outputs.write(start, change(inputs.read(start, min(start + batch, len(inputs)), device)))
 
 
 @torch.inference_mode()

@@ -287,7 +287,7 @@ class Recipe:
                 f"layer_ranks has {len(self.layer_ranks)} ranks; expected {spec.num_layers}, one per layer"
             )
         common = self.geometry(spec)
-        full = 2 * spec.num_key_value_heads * spec.head_dim - common.rope_width
+        full = common.full_kv_lora_rank
         for layer, rank in enumerate(self.layer_ranks):
             if rank > full:
                 raise ValueError(f"layer_ranks[{layer}] is {rank}; expected at most {full}")

@@ -323,7 +323,7 @@ class _ConvertedWalk:
             last = min(layer + self.recipe.reconstruction_lookahead, self.num_layers - 1)
             self._advance_source(last + 1)
             inputs, targets, forward = self.stream, self.source, self._block_forward(layer, last)
-            energy = self._energy(self.source)
+            energy = token_energies(self.source, self.batch, self.model.device)
             metric = self._metric(last)
         if self.recipe.reconstruction_weighting == "energy":
             energy = energy.mean().expand_as(energy)
@@ -339,15 +339,6 @@ class _ConvertedWalk:
         if layer not in self.metrics:
             raise ValueError(f"metrics has none for layer {layer}; expected one for every layer")
         return self.metrics[layer]
-
-    @torch.inference_mode()
-    def _energy(self, store: ActivationStore) -> torch.Tensor:
-        """[windows, length] mean square of every token."""
-        energy = torch.empty(len(store), store.length, device=self.model.device)
-        for start in range(0, len(store), self.batch):
-            stop = min(start + self.batch, len(store))
-            energy[start:stop] = store.read(start, stop, self.model.device).float().square().mean(-1)
-        return energy.cpu()
 
     @torch.inference_mode()
     def _source_attention(self, layer: int) -> torch.Tensor:
@@ -388,9 +379,7 @@ class _ConvertedWalk:
     def _block_forward(self, layer: int, last: int) -> Forward:
         """The layer with the converted attention, then the source's own layers up to ``last``."""
         followers = [(self._layer(index), self._arguments(index)) for index in range(layer + 1, last + 1)]
-        block = block_forward(
-            self.model, self._layer(layer), self._attention(layer), layer, arguments=self._arguments(layer)
-        )
+        block = block_forward(self._layer(layer), self._attention(layer), self._arguments(layer))
 
         def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
             hidden = block(tensors, inputs)
@@ -408,24 +397,30 @@ class _ConvertedWalk:
         return self.model.layer_arguments(layer, window)
 
 
-def block_forward(
-    model: StreamedModel, module: nn.Module, attention: nn.Module, layer: int, *, arguments: dict | None = None
-) -> Forward:
+def block_forward(module: nn.Module, attention: nn.Module, arguments: dict) -> Forward:
     """The decoder layer ``module`` with ``attention`` in its place, as a function of that attention's tensors.
 
     Args:
         attention: without memory, see :func:`empty_attention`.
-        layer: index of ``module``.
-        arguments: what the layer is called with; None to make it for each call.
+        arguments: what the layer is called with beside its inputs.
     """
     block = _with_attention(module, attention)
 
     def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
         named = {f"self_attn.{name}": tensor for name, tensor in tensors.items()}
-        called_with = model.layer_arguments(layer, inputs) if arguments is None else arguments
-        return _first(functional_call(block, named, (inputs,), called_with))
+        return _first(functional_call(block, named, (inputs,), arguments))
 
     return forward
+
+
+@torch.inference_mode()
+def token_energies(store: ActivationStore, batch: int, device: torch.device) -> torch.Tensor:
+    """[windows, length] mean square of every token, on the CPU; ``batch`` windows at a time on ``device``."""
+    energy = torch.empty(len(store), store.length, device=device)
+    for start in range(0, len(store), batch):
+        stop = min(start + batch, len(store))
+        energy[start:stop] = store.read(start, stop, device).float().square().mean(-1)
+    return energy.cpu()
 
 
 def empty_attention(model: StreamedModel, config: PreTrainedConfig, layer: int) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.eval.problems import CHUNK_TOKENS, UNUSED_PAGE, Judgement, Problem, verdict
+from mha2mla.eval.problems import CHUNK_TOKENS, Judgement, Problem, pages_and_visible, take, verdict
 from mha2mla.kernels.gqa_decode.dispatch import gqa_shape
 from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
@@ -130,23 +130,8 @@ def exact_gqa(inputs: dict[str, Any], window: int | None = None, sinks: int = 0)
     if batch <= step:
         wide = {name: value.double() if name in _DATA else value for name, value in inputs.items()}
         return gqa_decode_reference(**wide, window=window, sinks=sinks)
-    parts = [exact_gqa(_take(inputs, slice(b, b + step)), window, sinks) for b in range(0, batch, step)]
+    parts = [exact_gqa(take(inputs, slice(b, b + step), _DATA), window, sinks) for b in range(0, batch, step)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-
-
-def _take(inputs: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """Some sequences of a call, with only their pages: the rest of a large cache need not be cast."""
-    table, num_pages = inputs["block_table"][rows], inputs["k_cache"].shape[0]
-    valid = (table >= 0) & (table < num_pages)
-    pages, renamed = torch.unique(table[valid], return_inverse=True)
-    if not pages.numel():
-        pages = torch.zeros(1, dtype=torch.long, device=table.device)  # the reference wants a page to point at
-    small = torch.full_like(table, UNUSED_PAGE)
-    small[valid] = renamed.int()
-    taken = {name: inputs[name][rows] for name in ("q", "cache_seqlens")}
-    taken |= {name: inputs[name][pages.long()] for name in ("k_cache", "v_cache")}
-    starts = inputs["cache_starts"]
-    return inputs | taken | {"block_table": small, "cache_starts": None if starts is None else starts[rows]}
 
 
 def torch_gqa_at(inputs: dict[str, Any], dtype: torch.dtype, window: int | None = None, sinks: int = 0) -> Tensor:
@@ -160,15 +145,7 @@ def torch_gqa_at(inputs: dict[str, Any], dtype: torch.dtype, window: int | None 
     seqlen_q, heads = q.shape[1:3]
     outs = []
     for b, length in enumerate(inputs["cache_seqlens"].tolist()):
-        start = 0 if inputs["cache_starts"] is None else int(inputs["cache_starts"][b])
-        pages = inputs["block_table"][b, : -(-length // page)].long()
-        pages = torch.where(pages < num_pages, pages, 0)
-        token = torch.arange(length, device=q.device)
-        back = torch.arange(seqlen_q - 1, -1, -1, device=q.device) * bool(inputs["causal"])
-        limit = (length - back)[:, None]
-        visible = (token >= start) & (token < limit)  # [S_q, t]
-        if window is not None:
-            visible &= (token >= limit - window) | (token < start + sinks)
+        pages, visible = pages_and_visible(inputs, b, length, num_pages, page, seqlen_q, window, sinks)
         used = visible.any(0)[:, None, None]
         k, v = (
             torch.where(used, cache[pages].flatten(0, 1)[:length], 0).repeat_interleave(heads // groups, 1)

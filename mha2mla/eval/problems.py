@@ -5,6 +5,7 @@ Tests, benchmarks and ``mha2mla check kernels`` all draw from here; everything r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,21 +210,26 @@ def exact(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> 
     step = max(1, CHUNK_TOKENS // max(1, capacity))
     if batch <= step:
         return mla_decode_reference(**_cast(inputs, torch.float64), window=window, sinks=sinks)
-    parts = [exact(_take(inputs, slice(b, b + step)), window, sinks) for b in range(0, batch, step)]
+    parts = [exact(take(inputs, slice(b, b + step), _DATA), window, sinks) for b in range(0, batch, step)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _take(inputs: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """Some sequences of a call, with only their pages: the rest of a large cache need not be cast."""
-    table, num_pages = inputs["block_table"][rows], inputs["latent_cache"].shape[0]
+def take(inputs: dict[str, Any], rows: slice, data: Sequence[str]) -> dict[str, Any]:
+    """Some sequences of a call, with only their pages: the rest of a large cache need not be cast.
+
+    Args:
+        data: names of the queries and of the caches, which end in ``_cache``.
+    """
+    caches = [name for name in data if name.endswith("_cache")]
+    table, num_pages = inputs["block_table"][rows], inputs[caches[0]].shape[0]
     valid = (table >= 0) & (table < num_pages)
     pages, renamed = torch.unique(table[valid], return_inverse=True)
     if not pages.numel():
         pages = torch.zeros(1, dtype=torch.long, device=table.device)  # the reference wants a page to point at
     small = torch.full_like(table, UNUSED_PAGE)
     small[valid] = renamed.int()
-    taken = {name: inputs[name][rows] for name in ("q_latent", "q_pe", "cache_seqlens")}
-    taken |= {name: inputs[name][pages.long()] for name in ("latent_cache", "rope_cache")}
+    taken = {name: inputs[name][rows] for name in ("cache_seqlens", *data) if name not in caches}
+    taken |= {name: inputs[name][pages.long()] for name in caches}
     starts = inputs["cache_starts"]
     return inputs | taken | {"block_table": small, "cache_starts": None if starts is None else starts[rows]}
 
@@ -243,15 +249,7 @@ def torch_at(inputs: dict[str, Any], dtype: torch.dtype, window: int | None = No
     num_pages, page, heads, seqlen_q = *latent_cache.shape[:2], q_latent.shape[2], q_latent.shape[1]
     outs = []
     for b, length in enumerate(inputs["cache_seqlens"].tolist()):
-        start = 0 if inputs["cache_starts"] is None else int(inputs["cache_starts"][b])
-        pages = inputs["block_table"][b, : -(-length // page)].long()
-        pages = torch.where(pages < num_pages, pages, 0)
-        token = torch.arange(length, device=q_latent.device)
-        back = torch.arange(seqlen_q - 1, -1, -1, device=q_latent.device) * bool(inputs["causal"])
-        limit = (length - back)[:, None]
-        visible = (token >= start) & (token < limit)  # [S_q, t]
-        if window is not None:
-            visible &= (token >= limit - window) | (token < start + sinks)
+        pages, visible = pages_and_visible(inputs, b, length, num_pages, page, seqlen_q, window, sinks)
         used = visible.any(0)
         latent = torch.where(used[:, None], latent_cache[pages].flatten(0, 1)[:length], 0)
         k_pe = torch.where(used[:, None, None], rope_cache[pages].flatten(0, 1)[:length], 0)
@@ -261,6 +259,30 @@ def torch_at(inputs: dict[str, Any], dtype: torch.dtype, window: int | None = No
         weight = torch.softmax(score, -1).nan_to_num(0)  # rows that see nothing
         outs.append(torch.einsum("hst,td->shd", weight, latent))
     return torch.stack(outs) if outs else torch.zeros_like(q_latent)
+
+
+def pages_and_visible(
+    inputs: dict[str, Any],
+    b: int,
+    length: int,
+    num_pages: int,
+    page: int,
+    seqlen_q: int,
+    window: int | None,
+    sinks: int,
+) -> tuple[Tensor, Tensor]:
+    """Of sequence ``b``: its pages, with 0 for those that are none, and which tokens each query sees, [S_q, length]."""
+    device = inputs["block_table"].device
+    start = 0 if inputs["cache_starts"] is None else int(inputs["cache_starts"][b])
+    pages = inputs["block_table"][b, : -(-length // page)].long()
+    pages = torch.where(pages < num_pages, pages, 0)
+    token = torch.arange(length, device=device)
+    back = torch.arange(seqlen_q - 1, -1, -1, device=device) * bool(inputs["causal"])
+    limit = (length - back)[:, None]
+    visible = (token >= start) & (token < limit)
+    if window is not None:
+        visible &= (token >= limit - window) | (token < start + sinks)
+    return pages, visible
 
 
 def errors(out: Tensor, expected: Tensor) -> tuple[float, float]:
