@@ -238,6 +238,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def room_for_activations(device: torch.device) -> int:
+    """Bytes of an accelerator's memory that waiting activations may take: half of what is not in use; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (torch.cuda.mem_get_info(device)[0] + unused) // 2
+
+
 class ActivationStore:
     """Hidden states of all windows at one layer boundary: in memory, or in a mapped file when larger than a limit.
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM
 
+from mha2mla.conversion.source_decoder import decoder, rows_at_once
 from mha2mla.texts import prompts, start_tokens
 
-_CPU_ROWS = 64  # windows written side by side
-_CUDA_ROWS = 1024
+_BLANK_SHARE = 0.0  # of the documents, that begin with any word
 
 
 def generator_of(
@@ -39,8 +39,9 @@ def generate_windows(
 ) -> torch.Tensor:
     """Samples windows at temperature 1 (as LLM-QAT, arXiv 2305.17888, does for its training data).
 
-    A window is one document after another, each begun by a prompt (``texts.prompts``): an instruction through the chat
-    template where there is one, or the opening of a plain text. When the model ends a document, the next one begins.
+    A window is one document after another, each begun by a prompt (``texts.prompts``), an instruction through the chat
+    template where there is one, or the opening of a plain text; or by a word drawn from the vocabulary, for text that
+    no prompt thought of. When the model ends a document, the next one begins.
 
     Args:
         model: causal language model of transformers.
@@ -51,7 +52,7 @@ def generate_windows(
     Returns:
         int64 [count, length] on the CPU.
     """
-    rows = _CUDA_ROWS if model.device.type == "cuda" else _CPU_ROWS
+    rows = rows_at_once(model, length)
     starts = _documents(tokenizer, random.Random(seed))
     generator = torch.Generator(model.device).manual_seed(seed)
     return torch.cat(
@@ -75,7 +76,7 @@ def _write(
     forced = [next(starts) for _ in range(rows)]  # what each row must say next, before it may choose
     current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
     written = [current]
-    logits_of = _decoder(model, rows, length)
+    logits_of = decoder(model, rows, length)
     for _ in tqdm(range(length - 1), desc="generate", unit="token", disable=not progress):
         sampled = torch.multinomial(logits_of(current).float().softmax(-1), 1, generator=generator)[:, 0].tolist()
         for row, queue in enumerate(forced):
@@ -88,48 +89,15 @@ def _write(
     return torch.stack(written, 1).cpu()
 
 
-def _decoder(model: torch.nn.Module, rows: int, length: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The next tokens of all rows, [rows] -> their logits [rows, vocabulary]; remembers what it was given.
-
-    On CUDA a step is the replay of one graph, where the model and its cache can be captured.
-    """
-    if model.device.type == "cuda":
-        cache = StaticCache(config=model.config, max_cache_len=length)
-        tokens = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
-
-        def step() -> torch.Tensor:
-            return model(tokens, past_key_values=cache, use_cache=True).logits[:, -1]
-
-        try:
-            side = torch.cuda.Stream(model.device)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    step()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                logits = step()
-            cache.reset()
-            captured = (graph, cache)  # the graph knows the cache by its addresses only: both live as long as the call
-
-            def replay(current: torch.Tensor) -> torch.Tensor:
-                tokens.copy_(current[:, None])
-                captured[0].replay()
-                return logits
-
-            return replay
-        except RuntimeError:
-            torch.cuda.synchronize()
-    cache = DynamicCache(config=model.config)
-    return lambda current: model(current[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
-
-
 def _documents(tokenizer: Any, draw: random.Random) -> Iterator[list[int]]:
     """Beginnings of documents, as tokens, without end."""
     instructions, openings, topics = prompts()
     start = start_tokens(tokenizer)
+    words = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
     while True:
+        if draw.random() < _BLANK_SHARE:
+            yield [*start, draw.choice(words)]
+            continue
         chat = tokenizer.chat_template is not None and draw.random() < 0.5
         text = draw.choice(instructions if chat else openings).format(draw.choice(topics))
         if chat:

@@ -17,12 +17,11 @@ from torch import nn
 from tqdm import tqdm
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
-from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
+from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, room_for_activations
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.recipe import GRANULE, Recipe
 from mha2mla.conversion.reconstruction import ReconstructionProblem, reconstruct
 from mha2mla.conversion.sequence import (
-    DEVICE_BYTES,
     LayerSequence,
     block_forward,
     computed,
@@ -208,7 +207,7 @@ def _divided(windows: torch.Tensor) -> _Windows:
 def _store(model: StreamedModel, windows: torch.Tensor, folder: Path, stores: int) -> ActivationStore:
     """Room for a hidden state per token; one of ``stores`` that exist together."""
     size = windows.numel() * model.hidden_size * model.dtype.itemsize
-    resident = model.device.type != "cpu" and stores * size <= DEVICE_BYTES
+    resident = stores * size <= room_for_activations(model.device)
     return ActivationStore(
         *windows.shape,
         model.hidden_size,

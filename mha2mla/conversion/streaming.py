@@ -14,6 +14,8 @@ from mha2mla.conversion.calibration import ActivationStore
 from mha2mla.conversion.source import CheckpointReader
 from mha2mla.conversion.stored import StoredParameters
 
+_WINDOWS = 16  # that are embedded at a time
+
 
 class StreamedModel:
     """The modules of a Llama-shaped causal language model, filled from a checkpoint when they are needed.
@@ -69,8 +71,8 @@ class StreamedModel:
         """Writes the embeddings of ``tokens`` [windows, length] to ``store``."""
         table = self.source.tensor("model.embed_tokens.weight")
         scale = torch.tensor(getattr(self.skeleton.model.embed_tokens, "scalar_embed_scale", 1.0))  # Gemma's
-        for window in range(tokens.shape[0]):
-            store.write(window, table[tokens[window]][None].to(self.dtype) * scale.to(self.dtype))
+        for start in range(0, tokens.shape[0], _WINDOWS):
+            store.write(start, table[tokens[start : start + _WINDOWS]].to(self.dtype) * scale.to(self.dtype))
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer ``index`` with its weights."""

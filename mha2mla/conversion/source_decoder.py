@@ -1,0 +1,146 @@
+"""One step of a source model for many rows at once, as fast as sampling calibration text wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+_GROUPED = "mha2mla_grouped_sdpa"
+_STAGES = 8  # graphs of a run: each sees as much of the cache as is filled by its end
+_ALIGNMENT = 64  # keys; what fused attention wants of a mask's rows, and to spare
+_CPU_ROWS = 64
+_CUDA_ROWS = 2048
+_MEMORY_SHARE = 0.25  # of an accelerator's memory, for the keys, the values and the predictions of all rows
+
+NextLogits = Callable[[torch.Tensor], torch.Tensor]
+
+
+def rows_at_once(model: nn.Module, length: int) -> int:
+    """How many rows of ``length`` tokens ``model`` decodes side by side; the same on every machine of a kind."""
+    if model.device.type != "cuda":
+        return _CPU_ROWS
+    config = model.config.get_text_config(decoder=True)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    cached = 2 * config.num_hidden_layers * kv_heads * head_dim * length * model.dtype.itemsize
+    predictions = config.vocab_size * (model.dtype.itemsize + 3 * 4)  # logits, and float32 around the softmax
+    room = _MEMORY_SHARE * torch.cuda.get_device_properties(model.device).total_memory
+    return max(1, min(_CUDA_ROWS, int(room / (cached + predictions))))
+
+
+def decoder(model: nn.Module, rows: int, length: int) -> NextLogits:
+    """The next tokens of all rows, [rows] -> their logits [rows, vocabulary]; remembers what it was given.
+
+    On CUDA a step is the replay of a graph, where the model and its cache can be captured: one graph for every eighth
+    of ``length``, so that a step reads what is filled of the cache and not all of it. A tensor that was returned is
+    overwritten by the next call.
+
+    Args:
+        model: causal language model of transformers.
+        rows: how many tokens a call takes.
+        length: how many calls there will be at most.
+    """
+    if model.device.type == "cuda":
+        try:
+            return _CapturedDecoder(model, rows, length)
+        except RuntimeError:
+            torch.cuda.synchronize()
+    cache = DynamicCache(config=model.config)
+    return lambda tokens: model(tokens[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+class _FilledLayer(StaticLayer):
+    """Keys and values of one layer, of which attention is shown the first ``visible`` tokens."""
+
+    visible: int
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys[:, :, : self.visible], values[:, :, : self.visible]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.visible, 0
+
+
+class _CapturedDecoder:
+    """Graphs of one step over one cache."""
+
+    def __init__(self, model: nn.Module, rows: int, length: int) -> None:
+        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        # A sliding layer is as short as its window anyway.
+        self.cache.layers = [
+            _FilledLayer(max_cache_len=length) if type(layer) is StaticLayer else layer for layer in self.cache.layers
+        ]
+        self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
+        self.stage = -(-length // (_STAGES * _ALIGNMENT)) * _ALIGNMENT
+        self.calls = 0
+        pool, usual = torch.cuda.graph_pool_handle(), model.config._attn_implementation
+        ends = [min(length, start + self.stage) for start in range(0, length, self.stage)]
+        try:
+            if usual == "sdpa":
+                model.set_attn_implementation(_GROUPED)
+            self.stages = [self._capture(model, end, pool) for end in ends]
+        finally:
+            model.set_attn_implementation(usual)
+        self.cache.reset()
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        graph, logits = self.stages[self.calls // self.stage]
+        self.calls += 1
+        self.tokens.copy_(tokens[:, None])
+        graph.replay()
+        return logits
+
+    def _capture(self, model: nn.Module, visible: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        for layer in self.cache.layers:
+            if isinstance(layer, _FilledLayer):
+                layer.visible = visible
+
+        def step() -> torch.Tensor:
+            return model(self.tokens, past_key_values=self.cache, use_cache=True).logits[:, -1]
+
+        side = torch.cuda.Stream(model.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.cache.reset()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = step()
+        return graph, logits
+
+
+def _grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' SDPA, where one token's heads of a group are the queries of one kv head: nothing is repeated."""
+    rows, heads, tokens, _ = query.shape
+    kv_heads = key.shape[1]
+    if tokens != 1 or heads == kv_heads or (attention_mask is not None and attention_mask.shape[1] != 1):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.view(rows, kv_heads, heads // kv_heads, -1),
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=kwargs.get("scaling"),
+    )
+    return output.reshape(rows, 1, heads, -1), None
+
+
+AttentionInterface.register(_GROUPED, _grouped_attention)
+AttentionMaskInterface.register(_GROUPED, sdpa_mask)
