@@ -237,7 +237,8 @@ def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
         plan.schedule.fill_(-(2**31))
         plan.splits.fill_(-7)
         graph.replay()
-        judgement = judge_gqa(inputs | {"cache_seqlens": inputs["cache_seqlens"].clamp(max=problem.capacity)}, out, lse)
+        seen = inputs["cache_seqlens"].clamp(max=problem.storage.capacity)
+        judgement = judge_gqa(inputs | {"cache_seqlens": seen}, out, lse)
         assert judgement.ok, judgement.reason
 
 
