@@ -18,7 +18,7 @@ from mha2mla.kernels import (
     quantize_latent,
 )
 from mha2mla.kernels.mla_decode.selection import DecodeShape, shared_memory_limit
-from mha2mla.kernels.mla_decode_fp8.operand import WIDENING, column_of_code, is_widened
+from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
 from mha2mla.kernels.mla_decode_fp8.reference import SMALLEST_SCALE
 from mha2mla.kernels.mla_decode_fp8.selection import select_fp8
 
@@ -262,9 +262,8 @@ def test_opcheck():
 # --- the kernel's arithmetic, without a GPU
 
 
-@pytest.mark.parametrize("widened", [0, 1, 2])
-def test_columns_of_codes_are_a_permutation_of_each_sixteen(widened):
-    places = [column_of_code(d, widened) for d in range(64)]
+def test_columns_of_codes_are_a_permutation_of_each_sixteen():
+    places = [column_of_code(d) for d in range(64)]
     for block in range(0, 64, 16):
         assert sorted(places[block : block + 16]) == list(range(block, block + 16))
 
@@ -275,8 +274,7 @@ def wgmma_places(lane: int) -> list[tuple[int, int]]:
     return [(g + 8 * (r % 2), 2 * t + i + 8 * (r // 2)) for r in range(4) for i in range(2)]
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-def test_register_operand_of_the_scores_meets_the_permuted_queries(shifted):
+def test_register_operand_of_the_scores_meets_the_permuted_queries():
     """ldmatrix and the order of conversions, acted out on a 16 x 16 block: C q^T comes out unpermuted."""
     make = torch.Generator().manual_seed(0)
     codes, query = torch.randn(16, 16, generator=make), torch.randn(16, generator=make)
@@ -285,33 +283,11 @@ def test_register_operand_of_the_scores_meets_the_permuted_queries(shifted):
         g, t = lane // 4, lane % 4
         word = [codes[g, 4 * t : 4 * t + 4], codes[g + 8, 4 * t : 4 * t + 4]]  # ldmatrix: 4 bytes of rows g and g + 8
         a = [word[0][:2], word[1][:2], word[0][2:], word[1][2:]]
-        if shifted:
-            a = [word[0][::2], word[1][::2], word[0][1::2], word[1][1::2]]
         for (row, column), value in zip(wgmma_places(lane), torch.cat(a), strict=True):
             operand[row, column] = value
     for d in range(16):
-        permuted[column_of_code(d, 2 * shifted)] = query[d]
+        permuted[column_of_code(d)] = query[d]
     assert torch.allclose(operand @ permuted, codes @ query)
-
-
-def test_shifts_widen_every_code_exactly_and_divide_it_by_256():
-    """The kernel's two expressions on all pairs of codes; NaN alone becomes a number (its scale is NaN as well)."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    x, y = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")
-    word = x | y << 8 | y << 16 | x << 24
-    even = ((word << 8) & 0x80008000) | ((word << 7) & 0x3F803F80)
-    odd = (word & 0x80008000) | ((word >> 1) & 0x3F803F80)
-    for pair, low, high in ((even, x, y), (odd, y, x)):
-        for half, code in ((pair & 0xFFFF, low), (pair >> 16, high)):
-            value = half.to(torch.int32).to(torch.uint16).view(torch.float16).float() * 2**WIDENING
-            known = (code & 0x7F) != 0x7F
-            assert torch.equal(value[known], numbers[code][known])
-
-
-@pytest.mark.parametrize("widened", [0, 1, 2])
-def test_widened_products_are_the_same_for_columns_and_for_tokens(widened):
-    flags = [is_widened(i, widened) for i in range(64)]
-    assert flags == [(0, (i // 16) % 2, 1)[widened] for i in range(64)]
 
 
 def test_register_operand_of_the_output_is_the_transposed_block():

@@ -2,11 +2,9 @@
 
 wgmma takes 8-bit operands K-major only, and the latent is wanted both ways: C Q^T for the scores and C^T P^T for the
 output. So both products take C as the register operand, in float16, which holds every e4m3 number: ``ldmatrix`` fetches
-codes (transposed in pairs for the second product), two steps before the products that take them, and half of them
-become float16 by the conversion instruction, half by shifts (``operand.py``): each alone would keep its unit busy for
-longer than the tile takes to arrive. Nothing decoded travels back to shared memory, whose bandwidth is what a decoded
-copy of every tile would exhaust. (8-bit wgmma could take the scores' codes from shared memory as they are, but it adds
-up 14 bits on Hopper: 1e-4 to 1e-3 of a score, which the log-sum-exp does not forgive.)
+codes (transposed in pairs for the second product), two steps before the products that take them. (8-bit wgmma could
+take the scores' codes from shared memory as they are, but it adds up 14 bits on Hopper: 1e-4 to 1e-3 of a score, which
+the log-sum-exp does not forgive.)
 
 The scale of a token leaves the products alone. With M the running maximum of ``score + log2(scale)``, the weight
 ``w = exp2(score + log2(scale) - M)`` of a token is at most 1 and already contains its scale, so w fits float16;
@@ -35,7 +33,7 @@ from mha2mla.kernels.mla_decode.fragment import (
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
 from mha2mla.kernels.mla_decode.tiling import RowTiling
-from mha2mla.kernels.mla_decode_fp8.operand import WIDENING, column_of_code, is_widened
+from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
 
 WARPGROUP = 128  # threads
 CONSUMERS = 2 * WARPGROUP
@@ -48,10 +46,10 @@ AHEAD = 2  # steps by which codes are fetched before they are converted
 BARRIER = 8  # named barriers below 8 belong to the compiler
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SLACK = 6.0  # the maximum may fall behind by this many powers of two before the output is scaled down: 2**6 in float16
-LARGEST_EXPONENT = 14 - WIDENING  # of a scaled query; float16 ends below 2**16
+LARGEST_EXPONENT = 14  # of a scaled query; float16 ends below 2**16
 SMALLEST_QUERY = -40  # exponent below which a query row is not scaled up any further
 
-# Conversions that TileLang's casts have no packed form for: of codes 0, 1 or 2, 3 or 0, 2 or 1, 3 of a word.
+# Conversions that TileLang's casts have no packed form for: of codes 0, 1 or 2, 3 of a word.
 CONVERSIONS = """
 static __device__ __forceinline__ unsigned e4m3_low_as_f16x2(unsigned codes) {
   unsigned pair;
@@ -62,12 +60,6 @@ static __device__ __forceinline__ unsigned e4m3_high_as_f16x2(unsigned codes) {
   unsigned pair;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(pair) : "r"(codes));
   return pair;
-}
-static __device__ __forceinline__ unsigned e4m3_even_widened(unsigned codes) {
-  return ((codes << 8) & 0x80008000u) | ((codes << 7) & 0x3f803f80u);
-}
-static __device__ __forceinline__ unsigned e4m3_odd_widened(unsigned codes) {
-  return (codes & 0x80008000u) | ((codes >> 1) & 0x3f803f80u);
 }
 static __device__ __forceinline__ int f16x2_of(float low, float high) {
   int pair;
@@ -87,7 +79,6 @@ def make_mla_decode_fp8(
     dtype: str,
     tiling: RowTiling,
     num_stages: int = 2,
-    widened: int = 1,
 ):
     """A TileLang function ``mla_decode_fp8`` for one static shape.
 
@@ -97,7 +88,6 @@ def make_mla_decode_fp8(
         dtype: "bfloat16" or "float16", of queries, rotary keys and output.
         tiling: which query rows one CTA serves, at most 32.
         num_stages: tiles in flight for each of the two warpgroups.
-        widened: of every two products, how many take codes that shifts made float16 (``operand.py``).
 
     The function's arguments: q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r], latent_cache [P,page,d_c] (e4m3), latent_scale
     [P,page] (float32), rope_cache [P,page,G*d_r], block_table [B,max_pages], schedule (``schedule.py``), the outputs
@@ -134,9 +124,6 @@ def make_mla_decode_fp8(
 
     def f16x2(kind, word):
         return T.call_extern("uint32", kind, word)
-
-    def by_shifts(product):
-        return is_widened(16 * product, widened)
 
     def row_of(c, t):
         """Of a thread's c-th head: its row of the tile."""
@@ -222,9 +209,7 @@ def make_mla_decode_fp8(
                 q_scale[r] = T.reinterpret(T.shift_left(127 - LARGEST_EXPONENT + exponent, 23), accum)
             for v in T.unroll(4 * panels):
                 d = v // 4 * PANEL + 4 * lane + v % 4
-                q_tile[d // WIDE, r, column_of_code(d, widened) % WIDE] = T.cast(
-                    x[v] * top[1] * T.cast(1 + is_widened(d, widened) * (2**WIDENING - 1), accum), "float16"
-                )
+                q_tile[d // WIDE, r, column_of_code(d) % WIDE] = T.cast(x[v] * top[1], "float16")
         for i in T.serial(rows * rope_panels * WIDE // CONSUMERS):
             e = i * CONSUMERS + thread
             r = e // (rope_panels * WIDE)
@@ -290,7 +275,6 @@ def make_mla_decode_fp8(
         g = lane // 4
         t = lane % 4
         scale = softmax_scale * LOG2E
-        lift = T.cast(is_widened(16 * warp, widened) * WIDENING, accum)  # of this warp's weights, in powers of two
         tail = (seqlen_q - 1) * causal
         work[2] = 0
         for f in T.serial(work[0]):
@@ -345,16 +329,9 @@ def make_mla_decode_fp8(
                         fetch(False, w, slot, i + AHEAD, warp, lane, c_ring, word)
                     b = i % BUFFERS * 8
                     h = i % (AHEAD + 1) * 4
-                    for v in list(range(2)):
-                        first, second = (
-                            ("e4m3_even_widened", "e4m3_odd_widened")
-                            if by_shifts(v)
-                            else ("e4m3_low_as_f16x2", "e4m3_high_as_f16x2")
-                        )
-                        a[b + 4 * v] = f16x2(first, word[h + 2 * v])
-                        a[b + 4 * v + 1] = f16x2(first, word[h + 2 * v + 1])
-                        a[b + 4 * v + 2] = f16x2(second, word[h + 2 * v])
-                        a[b + 4 * v + 3] = f16x2(second, word[h + 2 * v + 1])
+                    for v in list(range(4)):
+                        a[b + v // 2 * 4 + v % 2] = f16x2("e4m3_low_as_f16x2", word[h + v])
+                        a[b + v // 2 * 4 + v % 2 + 2] = f16x2("e4m3_high_as_f16x2", word[h + v])
                     T.warpgroup_fence_operand(a, offset=b, num_regs=8)
                     T.warpgroup_arrive()
                     for v in list(range(2)):
@@ -415,14 +392,12 @@ def make_mla_decode_fp8(
                         o[i] *= top[i % held // 4 * 2 + i % 2]
                 for e in T.unroll(held):
                     s[e] = T.exp2(
-                        s[e] - T.if_then_else(m[e // 4 * 2 + e % 2] == MASKED, 0.0, m[e // 4 * 2 + e % 2] - lift)
+                        s[e] - T.if_then_else(m[e // 4 * 2 + e % 2] == MASKED, 0.0, m[e // 4 * 2 + e % 2])
                     )  # masked scores weigh nothing
                 for i in list(range(2)):
-                    scale_of[i] = T.exp2(-lift) / scale_of[i]
-                for c in T.unroll(mine):
-                    den[c] += (
-                        s[c // 2 * 4 + c % 2] * scale_of[0] + s[c // 2 * 4 + c % 2 + 2] * scale_of[1]
-                    )  # w / scale, not lifted, is the softmax's own weight
+                    scale_of[i] = 1.0 / scale_of[i]
+                for c in T.unroll(mine):  # w / scale is the softmax's own weight
+                    den[c] += s[c // 2 * 4 + c % 2] * scale_of[0] + s[c // 2 * 4 + c % 2 + 2] * scale_of[1]
                 for j in list(range(octets // 2)):
                     T.call_extern(
                         "handle",
@@ -449,15 +424,9 @@ def make_mla_decode_fp8(
                     b = i % BUFFERS * 8
                     h = i % (AHEAD + 1) * 4
                     for v in list(range(4)):  # from two tokens, two columns each, to two columns, two tokens each
-                        if by_shifts(v // 2):
-                            a[b + 2 * v] = f16x2("e4m3_even_widened", word[h + v])
-                            a[b + 2 * v + 1] = f16x2("e4m3_odd_widened", word[h + v])
-                        else:
-                            word[h + v] = T.call_extern(
-                                "uint32", "__byte_perm", word[h + v], T.uint32(0), T.uint32(0x3120)
-                            )
-                            a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", word[h + v])
-                            a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", word[h + v])
+                        word[h + v] = T.call_extern("uint32", "__byte_perm", word[h + v], T.uint32(0), T.uint32(0x3120))
+                        a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", word[h + v])
+                        a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", word[h + v])
                     T.warpgroup_fence_operand(a, offset=b, num_regs=8)
                     T.warpgroup_arrive()
                     for v in list(range(2)):

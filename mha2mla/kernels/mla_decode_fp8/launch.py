@@ -27,7 +27,6 @@ def make_split_fp8(shape: DecodeShape, choice: Fp8Choice):
         dtype=shape.dtype,
         tiling=choice.tiling,
         num_stages=choice.num_stages,
-        widened=choice.widened,
     )
 
 

@@ -16,15 +16,11 @@ SCALE_BYTES = 512  # of a tile at most: each page's scales start at a multiple o
 
 @dataclass(frozen=True)
 class Fp8Choice:
-    """Static arguments of the kernel: which rows a CTA serves, tiles in flight per warpgroup, and why, in words.
-
-    ``widened``: of every two products, how many take codes that shifts made float16 and not the conversion instruction.
-    """
+    """Static arguments of the kernel: which rows a CTA serves, tiles in flight per warpgroup, and why, in words."""
 
     tiling: RowTiling
     num_stages: int
     reason: str
-    widened: int = 1
 
     def num_ctas(self, num_sms: int) -> int:
         """CTAs per tile of query rows that are resident at once: one on each multiprocessor."""

@@ -71,13 +71,18 @@ def make_rope_append(
     def second(pair):
         return 2 * pair + 1 if interleaved else pairs + pair
 
+    def product(a, b):
+        # Rounded by itself: which of two products is fused into their sum is the compiler's choice, another for each
+        # width of row, and a cached key must not depend on what else its token writes.
+        return a * b if on_cpu else T.ieee_mul(a, b)
+
     @T.macro
     def turn(x, pair, cos, sin, i, table, p):
         for v in T.unroll(pairs):
             pair[0] = T.cast(x[first(v)], accum)
             pair[1] = T.cast(x[second(v)], accum)
-            x[first(v)] = pair[0] * cos[i, table, p + v] - pair[1] * sin[i, table, p + v]
-            x[second(v)] = pair[1] * cos[i, table, p + v] + pair[0] * sin[i, table, p + v]
+            x[first(v)] = product(pair[0], cos[i, table, p + v]) - product(pair[1], sin[i, table, p + v])
+            x[second(v)] = product(pair[1], cos[i, table, p + v]) + product(pair[0], sin[i, table, p + v])
 
     @T.prim_func
     def rope_append(

@@ -87,7 +87,8 @@ def launch_rope_append(
                 rows, row_cache = keys[:, 0, :1], rope_cache[:, :, :1]
         else:
             keys, rows, width = query[:, :1], query[:, 0, :1], 0
-            row_cache, rope_cache = query.new_empty(1, 1, 1), query.new_empty(1, 1, rope)
+            rope_cache = query.new_empty(1, 1, rope)  # its strides and those of a part of it are as aligned as rows are
+            row_cache = rope_cache[:, :, :1]
         kernel = compile_rope_append(
             capability,
             heads=heads,
