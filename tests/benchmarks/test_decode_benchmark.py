@@ -106,7 +106,7 @@ def test_variants_are_checked_then_timed_in_turn(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(decode, "capability", lambda _: 90)
     monkeypatch.setattr(decode, "num_sms", lambda _: 132)
     monkeypatch.setattr(decode.tune, "compile_all", lambda *_, **__: {})
-    us = {"plain": 20.0, "quarters": 15.0, "paired": 17.0}
+    us = {"lazy": 20.0, "quarters": 15.0, "paired": 17.0}
 
     def pretended(function, jobs, **_):
         assert function is decode.measure_variants
@@ -117,7 +117,7 @@ def test_variants_are_checked_then_timed_in_turn(monkeypatch, tmp_path, capsys):
                 yield Outcome(job, {"status": "ok", "times": times, "missing": {"FA3_MLA_us": "missing: none"}})
                 continue
             variant = job.candidates[0].choice.variant
-            if variant == "lazy":
+            if variant == "plain":
                 yield Outcome(job, {"status": "wrong: by far"})
             elif variant not in us:
                 yield Outcome(job, None, "hung: no answer")
@@ -128,10 +128,10 @@ def test_variants_are_checked_then_timed_in_turn(monkeypatch, tmp_path, capsys):
     path = tmp_path / "rows.json"
     assert not decode.variants(only="H128 G1 c512 r64 16x8192", json=str(path))
     rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["lazy"]["status"] == "wrong: by far" and rows["lazy"]["us"] is None
+    assert rows["plain"]["status"] == "wrong: by far" and rows["plain"]["us"] is None
     assert rows["paired+quarters+lazy"]["status"] == "hung: no answer"
     assert [name for name, row in rows.items() if row.get("best")] == ["quarters"]
-    assert rows["quarters"]["against_rule"] == "-25.0%" and rows["plain"]["rule"]
+    assert rows["quarters"]["against_rule"] == "-25.0%" and rows["lazy"]["rule"]
     assert rows["FlashMLA_us"]["us"] == 16.0 and rows["FA3_MLA_us"]["status"] == "missing: none"
     assert "quarters" in capsys.readouterr().out
 

@@ -42,6 +42,7 @@ OTHERS = [
 ]
 # Ways to compute rope scores, and of 64 rows a tile, that only a tuning table chooses.
 VARIANTS = [
+    ("plain", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16")),
     ("paired+quarters+lazy", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16")),
     ("paired+quarters+lazy", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
     ("gemv", DecodeShape(9, 3, 256, 16, 64, 1, "bfloat16")),
