@@ -1,0 +1,88 @@
+"""Whether a conversion that is killed and goes on gives the bytes of one that was not.
+
+    python benchmarks/resume.py MODEL --device cuda
+    python benchmarks/resume.py MODEL --device cpu --kills 3 --recipe '{"reconstruction_steps": 20}'
+
+Converts MODEL once undisturbed, then again under ``kill -9`` at drawn moments until it is through, each time in a new
+process, and compares the weight files and config.json of both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+RECIPE = (
+    '{"preset": "shared", "cache_ratio": 0.5, "reconstruction_steps": 60, "calibration_text": "builtin:pydoc", '
+    '"calibration_tokens": 65536}'
+)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """sha256 of what a model is made of; a card tells times, which differ."""
+    files = [*folder.glob("*.safetensors"), folder / "config.json"]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files)}
+
+
+def start(source: Path, destination: Path, recipe: dict, device: str, log: Path) -> subprocess.Popen:
+    program = (
+        "import json, sys, mha2mla; source, destination, recipe, device = sys.argv[1:]; "
+        "print('resumed', mha2mla.convert(source, destination, mha2mla.Recipe.from_dict(json.loads(recipe)), "
+        "device=device, progress=False).resumed_layers)"
+    )
+    with log.open("a", encoding="utf-8") as file:
+        return subprocess.Popen(
+            [sys.executable, "-c", program, str(source), str(destination), json.dumps(recipe), device],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def resume(source: Path, device: str = "cuda", kills: int = 2, seed: int = 0, recipe: str = RECIPE) -> bool:
+    """Converts twice and compares.
+
+    Args:
+        source: folder of a model that this package converts.
+        device: of the conversions.
+        kills: how often the second conversion is killed.
+        seed: of the moments.
+        recipe: keys as JSON.
+    """
+    keys, draw = json.loads(recipe), random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        log, plain, killed = Path(folder) / "log", Path(folder) / "plain", Path(folder) / "killed"
+        began = time.monotonic()
+        if start(source, plain, keys, device, log).wait():
+            sys.exit(log.read_text(encoding="utf-8")[-2000:])
+        seconds = time.monotonic() - began
+        print(f"undisturbed: {seconds:.0f} s", flush=True)
+        for _ in range(kills):
+            process = start(source, killed, keys, device, log)
+            after = seconds * draw.uniform(0.5, 0.9)
+            try:
+                process.wait(after)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            print(f"killed after {after:.0f} s" if process.returncode else "it was through before the kill", flush=True)
+        if not killed.exists() and start(source, killed, keys, device, log).wait():
+            sys.exit(log.read_text(encoding="utf-8")[-2000:])
+        print(log.read_text(encoding="utf-8").strip().splitlines()[-1] + " layers", flush=True)
+        expected, found = hashes(plain), hashes(killed)
+        differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        print(f"differs in {', '.join(differing)}" if differing else f"bit-equal: {', '.join(expected)}", flush=True)
+        return not differing
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    sys.exit(0 if auto_cli(resume) else 1)
