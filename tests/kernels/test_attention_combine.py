@@ -178,3 +178,10 @@ def test_kernel_on_the_gpu(shape, dtype):
         given = parts(splits, shape, dtype, seed=splits, device="cuda")
         count = torch.tensor([splits, 0, max(1, splits // 2)][: shape[0]], dtype=torch.int32, device="cuda")
         assert_right(attention_combine(*given, count), given, count)
+
+
+@pytest.mark.gpu
+def test_more_tokens_than_a_grid_has_rows():
+    """A prompt's partial results: two of a grid's dimensions end at 65535."""
+    given = parts(2, (1, 70_000, 1, 128), torch.bfloat16, device="cuda")
+    assert_right(attention_combine(*given), given)

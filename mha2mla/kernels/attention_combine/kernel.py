@@ -32,10 +32,12 @@ def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, o
         out: T.Tensor([batch, seqlen_q, heads, v_head_dim], dtype),
         lse: T.Tensor([batch, heads, seqlen_q], accum),
     ):
-        with T.Kernel(heads * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):
+        # All but the batch in one dimension: the others end at 65535, which a prompt's tokens may exceed.
+        with T.Kernel(seqlen_q * heads * column_blocks, batch, threads=threads) as (x, b):
             merged = alloc([columns], accum)
             state = T.alloc_local([3], accum)  # largest lse, sum of weights, weight of a part
-            h = x // column_blocks
+            q = T.truncdiv(x, heads * column_blocks)
+            h = T.truncmod(x, heads * column_blocks) // column_blocks
             c0 = x % column_blocks * columns
             state[0] = MASKED  # not -inf: (-inf) - (-inf) would be NaN
             state[1] = 0.0
