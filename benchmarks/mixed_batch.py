@@ -4,9 +4,10 @@
     python benchmarks/mixed_batch.py --device cpu --dtype float32 --decodes 3 --context 40 --prompt 30 --layer small
 
 What is timed is what a layer does with its projections: RoPE and writing of the new tokens, then attention. The plan is
-made before and timed apart, since all layers share it. Before anything is timed, the results of the one call are
-compared with those of the separate calls, which see the same cache. The main number is the median with a cold L2
-(``triton.testing.do_bench``); beside it, the same from a CUDA graph with a warm one.
+made before and timed apart, since all layers share it. Before anything is timed, every way's results are compared with
+those of the sequences one by one, which see the same cache; each row is printed, and written to the file, as soon as it
+is measured. The main number is the median with a cold L2 (``triton.testing.do_bench``); beside it, the same from a CUDA
+graph with a warm one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mha2mla.eval.environment import collect_environment, describe_environment
 from mha2mla.eval.latency import time_callable
-from mha2mla.eval.report import print_table, write_json
+from mha2mla.eval.report import format_value, print_table, write_json
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionConstants, GQAGeometry
 from mha2mla.modeling.batch import SequenceBatch
@@ -43,6 +44,7 @@ LAYERS: dict[str, MLAGeometry | GQAGeometry] = {
     "small": MLAGeometry(4, 2, 16, 8, 8, 16, 2),
     "small GQA": GQAGeometry(4, 2, 16, 16),
 }
+ONE_BY_ONE = "one sequence at a time"
 COLUMNS = {
     "layer": "layer",
     "way": "way",
@@ -146,6 +148,13 @@ class Step:
             made.append(Call(tokens, mine | self.weights, batch, plan))
         return made
 
+    def plan_us(self, calls: list[Call]) -> float:
+        """Microseconds that the host is busy with the plans of all calls."""
+        began = time.perf_counter()
+        for call in calls:
+            self.backend.plan(self.cache.tensors[0], call.batch, self.constants)
+        return (time.perf_counter() - began) * 1e6
+
     def run(self, calls: list[Call]) -> list[Tensor]:
         """What a layer does, call by call."""
         cache = self.cache.tensors[0]
@@ -172,6 +181,7 @@ def mixed_batch(
     device: str = "cuda",
     backend: str | None = None,
     min_run_time: float = 0.3,
+    budget: float = 1e9,
     json: str | None = None,
 ) -> bool:
     """Times a step of ``decodes`` sequences with one new token and ``prefills`` prompts, in one call and in several.
@@ -187,11 +197,13 @@ def mixed_batch(
         device: where to run.
         backend: name of the attention backend; default the first that serves a layer.
         min_run_time: seconds of measuring for each row.
+        budget: seconds after which nothing more is begun.
         json: also write every row to this file.
 
     Returns:
-        Whether every way gave the same results.
+        Whether every way that was tried gave the same results.
     """
+    until = time.monotonic() + budget
     names = [name for name in LAYERS if not name.startswith("small")] if layer is None else layer
     where, number = torch.device(device), getattr(torch, dtype)
     contexts, queries = [context] * decodes + [prompt_context] * prefills, [1] * decodes + [prompt] * prefills
@@ -199,49 +211,48 @@ def mixed_batch(
     ways = {
         "one call": [everyone],
         "decodes, then each prompt": [everyone[:decodes], *([index] for index in everyone[decodes:])],
-        "one sequence at a time": [[index] for index in everyone],
+        ONE_BY_ONE: [[index] for index in everyone],
     }
     rows: list[dict[str, Any]] = []
-    same = True
+    environment = collect_environment()
     for name in names:
+        if time.monotonic() >= until:
+            print(f"{name}: no time left", flush=True)
+            break
         geometry = LAYERS[name]
         chosen = ATTENTION_BACKENDS.choose(backend, geometry, 64, number, where)
         step = Step(chosen, geometry, contexts, queries, number, where)
-        expected: Tensor | None = None
-        for way, parts in ways.items():
-            parts = [part for part in parts if part]
-            began = time.perf_counter()
-            calls = step.calls(parts)
-            plan_us = (time.perf_counter() - began) * 1e6
-            result = step.result(calls)
-            if expected is None:
-                expected = result
-            difference = float((result - expected).double().norm() / expected.double().norm())
+        calls = {way: step.calls([part for part in parts if part]) for way, parts in ways.items()}
+        expected = step.result(calls[ONE_BY_ONE])
+        one_call: float | None = None
+        for way, mine in calls.items():
+            result = expected if way == ONE_BY_ONE else step.result(mine)
+            difference = float((result - expected).float().norm() / expected.float().norm())
+            row = {"layer": f"{name} ({chosen.name})", "way": way, "calls": len(mine), "difference": difference}
             # Other splits of a sequence round partial sums elsewhere: half a unit of the last place, twice.
-            right = difference <= torch.finfo(number).eps
-            same = same and right
-            row = {"layer": f"{name} ({chosen.name})", "way": way, "calls": len(parts), "difference": difference}
-            if right:
-                row |= _timed(lambda step=step, calls=calls: step.run(calls), where, min_run_time)
-                row["plan_us"] = plan_us
-                first = next(r for r in rows + [row] if r["layer"] == row["layer"])
-                row["ratio"] = row["us"] / first["us"]
+            row["same"] = difference <= torch.finfo(number).eps
+            if row["same"] and time.monotonic() < until:
+                graph = way != ONE_BY_ONE  # hundreds of small kernels, which nobody would run so
+                row |= _timed(lambda step=step, mine=mine: step.run(mine), where, min_run_time, graph)
+                row["plan_us"] = step.plan_us(mine)
+                one_call = row["us"] if one_call is None else one_call
+                row["ratio"] = row["us"] / one_call
             rows.append(row)
-        del step
-    environment = collect_environment()
+            print("; ".join(f"{key} {format_value(value)}" for key, value in row.items()), flush=True)
+            if json:
+                write_json(json, kind="mixed-batch", rows=rows, environment=environment)
+        del step, calls, expected, result
     print_table(
         rows,
         title=f"{decodes} decodes over {context} + {prefills} prompts of {prompt} over {prompt_context}, {dtype}",
         columns=COLUMNS,
         caption=describe_environment(environment),
     )
-    if json:
-        write_json(json, kind="mixed-batch", rows=rows, environment=environment)
-    return same
+    return all(row["same"] for row in rows)
 
 
-def _timed(call: Callable[[], Any], device: torch.device, min_run_time: float) -> dict[str, Any]:
-    timing = time_callable(call, device, min_run_time=min_run_time)
+def _timed(call: Callable[[], Any], device: torch.device, min_run_time: float, graph: bool) -> dict[str, Any]:
+    timing = time_callable(call, device, min_run_time=min_run_time, graph=graph)
     return {"us": timing.p50, "us_p20": timing.p20, "us_p80": timing.p80, "us_graph": timing.graph}
 
 

@@ -26,5 +26,10 @@ def test_one_call_gives_what_several_give(tmp_path, capsys):
         ("one sequence at a time", 5),
     ]
     assert len(rows) == 6 and all(row["us"] > 0 and row["difference"] < 1e-6 for row in rows)
-    assert rows[0]["difference"] == 0 and rows[1]["difference"] + rows[2]["difference"] > 0
-    assert "small GQA (gqa_reference)" in capsys.readouterr().out
+    assert rows[2]["difference"] == 0 < rows[0]["difference"] and all(row["same"] for row in rows)
+    assert "layer small GQA (gqa_reference); way one call; calls 1;" in capsys.readouterr().out
+
+
+def test_nothing_is_begun_behind_the_budget(capsys):
+    assert mixed_batch(2, 20, 1, 11, layer=["small"], dtype="float32", device="cpu", budget=0)
+    assert "small: no time left" in capsys.readouterr().out
