@@ -22,7 +22,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.peers import flash_attention_3_mha, mla_peers
+from benchmarks.peers import flash_attention_3_mha, load_peer, mla_peers
 from benchmarks.shapes import PEERS, SpeedCase, choose, target_us, variant_cases
 from mha2mla.eval import tune
 from mha2mla.eval.environment import collect_environment, describe_environment
@@ -42,7 +42,7 @@ from mha2mla.eval.latency import Timing, time_callable
 from mha2mla.eval.problems import Problem, exact, judge
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.workers import run_in_workers
-from mha2mla.kernels import mla_decode
+from mha2mla.kernels import DecodePlan, mla_decode
 from mha2mla.kernels.devices import capability, device_name, num_sms
 from mha2mla.kernels.mla_decode.selection import KernelChoice, list_kernels, select_kernel
 
@@ -150,19 +150,25 @@ def speed(only: str | None = None, json: str | None = None, peers: bool = True, 
     """
     cases = choose(only)
     shapes = [case.problem.shape() for case in cases]
-    began = time.perf_counter()
-    broken = compile_shapes(shapes, torch.device("cuda"))
-    compile_seconds = time.perf_counter() - began
-    rows: dict[str, dict[str, Any]] = {
-        case.name: {"name": case.name, "status": broken[shape]}
-        for case, shape in zip(cases, shapes, strict=True)
-        if shape in broken
-    }
-    jobs = [None, *((case, peers, min_run_time) for case in cases if case.name not in rows)]
+    compile_seconds = 0.0
+    rows: dict[str, dict[str, Any]] = {}
+
+    def jobs() -> Iterator[tuple[SpeedCase, bool, float] | None]:
+        nonlocal compile_seconds
+        began = time.perf_counter()
+        broken = compile_shapes(shapes, torch.device("cuda"))
+        compile_seconds = time.perf_counter() - began
+        for case, shape in zip(cases, shapes, strict=True):
+            if shape in broken:
+                rows[case.name] = {"name": case.name, "status": broken[shape]}
+        yield None
+        yield from ((case, peers, min_run_time) for case in cases if case.name not in rows)
+
     rate: dict[str, Any] = {"R": None, "R_from": "missing"}
     environment = collect_environment()
     table: list[dict[str, Any]] = []
-    for outcome in tqdm(run_in_workers(measure, jobs, timeout=TIMEOUT), total=len(jobs), desc="timing", disable=None):
+    outcomes = run_in_workers(measure, jobs(), timeout=TIMEOUT, prepare=start_measuring)
+    for outcome in tqdm(outcomes, total=len(cases) + 1, desc="timing", disable=None):
         if outcome.job is None:
             rate = outcome.value or {"R": None, "R_from": f"missing: {outcome.failure}"}
         else:
@@ -222,6 +228,16 @@ def measure(job: tuple[SpeedCase, bool, float] | None) -> dict[str, Any]:
     return read_rate() if job is None else measure_case(*job)
 
 
+def start_measuring() -> None:
+    """What a process that measures does once, while others compile: imports, CUDA's start, and unpacking the peers."""
+    import tilelang  # noqa: F401
+    import triton.testing  # noqa: F401
+
+    torch.zeros(1, device="cuda").item()
+    for namespace, op in (("_vllm_fa3_C", "fwd"), ("_flashmla_C", "dense_decode_fwd")):
+        load_peer(namespace, op)
+
+
 @torch.inference_mode()
 def read_rate() -> dict[str, Any]:
     """R, and what it was measured with."""
@@ -229,10 +245,13 @@ def read_rate() -> dict[str, Any]:
     call = flash_attention_3_mha(heads, width, batch, length)
     if not isinstance(call, str):
         size = 4 * heads * width * batch * length
-        return {"R": size / time_callable(call, "cuda").p50 * 1e6, "R_from": "FlashAttention-3, MHA decode, 2.1 GB"}
+        return {
+            "R": size / time_callable(call, "cuda", graph=False).p50 * 1e6,
+            "R_from": "FlashAttention-3, MHA decode, 2.1 GB",
+        }
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    us = time_callable(lambda: target.copy_(source), "cuda").p50
+    us = time_callable(lambda: target.copy_(source), "cuda", graph=False).p50
     return {"R": 2 * 2**30 / us * 1e6, "R_from": f"device copy of 1 GiB, read and write; FlashAttention-3 {call}"}
 
 
@@ -286,18 +305,27 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
         calls |= {column: peer for column, peer in others.items() if not isinstance(peer, str)}
     timings = time_in_turn(calls, device, min_run_time)
     mine = timings.pop("us")
-    refresh = time_callable(lambda: plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"]), device)
+    refresh = time_planning(plan, inputs, device, min_run_time)
     return row | {
         "us_p20": mine.p20,
         "us": mine.p50,
         "us_p80": mine.p80,
         "us_graph_warm": mine.graph,
         "graph_refused": mine.graph_refused,
-        "plan_us": refresh.p50,
+        "plan_us": refresh,
         "TB/s": problem.cache_bytes() / mine.p50 / 1e6,
         "TFLOP/s": problem.flops() / mine.p50 / 1e6,
         **{column: timing.p50 for column, timing in timings.items()},
     }
+
+
+def time_planning(plan: DecodePlan, inputs: dict[str, Any], device: str, min_run_time: float) -> float:
+    """Microseconds of making the plan anew, of a third as many runs as an implementation has."""
+
+    def call() -> None:
+        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+
+    return time_callable(call, device, min_run_time=min_run_time / 3, graph=False).p50
 
 
 def time_in_turn(
@@ -350,18 +378,19 @@ def variants(only: str | None = None, json: str | None = None, peers: bool = Tru
         ]
         jobs.append(VariantJob(case, (), peers and kernel == "heads_on_m", min_run_time))
     everything = [trial for mine in trials.values() for trial in mine]
-    failures = tune.compile_all(everything, major_minor, timeout=COMPILE_TIMEOUT, progress=True)
-    status = {trial: f"not compiled: {failures[trial]}" for trial in failures}
+    status: dict[tune.Trial, str] = {}
     timed: dict[str, dict[str, Any]] = {}
 
     def drawn():
+        failures = tune.compile_all(everything, major_minor, timeout=COMPILE_TIMEOUT, progress=True)
+        status.update({trial: f"not compiled: {failures[trial]}" for trial in failures})
         for job in jobs:
             yield from (trial for trial in trials[job.case.name] if trial not in status)
             right = (trial.candidates[0] for trial in trials[job.case.name] if status[trial] == "ok")
             yield replace(job, candidates=tuple(right))
 
     environment = collect_environment()
-    for outcome in run_in_workers(measure_variants, drawn(), timeout=TIMEOUT / 4):
+    for outcome in run_in_workers(measure_variants, drawn(), timeout=TIMEOUT / 4, prepare=start_measuring):
         if isinstance(outcome.job, tune.Trial):
             status[outcome.job] = outcome.failure or outcome.value["status"]
             continue
@@ -434,8 +463,7 @@ def measure_variants(job: tune.Trial | VariantJob) -> dict[str, Any]:
         table = inputs["block_table"]
         table.masked_fill_(table >= inputs["latent_cache"].shape[0], 0)
         expected, _ = exact(inputs, **problem.visibility)
-        for name in ("FlashMLA_us", "FA3_MLA_us"):
-            peer = mla_peers(problem, inputs, expected)[name]
+        for name, peer in mla_peers(problem, inputs, expected, ("FlashMLA_us", "FA3_MLA_us")).items():
             (missing if isinstance(peer, str) else calls)[name] = peer
     return {"status": "ok", "times": time_in_turn(calls, device, job.min_run_time), "missing": missing}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -76,9 +77,12 @@ def speed(only: str | None = None, json: str | None = None, min_run_time: float 
     """
     jobs = [(*shape, min_run_time) for shape in SHAPES if only is None or only in name_of(*shape)]
     rows = []
+    environment = collect_environment()
     for outcome in run_in_workers(measure, jobs, timeout=TIMEOUT):
         rows.append(outcome.value or {"name": name_of(*outcome.job[:-1]), "status": outcome.failure})
-    environment = collect_environment()
+        tqdm.write(f"{rows[-1]['name']}: {rows[-1].get('us') or rows[-1]['status']}, bf16 {rows[-1].get('us_bf16')}")
+        if json:  # after every shape, so that a run that is cut short keeps what it has
+            write_json(json, kind="fp8-decode-speed", rows=rows, environment=environment)
     shown = {key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
     print_table(
         rows,
@@ -86,8 +90,6 @@ def speed(only: str | None = None, json: str | None = None, min_run_time: float 
         columns=shown,
         caption=describe_environment(environment),
     )
-    if json:
-        write_json(json, kind="fp8-decode-speed", rows=rows, environment=environment)
     return all(row["status"] == "ok" and row.get("met") is not False for row in rows)
 
 

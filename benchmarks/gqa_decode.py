@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.decode import PIPE_WIDTH, TIMEOUT, is_text, read_rate, time_in_turn
+from benchmarks.decode import PIPE_WIDTH, TIMEOUT, is_text, read_rate, start_measuring, time_in_turn, time_planning
 from benchmarks.peers import flash_attention_3_gqa
 from mha2mla.eval.environment import collect_environment, describe_environment
 from mha2mla.eval.gqa_problems import GQAProblem, exact_gqa, judge_gqa
-from mha2mla.eval.latency import time_callable
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.workers import run_in_workers
 from mha2mla.kernels import gqa_decode
@@ -101,19 +101,8 @@ def speed(
         budget: seconds for all.
     """
     until = time.monotonic() + budget
-    cases = cases_named(only)
-    chosen = [compile_job(case) for case in cases]
-    began = time.perf_counter()
-    broken = compile_all(chosen)
-    compile_seconds = time.perf_counter() - began
-    rows = [
-        {"name": case_name(case), "status": broken[job]}
-        for case, job in zip(cases, chosen, strict=True)
-        if job in broken
-    ]
-    jobs: list[Any] = [None]
-    jobs += [(case, None, peers, min_run_time) for case, job in zip(cases, chosen, strict=True) if job not in broken]
-    return report(jobs, rows, until, json, f"compiled in {compile_seconds:.0f} s")
+    jobs = [(case, None, peers, min_run_time) for case in cases_named(only)]
+    return report(jobs, until, json)
 
 
 def variants(
@@ -129,22 +118,35 @@ def variants(
         most: configurations per shape at most.
     """
     until = time.monotonic() + budget
-    cases = cases_named(only)
-    jobs: list[Any] = [None]
-    for case in cases:
+    jobs: list[MeasureJob] = []
+    for case in cases_named(only):
         listed = list_kernels(case.shape(), capability(torch.device("cuda:0")))
         jobs += [(case, choice, False, min_run_time) for choice in listed[:most]]
-    began = time.perf_counter()
-    broken = compile_all([compile_job(case, choice) for case, choice, *_ in jobs[1:]])
-    jobs = [job for job in jobs if job is None or compile_job(*job[:2]) not in broken]
-    return report(jobs, [], until, json, f"compiled in {time.perf_counter() - began:.0f} s")
+    return report(jobs, until, json)
 
 
-def report(jobs: Sequence[Any], rows: list[dict[str, Any]], until: float, json: str | None, note: str) -> bool:
-    """Runs the jobs one after another, prints the table and says whether every row is right."""
+MeasureJob = tuple[GQAProblem, GQAChoice | None, bool, float]
+"""A case, a configuration in place of the rule's, whether to time the peers, and :func:`speed`'s ``min_run_time``."""
+
+
+def report(jobs: Sequence[MeasureJob], until: float, json: str | None) -> bool:
+    """Compiles, measures one job after another, prints the table and says whether every row is right."""
+    rows: list[dict[str, Any]] = []
     rate: dict[str, Any] = {"R": None, "R_from": "missing"}
+    compile_seconds = 0.0
     environment = collect_environment()
-    for outcome in run_in_workers(measure, jobs, timeout=TIMEOUT, until=until):
+
+    def compiled() -> Iterator[MeasureJob | None]:
+        nonlocal compile_seconds
+        began = time.perf_counter()
+        broken = compile_all([compile_job(*job[:2]) for job in jobs])
+        compile_seconds = time.perf_counter() - began
+        yield None
+        why = {job: broken[compile_job(*job[:2])] for job in jobs if compile_job(*job[:2]) in broken}
+        rows.extend({"name": case_name(job[0]), "status": why[job]} for job in why)
+        yield from (job for job in jobs if job not in why)
+
+    for outcome in run_in_workers(measure, compiled(), timeout=TIMEOUT, until=until, prepare=start_measuring):
         if outcome.job is None:
             rate = outcome.value or {"R": None, "R_from": f"missing: {outcome.failure}"}
             continue
@@ -152,6 +154,7 @@ def report(jobs: Sequence[Any], rows: list[dict[str, Any]], until: float, json: 
         if rate["R"] and "TB/s" in row:
             row["share"] = row["TB/s"] * 1e12 / rate["R"]
         rows.append(row)
+        tqdm.write(f"{row['name']}: {row.get('us') or row['status']}, FA3 {row.get('FA3_us')}")
         if json:  # after every shape, so that a run that is cut short keeps what it has
             write_json(json, kind="gqa-decode-speed", rows=rows, environment=environment, **rate)
     shown = "not measured" if rate["R"] is None else f"{rate['R'] / 1e12:.2f} TB/s"
@@ -159,7 +162,7 @@ def report(jobs: Sequence[Any], rows: list[dict[str, Any]], until: float, json: 
         [row | ({"FA3_us": "missing"} if is_text(row.get("FA3_us")) else {}) for row in rows],
         title=f"gqa_decode, bfloat16, page 64, µs with cold L2; R = {shown} ({rate['R_from']})",
         columns={key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in rows)},
-        caption=f"{describe_environment(environment)} · {note}",
+        caption=f"{describe_environment(environment)} · compiled in {compile_seconds:.0f} s",
         console=None if sys.stdout.isatty() else Console(width=PIPE_WIDTH),
     )
     for why in sorted({row["FA3_us"] for row in rows if is_text(row.get("FA3_us"))}):
@@ -235,7 +238,7 @@ def quieten_tilelang() -> None:
     logging.getLogger("tilelang").setLevel(logging.WARNING)
 
 
-def measure(job: tuple[GQAProblem, GQAChoice | None, bool, float] | None) -> dict[str, Any]:
+def measure(job: MeasureJob | None) -> dict[str, Any]:
     """One shape's row, or for None the read rate R in bytes per second; runs in a worker process."""
     return read_rate() if job is None else measure_case(*job)
 
@@ -320,9 +323,7 @@ def measure_case(
         "TB/s": problem.cache_bytes() / mine.p50 / 1e6,
     }
     if choice is None:
-        row["plan_us"] = time_callable(
-            lambda: plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"]), device
-        ).p50
+        row["plan_us"] = time_planning(plan, inputs, device, min_run_time)
     if "FA3_us" in timings:
         row["FA3_us"] = timings["FA3_us"].p50
         row["factor"] = mine.p50 / row["FA3_us"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.decode import PIPE_WIDTH, time_in_turn
+from benchmarks.decode import PIPE_WIDTH, start_measuring, time_in_turn
 from benchmarks.peers import checked, flash_attention_3_prefill, torch_prefill
 from mha2mla.eval.environment import collect_environment, describe_environment
 from mha2mla.eval.prefill_problems import PrefillProblem, judge, sample
@@ -118,17 +118,20 @@ def speed(only: str | None = None, json: str | None = None, min_run_time: float 
     workers = max(1, min(len(chosen), (os.cpu_count() or 2) - 2))
     here = capability(torch.device("cuda", torch.cuda.current_device()))
     jobs = [(here, shape) for shape in dict.fromkeys(case.problem.shape() for case in chosen)]
-    outcomes = run_in_workers(compile_one, jobs, workers=workers, timeout=COMPILE_TIMEOUT)
-    outcomes = tqdm(outcomes, total=len(jobs), desc="compiling", disable=None)
-    broken = {outcome.job[1]: outcome.failure for outcome in outcomes if outcome.failure is not None}
-    rows = [
-        {"name": case.name, "status": f"not compiled: {broken[case.problem.shape()]}"}
-        for case in chosen
-        if case.problem.shape() in broken
-    ]
-    ready = [(case, min_run_time) for case in chosen if case.problem.shape() not in broken]
-    for outcome in tqdm(run_in_workers(measure, ready, timeout=TIMEOUT), total=len(ready), desc="timing", disable=None):
+    rows: list[dict[str, Any]] = []
+
+    def ready() -> Iterator[tuple[PrefillCase, float]]:
+        outcomes = run_in_workers(compile_one, jobs, workers=workers, timeout=COMPILE_TIMEOUT)
+        outcomes = tqdm(outcomes, total=len(jobs), desc="compiling", disable=None)
+        broken = {outcome.job[1]: outcome.failure for outcome in outcomes if outcome.failure is not None}
+        why = {case: broken[case.problem.shape()] for case in chosen if case.problem.shape() in broken}
+        rows.extend({"name": case.name, "status": f"not compiled: {why[case]}"} for case in why)
+        yield from ((case, min_run_time) for case in chosen if case not in why)
+
+    measured = run_in_workers(measure, ready(), timeout=TIMEOUT, prepare=start_measuring)
+    for outcome in tqdm(measured, total=len(chosen), desc="timing", disable=None):
         rows.append(outcome.value or {"name": outcome.job[0].name, "status": outcome.failure})
+        tqdm.write(f"{rows[-1]['name']}: {rows[-1].get('us') or rows[-1]['status']}, {rows[-1].get('share')} of FA3")
         if json:  # after every case, so that a run that is cut short keeps what it has
             write_json(json, kind="prefill-speed", rows=rows, environment=environment)
     print_table(

@@ -68,13 +68,20 @@ class Timing:
         return row | ({"graph_refused": self.graph_refused} if self.graph_refused else {})
 
 
-def time_callable(call: Callable[[], Any], device: torch.device | str, *, min_run_time: float = 0.3) -> Timing:
+GRAPH_REPLAYS = 10  # that do_bench_cudagraph times, each of a graph of as many calls as fit into its ``rep``
+SHORTEST_GRAPH = 2.0  # ms, beside which launching the graph (about 8 µs) does not count
+
+
+def time_callable(
+    call: Callable[[], Any], device: torch.device | str, *, min_run_time: float = 0.3, graph: bool = True
+) -> Timing:
     """Times a call that leaves its inputs as they were.
 
     Args:
         call: what to time; takes nothing. Warmed up before anything counts.
         device: where it computes.
-        min_run_time: seconds to spend measuring.
+        min_run_time: seconds to spend measuring, and again for the graph time.
+        graph: measure the graph time too (CUDA).
 
     Returns:
         Quantiles over runs. CUDA: device time of a run with cold L2, from events; the graph time is with warm L2.
@@ -85,13 +92,15 @@ def time_callable(call: Callable[[], Any], device: torch.device | str, *, min_ru
 
         with torch.cuda.device(device):
             p20, p50, p80 = do_bench(call, warmup=25, rep=int(min_run_time * 1000), quantiles=[0.2, 0.5, 0.8])
-            graph = refused = None
+            replayed = refused = None
+            length = max(SHORTEST_GRAPH, min_run_time * 1000 / GRAPH_REPLAYS)
             try:
-                graph = do_bench_cudagraph(call, rep=100, return_mode="median") * 1000
+                if graph:
+                    replayed = do_bench_cudagraph(call, rep=length, return_mode="median") * 1000
             except Exception as error:  # a call that cannot be captured fails in its own way: host sync, allocation, …
                 torch.cuda.synchronize()
                 refused = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        return Timing(p20 * 1000, p50 * 1000, p80 * 1000, graph, refused)
+        return Timing(p20 * 1000, p50 * 1000, p80 * 1000, replayed, refused)
 
     from torch.utils.benchmark import Timer
 
@@ -349,7 +358,8 @@ def attention_latency(
 
             row |= _measured(call, _check_mla(call(), paged, scale), read, device, min_run_time)
             if device.type == "cuda" and "us_p50" in row and plan.num_ctas:
-                planning = time_callable(partial(plan.refresh, paged.cache_seqlens), device, min_run_time=min_run_time)
+                refresh = partial(plan.refresh, paged.cache_seqlens)
+                planning = time_callable(refresh, device, min_run_time=min_run_time, graph=False)
                 row["plan_us"] = planning.p50
             rows.append(row)
     return rows

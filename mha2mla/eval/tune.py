@@ -318,7 +318,7 @@ def measure(trial: Trial, device: str, capability: int, min_run_time: float) -> 
         times: list[list[float]] = [[] for _ in calls]
         for _ in range(rounds):
             for call, mine in zip(calls, times, strict=True):
-                mine.append(time_callable(call, device, min_run_time=min_run_time).p50)
+                mine.append(time_callable(call, device, min_run_time=min_run_time, graph=False).p50)
         return {"status": "ok", "us": [statistics.median(mine) for mine in times]}
 
 

@@ -54,6 +54,7 @@ def run_in_workers(
     workers: int = 1,
     timeout: float = 120.0,
     until: float | None = None,
+    prepare: Callable[[], Any] | None = None,
 ) -> Iterator[Outcome]:
     """Calls ``function(job)`` for every job in worker processes; outcomes come in the order in which jobs end.
 
@@ -62,10 +63,12 @@ def run_in_workers(
 
     Args:
         function, workers, timeout: as :class:`Stage` has them.
+        prepare: too; with it the processes start before the first job is drawn, so that both may take their time: a
+            generator may compile what its jobs are to launch.
         jobs: picklable; drawn one at a time, after the outcomes so far were handed out: a generator may look at them.
         until: ``time.monotonic()`` from which on no job is begun; jobs in flight then are killed (:data:`OUT_OF_TIME`).
     """
-    for _, outcome in run_in_stages([Stage(function, workers, timeout)], jobs, until=until):
+    for _, outcome in run_in_stages([Stage(function, workers, timeout, prepare)], jobs, until=until):
         yield outcome
 
 
@@ -78,8 +81,9 @@ def run_in_stages(
         (number of the stage, outcome), in the order in which jobs end.
     """
     teams = [_Team(stage) for stage in stages]
-    for team in teams[1:]:
-        team.fill()  # so that it is ready when the first outcome is
+    for number, team in enumerate(teams):
+        if number > 0 or stages[0].prepare is not None:
+            team.fill()  # so that it is ready when the first job is
     queues: list[deque[Iterator[Any]]] = [deque() for _ in stages]
     queues[0].append(iter(jobs))
     try:

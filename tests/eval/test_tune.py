@@ -320,7 +320,7 @@ def test_a_candidate_is_timed_only_if_it_is_right(monkeypatch, factor):
 
         return call
 
-    def fake_time(call, device, min_run_time):
+    def fake_time(call, device, min_run_time, graph):
         call()
         timed.append(call)
         return Timing(1.0, float(len(timed)), 1.0)
