@@ -21,6 +21,8 @@ Attend = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
 def gather_rows(cache: Tensor, slots: Tensor) -> Tensor:
     """cache [P, page, ...] at slots [T]: [T, ...]. Never copies the whole cache, whatever its strides."""
+    if cache.dtype == torch.float8_e4m3fn:  # not every device's indexing knows it; its bytes it does
+        return gather_rows(cache.view(torch.uint8), slots).view(cache.dtype)
     page = cache.shape[1]
     if cache.stride(0) == page * cache.stride(1):  # pages lie one behind the other
         rows = cache.as_strided((cache.shape[0] * page, *cache.shape[2:]), cache.stride()[1:], cache.storage_offset())
