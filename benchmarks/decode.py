@@ -39,7 +39,7 @@ from mha2mla.eval import tune
 from mha2mla.eval.environment import collect_environment, describe_environment
 from mha2mla.eval.kernel_check import COMPILE_TIMEOUT, Case, check_cases, compile_shapes
 from mha2mla.eval.latency import Timing, time_callable
-from mha2mla.eval.problems import Problem, exact, judge
+from mha2mla.eval.problems import Problem, exact, torch_at, verdict
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.workers import run_in_workers
 from mha2mla.kernels import DecodePlan, mla_decode
@@ -174,7 +174,7 @@ def speed(only: str | None = None, json: str | None = None, peers: bool = True, 
         else:
             name = outcome.job[0].name
             rows[name] = outcome.value or {"name": name, "status": outcome.failure}
-            tqdm.write(f"{name}: {rows[name].get('us') or rows[name]['status']}")
+            tqdm.write(f"{name}: {rows[name].get('us') or rows[name]['status']} ({outcome.seconds:.1f} s)")
         table = with_targets(cases, rows, rate)
         if json:  # after every shape, so that a run that is cut short keeps what it has
             write_json(
@@ -268,7 +268,8 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
         return mla_decode(**inputs, plan=plan, out=out, backend=backend)
 
     _, lse = mla_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
-    judgement = judge(inputs, out, lse, torch.bfloat16, **problem.visibility)
+    expected, expected_lse = exact(inputs, **problem.visibility)
+    judgement = verdict(out, lse, expected, expected_lse, torch_at(inputs, torch.bfloat16, **problem.visibility))
     row: dict[str, Any] = {
         "name": case.name,
         **problem.columns,
@@ -295,9 +296,7 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
 
     calls: dict[str, Callable[[], Any]] = {"us": ours}
     if peers:
-        expected, _ = exact(inputs, **problem.visibility)
         others = mla_peers(problem, inputs, expected)
-        del expected
         if case.mha_head_dim is not None:
             batch = len(problem.lengths)
             others["FA3_MHA_us"] = flash_attention_3_mha(problem.heads, case.mha_head_dim, batch, problem.lengths[0])
@@ -462,7 +461,7 @@ def measure_variants(job: tune.Trial | VariantJob) -> dict[str, Any]:
             inputs[name].nan_to_num_()
         table = inputs["block_table"]
         table.masked_fill_(table >= inputs["latent_cache"].shape[0], 0)
-        expected, _ = exact(inputs, **problem.visibility)
+        expected, *_ = tune.expected_of(problem, "bfloat16", device)
         for name, peer in mla_peers(problem, inputs, expected, ("FlashMLA_us", "FA3_MLA_us")).items():
             (missing if isinstance(peer, str) else calls)[name] = peer
     return {"status": "ok", "times": time_in_turn(calls, device, job.min_run_time), "missing": missing}

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.decode import PIPE_WIDTH, TIMEOUT, is_text, read_rate, start_measuring, time_in_turn, time_planning
 from benchmarks.peers import flash_attention_3_gqa
 from mha2mla.eval.environment import collect_environment, describe_environment
-from mha2mla.eval.gqa_problems import GQAProblem, exact_gqa, judge_gqa
+from mha2mla.eval.gqa_problems import GQAProblem, exact_gqa, torch_gqa_at
+from mha2mla.eval.problems import verdict
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.workers import run_in_workers
 from mha2mla.kernels import gqa_decode
@@ -154,7 +155,9 @@ def report(jobs: Sequence[MeasureJob], until: float, json: str | None) -> bool:
         if rate["R"] and "TB/s" in row:
             row["share"] = row["TB/s"] * 1e12 / rate["R"]
         rows.append(row)
-        tqdm.write(f"{row['name']}: {row.get('us') or row['status']}, FA3 {row.get('FA3_us')}")
+        tqdm.write(
+            f"{row['name']}: {row.get('us') or row['status']}, FA3 {row.get('FA3_us')} ({outcome.seconds:.1f} s)"
+        )
         if json:  # after every shape, so that a run that is cut short keeps what it has
             write_json(json, kind="gqa-decode-speed", rows=rows, environment=environment, **rate)
     shown = "not measured" if rate["R"] is None else f"{rate['R'] / 1e12:.2f} TB/s"
@@ -292,7 +295,8 @@ def measure_case(
         ours()
     else:
         _, lse = gqa_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
-    judgement = judge_gqa(inputs, out, lse, **problem.visibility)
+    expected, expected_lse = exact_gqa(inputs, **problem.visibility)
+    judgement = verdict(out, lse, expected, expected_lse, torch_gqa_at(inputs, inputs["q"].dtype, **problem.visibility))
     row |= {
         "num_ctas": plan.num_ctas,
         "splits": int(plan.splits[:, 0].max()) if plan.num_ctas else None,
@@ -307,7 +311,7 @@ def measure_case(
         for name in ("k_cache", "v_cache"):  # a peer promises nothing about a cache that holds NaN
             inputs[name].nan_to_num_()
         inputs["block_table"].masked_fill_(inputs["block_table"] >= inputs["k_cache"].shape[0], 0)
-        peer = flash_attention_3_gqa(problem, inputs, exact_gqa(inputs, **problem.visibility)[0])
+        peer = flash_attention_3_gqa(problem, inputs, expected)
         if is_text(peer):
             row["FA3_us"] = peer
         else:

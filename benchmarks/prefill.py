@@ -131,7 +131,10 @@ def speed(only: str | None = None, json: str | None = None, min_run_time: float 
     measured = run_in_workers(measure, ready(), timeout=TIMEOUT, prepare=start_measuring)
     for outcome in tqdm(measured, total=len(chosen), desc="timing", disable=None):
         rows.append(outcome.value or {"name": outcome.job[0].name, "status": outcome.failure})
-        tqdm.write(f"{rows[-1]['name']}: {rows[-1].get('us') or rows[-1]['status']}, {rows[-1].get('share')} of FA3")
+        row = rows[-1]
+        tqdm.write(
+            f"{row['name']}: {row.get('us') or row['status']}, {row.get('share')} of FA3 ({outcome.seconds:.1f} s)"
+        )
         if json:  # after every case, so that a run that is cut short keeps what it has
             write_json(json, kind="prefill-speed", rows=rows, environment=environment)
     print_table(
