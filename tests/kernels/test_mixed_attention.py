@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mha2mla.kernels import gqa_attention, mla_attention, plan_gqa_attention, plan_mla_attention
+from mha2mla.kernels import attention_combine, gqa_attention, mla_attention, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS
 from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
 from mha2mla.kernels.mixed_attention.plan import parts_of
@@ -160,6 +160,21 @@ def test_more_chunks_than_partials_are_held():
     plan = problem.plan(max_expanded_tokens=10)
     assert len(layout_of(plan).waves[0].chunks) == 16 > MAX_PARTIALS
     assert error(problem.run(plan), problem.exact()) < 2e-6
+
+
+def test_the_merges_run_where_the_caller_said(monkeypatch):
+    asked = []
+
+    def combine(*tensors, backend):
+        asked.append(backend)
+        return attention_combine(*tensors, backend=backend)
+
+    monkeypatch.setattr("mha2mla.kernels.mixed_attention.expanded.attention_combine", combine)
+    problem = Problem.make(WIDTHS["per group"])
+    for backend in ("reference", None):
+        problem.run(backend=backend, max_expanded_tokens=7)
+        assert asked and set(asked) == {backend}
+        asked.clear()
 
 
 def test_first_visible_tokens():

@@ -213,7 +213,7 @@ def _mla_attention(
         )  # fmt: skip
 
     for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
-        attend_wave(attend, wave, cu_seqlens_q, chunks, out)
+        attend_wave(attend, wave, cu_seqlens_q, chunks, out, backend)
     return out
 
 
@@ -241,7 +241,7 @@ def _gqa_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *call:
         )
 
     for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
-        attend_wave(attend, wave, cu_seqlens_q, chunks, out)
+        attend_wave(attend, wave, cu_seqlens_q, chunks, out, backend)
     return out
 
 

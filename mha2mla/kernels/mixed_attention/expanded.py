@@ -35,13 +35,21 @@ def expand(latent: Tensor, decoder: Tensor) -> Tensor:
     return F.linear(latent, decoder.flatten(0, 1)).unflatten(-1, decoder.shape[:2])
 
 
-def attend_wave(attend: Attend, wave: Wave, cu_seqlens_q: Tensor, chunks: tuple[ChunkPart, ...], out: Tensor) -> None:
+def attend_wave(
+    attend: Attend,
+    wave: Wave,
+    cu_seqlens_q: Tensor,
+    chunks: tuple[ChunkPart, ...],
+    out: Tensor,
+    backend: str | None = None,
+) -> None:
     """Attention of the sequences of a wave.
 
     Args:
         attend: over some keys of the cache.
         cu_seqlens_q, chunks: of the plan.
         out: [N, H, d_v] of the whole batch; the wave's rows are written.
+        backend: of the merges, as in :func:`mha2mla.kernels.attention_combine`.
     """
     if not wave.tokens:
         return
@@ -54,7 +62,7 @@ def attend_wave(attend: Attend, wave: Wave, cu_seqlens_q: Tensor, chunks: tuple[
     lses: list[Tensor] = []
     for chunk, part in zip(wave.chunks, chunks, strict=True):
         if len(lses) == MAX_PARTIALS:
-            merged, lse = _merge(partial_out, lses)
+            merged, lse = _merge(partial_out, lses, backend)
             partial_out[0].copy_(merged)
             lses = [lse]
         _, lse = attend(
@@ -62,8 +70,8 @@ def attend_wave(attend: Attend, wave: Wave, cu_seqlens_q: Tensor, chunks: tuple[
             out=partial_out[len(lses), 0], return_lse=True,
         )  # fmt: skip
         lses.append(lse[None])  # [1, H, tokens]
-    out[tokens] = _merge(partial_out, lses)[0][0]
+    out[tokens] = _merge(partial_out, lses, backend)[0][0]
 
 
-def _merge(partial_out: Tensor, lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    return attention_combine(partial_out[: len(lses)], torch.stack(lses))
+def _merge(partial_out: Tensor, lses: list[Tensor], backend: str | None) -> tuple[Tensor, Tensor]:
+    return attention_combine(partial_out[: len(lses)], torch.stack(lses), backend=backend)
