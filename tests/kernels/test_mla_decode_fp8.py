@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -18,9 +20,9 @@ from mha2mla.kernels import (
     quantize_latent,
 )
 from mha2mla.kernels.mla_decode.selection import DecodeShape, shared_memory_limit
-from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
+from mha2mla.kernels.mla_decode_fp8.operand import column_of_code, column_of_place, free_barrier, stored_bytes
 from mha2mla.kernels.mla_decode_fp8.reference import SMALLEST_SCALE
-from mha2mla.kernels.mla_decode_fp8.selection import select_fp8
+from mha2mla.kernels.mla_decode_fp8.selection import list_fp8
 
 
 def fp8_inputs(problem: Problem, dtype: torch.dtype, device="cpu", stored=None) -> tuple[dict, dict]:
@@ -307,6 +309,68 @@ def test_register_operand_of_the_output_is_the_transposed_block():
     assert torch.equal(operand, codes.T[column_of_row])
 
 
+def test_half_tiles_hold_the_codes_in_permuted_columns():
+    """stmatrix acted out on 64 tokens x 64 columns: every number lands in its row, at its place, unswizzled once."""
+    codes = torch.arange(64 * 64.0).view(64, 64)
+    panel = torch.full((64 * 64,), -1.0)
+    for warp in range(4):
+        for c in range(0, 64, 16):
+            held = torch.zeros(4, 8, 8)  # blocks of the operand: rows g and g + 8 of columns 0 to 7, then 8 to 15
+            for lane in range(32):
+                g, t = lane // 4, lane % 4
+                for i in range(2):
+                    word = codes[warp * 16 + g + 8 * i, c + 4 * t : c + 4 * t + 4]
+                    held[i, g, 2 * t : 2 * t + 2], held[i + 2, g, 2 * t : 2 * t + 2] = word[:2], word[2:]
+            for lane in range(32):
+                at = (stored_bytes(warp, lane) ^ 2 * c) // 2
+                panel[at : at + 8] = held[lane // 8, lane % 8]
+    for token in range(64):
+        for place in range(64):
+            at = token * 64 + (place // 8 ^ token % 8) * 8 + place % 8
+            assert panel[at] == codes[token, column_of_place(place)]
+    assert [column_of_code(column_of_place(place)) for place in range(64)] == list(range(64))
+
+
+@pytest.mark.parametrize("halves", [3, 4])
+def test_no_half_tile_is_overwritten_before_it_was_multiplied(halves):
+    """The two warpgroups at random speeds, waiting for parities as mbarriers do: in the order of tiles, to the end."""
+    for seed in range(300):
+        draw = random.Random(seed)
+        phases, freed, taken, arrived = Counter(), set(), set(), set()
+
+        def warpgroup(w, fragments, phases=phases, freed=freed, taken=taken, arrived=arrived):
+            before = 0
+            for f, tiles in enumerate(fragments):
+                for n in range(before + w, before + tiles, 2):
+                    for use in (2 * n, 2 * n + 1):
+                        barrier, phase = free_barrier(use + halves, halves)
+                        yield lambda b=barrier, p=phase: phases[b] & 1 != (p & 1) ^ 1
+                        assert use < halves or use - halves in freed, "taken too early"
+                        taken.add(use)
+                        yield lambda: True
+                    for use in (2 * n, 2 * n + 1):
+                        yield lambda: True
+                        freed.add(use)
+                        barrier, phase = free_barrier(use, halves)
+                        assert phases[barrier] == phase
+                        phases[barrier] += 1
+                before += tiles
+                arrived.add((f, w))
+                yield lambda f=f: (f, 1 - w) in arrived
+
+        fragments = [draw.randint(0, 9) for _ in range(4)]
+        waits = {role: next(role) for role in (warpgroup(w, fragments) for w in range(2))}
+        speed = [draw.random() for _ in waits]
+        while waits:
+            ready = [role for role, condition in waits.items() if condition()]
+            assert ready, "nobody can go on"
+            role = draw.choices(ready, [speed[i] for i in range(len(ready))])[0]
+            waits[role] = next(role, None)
+            if waits[role] is None:
+                del waits[role]
+        assert taken == freed == set(range(2 * sum(fragments)))
+
+
 GATED = [
     DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16"),
     DecodeShape(32, 8, 512, 16, 16, 1, "bfloat16"),
@@ -314,10 +378,11 @@ GATED = [
 ]
 
 
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(
     "shape", GATED, ids=lambda s: f"H{s.heads}-G{s.num_rope_heads}-c{s.kv_lora_rank}-q{s.seqlen_q}"
 )
-def test_compiles_for_hopper_failure_9(shape):
+def test_compiles_for_hopper_failure_9(shape, stored):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.compile_gate import compile_only, find_tool
     from mha2mla.kernels.mla_decode_fp8.launch import PASS_CONFIGS, make_split_fp8
@@ -325,10 +390,12 @@ def test_compiles_for_hopper_failure_9(shape):
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
-    choice = select_fp8(shape)
+    choice = first_choice(shape, stored)
     (report,) = compile_only(make_split_fp8(shape, choice), "sm_90a", PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == [], choice.reason
-    promised = shared_memory(choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, choice.num_stages)
+    promised = shared_memory(
+        choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, choice.num_stages, choice.halves
+    )
     assert promised - 4096 <= report.shared_bytes <= promised, choice.reason
     assert report.registers * 384 <= 65536
     if report.instructions is not None:
@@ -350,6 +417,20 @@ def test_quantising_kernel_compiles_for_hopper(row_width):
 
 
 # --- on a GPU
+
+
+def first_choice(shape: DecodeShape, stored: bool):
+    """The best choice whose half tiles are in shared memory, or are not."""
+    return next(choice for choice in list_fp8(shape) if bool(choice.halves) == stored)
+
+
+@pytest.fixture(params=[True, False], ids=["stored", "twice"])
+def stored(request, monkeypatch) -> bool:
+    """Every call's kernel converts each code once, and stores it, or twice."""
+    for module in ("api", "launch"):
+        name = f"mha2mla.kernels.mla_decode_fp8.{module}.select_fp8"
+        monkeypatch.setattr(name, lambda shape: first_choice(shape, request.param))
+    return request.param
 
 
 def check(problem: Problem, dtype=torch.bfloat16, planned: bool = False) -> torch.Tensor:
@@ -389,7 +470,7 @@ GPU = [
 @pytest.mark.parametrize(
     "problem", GPU, ids=lambda p: f"H{p.heads}-G{p.num_rope_heads}-c{p.kv_lora_rank}-p{p.page_size}"
 )
-def test_shapes_on_the_gpu_failures_2_3_6_20(problem):
+def test_shapes_on_the_gpu_failures_2_3_6_20(problem, stored):
     out = check(problem)
     for _ in range(3):
         assert torch.equal(out, check(problem, planned=True))
@@ -397,7 +478,7 @@ def test_shapes_on_the_gpu_failures_2_3_6_20(problem):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_float16_windows_starts_and_large_scores_on_the_gpu():
+def test_float16_windows_starts_and_large_scores_on_the_gpu(stored):
     problem = GPU[0]
     check(problem, torch.float16)
     for scale in (1e-4, 100.0, 4e5):  # failure 12; float16 queries would overflow if they were only cast
@@ -417,14 +498,14 @@ def test_float16_windows_starts_and_large_scores_on_the_gpu():
     ],
     ids=["H16", "H6"],
 )
-def test_several_new_tokens_on_the_gpu_failure_5(problem):
+def test_several_new_tokens_on_the_gpu_failure_5(problem, stored):
     for causal in (True, False):
         check(dataclasses.replace(problem, causal=causal))
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_scales_far_apart_and_strided_caches_on_the_gpu():
+def test_scales_far_apart_and_strided_caches_on_the_gpu(stored):
     """Scales from 2^-30 to 2^20 in one sequence; codes and k_pe as views of larger pages."""
     problem = Problem(32, 1, 512, 64, (300, 70))
     inputs = problem.inputs(torch.bfloat16, "cuda")
@@ -444,7 +525,7 @@ def test_scales_far_apart_and_strided_caches_on_the_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_graph_replays_at_other_lengths_failure_14():
+def test_graph_replays_at_other_lengths_failure_14(stored):
     problem = Problem(32, 1, 512, 64, (2000, 1500, 700))
     inputs, held = fp8_inputs(problem, torch.bfloat16, "cuda")
     plan = plan_mla_decode_fp8(
