@@ -41,6 +41,7 @@ from mha2mla.kernels.mla_decode.fragment import (
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
 from mha2mla.kernels.mla_decode.tiling import RowTiling
 from mha2mla.kernels.mla_decode_fp8.operand import column_of_code, column_of_place, free_barrier, stored_bytes
+from mha2mla.kernels.mla_decode_fp8.selection import exchanged_at_once
 
 WARPGROUP = 128  # threads
 CONSUMERS = 2 * WARPGROUP
@@ -135,7 +136,7 @@ def make_mla_decode_fp8(
     held = rows // 2  # accumulators of a thread for 64 rows
     mine = rows // 4  # heads that a thread has accumulators for
     octets = rows // 8
-    portion = 4 if halves else held  # accumulators that the warpgroups exchange at a time
+    portion = exchanged_at_once(rows, page_size, halves)
     buffers = STORED_BUFFERS if halves else BUFFERS
     by_column = f"m64n{rows}k16"
     rope_kind = "bf16" if dtype == "bfloat16" else "fp16"

@@ -11,7 +11,7 @@ from mha2mla.kernels.mla_decode.tiling import RowTiling, tile_rows
 
 CAPABILITY = 90  # wgmma with register operands exists there and nowhere else
 TILE_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
-SCALE_BYTES = 512  # of a tile at most: each page's scales start at a multiple of 128 bytes
+SCALE_ALIGNMENT = 128  # bytes: where the scales of each page of a tile start
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,25 @@ class Fp8Choice:
         return max(1, num_sms // self.tiling.num_tiles)
 
 
-def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, num_stages: int, halves: int = 0) -> int:
-    """Bytes of shared memory that the kernel allocates, with 0.5 KiB for barriers."""
+def exchanged_at_once(rows: int, page_size: int, halves: int) -> int:
+    """Accumulators of a thread that the two warpgroups exchange between two barriers: fewer where memory is short."""
+    if not halves:
+        return rows // 2
+    return 2 if page_size == 16 else 4
+
+
+def shared_memory(
+    tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, num_stages: int, halves: int = 0
+) -> int:
+    """Bytes of shared memory that the kernel allocates, with the 1 KiB before its tiles that barriers are in."""
     panels = -(-kv_lora_rank // 128)
     rope_panels = -(-(tiling.groups_per_tile * qk_rope_head_dim) // 64)
-    rings = 2 * num_stages * ((panels + rope_panels) * TILE_BYTES + SCALE_BYTES)
+    scales = max(1, 64 // page_size) * max(SCALE_ALIGNMENT, min(64, page_size) * 4)
+    rings = 2 * num_stages * ((panels + rope_panels) * TILE_BYTES + scales)
     queries = tiling.rows * 128 * (2 * panels + rope_panels)
-    weights_and_exchange = 2 * tiling.rows * 128 + (4096 if halves else tiling.rows * 512)
+    weights_and_exchange = 2 * tiling.rows * 128 + exchanged_at_once(tiling.rows, page_size, halves) * 1024
     stored = halves * -(-kv_lora_rank // 128) * 64 * 128
-    return rings + queries + weights_and_exchange + stored + 44 * tiling.rows + 512
+    return rings + queries + weights_and_exchange + stored + 44 * tiling.rows + 1024
 
 
 def refusal_fp8(geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int) -> str | None:
@@ -65,7 +75,9 @@ def list_fp8(shape: DecodeShape) -> tuple[Fp8Choice, ...]:
             tiling = replace(tiling, rows=max(16, tiling.rows))  # weights are stored in pairs of 8 rows
             for halves in (0, 3, 4):
                 for num_stages in (4, 3, 2, 1):
-                    used = shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages, halves)
+                    used = shared_memory(
+                        tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, num_stages, halves
+                    )
                     smallest = used if smallest is None else min(smallest, used)
                     if used <= limit:
                         reason = (
