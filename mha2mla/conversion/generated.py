@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from mha2mla.conversion.source_decoder import decoder, rows_at_once
 from mha2mla.texts import prompts, start_tokens
 
-_BLANK_SHARE = 0.0  # of the documents, that begin with any word
+_BLANK_SHARE = 1 / 3  # of the documents, that begin with any word
+_CUT_SHARE = 0.5  # of the windows, that begin within a document
+_LONGEST_CUT = 64  # tokens
 
 
 def generator_of(
@@ -41,7 +43,8 @@ def generate_windows(
 
     A window is one document after another, each begun by a prompt (``texts.prompts``), an instruction through the chat
     template where there is one, or the opening of a plain text; or by a word drawn from the vocabulary, for text that
-    no prompt thought of. When the model ends a document, the next one begins.
+    no prompt thought of. When the model ends a document, the next one begins. Half of the windows lose their first
+    tokens: attention leans on the first token of a window, and in other text that may be any.
 
     Args:
         model: causal language model of transformers.
@@ -52,15 +55,25 @@ def generate_windows(
     Returns:
         int64 [count, length] on the CPU.
     """
-    rows = rows_at_once(model, length)
-    starts = _documents(tokenizer, random.Random(seed))
+    written = length + _LONGEST_CUT
+    rows = rows_at_once(model, written)
+    draw = random.Random(seed)
+    starts = _documents(tokenizer, draw)
     generator = torch.Generator(model.device).manual_seed(seed)
-    return torch.cat(
-        [
-            _write(model, _ends(model, tokenizer), starts, length, min(rows, count - done), generator, progress)
-            for done in range(0, count, rows)
-        ]
-    )
+    windows = [
+        _write(model, _ends(model, tokenizer), starts, written, min(rows, count - done), generator, progress)
+        for done in range(0, count, rows)
+    ]
+    first = torch.tensor(start_tokens(tokenizer), dtype=torch.int64)
+    return torch.stack([_cut(window, length, first, draw) for window in torch.cat(windows)])
+
+
+def _cut(written: torch.Tensor, length: int, first: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    """A window of what was written, from its beginning, or from within behind the start tokens ``first``."""
+    if draw.random() >= _CUT_SHARE:
+        return written[:length]
+    skipped = draw.randint(1, _LONGEST_CUT)
+    return torch.cat([first, written[skipped:]])[:length]
 
 
 def _write(
