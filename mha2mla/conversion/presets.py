@@ -28,7 +28,7 @@ _RECONSTRUCTED: dict[str, Any] = {
     "reconstruction_batch": 4,
     "reconstruction_precision": "bfloat16",
     "calibration_text": "generated",
-    "calibration_tokens": 8192 * 512,
+    "calibration_tokens": 2048 * 512,
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(

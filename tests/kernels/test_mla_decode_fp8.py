@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
+from importlib import import_module
 
 import pytest
 import torch
@@ -437,9 +438,9 @@ def first_choice(shape: DecodeShape, stored: bool):
 @pytest.fixture(params=[True, False], ids=["stored", "twice"])
 def stored(request, monkeypatch) -> bool:
     """Every call's kernel converts each code once, and stores it, or twice."""
-    for module in ("api", "launch"):
-        name = f"mha2mla.kernels.mla_decode_fp8.{module}.select_fp8"
-        monkeypatch.setattr(name, lambda shape: first_choice(shape, request.param))
+    for name in ("api", "launch"):
+        module = import_module(f"mha2mla.kernels.mla_decode_fp8.{name}")  # the package exports an op of the folder's name
+        monkeypatch.setattr(module, "select_fp8", lambda shape: first_choice(shape, request.param))
     return request.param
 
 
