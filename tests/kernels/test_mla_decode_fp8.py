@@ -439,7 +439,8 @@ def first_choice(shape: DecodeShape, stored: bool):
 def stored(request, monkeypatch) -> bool:
     """Every call's kernel converts each code once, and stores it, or twice."""
     for name in ("api", "launch"):
-        module = import_module(f"mha2mla.kernels.mla_decode_fp8.{name}")  # the package exports an op of the folder's name
+        # An attribute path would end at the op: the package exports one by the folder's name.
+        module = import_module(f"mha2mla.kernels.mla_decode_fp8.{name}")
         monkeypatch.setattr(module, "select_fp8", lambda shape: first_choice(shape, request.param))
     return request.param
 
