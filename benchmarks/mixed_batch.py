@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ COLUMNS = {
     "ratio": "to one call",
     "difference": "difference",
 }
+
+_PLAN_ROUNDS = 7
 
 
 @dataclass(frozen=True)
@@ -149,11 +152,14 @@ class Step:
         return made
 
     def plan_us(self, calls: list[Call]) -> float:
-        """Microseconds that the host is busy with the plans of all calls."""
-        began = time.perf_counter()
-        for call in calls:
-            self.backend.plan(self.cache.tensors[0], call.batch, self.constants)
-        return (time.perf_counter() - began) * 1e6
+        """Microseconds that the host is busy with the plans of all calls; the median of a few rounds."""
+        rounds = []
+        for _ in range(_PLAN_ROUNDS):
+            began = time.perf_counter()
+            for call in calls:
+                self.backend.plan(self.cache.tensors[0], call.batch, self.constants)
+            rounds.append((time.perf_counter() - began) * 1e6)
+        return median(rounds)
 
     def run(self, calls: list[Call]) -> list[Tensor]:
         """What a layer does, call by call."""
