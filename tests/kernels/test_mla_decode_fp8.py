@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections import Counter
-from importlib import import_module
 
 import pytest
 import torch
@@ -21,12 +18,12 @@ from mha2mla.kernels import (
     quantize_latent,
 )
 from mha2mla.kernels.mla_decode.selection import DecodeShape, shared_memory_limit
-from mha2mla.kernels.mla_decode_fp8.operand import column_of_code, column_of_place, free_barrier, stored_bytes
+from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
 from mha2mla.kernels.mla_decode_fp8.reference import SMALLEST_SCALE
-from mha2mla.kernels.mla_decode_fp8.selection import list_fp8
+from mha2mla.kernels.mla_decode_fp8.selection import select_fp8
 
 
-def fp8_inputs(problem: Problem, dtype: torch.dtype, device="cpu", stored=None) -> tuple[dict, dict]:
+def fp8_inputs(problem: Problem, dtype: torch.dtype, device="cpu") -> tuple[dict, dict]:
     """Arguments of ``mla_decode_fp8``, and those of ``mla_decode`` over what the cache then holds: its latents are
     rounded to no 16-bit type, so they are float64 here. What no query sees is NaN in codes and in scales."""
     inputs = problem.inputs(dtype, device)
@@ -310,90 +307,17 @@ def test_register_operand_of_the_output_is_the_transposed_block():
     assert torch.equal(operand, codes.T[column_of_row])
 
 
-def test_half_tiles_hold_the_codes_in_permuted_columns():
-    """stmatrix acted out on 64 tokens x 64 columns: every number lands in its row, at its place, unswizzled once."""
-    codes = torch.arange(64 * 64.0).view(64, 64)
-    panel = torch.full((64 * 64,), -1.0)
-    for warp in range(4):
-        for c in range(0, 64, 16):
-            held = torch.zeros(4, 8, 8)  # blocks of the operand: rows g and g + 8 of columns 0 to 7, then 8 to 15
-            for lane in range(32):
-                g, t = lane // 4, lane % 4
-                for i in range(2):
-                    word = codes[warp * 16 + g + 8 * i, c + 4 * t : c + 4 * t + 4]
-                    held[i, g, 2 * t : 2 * t + 2], held[i + 2, g, 2 * t : 2 * t + 2] = word[:2], word[2:]
-            for lane in range(32):
-                at = (stored_bytes(warp, lane) ^ 2 * c) // 2
-                panel[at : at + 8] = held[lane // 8, lane % 8]
-    for token in range(64):
-        for place in range(64):
-            at = token * 64 + (place // 8 ^ token % 8) * 8 + place % 8
-            assert panel[at] == codes[token, column_of_place(place)]
-    assert [column_of_code(column_of_place(place)) for place in range(64)] == list(range(64))
-
-
-@pytest.mark.parametrize("halves", [3, 4])
-def test_no_half_tile_is_overwritten_before_it_was_multiplied(halves):
-    """The two warpgroups at random speeds, waiting for parities as mbarriers do: in the order of tiles, to the end."""
-    for seed in range(300):
-        draw = random.Random(seed)
-        phases, freed, taken, arrived = Counter(), set(), set(), set()
-
-        def warpgroup(w, fragments, phases=phases, freed=freed, taken=taken, arrived=arrived):
-            before = 0
-            for f, tiles in enumerate(fragments):
-                for n in range(before + w, before + tiles, 2):
-                    for use in (2 * n, 2 * n + 1):
-                        barrier, phase = free_barrier(use + halves, halves)
-                        yield lambda b=barrier, p=phase: phases[b] & 1 != (p & 1) ^ 1
-                        assert use < halves or use - halves in freed, "taken too early"
-                        taken.add(use)
-                        yield lambda: True
-                    for use in (2 * n, 2 * n + 1):
-                        yield lambda: True
-                        freed.add(use)
-                        barrier, phase = free_barrier(use, halves)
-                        assert phases[barrier] == phase
-                        phases[barrier] += 1
-                before += tiles
-                arrived.add((f, w))
-                yield lambda f=f: (f, 1 - w) in arrived
-
-        fragments = [draw.randint(0, 9) for _ in range(4)]
-        waits = {role: next(role) for role in (warpgroup(w, fragments) for w in range(2))}
-        speed = [draw.random() for _ in waits]
-        while waits:
-            ready = [role for role, condition in waits.items() if condition()]
-            assert ready, "nobody can go on"
-            role = draw.choices(ready, [speed[i] for i in range(len(ready))])[0]
-            waits[role] = next(role, None)
-            if waits[role] is None:
-                del waits[role]
-        assert taken == freed == set(range(2 * sum(fragments)))
-
-
 GATED = [
-    (DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16"), False),
-    (DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16"), True),
-    (DecodeShape(9, 3, 80, 24, 64, 1, "float16"), True),
-]
-GATED_ALIKE = [
-    (DecodeShape(9, 3, 80, 24, 64, 1, "float16"), False),
-    (DecodeShape(32, 8, 512, 16, 16, 1, "bfloat16"), False),
-    (DecodeShape(32, 8, 512, 16, 16, 1, "bfloat16"), True),
-    (DecodeShape(32, 1, 512, 64, 16, 1, "bfloat16"), True),
-    (DecodeShape(40, 40, 192, 8, 64, 1, "bfloat16"), True),
+    DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16"),
+    pytest.param(DecodeShape(32, 8, 512, 16, 16, 1, "bfloat16"), marks=pytest.mark.exhaustive),
+    pytest.param(DecodeShape(9, 3, 80, 24, 64, 1, "float16"), marks=pytest.mark.exhaustive),
 ]
 
 
 @pytest.mark.parametrize(
-    ("shape", "stored"),
-    [*GATED, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in GATED_ALIKE)],
-    ids=lambda v: (
-        f"H{v.heads}-G{v.num_rope_heads}-c{v.kv_lora_rank}-p{v.page_size}" if v not in (False, True) else None
-    ),
+    "shape", GATED, ids=lambda s: f"H{s.heads}-G{s.num_rope_heads}-c{s.kv_lora_rank}-p{s.page_size}"
 )
-def test_compiles_for_hopper_failure_9(shape, stored):
+def test_compiles_for_hopper_failure_9(shape):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.compile_gate import compile_only, find_tool
     from mha2mla.kernels.mla_decode_fp8.launch import PASS_CONFIGS, make_split_fp8
@@ -401,11 +325,11 @@ def test_compiles_for_hopper_failure_9(shape, stored):
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
-    choice = first_choice(shape, stored)
+    choice = select_fp8(shape)
     (report,) = compile_only(make_split_fp8(shape, choice), "sm_90a", PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == [], choice.reason
     promised = shared_memory(
-        choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, choice.num_stages, choice.halves
+        choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, choice.num_stages
     )
     assert promised - 1024 <= report.shared_bytes <= promised, choice.reason
     assert report.registers * 384 <= 65536
@@ -428,21 +352,6 @@ def test_quantising_kernel_compiles_for_hopper(row_width):
 
 
 # --- on a GPU
-
-
-def first_choice(shape: DecodeShape, stored: bool):
-    """The best choice whose half tiles are in shared memory, or are not."""
-    return next(choice for choice in list_fp8(shape) if bool(choice.halves) == stored)
-
-
-@pytest.fixture(params=[True, False], ids=["stored", "twice"])
-def stored(request, monkeypatch) -> bool:
-    """Every call's kernel converts each code once, and stores it, or twice."""
-    for name in ("api", "launch"):
-        # An attribute path would end at the op: the package exports one by the folder's name.
-        module = import_module(f"mha2mla.kernels.mla_decode_fp8.{name}")
-        monkeypatch.setattr(module, "select_fp8", lambda shape: first_choice(shape, request.param))
-    return request.param
 
 
 def check(problem: Problem, dtype=torch.bfloat16, planned: bool = False) -> torch.Tensor:
@@ -482,7 +391,7 @@ GPU = [
 @pytest.mark.parametrize(
     "problem", GPU, ids=lambda p: f"H{p.heads}-G{p.num_rope_heads}-c{p.kv_lora_rank}-p{p.page_size}"
 )
-def test_shapes_on_the_gpu_failures_2_3_6_20(problem, stored):
+def test_shapes_on_the_gpu_failures_2_3_6_20(problem):
     out = check(problem)
     for _ in range(3):
         assert torch.equal(out, check(problem, planned=True))
@@ -490,7 +399,7 @@ def test_shapes_on_the_gpu_failures_2_3_6_20(problem, stored):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_float16_windows_starts_and_large_scores_on_the_gpu(stored):
+def test_float16_windows_starts_and_large_scores_on_the_gpu():
     problem = GPU[0]
     check(problem, torch.float16)
     for scale in (1e-4, 100.0, 4e5):  # failure 12; float16 queries would overflow if they were only cast
@@ -510,14 +419,14 @@ def test_float16_windows_starts_and_large_scores_on_the_gpu(stored):
     ],
     ids=["H16", "H6"],
 )
-def test_several_new_tokens_on_the_gpu_failure_5(problem, stored):
+def test_several_new_tokens_on_the_gpu_failure_5(problem):
     for causal in (True, False):
         check(dataclasses.replace(problem, causal=causal))
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_scales_far_apart_and_strided_caches_on_the_gpu(stored):
+def test_scales_far_apart_and_strided_caches_on_the_gpu():
     """Scales from 2^-30 to 2^20 in one sequence; codes and k_pe as views of larger pages."""
     problem = Problem(32, 1, 512, 64, (300, 70))
     inputs = problem.inputs(torch.bfloat16, "cuda")
@@ -537,7 +446,7 @@ def test_scales_far_apart_and_strided_caches_on_the_gpu(stored):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_graph_replays_at_other_lengths_failure_14(stored):
+def test_graph_replays_at_other_lengths_failure_14():
     problem = Problem(32, 1, 512, 64, (2000, 1500, 700))
     inputs, held = fp8_inputs(problem, torch.bfloat16, "cuda")
     plan = plan_mla_decode_fp8(

@@ -6,13 +6,6 @@ codes (transposed in pairs for the second product), two steps before the product
 take the scores' codes from shared memory as they are, but it adds up 14 bits on Hopper: 1e-4 to 1e-3 of a score, which
 the log-sum-exp does not forgive.)
 
-With ``halves``, each code is converted once: what the score product has in registers is also stored as float16, and the
-output product takes it from there, transposed by wgmma's descriptor. That needs d_c * 64 * 2 bytes a tile, so tiles
-are stored as two halves of their columns in a ring of 3 or 4 that both warpgroups share in the order of their tiles; a
-tile's place in the ring of codes is free again when its scores are there. A tile costs shared memory (d_c=512, d_r=64,
-32 rows) 41 kB written by TMA, 32 read and 64 written by the conversion, and 140 read by wgmma, or 2160 cycles of 128
-bytes; 64 tokens arrive every 2170.
-
 The scale of a token leaves the products alone. With M the running maximum of ``score + log2(scale)``, the weight
 ``w = exp2(score + log2(scale) - M)`` of a token is at most 1 and already contains its scale, so w fits float16;
 the denominator sums ``w / scale``. Queries are float16 too, after an exact scaling of each row by a power of two.
@@ -40,8 +33,7 @@ from mha2mla.kernels.mla_decode.fragment import (
 )
 from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
 from mha2mla.kernels.mla_decode.tiling import RowTiling
-from mha2mla.kernels.mla_decode_fp8.operand import column_of_code, column_of_place, free_barrier, stored_bytes
-from mha2mla.kernels.mla_decode_fp8.selection import exchanged_at_once
+from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
 
 WARPGROUP = 128  # threads
 CONSUMERS = 2 * WARPGROUP
@@ -50,7 +42,6 @@ BLOCK = 64  # cached tokens per tile: the M of one wgmma
 PANEL = 128  # bytes of a row of swizzled shared memory: codes side by side
 WIDE = 64  # the same in 16-bit numbers
 BUFFERS = 2  # register operands in flight, 8 registers for two products each
-STORED_BUFFERS = 3  # the same where the other product needs none
 AHEAD = 2  # steps by which codes are fetched before they are converted
 BARRIER = 8  # named barriers below 8 belong to the compiler
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
@@ -58,8 +49,12 @@ SLACK = 6.0  # the maximum may fall behind by this many powers of two before the
 LARGEST_EXPONENT = 14  # of a scaled query; float16 ends below 2**16
 SMALLEST_QUERY = -40  # exponent below which a query row is not scaled up any further
 
-# Conversions that TileLang's casts have no packed form for (of codes 0, 1 or 2, 3 of a word), and what TileLang would
-# put a proxy fence before (products) or a barrier (stores into the half tiles): the kernel has both, once a tile.
+# Conversions that TileLang's casts have no packed form for (of codes 0, 1 or 2, 3 of a word), and products, before each
+# of which TileLang would put a proxy fence: the kernel has those that are needed.
+#
+# ``shared_address``, ``store_operand`` and, in the kernel, ``use``, ``home`` and ``work[3]`` have no effect: they are
+# left from a removed body. GPU tests passed with this text, and it is the key of compiled kernels in the disk cache.
+# The next change of the kernel should drop them.
 INLINE = """
 #include <tl_templates/cuda/instruction/wgmma.h>
 static __device__ __forceinline__ unsigned e4m3_low_as_f16x2(unsigned codes) {
@@ -104,7 +99,6 @@ def make_mla_decode_fp8(
     dtype: str,
     tiling: RowTiling,
     num_stages: int = 2,
-    halves: int = 0,
 ):
     """A TileLang function ``mla_decode_fp8`` for one static shape.
 
@@ -114,7 +108,6 @@ def make_mla_decode_fp8(
         dtype: "bfloat16" or "float16", of queries, rotary keys and output.
         tiling: which query rows one CTA serves, at most 32.
         num_stages: tiles in flight for each of the two warpgroups.
-        halves: half tiles of float16 in shared memory, 3 or 4; with 0 codes are converted for each product.
 
     The function's arguments: q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r], latent_cache [P,page,d_c] (e4m3), latent_scale
     [P,page] (float32), rope_cache [P,page,G*d_r], block_table [B,max_pages], schedule (``schedule.py``), the outputs
@@ -130,14 +123,11 @@ def make_mla_decode_fp8(
     tiles = -(-d_c // 64)  # 64 columns each: rows of one product with the weights, depth of four with the queries
     half = -(-tiles // 2)
     panels = -(-d_c // PANEL)
-    early = panels // 2 if halves else 0  # panels whose place is free in the middle of the scores
     wide_panels = 2 * panels  # of the queries: whole panels of codes, so that no column needs a guard
     rope_panels = -(-(groups * d_r) // WIDE)
     held = rows // 2  # accumulators of a thread for 64 rows
     mine = rows // 4  # heads that a thread has accumulators for
     octets = rows // 8
-    portion = exchanged_at_once(rows, page_size, halves)
-    buffers = STORED_BUFFERS if halves else BUFFERS
     by_column = f"m64n{rows}k16"
     rope_kind = "bf16" if dtype == "bfloat16" else "fp16"
     swizzle_128, row_group = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
@@ -168,23 +158,14 @@ def make_mla_decode_fp8(
             T.int32(add),
         )
 
-    @T.macro
-    def await_place(d_free, use):
-        """Until the half tile that was in the place of the ``use``-th has been multiplied."""
-        T.barrier_wait(d_free[free_barrier(use + halves, halves)[0]], (free_barrier(use + halves, halves)[1] & 1) ^ 1)
-
     def row_of(c, t):
         """Of a thread's c-th head: its row of the tile."""
         return c // 2 * 8 + 2 * t + c % 2
 
-    def column_of_row(g, i):
-        """Of row ``g + 8 i`` of 16 in the output product: which of the 16 latent columns it is."""
-        return column_of_place(g + 8 * i) if halves else 2 * g + i
-
     @T.macro
     def stream(
-        w, latent_cache, latent_scale, rope_cache, block_table, column, c_ring, s_ring, k_ring, full, free, c_free,
-        thread, leader, schedule, cta, work, span, pages,
+        w, latent_cache, latent_scale, rope_cache, block_table, column, c_ring, s_ring, k_ring, full, free, thread,
+        leader, schedule, cta, work, span, pages,
     ):  # fmt: skip
         """One warp: the tiles of warpgroup ``w``, codes, scales and rotary keys."""
         for f in T.serial(work[0]):
@@ -194,23 +175,10 @@ def make_mla_decode_fp8(
                 slot = (work[2] + k) % num_stages
                 for v in list(range(pieces)):
                     pages[v] = block_table[span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))]
-                if early:
-                    T.barrier_wait(c_free[w * num_stages + slot], (((work[2] + k) // num_stages) & 1) ^ 1)
-                    for v in list(range(pieces)):
-                        for c in list(range(early)):
-                            T.tma_copy(
-                                latent_cache[
-                                    pages[v],
-                                    t0 % page_size : t0 % page_size + piece_rows,
-                                    c * PANEL : c * PANEL + PANEL,
-                                ],
-                                c_ring[w, slot, c, v * piece_rows : v * piece_rows + piece_rows, :],
-                                barrier=full[w * num_stages + slot],
-                            )
                 T.barrier_wait(free[w * num_stages + slot], (((work[2] + k) // num_stages) & 1) ^ 1)
                 for v in list(range(pieces)):
                     first = v * piece_rows
-                    for c in list(range(early, panels)):
+                    for c in list(range(panels)):
                         T.tma_copy(
                             latent_cache[
                                 pages[v],
@@ -312,8 +280,8 @@ def make_mla_decode_fp8(
     @T.macro
     def consume(
         w, cta, token0, head0, valid, q_latent, q_pe, schedule, span, work, q_tile, q_scale, qp_tile, c_ring, s_ring,
-        k_ring, p_tile, d_tile, stage, totals, exchange, full, free, c_free, d_free, thread, out,
-        lse, partial_out, partial_lse, seqlen_q, softmax_scale, causal, window, sinks,
+        k_ring, p_tile, stage, totals, exchange, full, free, thread, out, lse, partial_out, partial_lse, seqlen_q,
+        softmax_scale, causal, window, sinks,
     ):  # fmt: skip
         """All fragments of this CTA, tiles ``w``, ``w + 2``, ... of each."""
         T.set_max_nreg(CONSUMER_REGISTERS, 1)
@@ -324,9 +292,9 @@ def make_mla_decode_fp8(
         m = T.alloc_local([mine], accum)
         top = T.alloc_local([mine], accum)
         word = T.alloc_local([(AHEAD + 1) * 4], "uint32")  # codes of one step, and of the next ones
-        a = T.alloc_local([buffers * 8], "uint32")
-        use = T.alloc_local([2], T.int32)  # of the ring of half tiles, counted from the start
-        home = T.alloc_local([1], "uint32")  # address in shared memory where a thread's rows of the half tiles begin
+        a = T.alloc_local([BUFFERS * 8], "uint32")
+        use = T.alloc_local([2], T.int32)  # noqa: F841 - no effect, see INLINE
+        home = T.alloc_local([1], "uint32")  # noqa: F841 - the same
         scale_of = T.alloc_local([2], accum)
         log_of = T.alloc_local([2], accum)
         flag = T.alloc_local([1], T.int32)
@@ -337,12 +305,6 @@ def make_mla_decode_fp8(
         desc_k, desc_qp = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
         T.initialize_wgmma_descriptor(desc_q, q_tile.access_ptr("r"), swizzle_128, 1, row_group)
         T.initialize_wgmma_descriptor(desc_p, p_tile.access_ptr("r"), swizzle_128, 1, row_group)
-        if halves:
-            desc_d = T.alloc_wgmma_desc()
-            T.initialize_wgmma_descriptor(desc_d, d_tile.access_ptr("r"), swizzle_128, 1, row_group)
-            home[0] = T.call_extern("uint32", "shared_address", d_tile.access_ptr("w")) + T.cast(
-                stored_bytes(warp, lane), "uint32"
-            )
         T.initialize_wgmma_descriptor(desc_k, k_ring.access_ptr("r"), swizzle_128, 1, row_group)
         T.initialize_wgmma_descriptor(desc_qp, qp_tile.access_ptr("r"), swizzle_128, 1, row_group)
         g = lane // 4
@@ -396,33 +358,16 @@ def make_mla_decode_fp8(
                 T.warpgroup_fence_operand(s, num_regs=held)
                 for i in list(range(AHEAD)):
                     fetch(False, w, slot, i, warp, lane, c_ring, word)
-                for i in list(range(2)) if halves else []:
-                    use[i] = 2 * (work[3] + 2 * k + w) + i
                 for i in T.unroll(tiles * 2):  # 32 columns: two products
-                    if i >= buffers:
-                        T.warpgroup_wait(buffers - 1)
+                    if i >= BUFFERS:
+                        T.warpgroup_wait(BUFFERS - 1)
                     if i + AHEAD < tiles * 2:
                         fetch(False, w, slot, i + AHEAD, warp, lane, c_ring, word)
-                    b = i % buffers * 8
+                    b = i % BUFFERS * 8
                     h = i % (AHEAD + 1) * 4
                     for v in list(range(4)):
                         a[b + v // 2 * 4 + v % 2] = f16x2("e4m3_low_as_f16x2", word[h + v])
                         a[b + v // 2 * 4 + v % 2 + 2] = f16x2("e4m3_high_as_f16x2", word[h + v])
-                    if early:
-                        if i == early * 4:
-                            T.barrier_arrive(c_free[w * num_stages + slot])
-                    if halves:
-                        side = i // (2 * half)
-                        if i % (2 * half) == 0:
-                            await_place(d_free, use[side])
-                        for v in list(range(2)):
-                            T.call_extern(
-                                "handle",
-                                "store_operand",
-                                T.bitwise_xor(home[0], T.cast(i % 2 * 64 + v * 32, "uint32"))
-                                + T.cast((use[side] % halves * half + i // 2 % half) * BLOCK * PANEL, "uint32"),
-                                T.access_ptr(a[b + 4 * v], "r", 4),
-                            )
                     T.warpgroup_fence_operand(a, offset=b, num_regs=8)
                     T.warpgroup_arrive()
                     for v in list(range(2)):
@@ -440,8 +385,6 @@ def make_mla_decode_fp8(
                     if holds_unseen(span, t0, BLOCK):
                         scale_of[i] = T.if_then_else(unseen(span, t0 + warp * 16 + g + 8 * i), 1.0, scale_of[i])
                     log_of[i] = T.log2(scale_of[i])
-                if halves:
-                    T.barrier_arrive(free[w * num_stages + slot])
                 for e in T.unroll(held):
                     s[e] = (
                         s[e] * (q_scale[row_of(e // 4 * 2 + e % 2, t)] * scale_of[e // 2 % 2]) + turned[e]
@@ -506,57 +449,29 @@ def make_mla_decode_fp8(
                 T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
 
                 T.warpgroup_fence_operand(o, num_regs=tiles * held)
-                if halves:
-                    if tiles <= half:  # nobody stores the second half
-                        await_place(d_free, use[1])
+                for i in list(range(AHEAD)):
+                    fetch(True, w, slot, i, warp, lane, c_ring, word)
+                for i in T.unroll(tiles * 2):  # 64 columns by 32 tokens: two products
+                    if i >= BUFFERS:
+                        T.warpgroup_wait(BUFFERS - 1)
+                    if i + AHEAD < tiles * 2:
+                        fetch(True, w, slot, i + AHEAD, warp, lane, c_ring, word)
+                    b = i % BUFFERS * 8
+                    h = i % (AHEAD + 1) * 4
+                    for v in list(range(4)):  # from two tokens, two columns each, to two columns, two tokens each
+                        word[h + v] = T.call_extern("uint32", "__byte_perm", word[h + v], T.uint32(0), T.uint32(0x3120))
+                        a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", word[h + v])
+                        a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", word[h + v])
+                    T.warpgroup_fence_operand(a, offset=b, num_regs=8)
                     T.warpgroup_arrive()
-                    for side in list(range(2)):
-                        for i in list(range(side * half, min(tiles, side * half + half))):
-                            for c in list(range(4)):  # 16 tokens
-                                T.ptx_wgmma_ss(
-                                    accum, by_column, False, True, "fp16", "fp16", "fp32",
-                                    desc_d.data,
-                                    ((use[side] % halves * half + i % half) * BLOCK * PANEL + c * 16 * PANEL) >> 4,
-                                    desc_p.data, (w * rows * PANEL + c * 32) >> 4,
-                                    o.data, i * held, T.int32(1), 1, 1,
-                                )  # fmt: skip
-                        T.warpgroup_commit_batch()
-                    for side in list(range(2)):
-                        T.warpgroup_wait(1 - side)
-                        T.barrier_arrive(d_free[free_barrier(use[side], halves)[0]])
-                    T.warpgroup_fence_operand(o, num_regs=tiles * held)
-                else:
-                    for i in list(range(AHEAD)):
-                        fetch(True, w, slot, i, warp, lane, c_ring, word)
-                    for i in T.unroll(tiles * 2):  # 64 columns by 32 tokens: two products
-                        if i >= buffers:
-                            T.warpgroup_wait(buffers - 1)
-                        if i + AHEAD < tiles * 2:
-                            fetch(True, w, slot, i + AHEAD, warp, lane, c_ring, word)
-                        b = i % buffers * 8
-                        h = i % (AHEAD + 1) * 4
-                        for v in list(range(4)):  # from two tokens, two columns each, to two columns, two tokens each
-                            word[h + v] = T.call_extern(
-                                "uint32", "__byte_perm", word[h + v], T.uint32(0), T.uint32(0x3120)
-                            )
-                            a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", word[h + v])
-                            a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", word[h + v])
-                        T.warpgroup_fence_operand(a, offset=b, num_regs=8)
-                        T.warpgroup_arrive()
-                        for v in list(range(2)):
-                            multiply(
-                                a,
-                                b + 4 * v,
-                                desc_p,
-                                (w * rows * PANEL + (i % 2 * 2 + v) * 32) >> 4,
-                                o,
-                                i // 2 * held,
-                                True,
-                            )
-                        T.warpgroup_commit_batch()
-                    T.warpgroup_wait(0)
-                    T.warpgroup_fence_operand(o, num_regs=tiles * held)
-                    T.barrier_arrive(free[w * num_stages + slot])
+                    for v in list(range(2)):
+                        multiply(
+                            a, b + 4 * v, desc_p, (w * rows * PANEL + (i % 2 * 2 + v) * 32) >> 4, o, i // 2 * held, True
+                        )  # fmt: skip
+                    T.warpgroup_commit_batch()
+                T.warpgroup_wait(0)
+                T.warpgroup_fence_operand(o, num_regs=tiles * held)
+                T.barrier_arrive(free[w * num_stages + slot])
             work[2] += (span[TILES] + 1 - w) // 2
             work[3] += span[TILES]
 
@@ -591,27 +506,24 @@ def make_mla_decode_fp8(
                             partial_lse[span[SLOT] // 2, span[SLOT] % 2, token0 + token(r), head0 + head(r)] = s[c]
             for u in list(range(half)):  # each warpgroup finishes one half of the columns
                 kept, given = u + w * half, u + (1 - w) * half
-                for first in list(range(0, held, portion)):
-                    if given < tiles:
-                        for e in T.unroll(portion):
-                            exchange[w, e, thread % WARPGROUP] = o[given * held + first + e]
-                    T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
-                    if kept < tiles:
-                        for e in T.unroll(portion):
-                            o[kept * held + first + e] += exchange[1 - w, e, thread % WARPGROUP]
-                        for e in T.unroll(portion):
-                            r = row_of((first + e) // 4 * 2 + e % 2, t)
-                            d = kept * 64 + warp * 16 + column_of_row(g, e // 2 % 2)
-                            if (token0 + token(r) < seqlen_q) & (head(r) < valid) & (d < d_c):
-                                if span[SLOT] < 0:
-                                    out[span[SEQUENCE], token0 + token(r), head0 + head(r), d] = o[
-                                        kept * held + first + e
-                                    ]
-                                else:
-                                    partial_out[
-                                        span[SLOT] // 2, span[SLOT] % 2, token0 + token(r), head0 + head(r), d
-                                    ] = o[kept * held + first + e]
-                    T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
+                if given < tiles:
+                    for e in T.unroll(held):
+                        exchange[w, e, thread % WARPGROUP] = o[given * held + e]
+                T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
+                if kept < tiles:
+                    for e in T.unroll(held):
+                        o[kept * held + e] += exchange[1 - w, e, thread % WARPGROUP]
+                    for e in T.unroll(held):
+                        r = row_of(e // 4 * 2 + e % 2, t)
+                        d = kept * 64 + warp * 16 + (2 * g + e // 2 % 2)
+                        if (token0 + token(r) < seqlen_q) & (head(r) < valid) & (d < d_c):
+                            if span[SLOT] < 0:
+                                out[span[SEQUENCE], token0 + token(r), head0 + head(r), d] = o[kept * held + e]
+                            else:
+                                partial_out[span[SLOT] // 2, span[SLOT] % 2, token0 + token(r), head0 + head(r), d] = o[
+                                    kept * held + e
+                                ]
+                T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
 
     @T.prim_func
     def mla_decode_fp8(
@@ -642,20 +554,16 @@ def make_mla_decode_fp8(
             p_tile = T.alloc_shared([2, rows, WIDE], "float16")
             stage = T.alloc_shared([2, 4, rows], accum)
             totals = T.alloc_shared([2, rows], accum)
-            exchange = T.alloc_shared([2, portion, WARPGROUP], accum)
-            d_tile = T.alloc_shared([halves, half, BLOCK, WIDE], "float16") if halves else None
+            exchange = T.alloc_shared([2, held, WARPGROUP], accum)
             full = T.alloc_barrier([1] * (2 * num_stages))
             free = T.alloc_barrier([WARPGROUP] * (2 * num_stages))
-            c_free = T.alloc_barrier([WARPGROUP] * (2 * num_stages)) if early else None
-            d_free = T.alloc_barrier([WARPGROUP] * (2 * halves)) if halves else None
-            swizzled = [q_tile, qp_tile, c_ring, k_ring, p_tile] + ([d_tile] if halves else [])
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (q_tile, qp_tile, c_ring, k_ring, p_tile)})
             thread = T.get_thread_binding()
 
             token0, head0, column, valid = tile_origin(tiling, tile, heads, d_r)
 
             span = T.alloc_local([SPAN_FIELDS], T.int32)
-            # fragments, row of the second one less 1, own tiles before this fragment, all tiles before it
+            # fragments, row of the second one less 1, own tiles before this fragment, no effect (see INLINE)
             work = T.alloc_local([4], T.int32)
             pages = T.alloc_local([pieces], T.int32)
             work[0] = schedule[cta, COUNT]
@@ -666,26 +574,26 @@ def make_mla_decode_fp8(
             if thread < WARPGROUP:
                 consume(
                     0, cta, token0, head0, valid, q_latent, q_pe, schedule, span, work, q_tile, q_scale, qp_tile,
-                    c_ring, s_ring, k_ring, p_tile, d_tile, stage, totals, exchange, full, free, c_free, d_free,
-                    thread, out, lse, partial_out, partial_lse, seqlen_q, softmax_scale, causal, window, sinks,
+                    c_ring, s_ring, k_ring, p_tile, stage, totals, exchange, full, free, thread, out, lse,
+                    partial_out, partial_lse, seqlen_q, softmax_scale, causal, window, sinks,
                 )  # fmt: skip
             elif thread < CONSUMERS:
                 consume(
                     1, cta, token0, head0, valid, q_latent, q_pe, schedule, span, work, q_tile, q_scale, qp_tile,
-                    c_ring, s_ring, k_ring, p_tile, d_tile, stage, totals, exchange, full, free, c_free, d_free,
-                    thread, out, lse, partial_out, partial_lse, seqlen_q, softmax_scale, causal, window, sinks,
+                    c_ring, s_ring, k_ring, p_tile, stage, totals, exchange, full, free, thread, out, lse,
+                    partial_out, partial_lse, seqlen_q, softmax_scale, causal, window, sinks,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < CONSUMERS + 32:
                     stream(
                         0, latent_cache, latent_scale, rope_cache, block_table, column, c_ring, s_ring, k_ring, full,
-                        free, c_free, thread, CONSUMERS, schedule, cta, work, span, pages,
+                        free, thread, CONSUMERS, schedule, cta, work, span, pages,
                     )  # fmt: skip
                 elif thread < CONSUMERS + 64:
                     stream(
                         1, latent_cache, latent_scale, rope_cache, block_table, column, c_ring, s_ring, k_ring, full,
-                        free, c_free, thread, CONSUMERS + 32, schedule, cta, work, span, pages,
+                        free, thread, CONSUMERS + 32, schedule, cta, work, span, pages,
                     )  # fmt: skip
 
     return mla_decode_fp8

@@ -27,14 +27,13 @@ def make_split_fp8(shape: DecodeShape, choice: Fp8Choice):
         dtype=shape.dtype,
         tiling=choice.tiling,
         num_stages=choice.num_stages,
-        halves=choice.halves,
     )
 
 
 @cache
-def compile_mla_decode_fp8(shape: DecodeShape, choice: Fp8Choice):
-    """The compiled kernel of a choice. One compilation serves every batch, length, page count and plan."""
-    return compile_for(make_split_fp8(shape, choice), CAPABILITY, PASS_CONFIGS)
+def compile_mla_decode_fp8(shape: DecodeShape):
+    """The compiled kernel. One compilation serves every batch, length, page count and plan."""
+    return compile_for(make_split_fp8(shape, select_fp8(shape)), CAPABILITY, PASS_CONFIGS)
 
 
 def launch_mla_decode_fp8(
@@ -65,7 +64,7 @@ def launch_mla_decode_fp8(
         lse.fill_(-torch.inf)
         return
     with torch.cuda.device(q_latent.device):
-        compile_mla_decode_fp8(shape, select_fp8(shape))(
+        compile_mla_decode_fp8(shape)(
             q_latent, q_pe, latent_cache, latent_scale, rope_cache.flatten(2), block_table, schedule, partial_out,
             partial_lse, out, lse, softmax_scale, int(causal), NO_WINDOW if window < 0 else window, sinks,
         )  # fmt: skip

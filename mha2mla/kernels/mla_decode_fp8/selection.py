@@ -16,40 +16,26 @@ SCALE_ALIGNMENT = 128  # bytes: where the scales of each page of a tile start
 
 @dataclass(frozen=True)
 class Fp8Choice:
-    """Static arguments of the kernel: which rows a CTA serves, tiles in flight per warpgroup, and why, in words.
-
-    ``halves``: half tiles of float16 in shared memory; 0: codes are converted for each of the two products.
-    """
+    """Static arguments of the kernel: which rows a CTA serves, tiles in flight per warpgroup, and why, in words."""
 
     tiling: RowTiling
     num_stages: int
     reason: str
-    halves: int = 0
 
     def num_ctas(self, num_sms: int) -> int:
         """CTAs per tile of query rows that are resident at once: one on each multiprocessor."""
         return max(1, num_sms // self.tiling.num_tiles)
 
 
-def exchanged_at_once(rows: int, page_size: int, halves: int) -> int:
-    """Accumulators of a thread that the two warpgroups exchange between two barriers: fewer where memory is short."""
-    if not halves:
-        return rows // 2
-    return 2 if page_size == 16 else 4
-
-
-def shared_memory(
-    tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, num_stages: int, halves: int = 0
-) -> int:
+def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, num_stages: int) -> int:
     """Bytes of shared memory that the kernel allocates, with the 1 KiB before its tiles that barriers are in."""
     panels = -(-kv_lora_rank // 128)
     rope_panels = -(-(tiling.groups_per_tile * qk_rope_head_dim) // 64)
     scales = max(1, 64 // page_size) * max(SCALE_ALIGNMENT, min(64, page_size) * 4)
     rings = 2 * num_stages * ((panels + rope_panels) * TILE_BYTES + scales)
     queries = tiling.rows * 128 * (2 * panels + rope_panels)
-    weights_and_exchange = 2 * tiling.rows * 128 + exchanged_at_once(tiling.rows, page_size, halves) * 1024
-    stored = halves * -(-kv_lora_rank // 128) * 64 * 128
-    return rings + queries + weights_and_exchange + stored + 44 * tiling.rows + 1024
+    weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
+    return rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
 
 
 def refusal_fp8(geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int) -> str | None:
@@ -60,12 +46,11 @@ def refusal_fp8(geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int
 
 
 @lru_cache(maxsize=1024)
-def list_fp8(shape: DecodeShape) -> tuple[Fp8Choice, ...]:
-    """Every choice that fits into shared memory, best first: fewest tiles of rows (each reads the cache again), then
-    most stages. Those with ``halves`` free a stage before the softmax, so need one only; last, until measured.
+def select_fp8(shape: DecodeShape) -> Fp8Choice:
+    """Fewest tiles of rows (each reads the cache again), then most stages.
 
     Raises:
-        ValueError: with the numbers, if nothing fits.
+        ValueError: with the numbers, if nothing fits into shared memory.
     """
     limit = shared_memory_limit(CAPABILITY)
     found, smallest = [], None
@@ -73,25 +58,17 @@ def list_fp8(shape: DecodeShape) -> tuple[Fp8Choice, ...]:
         for max_groups in (128, 64, 32, 16, 8, 4, 2, 1):
             tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=True)
             tiling = replace(tiling, rows=max(16, tiling.rows))  # weights are stored in pairs of 8 rows
-            for halves in (0, 3, 4):
-                for num_stages in (4, 3, 2, 1):
-                    used = shared_memory(
-                        tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, num_stages, halves
+            for num_stages in (4, 3, 2, 1):
+                used = shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, num_stages)
+                smallest = used if smallest is None else min(smallest, used)
+                if used <= limit:
+                    reason = (
+                        f"{tiling.num_tiles} tile(s) of {tiling.rows} rows, 2 x {num_stages} stages, {used} bytes of "
+                        f"shared memory of {limit}"
                     )
-                    smallest = used if smallest is None else min(smallest, used)
-                    if used <= limit:
-                        reason = (
-                            f"{tiling.num_tiles} tile(s) of {tiling.rows} rows, 2 x {num_stages} stages, {halves} half"
-                            f" tiles of float16, {used} bytes of shared memory of {limit}"
-                        )
-                        single = num_stages == 1 and not halves  # nothing is read ahead
-                        rank = (halves > 0, single, tiling.num_tiles, -num_stages, -halves, tiling.rows)
-                        found.append((rank, Fp8Choice(tiling, num_stages, reason, halves)))
+                    single = num_stages == 1  # nothing is read ahead
+                    rank = (single, tiling.num_tiles, -num_stages, tiling.rows)
+                    found.append((rank, Fp8Choice(tiling, num_stages, reason)))
     if not found:
         raise ValueError(f"{shape} needs at least {smallest} bytes of shared memory a block; sm_90 has {limit}")
-    return tuple(choice for _, choice in sorted(found, key=lambda entry: entry[0]))
-
-
-def select_fp8(shape: DecodeShape) -> Fp8Choice:
-    """The first of :func:`list_fp8`, with its errors."""
-    return list_fp8(shape)[0]
+    return min(found, key=lambda entry: entry[0])[1]
