@@ -51,10 +51,6 @@ SMALLEST_QUERY = -40  # exponent below which a query row is not scaled up any fu
 
 # Conversions that TileLang's casts have no packed form for (of codes 0, 1 or 2, 3 of a word), and products, before each
 # of which TileLang would put a proxy fence: the kernel has those that are needed.
-#
-# ``shared_address``, ``store_operand`` and, in the kernel, ``use``, ``home`` and ``work[3]`` have no effect: they are
-# left from a removed body. GPU tests passed with this text, and it is the key of compiled kernels in the disk cache.
-# The next change of the kernel should drop them.
 INLINE = """
 #include <tl_templates/cuda/instruction/wgmma.h>
 static __device__ __forceinline__ unsigned e4m3_low_as_f16x2(unsigned codes) {
@@ -78,13 +74,6 @@ static __device__ __forceinline__ void multiply_codes(const unsigned* a, tl::Gmm
   constexpr auto half = tl::DataType::kFloat16, single = tl::DataType::kFloat32;
   tl::wgmma_rs<half, half, single, 64, rows, 16, false, false, 1, 1>(
       a, uint64_t(b + offset), reinterpret_cast<uint32_t*>(c), add);
-}
-static __device__ __forceinline__ unsigned shared_address(const void* pointer) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
-}
-static __device__ __forceinline__ void store_operand(unsigned address, const unsigned* a) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-               :: "r"(address), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]) : "memory");
 }
 """
 
@@ -293,8 +282,6 @@ def make_mla_decode_fp8(
         top = T.alloc_local([mine], accum)
         word = T.alloc_local([(AHEAD + 1) * 4], "uint32")  # codes of one step, and of the next ones
         a = T.alloc_local([BUFFERS * 8], "uint32")
-        use = T.alloc_local([2], T.int32)  # noqa: F841 - no effect, see INLINE
-        home = T.alloc_local([1], "uint32")  # noqa: F841 - the same
         scale_of = T.alloc_local([2], accum)
         log_of = T.alloc_local([2], accum)
         flag = T.alloc_local([1], T.int32)
@@ -312,7 +299,6 @@ def make_mla_decode_fp8(
         scale = softmax_scale * LOG2E
         tail = (seqlen_q - 1) * causal
         work[2] = 0
-        work[3] = 0
         for f in T.serial(work[0]):
             read_fragment(span, schedule, cta, work, f)
             load_queries(
@@ -473,7 +459,6 @@ def make_mla_decode_fp8(
                 T.warpgroup_fence_operand(o, num_regs=tiles * held)
                 T.barrier_arrive(free[w * num_stages + slot])
             work[2] += (span[TILES] + 1 - w) // 2
-            work[3] += span[TILES]
 
             for v in list(range(3)):
                 for c in T.unroll(mine):
@@ -563,8 +548,7 @@ def make_mla_decode_fp8(
             token0, head0, column, valid = tile_origin(tiling, tile, heads, d_r)
 
             span = T.alloc_local([SPAN_FIELDS], T.int32)
-            # fragments, row of the second one less 1, own tiles before this fragment, no effect (see INLINE)
-            work = T.alloc_local([4], T.int32)
+            work = T.alloc_local([3], T.int32)  # fragments, row of the second one less 1, own tiles before this one
             pages = T.alloc_local([pieces], T.int32)
             work[0] = schedule[cta, COUNT]
             work[1] = schedule[cta, NEXT]
