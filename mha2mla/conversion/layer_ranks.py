@@ -18,14 +18,12 @@ from tqdm import tqdm
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
 from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, room_for_activations
-from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.recipe import GRANULE, Recipe
 from mha2mla.conversion.reconstruction import ReconstructionProblem, reconstruct
 from mha2mla.conversion.sequence import (
     LayerSequence,
     block_forward,
     computed,
-    empty_attention,
     token_energies,
 )
 from mha2mla.conversion.streaming import StreamedModel
@@ -219,12 +217,9 @@ def _store(model: StreamedModel, windows: torch.Tensor, folder: Path, stores: in
 
 
 def _forward(sequence: LayerSequence, layer: int, module: nn.Module):
-    config = converted_config(sequence.model.config, sequence.spec, sequence.geometry, sequence.recipe)
-    config._attn_implementation = "sdpa"
     window = torch.empty(1, sequence.windows.shape[1], sequence.spec.hidden_size, device=sequence.model.device)
     arguments = sequence.model.layer_arguments(layer, window.to(sequence.model.dtype))
-    attention = empty_attention(sequence.model, config, layer)
-    return block_forward(module, attention, arguments)
+    return block_forward(module, sequence.empty_attention(layer), arguments)
 
 
 @torch.inference_mode()

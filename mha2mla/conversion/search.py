@@ -11,9 +11,8 @@ from torch.func import functional_call
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
 from mha2mla.conversion.calibration import ActivationStore
-from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.sequence import LayerSequence, computed, empty_attention
+from mha2mla.conversion.sequence import LayerSequence, computed
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
@@ -118,9 +117,7 @@ def _inputs(
 def _loss(sequence: LayerSequence, layer: int, tensors: dict[str, torch.Tensor], held: torch.Tensor) -> float:
     """Relative squared error of one converted attention on ``held`` [windows, length, hidden]."""
     model = sequence.model
-    config = converted_config(model.config, sequence.spec, sequence.geometry, sequence.recipe)
-    config._attn_implementation = "sdpa"
-    source, converted = model.layer(layer).self_attn, empty_attention(model, config, layer)
+    source, converted = model.layer(layer).self_attn, sequence.empty_attention(layer)
     named = computed(tensors, model)
     error = energy = 0.0
     for window in held[:, None]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.func import functional_call
-from transformers import PreTrainedConfig
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
 from mha2mla.conversion.calibration import (
@@ -187,6 +186,16 @@ class LayerSequence:
         )
         return convert_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, weights, statistics)
 
+    def empty_attention(self, layer: int) -> nn.Module:
+        """The converted attention of layer ``layer`` without memory; it computes as transformers' SDPA does."""
+        from mha2mla.modeling.attention import MLAAttention
+
+        config = converted_config(self.model.config, self.spec, self.geometry, self.recipe, self.geometries)
+        config._attn_implementation = "sdpa"
+        replaced = deepcopy(self.model.skeleton.model.layers[layer].self_attn)
+        with torch.inference_mode(False), torch.device("meta"):
+            return MLAAttention(config, layer, replaced).eval().requires_grad_(False)
+
     def stored(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors in the dtypes of the checkpoint."""
         dtype = self.weights_dtype
@@ -215,10 +224,6 @@ class _ConvertedWalk:
         length = sequence.windows.shape[1]
         tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else _BATCH_TOKENS
         self.batch = max(1, tokens // length)
-        self.config = converted_config(
-            self.model.config, sequence.spec, sequence.geometry, sequence.recipe, sequence.geometries
-        )
-        self.config._attn_implementation = "sdpa"
         self.fits = self.recipe.reconstruction_steps > 0
         self.by_attention = self.recipe.reconstruction_target != "block"
         self.metrics = sequence.metrics
@@ -277,7 +282,7 @@ class _ConvertedWalk:
         if self.fits:
             self._advance_source(layer + 1)
         module = self._layer(layer)
-        module.self_attn = self._attention(layer)
+        module.self_attn = self.sequence.empty_attention(layer)
         module.self_attn.load_state_dict(computed(tensors, self.model), assign=True, strict=True)
         self._run(module, layer, self.stream)
         del self.loaded[layer]
@@ -288,9 +293,6 @@ class _ConvertedWalk:
             with torch.inference_mode(False):
                 self.loaded[layer] = self.model.layer(layer)
         return self.loaded[layer]
-
-    def _attention(self, layer: int) -> nn.Module:
-        return empty_attention(self.model, self.config, layer)
 
     def _advance_source(self, layer: int) -> None:
         """The source's stream gets to layer ``layer``, if it is not there."""
@@ -389,14 +391,14 @@ class _ConvertedWalk:
         return energy.cpu()
 
     def _attention_forward(self, layer: int) -> Forward:
-        attention = self._attention(layer)
+        attention = self.sequence.empty_attention(layer)
         arguments = self._arguments(layer)
         return lambda tensors, inputs: functional_call(attention, dict(tensors), (inputs,), arguments)[0]
 
     def _block_forward(self, layer: int, last: int) -> Forward:
         """The layer with the converted attention, then the source's own layers up to ``last``."""
         followers = [(self._layer(index), self._arguments(index)) for index in range(layer + 1, last + 1)]
-        block = block_forward(self._layer(layer), self._attention(layer), self._arguments(layer))
+        block = block_forward(self._layer(layer), self.sequence.empty_attention(layer), self._arguments(layer))
 
         def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
             hidden = block(tensors, inputs)
@@ -418,7 +420,7 @@ def block_forward(module: nn.Module, attention: nn.Module, arguments: dict) -> F
     """The decoder layer ``module`` with ``attention`` in its place, as a function of that attention's tensors.
 
     Args:
-        attention: without memory, see :func:`empty_attention`.
+        attention: without memory, see :meth:`LayerSequence.empty_attention`.
         arguments: what the layer is called with beside its inputs.
     """
     block = _with_attention(module, attention)
@@ -438,15 +440,6 @@ def token_energies(store: ActivationStore, batch: int, device: torch.device) -> 
         stop = min(start + batch, len(store))
         energy[start:stop] = store.read(start, stop, device).float().square().mean(-1)
     return energy.cpu()
-
-
-def empty_attention(model: StreamedModel, config: PreTrainedConfig, layer: int) -> nn.Module:
-    """The converted attention of ``model``'s layer without memory; ``config`` is the converted model's."""
-    from mha2mla.modeling.attention import MLAAttention
-
-    replaced = deepcopy(model.skeleton.model.layers[layer].self_attn)
-    with torch.inference_mode(False), torch.device("meta"):
-        return MLAAttention(config, layer, replaced).eval().requires_grad_(False)
 
 
 def computed(tensors: Mapping[str, torch.Tensor], model: StreamedModel) -> dict[str, torch.Tensor]:

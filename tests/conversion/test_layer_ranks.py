@@ -85,8 +85,7 @@ def test_a_converted_layer_alone_loses_what_its_model_says(source):
     rank = 16
     found = layer_ranks.measure_losses(model, adapter, spec, geometry, recipe, divided, [rank], folder=source)
     expected_model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    from mha2mla.conversion.layer import converted_config
-    from mha2mla.conversion.sequence import LayerSequence, empty_attention
+    from mha2mla.conversion.sequence import LayerSequence
     from mha2mla.geometry import MLAGeometry
 
     of_rank = MLAGeometry(**{**geometry.to_dict(), "kv_lora_rank": rank})
@@ -94,9 +93,7 @@ def test_a_converted_layer_alone_loses_what_its_model_says(source):
     tensors = {made.layer: made.tensors for made in sequence}
     for layer in range(LAYERS):
         changed = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-        config = converted_config(model.config, spec, of_rank, recipe)
-        config._attn_implementation = "sdpa"
-        attention = empty_attention(model, config, layer)
+        attention = sequence.empty_attention(layer)
         attention.load_state_dict(
             {name: tensor.float() for name, tensor in tensors[layer].items()}, assign=True, strict=True
         )
