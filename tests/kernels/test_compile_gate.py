@@ -40,11 +40,12 @@ OTHERS = [
     ("heads_on_m", None, DecodeShape(64, 1, 200, 64, 16, 1, "bfloat16")),
     ("swap_ab", None, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
 ]
+EXHAUSTIVE = pytest.mark.exhaustive  # a gate that is like another
 # Ways to compute rope scores, and of 64 rows a tile, that only a tuning table chooses.
 VARIANTS = [
-    ("plain", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16")),
+    pytest.param("plain", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16"), marks=EXHAUSTIVE),
     ("paired+quarters+lazy", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16")),
-    ("paired+quarters+lazy", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
+    pytest.param("paired+quarters+lazy", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16"), marks=EXHAUSTIVE),
     ("gemv", DecodeShape(9, 3, 256, 16, 64, 1, "bfloat16")),
     ("gemv", DecodeShape(64, 8, 128, 64, 64, 1, "float16")),
     ("groups", DecodeShape(64, 4, 128, 32, 64, 1, "bfloat16")),
@@ -53,7 +54,7 @@ VARIANTS = [
 BEFORE_HOPPER = [
     (80, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
     (80, DecodeShape(9, 3, 144, 16, 16, 2, "float16")),
-    (89, DecodeShape(32, 32, 256, 16, 64, 1, "bfloat16")),
+    pytest.param(89, DecodeShape(32, 32, 256, 16, 64, 1, "bfloat16"), marks=EXHAUSTIVE),
 ]
 
 
