@@ -238,12 +238,14 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def room_for_activations(device: torch.device) -> int:
-    """Bytes of an accelerator's memory that waiting activations may take: half of what is not in use; 0 on the CPU."""
+def device_for_activations(device: torch.device, size: int) -> torch.device:
+    """Where ``size`` bytes of activations wait: on an accelerator, in at most half of what is not in use there, or on
+    the CPU. To be asked once for all stores that exist together: each that is made leaves less."""
     if device.type != "cuda":
-        return 0
+        return torch.device("cpu")
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (torch.cuda.mem_get_info(device)[0] + unused) // 2
+    fits = size <= (torch.cuda.mem_get_info(device)[0] + unused) // 2
+    return device if fits else torch.device("cpu")
 
 
 class ActivationStore:
@@ -253,7 +255,7 @@ class ActivationStore:
         windows, length, hidden_size: shape.
         dtype: of the activations (bfloat16 is stored as its bits).
         folder: where the file goes when one is needed.
-        spill_bytes: larger stores go to disk.
+        spill_bytes: larger stores go to disk, unless their memory is an accelerator's.
         device: where the memory is; files are read through the CPU.
 
     Raises:
@@ -274,7 +276,7 @@ class ActivationStore:
         shape = (windows, length, hidden_size)
         size = windows * length * hidden_size * dtype.itemsize
         self.path: Path | None = None
-        if size <= spill_bytes:
+        if size <= spill_bytes or torch.device(device).type != "cpu":
             self._data = torch.empty(shape, dtype=dtype, device=device)
         else:
             self.path = folder / f"activations-{id(self):x}.bin"

@@ -17,15 +17,10 @@ from torch import nn
 from tqdm import tqdm
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
-from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, room_for_activations
+from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, device_for_activations
 from mha2mla.conversion.recipe import GRANULE, Recipe
 from mha2mla.conversion.reconstruction import ReconstructionProblem, reconstruct
-from mha2mla.conversion.sequence import (
-    LayerSequence,
-    block_forward,
-    computed,
-    token_energies,
-)
+from mha2mla.conversion.sequence import LayerSequence, block_forward, computed, token_energies
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
@@ -119,9 +114,9 @@ def measure_losses(
     }
     first = sequences[ranks[0]]
     batch = max(1, _BATCH_TOKENS // windows.fitted.shape[1])
-    fitted, targets = first.new_store(2, on_device=True), first.new_store(2, on_device=True)
-    streams = 1 + spec.num_layers * len(ranks)
-    clean = _store(model, windows.judged, folder, streams)
+    fitted, targets = first.new_stores(2, on_device=True)
+    new_store = _maker_of_stores(model, windows.judged, folder, 1 + spec.num_layers * len(ranks))
+    clean = new_store()
     perturbed: list[tuple[int, int, ActivationStore]] = []
     try:
         model.embed(windows.fitted, fitted)
@@ -141,7 +136,7 @@ def measure_losses(
                 if weights is not None and not short.is_exact(sequence.geometry):
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
                     tensors = reconstruct(problem, tensors, short, layer=layer).tensors
-                perturbed.append((layer, rank, _store(model, windows.judged, folder, streams)))
+                perturbed.append((layer, rank, new_store()))
                 converted = partial(forward, computed(tensors, model))
                 _pass(converted, clean, perturbed[-1][2], batch, model.device)
             model.run_layer(module, layer, clean, batch=batch)
@@ -202,17 +197,19 @@ def _divided(windows: torch.Tensor) -> _Windows:
     return _Windows(chosen[judged:] if len(chosen) > 1 else chosen, chosen[:judged])
 
 
-def _store(model: StreamedModel, windows: torch.Tensor, folder: Path, stores: int) -> ActivationStore:
-    """Room for a hidden state per token; one of ``stores`` that exist together."""
-    size = windows.numel() * model.hidden_size * model.dtype.itemsize
-    resident = stores * size <= room_for_activations(model.device)
-    return ActivationStore(
+def _maker_of_stores(
+    model: StreamedModel, windows: torch.Tensor, folder: Path, count: int
+) -> Callable[[], ActivationStore]:
+    """Makes stores with room for a hidden state per token, ``count`` of which will exist together, all in one place."""
+    size = count * windows.numel() * model.hidden_size * model.dtype.itemsize
+    return partial(
+        ActivationStore,
         *windows.shape,
         model.hidden_size,
         dtype=model.dtype,
         folder=folder,
-        spill_bytes=size if resident or stores * size <= SPILL_BYTES else 0,
-        device=model.device if resident else "cpu",
+        spill_bytes=SPILL_BYTES if size <= SPILL_BYTES else 0,
+        device=device_for_activations(model.device, size),
     )
 
 

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from mha2mla.conversion.calibration import (
     ActivationStore,
     LayerStatistics,
     StatisticsCollector,
-    room_for_activations,
+    device_for_activations,
 )
 from mha2mla.conversion.layer import convert_layer, converted_config
 from mha2mla.conversion.recipe import Recipe
@@ -26,6 +28,9 @@ from mha2mla.conversion.reconstruction import Forward, ReconstructionProblem, re
 from mha2mla.conversion.sensitivity import fisher_metrics
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
+
+if TYPE_CHECKING:
+    from mha2mla.modeling.config import MHA2MLAConfig
 
 SAMPLE_TOKENS = 8192  # of a layer's inputs that closed-form fits look at
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
@@ -76,8 +81,6 @@ class LayerSequence:
         folder: where activations go when they exceed ``spill_bytes``.
         weights_dtype: of the result; None for the source's own. ``inv_freq`` and ``o_proj.bias`` are float32 always.
         spill_bytes: a stream of activations that is larger lives in a file.
-        device_bytes: streams of activations live on an accelerator while all of them fit into so much of its memory;
-            None for half of what is free there.
         geometries: of each layer where they differ; None for ``geometry`` everywhere.
         metrics: roots [hidden, hidden] of the metric of hidden states after a layer, by its index, for
             ``recipe.reconstruction_metric`` other than ``"identity"``; None to measure them.
@@ -94,7 +97,6 @@ class LayerSequence:
     folder: Path
     weights_dtype: torch.dtype | None = None
     spill_bytes: int = SPILL_BYTES
-    device_bytes: int | None = None
     geometries: tuple[MLAGeometry, ...] | None = None
     metrics: Mapping[int, torch.Tensor] | None = None
     done: Mapping[int, Mapping[str, torch.Tensor]] | None = None
@@ -121,7 +123,7 @@ class LayerSequence:
             self.model.source.release()
 
     def _walk_source(self) -> Iterator[ConvertedLayer]:
-        missing, store = self._missing(), self.new_store(1)
+        missing, (store,) = self._missing(), self.new_stores(1)
         try:
             self.model.embed(self.windows, store)
             for layer in range(self.spec.num_layers):
@@ -148,19 +150,21 @@ class LayerSequence:
     def _missing(self) -> list[int]:
         return [layer for layer in range(self.spec.num_layers) if layer not in (self.done or {})]
 
-    def new_store(self, stores: int, *, on_device: bool = False) -> ActivationStore:
-        """Room for a hidden state per token; one of ``stores`` that exist together."""
+    def new_stores(self, count: int, *, on_device: bool = False) -> list[ActivationStore]:
+        """Room for a hidden state per token each; ``on_device``: on the model's, where all of them fit there."""
         size = self.windows.numel() * self.spec.hidden_size * self.model.dtype.itemsize
-        room = room_for_activations(self.model.device) if self.device_bytes is None else self.device_bytes
-        resident = on_device and stores * size <= room
-        return ActivationStore(
-            *self.windows.shape,
-            self.spec.hidden_size,
-            dtype=self.model.dtype,
-            folder=self.folder,
-            spill_bytes=size if resident else self.spill_bytes,
-            device=self.model.device if resident else "cpu",
-        )
+        device = device_for_activations(self.model.device, count * size) if on_device else torch.device("cpu")
+        return [
+            ActivationStore(
+                *self.windows.shape,
+                self.spec.hidden_size,
+                dtype=self.model.dtype,
+                folder=self.folder,
+                spill_bytes=self.spill_bytes,
+                device=device,
+            )
+            for _ in range(count)
+        ]
 
     def collector(self, layer: int) -> StatisticsCollector:
         """An empty collector of one layer's statistics."""
@@ -190,11 +194,16 @@ class LayerSequence:
         """The converted attention of layer ``layer`` without memory; it computes as transformers' SDPA does."""
         from mha2mla.modeling.attention import MLAAttention
 
-        config = converted_config(self.model.config, self.spec, self.geometry, self.recipe, self.geometries)
-        config._attn_implementation = "sdpa"
         replaced = deepcopy(self.model.skeleton.model.layers[layer].self_attn)
         with torch.inference_mode(False), torch.device("meta"):
-            return MLAAttention(config, layer, replaced).eval().requires_grad_(False)
+            return MLAAttention(self._config, layer, replaced).eval().requires_grad_(False)
+
+    @cached_property
+    def _config(self) -> MHA2MLAConfig:
+        """Of the result, for attention that is computed here."""
+        config = converted_config(self.model.config, self.spec, self.geometry, self.recipe, self.geometries)
+        config._attn_implementation = "sdpa"
+        return config
 
     def stored(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors in the dtypes of the checkpoint."""
@@ -243,7 +252,7 @@ class _ConvertedWalk:
                 spill_bytes=sequence.spill_bytes,
             )
         count = 1 + self.fits + 2 * (self.fits and self.by_attention)
-        stores = [sequence.new_store(count, on_device=True) for _ in range(count)]
+        stores = sequence.new_stores(count, on_device=True)
         self.stream = stores[0]
         self.source, self.inputs, self.targets = (stores[1:] + [None] * 3)[:3]
         try:
