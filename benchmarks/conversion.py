@@ -67,6 +67,8 @@ RECONSTRUCTION_ABLATIONS: dict[str, tuple[Any, ...]] = {
     "reconstruction_steps": (0, 150),
     "reconstruction_target": ("attention", "residual"),
     "reconstruction_lookahead": (1,),
+    "reconstruction_correction": (0.0, 0.5, 1.0),
+    "up_projections": ("kv-head", "query-head"),
     "reconstruction_metric": ("fisher",),
     "reconstruction_precision": ("bfloat16",),
     "reconstruction_weighting": ("energy",),
@@ -108,8 +110,9 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
             cases.append(Case(f"{ratio:g} {name}", recipe))
     for rope in ROPE_ONLY:
         widths = {"qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope, "seed": seed}
+        more = {"refit_output": False, "calibration_tokens": 32768}
         cases.append(Case(f"RoPE {rope} transmla", Recipe.from_preset("transmla", **widths, freq_fold=_fold(rope))))
-        cases.append(Case(f"RoPE {rope} quick", Recipe.from_preset("quick", **widths, refit_output=False)))
+        cases.append(Case(f"RoPE {rope} quick", Recipe.from_preset("quick", **widths, **more)))
     return cases
 
 

@@ -19,7 +19,9 @@ class MLAGeometry:
         qk_rope_head_dim: d_r, rotary width per rope head; even, since RoPE turns pairs.
         qk_nope_head_dim: un-rotated width of a query head in the expanded form; 0 when every pair is rotated.
         v_head_dim: value width of a head in the expanded form; ``None`` means ``kv_lora_rank`` (absorbed view).
-        num_key_value_heads: heads that the latent is expanded to; divides H. ``None`` means H.
+        num_key_value_heads: kv heads of the source; divides H. ``None`` means H.
+        num_up_projection_heads: heads that W_UK and W_UV are given for, and that the latent is expanded to; a multiple
+            of ``num_key_value_heads`` that divides H (H itself is DeepSeek's). ``None`` means ``num_key_value_heads``.
 
     Raises:
         ValueError: naming the argument, its value and what was expected.
@@ -32,23 +34,31 @@ class MLAGeometry:
     qk_nope_head_dim: int = 0
     v_head_dim: int | None = None
     num_key_value_heads: int | None = None
+    num_up_projection_heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
             object.__setattr__(self, "v_head_dim", self.kv_lora_rank)
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        if self.num_up_projection_heads is None:
+            object.__setattr__(self, "num_up_projection_heads", self.num_key_value_heads)
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name == "qk_nope_head_dim" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{field.name} is {value!r}; expected an int >= {least}")
-        for name in ("num_rope_heads", "num_key_value_heads"):
+        for name in ("num_rope_heads", "num_key_value_heads", "num_up_projection_heads"):
             if self.num_attention_heads % getattr(self, name):
                 raise ValueError(
                     f"{name} is {getattr(self, name)}; expected a divisor of num_attention_heads="
                     f"{self.num_attention_heads}"
                 )
+        if self.num_up_projection_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_up_projection_heads is {self.num_up_projection_heads}; expected a multiple of"
+                f" num_key_value_heads={self.num_key_value_heads}"
+            )
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; expected an even number (RoPE turns pairs)")
 

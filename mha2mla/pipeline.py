@@ -29,6 +29,7 @@ from mha2mla.conversion.layer_ranks import choose_layer_ranks
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.plot import plot_layers
 from mha2mla.conversion.recipe import RECORDS, Recipe
+from mha2mla.conversion.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.resume import FinishedLayers, ResumeError, code_hash, source_identity, tensor_hash
 from mha2mla.conversion.search import choose_rope_share
 from mha2mla.conversion.sequence import LayerRecord, LayerSequence
@@ -321,7 +322,14 @@ def _check(
     searches = recipe.searches_rope_share
     geometry = None if searches else recipe.geometry(spec)
     reader = CheckpointReader(folder)
-    model = StreamedModel(config, reader, spec.sliding_windows, device=target, dtype=compute_dtype)
+    model = StreamedModel(
+        config,
+        reader,
+        spec.sliding_windows,
+        device=target,
+        dtype=compute_dtype,
+        attn_implementation=REPEATABLE_ATTENTION,
+    )
     _check_names(model, reader)
     windows = None
     measures_ranks = recipe.searches_layer_ranks

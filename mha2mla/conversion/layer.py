@@ -65,6 +65,7 @@ def converted_config(
             for name in ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
         },
         v_head_dim=geometry.v_head_dim,
+        num_up_projection_heads=geometry.num_up_projection_heads,
         qk_norm=spec.qk_norm,
         attention_q_bias=biases.q,
         attention_kv_bias=biases.kv,
@@ -202,9 +203,10 @@ def assemble(
         if biases.kv:  # the latent has no bias: what it would add to a score is the same for every token
             latent = weights.k_bias.new_zeros(geometry.kv_lora_rank)
             tensors["kv_a_proj.bias"] = torch.cat([latent, key_rope @ weights.k_bias])
+    copies = geometry.num_up_projection_heads // kv_heads
     if geometry.qk_nope_head_dim:
-        tensors["k_b_proj"] = factors.key_decoder
-    tensors["v_b_proj"] = factors.value_decoder
+        tensors["k_b_proj"] = factors.key_decoder.repeat_interleave(copies, 0)
+    tensors["v_b_proj"] = factors.value_decoder.repeat_interleave(copies, 0)
     tensors["o_proj.weight"] = weights.o_weight
     if biases.o:
         offset = weights.o_weight.new_zeros(heads, d) if factors.value_offset is None else factors.value_offset

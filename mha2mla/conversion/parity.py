@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
+from mha2mla.conversion.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.streaming import StreamedModel
 
 _BLOCK = 1 << 23  # numbers of one block of logits or scores
@@ -187,7 +188,7 @@ def _attention_of(layer: nn.Module) -> Iterator[dict[str, Any]]:
         attention.register_forward_pre_hook(before, with_kwargs=True),
         attention.register_forward_hook(after, with_kwargs=True),
     ]
-    if usual == "sdpa":
+    if usual in ("sdpa", REPEATABLE_ATTENTION):
         attention.config._attn_implementation = _OBSERVED
     try:
         yield observed

@@ -27,6 +27,8 @@ _RECONSTRUCTED: dict[str, Any] = {
     "reconstruction_steps": 4500,
     "reconstruction_batch": 4,
     "reconstruction_precision": "bfloat16",
+    "reconstruction_correction": 0.5,
+    "up_projections": "query-head",
     "calibration_text": "generated",
     "calibration_tokens": 2048 * 512,
 }
@@ -81,4 +83,6 @@ def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(PRESETS[name])
     if any(given.get(key) is not None for key in TARGET_KEYS):
         values = {key: value for key, value in values.items() if key not in TARGET_KEYS}
+    if given.get("reconstruction_target", "block") != "block":
+        values.pop("reconstruction_correction", None)  # of block targets only
     return {**values, **given, "preset": name}

@@ -18,6 +18,7 @@ ROPE_SELECTIONS = ("high", "low", "uniform", "2-norm", "rotation", "uneven", "ro
 SHARED_SELECTIONS = ("uneven", "rorope")  # rules that give heads different numbers of pairs, or mix them
 LOW_RANKS = ("svd-joint", "svd-split", "whitened-joint")
 RECONSTRUCTION_TARGETS = ("attention", "residual", "block")
+UP_PROJECTIONS = ("kv-head", "query-head")
 DEFAULT_CACHE_RATIO = 0.5
 RECORDS = ("rope_search", "layer_rank_losses")  # keys that a conversion writes, and nothing reads
 GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
@@ -70,6 +71,9 @@ class Recipe:
         layer_ranks: ``"uniform"``: ``kv_lora_rank`` is every layer's. ``"measured"``: layers get different ranks with
             the same sum, by what each loses when it alone is converted (``conversion.layer_ranks``). Or the ranks
             themselves, one per layer.
+        up_projections: whether W_UK and W_UV are given per ``"kv-head"``, as the source's maps are, or per
+            ``"query-head"``, as DeepSeek's: the same cache and the same decode kernel, more weights and longer
+            prefills, and gradient steps lose less with them. Without gradient steps the same model.
         freq_fold: neighbouring frequencies that ``"rorope"`` treats as one; divides head_dim / 2.
         mean_phase: from 0 to 1, how far the query of an un-rotated pair is multiplied by its mean turn g, estimated per
             query head: the factor is 1 + mean_phase (g − 1). g alone is the best constant for the tokens that are
@@ -111,6 +115,9 @@ class Recipe:
             * ``"residual"``: the source's hidden state after the attention, so that what earlier layers lost is
               corrected too;
             * ``"block"``: the source's hidden state after the layer's MLP, or ``reconstruction_lookahead`` layers on.
+        reconstruction_correction: from 0 to 1, how much of what earlier layers lost a layer is to make good
+            (``"block"``): its target is this share of the way from what the source layer makes of the converted
+            stream to what it makes of the source's. What is lost for good is noise to a fit.
         reconstruction_lookahead: source layers, frozen, that the fitted layer's output still passes before it is
             compared (``"block"``): what they do not see is no error.
         reconstruction_weighting: how the squared errors of tokens are weighed. ``"energy"``: all alike; ``"token"``: by
@@ -138,6 +145,7 @@ class Recipe:
     qk_rope_head_dim: int | None = None
     rope_share: float | Literal["auto"] = 0.25
     layer_ranks: list[int] | Literal["uniform", "measured"] = "uniform"
+    up_projections: str = "kv-head"
     freq_fold: int = 1
     mean_phase: float = 0.5
     centered: bool = True
@@ -159,6 +167,7 @@ class Recipe:
     reconstruction_batch: int = 8
     reconstruction_learning_rate: float = 0.006
     reconstruction_target: str = "block"
+    reconstruction_correction: float = 1.0
     reconstruction_lookahead: int = 0
     reconstruction_weighting: str = "token"
     reconstruction_metric: str = "identity"
@@ -173,6 +182,7 @@ class Recipe:
             ("layout", LAYOUTS),
             ("rope_selection", ROPE_SELECTIONS),
             ("low_rank", LOW_RANKS),
+            ("up_projections", UP_PROJECTIONS),
             ("longrope_table", ("short", "long")),
             ("reconstruction_target", RECONSTRUCTION_TARGETS),
             ("reconstruction_weighting", ("energy", "token")),
@@ -207,7 +217,7 @@ class Recipe:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
                 raise ValueError(f"{name} is {value!r}; expected a number > 0")
-        for name in ("mean_phase", "shrinkage"):
+        for name in ("mean_phase", "shrinkage", "reconstruction_correction"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
                 raise ValueError(f"{name} is {value!r}; expected a number from 0 to 1")
@@ -248,7 +258,11 @@ class Recipe:
                 f" calibration_length={self.calibration_length}"
             )
 
-        for name, neutral in (("reconstruction_lookahead", 0), ("reconstruction_metric", "identity")):
+        for name, neutral in (
+            ("reconstruction_lookahead", 0),
+            ("reconstruction_metric", "identity"),
+            ("reconstruction_correction", 1.0),
+        ):
             if getattr(self, name) != neutral and self.reconstruction_target != "block":
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r} beside reconstruction_target={self.reconstruction_target!r};"
@@ -343,6 +357,7 @@ class Recipe:
             qk_nope_head_dim=nope,
             v_head_dim=head_dim,
             num_key_value_heads=kv_heads,
+            num_up_projection_heads=heads if self.up_projections == "query-head" else kv_heads,
         )
 
     def is_exact(self, geometry: MLAGeometry) -> bool:

@@ -27,7 +27,7 @@ _BETAS = (0.9, 0.98)
 _EPSILON = 1e-12  # the loss starts at one, but a gradient per weight is far below that
 _WARM_UP = 0.05  # of the steps
 _CLIP = 2.0  # times the running average of the gradient's norm
-_BASIS_BATCHES = 8  # that the bases of the gradients are estimated from
+_BASIS_BATCHES, _BASIS_SHARE = (8, 32), 1 / 64  # that bases are estimated from: bounds, and relative to the steps
 _WIDEST_BASIS = 4096  # a wider side stays as it is: its eigenvectors cost more than they save
 _CHECKS = 8  # times that the held-out loss is looked at
 _HELD_OUT = 16  # one window of so many, at most so many windows
@@ -170,7 +170,8 @@ class _Fit:
         steps = self.recipe.reconstruction_steps
         order = self._order(steps)
         checks = {round(steps * (part + 1) / _CHECKS) for part in range(_CHECKS)}
-        self._choose_bases(order[:_BASIS_BATCHES])
+        least, most = _BASIS_BATCHES
+        self._choose_bases(order[: max(least, min(most, int(_BASIS_SHARE * steps)))])
         step, note = self._compile(order)
         best, kept = before, None
         for index in range(steps):

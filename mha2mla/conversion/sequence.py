@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +26,7 @@ from mha2mla.conversion.calibration import (
 from mha2mla.conversion.layer import convert_layer, converted_config
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.reconstruction import Forward, ReconstructionProblem, reconstruct
+from mha2mla.conversion.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.sensitivity import fisher_metrics
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
@@ -191,7 +193,7 @@ class LayerSequence:
         return convert_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, weights, statistics)
 
     def empty_attention(self, layer: int) -> nn.Module:
-        """The converted attention of layer ``layer`` without memory; it computes as transformers' SDPA does."""
+        """The converted attention of layer ``layer`` without memory; its gradients repeat to the bit."""
         from mha2mla.modeling.attention import MLAAttention
 
         replaced = deepcopy(self.model.skeleton.model.layers[layer].self_attn)
@@ -202,7 +204,7 @@ class LayerSequence:
     def _config(self) -> MHA2MLAConfig:
         """Of the result, for attention that is computed here."""
         config = converted_config(self.model.config, self.spec, self.geometry, self.recipe, self.geometries)
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = REPEATABLE_ATTENTION
         return config
 
     def stored(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -235,6 +237,7 @@ class _ConvertedWalk:
         self.batch = max(1, tokens // length)
         self.fits = self.recipe.reconstruction_steps > 0
         self.by_attention = self.recipe.reconstruction_target != "block"
+        self.blends = self.fits and not self.by_attention and self.recipe.reconstruction_correction < 1
         self.metrics = sequence.metrics
         self.ahead = 0
         self.loaded: dict[int, nn.Module] = {}
@@ -251,10 +254,10 @@ class _ConvertedWalk:
                 seed=self.recipe.seed,
                 spill_bytes=sequence.spill_bytes,
             )
-        count = 1 + self.fits + 2 * (self.fits and self.by_attention)
+        count = 1 + self.fits + self.blends + 2 * (self.fits and self.by_attention)
         stores = sequence.new_stores(count, on_device=True)
         self.stream = stores[0]
-        self.source, self.inputs, self.targets = (stores[1:] + [None] * 3)[:3]
+        self.source, self.targets, self.inputs = (stores[1:] + [None] * 3)[:3]
         try:
             for store in stores[:2]:
                 self.model.embed(sequence.windows, store)
@@ -310,14 +313,32 @@ class _ConvertedWalk:
         self.ahead = max(self.ahead, layer)
 
     def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
-        """A stream passes a layer, in TF32 on CUDA where the fits make do with less: errors of 1e-3, against 1e-2."""
+        with self._precision():
+            self.model.run_layer(module, layer, stream, batch=self.batch)
+
+    @contextmanager
+    def _precision(self) -> Iterator[None]:
+        """Of the streams: TF32 on CUDA where the fits make do with less (errors of 1e-3, against 1e-2)."""
         usual = torch.get_float32_matmul_precision()
         if self.fits and self.recipe.reconstruction_precision == "bfloat16" and self.model.device.type == "cuda":
             torch.set_float32_matmul_precision("high")
         try:
-            self.model.run_layer(module, layer, stream, batch=self.batch)
+            yield
         finally:
             torch.set_float32_matmul_precision(usual)
+
+    @torch.inference_mode()
+    def _blend(self, layer: int, last: int) -> ActivationStore:
+        """Targets between what the source's layers make of the converted stream and what they made of the source's."""
+        share = self.recipe.reconstruction_correction
+        for start in range(0, len(self.stream), self.batch):
+            stop = min(start + self.batch, len(self.stream))
+            hidden = self.stream.read(start, stop, self.model.device)
+            with self._precision():
+                for index in range(layer, last + 1):
+                    hidden = self.model.forward_layer(self._layer(index), index, hidden)
+            self.targets.write(start, hidden.lerp(self.source.read(start, stop, self.model.device), share))
+        return self.targets
 
     @torch.inference_mode()
     def _observe(self, layer: int, windows: torch.Tensor, receive: Callable[[int, torch.Tensor], None]) -> None:
@@ -350,7 +371,8 @@ class _ConvertedWalk:
         else:
             last = min(layer + self.recipe.reconstruction_lookahead, self.num_layers - 1)
             self._advance_source(last + 1)
-            inputs, targets, forward = self.stream, self.source, self._block_forward(layer, last)
+            targets = self._blend(layer, last) if self.blends else self.source
+            inputs, forward = self.stream, self._block_forward(layer, last)
             energy = token_energies(self.source, self.batch, self.model.device)
             metric = self._metric(last)
         if self.recipe.reconstruction_weighting == "energy":

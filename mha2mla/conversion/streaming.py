@@ -29,6 +29,7 @@ class StreamedModel:
         source: its tensors.
         sliding_windows: per layer, visible tokens or None.
         device, dtype: of the computation; rotary tables stay float32.
+        attn_implementation: of transformers'.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class StreamedModel:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        attn_implementation: str = "sdpa",
     ) -> None:
         self.config, self.source, self.sliding_windows = config, source, sliding_windows
         self.device, self.dtype = device, dtype
         with torch.device("meta"):
-            self.skeleton = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+            self.skeleton = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
         self.stored = StoredParameters(self.skeleton, source.names())
         base = self.skeleton.model
         # Its tables are computed from the config, never stored; on the meta device they would be lost.

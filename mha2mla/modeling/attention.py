@@ -26,10 +26,10 @@ from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 class MLAAttention(nn.Module):
     """MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1) with G rotary keys per token and a table of frequencies.
 
-    With H query heads, h_kv heads that the latent expands to, and the widths of :class:`mha2mla.geometry.MLAGeometry`::
+    With H query heads, h_up heads that the latent expands to, and the widths of :class:`mha2mla.geometry.MLAGeometry`::
 
-        score[h, t] = softmax_scale * (q_nope[h] . W_UK[kv(h)] c[t] + q_pe[h] . k_pe[t, g(h)])
-        out[h]      = sum_t softmax_t(score[h, t]) W_UV[kv(h)] c[t]
+        score[h, t] = softmax_scale * (q_nope[h] . W_UK[up(h)] c[t] + q_pe[h] . k_pe[t, g(h)])
+        out[h]      = sum_t softmax_t(score[h, t]) W_UV[up(h)] c[t]
 
     Args:
         config: of the model.
@@ -45,7 +45,7 @@ class MLAAttention(nn.Module):
       heads together, H * d_h), ``q_b_proj`` [H, d_n + d_r, d_h];
       ``k_proj.weight`` [h_kv * d_h, hidden], ``k_norm``, ``k_a_proj.weight`` [d_c + G * d_r, h_kv * d_h], and
       ``v_a_proj.weight`` [d_c, hidden]: the latent encodes normed keys, so that decoding it stays linear;
-    * ``k_b_proj`` [h_kv, d_n, d_c] W_UK (absent if d_n is 0), ``v_b_proj`` [h_kv, d_v, d_c] W_UV, ``o_proj``;
+    * ``k_b_proj`` [h_up, d_n, d_c] W_UK (absent if d_n is 0), ``v_b_proj`` [h_up, d_v, d_c] W_UV, ``o_proj``;
     * ``inv_freq`` [G, d_r / 2] float32, a buffer that stays float32 whatever the module is cast to.
     """
 
@@ -56,11 +56,12 @@ class MLAAttention(nn.Module):
         self.sliding_window = config.layer_sliding_window(layer_idx)
         self.attention_dropout = config.attention_dropout or 0.0
         self.is_causal = True
-        # Heads of the expanded keys: the fewest that both kv heads and rope heads divide.
-        self.num_expanded_heads = math.lcm(geometry.num_key_value_heads, geometry.num_rope_heads)
+        # Heads of the expanded keys: the fewest that both up-projections and rope heads divide.
+        self.num_expanded_heads = math.lcm(geometry.num_up_projection_heads, geometry.num_rope_heads)
         self.num_key_value_groups = geometry.num_attention_heads // self.num_expanded_heads
 
         heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
+        up_heads = geometry.num_up_projection_heads
         query_dim = geometry.qk_nope_head_dim + geometry.qk_rope_head_dim
         cached_dim = geometry.cache_numel_per_token
         hidden, head_dim = config.hidden_size, config.head_dim
@@ -76,8 +77,8 @@ class MLAAttention(nn.Module):
             self.q_proj = nn.Linear(hidden, heads * query_dim, bias=config.attention_q_bias)
             self.kv_a_proj = nn.Linear(hidden, cached_dim, bias=config.attention_kv_bias)
         if geometry.qk_nope_head_dim:
-            self.k_b_proj = nn.Parameter(torch.empty(kv_heads, geometry.qk_nope_head_dim, geometry.kv_lora_rank))
-        self.v_b_proj = nn.Parameter(torch.empty(kv_heads, geometry.v_head_dim, geometry.kv_lora_rank))
+            self.k_b_proj = nn.Parameter(torch.empty(up_heads, geometry.qk_nope_head_dim, geometry.kv_lora_rank))
+        self.v_b_proj = nn.Parameter(torch.empty(up_heads, geometry.v_head_dim, geometry.kv_lora_rank))
         self.o_proj = nn.Linear(heads * geometry.v_head_dim, hidden, bias=config.attention_o_bias)
         self.register_buffer(
             "inv_freq", torch.empty(geometry.num_rope_heads, geometry.qk_rope_head_dim // 2, dtype=torch.float32)
@@ -293,9 +294,9 @@ class MLAAttention(nn.Module):
             [B, S, H, d_v].
         """
         geometry = self.geometry
-        kv_heads = geometry.num_key_value_heads
+        up_heads = geometry.num_up_projection_heads
         if geometry.qk_nope_head_dim:
-            q_latent = torch.einsum("bskrn,knc->bskrc", q_nope.unflatten(2, (kv_heads, -1)), self.k_b_proj).flatten(
+            q_latent = torch.einsum("bskrn,knc->bskrc", q_nope.unflatten(2, (up_heads, -1)), self.k_b_proj).flatten(
                 2, 3
             )
         else:
@@ -312,11 +313,11 @@ class MLAAttention(nn.Module):
             plan=plan,
             backend=self.config.decode_backend,
         )
-        return torch.einsum("bskrc,kvc->bskrv", out.unflatten(2, (kv_heads, -1)), self.v_b_proj).flatten(2, 3)
+        return torch.einsum("bskrc,kvc->bskrv", out.unflatten(2, (up_heads, -1)), self.v_b_proj).flatten(2, 3)
 
 
 def _decode_latent(latent: Tensor, decoder: Tensor) -> Tensor:
-    """latent [B, T, d_c] through decoder [h_kv, width, d_c]: [B, h_kv, T, width]."""
+    """latent [B, T, d_c] through decoder [h_up, width, d_c]: [B, h_up, T, width]."""
     return F.linear(latent, decoder.flatten(0, 1)).unflatten(-1, decoder.shape[:2]).transpose(1, 2)
 
 

@@ -219,7 +219,7 @@ def _mla_plan(backend: str | None, cache: Tensors, batch: SequenceBatch, constan
         batch.cache_seqlens,
         batch.lengths,
         num_attention_heads=geometry.num_attention_heads,
-        num_key_value_heads=geometry.num_key_value_heads,
+        num_key_value_heads=geometry.num_up_projection_heads,
         qk_nope_head_dim=geometry.qk_nope_head_dim,
         v_head_dim=geometry.v_head_dim,
         cache_starts=batch.cache_starts,
@@ -269,7 +269,7 @@ def _mla_attend(
 def _explain_mla(
     explain: Callable[..., str | None], geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    heads = (geometry.num_key_value_heads, geometry.num_rope_heads)
+    heads = (geometry.num_up_projection_heads, geometry.num_rope_heads)
     widths = (geometry.qk_nope_head_dim, geometry.qk_rope_head_dim)
     used = slice(None) if widths[0] else slice(1, None)
     shape = VarlenShape(

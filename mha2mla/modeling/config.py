@@ -54,6 +54,7 @@ class MHA2MLAConfig(PreTrainedConfig):
         v_head_dim: d_v, value width of a head in the expanded form; the source's head width.
         qk_norm: the source normalises queries and keys before RoPE (Qwen3, Gemma 3, OLMo2).
         attention_q_bias, attention_kv_bias, attention_o_bias: which of the attention biases exist.
+        num_up_projection_heads: heads that W_UK and W_UV are given for (``MLAGeometry``); None: the source's kv heads.
         softmax_scale: the source's (``head_dim ** -0.5`` unless its config says otherwise).
         rope_attention_scaling: factor on cos and sin (YaRN, longrope) of every pair whose frequency is not zero; one
             number, or one per layer.
@@ -84,6 +85,7 @@ class MHA2MLAConfig(PreTrainedConfig):
     qk_nope_head_dim: int | list[int]
     v_head_dim: int
     softmax_scale: float
+    num_up_projection_heads: int | None = None
     qk_norm: bool = False
     attention_q_bias: bool = False
     attention_kv_bias: bool = False
@@ -184,6 +186,7 @@ class MHA2MLAConfig(PreTrainedConfig):
         return MLAGeometry(
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=self.num_key_value_heads,
+            num_up_projection_heads=self.num_up_projection_heads,
             v_head_dim=self.v_head_dim,
             **{name: value[layer_idx] if isinstance(value, list) else value for name, value in values.items()},
         )

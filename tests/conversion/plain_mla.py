@@ -17,7 +17,7 @@ def rotate(x: torch.Tensor, inv_freq: torch.Tensor, position: torch.Tensor, scal
 def plain_mla_attention(hidden, tensors, geometry, spec, mask=None, first_position=0):
     """hidden [windows, length, hidden] -> [windows, length, hidden] with the tensors of one converted layer."""
     t = {name: value if name == "inv_freq" else value.to(hidden.dtype) for name, value in tensors.items()}
-    heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
+    heads, kv_heads = geometry.num_attention_heads, geometry.num_up_projection_heads
     groups, nope, rope, rank = (
         geometry.num_rope_heads,
         geometry.qk_nope_head_dim,

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -394,6 +395,21 @@ def test_every_recipe_gives_the_tensors_of_its_geometry(case, layout, selection,
     assert tensors["v_b_proj"].shape == (2, 16, 24)
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     assert relative(layer.output(recipe), layer.source_output()) < 1.5
+
+
+@pytest.mark.parametrize("layout", ["shared", "per-group"])
+@pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
+def test_maps_per_query_head_start_as_the_same_layer(case, layout):
+    layer = Layer(case)
+    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=24, refit_output=True)
+    split = replace(recipe, up_projections="query-head")
+    geometry, heads = split.geometry(layer.spec), layer.spec.num_attention_heads
+    tensors = layer.converted(split)
+    assert tensors["k_b_proj"].shape == (heads, geometry.qk_nope_head_dim, 24)
+    assert tensors["v_b_proj"].shape == (heads, layer.spec.head_dim, 24)
+    assert geometry.cache_numel_per_token == recipe.geometry(layer.spec).cache_numel_per_token
+    assert geometry.source_cache_numel_per_token == recipe.geometry(layer.spec).source_cache_numel_per_token
+    assert relative(layer.output(split), layer.output(recipe)) < 1e-12
 
 
 @pytest.mark.parametrize("low_rank", LOW_RANKS)

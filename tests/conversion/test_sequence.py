@@ -1,11 +1,14 @@
 """The walk over the layers: streams, targets, resuming, and what it leaves alone."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from mha2mla.conversion import reconstruction
+from mha2mla.conversion import sequence as sequence_module
 from mha2mla.conversion.adapters import adapter_for
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.recipe import Recipe
@@ -22,6 +25,8 @@ TARGETS = {
     "block": {"reconstruction_target": "block"},
     "lookahead": {"reconstruction_target": "block", "reconstruction_lookahead": 1},
     "beyond the end": {"reconstruction_target": "block", "reconstruction_lookahead": 7},
+    "half corrected": {"reconstruction_correction": 0.5, "up_projections": "query-head"},
+    "not corrected": {"reconstruction_correction": 0.0, "reconstruction_lookahead": 1},
 }
 Fitted = functools.partial(
     Recipe, reconstruction_steps=64, reconstruction_learning_rate=0.01, qk_rope_head_dim=8, kv_lora_rank=24
@@ -151,6 +156,32 @@ def test_a_full_rank_layer_is_left_alone(case, sources, tmp_path):
     )
     same(fitted, plain)
     assert all(layer.record.loss_before is None for layer in fitted)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("correction", [0.0, 0.25])
+def test_a_correction_lies_between_the_two_streams(correction, lookahead, sources, tmp_path, monkeypatch):
+    seen = []
+
+    def observed(problem, tensors, recipe, *, layer):
+        if layer == 1:
+            seen.append([store.read(0, len(store), CPU) for store in (problem.inputs, problem.targets)])
+        return reconstruction.reconstruct(problem, tensors, recipe, layer=layer)
+
+    monkeypatch.setattr(sequence_module, "reconstruct", observed)
+    recipe = Fitted(reconstruction_steps=2, reconstruction_lookahead=lookahead)
+    walk = sequence(sources("llama"), replace(recipe, reconstruction_correction=correction), tmp_path)
+    list(walk)
+    list(sequence(sources("llama"), recipe, tmp_path))
+    (inputs, blended), (_, theirs) = seen
+    layers = [walk.model.layer(index) for index in range(1, 2 + lookahead)]
+    # Layer 0 was fitted to the same target in both walks: with it nothing was lost yet.
+    own = inputs
+    with torch.inference_mode():
+        for index, layer in enumerate(layers, 1):
+            own = walk.model.forward_layer(layer, index, own)
+    assert torch.equal(blended, own.lerp(theirs, correction))
+    assert not torch.equal(own, theirs)
 
 
 def test_spilt_streams_give_the_same_bits_and_leave_no_file(sources, tmp_path):

@@ -81,6 +81,16 @@ GEOMETRIES = {
     "shared": ("qwen2", {"num_rope_heads": 1, "kv_lora_rank": 24, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8}),
     "per-head": ("qwen3", {"num_rope_heads": 6, "kv_lora_rank": 16, "qk_rope_head_dim": 2, "qk_nope_head_dim": 10}),
     "odd groups": ("llama", {"num_rope_heads": 3, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}),
+    "maps per query head": (
+        "qwen2",
+        {
+            "num_rope_heads": 2,
+            "kv_lora_rank": 24,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "num_up_projection_heads": 6,
+        },
+    ),
     "no nope": ("llama", {"num_rope_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 0}),
     "per layer": (
         "llama",

@@ -85,6 +85,8 @@ def test_a_newer_schema_is_refused_failure_29(tmp_path):
         ({"kv_lora_rank": [16]}, "kv_lora_rank has 1 entries; expected 2"),
         ({"qk_rope_head_dim": [4, 5]}, "layer 1: qk_rope_head_dim is 5; expected an even number"),
         ({"num_rope_heads": 4}, "layer 0: num_rope_heads is 4; expected a divisor"),
+        ({"num_up_projection_heads": 4}, "layer 0: num_up_projection_heads is 4; expected a divisor"),
+        ({"num_up_projection_heads": 3}, "layer 0: num_up_projection_heads is 3; expected a multiple"),
         ({"kv_lora_rank": 0}, "layer 0: kv_lora_rank is 0"),
         ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive"),
         ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
