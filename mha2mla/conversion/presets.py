@@ -22,7 +22,8 @@ _PLAIN: dict[str, Any] = {
     "calibration_tokens": 64 * 512,
 }
 # Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters. Text that the source itself wrote
-# lost far less on other text than a manual did, and more of it less; bfloat16 products cost nothing that shows.
+# lost far less on other text than a manual did, and more of it less; bfloat16 products cost nothing that shows. Maps
+# per query head and half a correction took 5 % of the divergence (benchmarks/NOTES.md).
 _RECONSTRUCTED: dict[str, Any] = {
     "reconstruction_steps": 4500,
     "reconstruction_batch": 4,

@@ -29,7 +29,7 @@ class StreamedModel:
         source: its tensors.
         sliding_windows: per layer, visible tokens or None.
         device, dtype: of the computation; rotary tables stay float32.
-        attn_implementation: of transformers'.
+        attn_implementation: name in transformers' registry of attention functions.
     """
 
     def __init__(
