@@ -18,10 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mha2mla.conversion.resume import tensor_hash
 
 RECIPE = (
     '{"preset": "shared", "cache_ratio": 0.5, "reconstruction_steps": 60, "calibration_text": "builtin:pydoc", '
@@ -35,8 +36,7 @@ def hashes(folder: Path) -> dict[str, str]:
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                numbers = file.get_tensor(name).contiguous().flatten().view(torch.uint8).numpy()
-                found[name] = hashlib.sha256(numbers).hexdigest()
+                found[name] = tensor_hash(file.get_tensor(name))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     recipe = {f"recipe.{key}": value for key, value in (config.pop("recipe", None) or {}).items()}
     found |= {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in (config | recipe).items()}

@@ -8,6 +8,10 @@ from typing import Any
 
 # Keys that say how much may be cached. A target given beside a preset replaces the preset's as a whole.
 TARGET_KEYS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")
+# Keys of the reconstruction target "block" alone, with the values that say nothing.
+BLOCK_KEYS: Mapping[str, Any] = MappingProxyType(
+    {"reconstruction_lookahead": 0, "reconstruction_metric": "identity", "reconstruction_correction": 1.0}
+)
 
 # What other methods do not have.
 _PLAIN: dict[str, Any] = {
@@ -74,7 +78,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of preset ``name`` with ``given`` ones on top; a target among them replaces the preset's.
+    """The keys of preset ``name`` with ``given`` ones on top; a target among them replaces the preset's, and
+    another ``reconstruction_target`` than the block drops its keys.
 
     Raises:
         ValueError: there is no such preset.
@@ -85,5 +90,5 @@ def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if any(given.get(key) is not None for key in TARGET_KEYS):
         values = {key: value for key, value in values.items() if key not in TARGET_KEYS}
     if given.get("reconstruction_target", "block") != "block":
-        values.pop("reconstruction_correction", None)  # of block targets only
+        values = {key: value for key, value in values.items() if key not in BLOCK_KEYS}
     return {**values, **given, "preset": name}

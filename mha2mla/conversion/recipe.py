@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from mha2mla.conversion.adapters import SourceSpec
-from mha2mla.conversion.presets import PRESETS, preset_values
+from mha2mla.conversion.presets import BLOCK_KEYS, PRESETS, preset_values
 from mha2mla.geometry import MLAGeometry
 
 LAYOUTS = ("per-group", "shared")
@@ -258,11 +258,7 @@ class Recipe:
                 f" calibration_length={self.calibration_length}"
             )
 
-        for name, neutral in (
-            ("reconstruction_lookahead", 0),
-            ("reconstruction_metric", "identity"),
-            ("reconstruction_correction", 1.0),
-        ):
+        for name, neutral in BLOCK_KEYS.items():
             if getattr(self, name) != neutral and self.reconstruction_target != "block":
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r} beside reconstruction_target={self.reconstruction_target!r};"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from mha2mla.conversion.calibration import ActivationStore
+from mha2mla.conversion.numerics import deterministic, matmul_precision
 from mha2mla.conversion.recipe import Recipe
 
 Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
@@ -104,24 +105,11 @@ def is_tuned(name: str, tunes: str) -> bool:
 @contextmanager
 def _numerics(device: torch.device) -> Iterator[None]:
     """Deterministic kernels, and on CUDA TF32; puts back what was set before."""
-    deterministic, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    fill, precision = torch.utils.deterministic.fill_uninitialized_memory, torch.get_float32_matmul_precision()
-    try:
-        with warnings.catch_warnings():
-            # cuBLAS differs from run to run only with several streams and without a workspace setting; here is one.
-            warnings.filterwarnings("ignore", message=".*deterministic.*")
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
-            if device.type == "cuda":
-                torch.set_float32_matmul_precision("high")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-        torch.set_float32_matmul_precision(precision)
+    precision = "high" if device.type == "cuda" else None
+    with deterministic(warn_only=True), matmul_precision(precision), warnings.catch_warnings():
+        # cuBLAS differs from run to run only with several streams and without a workspace setting; here is one.
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+        yield
 
 
 class _Fit:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from mha2mla.conversion.numerics import deterministic
 
 REPEATABLE_ATTENTION = "mha2mla_repeatable"  # for ``config._attn_implementation``
 
@@ -26,13 +26,13 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.options = options
-        with _strict():
+        with deterministic(warn_only=False):
             return F.scaled_dot_product_attention(query, key, value, **options)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        with _strict(), torch.enable_grad():
+        with deterministic(warn_only=False), torch.enable_grad():
             made = F.scaled_dot_product_attention(*inputs, **ctx.options)
             return *torch.autograd.grad(made, inputs, gradient), None
 
@@ -57,26 +57,15 @@ def repeatable_attention(
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
     width = value.shape[-1]
     padded = F.pad(value, (0, max(0, query.shape[-1] - width)))
     options = {
-        "attn_mask": None if attention_mask is None else attention_mask[..., : key.shape[2]],
+        "attn_mask": attention_mask,
         "is_causal": attention_mask is None and query.shape[2] > 1,
         "scale": scaling,
     }
     return _Attention.apply(query, key, padded, options)[..., :width].transpose(1, 2).contiguous(), None
-
-
-@contextmanager
-def _strict() -> Iterator[None]:
-    usual = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(usual[0], warn_only=usual[1])
 
 
 AttentionInterface.register(REPEATABLE_ATTENTION, repeatable_attention)

@@ -43,7 +43,8 @@ def tensor_hash(tensor: torch.Tensor | None) -> str | None:
     if tensor is None:
         return None
     header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    return hashlib.sha256(header + tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
+    numbers = tensor.cpu().contiguous().flatten().view(torch.uint8)  # numpy knows no bfloat16
+    return hashlib.sha256(header + numbers.numpy().tobytes()).hexdigest()
 
 
 def code_hash() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from mha2mla.conversion.calibration import (
     device_for_activations,
 )
 from mha2mla.conversion.layer import convert_layer, converted_config
+from mha2mla.conversion.numerics import matmul_precision
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.reconstruction import Forward, ReconstructionProblem, reconstruct
 from mha2mla.conversion.repeatable import REPEATABLE_ATTENTION
@@ -316,16 +317,10 @@ class _ConvertedWalk:
         with self._precision():
             self.model.run_layer(module, layer, stream, batch=self.batch)
 
-    @contextmanager
-    def _precision(self) -> Iterator[None]:
+    def _precision(self) -> AbstractContextManager[None]:
         """Of the streams: TF32 on CUDA where the fits make do with less (errors of 1e-3, against 1e-2)."""
-        usual = torch.get_float32_matmul_precision()
-        if self.fits and self.recipe.reconstruction_precision == "bfloat16" and self.model.device.type == "cuda":
-            torch.set_float32_matmul_precision("high")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(usual)
+        half = self.fits and self.recipe.reconstruction_precision == "bfloat16"
+        return matmul_precision("high" if half and self.model.device.type == "cuda" else None)
 
     @torch.inference_mode()
     def _blend(self, layer: int, last: int) -> ActivationStore:
