@@ -80,10 +80,11 @@ RECONSTRUCTION_ABLATIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a name of its own and the recipe that it measures."""
+    """One row: a name of its own, the recipe that it measures, and whether other rows are compared with it."""
 
     name: str
     recipe: Recipe
+    is_base: bool = False
 
 
 def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: int = 0) -> list[Case]:
@@ -127,7 +128,9 @@ def ablations(preset: str, ratios: Sequence[float] = (0.5, 0.3125), *, seed: int
     keys = ABLATIONS | (RECONSTRUCTION_ABLATIONS if base.reconstruction_steps else {})
     cases = []
     for ratio in ratios:
-        cases.append(Case(f"{ratio:g} {preset}", Recipe.from_preset(preset, cache_ratio=ratio, seed=seed)))
+        cases.append(
+            Case(f"{ratio:g} {preset}", Recipe.from_preset(preset, cache_ratio=ratio, seed=seed), is_base=True)
+        )
         for key, values in keys.items():
             for value in values:
                 if value == getattr(base, key):
@@ -182,7 +185,7 @@ def ablation(
 
     Args:
         preset: what the changes start from; presets with reconstruction also try its keys.
-        only: measure rows whose name contains this; several parts are joined by commas.
+        only: measure rows whose name contains this, and the preset's own; several parts are joined by commas.
         json: file to write after every row; rows that are there already are kept.
         model: folder or hub id; default SmolLM2-135M-Instruct.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
@@ -242,8 +245,9 @@ def _measure(
     title: str,
 ) -> bool:
     parts = [""] if only is None else only.split(",")
-    chosen = [case for case in cases if any(part in case.name for part in parts)]
-    if not chosen:
+    named = [case for case in cases if any(part in case.name for part in parts)]
+    chosen = [case for case in cases if case.is_base or case in named]
+    if not named:
         raise ValueError(f"only is {only!r}; expected parts of {', '.join(case.name for case in cases)}")
     texts = list(texts) if texts else [text for text in TEXTS if text.startswith("builtin:") or Path(text).is_file()]
     environment = collect_environment()

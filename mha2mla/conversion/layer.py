@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
-from mha2mla.conversion.calibration import LayerStatistics
+from mha2mla.conversion.calibration import AttentionSample, LayerStatistics
 from mha2mla.conversion.low_rank import LatentFactors, LatentProblem, factorise
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.refit import refit_output, refit_queries
+from mha2mla.conversion.refit import ScoreWindow, refit_output, refit_queries, score_windows
 from mha2mla.conversion.rope_selection import select_rotary_basis
 from mha2mla.conversion.rotary_basis import RotaryBasis
 from mha2mla.geometry import MLAGeometry
@@ -79,6 +79,25 @@ def converted_config(
     )
 
 
+@dataclass(frozen=True)
+class PreparedLayer:
+    """What the conversion of a layer is before a rank is chosen for its latent.
+
+    Attributes:
+        weights: of the source, float64.
+        basis: its rotary part, with queries refitted to un-rotated keys that lose nothing.
+        problem: what the latent must hold.
+        sample: of the layer's inputs, or None.
+        windows: of that sample, for queries that are refitted to what the latent keeps; None where they are not.
+    """
+
+    weights: AttentionWeights
+    basis: RotaryBasis
+    problem: LatentProblem
+    sample: AttentionSample | None
+    windows: list[ScoreWindow] | None
+
+
 def convert_layer(
     spec: SourceSpec,
     geometry: MLAGeometry,
@@ -92,17 +111,37 @@ def convert_layer(
         weights: float64.
         statistics: of this layer; None when the recipe needs none.
     """
+    return finish_layer(spec, geometry, recipe, prepare_layer(spec, geometry, recipe, weights, statistics))
+
+
+def prepare_layer(
+    spec: SourceSpec,
+    geometry: MLAGeometry,
+    recipe: Recipe,
+    weights: AttentionWeights,
+    statistics: LayerStatistics | None,
+) -> PreparedLayer:
+    """The part of :func:`convert_layer` that does not look at ``geometry.kv_lora_rank``."""
     basis = select_rotary_basis(spec, geometry, recipe, statistics, weights)
     basis = RotaryBasis(**{name: value.to(weights.q_weight.device) for name, value in vars(basis).items()})
     sample = None if statistics is None else statistics.sample
-    refits_queries = recipe.refit_queries and geometry.qk_nope_head_dim > 0 and sample is not None
-    if refits_queries:
+    windows = None
+    if recipe.refit_queries and geometry.qk_nope_head_dim > 0 and sample is not None:
+        windows = score_windows(spec, weights, sample, basis)
         keys = un_rotated_keys(spec, weights, basis)
-        basis = replace(basis, query_nope=refit_queries(spec, weights, sample, basis, keys))
-    factors = factorise(latent_problem(spec, weights, basis, statistics), geometry.kv_lora_rank, recipe)
+        basis = replace(basis, query_nope=refit_queries(spec, windows, basis.query_nope, keys))
+    return PreparedLayer(weights, basis, latent_problem(spec, weights, basis, statistics), sample, windows)
+
+
+def finish_layer(
+    spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe, prepared: PreparedLayer
+) -> dict[str, torch.Tensor]:
+    """The tensors that :func:`convert_layer` gives, at the rank that ``geometry`` says."""
+    weights, basis, sample = prepared.weights, prepared.basis, prepared.sample
+    factors = factorise(prepared.problem, geometry.kv_lora_rank, recipe)
     key_map = factors.key_decoder @ factors.encoder
-    if refits_queries:
-        basis = replace(basis, query_nope=refit_queries(spec, weights, sample, basis, key_map))
+    if prepared.windows is not None:
+        basis = replace(basis, query_nope=refit_queries(spec, prepared.windows, basis.query_nope, key_map))
     tensors = assemble(spec, geometry, recipe, weights, basis, factors)
     if recipe.refit_output and sample is not None and not recipe.is_exact(geometry):
         value_map = factors.value_decoder @ factors.encoder

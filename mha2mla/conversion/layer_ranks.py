@@ -27,6 +27,7 @@ from mha2mla.geometry import MLAGeometry
 FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
 LEAST, MOST = 0.2, 2.0  # of the uniform rank that a layer may get
 STEPS = 200  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
+_BATCH = 4  # windows of such a step, at most: 200 steps of 4 see the fitted windows twelve times
 _FITTED_TOKENS = 32768
 _JUDGED_TOKENS = 8192
 _BATCH_TOKENS = 16384
@@ -106,7 +107,12 @@ def measure_losses(
     One pass over the source: what each conversion makes of the judged windows follows the source's own layers beside
     the others, so that a layer's weights are read once.
     """
-    short = replace(recipe, reconstruction_steps=min(STEPS, recipe.reconstruction_steps), reconstruction_lookahead=0)
+    short = replace(
+        recipe,
+        reconstruction_steps=min(STEPS, recipe.reconstruction_steps),
+        reconstruction_batch=min(_BATCH, recipe.reconstruction_batch),
+        reconstruction_lookahead=0,
+    )
     short = replace(short, reconstruction_target="block", reconstruction_metric="identity", sequential=False)
     sequences = {
         rank: LayerSequence(model, adapter, spec, replace(geometry, kv_lora_rank=rank), short, windows.fitted, folder)
@@ -128,10 +134,10 @@ def measure_losses(
             _pass(lambda hidden: hidden, fitted, targets, batch, model.device)
             collector = first.collector(layer)
             model.run_layer(module, layer, targets, batch=batch, observe=collector.add)
-            statistics = collector.finish()
+            prepared = first.prepare(layer, collector.finish())
             weights = token_energies(targets, batch, model.device).reciprocal() if short.reconstruction_steps else None
             for rank, sequence in sequences.items():
-                tensors = sequence.convert(layer, statistics)
+                tensors = sequence.finish(layer, prepared)
                 forward = _forward(sequence, layer, module)
                 if weights is not None and not short.is_exact(sequence.geometry):
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)

@@ -29,8 +29,8 @@ _PLAIN: dict[str, Any] = {
 # lost far less on other text than a manual did, and more of it less; bfloat16 products cost nothing that shows. Maps
 # per query head and half a correction took 5 % of the divergence (benchmarks/NOTES.md).
 _RECONSTRUCTED: dict[str, Any] = {
-    "reconstruction_steps": 4500,
-    "reconstruction_batch": 4,
+    "reconstruction_steps": 3750,
+    "reconstruction_batch": 8,
     "reconstruction_precision": "bfloat16",
     "reconstruction_correction": 0.5,
     "up_projections": "query-head",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,15 +12,17 @@ from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
 from mha2mla.conversion.calibration import AttentionSample
 from mha2mla.conversion.rotary_basis import RotaryBasis, rotate
 
-_QUERY_STRIDE = 8  # neighbouring queries are alike
+_PAIRS = 2**22  # of a query and a key in all windows, at most, for each head: their scores are kept
+_GOLDEN = (5**0.5 - 1) / 2
 _STEPS = 2  # of conjugate gradients; more fit the sample and not the next text
 _RIDGE = 0.3  # keeps to the start, relative to the energy of a direction
 _OUTPUT_STRIDE = 2
+_OUTPUT_PAIRS = 2**20  # of one window, at most
 _OUTPUT_RIDGES = (0.003, 0.03, 0.3, 3.0)  # relative to the mean energy of a feature
 
 
 def refit_queries(
-    spec: SourceSpec, weights: AttentionWeights, sample: AttentionSample, basis: RotaryBasis, key_map: torch.Tensor
+    spec: SourceSpec, windows: Sequence[ScoreWindow], query_nope: torch.Tensor, key_map: torch.Tensor
 ) -> torch.Tensor:
     """What un-rotated queries should be for given un-rotated keys: [H, d_n, d], float64, in place of ``query_nope``.
 
@@ -28,39 +32,33 @@ def refit_queries(
     order. A mean phase is the solution in which queries, keys and distances are independent; this one knows how they
     go together.
 
-    The normal equations of M are too large to form. Conjugate gradients start at ``basis.query_nope``, preconditioned
-    by the second moment of the queries times the within-attention covariance of the keys.
+    The normal equations of M are too large to form. Conjugate gradients start at ``query_nope``, preconditioned by the
+    second moment of the queries times the within-attention covariance of the keys.
 
     Args:
-        weights: of the source layer.
-        sample: of its inputs.
+        windows: of a sample of the layer's inputs (:func:`score_windows`).
+        query_nope: [H, d_n, d], where to start.
         key_map: [h_kv, d_n, E], un-rotated keys as linear functions of u (``LayerStatistics``); a constant may be left
             out.
     """
-    dtype, scale = sample.hidden.dtype, spec.softmax_scale
-    windows = [
-        _score_window(spec, weights, sample, index, basis, key_map, _QUERY_STRIDE)
-        for index in range(len(sample.hidden))
-    ]
-    start = basis.query_nope.to(dtype)
+    dtype, scale = windows[0].query.dtype, spec.softmax_scale
+    asked = [window.asked(key_map) for window in windows]
+    start = query_nope.to(dtype)
     count = sum(window.query.shape[1] for window in windows)
     query_moment = sum(window.query.mT @ window.query for window in windows) / count
-    key_moment = sum(window.key_covariance() for window in windows) / count
+    key_moment = sum(window.key_covariance(keys) for window, keys in zip(windows, asked, strict=True)) / count
     query_inverse, query_metric = _regularised(query_moment)
     key_inverse, key_metric = _regularised(key_moment)
 
-    def gradient(errors: list[torch.Tensor]) -> torch.Tensor:
-        return sum(w.pull(error) for w, error in zip(windows, errors, strict=True)) * scale / count
-
     def normal(step: torch.Tensor) -> torch.Tensor:
-        return gradient([window.scores(step) * scale for window in windows]) + _RIDGE * scale**2 * (
-            key_metric @ step @ query_metric
-        )
+        image = sum(w.pull(w.scores(step, keys), keys) for w, keys in zip(windows, asked, strict=True))
+        return scale**2 * (image / count + _RIDGE * (key_metric @ step @ query_metric))
 
     def precondition(vector: torch.Tensor) -> torch.Tensor:
         return key_inverse @ vector @ query_inverse / scale**2
 
-    residual = gradient([window.target - window.scores(start) * scale for window in windows])
+    left = (w.pull(w.target - w.scores(start, keys) * scale, keys) for w, keys in zip(windows, asked, strict=True))
+    residual = sum(left) * scale / count
     step, conjugate = torch.zeros_like(start), precondition(residual)
     product = _inner(residual, conjugate)
     for _ in range(_STEPS):
@@ -99,14 +97,13 @@ def refit_output(
     out = weights.o_weight.to(dtype)
     offset = 0 if value_offset is None else value_offset.to(dtype)
     heads, errors = [], []
-    for index in range(len(sample.hidden)):
-        window = _score_window(spec, weights, sample, index, basis, key_map, _OUTPUT_STRIDE)
-        features = _features(spec, weights, sample.hidden[index])
-        value = torch.einsum(
-            "ade,te->atd", weights.v_weight.to(dtype).view(*value_map.shape[:2], -1), sample.hidden[index]
-        )
-        approximate = torch.einsum("ade,te->atd", value_map.to(dtype), features)
-        converted = window.converted(basis.query_nope.to(dtype), spec)
+    value_weight = weights.v_weight.to(dtype).view(*value_map.shape[:2], -1)
+    stride = max(_OUTPUT_STRIDE, math.ceil(sample.hidden.shape[1] ** 2 / _OUTPUT_PAIRS))
+    for index, hidden in enumerate(sample.hidden):
+        window = _score_window(spec, weights, hidden, sample.window, basis, stride, index)
+        value = torch.einsum("ade,te->atd", value_weight, hidden)
+        approximate = torch.einsum("ade,te->atd", value_map.to(dtype), window.features)
+        converted = window.converted(basis.query_nope.to(dtype), window.asked(key_map), spec)
         source = _attend(window.weight, value, spec).flatten(1)
         found = _attend(converted, approximate, spec)
         heads.append(found.flatten(1))
@@ -145,54 +142,95 @@ def _ridge_regression(
 
 
 @dataclass(frozen=True)
-class _ScoreWindow:
-    """Some queries of one window and all its keys.
+class ScoreWindow:
+    """What some queries of one window ask of its keys, and what a rotary part leaves of it.
 
-    query [H, queries, d] before RoPE; key [H, length, d_n] un-rotated; weight [H, queries, length] of the source's
-    attention; target [H, queries, length], its scaled scores less the rotary part, centred under ``weight``.
+    Attributes:
+        query: [H, queries, d], before RoPE.
+        features: [length, E], what un-rotated keys are linear functions of.
+        weight: [H, queries, length], the source's attention.
+        target: [H, queries, length], the source's scaled scores less the rotary part, centred under ``weight``.
+        rotary: [H, queries, length], that part.
+        hidden: [queries, length] bool, what a query does not see.
     """
 
     query: torch.Tensor
-    key: torch.Tensor
+    features: torch.Tensor
     weight: torch.Tensor
     target: torch.Tensor
     rotary: torch.Tensor
     hidden: torch.Tensor
 
-    def centre(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores - (self.weight * scores).sum(-1, keepdim=True)
+    def asked(self, key_map: torch.Tensor) -> AskedKeys:
+        """Un-rotated keys, of maps [h_kv, d_n, E]."""
+        keys = torch.einsum("ane,te->atn", key_map.to(self.features.dtype), self.features)
+        keys = keys.repeat_interleave(self.query.shape[0] // keys.shape[0], 0)
+        return AskedKeys(keys, self.weight @ keys)
 
-    def scores(self, query_map: torch.Tensor) -> torch.Tensor:
-        """Centred scores without their scale of query maps [H, d_n, d]."""
-        return self.centre(self.query @ query_map.mT @ self.key.mT)
+    def scores(self, query_map: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
+        """Scores without their scale, centred under ``weight``, of query maps [H, d_n, d]."""
+        query = self.query @ query_map.mT
+        return torch.baddbmm((query * asked.mean).sum(-1, keepdim=True), query, asked.keys.mT, beta=-1)
 
-    def pull(self, errors: torch.Tensor) -> torch.Tensor:
-        """The adjoint of :meth:`scores` under the weights: [H, d_n, d]."""
-        return ((self.weight * errors) @ self.key).mT @ self.query
+    def pull(self, errors: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
+        """The adjoint of :meth:`scores` under the weights, for errors that are centred: [H, d_n, d]."""
+        return ((self.weight * errors) @ asked.keys).mT @ self.query
 
-    def key_covariance(self) -> torch.Tensor:
+    def key_covariance(self, asked: AskedKeys) -> torch.Tensor:
         """[H, d_n, d_n] of the keys under a query's attention, summed over queries."""
-        mean = self.weight @ self.key
-        return (self.key * self.weight.sum(1)[..., None]).mT @ self.key - mean.mT @ mean
+        keys, mean = asked.keys, asked.mean
+        return (keys * self.weight.sum(1)[..., None]).mT @ keys - mean.mT @ mean
 
-    def converted(self, query_map: torch.Tensor, spec: SourceSpec) -> torch.Tensor:
+    def converted(self, query_map: torch.Tensor, asked: AskedKeys, spec: SourceSpec) -> torch.Tensor:
         """The converted layer's attention, [H, queries, length]."""
-        scores = self.rotary + self.query @ query_map.mT @ self.key.mT * spec.softmax_scale
+        scores = self.rotary + self.query @ query_map.mT @ asked.keys.mT * spec.softmax_scale
         return scores.masked_fill(self.hidden, float("-inf")).softmax(-1)
+
+
+@dataclass(frozen=True)
+class AskedKeys:
+    """Un-rotated keys [H, length, d_n] of a window, and their ``mean`` under each query's attention [H, queries, d_n].
+
+    Scores are linear in keys, so that the mean score of a query is its score with the mean key.
+    """
+
+    keys: torch.Tensor
+    mean: torch.Tensor
+
+
+def score_windows(
+    spec: SourceSpec, weights: AttentionWeights, sample: AttentionSample, basis: RotaryBasis
+) -> list[ScoreWindow]:
+    """Every window of a sample as :func:`refit_queries` sees it: the rotary part is ``basis``'s, the rest is free.
+
+    All queries, as long as there is room for their scores. Leaving out neighbours costs more than leaving out windows
+    (benchmarks/NOTES.md).
+    """
+    windows, length = sample.hidden.shape[:2]
+    stride = math.ceil(windows * length**2 / _PAIRS)
+    return [
+        _score_window(spec, weights, hidden, sample.window, basis, stride, index)
+        for index, hidden in enumerate(sample.hidden)
+    ]
 
 
 def _score_window(
     spec: SourceSpec,
     weights: AttentionWeights,
-    sample: AttentionSample,
-    index: int,
+    hidden: torch.Tensor,
+    window: int | None,
     basis: RotaryBasis,
-    key_map: torch.Tensor,
     stride: int,
-) -> _ScoreWindow:
-    hidden = sample.hidden[index]
+    index: int,
+) -> ScoreWindow:
+    """Of the inputs [length, hidden] of window number ``index``, every ``stride``-th query.
+
+    Windows begin at different queries, spread evenly: at the same positions in all of them, the turn of a pair between
+    a query and the first token, which many heads look at most, would be seen at a few angles only.
+    """
     dtype, device, length = hidden.dtype, hidden.device, hidden.shape[0]
-    chosen = torch.arange(length - 1, -1, -stride, device=device).flip(0)
+    first = min(int(index * _GOLDEN % 1 * stride), length - 1)
+    chosen = torch.arange(first, length, stride, device=device)
     query = _project(spec, hidden[chosen], weights.q_weight, weights.q_bias, weights.q_norm)  # [H, queries, d]
     key = _project(spec, hidden, weights.k_weight, weights.k_bias, weights.k_norm)  # [h_kv, length, d]
     position = torch.arange(length, device=device)
@@ -202,8 +240,8 @@ def _score_window(
     score = turned @ turned_key.repeat_interleave(spec.group_size, 0).mT * spec.softmax_scale
     ahead = position[None] - chosen[:, None]
     unseen = ahead > 0
-    if sample.window is not None:
-        unseen |= ahead <= -sample.window
+    if window is not None:
+        unseen |= ahead <= -window
     weight = score.masked_fill(unseen, float("-inf")).softmax(-1)
 
     groups = basis.inv_freq.shape[0]
@@ -212,16 +250,15 @@ def _score_window(
     q_pe = query @ basis.query_rope.to(dtype).mT
     q_pe = rotate(q_pe, basis.inv_freq.repeat_interleave(q_pe.shape[0] // groups, 0), chosen, spec.attention_factor)
     rotary = q_pe @ k_pe.repeat_interleave(q_pe.shape[0] // groups, 0).mT * spec.softmax_scale
-    un_rotated = torch.einsum("ane,te->atn", key_map.to(dtype), _features(spec, weights, hidden))
-    window = _ScoreWindow(
+    lost = score - rotary
+    return ScoreWindow(
         query=query,
-        key=un_rotated.repeat_interleave(spec.group_size, 0),
+        features=torch.cat([stacked, hidden], -1) if spec.qk_norm else hidden,
         weight=weight,
-        target=score - rotary,
+        target=lost - (weight * lost).sum(-1, keepdim=True),
         rotary=rotary,
         hidden=unseen,
     )
-    return _ScoreWindow(**{**vars(window), "target": window.centre(window.target)})
 
 
 def _project(
@@ -235,14 +272,6 @@ def _project(
     dtype = hidden.dtype
     projected = torch.nn.functional.linear(hidden, weight.to(dtype), None if bias is None else bias.to(dtype))
     return spec.split_heads(projected, None if norm is None else norm.to(dtype)).transpose(0, 1)
-
-
-def _features(spec: SourceSpec, weights: AttentionWeights, hidden: torch.Tensor) -> torch.Tensor:
-    """u [length, E] of ``LayerStatistics``."""
-    if not spec.qk_norm:
-        return hidden
-    key = _project(spec, hidden, weights.k_weight, weights.k_bias, weights.k_norm)
-    return torch.cat([key.transpose(0, 1).flatten(1), hidden], -1)
 
 
 def _attend(weight: torch.Tensor, value: torch.Tensor, spec: SourceSpec) -> torch.Tensor:

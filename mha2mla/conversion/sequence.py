@@ -23,7 +23,7 @@ from mha2mla.conversion.calibration import (
     StatisticsCollector,
     device_for_activations,
 )
-from mha2mla.conversion.layer import convert_layer, converted_config
+from mha2mla.conversion.layer import PreparedLayer, converted_config, finish_layer, prepare_layer
 from mha2mla.conversion.numerics import matmul_precision
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.reconstruction import Forward, ReconstructionProblem, reconstruct
@@ -35,7 +35,8 @@ from mha2mla.geometry import MLAGeometry
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
 
-SAMPLE_TOKENS = 8192  # of a layer's inputs that closed-form fits look at
+SAMPLE_TOKENS = 32768  # of a layer's inputs that closed-form fits look at
+FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 _CUDA_BATCH_TOKENS = 16384  # the same where launches cost more than the work
 _METRIC_TOKENS = 16384  # of the source's gradients; their second moment is damped
@@ -177,21 +178,30 @@ class LayerSequence:
             self.model.source, self.spec, layer, device=self.model.device, dtype=dtype
         )
         geometry = self.geometry_of(layer)
+        sampled = FIRST_SAMPLE_TOKENS if self.recipe.reconstruction_steps else SAMPLE_TOKENS
         return StatisticsCollector(
             self.spec.of_layer(layer),
             weights,
             window=self.spec.sliding_windows[layer],
             phases=self.recipe.needs_phases(geometry),
             attended=self.recipe.needs_attended(geometry),
-            sample_tokens=SAMPLE_TOKENS if self.recipe.needs_sample(geometry) else 0,
+            sample_tokens=sampled if self.recipe.needs_sample(geometry) else 0,
         )
 
     def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:
         """The tensors that statistics alone give."""
+        return self.finish(layer, self.prepare(layer, statistics))
+
+    def prepare(self, layer: int, statistics: LayerStatistics | None) -> PreparedLayer:
+        """What :meth:`convert` does before it looks at the rank: it serves other ranks too."""
         weights = self.adapter.attention_weights(
             self.model.source, self.spec, layer, device=self.model.device, dtype=torch.float64
         )
-        return convert_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, weights, statistics)
+        return prepare_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, weights, statistics)
+
+    def finish(self, layer: int, prepared: PreparedLayer) -> dict[str, torch.Tensor]:
+        """The tensors at this sequence's rank."""
+        return finish_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, prepared)
 
     def empty_attention(self, layer: int) -> nn.Module:
         """The converted attention of layer ``layer`` without memory; its gradients repeat to the bit."""

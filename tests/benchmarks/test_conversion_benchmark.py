@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,3 +72,22 @@ def test_rows_are_measured_written_and_not_measured_again(tmp_path, monkeypatch,
     assert "1 x 8 + 24" in capsys.readouterr().out
     with pytest.raises(ValueError, match="only is 'no such row'"):
         conversion.compare(only="no such row", model=source, device="cpu")
+
+
+def test_an_ablation_always_has_the_row_that_it_is_compared_with(monkeypatch):
+    recipe, measured = Recipe(qk_rope_head_dim=8, kv_lora_rank=24, **SHORT), []
+    cases = [conversion.Case(name, recipe, is_base=name == "base") for name in ("base", "base a", "base b")]
+    monkeypatch.setattr(conversion, "ablations", lambda *args, **keys: cases)
+    monkeypatch.setattr(conversion, "load_model", lambda *args, **keys: SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(conversion, "load_tokenizer", lambda *args, **keys: None)
+    monkeypatch.setattr(conversion, "Calibration", lambda *args: None)
+
+    def row(case, *args, **keys):
+        measured.append(case.name)
+        return {"name": case.name, "status": "ok", "seconds": 0.0}
+
+    monkeypatch.setattr(conversion, "measure_case", row)
+    assert conversion.ablation(only=" a", model="source", device="cpu")
+    assert measured == ["base", "base a"]
+    with pytest.raises(ValueError, match="only is 'c'"):
+        conversion.ablation(only="c", model="source", device="cpu")

@@ -7,7 +7,7 @@ import torch
 
 from mha2mla.conversion import refit
 from mha2mla.conversion.calibration import AttentionSample, StatisticsCollector
-from mha2mla.conversion.layer import convert_layer, un_rotated_keys
+from mha2mla.conversion.layer import convert_layer, finish_layer, prepare_layer, un_rotated_keys
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.rope_selection import select_rotary_basis
 from tests.conversion.plain_mla import plain_mla_attention
@@ -40,19 +40,15 @@ def basis_and_keys(layer: Layer, **keys):
 def test_conjugate_gradients_reach_the_least_squares_solution(case, monkeypatch):
     """Every query, no ridge, many steps: the solution of the normal equations, written out."""
     layer = SampledLayer(case)
-    monkeypatch.setattr(refit, "_QUERY_STRIDE", 1)
     monkeypatch.setattr(refit, "_RIDGE", 0.0)
     monkeypatch.setattr(refit, "_STEPS", 30)
     basis, keys = basis_and_keys(layer)
-    found = refit.refit_queries(layer.spec, layer.weights, layer.statistics.sample, basis, keys)
-    windows = [
-        refit._score_window(layer.spec, layer.weights, layer.statistics.sample, index, basis, keys, 1)
-        for index in range(len(layer.inputs))
-    ]
+    windows = refit.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
+    found = refit.refit_queries(layer.spec, windows, basis.query_nope, keys)
     head, scale = 1, layer.spec.softmax_scale
     rows, targets = [], []
     for window in windows:
-        outer = torch.einsum("qd,tn->qtnd", window.query[head], window.key[head]).flatten(2) * scale
+        outer = torch.einsum("qd,tn->qtnd", window.query[head], window.asked(keys).keys[head]).flatten(2) * scale
         weight = window.weight[head][..., None]
         centred = outer - (weight * outer).sum(1, keepdim=True)
         rows.append((weight.sqrt() * centred).flatten(0, 1))
@@ -68,7 +64,7 @@ def test_conjugate_gradients_reach_the_least_squares_solution(case, monkeypatch)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", ["shared", "per-group"])
 def test_refits_bring_the_output_nearer_to_the_source(case, layout, monkeypatch):
-    monkeypatch.setattr(refit, "_QUERY_STRIDE", 1)  # the sample is small
+    monkeypatch.setattr(refit, "_OUTPUT_STRIDE", 1)  # the sample is small
     layer = SampledLayer(case)
     keys = {"layout": layout, "qk_rope_head_dim": 4}
     assert layer.error(Recipe(kv_lora_rank=28, **keys)) < layer.error(
@@ -102,16 +98,58 @@ def test_scores_that_need_no_fit_keep_their_queries(case):
     layer = SampledLayer(case)
     layer.spec = dataclasses.replace(layer.spec, inv_freq=torch.zeros_like(layer.spec.inv_freq))
     basis, keys = basis_and_keys(layer, mean_phase=0.0)
-    found = refit.refit_queries(layer.spec, layer.weights, layer.statistics.sample, basis, keys)
+    windows = refit.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
+    found = refit.refit_queries(layer.spec, windows, basis.query_nope, keys)
     assert torch.allclose(found, basis.query_nope, atol=1e-9)
 
 
 def test_an_uncentred_refit_makes_no_bias():
     layer = SampledLayer("llama")
-    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=8, centered=False, refit_output=True)
+    # A latent that knows nothing of the inputs leaves the output something to mend.
+    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=8, low_rank="svd-joint", centered=False, refit_output=True)
     tensors = convert_layer(layer.spec, recipe.geometry(layer.spec), recipe, layer.weights, layer.statistics)
     assert "o_proj.bias" not in tensors
     assert layer.error(recipe) < layer.error(dataclasses.replace(recipe, refit_output=False))
+
+
+def test_windows_ask_from_different_positions(monkeypatch):
+    """At one stride from one position, pairs whose turn divides it would look as if they stood still."""
+    layer = SampledLayer("llama")
+    basis, _ = basis_and_keys(layer)
+    rounds, length = 5, layer.inputs.shape[1]
+    for stride in (1, 4, 7):
+        inputs = layer.inputs[:1].expand(rounds * stride, -1, -1)
+        monkeypatch.setattr(refit, "_PAIRS", rounds * length**2)
+        seen = torch.zeros(length, dtype=torch.int64)
+        for window in refit.score_windows(layer.spec, layer.weights, AttentionSample(inputs, None), basis):
+            positions = (~window.hidden).sum(-1) - 1
+            assert torch.equal(positions.diff(), torch.full_like(positions[1:], stride))
+            assert positions[0] < stride and positions[-1] >= length - stride
+            seen[positions] += 1
+        assert (seen - rounds).abs().max() <= 2  # each position about as often
+
+
+def test_a_window_shorter_than_the_stride_still_asks(monkeypatch):
+    monkeypatch.setattr(refit, "_PAIRS", 1)
+    layer = SampledLayer("llama")
+    basis, _ = basis_and_keys(layer)
+    short = AttentionSample(layer.inputs[:1, :2].expand(12, -1, -1), None)
+    for window in refit.score_windows(layer.spec, layer.weights, short, basis):
+        assert window.weight.shape[1] == 1 and torch.isfinite(window.target).all()
+
+
+@pytest.mark.parametrize("layout", ["shared", "per-group"])
+def test_what_is_prepared_serves_every_rank(layout):
+    layer = SampledLayer("qwen3-biases-yarn")
+    recipes = [Recipe(layout=layout, qk_rope_head_dim=4, kv_lora_rank=rank, refit_output=True) for rank in (8, 24)]
+    prepared = prepare_layer(layer.spec, recipes[0].geometry(layer.spec), recipes[0], layer.weights, layer.statistics)
+    for recipe in recipes:
+        geometry = recipe.geometry(layer.spec)
+        alone = convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
+        shared = finish_layer(layer.spec, geometry, recipe, prepared)
+        assert (
+            all(torch.equal(shared[name], tensor) for name, tensor in alone.items()) and shared.keys() == alone.keys()
+        )
 
 
 def test_the_written_scores_are_those_of_the_layer():
@@ -123,11 +161,10 @@ def test_the_written_scores_are_those_of_the_layer():
     basis, keys = basis_and_keys(layer, kv_lora_rank=56, refit_queries=False, centered=False)
     values = layer.weights.v_weight.view(layer.spec.num_key_value_heads, layer.spec.head_dim, -1)
     outputs, sources = [], []
-    for index in range(len(layer.inputs)):
-        window = refit._score_window(layer.spec, layer.weights, layer.statistics.sample, index, basis, keys, 1)
-        value = torch.einsum("ade,te->atd", values, layer.inputs[index])
+    for window in refit.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis):
+        value = torch.einsum("ade,te->atd", values, window.features[:, -layer.spec.hidden_size :])
         for weight, found in (
-            (window.converted(basis.query_nope, layer.spec), outputs),
+            (window.converted(basis.query_nope, window.asked(keys), layer.spec), outputs),
             (window.weight, sources),
         ):
             attended = refit._attend(weight, value, layer.spec).flatten(1) @ layer.weights.o_weight.T
