@@ -381,13 +381,13 @@ def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_pat
     """FAILURES 29: loads, but talks nonsense."""
     from mha2mla.conversion import sequence
 
-    right = sequence.finish_layer
+    right = sequence.convert_layer
 
     def wrong(*arguments):
         tensors = right(*arguments)
         return {**tensors, "inv_freq": tensors["inv_freq"].flip(-1)}
 
-    monkeypatch.setattr(sequence, "finish_layer", wrong)
+    monkeypatch.setattr(sequence, "convert_layer", wrong)
     with pytest.raises(ParityError, match="differ from the source's"):
         convert(source, tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
     assert list(tmp_path.iterdir()) == []

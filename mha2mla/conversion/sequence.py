@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
+from mha2mla.conversion.adapters import AttentionWeights, FamilyAdapter, SourceSpec
 from mha2mla.conversion.calibration import (
     SPILL_BYTES,
     ActivationStore,
@@ -23,7 +23,7 @@ from mha2mla.conversion.calibration import (
     StatisticsCollector,
     device_for_activations,
 )
-from mha2mla.conversion.layer import PreparedLayer, converted_config, finish_layer, prepare_layer
+from mha2mla.conversion.layer import PreparedLayer, convert_layer, converted_config, finish_layer, prepare_layer
 from mha2mla.conversion.numerics import matmul_precision
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.reconstruction import Forward, ReconstructionProblem, reconstruct
@@ -190,18 +190,24 @@ class LayerSequence:
 
     def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:
         """The tensors that statistics alone give."""
-        return self.finish(layer, self.prepare(layer, statistics))
+        return convert_layer(
+            self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, self._weights(layer), statistics
+        )
 
     def prepare(self, layer: int, statistics: LayerStatistics | None) -> PreparedLayer:
-        """What :meth:`convert` does before it looks at the rank: it serves other ranks too."""
-        weights = self.adapter.attention_weights(
-            self.model.source, self.spec, layer, device=self.model.device, dtype=torch.float64
+        """What :meth:`convert` does before it looks at the rank; sequences of other ranks finish it too."""
+        return prepare_layer(
+            self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, self._weights(layer), statistics
         )
-        return prepare_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, weights, statistics)
 
     def finish(self, layer: int, prepared: PreparedLayer) -> dict[str, torch.Tensor]:
         """The tensors at this sequence's rank."""
         return finish_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, prepared)
+
+    def _weights(self, layer: int) -> AttentionWeights:
+        return self.adapter.attention_weights(
+            self.model.source, self.spec, layer, device=self.model.device, dtype=torch.float64
+        )
 
     def empty_attention(self, layer: int) -> nn.Module:
         """The converted attention of layer ``layer`` without memory; its gradients repeat to the bit."""
