@@ -111,9 +111,11 @@ def measure_losses(
         recipe,
         reconstruction_steps=min(STEPS, recipe.reconstruction_steps),
         reconstruction_batch=min(_BATCH, recipe.reconstruction_batch),
+        reconstruction_target="block",
         reconstruction_lookahead=0,
+        reconstruction_metric="identity",
+        sequential=False,
     )
-    short = replace(short, reconstruction_target="block", reconstruction_metric="identity", sequential=False)
     sequences = {
         rank: LayerSequence(model, adapter, spec, replace(geometry, kv_lora_rank=rank), short, windows.fitted, folder)
         for rank in ranks

@@ -42,7 +42,7 @@ def refit_queries(
             out.
     """
     dtype, scale = windows[0].query.dtype, spec.softmax_scale
-    asked = [window.asked(key_map) for window in windows]
+    asked = [window.asked(window.keys(key_map)) for window in windows]
     start = query_nope.to(dtype)
     count = sum(window.query.shape[1] for window in windows)
     query_moment = sum(window.query.mT @ window.query for window in windows) / count
@@ -100,10 +100,10 @@ def refit_output(
     value_weight = weights.v_weight.to(dtype).view(*value_map.shape[:2], -1)
     stride = max(_OUTPUT_STRIDE, math.ceil(sample.hidden.shape[1] ** 2 / _OUTPUT_PAIRS))
     for index, hidden in enumerate(sample.hidden):
-        window = _score_window(spec, weights, hidden, sample.window, basis, stride, index)
+        window, rotary = _score_window(spec, weights, hidden, sample.window, basis, stride, index)
         value = torch.einsum("ade,te->atd", value_weight, hidden)
         approximate = torch.einsum("ade,te->atd", value_map.to(dtype), window.features)
-        converted = window.converted(basis.query_nope.to(dtype), window.asked(key_map), spec)
+        converted = _converted(spec, window, rotary, basis.query_nope.to(dtype), key_map)
         source = _attend(window.weight, value, spec).flatten(1)
         found = _attend(converted, approximate, spec)
         heads.append(found.flatten(1))
@@ -150,21 +150,20 @@ class ScoreWindow:
         features: [length, E], what un-rotated keys are linear functions of.
         weight: [H, queries, length], the source's attention.
         target: [H, queries, length], the source's scaled scores less the rotary part, centred under ``weight``.
-        rotary: [H, queries, length], that part.
-        hidden: [queries, length] bool, what a query does not see.
     """
 
     query: torch.Tensor
     features: torch.Tensor
     weight: torch.Tensor
     target: torch.Tensor
-    rotary: torch.Tensor
-    hidden: torch.Tensor
 
-    def asked(self, key_map: torch.Tensor) -> AskedKeys:
-        """Un-rotated keys, of maps [h_kv, d_n, E]."""
+    def keys(self, key_map: torch.Tensor) -> torch.Tensor:
+        """Un-rotated keys [H, length, d_n], of maps [h_kv, d_n, E]."""
         keys = torch.einsum("ane,te->atn", key_map.to(self.features.dtype), self.features)
-        keys = keys.repeat_interleave(self.query.shape[0] // keys.shape[0], 0)
+        return keys.repeat_interleave(self.query.shape[0] // keys.shape[0], 0)
+
+    def asked(self, keys: torch.Tensor) -> AskedKeys:
+        """The same with their means."""
         return AskedKeys(keys, self.weight @ keys)
 
     def scores(self, query_map: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
@@ -180,11 +179,6 @@ class ScoreWindow:
         """[H, d_n, d_n] of the keys under a query's attention, summed over queries."""
         keys, mean = asked.keys, asked.mean
         return (keys * self.weight.sum(1)[..., None]).mT @ keys - mean.mT @ mean
-
-    def converted(self, query_map: torch.Tensor, asked: AskedKeys, spec: SourceSpec) -> torch.Tensor:
-        """The converted layer's attention, [H, queries, length]."""
-        scores = self.rotary + self.query @ query_map.mT @ asked.keys.mT * spec.softmax_scale
-        return scores.masked_fill(self.hidden, float("-inf")).softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -209,7 +203,7 @@ def score_windows(
     windows, length = sample.hidden.shape[:2]
     stride = math.ceil(windows * length**2 / _PAIRS)
     return [
-        _score_window(spec, weights, hidden, sample.window, basis, stride, index)
+        _score_window(spec, weights, hidden, sample.window, basis, stride, index)[0]
         for index, hidden in enumerate(sample.hidden)
     ]
 
@@ -222,8 +216,9 @@ def _score_window(
     basis: RotaryBasis,
     stride: int,
     index: int,
-) -> ScoreWindow:
-    """Of the inputs [length, hidden] of window number ``index``, every ``stride``-th query.
+) -> tuple[ScoreWindow, torch.Tensor]:
+    """Of the inputs [length, hidden] of window number ``index``, every ``stride``-th query; and the rotary part of its
+    scores [H, queries, length], minus infinity for what it does not see.
 
     Windows begin at different queries, spread evenly: at the same positions in all of them, the turn of a pair between
     a query and the first token, which many heads look at most, would be seen at a few angles only.
@@ -251,14 +246,13 @@ def _score_window(
     q_pe = rotate(q_pe, basis.inv_freq.repeat_interleave(q_pe.shape[0] // groups, 0), chosen, spec.attention_factor)
     rotary = q_pe @ k_pe.repeat_interleave(q_pe.shape[0] // groups, 0).mT * spec.softmax_scale
     lost = score - rotary
-    return ScoreWindow(
+    scores = ScoreWindow(
         query=query,
         features=torch.cat([stacked, hidden], -1) if spec.qk_norm else hidden,
         weight=weight,
         target=lost - (weight * lost).sum(-1, keepdim=True),
-        rotary=rotary,
-        hidden=unseen,
     )
+    return scores, rotary.masked_fill(unseen, float("-inf"))
 
 
 def _project(
@@ -272,6 +266,14 @@ def _project(
     dtype = hidden.dtype
     projected = torch.nn.functional.linear(hidden, weight.to(dtype), None if bias is None else bias.to(dtype))
     return spec.split_heads(projected, None if norm is None else norm.to(dtype)).transpose(0, 1)
+
+
+def _converted(
+    spec: SourceSpec, window: ScoreWindow, rotary: torch.Tensor, query_map: torch.Tensor, key_map: torch.Tensor
+) -> torch.Tensor:
+    """The converted layer's attention [H, queries, length], of both results of :func:`_score_window`."""
+    un_rotated = window.query @ query_map.mT @ window.keys(key_map).mT
+    return (rotary + un_rotated * spec.softmax_scale).softmax(-1)
 
 
 def _attend(weight: torch.Tensor, value: torch.Tensor, spec: SourceSpec) -> torch.Tensor:

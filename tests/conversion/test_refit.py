@@ -48,7 +48,7 @@ def test_conjugate_gradients_reach_the_least_squares_solution(case, monkeypatch)
     head, scale = 1, layer.spec.softmax_scale
     rows, targets = [], []
     for window in windows:
-        outer = torch.einsum("qd,tn->qtnd", window.query[head], window.asked(keys).keys[head]).flatten(2) * scale
+        outer = torch.einsum("qd,tn->qtnd", window.query[head], window.keys(keys)[head]).flatten(2) * scale
         weight = window.weight[head][..., None]
         centred = outer - (weight * outer).sum(1, keepdim=True)
         rows.append((weight.sqrt() * centred).flatten(0, 1))
@@ -122,7 +122,7 @@ def test_windows_ask_from_different_positions(monkeypatch):
         monkeypatch.setattr(refit, "_PAIRS", rounds * length**2)
         seen = torch.zeros(length, dtype=torch.int64)
         for window in refit.score_windows(layer.spec, layer.weights, AttentionSample(inputs, None), basis):
-            positions = (~window.hidden).sum(-1) - 1
+            positions = (window.weight[0] > 0).sum(-1) - 1
             assert torch.equal(positions.diff(), torch.full_like(positions[1:], stride))
             assert positions[0] < stride and positions[-1] >= length - stride
             seen[positions] += 1
@@ -161,10 +161,12 @@ def test_the_written_scores_are_those_of_the_layer():
     basis, keys = basis_and_keys(layer, kv_lora_rank=56, refit_queries=False, centered=False)
     values = layer.weights.v_weight.view(layer.spec.num_key_value_heads, layer.spec.head_dim, -1)
     outputs, sources = [], []
-    for window in refit.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis):
-        value = torch.einsum("ade,te->atd", values, window.features[:, -layer.spec.hidden_size :])
+    visible = layer.statistics.sample.window
+    for index, inputs in enumerate(layer.inputs):
+        window, rotary = refit._score_window(layer.spec, layer.weights, inputs, visible, basis, 1, index)
+        value = torch.einsum("ade,te->atd", values, inputs)
         for weight, found in (
-            (window.converted(basis.query_nope, window.asked(keys), layer.spec), outputs),
+            (refit._converted(layer.spec, window, rotary, basis.query_nope, keys), outputs),
             (window.weight, sources),
         ):
             attended = refit._attend(weight, value, layer.spec).flatten(1) @ layer.weights.o_weight.T
