@@ -65,14 +65,9 @@ ABLATIONS: dict[str, tuple[Any, ...]] = {
 }
 RECONSTRUCTION_ABLATIONS: dict[str, tuple[Any, ...]] = {
     "reconstruction_steps": (0, 150),
-    "reconstruction_target": ("attention", "residual"),
-    "reconstruction_lookahead": (1,),
     "reconstruction_correction": (0.0, 0.5, 1.0),
     "up_projections": ("kv-head", "query-head"),
-    "reconstruction_metric": ("fisher",),
     "reconstruction_precision": ("bfloat16",),
-    "reconstruction_weighting": ("energy",),
-    "reconstruction_tunes": ("latent",),
     "reconstruction_learning_rate": (0.003, 0.03),
     "reconstruction_batch": (4,),
 }

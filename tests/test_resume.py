@@ -25,7 +25,7 @@ RECIPES = {
     "statistics of the source": {},
     "statistics of the converted": {"sequential": True},
     "reconstruction": {"reconstruction_steps": 12, "reconstruction_batch": 2},
-    "reconstruction of attention": {"reconstruction_steps": 12, "reconstruction_target": "attention"},
+    "half a correction": {"reconstruction_steps": 12, "reconstruction_correction": 0.5},
 }
 
 # Forks a process per destination that it is told, since importing takes longer than converting; an empty line asks for

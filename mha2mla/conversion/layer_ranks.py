@@ -111,9 +111,6 @@ def measure_losses(
         recipe,
         reconstruction_steps=min(STEPS, recipe.reconstruction_steps),
         reconstruction_batch=min(_BATCH, recipe.reconstruction_batch),
-        reconstruction_target="block",
-        reconstruction_lookahead=0,
-        reconstruction_metric="identity",
         sequential=False,
     )
     sequences = {

@@ -8,10 +8,6 @@ from typing import Any
 
 # Keys that say how much may be cached. A target given beside a preset replaces the preset's as a whole.
 TARGET_KEYS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")
-# Keys of the reconstruction target "block" alone, with the values that say nothing.
-BLOCK_KEYS: Mapping[str, Any] = MappingProxyType(
-    {"reconstruction_lookahead": 0, "reconstruction_metric": "identity", "reconstruction_correction": 1.0}
-)
 
 # What other methods do not have.
 _PLAIN: dict[str, Any] = {
@@ -78,8 +74,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of preset ``name`` with ``given`` ones on top; a target among them replaces the preset's, and
-    another ``reconstruction_target`` than the block drops its keys.
+    """The keys of preset ``name`` with ``given`` ones on top; a target among them replaces the preset's.
 
     Raises:
         ValueError: there is no such preset.
@@ -89,6 +84,4 @@ def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(PRESETS[name])
     if any(given.get(key) is not None for key in TARGET_KEYS):
         values = {key: value for key, value in values.items() if key not in TARGET_KEYS}
-    if given.get("reconstruction_target", "block") != "block":
-        values = {key: value for key, value in values.items() if key not in BLOCK_KEYS}
     return {**values, **given, "preset": name}

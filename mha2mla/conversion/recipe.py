@@ -10,14 +10,13 @@ from typing import Any, Literal
 import yaml
 
 from mha2mla.conversion.adapters import SourceSpec
-from mha2mla.conversion.presets import BLOCK_KEYS, PRESETS, preset_values
+from mha2mla.conversion.presets import PRESETS, preset_values
 from mha2mla.geometry import MLAGeometry
 
 LAYOUTS = ("per-group", "shared")
 ROPE_SELECTIONS = ("high", "low", "uniform", "2-norm", "rotation", "uneven", "rorope")
 SHARED_SELECTIONS = ("uneven", "rorope")  # rules that give heads different numbers of pairs, or mix them
 LOW_RANKS = ("svd-joint", "svd-split", "whitened-joint")
-RECONSTRUCTION_TARGETS = ("attention", "residual", "block")
 UP_PROJECTIONS = ("kv-head", "query-head")
 DEFAULT_CACHE_RATIO = 0.5
 RECORDS = ("rope_search", "layer_rank_losses")  # keys that a conversion writes, and nothing reads
@@ -109,25 +108,11 @@ class Recipe:
         reconstruction_batch: windows of a step.
         reconstruction_learning_rate: Adam's, relative to the root mean square of each tensor; after a short rise it
             falls to zero along a cosine.
-        reconstruction_target: what the layer is fitted to.
-
-            * ``"attention"``: the source attention's output on the source's inputs;
-            * ``"residual"``: the source's hidden state after the attention, so that what earlier layers lost is
-              corrected too;
-            * ``"block"``: the source's hidden state after the layer's MLP, or ``reconstruction_lookahead`` layers on.
-        reconstruction_correction: from 0 to 1, how much of what earlier layers lost a layer is to make good
-            (``"block"``): its target is this share of the way from what the source layer makes of the converted
-            stream to what it makes of the source's. What is lost for good is noise to a fit.
-        reconstruction_lookahead: source layers, frozen, that the fitted layer's output still passes before it is
-            compared (``"block"``): what they do not see is no error.
-        reconstruction_weighting: how the squared errors of tokens are weighed. ``"energy"``: all alike; ``"token"``: by
-            one over the mean square of the token's hidden state in the source, as the next RMSNorm will.
-        reconstruction_metric: what an error of a hidden state is measured by (``"block"``). ``"identity"``: its square;
-            ``"fisher"``: what it changes in the source's own predictions, to second order (``conversion.sensitivity``).
+        reconstruction_correction: from 0 to 1, how much of what earlier layers lost a layer is to make good: its
+            target, a hidden state after the layer's MLP, is this share of the way from what the source layer makes of
+            the converted stream to what it makes of the source's. What is lost for good is noise to a fit.
         reconstruction_precision: of the products in a step, ``"float32"`` (TF32 on CUDA) or ``"bfloat16"``; hidden
             states, losses and the tuned tensors stay float32.
-        reconstruction_tunes: ``"all"`` tensors of the layer, or ``"latent"``: only those that conversion made (not
-            ``q_proj`` and ``o_proj``).
         preset: name of the preset that the other keys started from. A record: :meth:`from_preset` and :meth:`from_dict`
             fill in what it sets, the constructor does not.
         rope_search: what ``rope_share="auto"`` measured, "qk_rope_head_dim+kv_lora_rank" → loss. A record.
@@ -166,13 +151,8 @@ class Recipe:
     reconstruction_steps: int = 0
     reconstruction_batch: int = 8
     reconstruction_learning_rate: float = 0.006
-    reconstruction_target: str = "block"
     reconstruction_correction: float = 1.0
-    reconstruction_lookahead: int = 0
-    reconstruction_weighting: str = "token"
-    reconstruction_metric: str = "identity"
     reconstruction_precision: str = "float32"
-    reconstruction_tunes: str = "all"
     preset: str | None = None
     rope_search: dict[str, float] | None = None
     layer_rank_losses: dict[str, list[float]] | None = None
@@ -184,11 +164,7 @@ class Recipe:
             ("low_rank", LOW_RANKS),
             ("up_projections", UP_PROJECTIONS),
             ("longrope_table", ("short", "long")),
-            ("reconstruction_target", RECONSTRUCTION_TARGETS),
-            ("reconstruction_weighting", ("energy", "token")),
-            ("reconstruction_metric", ("identity", "fisher")),
             ("reconstruction_precision", ("float32", "bfloat16")),
-            ("reconstruction_tunes", ("all", "latent")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, choices))}")
@@ -234,7 +210,6 @@ class Recipe:
             ("freq_fold", 1),
             ("reconstruction_steps", 0),
             ("reconstruction_batch", 1),
-            ("reconstruction_lookahead", 0),
         ):
             value = getattr(self, name)
             if value is None and name in ("kv_lora_rank", "qk_rope_head_dim"):
@@ -257,13 +232,6 @@ class Recipe:
                 f"calibration_tokens is {self.calibration_tokens}; expected at least one window of"
                 f" calibration_length={self.calibration_length}"
             )
-
-        for name, neutral in BLOCK_KEYS.items():
-            if getattr(self, name) != neutral and self.reconstruction_target != "block":
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r} beside reconstruction_target={self.reconstruction_target!r};"
-                    f" expected {neutral!r}, or the target 'block'"
-                )
 
     @property
     def target_cache_ratio(self) -> float | None:

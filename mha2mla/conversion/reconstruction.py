@@ -20,10 +20,6 @@ from mha2mla.conversion.recipe import Recipe
 
 Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
 
-# What the source has too: trained more carefully than what conversion made up, or not at all.
-_INHERITED = ("q_proj.weight", "q_proj.bias", "o_proj.weight", "k_proj.weight", "k_proj.bias", "q_norm.weight")
-_INHERITED += ("k_norm.weight",)
-_INHERITED_RATE = 1.0
 _BETAS = (0.9, 0.98)
 _EPSILON = 1e-12  # the loss starts at one, but a gradient per weight is far below that
 _WARM_UP = 0.05  # of the steps
@@ -43,15 +39,13 @@ class ReconstructionError(ValueError):
 class ReconstructionProblem:
     """What one layer is fitted to.
 
-    The loss of a batch is the mean over tokens of ``weights`` · mean_d ((forward(tensors, inputs) − targets) metric)².
+    The loss of a batch is the mean over tokens of ``weights`` · mean_d (forward(tensors, inputs) − targets)².
 
     Attributes:
         inputs, targets: [windows, length, hidden] each.
         weights: [windows, length] float32, one over the energy that an error of a token is measured by.
         forward: tensors of the layer and inputs [n, length, hidden] -> [n, length, hidden], differentiable.
         device: of the computation.
-        metric: [hidden, hidden] float32, a root R of the metric R Rᵀ that errors are measured by; None for the
-            identity.
     """
 
     inputs: ActivationStore
@@ -59,7 +53,6 @@ class ReconstructionProblem:
     weights: torch.Tensor
     forward: Forward
     device: torch.device
-    metric: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,11 +90,6 @@ def reconstruct(
         return _Fit(problem, tensors, recipe, layer).run()
 
 
-def is_tuned(name: str, tunes: str) -> bool:
-    """Whether a tensor of a layer is fitted under ``Recipe.reconstruction_tunes``."""
-    return name != "inv_freq" and (tunes == "all" or name not in _INHERITED)
-
-
 @contextmanager
 def _numerics(device: torch.device) -> Iterator[None]:
     """Deterministic kernels, and on CUDA TF32; puts back what was set before."""
@@ -120,7 +108,7 @@ class _Fit:
     ) -> None:
         self.problem, self.start, self.recipe, self.layer = problem, dict(tensors), recipe, layer
         device = problem.device
-        self.names = [name for name in tensors if is_tuned(name, recipe.reconstruction_tunes)]
+        self.names = [name for name in tensors if name != "inv_freq"]
         chosen = [tensors[name].detach().to(device, torch.float32) for name in self.names]
         self.vector = torch.cat([tensor.flatten() for tensor in chosen])
         self.rates = torch.cat([_rate(name, tensors).expand(tensors[name].numel()) for name in self.names]).to(device)
@@ -146,7 +134,6 @@ class _Fit:
         self.train = torch.tensor(sorted(set(range(windows)) - set(self.held_out.tolist())) or [0])
         self.batch = min(recipe.reconstruction_batch, len(self.train))
         self.weights = problem.weights.to(device)
-        self.metric = None if problem.metric is None else problem.metric.to(device, torch.float32)
         self.half = recipe.reconstruction_precision == "bfloat16"
 
     def run(self) -> Reconstruction:
@@ -223,8 +210,6 @@ class _Fit:
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False):
             made = self.problem.forward({**self.constants, **tuned}, inputs)
         error = made.float() - targets.float()
-        if self.metric is not None:
-            error = error @ self.metric
         return (error.square().mean(-1) * weights).mean()
 
     @torch.no_grad()
@@ -320,4 +305,4 @@ def _rate(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     scale = tensors[name].double().square().mean().sqrt()
     if name.endswith(".bias"):
         scale = torch.maximum(scale, tensors[name.removesuffix("bias") + "weight"].double().square().mean().sqrt())
-    return (scale * (_INHERITED_RATE if name in _INHERITED else 1.0)).float().view(1)
+    return scale.float().view(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +28,6 @@ from mha2mla.conversion.numerics import matmul_precision
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.reconstruction import Forward, ReconstructionProblem, reconstruct
 from mha2mla.conversion.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.sensitivity import fisher_metrics
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
@@ -39,7 +38,6 @@ SAMPLE_TOKENS = 32768  # of a layer's inputs that closed-form fits look at
 FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 _CUDA_BATCH_TOKENS = 16384  # the same where launches cost more than the work
-_METRIC_TOKENS = 16384  # of the source's gradients; their second moment is damped
 _STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text than the moments that it starts from
 
 
@@ -86,8 +84,6 @@ class LayerSequence:
         weights_dtype: of the result; None for the source's own. ``inv_freq`` and ``o_proj.bias`` are float32 always.
         spill_bytes: a stream of activations that is larger lives in a file.
         geometries: of each layer where they differ; None for ``geometry`` everywhere.
-        metrics: roots [hidden, hidden] of the metric of hidden states after a layer, by its index, for
-            ``recipe.reconstruction_metric`` other than ``"identity"``; None to measure them.
         done: layers of an earlier, interrupted walk, as they were yielded: the streams pass them, nothing is computed
             anew and they are not yielded again. The rest comes out as it would have.
     """
@@ -102,7 +98,6 @@ class LayerSequence:
     weights_dtype: torch.dtype | None = None
     spill_bytes: int = SPILL_BYTES
     geometries: tuple[MLAGeometry, ...] | None = None
-    metrics: Mapping[int, torch.Tensor] | None = None
     done: Mapping[int, Mapping[str, torch.Tensor]] | None = None
 
     def __iter__(self) -> Iterator[ConvertedLayer]:
@@ -241,10 +236,8 @@ class _Seen(Exception):
 
 
 class _ConvertedWalk:
-    """The walk with a stream that passes the converted layers, and with reconstruction a second one of the source's.
-
-    The source's stream runs ahead: to fit layer i it stands after layer i + lookahead.
-    """
+    """The walk with a stream that passes the converted layers, and with reconstruction a second one of the source's,
+    which is a layer ahead: it stands where the layer that is fitted should get to."""
 
     def __init__(self, sequence: LayerSequence) -> None:
         self.sequence, self.model, self.recipe = sequence, sequence.model, sequence.recipe
@@ -253,38 +246,28 @@ class _ConvertedWalk:
         tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else _BATCH_TOKENS
         self.batch = max(1, tokens // length)
         self.fits = self.recipe.reconstruction_steps > 0
-        self.by_attention = self.recipe.reconstruction_target != "block"
-        self.blends = self.fits and not self.by_attention and self.recipe.reconstruction_correction < 1
-        self.metrics = sequence.metrics
-        self.ahead = 0
-        self.loaded: dict[int, nn.Module] = {}
+        self.blends = self.fits and self.recipe.reconstruction_correction < 1
 
     def layers(self) -> Iterator[ConvertedLayer]:
         sequence, done = self.sequence, self.sequence.done or {}
-        if self._wants_metrics():
-            stride = max(1, sequence.windows.numel() // _METRIC_TOKENS)
-            self.metrics = fisher_metrics(
-                self.model,
-                sequence.windows[::stride],
-                folder=sequence.folder,
-                batch=self.batch,
-                seed=self.recipe.seed,
-                spill_bytes=sequence.spill_bytes,
-            )
-        count = 1 + self.fits + self.blends + 2 * (self.fits and self.by_attention)
-        stores = sequence.new_stores(count, on_device=True)
-        self.stream = stores[0]
-        self.source, self.targets, self.inputs = (stores[1:] + [None] * 3)[:3]
+        stores = sequence.new_stores(1 + self.fits + self.blends, on_device=True)
+        self.stream, self.source, self.targets = (stores + [None] * 2)[:3]
         try:
             for store in stores[:2]:
                 self.model.embed(sequence.windows, store)
             for layer in range(self.num_layers):
                 started = time.perf_counter()
+                with torch.inference_mode(False):
+                    module = self.model.layer(layer)
+                if self.fits:
+                    self._run(module, layer, self.source)
                 if layer in done:
                     tensors, record = {name: tensor.to(self.model.device) for name, tensor in done[layer].items()}, None
                 else:
-                    tensors, record = self._convert(layer)
-                self._pass(layer, tensors)
+                    tensors, record = self._convert(module, layer)
+                module.self_attn = sequence.empty_attention(layer)
+                module.self_attn.load_state_dict(computed(tensors, self.model), assign=True, strict=True)
+                self._run(module, layer, self.stream)
                 self.model.source.release()
                 if record is not None:
                     yield ConvertedLayer(layer, tensors, replace(record, seconds=time.perf_counter() - started))
@@ -292,42 +275,18 @@ class _ConvertedWalk:
             for store in stores:
                 store.close()
 
-    def _convert(self, layer: int) -> tuple[dict[str, torch.Tensor], LayerRecord]:
+    def _convert(self, module: nn.Module, layer: int) -> tuple[dict[str, torch.Tensor], LayerRecord]:
         collector = self.sequence.collector(layer)
         stride = max(1, self.sequence.windows.numel() // _STATISTICS_TOKENS)
-        chosen = torch.arange(0, len(self.stream), stride)
-        self._observe(layer, chosen, lambda start, hidden: collector.add(hidden))
+        self._observe(module, layer, torch.arange(0, len(self.stream), stride), collector.add)
         tensors = self.sequence.convert(layer, collector.finish())
         record = LayerRecord(layer, 0.0)
         if self.fits and not self.recipe.is_exact(self.sequence.geometry_of(layer)):
             with torch.inference_mode(False):
-                result = reconstruct(self._problem(layer), tensors, self.recipe, layer=layer)
+                result = reconstruct(self._problem(module, layer), tensors, self.recipe, layer=layer)
             tensors = result.tensors
             record = LayerRecord(layer, 0.0, result.loss_before, result.loss_after, result.note)
         return self.sequence.stored(layer, tensors), record
-
-    def _pass(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Both streams get to layer ``layer + 1`` at least."""
-        if self.fits:
-            self._advance_source(layer + 1)
-        module = self._layer(layer)
-        module.self_attn = self.sequence.empty_attention(layer)
-        module.self_attn.load_state_dict(computed(tensors, self.model), assign=True, strict=True)
-        self._run(module, layer, self.stream)
-        del self.loaded[layer]
-
-    def _layer(self, layer: int) -> nn.Module:
-        """Source layer ``layer``, loaded once."""
-        if layer not in self.loaded:
-            with torch.inference_mode(False):
-                self.loaded[layer] = self.model.layer(layer)
-        return self.loaded[layer]
-
-    def _advance_source(self, layer: int) -> None:
-        """The source's stream gets to layer ``layer``, if it is not there."""
-        for index in range(self.ahead, layer):
-            self._run(self._layer(index), index, self.source)
-        self.ahead = max(self.ahead, layer)
 
     def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
         with self._precision():
@@ -339,123 +298,45 @@ class _ConvertedWalk:
         return matmul_precision("high" if half and self.model.device.type == "cuda" else None)
 
     @torch.inference_mode()
-    def _blend(self, layer: int, last: int) -> ActivationStore:
-        """Targets between what the source's layers make of the converted stream and what they made of the source's."""
+    def _blend(self, module: nn.Module, layer: int) -> ActivationStore:
+        """Targets between what the source's layer makes of the converted stream and what it made of the source's."""
         share = self.recipe.reconstruction_correction
         for start in range(0, len(self.stream), self.batch):
             stop = min(start + self.batch, len(self.stream))
             hidden = self.stream.read(start, stop, self.model.device)
             with self._precision():
-                for index in range(layer, last + 1):
-                    hidden = self.model.forward_layer(self._layer(index), index, hidden)
+                hidden = self.model.forward_layer(module, layer, hidden)
             self.targets.write(start, hidden.lerp(self.source.read(start, stop, self.model.device), share))
         return self.targets
 
     @torch.inference_mode()
-    def _observe(self, layer: int, windows: torch.Tensor, receive: Callable[[int, torch.Tensor], None]) -> None:
+    def _observe(
+        self, module: nn.Module, layer: int, windows: torch.Tensor, receive: Callable[[torch.Tensor], None]
+    ) -> None:
         """Hands ``receive`` what the attention of layer ``layer`` is given in the converted stream, batch by batch."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            seen.append(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+            receive(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
             raise _Seen
 
-        module = self._layer(layer)
         handle = module.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
         try:
-            start = 0
             for part in windows.split(self.batch):
-                seen: list[torch.Tensor] = []
-                try:
+                with suppress(_Seen):
                     self.model.forward_layer(module, layer, self.stream.gather(part, self.model.device))
-                except _Seen:
-                    receive(start, seen[0])
-                start += len(part)
         finally:
             handle.remove()
 
-    def _problem(self, layer: int) -> ReconstructionProblem:
-        metric = None
-        if self.by_attention:
-            self._observe(layer, torch.arange(len(self.stream)), self.inputs.write)
-            energy = self._source_attention(layer)
-            inputs, targets, forward = self.inputs, self.targets, self._attention_forward(layer)
-        else:
-            last = min(layer + self.recipe.reconstruction_lookahead, self.num_layers - 1)
-            self._advance_source(last + 1)
-            targets = self._blend(layer, last) if self.blends else self.source
-            inputs, forward = self.stream, self._block_forward(layer, last)
-            energy = token_energies(self.source, self.batch, self.model.device)
-            metric = self._metric(last)
-        if self.recipe.reconstruction_weighting == "energy":
-            energy = energy.mean().expand_as(energy)
-        return ReconstructionProblem(inputs, targets, energy.reciprocal(), forward, self.model.device, metric)
-
-    def _wants_metrics(self) -> bool:
-        measured = self.recipe.reconstruction_metric != "identity" and self.fits and not self.by_attention
-        return measured and self.metrics is None and len(self.sequence.done or {}) < self.num_layers
-
-    def _metric(self, layer: int) -> torch.Tensor | None:
-        if self.recipe.reconstruction_metric == "identity":
-            return None
-        if layer not in self.metrics:
-            raise ValueError(f"metrics has none for layer {layer}; expected one for every layer")
-        return self.metrics[layer]
-
-    @torch.inference_mode()
-    def _source_attention(self, layer: int) -> torch.Tensor:
-        """Writes what the converted attention should give, moves the source's stream on, returns token energies.
-
-        The target is the source attention's own output; for ``"residual"`` plus what the converted stream lacks, so
-        that the sum of hidden state and attention meets the source's.
-        """
-        residual = self.recipe.reconstruction_target == "residual"
-        module = self._layer(layer)
-        outputs: list[torch.Tensor] = []
-        handle = module.self_attn.register_forward_hook(
-            lambda module, args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
-        )
-        energy = torch.empty(len(self.source), self.source.length, device=self.model.device)
-        try:
-            for start in range(0, len(self.source), self.batch):
-                stop = min(start + self.batch, len(self.source))
-                hidden = self.source.read(start, stop, self.model.device)
-                after = self.model.forward_layer(module, layer, hidden)
-                output = outputs.pop()
-                measured = hidden + output if residual or self.recipe.reconstruction_weighting == "token" else output
-                energy[start:stop] = measured.float().square().mean(-1)
-                if residual:
-                    output = output + hidden - self.stream.read(start, stop, self.model.device)
-                self.targets.write(start, output)
-                self.source.write(start, after)
-        finally:
-            handle.remove()
-        self.ahead = layer + 1
-        return energy.cpu()
-
-    def _attention_forward(self, layer: int) -> Forward:
-        attention = self.sequence.empty_attention(layer)
-        arguments = self._arguments(layer)
-        return lambda tensors, inputs: functional_call(attention, dict(tensors), (inputs,), arguments)[0]
-
-    def _block_forward(self, layer: int, last: int) -> Forward:
-        """The layer with the converted attention, then the source's own layers up to ``last``."""
-        followers = [(self._layer(index), self._arguments(index)) for index in range(layer + 1, last + 1)]
-        block = block_forward(self._layer(layer), self.sequence.empty_attention(layer), self._arguments(layer))
-
-        def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
-            hidden = block(tensors, inputs)
-            for follower, arguments in followers:
-                hidden = _first(follower(hidden, **arguments))
-            return hidden
-
-        return forward if followers else block
-
-    def _arguments(self, layer: int) -> dict:
-        """What the layer is called with, made once: masks and positions serve every batch."""
+    def _problem(self, module: nn.Module, layer: int) -> ReconstructionProblem:
+        targets = self._blend(module, layer) if self.blends else self.source
+        weights = token_energies(self.source, self.batch, self.model.device).reciprocal()
         window = torch.empty(
             1, self.stream.length, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device
         )
-        return self.model.layer_arguments(layer, window)
+        # Made once: masks and positions serve every batch.
+        arguments = self.model.layer_arguments(layer, window)
+        forward = block_forward(module, self.sequence.empty_attention(layer), arguments)
+        return ReconstructionProblem(self.stream, targets, weights, forward, self.model.device)
 
 
 def block_forward(module: nn.Module, attention: nn.Module, arguments: dict) -> Forward:

@@ -43,10 +43,6 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
         ({"preset": "best"}, "preset is 'best'"),
         ({"up_projections": "head"}, "up_projections is 'head'"),
         ({"reconstruction_correction": 1.1}, "reconstruction_correction is 1.1"),
-        (
-            {"reconstruction_correction": 0.5, "reconstruction_target": "attention"},
-            "reconstruction_correction is 0.5 beside reconstruction_target='attention'",
-        ),
     ],
 )
 def test_a_bad_key_is_named_with_its_value(keys, named):
@@ -170,11 +166,6 @@ def test_a_target_beside_a_preset_replaces_the_presets():
     other = Recipe.from_preset("deepseek-512+64", cache_ratio=0.5)
     assert (other.kv_lora_rank, other.qk_rope_head_dim, other.cache_ratio) == (None, None, 0.5)
     assert other.centered is False
-
-
-def test_another_target_of_the_fit_drops_the_presets_correction():
-    assert Recipe.from_preset("shared").reconstruction_correction == 0.5
-    assert Recipe.from_preset("shared", reconstruction_target="residual").reconstruction_correction == 1.0
 
 
 def test_deepseeks_shape_refuses_a_source_that_caches_less():
