@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
+from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.calibration import SPILL_BYTES
 from mha2mla.conversion.card import PLOT_FILE, model_card
-from mha2mla.conversion.generated import generator_of
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.layer_ranks import choose_layer_ranks
 from mha2mla.conversion.parity import ParityReport, compare
@@ -35,6 +35,7 @@ from mha2mla.conversion.search import choose_rope_share
 from mha2mla.conversion.sequence import LayerRecord, LayerSequence
 from mha2mla.conversion.source import CheckpointError, CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
+from mha2mla.conversion.windows import Windows, calibration_windows, evaluation_windows
 from mha2mla.conversion.writer import (
     DEFAULT_SHARD_BYTES,
     WORK_FOLDER,
@@ -44,14 +45,12 @@ from mha2mla.conversion.writer import (
     temporary_path,
 )
 from mha2mla.geometry import MLAGeometry
-from mha2mla.texts import load_text, mixed_windows, token_windows
 
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
 PAGE_SIZE = 64
 RESUME = ("auto", "never")
-_BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 
 # What a checkpoint carries beside weights and config.
 _COMPANIONS = (
@@ -161,7 +160,7 @@ class _Plan:
     geometries: tuple[MLAGeometry, ...] | None
     reader: CheckpointReader
     model: StreamedModel
-    calibration: torch.Tensor | None
+    calibration: TokenBlocks | None
     evaluation: torch.Tensor
     evaluation_text: str
     device: torch.device
@@ -177,7 +176,7 @@ def convert(
     destination: str | os.PathLike[str],
     recipe: Recipe | None = None,
     *,
-    calibration: str | torch.Tensor | None = None,
+    calibration: str | Windows | None = None,
     evaluation: str | torch.Tensor = EVALUATION_TEXT,
     evaluation_tokens: int = EVALUATION_TOKENS,
     device: str | torch.device | None = None,
@@ -204,7 +203,7 @@ def convert(
         destination: folder to create.
         recipe: what to do; default ``Recipe()``.
         calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows,
-            length].
+            length], or one of these for each length.
         evaluation: held-out text or token windows of the comparison.
         evaluation_tokens: at most so many of that text.
         device: of the computation; default CUDA where there is one, else the CPU.
@@ -291,7 +290,7 @@ def _check(
     destination: str | os.PathLike[str],
     recipe: Recipe,
     *,
-    calibration: str | torch.Tensor | None,
+    calibration: str | Windows | None,
     evaluation: str | torch.Tensor,
     evaluation_tokens: int,
     device: str | torch.device | None,
@@ -331,32 +330,25 @@ def _check(
         attn_implementation=REPEATABLE_ATTENTION,
     )
     _check_names(model, reader)
-    windows = None
+    windows, lengths = None, recipe.window_lengths(getattr(config, "max_position_embeddings", None))
     measures_ranks = recipe.searches_layer_ranks
     if searches or measures_ranks or recipe.needs_calibration(geometry):
-        windows = _windows(
+        windows = calibration_windows(
             folder,
-            spec,
             calibration if calibration is not None else recipe.calibration_text,
-            "calibration",
-            length=recipe.calibration_length,
+            lengths=lengths,
             tokens=recipe.calibration_tokens,
-            vocabulary=config.vocab_size,
+            vocab_size=config.vocab_size,
             seed=recipe.seed,
             device=target,
             progress=progress,
         )
-    held_out = _windows(
+    held_out = evaluation_windows(
         folder,
-        spec,
         evaluation,
-        "evaluation",
-        length=min(recipe.calibration_length, evaluation_tokens),
+        length=min(lengths[0], evaluation_tokens),
         tokens=evaluation_tokens,
-        vocabulary=config.vocab_size,
-        seed=None,
-        device=target,
-        progress=progress,
+        vocab_size=config.vocab_size,
     )
     if searches:
         recipe = choose_rope_share(model, adapter, spec, recipe, windows, folder=Path(tempfile.gettempdir()))
@@ -454,51 +446,6 @@ def _check_names(model: StreamedModel, reader: CheckpointReader) -> None:
             raise CheckpointError(f"tensor {name} has shape {reader.shape(name)}; the config says {shapes[name]}")
 
 
-def _windows(
-    folder: Path,
-    spec: SourceSpec,
-    text: str | torch.Tensor,
-    name: str,
-    *,
-    length: int,
-    tokens: int,
-    vocabulary: int,
-    seed: int | None,
-    device: torch.device,
-    progress: bool,
-) -> torch.Tensor:
-    """Token windows of a text by name: drawn by ``seed`` for calibration, its first ones for the evaluation."""
-    if isinstance(text, torch.Tensor):
-        if text.dtype != torch.int64 or text.ndim != 2 or text.shape[0] < 1 or text.shape[1] < 2:
-            raise ValueError(f"{name} is {text.dtype} {tuple(text.shape)}; expected int64 [windows >= 1, length >= 2]")
-        windows = text
-    else:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(
-                f"source {str(folder)!r} has no usable tokenizer, so {name} must be token windows: {error}"
-            ) from error
-        try:
-            count = max(1, tokens // length)
-            if seed is None:
-                windows = token_windows(tokenizer, load_text(text), length, count)
-            else:
-                generate = generator_of(folder, tokenizer, length, seed=seed, device=device, progress=progress)
-                windows = mixed_windows(tokenizer, text, length, count, seed=seed, generate=generate)
-        except ValueError as error:
-            raise ValueError(f"{name} {text!r}: {error}") from error
-    if int(windows.min()) < 0 or int(windows.max()) >= vocabulary:
-        raise ValueError(
-            f"{name} has token {int(windows.max())}; expected tokens below vocab_size={vocabulary} of {spec.model_type}"
-        )
-    return windows.cpu()
-
-
-def _batch(windows: torch.Tensor) -> int:
-    return max(1, _BATCH_TOKENS // windows.shape[1])
-
-
 def _fingerprint(plan: _Plan) -> dict[str, Any]:
     """All that the tensors of a converted layer depend on."""
     recipe = {key: value for key, value in plan.recipe.to_dict().items() if key not in ("preset", *RECORDS)}
@@ -508,7 +455,8 @@ def _fingerprint(plan: _Plan) -> dict[str, Any]:
         "geometry": plan.geometry.to_dict(),
         "layer_ranks": None if plan.geometries is None else [each.kv_lora_rank for each in plan.geometries],
         "source": source_identity(plan.reader),
-        "calibration": tensor_hash(plan.calibration),
+        "calibration": tensor_hash(None if plan.calibration is None else plan.calibration.tokens),
+        "calibration_lengths": None if plan.calibration is None else list(plan.calibration.lengths),
         "device": device,
         "compute_dtype": str(plan.compute_dtype),
         "dtype": None if plan.weights_dtype is None else str(plan.weights_dtype),
@@ -638,7 +586,6 @@ def _verify(plan: _Plan, folder: Path) -> ParityReport:
         converted,
         plan.evaluation,
         folder=folder,
-        batch=_batch(plan.evaluation),
         spill_bytes=plan.spill_bytes,
         progress=plan.progress,
     )
@@ -691,7 +638,7 @@ def _report(
         cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
         source_cache_numel_per_token=count * geometry.source_cache_numel_per_token,
         recipe=_recorded_recipe(plan),
-        calibration_tokens=0 if plan.calibration is None else plan.calibration.numel(),
+        calibration_tokens=0 if plan.calibration is None else plan.calibration.tokens.numel(),
         evaluation_text=plan.evaluation_text,
         evaluation_length=plan.evaluation.shape[1],
         compute_dtype=str(plan.compute_dtype).removeprefix("torch."),

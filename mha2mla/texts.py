@@ -119,7 +119,7 @@ def mixed_windows(
     count: int,
     *,
     seed: int,
-    generate: Callable[[int], torch.Tensor] | None = None,
+    generate: Callable[[int, int], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Windows of several texts, the same number of each as far as they reach.
 
@@ -128,7 +128,7 @@ def mixed_windows(
         name: texts of :func:`load_text` joined by ``+``, and ``"generated"`` for text that the source model makes up.
         length, count: tokens of a window, and most windows to return.
         seed: draws the windows from each text.
-        generate: number of windows -> int64 [windows, length], for ``"generated"``.
+        generate: length and number of windows -> int64 [windows, length], for ``"generated"``.
 
     Returns:
         int64 [windows, length]; the texts take turns, so that any part of the windows is mixed.
@@ -146,7 +146,7 @@ def mixed_windows(
         share = -(-(count - sum(len(made) for made in parts)) // (len(names) - place))
         if share < 1:
             break
-        made = generate(share) if part == GENERATED else None
+        made = generate(length, share) if part == GENERATED else None
         parts.append(token_windows(tokenizer, load_text(part), length, share, seed=seed) if made is None else made)
     # Stable: window i of each text, then window i + 1, each text at its own pace.
     place = torch.cat([torch.arange(len(part), dtype=torch.float64) / len(part) for part in parts])

@@ -24,7 +24,7 @@ LAYERS = 6
 RECIPES = {
     "statistics of the source": {},
     "statistics of the converted": {"sequential": True},
-    "reconstruction": {"reconstruction_steps": 12, "reconstruction_batch": 2},
+    "reconstruction": {"reconstruction_steps": 12, "reconstruction_tokens": 128},
     "half a correction": {"reconstruction_steps": 12, "reconstruction_correction": 0.5},
 }
 

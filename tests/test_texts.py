@@ -120,9 +120,9 @@ def test_texts_take_turns_and_generated_text_fills_up(tmp_path):
     (tmp_path / "long").write_text("b" * 1000)
     asked = []
 
-    def generate(count):
+    def generate(length, count):
         asked.append(count)
-        return torch.full((count, 11), 7)
+        return torch.full((count, length), 7)
 
     name = f"generated+{tmp_path / 'short'}+{tmp_path / 'long'}"
     windows = mixed_windows(tokenizer, name, 11, 30, seed=0, generate=generate)

@@ -10,10 +10,13 @@ import numpy as np
 import torch
 
 from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
+from mha2mla.conversion.blocks import TokenBlocks
 
 SPILL_BYTES = 1 << 30
 _MAP_ELEMENTS = 1 << 24  # of attention maps that exist at a time
 _ATTENDED_STRIDE = 8  # averages of neighbouring queries are alike: an eighth of them costs an eighth
+_QUERIES = 1024  # of a window, whose attention is looked at: a token of a long window costs what one of these does
+GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,12 @@ class AttentionSample:
     """A few windows of a layer's inputs, for fits that need more than moments.
 
     Attributes:
-        hidden: [windows, length, hidden] normed inputs of the attention; a window starts at position 0.
+        hidden: normed inputs of the attention, [length, hidden] for each window, which starts at position 0; windows of
+            all lengths take turns.
         window: sliding window of the layer, or None.
     """
 
-    hidden: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
     window: int | None
 
 
@@ -75,7 +79,8 @@ class StatisticsCollector:
         window: sliding window of this layer, or None.
         phases: whether to measure attention-weighted phases.
         attended: whether to measure attention-weighted averages of the inputs (of every eighth query).
-        sample_tokens: keep so many tokens of the inputs, in whole windows spread over what is added.
+        sample_tokens: keep so many tokens of the inputs, at every length of windows, in whole windows spread over what
+            is added.
     """
 
     def __init__(
@@ -90,8 +95,8 @@ class StatisticsCollector:
     ) -> None:
         self.spec, self.weights, self.window, self.phases, self.attended = spec, weights, window, phases, attended
         self.sample_tokens = sample_tokens
-        self._sample: list[torch.Tensor] = []
-        self._sample_stride, self._windows = 1, 0
+        self._samples: dict[int, _Sample] = {}
+        self._attention_windows = 0
         device = weights.q_weight.device
         size, heads, kv_heads = spec.feature_size, spec.num_attention_heads, spec.num_key_value_heads
         d, half = spec.head_dim, spec.head_dim // 2
@@ -106,7 +111,7 @@ class StatisticsCollector:
         self._key = zeros(half, kv_heads, kv_heads, dtype=torch.complex128)
         self._phase = zeros(heads, half, dtype=torch.complex128)
         self._mass = zeros(heads)
-        self._attended_queries = 0
+        self._attended_queries = 0.0
         self._shift: torch.Tensor | None = None  # [E], near the inputs' mean: float32 sums of squares cancel less
         self._attended_sum = zeros(heads, size)
         self._attended_outer = zeros(size, size)
@@ -117,7 +122,9 @@ class StatisticsCollector:
         spec = self.spec
         hidden = hidden.to(self.weights.q_weight.dtype)
         if self.sample_tokens:
-            self._add_sample(hidden)
+            sample = self._samples.setdefault(hidden.shape[1], _Sample(self.sample_tokens))
+            for window in hidden:
+                sample.add(window)
         half = spec.head_dim // 2
         query = self._project(hidden, self.weights.q_weight, self.weights.q_bias, self.weights.q_norm)
         key = self._project(hidden, self.weights.k_weight, self.weights.k_bias, self.weights.k_norm)
@@ -165,17 +172,17 @@ class StatisticsCollector:
             attended_mean=attended_mean,
             attended_covariance=attended_covariance,
             attention_covariance=attention_covariance,
-            sample=AttentionSample(torch.stack(self._sample), self.window) if self._sample else None,
+            sample=AttentionSample(self._mixed_sample(), self.window) if self._samples else None,
         )
 
-    def _add_sample(self, hidden: torch.Tensor) -> None:
-        """Keeps every window until there are too many, then every second one, every fourth, …"""
-        for window in hidden:
-            if self._windows % self._sample_stride == 0:
-                self._sample.append(window.clone())
-                if len(self._sample) * len(window) > max(self.sample_tokens, len(window)):
-                    self._sample, self._sample_stride = self._sample[::2], 2 * self._sample_stride
-            self._windows += 1
+    def _mixed_sample(self) -> tuple[torch.Tensor, ...]:
+        """The windows of all lengths, each length at its own pace, so that any part of them is mixed."""
+        placed = [
+            (index / len(sample.kept), length, window)
+            for length, sample in self._samples.items()
+            for index, window in enumerate(sample.kept)
+        ]
+        return tuple(window for _, _, window in sorted(placed, key=lambda each: each[:2]))
 
     def _project(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None
@@ -192,9 +199,14 @@ class StatisticsCollector:
         turns = torch.cat([cos, sin], -1)
         query = _rotate(query, cos, sin) * (spec.pair_factors.repeat(2) ** 2 * spec.softmax_scale).to(query)
         key = _rotate(key, cos, sin).repeat_interleave(spec.group_size, 1)
-        step = max(1, min(length, _MAP_ELEMENTS // (query.shape[0] * query.shape[1] * length)))
-        for start in range(0, length, step):
-            rows = slice(start, min(start + step, length))
+        # Queries of a long window stand for their neighbours; windows begin at different ones (see refit.py).
+        stride = max(1, length // _QUERIES)
+        first = int(self._attention_windows * GOLDEN % 1 * stride)
+        self._attention_windows += query.shape[0]
+        attended = max(1, _ATTENDED_STRIDE // stride)
+        step = max(1, min(length, _MAP_ELEMENTS // (query.shape[0] * query.shape[1] * length))) * stride
+        for start in range(first, length, step):
+            rows = slice(start, min(start + step, length), stride)
             seen = rows.stop  # keys after the last query of this block are masked for all of them
             scores = query[:, :, rows] @ key[:, :, :seen].mT
             ahead = position[None, :seen] - position[rows, None]
@@ -203,34 +215,52 @@ class StatisticsCollector:
                 hidden |= ahead <= -self.window
             weight = torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
             if self.attended:
-                self._add_attended(weight[:, :, ::_ATTENDED_STRIDE], features[:, :seen])
+                share = stride * attended / _ATTENDED_STRIDE
+                self._add_attended(weight[:, :, ::attended], features[:, :seen], share)
             if self.phases:
-                self._add_phases(weight, turns[:seen], cos[rows], sin[rows])
+                self._add_phases(weight, turns[:seen], cos[rows], sin[rows], float(stride))
 
-    def _add_attended(self, weight: torch.Tensor, features: torch.Tensor) -> None:
-        """weight [windows, H, queries, keys], features [windows, keys, E].
+    def _add_attended(self, weight: torch.Tensor, features: torch.Tensor, share: float) -> None:
+        """weight [windows, H, queries, keys], features [windows, keys, E], ``share``: how much a query counts.
 
         Second moments are float64 products: directions that text hardly varies in have a millionth of the largest
         energy, and errors of float32 (of TF32 all the more) would be larger than what they are errors of.
         """
         windows, heads, queries, _ = weight.shape
         averages = (weight.flatten(1, 2) @ features).view(windows, heads, queries, -1)
-        self._attended_queries += windows * queries
-        self._attended_sum += averages.sum(2).double().sum(0)
+        self._attended_queries += windows * queries * share
+        self._attended_sum += averages.sum(2).double().sum(0) * share
         flat = averages.flatten(0, 2).double()
-        self._attended_outer += flat.T @ flat
-        mass = weight.sum((1, 2)).flatten()[:, None]  # attention that each token received
+        self._attended_outer += flat.T @ flat * share
+        mass = weight.sum((1, 2)).flatten()[:, None] * share  # attention that each token received
         flat = features.flatten(0, 1).double()
         self._attention_outer += (flat * mass).T @ flat
 
-    def _add_phases(self, weight: torch.Tensor, turns: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def _add_phases(
+        self, weight: torch.Tensor, turns: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, share: float
+    ) -> None:
         """weight [windows, H, queries, keys], turns [keys, 2 half] as (cos | sin), cos and sin [queries, half]."""
         weight[..., 0] = 0  # the sink: attended for its lack of content, at any distance
         # Σ_t p exp(iθ(s − t)) = exp(iθs) (Σ_t p cos θt − i Σ_t p sin θt), summed over queries s and windows
         real, imag = (weight @ turns).chunk(2, -1)
         turned = (cos * real + sin * imag, sin * real - cos * imag)
-        self._phase += torch.complex(*(part.sum(2).double().sum(0) for part in turned))
-        self._mass += weight.sum(-1).double().sum((0, 2))
+        self._phase += torch.complex(*(part.sum(2).double().sum(0) for part in turned)) * share
+        self._mass += weight.sum(-1).double().sum((0, 2)) * share
+
+
+class _Sample:
+    """Windows of one length: every one until there are too many, then every second one, every fourth, …"""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.kept, self.stride, self.seen = tokens, [], 1, 0
+
+    def add(self, window: torch.Tensor) -> None:
+        """Takes [length, hidden]."""
+        if self.seen % self.stride == 0:
+            self.kept.append(window.clone())
+            if len(self.kept) * len(window) > max(self.tokens, len(window)):
+                self.kept, self.stride = self.kept[::2], 2 * self.stride
+        self.seen += 1
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -249,10 +279,13 @@ def device_for_activations(device: torch.device, size: int) -> torch.device:
 
 
 class ActivationStore:
-    """Hidden states of all windows at one layer boundary: in memory, or in a mapped file when larger than a limit.
+    """Hidden states of all tokens at one layer boundary: in memory, or in a mapped file when larger than a limit.
+
+    What is read comes as windows of the length of its blocks.
 
     Args:
-        windows, length, hidden_size: shape.
+        blocks: tokens, and how they are cut into windows.
+        hidden_size: numbers per token.
         dtype: of the activations (bfloat16 is stored as its bits).
         folder: where the file goes when one is needed.
         spill_bytes: larger stores go to disk, unless their memory is an accelerator's.
@@ -264,8 +297,7 @@ class ActivationStore:
 
     def __init__(
         self,
-        windows: int,
-        length: int,
+        blocks: TokenBlocks,
         hidden_size: int,
         *,
         dtype: torch.dtype,
@@ -273,8 +305,9 @@ class ActivationStore:
         spill_bytes: int = SPILL_BYTES,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (windows, length, hidden_size)
-        size = windows * length * hidden_size * dtype.itemsize
+        self.blocks = blocks
+        shape = (*blocks.tokens.shape, hidden_size)
+        size = blocks.tokens.numel() * hidden_size * dtype.itemsize
         self.path: Path | None = None
         if size <= spill_bytes or torch.device(device).type != "cpu":
             self._data = torch.empty(shape, dtype=dtype, device=device)
@@ -297,22 +330,23 @@ class ActivationStore:
         """Of the activations."""
         return self._data.dtype
 
-    @property
-    def length(self) -> int:
-        """Tokens of a window."""
-        return self._data.shape[1]
+    def read(self, blocks: slice, device: torch.device) -> torch.Tensor:
+        """Neighbouring blocks of one length as a tensor of its own, [windows, length, hidden]."""
+        data = self._data[blocks].to(device, copy=True)
+        return data.view(-1, self.blocks.lengths[blocks.start], data.shape[-1])
 
-    def read(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Windows ``start:stop`` as a tensor of its own, [stop − start, length, hidden]."""
-        return self._data[start:stop].to(device, copy=True)
+    def tokens(self, block: int, tokens: slice, device: torch.device) -> torch.Tensor:
+        """Neighbouring tokens of one block, [tokens, hidden]."""
+        return self._data[block, tokens].to(device)
 
-    def gather(self, windows: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Windows by their numbers, int64 [n]: [n, length, hidden]."""
-        return self._data.index_select(0, windows.to(self._data.device)).to(device)
+    def gather(self, blocks: torch.Tensor, device: torch.device, length: int) -> torch.Tensor:
+        """Blocks of one ``length`` by their numbers, int64 [n]: [windows, length, hidden]."""
+        found = self._data.index_select(0, blocks.to(self._data.device)).to(device)
+        return found.view(-1, length, found.shape[-1])
 
-    def write(self, start: int, values: torch.Tensor) -> None:
-        """Puts windows back at ``start``."""
-        self._data[start : start + values.shape[0]] = values.to(self._data.device)
+    def write(self, blocks: slice, values: torch.Tensor) -> None:
+        """Puts windows back."""
+        self._data[blocks] = values.to(self._data.device).reshape(self._data[blocks].shape)
 
     def close(self) -> None:
         """Frees the memory or removes the file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,22 +18,26 @@ from mha2mla.texts import prompts, start_tokens
 _BLANK_SHARE = 1 / 3  # of the documents, that begin with any word
 _CUT_SHARE = 0.5  # of the windows, that begin within a document
 _LONGEST_CUT = 64  # tokens
+ROW = 512  # tokens that are written in one go
 
 
 def generator_of(
-    folder: Path, tokenizer: Any, length: int, *, seed: int, device: torch.device, progress: bool = False
-) -> Callable[[int], torch.Tensor]:
-    """A number of windows -> as many windows of generated tokens, for ``texts.mixed_windows``.
+    folder: Path, tokenizer: Any, *, seed: int, device: torch.device, progress: bool = False
+) -> Callable[[int, int], torch.Tensor]:
+    """Length and number of windows -> as many windows of generated tokens, for ``texts.mixed_windows``.
 
-    The whole model is loaded while it writes: bfloat16 on CUDA, float32 on a CPU.
+    The whole model is loaded when it first writes, and kept for other lengths: bfloat16 on CUDA, float32 on a CPU.
     """
 
-    def generate(count: int) -> torch.Tensor:
+    @functools.cache
+    def model() -> torch.nn.Module:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
-        return generate_windows(model, tokenizer, length, count, seed=seed, progress=progress)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
 
-    return generate
+    # Texts of different lengths begin with different prompts.
+    return lambda length, count: generate_windows(
+        model(), tokenizer, length, count, seed=seed + length, progress=progress
+    )
 
 
 @torch.inference_mode()
@@ -46,6 +51,9 @@ def generate_windows(
     no prompt thought of. When the model ends a document, the next one begins. Half of the windows lose their first
     tokens: attention leans on the first token of a window, and in other text that may be any.
 
+    A window longer than :data:`ROW` tokens is put together of rows of that length: a small model rambles when it goes
+    on for long, and short texts behind one another are what it was trained on.
+
     Args:
         model: causal language model of transformers.
         tokenizer: its own.
@@ -55,17 +63,25 @@ def generate_windows(
     Returns:
         int64 [count, length] on the CPU.
     """
-    written = length + _LONGEST_CUT
+    row = min(length, ROW)
+    pieces = -(-length // row)
+    written = row + _LONGEST_CUT
     rows = rows_at_once(model, written)
     draw = random.Random(seed)
     starts = _documents(tokenizer, draw)
     generator = torch.Generator(model.device).manual_seed(seed)
-    windows = [
-        _write(model, _ends(model, tokenizer), starts, written, min(rows, count - done), generator, progress)
-        for done in range(0, count, rows)
+    made = [
+        _write(model, _ends(model, tokenizer), starts, written, min(rows, count * pieces - done), generator, progress)
+        for done in range(0, count * pieces, rows)
     ]
     first = torch.tensor(start_tokens(tokenizer), dtype=torch.int64)
-    return torch.stack([_cut(window, length, first, draw) for window in torch.cat(windows)])
+    windows = torch.cat(made).view(count, pieces, written)
+    return torch.stack([_cut(_joined(window, row), length, first, draw) for window in windows])
+
+
+def _joined(rows: torch.Tensor, row: int) -> torch.Tensor:
+    """Rows [pieces, written] behind one another, the last one whole."""
+    return torch.cat([rows[:-1, :row].flatten(), rows[-1]])
 
 
 def _cut(written: torch.Tensor, length: int, first: torch.Tensor, draw: random.Random) -> torch.Tensor:

@@ -6,17 +6,18 @@ source, and the divergence of the predictions is what that rank loses there; the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
+from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore, device_for_activations
 from mha2mla.conversion.recipe import GRANULE, Recipe
 from mha2mla.conversion.reconstruction import ReconstructionProblem, reconstruct
@@ -27,18 +28,11 @@ from mha2mla.geometry import MLAGeometry
 FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
 LEAST, MOST = 0.2, 2.0  # of the uniform rank that a layer may get
 STEPS = 200  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
-_BATCH = 4  # windows of such a step, at most: 200 steps of 4 see the fitted windows twelve times
+_STEP_TOKENS = 2048  # of such a step, at most, but for a whole block
 _FITTED_TOKENS = 32768
 _JUDGED_TOKENS = 8192
 _BATCH_TOKENS = 16384
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """Calibration windows to fit on, and others to judge by."""
-
-    fitted: torch.Tensor
-    judged: torch.Tensor
+_PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
 
 def choose_layer_ranks(
@@ -46,7 +40,7 @@ def choose_layer_ranks(
     adapter: FamilyAdapter,
     spec: SourceSpec,
     recipe: Recipe,
-    windows: torch.Tensor,
+    windows: TokenBlocks,
     *,
     folder: Path,
     progress: bool = False,
@@ -60,7 +54,7 @@ def choose_layer_ranks(
 
     Args:
         model: the source.
-        windows: calibration tokens, int64 [windows, length].
+        windows: calibration tokens.
         folder: where activations go that do not fit into memory.
         progress: show a bar on standard error.
 
@@ -71,8 +65,9 @@ def choose_layer_ranks(
     step = rank_step(geometry.kv_lora_rank)
     full = geometry.full_kv_lora_rank
     ranks = sorted({min(full, max(step, round(factor * geometry.kv_lora_rank / step) * step)) for factor in FACTORS})
+    fitted, judged = windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
     losses = measure_losses(
-        model, adapter, spec, geometry, recipe, _divided(windows), ranks, folder=folder, progress=progress
+        model, adapter, spec, geometry, recipe, fitted, judged, ranks, folder=folder, progress=progress
     )
     chosen = allocate(
         losses,
@@ -96,13 +91,15 @@ def measure_losses(
     spec: SourceSpec,
     geometry: MLAGeometry,
     recipe: Recipe,
-    windows: _Windows,
+    windows: TokenBlocks,
+    judged: TokenBlocks,
     ranks: Sequence[int],
     *,
     folder: Path,
     progress: bool = False,
 ) -> list[dict[int, float]]:
-    """Per layer, rank → divergence of the predictions when that layer alone is converted to that rank.
+    """Per layer, rank → divergence of the predictions on ``judged`` when that layer alone is converted to that rank, on
+    other ``windows``.
 
     One pass over the source: what each conversion makes of the judged windows follows the source's own layers beside
     the others, so that a layer's weights are read once.
@@ -110,41 +107,42 @@ def measure_losses(
     short = replace(
         recipe,
         reconstruction_steps=min(STEPS, recipe.reconstruction_steps),
-        reconstruction_batch=min(_BATCH, recipe.reconstruction_batch),
+        reconstruction_tokens=min(_STEP_TOKENS, recipe.reconstruction_tokens),
         sequential=False,
     )
     sequences = {
-        rank: LayerSequence(model, adapter, spec, replace(geometry, kv_lora_rank=rank), short, windows.fitted, folder)
+        rank: LayerSequence(model, adapter, spec, replace(geometry, kv_lora_rank=rank), short, windows, folder)
         for rank in ranks
     }
     first = sequences[ranks[0]]
-    batch = max(1, _BATCH_TOKENS // windows.fitted.shape[1])
     fitted, targets = first.new_stores(2, on_device=True)
-    new_store = _maker_of_stores(model, windows.judged, folder, 1 + spec.num_layers * len(ranks))
+    new_store = _maker_of_stores(model, judged, folder, 1 + spec.num_layers * len(ranks))
     clean = new_store()
     perturbed: list[tuple[int, int, ActivationStore]] = []
     try:
-        model.embed(windows.fitted, fitted)
-        model.embed(windows.judged, clean)
+        model.embed(fitted)
+        model.embed(clean)
         for layer in tqdm(range(spec.num_layers), desc="layer ranks", unit="layer", disable=not progress):
             module = model.layer(layer)
             for _, _, store in perturbed:
-                model.run_layer(module, layer, store, batch=batch)
-            _pass(lambda hidden: hidden, fitted, targets, batch, model.device)
+                model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
+            _pass(lambda hidden: hidden, fitted, targets, model.device)
             collector = first.collector(layer)
-            model.run_layer(module, layer, targets, batch=batch, observe=collector.add)
+            model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
             prepared = first.prepare(layer, collector.finish())
-            weights = token_energies(targets, batch, model.device).reciprocal() if short.reconstruction_steps else None
+            weights = None
+            if short.reconstruction_steps:
+                weights = token_energies(targets, _BATCH_TOKENS, model.device).reciprocal()
             for rank, sequence in sequences.items():
                 tensors = sequence.finish(layer, prepared)
-                forward = _forward(sequence, layer, module)
+                forward = block_forward(sequence, layer, module)
                 if weights is not None and not short.is_exact(sequence.geometry):
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
                     tensors = reconstruct(problem, tensors, short, layer=layer).tensors
                 perturbed.append((layer, rank, new_store()))
                 converted = partial(forward, computed(tensors, model))
-                _pass(converted, clean, perturbed[-1][2], batch, model.device)
-            model.run_layer(module, layer, clean, batch=batch)
+                _pass(converted, clean, perturbed[-1][2], model.device)
+            model.run_layer(module, layer, clean, tokens=_BATCH_TOKENS)
             fitted, targets = targets, fitted
             model.source.release()
         found = _divergences(model, clean, [store for _, _, store in perturbed])
@@ -193,23 +191,14 @@ def loss_at(losses: Mapping[int, float], rank: int) -> float:
     return math.exp(logs[right] + slope * (rank - known[right]))
 
 
-def _divided(windows: torch.Tensor) -> _Windows:
-    """Windows spread over the calibration text; the judged ones are not fitted, where there is more than one."""
-    length = windows.shape[1]
-    fitted, judged = max(1, _FITTED_TOKENS // length), max(1, _JUDGED_TOKENS // length)
-    chosen = windows[:: max(1, len(windows) // (fitted + judged))][: fitted + judged]
-    judged = min(judged, max(1, len(chosen) // 4))
-    return _Windows(chosen[judged:] if len(chosen) > 1 else chosen, chosen[:judged])
-
-
 def _maker_of_stores(
-    model: StreamedModel, windows: torch.Tensor, folder: Path, count: int
+    model: StreamedModel, windows: TokenBlocks, folder: Path, count: int
 ) -> Callable[[], ActivationStore]:
     """Makes stores with room for a hidden state per token, ``count`` of which will exist together, all in one place."""
-    size = count * windows.numel() * model.hidden_size * model.dtype.itemsize
+    size = count * windows.tokens.numel() * model.hidden_size * model.dtype.itemsize
     return partial(
         ActivationStore,
-        *windows.shape,
+        windows,
         model.hidden_size,
         dtype=model.dtype,
         folder=folder,
@@ -218,23 +207,16 @@ def _maker_of_stores(
     )
 
 
-def _forward(sequence: LayerSequence, layer: int, module: nn.Module):
-    window = torch.empty(1, sequence.windows.shape[1], sequence.spec.hidden_size, device=sequence.model.device)
-    arguments = sequence.model.layer_arguments(layer, window.to(sequence.model.dtype))
-    return block_forward(module, sequence.empty_attention(layer), arguments)
-
-
 @torch.inference_mode()
 def _pass(
     change: Callable[[torch.Tensor], torch.Tensor],
     inputs: ActivationStore,
     outputs: ActivationStore,
-    batch: int,
     device: torch.device,
 ) -> None:
-    """Writes ``change`` of the inputs to ``outputs``, ``batch`` windows at a time."""
-    for start in range(0, len(inputs), batch):
-        outputs.write(start, change(inputs.read(start, min(start + batch, len(inputs)), device)))
+    """Writes ``change`` of the inputs to ``outputs``."""
+    for part in inputs.blocks.batches(_BATCH_TOKENS):
+        outputs.write(part, change(inputs.read(part, device)))
 
 
 @torch.inference_mode()
@@ -242,13 +224,15 @@ def _divergences(model: StreamedModel, clean: ActivationStore, perturbed: Sequen
     """KL(source ‖ perturbed) in nats per token, for every stream of last hidden states."""
     norm, head = model.final_norm(), model.head_rows(0, model.vocab_size)
 
-    def predictions(store: ActivationStore, window: int) -> torch.Tensor:
-        return (norm(store.read(window, window + 1, model.device)[0]) @ head.T).float().log_softmax(-1)
+    def predictions(hidden: torch.Tensor) -> torch.Tensor:
+        return (norm(hidden) @ head.T).float().log_softmax(-1)
 
     totals = torch.zeros(len(perturbed), dtype=torch.float64)
-    for window in range(len(clean)):
-        expected = predictions(clean, window)
+    parts = range(0, clean.blocks.size, _PREDICTED_TOKENS)
+    for block, start in itertools.product(range(len(clean)), parts):
+        here = block, slice(start, start + _PREDICTED_TOKENS), model.device
+        expected = predictions(clean.tokens(*here))
         for index, store in enumerate(perturbed):
-            difference = expected - predictions(store, window)
-            totals[index] += (expected.exp() * difference).sum(-1).mean(dtype=torch.float64).cpu()
-    return (totals / len(clean)).tolist()
+            difference = expected - predictions(store.tokens(*here))
+            totals[index] += (expected.exp() * difference).sum(dtype=torch.float64).cpu()
+    return (totals / clean.blocks.tokens.numel()).tolist()

@@ -15,10 +15,12 @@ from tqdm import tqdm
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
 from mha2mla.conversion.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.streaming import StreamedModel
 
+_BATCH_TOKENS = 2048  # that a layer sees at a time
 _BLOCK = 1 << 23  # numbers of one block of logits or scores
 _HEAD_BLOCK = 1 << 24  # numbers of one slice of the head
 _OBSERVED = "mha2mla-observed"
@@ -86,7 +88,6 @@ def compare(
     tokens: torch.Tensor,
     *,
     folder: Path,
-    batch: int,
     spill_bytes: int = SPILL_BYTES,
     progress: bool = True,
 ) -> ParityReport:
@@ -94,19 +95,18 @@ def compare(
 
     Args:
         folder: where activations go when they exceed ``spill_bytes``.
-        batch: windows at a time.
     """
     stores: list[ActivationStore] = []
     try:
         for model in (source, converted):
             stores.append(
                 ActivationStore(
-                    *tokens.shape, model.hidden_size, dtype=model.dtype, folder=folder, spill_bytes=spill_bytes
+                    TokenBlocks.of(tokens), model.hidden_size, dtype=model.dtype, folder=folder, spill_bytes=spill_bytes
                 )
             )
-            model.embed(tokens, stores[-1])
+            model.embed(stores[-1])
         layers = [
-            _compare_layer(source, converted, index, stores, batch)
+            _compare_layer(source, converted, index, stores)
             for index in tqdm(range(source.num_layers), desc="verify", unit="layer", disable=not progress)
         ]
         return _compare_logits(source, converted, stores, tokens, tuple(layers))
@@ -134,20 +134,19 @@ class _Error:
 
 
 def _compare_layer(
-    source: StreamedModel, converted: StreamedModel, index: int, stores: list[ActivationStore], batch: int
+    source: StreamedModel, converted: StreamedModel, index: int, stores: list[ActivationStore]
 ) -> LayerParity:
     """Errors of layer ``index``; leaves the next layer's inputs in both ``stores``."""
     models, layers = (source, converted), [model.layer(index) for model in (source, converted)]
     scores, output, stream_output, hidden_error = _Error(), _Error(), _Error(), _Error()
     measured = True
-    for start in range(0, len(stores[0]), batch):
-        stop = min(start + batch, len(stores[0]))
+    for part in stores[0].blocks.batches(_BATCH_TOKENS):
         seen, hidden = [], []
         for model, layer, store in zip(models, layers, stores, strict=True):
             with _attention_of(layer) as observed:
-                hidden.append(model.forward_layer(layer, index, store.read(start, stop, model.device)))
+                hidden.append(model.forward_layer(layer, index, store.read(part, model.device)))
             seen.append(observed)
-            store.write(start, hidden[-1])
+            store.write(part, hidden[-1])
         hidden_error.add(hidden[1], hidden[0])
         stream_output.add(seen[1]["output"], seen[0]["output"])
         # The converted attention once more, on what the source's attention was given.
@@ -287,7 +286,8 @@ def _compare_logits(
     for model, store in zip(models, stores, strict=True):
         norm = model.final_norm()
         for window in range(windows):
-            store.write(window, norm(store.read(window, window + 1, model.device)))
+            here = slice(window, window + 1)
+            store.write(here, norm(store.read(here, model.device)))
     device, predicted = source.device, length - 1
     targets = tokens[:, 1:].flatten().to(device)
     reference, other = (_Softmax(windows * predicted, device) for _ in models)
@@ -298,7 +298,7 @@ def _compare_logits(
         heads = [model.head_rows(first, min(first + rows, source.vocab_size)) for model in models]
         step = max(1, _BLOCK // heads[0].shape[0])
         for window in range(windows):
-            hidden = [store.read(window, window + 1, device)[0, :-1] for store in stores]
+            hidden = [store.read(slice(window, window + 1), device)[0, :-1] for store in stores]
             for start in range(0, predicted, step):
                 here = slice(start, min(start + step, predicted))
                 part = slice(window * predicted + here.start, window * predicted + here.stop)

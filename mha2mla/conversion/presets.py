@@ -20,13 +20,14 @@ _PLAIN: dict[str, Any] = {
     "refit_queries": False,
     "refit_output": False,
     "calibration_tokens": 64 * 512,
+    "calibration_length": 512,
 }
 # Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters. Text that the source itself wrote
 # lost far less on other text than a manual did, and more of it less; bfloat16 products cost nothing that shows. Maps
 # per query head and half a correction took 5 % of the divergence (benchmarks/NOTES.md).
 _RECONSTRUCTED: dict[str, Any] = {
     "reconstruction_steps": 3750,
-    "reconstruction_batch": 8,
+    "reconstruction_tokens": 8192,
     "reconstruction_precision": "bfloat16",
     "reconstruction_correction": 0.5,
     "up_projections": "query-head",
@@ -57,9 +58,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "layout": "shared",
             "rope_share": 0.17,
             "reconstruction_steps": 60,
-            "reconstruction_batch": 2,
+            "reconstruction_tokens": 2048,
             "calibration_text": "generated",
             "calibration_tokens": 96 * 512,
+            "calibration_length": [512, 2048],
         },
         # DeepSeek's widths, which FlashMLA and its engines compile for; those know no bias of o_proj.
         "deepseek-512+64": {

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from mha2mla.conversion.adapters import SourceSpec
+from mha2mla.conversion.blocks import default_lengths
 from mha2mla.conversion.presets import PRESETS, preset_values
 from mha2mla.geometry import MLAGeometry
 
@@ -98,14 +99,16 @@ class Recipe:
             maximum) or ``"long"``.
         calibration_text: what ``mha2mla.texts.mixed_windows`` takes: texts by name, several of them joined by ``+``;
             ``"generated"`` is sampled from the source model, which is loaded whole for it.
-        calibration_tokens: tokens of calibration text, rounded down to whole windows.
-        calibration_length: window length; calibrate at the length you will run.
+        calibration_tokens: tokens of calibration text; every length gets the same share of them, in blocks as large as
+            the longest window, at least one.
+        calibration_length: window length, several that divide the longest, or ``"auto"``: ``blocks.default_lengths``,
+            from 512 tokens up to the model's context. What a model is calibrated at is what it is good at.
         seed: chooses the calibration windows and the order of reconstruction's batches.
         sequential: statistics of a layer are taken on inputs that passed the converted layers before it. Implied by
             reconstruction.
         reconstruction_steps: gradient steps that fit a layer to what the source computes, on inputs that passed the
             converted layers before it (``conversion.reconstruction``); 0 for none.
-        reconstruction_batch: windows of a step.
+        reconstruction_tokens: tokens of a step, all in windows of one length; at least the longest window's.
         reconstruction_learning_rate: Adam's, relative to the root mean square of each tensor; after a short rise it
             falls to zero along a cosine.
         reconstruction_correction: from 0 to 1, how much of what earlier layers lost a layer is to make good: its
@@ -144,12 +147,12 @@ class Recipe:
     shrinkage: float = 0.003
     longrope_table: str = "short"
     calibration_text: str = "builtin:pydoc"
-    calibration_tokens: int = 8192
-    calibration_length: int = 512
+    calibration_tokens: int = 24576
+    calibration_length: int | list[int] | Literal["auto"] = "auto"
     seed: int = 0
     sequential: bool = False
     reconstruction_steps: int = 0
-    reconstruction_batch: int = 8
+    reconstruction_tokens: int = 4096
     reconstruction_learning_rate: float = 0.006
     reconstruction_correction: float = 1.0
     reconstruction_precision: str = "float32"
@@ -205,11 +208,10 @@ class Recipe:
             ("kv_lora_rank", 1),
             ("qk_rope_head_dim", 2),
             ("calibration_tokens", 1),
-            ("calibration_length", 2),
             ("seed", 0),
             ("freq_fold", 1),
             ("reconstruction_steps", 0),
-            ("reconstruction_batch", 1),
+            ("reconstruction_tokens", 1),
         ):
             value = getattr(self, name)
             if value is None and name in ("kv_lora_rank", "qk_rope_head_dim"):
@@ -227,11 +229,26 @@ class Recipe:
             raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; expected an even number (RoPE turns pairs)")
         if not isinstance(self.calibration_text, str) or not self.calibration_text:
             raise ValueError(f"calibration_text is {self.calibration_text!r}; expected the name of a text")
-        if self.calibration_tokens < self.calibration_length:
-            raise ValueError(
-                f"calibration_tokens is {self.calibration_tokens}; expected at least one window of"
-                f" calibration_length={self.calibration_length}"
-            )
+        lengths = self.calibration_length
+        if lengths != "auto":
+            listed = [lengths] if isinstance(lengths, int) else lengths
+            if not isinstance(listed, list | tuple) or not listed or not all(_is_length(each) for each in listed):
+                raise ValueError(f"calibration_length is {lengths!r}; expected 'auto', an int >= 2 or a list of them")
+            longest = max(listed)
+            if any(longest % length for length in listed):
+                raise ValueError(f"calibration_length is {lengths!r}; expected lengths that divide the longest one")
+            if self.calibration_tokens < longest:
+                raise ValueError(
+                    f"calibration_tokens is {self.calibration_tokens}; expected at least one window of"
+                    f" calibration_length={lengths}"
+                )
+
+    def window_lengths(self, context: int | None) -> tuple[int, ...]:
+        """Lengths of the calibration windows for a model of that ``context``, the shortest first."""
+        if self.calibration_length == "auto":
+            return default_lengths(context)
+        lengths = self.calibration_length
+        return tuple(sorted({lengths} if isinstance(lengths, int) else set(lengths)))
 
     @property
     def target_cache_ratio(self) -> float | None:
@@ -401,6 +418,10 @@ class Recipe:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 2
 
 
 def _check_layer_ranks(ranks: list[int] | str) -> None:

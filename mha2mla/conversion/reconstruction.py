@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from mha2mla.conversion.numerics import deterministic, matmul_precision
 from mha2mla.conversion.recipe import Recipe
 
 Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
+_Batch = tuple[int, torch.Tensor]  # length of the windows, and numbers of their blocks
 
 _BETAS = (0.9, 0.98)
 _EPSILON = 1e-12  # the loss starts at one, but a gradient per weight is far below that
@@ -28,7 +31,7 @@ _BASIS_SHARE = 1 / 64  # of the steps: as many batches the bases of the gradient
 _BASIS_BATCHES = (8, 32)  # but at least and at most so many
 _WIDEST_BASIS = 4096  # a wider side stays as it is: its eigenvectors cost more than they save
 _CHECKS = 8  # times that the held-out loss is looked at
-_HELD_OUT = 16  # one window of so many, at most so many windows
+_HELD_OUT = 16  # one block of so many, at most so many blocks of a length
 
 
 class ReconstructionError(ValueError):
@@ -42,8 +45,8 @@ class ReconstructionProblem:
     The loss of a batch is the mean over tokens of ``weights`` · mean_d (forward(tensors, inputs) − targets)².
 
     Attributes:
-        inputs, targets: [windows, length, hidden] each.
-        weights: [windows, length] float32, one over the energy that an error of a token is measured by.
+        inputs, targets: hidden states of the same blocks.
+        weights: [blocks, size] float32, one over the energy that an error of a token is measured by.
         forward: tensors of the layer and inputs [n, length, hidden] -> [n, length, hidden], differentiable.
         device: of the computation.
     """
@@ -74,10 +77,12 @@ class Reconstruction:
 def reconstruct(
     problem: ReconstructionProblem, tensors: Mapping[str, torch.Tensor], recipe: Recipe, *, layer: int
 ) -> Reconstruction:
-    """Adam on the tensors of one layer (``recipe.reconstruction_*``), keeping the best by held-out windows.
+    """Adam on the tensors of one layer (``recipe.reconstruction_*``), keeping the best by held-out blocks.
 
-    A sixteenth of the windows is held out. Every tensor moves at a rate relative to its root mean square. On CUDA a
-    step is one graph replay; matrix products are then TF32. The result depends on the arguments and the machine only.
+    A step sees windows of one length; lengths take turns by chance, each as often as it has blocks. A sixteenth of the
+    blocks of each length is held out. Every tensor moves at a rate relative to its root mean square. On CUDA a step is
+    one graph replay (a graph for each length); matrix products are then TF32. The result depends on the arguments and
+    the machine only.
 
     Args:
         tensors: where to start, any floating-point dtype, on ``problem.device``.
@@ -128,11 +133,17 @@ class _Fit:
         self.first, self.second = torch.zeros_like(self.vector), torch.zeros_like(self.vector)
         self.count, self.norm, self.rate, self.skipped = (torch.zeros((), device=device) for _ in range(4))
         self.scale = 1.0
-        windows = len(problem.inputs)
-        held = max(1, min(_HELD_OUT, windows // _HELD_OUT))
-        self.held_out = torch.arange(held) * windows // held
-        self.train = torch.tensor(sorted(set(range(windows)) - set(self.held_out.tolist())) or [0])
-        self.batch = min(recipe.reconstruction_batch, len(self.train))
+        self.blocks = problem.inputs.blocks
+        self.held_out: dict[int, torch.Tensor] = {}
+        self.train: dict[int, torch.Tensor] = {}
+        for length in self.blocks.window_lengths:
+            blocks = self.blocks.of_length(length)
+            held = max(1, min(_HELD_OUT, len(blocks) // _HELD_OUT))
+            self.held_out[length] = torch.arange(held) * len(blocks) // held + blocks.start
+            left = sorted(set(blocks) - set(self.held_out[length].tolist()))
+            self.train[length] = torch.tensor(left or [blocks.start])
+        fewest = min(map(len, self.train.values()))
+        self.batch = min(max(1, recipe.reconstruction_tokens // self.blocks.size), fewest)
         self.weights = problem.weights.to(device)
         self.half = recipe.reconstruction_precision == "bfloat16"
 
@@ -148,12 +159,14 @@ class _Fit:
         checks = {round(steps * (part + 1) / _CHECKS) for part in range(_CHECKS)}
         least, most = _BASIS_BATCHES
         self._choose_bases(order[: max(least, min(most, int(_BASIS_SHARE * steps)))])
-        step, note = self._compile(order)
+        step_of, note = self._compile(order)
         best, kept = before, None
         for index in range(steps):
-            self._load(order[index])
+            length, blocks = order[index]
+            for buffer, values in zip(self.buffers[length], self._windows(length, blocks), strict=True):
+                buffer.copy_(values)
             self.rate.fill_(_schedule(index, steps) * self.recipe.reconstruction_learning_rate)
-            step()
+            step_of[length]()
             if index + 1 in checks:
                 loss = self._held_out_loss()
                 if not math.isfinite(loss):
@@ -169,21 +182,28 @@ class _Fit:
         fitted = {name: leaf.detach().clone() for name, leaf in zip(self.names, self.leaves, strict=True)}
         return Reconstruction({**self.start, **fitted}, before, best, note)
 
-    def _order(self, steps: int) -> torch.Tensor:
-        """Windows of every step, [steps, batch]: each window once before any comes again."""
+    def _order(self, steps: int) -> list[_Batch]:
+        """Length and blocks [batch] of every step: each block of a length once before any comes again."""
         generator = torch.Generator().manual_seed(self.recipe.seed * 100_003 + self.layer)
-        rounds = -(-steps * self.batch // len(self.train))
-        shuffled = [self.train[torch.randperm(len(self.train), generator=generator)] for _ in range(rounds)]
-        return torch.cat(shuffled)[: steps * self.batch].view(steps, self.batch).to(self.problem.device)
+        queues = {}
+        for length, blocks in self.train.items():
+            rounds = -(-steps * self.batch // len(blocks))
+            shuffled = [blocks[torch.randperm(len(blocks), generator=generator)] for _ in range(rounds)]
+            queues[length] = iter(torch.cat(shuffled)[: steps * self.batch].view(steps, -1).to(self.problem.device))
+        lengths = torch.tensor([length for length, blocks in self.train.items() for _ in blocks])
+        turns: list[int] = []
+        while len(turns) < steps:
+            turns += lengths[torch.randperm(len(lengths), generator=generator)].tolist()
+        return [(length, next(queues[length])) for length in turns[:steps]]
 
-    def _choose_bases(self, order: torch.Tensor) -> None:
+    def _choose_bases(self, order: list[_Batch]) -> None:
         """The bases that Adam works in: eigenvectors of the gradients' second moments, on both sides of every matrix.
 
         SOAP (arXiv 2409.11321), which renews them all the time; those of the start serve a fit as short as this.
         """
         sums = [tuple(_square(size, leaf) for size in leaf.shape) for leaf in map(_matrix, self.leaves)]
-        for windows in order:
-            loss = self._loss(*self._windows(windows)) * self.scale
+        for length, blocks in order:
+            loss = self._loss(*self._windows(length, blocks)) * self.scale
             for gradient, (left, right) in zip(torch.autograd.grad(loss, self.leaves), sums, strict=True):
                 matrix = _matrix(gradient)
                 if left is not None:
@@ -215,23 +235,20 @@ class _Fit:
     @torch.no_grad()
     def _held_out_loss(self) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self.problem.device)
-        for windows in self.held_out.split(self.batch):
-            loss = self._loss(*self._windows(windows.to(self.problem.device)))
-            total += loss.double() * len(windows)
-        return float(total) / len(self.held_out)
+        for length, held in self.held_out.items():
+            for blocks in held.split(self.batch):
+                loss = self._loss(*self._windows(length, blocks.to(self.problem.device)))
+                total += loss.double() * len(blocks)
+        return float(total) / sum(map(len, self.held_out.values()))
 
-    def _windows(self, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _windows(self, length: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         inputs, targets = (
-            store.gather(windows, self.problem.device) for store in (self.problem.inputs, self.problem.targets)
+            store.gather(blocks, self.problem.device, length) for store in (self.problem.inputs, self.problem.targets)
         )
-        return inputs, targets, self.weights[windows]
+        return inputs, targets, self.weights[blocks].view(-1, length)
 
-    def _load(self, windows: torch.Tensor) -> None:
-        for buffer, values in zip(self.buffers, self._windows(windows), strict=True):
-            buffer.copy_(values)
-
-    def _step(self) -> None:
-        gradients = torch.autograd.grad(self._loss(*self.buffers) * self.scale, self.leaves)
+    def _step(self, length: int) -> None:
+        gradients = torch.autograd.grad(self._loss(*self.buffers[length]) * self.scale, self.leaves)
         with torch.no_grad():
             self._descend(torch.cat([gradient.flatten() for gradient in gradients]))
 
@@ -251,31 +268,37 @@ class _Fit:
         step = (self.first / (1 - _BETAS[0] ** self.count)) / unbiased
         self.vector.sub_(self._rotated(step, back=True).mul_(self.rates).mul_(self.rate))
 
-    def _compile(self, order: torch.Tensor) -> tuple[Callable[[], None], str]:
-        """One step as a call without arguments over static buffers, and how it runs."""
-        self.buffers = self._windows(order[0])
+    def _compile(self, order: list[_Batch]) -> tuple[dict[int, Callable[[], None]], str]:
+        """One step at each length as a call without arguments over static buffers, and how they run."""
+        self.buffers = {length: self._windows(length, blocks) for length, blocks in dict(order).items()}
+        steps = {length: partial(self._step, length) for length in self.buffers}
         if self.problem.device.type != "cuda":
-            return self._step, "eager"
+            return steps, "eager"
         state = (self.vector, self.first, self.second, self.count, self.norm, self.skipped)
         saved = [tensor.clone() for tensor in state]
         try:
             # Small layers are bound by launches: capture forward, backward and Adam at once.
-            side = torch.cuda.Stream(self.problem.device)
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    self._step()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                self._step()
-            step, note = graph.replay, "CUDA graph"
+            pool = torch.cuda.graph_pool_handle()
+            steps = {length: self._captured(step, pool).replay for length, step in steps.items()}
+            note = "CUDA graph"
         except RuntimeError as error:
             torch.cuda.synchronize()
-            step, note = self._step, f"eager, since capture failed: {str(error).splitlines()[0]}"
+            note = f"eager, since capture failed: {str(error).splitlines()[0]}"
         for tensor, value in zip(state, saved, strict=True):
             tensor.copy_(value)
-        return step, note
+        return steps, note
+
+    def _captured(self, step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream(self.problem.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            step()
+        return graph
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
-from mha2mla.conversion.calibration import AttentionSample
+from mha2mla.conversion.calibration import GOLDEN, AttentionSample
 from mha2mla.conversion.rotary_basis import RotaryBasis, rotate
 
-_PAIRS = 2**22  # of a query and a key in all windows, at most, for each head: their scores are kept
-_GOLDEN = (5**0.5 - 1) / 2
+_PAIRS = 2**22  # of a query and a key in all windows of a length, at most, for each head: their scores are kept
 _STEPS = 2  # of conjugate gradients; more fit the sample and not the next text
 _RIDGE = 0.3  # keeps to the start, relative to the energy of a direction
 _OUTPUT_STRIDE = 2
-_OUTPUT_PAIRS = 2**20  # of one window, at most
+_OUTPUT_PAIRS = 2**22  # of one window, at most
 _OUTPUT_RIDGES = (0.003, 0.03, 0.3, 3.0)  # relative to the mean energy of a feature
 
 
@@ -44,8 +44,8 @@ def refit_queries(
     dtype, scale = windows[0].query.dtype, spec.softmax_scale
     asked = [window.asked(window.keys(key_map)) for window in windows]
     start = query_nope.to(dtype)
-    count = sum(window.query.shape[1] for window in windows)
-    query_moment = sum(window.query.mT @ window.query for window in windows) / count
+    count = sum(window.query.shape[1] * window.share for window in windows)
+    query_moment = sum(window.query.mT @ window.query * window.share for window in windows) / count
     key_moment = sum(window.key_covariance(keys) for window, keys in zip(windows, asked, strict=True)) / count
     query_inverse, query_metric = _regularised(query_moment)
     key_inverse, key_metric = _regularised(key_moment)
@@ -93,13 +93,13 @@ def refit_output(
     Returns:
         [hidden, H * d_v] and [hidden] or None, float64.
     """
-    dtype = sample.hidden.dtype
+    dtype = sample.hidden[0].dtype
     out = weights.o_weight.to(dtype)
     offset = 0 if value_offset is None else value_offset.to(dtype)
-    heads, errors = [], []
+    heads, errors, shares = [], [], []
     value_weight = weights.v_weight.to(dtype).view(*value_map.shape[:2], -1)
-    stride = max(_OUTPUT_STRIDE, math.ceil(sample.hidden.shape[1] ** 2 / _OUTPUT_PAIRS))
     for index, hidden in enumerate(sample.hidden):
+        stride = max(_OUTPUT_STRIDE, math.ceil(len(hidden) ** 2 / _OUTPUT_PAIRS))
         window, rotary = _score_window(spec, weights, hidden, sample.window, basis, stride, index)
         value = torch.einsum("ade,te->atd", value_weight, hidden)
         approximate = torch.einsum("ade,te->atd", value_map.to(dtype), window.features)
@@ -108,37 +108,41 @@ def refit_output(
         found = _attend(converted, approximate, spec)
         heads.append(found.flatten(1))
         errors.append((source - (found + offset).flatten(1)) @ out.T)
-    features, error = torch.cat(heads).double(), torch.cat(errors).double()
+        shares.append(torch.full((len(found), 1), float(stride), dtype=torch.float64, device=found.device))
+    features, error, share = torch.cat(heads).double(), torch.cat(errors).double(), torch.cat(shares)
     centred = value_offset is not None
     kept = len(features) * 3 // 4
     # A ridge that does not help the last quarter of the sample is no ridge to use; without any nothing changes.
-    losses = {None: float(_centred(error[kept:], error[:kept], centred).square().sum())}
+    fitted, judged = slice(None, kept), slice(kept, None)
+    plain = error[judged] - _mean(error[fitted], share[fitted], centred)
+    losses = {None: float((plain.square() * share[judged]).sum())}
     for ridge in _OUTPUT_RIDGES:
-        change, mean, error_mean = _ridge_regression(features[:kept], error[:kept], ridge, centred)
-        left = error[kept:] - error_mean - (features[kept:] - mean) @ change.T
-        losses[ridge] = float(left.square().sum())
+        change, mean, error_mean = _ridge_regression(features[fitted], error[fitted], share[fitted], ridge, centred)
+        left = error[judged] - error_mean - (features[judged] - mean) @ change.T
+        losses[ridge] = float((left.square() * share[judged]).sum())
     best = min(losses, key=losses.__getitem__)
     if best is None:
-        error_mean = error.mean(0)
+        error_mean = _mean(error, share, centred)
         return torch.zeros_like(weights.o_weight, dtype=torch.float64), error_mean if centred else None
-    change, mean, error_mean = _ridge_regression(features, error, best, centred)
+    change, mean, error_mean = _ridge_regression(features, error, share, best, centred)
     return change, error_mean - change @ mean if centred else None
 
 
-def _centred(values: torch.Tensor, reference: torch.Tensor, centred: bool) -> torch.Tensor:
-    return values - reference.mean(0) if centred else values
+def _mean(rows: torch.Tensor, share: torch.Tensor, centred: bool) -> torch.Tensor:
+    """Of rows [n, width], each as often as ``share`` [n, 1] says; zero unless ``centred``."""
+    return (rows * share).sum(0) / share.sum() if centred else torch.zeros_like(rows[0])
 
 
 def _ridge_regression(
-    features: torch.Tensor, target: torch.Tensor, ridge: float, centred: bool
+    features: torch.Tensor, target: torch.Tensor, share: torch.Tensor, ridge: float, centred: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Coefficients [targets, features] and both means (zero unless ``centred``)."""
-    mean = features.mean(0) if centred else torch.zeros_like(features[0])
-    target_mean = target.mean(0) if centred else torch.zeros_like(target[0])
+    mean, target_mean = (_mean(rows, share, centred) for rows in (features, target))
     features, target = features - mean, target - target_mean
-    gram = features.T @ features
+    counted = features * share
+    gram = counted.T @ features
     gram.diagonal().add_(ridge * gram.diagonal().mean())
-    return torch.linalg.solve(gram, features.T @ target).T, mean, target_mean
+    return torch.linalg.solve(gram, counted.T @ target).T, mean, target_mean
 
 
 @dataclass(frozen=True)
@@ -150,12 +154,14 @@ class ScoreWindow:
         features: [length, E], what un-rotated keys are linear functions of.
         weight: [H, queries, length], the source's attention.
         target: [H, queries, length], the source's scaled scores less the rotary part, centred under ``weight``.
+        share: how much a query counts: those of a window that has fewer stand for their neighbours.
     """
 
     query: torch.Tensor
     features: torch.Tensor
     weight: torch.Tensor
     target: torch.Tensor
+    share: float
 
     def keys(self, key_map: torch.Tensor) -> torch.Tensor:
         """Un-rotated keys [H, length, d_n], of maps [h_kv, d_n, E]."""
@@ -173,12 +179,12 @@ class ScoreWindow:
 
     def pull(self, errors: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
         """The adjoint of :meth:`scores` under the weights, for errors that are centred: [H, d_n, d]."""
-        return ((self.weight * errors) @ asked.keys).mT @ self.query
+        return ((self.weight * errors) @ asked.keys).mT @ self.query * self.share
 
     def key_covariance(self, asked: AskedKeys) -> torch.Tensor:
         """[H, d_n, d_n] of the keys under a query's attention, summed over queries."""
         keys, mean = asked.keys, asked.mean
-        return (keys * self.weight.sum(1)[..., None]).mT @ keys - mean.mT @ mean
+        return ((keys * self.weight.sum(1)[..., None]).mT @ keys - mean.mT @ mean) * self.share
 
 
 @dataclass(frozen=True)
@@ -200,10 +206,10 @@ def score_windows(
     All queries, as long as there is room for their scores. Leaving out neighbours costs more than leaving out windows
     (benchmarks/NOTES.md).
     """
-    windows, length = sample.hidden.shape[:2]
-    stride = math.ceil(windows * length**2 / _PAIRS)
+    windows = Counter(map(len, sample.hidden))
+    strides = {length: math.ceil(count * length**2 / _PAIRS) for length, count in windows.items()}
     return [
-        _score_window(spec, weights, hidden, sample.window, basis, stride, index)[0]
+        _score_window(spec, weights, hidden, sample.window, basis, strides[len(hidden)], index)[0]
         for index, hidden in enumerate(sample.hidden)
     ]
 
@@ -224,7 +230,7 @@ def _score_window(
     a query and the first token, which many heads look at most, would be seen at a few angles only.
     """
     dtype, device, length = hidden.dtype, hidden.device, hidden.shape[0]
-    first = min(int(index * _GOLDEN % 1 * stride), length - 1)
+    first = min(int(index * GOLDEN % 1 * stride), length - 1)
     chosen = torch.arange(first, length, stride, device=device)
     query = _project(spec, hidden[chosen], weights.q_weight, weights.q_bias, weights.q_norm)  # [H, queries, d]
     key = _project(spec, hidden, weights.k_weight, weights.k_bias, weights.k_norm)  # [h_kv, length, d]
@@ -251,6 +257,7 @@ def _score_window(
         features=torch.cat([stacked, hidden], -1) if spec.qk_norm else hidden,
         weight=weight,
         target=lost - (weight * lost).sum(-1, keepdim=True),
+        share=float(stride),
     )
     return scores, rotary.masked_fill(unseen, float("-inf"))
 

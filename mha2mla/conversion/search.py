@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from torch.func import functional_call
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
+from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.calibration import ActivationStore
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.sequence import LayerSequence, computed
@@ -18,7 +19,7 @@ from mha2mla.geometry import MLAGeometry
 
 SHARES = (0.08, 0.125, 0.17, 0.21, 0.25, 0.29, 0.34, 0.42, 0.5)
 _LAYERS = 6  # spread over the depth
-_WINDOWS = 16  # of the calibration text, a quarter of them held out
+_FITTED_TOKENS, _JUDGED_TOKENS = 6144, 2048  # of the calibration text, or whole blocks
 _BATCH_TOKENS = 2048
 
 
@@ -27,7 +28,7 @@ def choose_rope_share(
     adapter: FamilyAdapter,
     spec: SourceSpec,
     recipe: Recipe,
-    windows: torch.Tensor,
+    windows: TokenBlocks,
     *,
     folder: Path,
 ) -> Recipe:
@@ -40,7 +41,7 @@ def choose_rope_share(
 
     Args:
         model: the source.
-        windows: calibration tokens, int64 [windows, length].
+        windows: calibration tokens.
         folder: where activations go that do not fit into memory.
 
     Raises:
@@ -50,17 +51,15 @@ def choose_rope_share(
     if not recipes:
         replace(recipe, rope_share=0.25).geometry(spec)  # says why
         raise ValueError(f"rope_share is 'auto', but no share fits cache_ratio={recipe.target_cache_ratio}")
-    chosen = windows[:: max(1, len(windows) // _WINDOWS)][:_WINDOWS]
-    held_out = max(1, len(chosen) // 4) if len(chosen) > 1 else 0
-    fitted, judged = (chosen[held_out:], chosen[:held_out]) if held_out else (chosen, chosen)
     losses = dict.fromkeys(recipes, 0.0)
-    for layer, inputs, held in _inputs(model, fitted, judged, folder):
+    for layer, inputs, held in _inputs(model, windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS), folder):
         statistics = None
         for geometry, candidate in recipes.items():
-            sequence = LayerSequence(model, adapter, spec, geometry, candidate, None, folder)
+            sequence = LayerSequence(model, adapter, spec, geometry, candidate, windows, folder)
             if statistics is None:  # which ones are needed does not depend on the split
                 collector = sequence.collector(layer)
-                collector.add(inputs)
+                for batch in inputs:
+                    collector.add(batch)
                 statistics = collector.finish()
             losses[geometry] += _loss(sequence, layer, sequence.convert(layer, statistics), held)
     count = len(_chosen_layers(spec.num_layers))
@@ -88,39 +87,35 @@ def _chosen_layers(num_layers: int) -> list[int]:
 
 
 def _inputs(
-    model: StreamedModel, fitted: torch.Tensor, judged: torch.Tensor, folder: Path
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Layer, and the inputs of its attention on both sets of windows, for the chosen layers."""
+    model: StreamedModel, parts: Sequence[TokenBlocks], folder: Path
+) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+    """Layer, and batches of what its attention is given in each of two ``parts`` of the text, for the chosen layers."""
     layers = _chosen_layers(model.num_layers)
-    windows = torch.cat([fitted, judged])
-    store = ActivationStore(*windows.shape, model.hidden_size, dtype=model.dtype, folder=folder)
+    stores = [ActivationStore(part, model.hidden_size, dtype=model.dtype, folder=folder) for part in parts]
     try:
-        model.embed(windows, store)
+        for store in stores:
+            model.embed(store)
         for layer in range(layers[-1] + 1):
-            seen: list[torch.Tensor] = []
-            model.run_layer(
-                model.layer(layer),
-                layer,
-                store,
-                batch=max(1, _BATCH_TOKENS // windows.shape[1]),
-                observe=seen.append if layer in layers else None,
-            )
-            if seen:
-                inputs = torch.cat(seen)
-                yield layer, inputs[: len(fitted)], inputs[len(fitted) :]
+            module, seen = model.layer(layer), ([], [])
+            for store, batches in zip(stores, seen, strict=True):
+                observe = batches.append if layer in layers else None
+                model.run_layer(module, layer, store, tokens=_BATCH_TOKENS, observe=observe)
+            if layer in layers:
+                yield layer, *seen
             model.source.release()
     finally:
-        store.close()
+        for store in stores:
+            store.close()
 
 
 @torch.inference_mode()
-def _loss(sequence: LayerSequence, layer: int, tensors: dict[str, torch.Tensor], held: torch.Tensor) -> float:
-    """Relative squared error of one converted attention on ``held`` [windows, length, hidden]."""
+def _loss(sequence: LayerSequence, layer: int, tensors: dict[str, torch.Tensor], held: list[torch.Tensor]) -> float:
+    """Relative squared error of one converted attention on batches ``held`` of windows [n, length, hidden]."""
     model = sequence.model
     source, converted = model.layer(layer).self_attn, sequence.empty_attention(layer)
     named = computed(tensors, model)
     error = energy = 0.0
-    for window in held[:, None]:
+    for window in (window[None] for batch in held for window in batch):
         arguments = model.layer_arguments(layer, window)
         expected = source(window, **arguments)[0]
         found = functional_call(converted, named, (window,), arguments)[0]

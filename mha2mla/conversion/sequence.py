@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from mha2mla.conversion.adapters import AttentionWeights, FamilyAdapter, SourceSpec
+from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.calibration import (
     SPILL_BYTES,
     ActivationStore,
@@ -79,7 +80,7 @@ class LayerSequence:
     Attributes:
         model: the source, streamed; device and dtype of the computation are its.
         adapter, spec, geometry, recipe: what is converted, and how.
-        windows: calibration tokens, int64 [windows, length]; None when the recipe needs none.
+        windows: calibration tokens; None when the recipe needs none.
         folder: where activations go when they exceed ``spill_bytes``.
         weights_dtype: of the result; None for the source's own. ``inv_freq`` and ``o_proj.bias`` are float32 always.
         spill_bytes: a stream of activations that is larger lives in a file.
@@ -93,7 +94,7 @@ class LayerSequence:
     spec: SourceSpec
     geometry: MLAGeometry
     recipe: Recipe
-    windows: torch.Tensor | None
+    windows: TokenBlocks | None
     folder: Path
     weights_dtype: torch.dtype | None = None
     spill_bytes: int = SPILL_BYTES
@@ -124,7 +125,7 @@ class LayerSequence:
     def _walk_source(self) -> Iterator[ConvertedLayer]:
         missing, (store,) = self._missing(), self.new_stores(1)
         try:
-            self.model.embed(self.windows, store)
+            self.model.embed(store)
             for layer in range(self.spec.num_layers):
                 started = time.perf_counter()
                 collector = self.collector(layer) if layer in missing else None
@@ -132,7 +133,7 @@ class LayerSequence:
                     self.model.layer(layer),
                     layer,
                     store,
-                    batch=max(1, _BATCH_TOKENS // self.windows.shape[1]),
+                    tokens=_BATCH_TOKENS,
                     observe=None if collector is None else collector.add,
                 )
                 if collector is not None:
@@ -151,11 +152,11 @@ class LayerSequence:
 
     def new_stores(self, count: int, *, on_device: bool = False) -> list[ActivationStore]:
         """Room for a hidden state per token each; ``on_device``: on the model's, where all of them fit there."""
-        size = self.windows.numel() * self.spec.hidden_size * self.model.dtype.itemsize
+        size = self.windows.tokens.numel() * self.spec.hidden_size * self.model.dtype.itemsize
         device = device_for_activations(self.model.device, count * size) if on_device else torch.device("cpu")
         return [
             ActivationStore(
-                *self.windows.shape,
+                self.windows,
                 self.spec.hidden_size,
                 dtype=self.model.dtype,
                 folder=self.folder,
@@ -174,13 +175,14 @@ class LayerSequence:
         )
         geometry = self.geometry_of(layer)
         sampled = FIRST_SAMPLE_TOKENS if self.recipe.reconstruction_steps else SAMPLE_TOKENS
+        lengths = 1 if self.windows is None else len(self.windows.window_lengths)
         return StatisticsCollector(
             self.spec.of_layer(layer),
             weights,
             window=self.spec.sliding_windows[layer],
             phases=self.recipe.needs_phases(geometry),
             attended=self.recipe.needs_attended(geometry),
-            sample_tokens=sampled if self.recipe.needs_sample(geometry) else 0,
+            sample_tokens=sampled // lengths if self.recipe.needs_sample(geometry) else 0,
         )
 
     def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:
@@ -242,9 +244,7 @@ class _ConvertedWalk:
     def __init__(self, sequence: LayerSequence) -> None:
         self.sequence, self.model, self.recipe = sequence, sequence.model, sequence.recipe
         self.num_layers = sequence.spec.num_layers
-        length = sequence.windows.shape[1]
-        tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else _BATCH_TOKENS
-        self.batch = max(1, tokens // length)
+        self.tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else _BATCH_TOKENS
         self.fits = self.recipe.reconstruction_steps > 0
         self.blends = self.fits and self.recipe.reconstruction_correction < 1
 
@@ -254,7 +254,7 @@ class _ConvertedWalk:
         self.stream, self.source, self.targets = (stores + [None] * 2)[:3]
         try:
             for store in stores[:2]:
-                self.model.embed(sequence.windows, store)
+                self.model.embed(store)
             for layer in range(self.num_layers):
                 started = time.perf_counter()
                 with torch.inference_mode(False):
@@ -277,8 +277,7 @@ class _ConvertedWalk:
 
     def _convert(self, module: nn.Module, layer: int) -> tuple[dict[str, torch.Tensor], LayerRecord]:
         collector = self.sequence.collector(layer)
-        stride = max(1, self.sequence.windows.numel() // _STATISTICS_TOKENS)
-        self._observe(module, layer, torch.arange(0, len(self.stream), stride), collector.add)
+        self._observe(module, layer, collector.add)
         tensors = self.sequence.convert(layer, collector.finish())
         record = LayerRecord(layer, 0.0)
         if self.fits and not self.recipe.is_exact(self.sequence.geometry_of(layer)):
@@ -290,7 +289,7 @@ class _ConvertedWalk:
 
     def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
         with self._precision():
-            self.model.run_layer(module, layer, stream, batch=self.batch)
+            self.model.run_layer(module, layer, stream, tokens=self.tokens)
 
     def _precision(self) -> AbstractContextManager[None]:
         """Of the streams: TF32 on CUDA where the fits make do with less (errors of 1e-3, against 1e-2)."""
@@ -301,19 +300,16 @@ class _ConvertedWalk:
     def _blend(self, module: nn.Module, layer: int) -> ActivationStore:
         """Targets between what the source's layer makes of the converted stream and what it made of the source's."""
         share = self.recipe.reconstruction_correction
-        for start in range(0, len(self.stream), self.batch):
-            stop = min(start + self.batch, len(self.stream))
-            hidden = self.stream.read(start, stop, self.model.device)
+        for part in self.stream.blocks.batches(self.tokens):
+            hidden = self.stream.read(part, self.model.device)
             with self._precision():
                 hidden = self.model.forward_layer(module, layer, hidden)
-            self.targets.write(start, hidden.lerp(self.source.read(start, stop, self.model.device), share))
+            self.targets.write(part, hidden.lerp(self.source.read(part, self.model.device), share))
         return self.targets
 
     @torch.inference_mode()
-    def _observe(
-        self, module: nn.Module, layer: int, windows: torch.Tensor, receive: Callable[[torch.Tensor], None]
-    ) -> None:
-        """Hands ``receive`` what the attention of layer ``layer`` is given in the converted stream, batch by batch."""
+    def _observe(self, module: nn.Module, layer: int, receive: Callable[[torch.Tensor], None]) -> None:
+        """Hands ``receive`` what the attention of layer ``layer`` is given in a part of the converted stream."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             receive(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
@@ -321,47 +317,45 @@ class _ConvertedWalk:
 
         handle = module.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
         try:
-            for part in windows.split(self.batch):
-                with suppress(_Seen):
-                    self.model.forward_layer(module, layer, self.stream.gather(part, self.model.device))
+            for length, blocks in self.stream.blocks.spread(_STATISTICS_TOKENS).items():
+                for part in blocks.split(max(1, self.tokens // self.stream.blocks.size)):
+                    with suppress(_Seen):
+                        self.model.forward_layer(module, layer, self.stream.gather(part, self.model.device, length))
         finally:
             handle.remove()
 
     def _problem(self, module: nn.Module, layer: int) -> ReconstructionProblem:
         targets = self._blend(module, layer) if self.blends else self.source
-        weights = token_energies(self.source, self.batch, self.model.device).reciprocal()
-        window = torch.empty(
-            1, self.stream.length, self.model.hidden_size, dtype=self.model.dtype, device=self.model.device
-        )
-        # Made once: masks and positions serve every batch.
-        arguments = self.model.layer_arguments(layer, window)
-        forward = block_forward(module, self.sequence.empty_attention(layer), arguments)
+        weights = token_energies(self.source, self.tokens, self.model.device).reciprocal()
+        forward = block_forward(self.sequence, layer, module)
         return ReconstructionProblem(self.stream, targets, weights, forward, self.model.device)
 
 
-def block_forward(module: nn.Module, attention: nn.Module, arguments: dict) -> Forward:
-    """The decoder layer ``module`` with ``attention`` in its place, as a function of that attention's tensors.
-
-    Args:
-        attention: without memory, see :meth:`LayerSequence.empty_attention`.
-        arguments: what the layer is called with beside its inputs.
-    """
-    block = _with_attention(module, attention)
+def block_forward(sequence: LayerSequence, layer: int, module: nn.Module) -> Forward:
+    """The decoder layer ``module`` with the converted attention in its place, as a function of that attention's tensors
+    and of windows of the lengths that ``sequence`` has."""
+    model, block = sequence.model, _with_attention(module, sequence.empty_attention(layer))
+    # Made once: masks and positions serve every batch.
+    arguments = {
+        length: model.layer_arguments(
+            layer, torch.empty(1, length, model.hidden_size, dtype=model.dtype, device=model.device)
+        )
+        for length in sequence.windows.window_lengths
+    }
 
     def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
         named = {f"self_attn.{name}": tensor for name, tensor in tensors.items()}
-        return _first(functional_call(block, named, (inputs,), arguments))
+        return _first(functional_call(block, named, (inputs,), arguments[inputs.shape[1]]))
 
     return forward
 
 
 @torch.inference_mode()
-def token_energies(store: ActivationStore, batch: int, device: torch.device) -> torch.Tensor:
-    """[windows, length] mean square of every token, on the CPU; ``batch`` windows at a time on ``device``."""
-    energy = torch.empty(len(store), store.length, device=device)
-    for start in range(0, len(store), batch):
-        stop = min(start + batch, len(store))
-        energy[start:stop] = store.read(start, stop, device).float().square().mean(-1)
+def token_energies(store: ActivationStore, tokens: int, device: torch.device) -> torch.Tensor:
+    """[blocks, size] mean square of every token, on the CPU; so many ``tokens`` at a time on ``device``."""
+    energy = torch.empty(store.blocks.tokens.shape, device=device)
+    for part in store.blocks.batches(tokens):
+        energy[part] = store.read(part, device).float().square().mean(-1).view(energy[part].shape)
     return energy.cpu()
 
 

@@ -14,7 +14,7 @@ from mha2mla.conversion.calibration import ActivationStore
 from mha2mla.conversion.source import CheckpointReader
 from mha2mla.conversion.stored import StoredParameters
 
-_WINDOWS = 16  # that are embedded at a time
+_EMBEDDED_TOKENS = 8192  # at a time
 
 
 class StreamedModel:
@@ -69,12 +69,12 @@ class StreamedModel:
         return self.skeleton.model.embed_tokens.num_embeddings
 
     @torch.inference_mode()
-    def embed(self, tokens: torch.Tensor, store: ActivationStore) -> None:
-        """Writes the embeddings of ``tokens`` [windows, length] to ``store``."""
+    def embed(self, store: ActivationStore) -> None:
+        """Writes the embeddings of its tokens to ``store``."""
         table = self.source.tensor("model.embed_tokens.weight")
         scale = torch.tensor(getattr(self.skeleton.model.embed_tokens, "scalar_embed_scale", 1.0))  # Gemma's
-        for start in range(0, tokens.shape[0], _WINDOWS):
-            store.write(start, table[tokens[start : start + _WINDOWS]].to(self.dtype) * scale.to(self.dtype))
+        for part in store.blocks.batches(_EMBEDDED_TOKENS):
+            store.write(part, table[store.blocks.tokens[part]].to(self.dtype) * scale.to(self.dtype))
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer ``index`` with its weights."""
@@ -87,13 +87,13 @@ class StreamedModel:
         index: int,
         store: ActivationStore,
         *,
-        batch: int,
+        tokens: int,
         observe: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Replaces the activations in ``store`` by the output of ``layer``.
 
         Args:
-            batch: windows at a time.
+            tokens: at a time, at most, but for a whole block.
             observe: called with the normed input of the attention, [windows, length, hidden], of every batch.
         """
         handle = None
@@ -104,9 +104,8 @@ class StreamedModel:
 
             handle = layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
         try:
-            for start in range(0, len(store), batch):
-                hidden = store.read(start, min(start + batch, len(store)), self.device)
-                store.write(start, self.forward_layer(layer, index, hidden))
+            for part in store.blocks.batches(tokens):
+                store.write(part, self.forward_layer(layer, index, store.read(part, self.device)))
         finally:
             if handle is not None:
                 handle.remove()

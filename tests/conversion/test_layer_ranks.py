@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import mha2mla
 from mha2mla.conversion import layer_ranks
+from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.layer_ranks import allocate, choose_layer_ranks, loss_at
 from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny
@@ -59,7 +60,7 @@ def test_a_loss_never_rises_with_the_rank():
 @pytest.mark.parametrize("layout", ["shared", "per-group"])
 def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source):
     recipe = Recipe(layout=layout, cache_ratio=0.5, layer_ranks="measured", reconstruction_steps=steps, **SHORT)
-    windows = tiny.some_tokens(8, 40)
+    windows = TokenBlocks.of(tiny.some_tokens(8, 40))
     first, second = (choose_layer_ranks(*arguments(source), recipe, windows, folder=source) for _ in range(2))
     assert first == second
     spec = arguments(source)[2]
@@ -78,18 +79,18 @@ def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source)
 def test_a_converted_layer_alone_loses_what_its_model_says(source):
     """The divergence from streams is the one between whole models, of which one has that layer converted."""
     model, adapter, spec = arguments(source)
-    windows = tiny.some_tokens(8, 40)
+    windows = TokenBlocks.of(tiny.some_tokens(8, 40))
     recipe = Recipe(cache_ratio=0.5, layer_ranks="measured", **SHORT)
     geometry = recipe.geometry(spec)
-    divided = layer_ranks._divided(windows)
+    fitted, judged = windows.divided(32768, 8192)
     rank = 16
-    found = layer_ranks.measure_losses(model, adapter, spec, geometry, recipe, divided, [rank], folder=source)
+    found = layer_ranks.measure_losses(model, adapter, spec, geometry, recipe, fitted, judged, [rank], folder=source)
     expected_model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     from mha2mla.conversion.sequence import LayerSequence
     from mha2mla.geometry import MLAGeometry
 
     of_rank = MLAGeometry(**{**geometry.to_dict(), "kv_lora_rank": rank})
-    sequence = LayerSequence(model, adapter, spec, of_rank, Recipe(cache_ratio=0.5, **SHORT), divided.fitted, source)
+    sequence = LayerSequence(model, adapter, spec, of_rank, Recipe(cache_ratio=0.5, **SHORT), fitted, source)
     tensors = {made.layer: made.tensors for made in sequence}
     for layer in range(LAYERS):
         changed = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -99,7 +100,7 @@ def test_a_converted_layer_alone_loses_what_its_model_says(source):
         )
         changed.model.layers[layer].self_attn = attention
         with torch.no_grad():
-            clean, other = (each(divided.judged).logits.log_softmax(-1) for each in (expected_model, changed))
+            clean, other = (each(judged.tokens).logits.log_softmax(-1) for each in (expected_model, changed))
         divergence = float((clean.exp() * (clean - other)).sum(-1).mean())
         assert found[layer][rank] == pytest.approx(divergence, rel=2e-2)
 

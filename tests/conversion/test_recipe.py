@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 
@@ -38,7 +39,11 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
         ({"centered": 1}, "centered is 1"),
         ({"calibration_text": ""}, "calibration_text is ''"),
         ({"calibration_tokens": 100, "calibration_length": 128}, "calibration_tokens is 100"),
-        ({"calibration_length": 1}, "calibration_length is 1"),
+        ({"calibration_tokens": 600, "calibration_length": [512, 1024]}, "calibration_tokens is 600"),
+        ({"calibration_length": 1}, "calibration_length is 1; expected 'auto', an int"),
+        ({"calibration_length": [512, 768]}, "calibration_length is [512, 768]; expected lengths that divide"),
+        ({"calibration_length": []}, "calibration_length is []"),
+        ({"calibration_length": "long"}, "calibration_length is 'long'"),
         ({"seed": -1}, "seed is -1"),
         ({"preset": "best"}, "preset is 'best'"),
         ({"up_projections": "head"}, "up_projections is 'head'"),
@@ -46,7 +51,7 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
     ],
 )
 def test_a_bad_key_is_named_with_its_value(keys, named):
-    with pytest.raises(ValueError, match=named.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(named)):
         Recipe(**keys)
 
 

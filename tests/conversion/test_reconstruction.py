@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mha2mla.conversion import reconstruction
+from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.calibration import ActivationStore
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.reconstruction import ReconstructionError, ReconstructionProblem, reconstruct
@@ -16,8 +17,9 @@ WIDTH = 12
 
 
 def store(values, folder, **keys):
-    made = ActivationStore(*values.shape, dtype=values.dtype, folder=folder, **keys)
-    made.write(0, values)
+    blocks = TokenBlocks.of(torch.zeros(values.shape[:2], dtype=torch.int64))
+    made = ActivationStore(blocks, values.shape[2], dtype=values.dtype, folder=folder, **keys)
+    made.write(slice(None), values)
     return made
 
 
@@ -43,7 +45,7 @@ def problem(folder, windows=40, dtype=torch.float32, **keys):
 
 def recipe(**keys):
     return Recipe(
-        **{"reconstruction_steps": 200, "reconstruction_batch": 4, "reconstruction_learning_rate": 0.01, **keys}
+        **{"reconstruction_steps": 200, "reconstruction_tokens": 32, "reconstruction_learning_rate": 0.01, **keys}
     )
 
 
@@ -57,7 +59,7 @@ def test_the_loss_falls_and_the_start_is_left_alone(tmp_path):
     assert result.tensors["o_proj.weight"].dtype == torch.float32
     # What comes back is what was measured: the held-out loss of these tensors, on windows that no step saw.
     held = [0, 20]
-    inputs, targets = made.inputs.read(0, 40, CPU)[held], made.targets.read(0, 40, CPU)[held]
+    inputs, targets = (each.read(slice(0, 40), CPU)[held] for each in (made.inputs, made.targets))
     loss = ((linear(result.tensors, inputs) - targets).square().mean(-1) * made.weights[held]).mean()
     assert math.isclose(float(loss), result.loss_after, rel_tol=1e-5)
 
@@ -66,7 +68,7 @@ def test_held_out_windows_enter_no_step(tmp_path):
     made, start = problem(tmp_path)
     spoilt, _ = problem(tmp_path)
     for window in (0, 20):
-        spoilt.targets.write(window, torch.full((1, 8, WIDTH), 7.0))
+        spoilt.targets.write(slice(window, window + 1), torch.full((1, 8, WIDTH), 7.0))
     kept, other = (reconstruct(each, start, recipe(), layer=0) for each in (made, spoilt))
     assert other.loss_before > kept.loss_before
     # Only the scale of the loss differs, and Adam does not see it.
@@ -100,7 +102,7 @@ def test_a_start_that_is_not_a_number_is_named(tmp_path):
 
 def test_an_infinite_gradient_is_a_step_left_out(tmp_path):
     made, start = problem(tmp_path)
-    made.targets.write(7, torch.full((1, 8, WIDTH), float("inf")))
+    made.targets.write(slice(7, 8), torch.full((1, 8, WIDTH), float("inf")))
     result = reconstruct(made, start, recipe(), layer=0)
     assert "steps without a finite gradient" in result.note
     assert all(torch.isfinite(tensor).all() for tensor in result.tensors.values())
@@ -109,9 +111,9 @@ def test_an_infinite_gradient_is_a_step_left_out(tmp_path):
 
 def test_a_perfect_start_stays(tmp_path):
     made, start = problem(tmp_path)
-    made.targets.write(
-        0, linear({name: tensor.float() for name, tensor in start.items()}, made.inputs.read(0, 40, CPU))
-    )
+    everything = slice(0, 40)
+    start_of = {name: tensor.float() for name, tensor in start.items()}
+    made.targets.write(everything, linear(start_of, made.inputs.read(everything, CPU)))
     result = reconstruct(made, start, recipe(), layer=0)
     assert result.loss_before == result.loss_after == 0 and result.tensors == start
 
@@ -138,9 +140,9 @@ def test_activations_on_disk_give_the_same_bits_and_only_batches_are_read(tmp_pa
     largest = []
     gather = ActivationStore.gather
 
-    def counted(self, windows, device):
-        largest.append(len(windows))
-        return gather(self, windows, device)
+    def counted(self, blocks, device, length):
+        largest.append(len(blocks))
+        return gather(self, blocks, device, length)
 
     monkeypatch.setattr(ActivationStore, "gather", counted)
     result = reconstruct(spilt, start, recipe(), layer=0)

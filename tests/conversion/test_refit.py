@@ -187,7 +187,7 @@ def test_a_sample_is_spread_over_all_that_was_added():
     for part in inputs.split(2):
         collector.add(part)
     sample = collector.finish().sample
-    assert torch.equal(sample.hidden, inputs[::4]) and sample.window is None
+    assert torch.equal(torch.stack(sample.hidden), inputs[::4]) and sample.window is None
     assert StatisticsCollector(layer.spec, layer.weights, window=None).sample_tokens == 0
 
 

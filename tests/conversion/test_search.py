@@ -8,6 +8,7 @@ import torch
 import mha2mla
 from mha2mla.conversion import search
 from mha2mla.conversion.adapters import ADAPTERS
+from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source import CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
@@ -44,7 +45,7 @@ def test_splits_keep_the_budget_and_differ():
 @pytest.mark.parametrize("layout", ["shared", "per-group"])
 def test_the_search_takes_what_loses_least_and_repeats(layout, source):
     recipe = Recipe(layout=layout, cache_ratio=0.5, rope_share="auto", **SHORT)
-    windows = tiny.some_tokens(8, 40)
+    windows = TokenBlocks.of(tiny.some_tokens(8, 40))
     first, second = (search.choose_rope_share(*arguments(source), recipe, windows, folder=source) for _ in range(2))
     assert first == second
     losses = first.rope_search
@@ -87,4 +88,4 @@ def test_a_geometry_is_refused_before_the_choice():
 def test_a_budget_that_fits_no_split_is_refused_by_its_reason(source):
     recipe = Recipe(layout="per-group", cache_ratio=0.1, rope_share="auto", **SHORT)
     with pytest.raises(ValueError, match="leaves -?[0-9]+ for the latent"):
-        search.choose_rope_share(*arguments(source), recipe, tiny.some_tokens(8, 40), folder=source)
+        search.choose_rope_share(*arguments(source), recipe, TokenBlocks.of(tiny.some_tokens(8, 40)), folder=source)

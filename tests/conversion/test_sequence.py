@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from mha2mla.conversion import reconstruction
 from mha2mla.conversion import sequence as sequence_module
 from mha2mla.conversion.adapters import adapter_for
+from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.sequence import LayerSequence
@@ -46,7 +47,7 @@ def sequence(source, recipe, scratch, dtype=torch.float32, windows=16, **keys):
     adapter = adapter_for(config.to_dict())
     spec = adapter.specify(config)
     model = StreamedModel(config, CheckpointReader(source), spec.sliding_windows, device=CPU, dtype=dtype)
-    tokens = tiny.some_tokens(windows, 32)
+    tokens = TokenBlocks.of(tiny.some_tokens(windows, 32))
     return LayerSequence(model, adapter, spec, recipe.geometry(spec), recipe, tokens, scratch, **keys)
 
 
@@ -157,7 +158,7 @@ def test_a_correction_lies_between_the_two_streams(correction, sources, tmp_path
 
     def observed(problem, tensors, recipe, *, layer):
         if layer == 1:
-            seen.append([store.read(0, len(store), CPU) for store in (problem.inputs, problem.targets)])
+            seen.append([store.read(slice(0, len(store)), CPU) for store in (problem.inputs, problem.targets)])
         return reconstruction.reconstruct(problem, tensors, recipe, layer=layer)
 
     monkeypatch.setattr(sequence_module, "reconstruct", observed)
