@@ -340,12 +340,12 @@ def measure_case(
             quality = evaluate_quality(
                 loaded,
                 load_model(folder / "converted", "converted", device=device, dtype=torch.float32),
-                text=text,
-                seqlen=seqlen,
-                max_tokens=max(seqlen, max_tokens),
+                texts=text,
+                lengths=(seqlen,),
+                max_tokens=max_tokens,
                 tokenizer=tokenizer,
                 progress=False,
-            )
+            ).rows[0]
             row[text] = quality.perplexity_ratio
             row[f"{text} perplexity"] = [quality.perplexity_source, quality.perplexity_converted]
             row.setdefault("kl", quality.kl)

@@ -59,46 +59,50 @@ def convert(
 def eval_quality(
     source: str,
     converted: str,
-    text: str = "builtin:prose",
-    seqlen: int = 512,
-    max_tokens: int = 8192,
+    text: list[str] | None = None,
+    lengths: str = "512,2048,longest",
+    max_tokens: int = 24576,
     device: Device = None,
     dtype: Dtype = "float32",
     json: str | None = None,
 ) -> None:
-    """Perplexity of source and converted on a text, and how far apart their predictions are.
+    """Perplexity of source and converted by window length and by position, and how far apart their predictions are.
 
     Args:
         source: folder or hub id of the source checkpoint.
         converted: folder or hub id of the converted checkpoint.
-        text: builtin:prose, builtin:pydoc, hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]], or a file.
-        seqlen: tokens per window.
-        max_tokens: tokens to read at most.
+        text: one or several of builtin:stdlib, builtin:licences, builtin:opticks (all three by default), builtin:prose,
+            hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]], or a file.
+        lengths: tokens per window, joined by commas; "longest" is the most that both models take.
+        max_tokens: tokens of each text to read at most.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: what the models compute in.
-        json: also write the row to this file.
+        json: also write everything to this file.
     """
     import torch
 
-    from mha2mla.eval import collect_environment, evaluate_quality
+    from mha2mla.eval import collect_environment, evaluate_quality, quality
     from mha2mla.eval.environment import describe_environment
-    from mha2mla.eval.quality import COLUMNS
     from mha2mla.eval.report import print_table, write_json
 
     report = evaluate_quality(
         source,
         converted,
-        text=text,
-        seqlen=seqlen,
+        texts=text or quality.TEXTS,
+        lengths=quality.parse_lengths(lengths),
         max_tokens=max_tokens,
         device=device,
         dtype=getattr(torch, dtype),
     )
     environment = collect_environment()
-    rows = [{"source": source, "converted": converted} | report.to_dict()]
-    print_table(rows, title=f"{source} → {converted}", columns=COLUMNS, caption=describe_environment(environment))
+    caption = f"{report.dtype}; {describe_environment(environment)}"
+    found = report.to_dict()
+    print_table(found["rows"], title=f"{source} → {converted}", columns=quality.COLUMNS, caption=caption)
+    print_table(found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS)
+    for reason in report.skipped:
+        print(f"not measured: {reason}")
     if json:
-        write_json(json, kind="quality", rows=rows, environment=environment)
+        write_json(json, kind="quality", source=source, converted=converted, environment=environment, **found)
 
 
 def eval_latency(
@@ -368,8 +372,8 @@ def build_parser() -> ArgumentParser:
     evaluations = _parser("Measures a converted checkpoint against its source.")
     verbs.add_subcommand("eval", evaluations, help=evaluations.description)
     kinds = evaluations.add_subcommands(required=True, dest="kind")
-    for name, function in (("quality", eval_quality), ("latency", eval_latency)):
-        kinds.add_subcommand(name, _function_parser(function), help=_first_line(function))
+    kinds.add_subcommand("quality", _function_parser(eval_quality, several=("text",)), help=_first_line(eval_quality))
+    kinds.add_subcommand("latency", _function_parser(eval_latency), help=_first_line(eval_latency))
     checks = _parser("Checks this machine's kernels against float64.")
     verbs.add_subcommand("check", checks, help=checks.description)
     checked = checks.add_subcommands(required=True, dest="kind")
@@ -414,10 +418,11 @@ def _with_default(text: str, default: Any) -> str:
     return (text if default is None else f"{text} [{default}]").lstrip().replace("%", "%%")
 
 
-def _function_parser(function: Any, repeated: Sequence[str] = ()) -> ArgumentParser:
+def _function_parser(function: Any, repeated: Sequence[str] = (), several: Sequence[str] = ()) -> ArgumentParser:
     """A parser with an argument per parameter: positional without a default, a ``--flag`` with one.
 
-    ``repeated`` parameters are lists of texts whose flag adds one each time that it is given.
+    ``repeated`` parameters are lists of texts whose flag adds one each time that it is given; ``several`` are lists of
+    texts that follow their flag.
     """
     parser = _parser(inspect.getdoc(function).partition("\n\nArgs:")[0])
     texts, hints = _argument_help(function), typing.get_type_hints(function)
@@ -426,6 +431,8 @@ def _function_parser(function: Any, repeated: Sequence[str] = ()) -> ArgumentPar
             parser.add_argument(name, type=hints[name], help=texts[name])
         elif name in repeated:
             parser.add_argument("--" + name, type=str, action="append", help=_with_default(texts[name], None))
+        elif name in several:
+            parser.add_argument("--" + name, type=str, nargs="+", help=_with_default(texts[name], None))
         else:
             flag = "--" + name.replace("_", "-")
             parser.add_argument(

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from mha2mla import found_texts
+
 BUILTIN = "builtin:"
 DATASET = "hf:"
 GENERATED = "generated"
-_BUILTINS = "builtin:pydoc, builtin:stdlib, builtin:prose"
+_BUILTINS = "builtin:pydoc, builtin:stdlib, builtin:prose, builtin:opticks, builtin:licences"
 _DATASET_SEPARATOR = "\n\n"
 # Not prose, not part of every installation, or another text of this module.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
@@ -33,8 +35,10 @@ def load_text(name: str | Path) -> str:
         name: ``"builtin:pydoc"``, the help topics of the running Python (a technical manual of some 700 kB:
             calibration); ``"builtin:stdlib"``, docstrings and comments of its standard library (technical prose, 2 MB:
             calibration); ``"builtin:prose"``, short prose of several kinds written for this package (16 kB:
-            evaluation); ``"hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"``, a Hugging Face dataset (split ``train`` and
-            column ``text`` unless given; needs the ``datasets`` package); anything else is the path of a UTF-8 file.
+            evaluation); ``"builtin:opticks"`` (Newton's, 570 kB) and ``"builtin:licences"`` (130 kB), found in packages
+            that this one requires (:mod:`mha2mla.found_texts`: evaluation in long windows);
+            ``"hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"``, a Hugging Face dataset (split ``train`` and column ``text``
+            unless given; needs the ``datasets`` package); anything else is the path of a UTF-8 file.
 
     Raises:
         ValueError: unknown builtin, no such file, not UTF-8, empty, or a dataset without the column.
@@ -67,6 +71,10 @@ def _builtin(name: str) -> str:
         return (resources.files("mha2mla") / "data" / "prose.txt").read_text(encoding="utf-8")
     if name == "stdlib":
         return "\n\n".join(_stdlib_prose())
+    if name == "opticks":
+        return found_texts.opticks()
+    if name == "licences":
+        return found_texts.licences()
     raise ValueError(f"text 'builtin:{name}' is unknown; expected {_BUILTINS}")
 
 

@@ -107,9 +107,18 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     assert "no conversion.json" in capsys.readouterr().out
 
     report = tmp_path / "quality.json"
-    quick = ("--seqlen", 64, "--max-tokens", 256, "--device", "cpu")
+    quick = ("--text", "builtin:prose", "builtin:pydoc", "--lengths", "32,64", "--max-tokens", 256, "--device", "cpu")
+    capsys.readouterr()
     assert run("eval", "quality", tiny_source, destination, *quick, "--json", report) == 0
-    assert json.loads(report.read_text())["rows"][0]["num_tokens"] == 4 * 63
+    written = json.loads(report.read_text())
+    assert [(row["text"], row["seqlen"], row["num_tokens"]) for row in written["rows"]] == [
+        ("builtin:prose", 32, 8 * 31),
+        ("builtin:prose", 64, 4 * 63),
+        ("builtin:pydoc", 32, 8 * 31),
+        ("builtin:pydoc", 64, 4 * 63),
+    ]
+    assert [row["first"] for row in written["by_position"]] == [*range(0, 64, 8)] * 2
+    assert "by position in the longest window" in capsys.readouterr().out
 
     report = tmp_path / "latency.json"
     quick = ("--batch-sizes", "[1,2]", "--seqlens", "[32]", "--min-run-time", 0.002, "--device", "cpu")
@@ -149,6 +158,7 @@ def test_env(tmp_path, capsys):
         (["inspect", "/no/such/folder"], "checkpoint is '/no/such/folder'"),
         (["demo", "--model", "/no/such/folder"], "model is '/no/such/folder'"),
         (["eval", "quality", "/no/such/a", "/no/such/b"], "/no/such/a"),
+        (["eval", "quality", "a", "b", "--lengths", "512,long"], "lengths has 'long'"),
         (["convert", "a", "b", "--recipe", "/no/such.yaml"], "/no/such.yaml"),
         (["convert", "a", "b", "--cache-ratio", "1.5"], "cache_ratio is 1.5"),
     ],

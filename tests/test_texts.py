@@ -142,3 +142,34 @@ def test_prompts_have_a_place_for_the_topic():
     # Neither may the evaluation text steer what is generated.
     prose = load_text("builtin:prose")
     assert not any(line.replace("{}", "") in prose for line in instructions + openings if len(line) > 20)
+
+
+def test_found_texts_are_long_and_of_one_kind_each():
+    opticks, licences = load_text("builtin:opticks"), load_text("builtin:licences")
+    assert "TREATISE" in opticks and len(opticks) > 500_000
+    assert "You may convey verbatim copies of the Program" in licences and "Covered Software" in licences
+    # Three windows of 8192 tokens, which have less than five letters each.
+    assert len(licences) > 3 * 8192 * 5 and licences == load_text("builtin:licences")
+    # Packages quote the same licences over and over; a text that repeats itself measures copying.
+    assert licences.count("Grant of Copyright License") == 1
+    # None of it may be a part of what the default recipe calibrates on.
+    manual = load_text("builtin:pydoc")
+    lines = [line for line in (opticks + licences).splitlines() if sum(map(str.isalpha, line)) > 30]
+    assert not [line for line in lines if line in manual]
+
+
+def test_a_found_text_that_is_not_there_or_another_one_is_refused(monkeypatch, tmp_path):
+    from importlib.machinery import ModuleSpec
+
+    from mha2mla import found_texts
+
+    spec = ModuleSpec("tvm_ffi", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(found_texts.importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(ValueError, match="needs .*Opticks.txt of the package apache-tvm-ffi"):
+        load_text("builtin:opticks")
+    file = tmp_path / "3rdparty" / "libbacktrace" / "Isaac.Newton-Opticks.txt"
+    file.parent.mkdir(parents=True)
+    file.write_text("Of Colours")
+    with pytest.raises(ValueError, match="has SHA-256 .*; expected d4a9ac22"):
+        load_text("builtin:opticks")

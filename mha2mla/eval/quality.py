@@ -1,8 +1,10 @@
-"""What a conversion cost: perplexity of source and converted, and how far apart their predictions are."""
+"""What a conversion cost: perplexity of source and converted by window length and by position in the window."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,48 +12,71 @@ import torch
 from tqdm import tqdm
 
 from mha2mla.eval.loading import load_model, load_tokenizer
+from mha2mla.predictions import Comparison, Predictor, compare_predictions
+from mha2mla.texts import load_text, token_windows
 
-# Log-probabilities are taken in float32 over slices of at most this many logits (2**25 float32 = 128 MiB), so that a
-# large vocabulary times a long window does not decide how much memory an evaluation takes.
-_LOGITS_PER_SLICE = 2**25
+TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # of three kinds, and no preset calibrates on them
+LENGTHS: tuple[int | None, ...] = (512, 2048, None)
+MAX_TOKENS = 3 * 8192
+POSITION_PARTS = 8
+_TOKENS_AT_ONCE = 8192  # of short windows; a window is never cut
+_CHARACTERS_PER_TOKEN = 16  # more than texts have: what lies beyond them is not tokenized only to be thrown away
 
 COLUMNS = {
+    "text": "text",
+    "seqlen": "window",
     "perplexity_source": "perplexity source",
     "perplexity_converted": "converted",
     "perplexity_ratio": "ratio",
     "kl": "KL (nats)",
     "top1_agreement": "top-1 agreement",
     "num_tokens": "tokens",
-    "seqlen": "window",
+}
+POSITION_COLUMNS = {
     "text": "text",
-    "dtype": "dtype",
-    "device": "device",
+    "seqlen": "window",
+    "first": "from token",
+    "stop": "to",
+    "perplexity_source": "perplexity source",
+    "perplexity_converted": "converted",
+    "perplexity_ratio": "ratio",
+    "excess_over_mean": "excess ÷ window's",
+    "kl": "KL (nats)",
+    "top1_agreement": "top-1 agreement",
+    "num_tokens": "tokens",
 }
 
 
 @dataclass(frozen=True)
-class QualityReport:
-    """Source against converted on the same tokens.
+class QualityRow:
+    """Source against converted on the same tokens of one text, in windows of one length.
 
     Attributes:
+        text: its name; text_sha256: first 12 digits of the hash of its content (builtin texts are those of the
+            installed packages).
+        seqlen: tokens of a window; num_windows: how many were read.
+        first, stop: the tokens first … stop−1 of every window are scored. The very first token of a window has no
+            context and is never scored.
+        num_tokens: tokens scored, all windows together.
         perplexity_source, perplexity_converted: exp of the mean negative log-likelihood per scored token.
-        kl: mean over scored positions of KL(source ‖ converted), in nats.
-        top1_agreement: share of scored positions where both put the same token first.
-        num_tokens: tokens scored. A window of ``seqlen`` tokens scores ``seqlen - 1``: its first has no context.
-        num_windows, seqlen: windows read, and their length in tokens.
-        text: name of the text; dtype, device: what the models computed in, and on.
+        kl: mean of KL(source ‖ converted), in nats.
+        top1_agreement: share of scored tokens where both put the same token first.
+        excess_over_mean: for a part of the window, its excess (ratio − 1) over the whole window's; None where the
+            whole window has none.
     """
 
+    text: str
+    text_sha256: str
+    seqlen: int
+    num_windows: int
+    first: int
+    stop: int
+    num_tokens: int
     perplexity_source: float
     perplexity_converted: float
     kl: float
     top1_agreement: float
-    num_tokens: int
-    num_windows: int
-    seqlen: int
-    text: str
-    dtype: str
-    device: str
+    excess_over_mean: float | None = None
 
     @property
     def perplexity_ratio(self) -> float:
@@ -62,82 +87,214 @@ class QualityReport:
         return asdict(self) | {"perplexity_ratio": self.perplexity_ratio}
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class QualityReport:
+    """What :func:`evaluate_quality` measured.
+
+    Attributes:
+        rows: per text and window length, whole windows.
+        by_position: per text, the eighths of the longest windows that it fills.
+        skipped: why a text has no row for a length that was asked for; one sentence each.
+        dtype, device: what the models computed in, and on.
+    """
+
+    rows: tuple[QualityRow, ...]
+    by_position: tuple[QualityRow, ...]
+    skipped: tuple[str, ...]
+    dtype: str
+    device: str
+
+    def largest_ratio(self, seqlen: int) -> float:
+        """Perplexity ratio in windows of ``seqlen`` tokens on the text that loses most.
+
+        Raises:
+            ValueError: nothing was measured at that length.
+        """
+        ratios = [row.perplexity_ratio for row in self.rows if row.seqlen == seqlen]
+        if not ratios:
+            measured = sorted({row.seqlen for row in self.rows})
+            raise ValueError(f"seqlen is {seqlen}; expected a measured length, one of {measured}")
+        return max(ratios)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "rows": [row.to_dict() for row in self.rows],
+            "by_position": [row.to_dict() for row in self.by_position],
+            "skipped": list(self.skipped),
+            "dtype": self.dtype,
+            "device": self.device,
+        }
+
+
 def evaluate_quality(
     source: Any,
     converted: Any,
     *,
-    text: str = "builtin:prose",
-    seqlen: int = 512,
-    max_tokens: int = 8192,
+    texts: str | Sequence[str] = TEXTS,
+    lengths: Sequence[int | None] = LENGTHS,
+    max_tokens: int = MAX_TOKENS,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     progress: bool = True,
 ) -> QualityReport:
-    """Reads a text with both models and compares what they predict.
+    """Reads texts with both models, in windows of several lengths, and compares what they predict.
 
-    The text is cut into consecutive windows of ``seqlen`` tokens which do not overlap and do not see one another.
+    A text is cut into consecutive windows which do not overlap and do not see one another; every length reads the same
+    first tokens of it, and all tokens of a window but the first are scored. Logits exist for a slice of the positions
+    at a time (:mod:`mha2mla.predictions`), so that memory is what the models' hidden states and attention take.
 
     Args:
         source, converted: folder, hub id, or a loaded causal language model (used as it is: ``dtype`` and ``device``
             are then the model's own).
-        text: name or path for :func:`mha2mla.texts.load_text`. Choose one that conversion was not calibrated on.
-        seqlen: window length in tokens, at least 2.
-        max_tokens: tokens to read at most, rounded down to whole windows.
+        texts: names or paths for :func:`mha2mla.texts.load_text`. Choose ones that conversion was not calibrated on.
+        lengths: tokens of a window, at least 2; None stands for the most that both models take. What a model does not
+            take, or a text does not fill, is left out and named in ``skipped``.
+        max_tokens: tokens of each text to read at most, rounded down to whole windows, but to no less than one.
         tokenizer: needed when ``source`` is a loaded model; otherwise the source folder's.
         device: where to compute; default CUDA when there is one.
         dtype: what folders are loaded as. float32 compares the conversions, not the rounding.
 
     Raises:
         FileNotFoundError: a folder that is not there.
-        ValueError: the two do not share one vocabulary or cut the text into different tokens; ``seqlen`` or
-            ``max_tokens`` is too small; the text is shorter than one window.
+        ValueError: the two do not share one vocabulary or cut the text into different tokens; a bad length or
+            ``max_tokens``; no text fills a window of any length.
     """
-    from mha2mla.texts import load_text, token_windows
-
-    if seqlen < 2:
-        raise ValueError(f"seqlen is {seqlen}; expected at least 2 (the first token of a window is not scored)")
-    if max_tokens < seqlen:
-        raise ValueError(f"max_tokens is {max_tokens}; expected at least one window of seqlen={seqlen} tokens")
+    texts = [texts] if isinstance(texts, str) else list(texts)
+    if not texts:
+        raise ValueError("texts is empty; expected the name of at least one text")
+    if not lengths:
+        raise ValueError("lengths is empty; expected at least one window length, or None for the longest")
+    for length in lengths:
+        if length is not None and length < 2:
+            raise ValueError(f"lengths has {length}; expected at least 2 (the first token of a window is not scored)")
+    if max_tokens < 2:
+        raise ValueError(f"max_tokens is {max_tokens}; expected at least 2, the shortest window")
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source, "source")
-    content = load_text(text)
-    _check_same_tokens(tokenizer, converted, content[:20_000])
+    contents = {name: load_text(name) for name in texts}
+    _check_same_tokens(tokenizer, converted, [content[:20_000] for content in contents.values()])
     source = load_model(source, "source", device=device, dtype=dtype)
     converted = load_model(converted, "converted", device=device, dtype=dtype)
     _check_same_vocabulary(source, converted)
-    windows = token_windows(tokenizer, content, length=seqlen, count=max_tokens // seqlen)
 
-    nll_source = nll_converted = divergence = 0.0
-    agreeing = scored = 0
-    for window in tqdm(windows, desc="quality", unit="window", disable=not progress):
-        ids = window.reshape(1, -1)
-        logits_source, logits_converted = (
-            model(input_ids=ids.to(model.device), use_cache=False).logits[0, :-1] for model in (source, converted)
-        )
-        targets = ids[0, 1:].to(logits_source.device)
-        step = max(1, _LOGITS_PER_SLICE // logits_source.shape[-1])
-        for start in range(0, len(targets), step):
-            part = slice(start, start + step)
-            log_p = logits_source[part].float().log_softmax(-1)
-            log_q = logits_converted[part].to(log_p.device).float().log_softmax(-1)
-            target = targets[part, None]
-            nll_source -= log_p.gather(-1, target).sum(dtype=torch.float64).item()
-            nll_converted -= log_q.gather(-1, target).sum(dtype=torch.float64).item()
-            divergence += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
-            agreeing += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
-        scored += len(targets)
+    windows, skipped = _all_windows(tokenizer, contents, lengths, longest_window(source, converted), max_tokens)
+    if not windows:
+        raise ValueError(f"lengths is {list(lengths)}: nothing can be measured; {'; '.join(skipped)}")
+    rows: list[QualityRow] = []
+    by_position: list[QualityRow] = []
+    predictors = Predictor(source), Predictor(converted)
+    total = sum(part.numel() for part in windows.values())
+    with tqdm(total=total, desc="quality", unit="token", unit_scale=True, disable=not progress) as bar:
+        for (name, length), part in windows.items():
+            sums = _sums_by_position(*predictors, part, bar)
+            digest = hashlib.sha256(contents[name].encode()).hexdigest()[:12]
+            whole = _row(name, digest, part, sums, 0, length)
+            rows.append(whole)
+            if length == max(other for text, other in windows if text == name):
+                by_position += [_row(name, digest, part, sums, first, stop, whole) for first, stop in _parts(length)]
     return QualityReport(
-        perplexity_source=_exp(nll_source / scored),
-        perplexity_converted=_exp(nll_converted / scored),
-        kl=divergence / scored,
-        top1_agreement=agreeing / scored,
-        num_tokens=scored,
-        num_windows=len(windows),
-        seqlen=seqlen,
-        text=text,
+        rows=tuple(rows),
+        by_position=tuple(by_position),
+        skipped=tuple(skipped),
         dtype=str(converted.dtype).removeprefix("torch."),
         device=str(converted.device),
+    )
+
+
+def parse_lengths(text: str) -> tuple[int | None, ...]:
+    """Window lengths from a text such as ``512,2048,longest``, for :func:`evaluate_quality`.
+
+    Raises:
+        ValueError: a part is neither a number nor "longest".
+    """
+    parts = [part.strip() for part in text.strip("[]").split(",")]
+    if wrong := [part for part in parts if part != "longest" and not part.isdecimal()]:
+        raise ValueError(f"lengths has {wrong[0]!r}; expected whole numbers or 'longest', joined by commas")
+    return tuple(None if part == "longest" else int(part) for part in parts)
+
+
+def longest_window(*models: torch.nn.Module) -> int | None:
+    """Tokens of the longest window that all models take, by their configs; None where no config says."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _all_windows(
+    tokenizer: Any, contents: dict[str, str], lengths: Sequence[int | None], longest: int | None, max_tokens: int
+) -> tuple[dict[tuple[str, int], torch.Tensor], list[str]]:
+    """(text, length) -> its windows int64 [windows, length], and why others are missing."""
+    if longest is None and None in lengths:
+        raise ValueError("lengths has None, and neither model's config has max_position_embeddings; expected numbers")
+    windows, skipped = {}, []
+    asked = sorted({longest if length is None else length for length in lengths})
+    for length in asked:
+        if longest is not None and length > longest:
+            skipped.append(f"windows of {length}: the models take at most {longest} tokens")
+    asked = [length for length in asked if longest is None or length <= longest]
+    for name, content in contents.items():
+        content = content[: _CHARACTERS_PER_TOKEN * max(max_tokens, *asked, 0)]
+        for length in asked:
+            try:
+                windows[name, length] = token_windows(tokenizer, content, length, max(1, max_tokens // length))
+            except ValueError as error:  # the text is too short
+                skipped.append(f"{name} in windows of {length}: {error}")
+    return windows, skipped
+
+
+def _sums_by_position(source: Predictor, converted: Predictor, windows: torch.Tensor, bar: tqdm) -> torch.Tensor:
+    """float64 [4, length − 1] on the CPU: the fields of a Comparison, summed over windows."""
+    length = windows.shape[1]
+    sums = torch.zeros(4, length - 1, dtype=torch.float64)
+    for ids in windows.split(max(1, _TOKENS_AT_ONCE // length)):
+        compared = compare_predictions(source.next_tokens(ids), converted.next_tokens(ids), ids[:, 1:].flatten())
+        sums += _stacked(compared).view(4, len(ids), length - 1).sum(1)
+        bar.update(ids.numel())
+    return sums
+
+
+def _stacked(compared: Comparison) -> torch.Tensor:
+    fields = (compared.nll_source, compared.nll_converted, compared.kl, compared.agrees)
+    return torch.stack([field.double().cpu() for field in fields])
+
+
+def _parts(length: int) -> Iterator[tuple[int, int]]:
+    """Eighths of a window, as the first token of each and the one after its last; short windows have fewer parts."""
+    parts = min(POSITION_PARTS, length // 2)
+    for part in range(parts):
+        yield part * length // parts, (part + 1) * length // parts
+
+
+def _row(
+    name: str,
+    digest: str,
+    windows: torch.Tensor,
+    sums: torch.Tensor,
+    first: int,
+    stop: int,
+    whole: QualityRow | None = None,
+) -> QualityRow:
+    """Tokens ``first`` … ``stop − 1`` of the windows; token t is what position t − 1 predicts."""
+    scored = sums[:, max(0, first - 1) : stop - 1]
+    tokens = len(windows) * scored.shape[1]
+    nll_source, nll_converted, kl, agreeing = (scored.sum(1) / tokens).tolist()
+    perplexities = _exp(nll_source), _exp(nll_converted)
+    excess = None
+    if whole is not None and whole.perplexity_ratio != 1:
+        excess = (perplexities[1] / perplexities[0] - 1) / (whole.perplexity_ratio - 1)
+    return QualityRow(
+        text=name,
+        text_sha256=digest,
+        seqlen=windows.shape[1],
+        num_windows=len(windows),
+        first=first,
+        stop=stop,
+        num_tokens=tokens,
+        perplexity_source=perplexities[0],
+        perplexity_converted=perplexities[1],
+        kl=kl,
+        top1_agreement=agreeing,
+        excess_over_mean=excess,
     )
 
 
@@ -153,7 +310,7 @@ def _check_same_vocabulary(source: torch.nn.Module, converted: torch.nn.Module) 
         )
 
 
-def _check_same_tokens(tokenizer: Any, converted: Any, sample: str) -> None:
+def _check_same_tokens(tokenizer: Any, converted: Any, samples: Sequence[str]) -> None:
     """A converted folder brings its own tokenizer: perplexities are comparable only if it cuts the text alike."""
     if isinstance(converted, torch.nn.Module):
         return
@@ -163,8 +320,9 @@ def _check_same_tokens(tokenizer: Any, converted: Any, sample: str) -> None:
             f"converted has a tokenizer of {len(theirs)} tokens whose vocabulary is not the source's "
             f"({len(tokenizer)} tokens); expected the same tokenizer"
         )
-    ours, other = (t(sample, add_special_tokens=False, verbose=False)["input_ids"] for t in (tokenizer, theirs))
-    if ours != other:
-        raise ValueError(
-            "converted has a tokenizer that cuts the text into other tokens than the source's; expected the same"
-        )
+    for sample in samples:
+        ours, other = (t(sample, add_special_tokens=False, verbose=False)["input_ids"] for t in (tokenizer, theirs))
+        if ours != other:
+            raise ValueError(
+                "converted has a tokenizer that cuts the text into other tokens than the source's; expected the same"
+            )

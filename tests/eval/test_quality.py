@@ -1,18 +1,18 @@
 """Perplexity, KL and agreement of two models on one text."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from mha2mla.eval import evaluate_quality, quality
+from mha2mla import predictions
+from mha2mla.eval import evaluate_quality
 from mha2mla.sources import tiny_checkpoint
 from mha2mla.texts import load_text
 
-SETTINGS = {"seqlen": 48, "max_tokens": 480, "device": "cpu", "progress": False}
+SETTINGS = {"texts": "builtin:prose", "lengths": (48,), "max_tokens": 480, "device": "cpu", "progress": False}
 
 
 @pytest.fixture(scope="module")
@@ -23,63 +23,140 @@ def other(tmp_path_factory):
 
 def test_a_model_against_itself_loses_nothing(tiny_source):
     report = evaluate_quality(tiny_source, tiny_source, **SETTINGS)
-    assert report.perplexity_ratio == 1.0
-    assert report.kl == 0.0
-    assert report.top1_agreement == 1.0
-    assert (report.num_windows, report.num_tokens) == (10, 10 * 47)
+    for row in report.rows + report.by_position:
+        assert (row.perplexity_ratio, row.kl, row.top1_agreement, row.excess_over_mean) == (1.0, 0.0, 1.0, None)
+    assert (report.rows[0].num_windows, report.rows[0].num_tokens) == (10, 10 * 47)
 
 
-def test_it_is_what_torch_says(tiny_source, other):
+def _by_torch(source, other, length, first=0, stop=None):
     """The same numbers by torch's own losses, all windows in one batch, in float64 after the models."""
-    report = evaluate_quality(tiny_source, other, **SETTINGS)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     ids = tokenizer(load_text("builtin:prose"), add_special_tokens=False, return_tensors="pt")["input_ids"][0, :480]
-    ids = ids.view(10, 48)
+    ids = ids.view(-1, length)
+    scored = slice(max(first - 1, 0), (stop or length) - 1)
     with torch.inference_mode():
         log_p, log_q = (
-            AutoModelForCausalLM.from_pretrained(folder)(ids).logits[:, :-1].double().log_softmax(-1).flatten(0, 1)
-            for folder in (tiny_source, other)
+            AutoModelForCausalLM.from_pretrained(folder)(ids).logits[:, scored].double().log_softmax(-1).flatten(0, 1)
+            for folder in (source, other)
         )
-    target = ids[:, 1:].flatten()
-    assert report.perplexity_source == pytest.approx(math.exp(cross_entropy(log_p, target)), rel=1e-5)
-    assert report.perplexity_converted == pytest.approx(math.exp(cross_entropy(log_q, target)), rel=1e-5)
-    assert report.kl == pytest.approx(kl_div(log_q, log_p, log_target=True, reduction="batchmean").item(), rel=1e-4)
-    assert report.top1_agreement == pytest.approx((log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item())
-    assert report.kl > 0.01, "two random models ought to differ, or this test sees nothing"
+    target = ids[:, 1:][:, scored].flatten()
+    return {
+        "num_tokens": len(target),
+        "perplexity_source": math.exp(cross_entropy(log_p, target)),
+        "perplexity_converted": math.exp(cross_entropy(log_q, target)),
+        "kl": kl_div(log_q, log_p, log_target=True, reduction="batchmean").item(),
+        "top1_agreement": (log_p.argmax(-1) == log_q.argmax(-1)).double().mean().item(),
+    }
+
+
+def test_it_is_what_torch_says_at_every_length_and_position(tiny_source, other):
+    report = evaluate_quality(tiny_source, other, **SETTINGS | {"lengths": (16, 48, 160)})
+    assert [row.seqlen for row in report.rows] == [16, 48, 160]
+    assert [(row.first, row.stop) for row in report.by_position] == [(start, start + 20) for start in range(0, 160, 20)]
+    for row in report.rows + report.by_position:
+        expected = _by_torch(tiny_source, other, row.seqlen, row.first, row.stop)
+        assert {key: getattr(row, key) for key in expected} == pytest.approx(expected, rel=1e-4)
+    assert sum(row.num_tokens for row in report.by_position) == report.rows[-1].num_tokens == 3 * 159
+    assert report.rows[0].kl > 0.01, "two random models ought to differ, or this test sees nothing"
+    assert report.largest_ratio(48) == report.rows[1].perplexity_ratio
+    with pytest.raises(ValueError, match=r"seqlen is 47; .* one of \[16, 48, 160\]"):
+        report.largest_ratio(47)
+
+
+def test_the_excess_of_a_part_is_relative_to_its_window(tiny_source, other):
+    report = evaluate_quality(tiny_source, other, **SETTINGS)
+    mean = report.rows[0].perplexity_ratio - 1
+    for row in report.by_position:
+        assert row.excess_over_mean == pytest.approx((row.perplexity_ratio - 1) / mean)
 
 
 def test_slices_change_nothing(tiny_source, other, monkeypatch):
     whole = evaluate_quality(tiny_source, other, **SETTINGS)
-    monkeypatch.setattr(quality, "_LOGITS_PER_SLICE", 1000)
+    monkeypatch.setattr(predictions, "LOGITS_PER_SLICE", 1000)
     sliced = evaluate_quality(tiny_source, other, **SETTINGS)
-    for field in dataclasses.fields(whole):
-        first, second = getattr(whole, field.name), getattr(sliced, field.name)
-        assert second == (pytest.approx(first, rel=1e-9) if isinstance(first, float) else first)
+    for first, second in zip(whole.rows + whole.by_position, sliced.rows + sliced.by_position, strict=True):
+        first, second = first.to_dict(), second.to_dict()
+        numbers = {key for key, value in first.items() if isinstance(value, float)}
+        assert {key: second[key] for key in numbers} == pytest.approx({key: first[key] for key in numbers}, rel=1e-6)
+        assert {key: second[key] for key in first.keys() - numbers} == {
+            key: first[key] for key in first.keys() - numbers
+        }
+
+
+def test_none_is_the_longest_window_that_both_models_take(tiny_source, tmp_path):
+    short = tiny_checkpoint(tmp_path / "short", max_position_embeddings=96)
+    report = evaluate_quality(short, tiny_source, **SETTINGS | {"lengths": (48, 512, None)})
+    assert [row.seqlen for row in report.rows] == [48, 96]
+    assert report.skipped == ("windows of 512: the models take at most 96 tokens",)
+    assert {row.seqlen for row in report.by_position} == {96}
+
+
+def test_a_text_that_fills_no_long_window_is_named_and_measured_in_short_ones(tiny_source, tmp_path):
+    (tmp_path / "short").write_text("x" * 100)
+    texts = [str(tmp_path / "short"), "builtin:prose"]
+    report = evaluate_quality(tiny_source, tiny_source, **SETTINGS | {"texts": texts, "lengths": (48, 160)})
+    assert [(row.text, row.seqlen) for row in report.rows] == [(texts[0], 48), (texts[1], 48), (texts[1], 160)]
+    assert len(report.skipped) == 1 and "in windows of 160: text has 100 tokens" in report.skipped[0]
+    assert [row.seqlen for row in report.by_position if row.text == texts[0]] == [48] * 8
+    with pytest.raises(ValueError, match="nothing can be measured; .* text has 100 tokens"):
+        evaluate_quality(tiny_source, tiny_source, **SETTINGS | {"texts": texts[0], "lengths": (160,)})
 
 
 def test_loaded_models_and_a_file_serve_as_well(tiny_source, other, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog " * 20)
-    by_name = evaluate_quality(tiny_source, other, text=str(text), **SETTINGS)
+    settings = SETTINGS | {"texts": str(text)}
+    by_name = evaluate_quality(tiny_source, other, **settings)
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_source, other)]
     tokenizer = AutoTokenizer.from_pretrained(tiny_source)
-    loaded = evaluate_quality(*models, text=str(text), tokenizer=tokenizer, **SETTINGS)
+    loaded = evaluate_quality(*models, tokenizer=tokenizer, **settings)
     assert loaded == by_name
 
 
 def test_the_text_ends_before_max_tokens(tiny_source, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("x" * 100)
-    report = evaluate_quality(tiny_source, tiny_source, text=str(text), **SETTINGS | {"max_tokens": 10**6})
-    assert (report.num_windows, report.num_tokens) == (2, 2 * 47)
+    settings = SETTINGS | {"texts": str(text), "max_tokens": 10**6}
+    (row,) = evaluate_quality(tiny_source, tiny_source, **settings).rows
+    assert (row.num_windows, row.num_tokens) == (2, 2 * 47)
 
 
 def test_a_broken_model_has_an_infinite_perplexity_not_a_crash(tiny_source):
     source, broken = (AutoModelForCausalLM.from_pretrained(tiny_source) for _ in range(2))
     broken.lm_head.weight.data.mul_(1e5)
     tokenizer = AutoTokenizer.from_pretrained(tiny_source)
-    report = evaluate_quality(source, broken, tokenizer=tokenizer, **SETTINGS)
-    assert math.isinf(report.perplexity_converted) and math.isfinite(report.perplexity_source)
+    (row,) = evaluate_quality(source, broken, tokenizer=tokenizer, **SETTINGS).rows
+    assert math.isinf(row.perplexity_converted) and math.isfinite(row.perplexity_source)
+
+
+def test_logits_that_are_more_than_the_heads_output_are_read_as_they_are(tiny_source):
+    """Gemma caps its logits, Cohere and Granite scale them: a head by itself would give other perplexities."""
+
+    class Scaled(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits / 4
+            return output
+
+    scaled = Scaled.from_pretrained(tiny_source)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_source)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_source)
+    (row,) = evaluate_quality(plain, scaled, tokenizer=tokenizer, **SETTINGS).rows
+    plain.lm_head.weight.data.div_(4)
+    (expected,) = evaluate_quality(plain, plain, tokenizer=tokenizer, **SETTINGS).rows
+    assert row.perplexity_converted == pytest.approx(expected.perplexity_converted, rel=1e-6)
+    assert row.perplexity_source != pytest.approx(row.perplexity_converted, rel=1e-3)
+
+
+def test_no_logits_of_a_whole_window_are_ever_made(tiny_source, other):
+    """8192 positions of 152k words are 5 GB, twice."""
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_source, other)]
+    seen = []
+    for model in models:
+        model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape[-2]))
+    settings = SETTINGS | {"lengths": (2048,), "max_tokens": 2048}
+    evaluate_quality(*models, tokenizer=AutoTokenizer.from_pretrained(tiny_source), **settings)
+    assert max(seen) == 512 and sum(seen) >= 2 * 2047
 
 
 def test_other_vocabularies_are_refused_by_name(tiny_source, tmp_path):
@@ -105,9 +182,11 @@ def test_the_same_vocabulary_cut_otherwise_is_refused(tiny_source, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"seqlen": 1}, "seqlen is 1; expected at least 2"),
-        ({"max_tokens": 47}, "max_tokens is 47; expected at least one window of seqlen=48"),
-        ({"text": "no-such-file"}, "no-such-file"),
+        ({"lengths": (48, 1)}, "lengths has 1; expected at least 2"),
+        ({"lengths": ()}, "lengths is empty"),
+        ({"max_tokens": 1}, "max_tokens is 1; expected at least 2"),
+        ({"texts": []}, "texts is empty"),
+        ({"texts": "no-such-file"}, "no-such-file"),
         ({"device": "abacus"}, "device is 'abacus'; expected cpu, cuda or cuda:N"),
     ],
 )

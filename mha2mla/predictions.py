@@ -1,0 +1,100 @@
+"""What two language models predict at every position of the same tokens, and how far apart that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The largest thing that a comparison makes is a float32 slice of logits: at most so many positions of it, and so many
+# numbers (128 MiB). Neither the length of a window nor the vocabulary decides how much memory it takes.
+POSITIONS_PER_SLICE = 512
+LOGITS_PER_SLICE = 2**25
+
+LogitsOf = Callable[[slice], Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two models at N positions; all on the device of the source's logits.
+
+    Attributes:
+        nll_source, nll_converted: [N] float32, negative log-likelihood of the token that follows.
+        kl: [N] float32, KL(source ‖ converted) in nats.
+        agrees: [N] bool, both put the same token first.
+    """
+
+    nll_source: Tensor
+    nll_converted: Tensor
+    kl: Tensor
+    agrees: Tensor
+
+
+@torch.inference_mode()
+def compare_predictions(source: LogitsOf, converted: LogitsOf, targets: Tensor) -> Comparison:
+    """Compares two models position by position, a slice of the positions at a time.
+
+    Args:
+        source, converted: logits [n, vocabulary] of a slice of the N positions, any floating dtype; one slice of each
+            is alive at a time. Log-probabilities are taken in float32.
+        targets: [N] int64, the token that follows each position.
+    """
+    parts: list[tuple[Tensor, ...]] = []
+    step, start = 1, 0  # the first position tells how wide the vocabulary is
+    while start < len(targets):
+        part = slice(start, min(start + step, len(targets)))
+        log_p, log_q = source(part).float().log_softmax(-1), converted(part).float()
+        log_q = log_q.to(log_p.device).log_softmax(-1)
+        target = targets[part, None].to(log_p.device)
+        nll = [-logs.gather(-1, target)[:, 0] for logs in (log_p, log_q)]
+        agrees = log_p.argmax(-1) == log_q.argmax(-1)
+        parts.append((*nll, (log_p.exp() * log_q.neg_().add_(log_p)).sum(-1), agrees))
+        start, step = part.stop, max(1, min(POSITIONS_PER_SLICE, LOGITS_PER_SLICE // log_p.shape[-1]))
+    return Comparison(*map(torch.cat, zip(*parts, strict=True)))
+
+
+class Predictor:
+    """Logits of a causal language model of transformers for any slice of the positions of a batch.
+
+    The base model runs once for its hidden states, and the head on the slices that are asked for: logits of a whole
+    window of 8192 tokens would take 5 GB with a vocabulary of 152k. A model whose logits are more than its head's
+    output (soft-capped, scaled) is found out at once, and its logits are kept whole.
+
+    Args:
+        model: ready to evaluate, on its device.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self._by_slices = self._head_is_all()
+
+    @torch.inference_mode()
+    def next_tokens(self, ids: Tensor) -> LogitsOf:
+        """What the model says of the tokens that follow, all but the last one of each window.
+
+        Args:
+            ids: [B, L] int64, windows that do not see one another; no padding.
+
+        Returns:
+            slice of the B·(L−1) positions, window after window -> logits [n, vocabulary], the model's dtype and device.
+        """
+        ids = ids.to(self.model.device)
+        if self._by_slices:
+            hidden = self._hidden(ids)[:, :-1].flatten(0, 1)
+            head = self.model.get_output_embeddings()
+            return lambda part: head(hidden[part])
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        return lambda part: logits[part]
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+    @torch.inference_mode()
+    def _head_is_all(self) -> bool:
+        head = self.model.get_output_embeddings()
+        if head is None or self.model.base_model is self.model:
+            return False
+        ids = torch.arange(8, device=self.model.device)[None] % self.model.config.get_text_config().vocab_size
+        return torch.equal(head(self._hidden(ids)), self.model(input_ids=ids, use_cache=False).logits)
