@@ -49,6 +49,7 @@ def choose_layer_ranks(
     windows: torch.Tensor,
     *,
     folder: Path,
+    spill_bytes: int = SPILL_BYTES,
     progress: bool = False,
 ) -> Recipe:
     """The recipe with ``layer_ranks`` as measured, and ``layer_rank_losses`` saying what each rank loses where.
@@ -61,7 +62,7 @@ def choose_layer_ranks(
     Args:
         model: the source.
         windows: calibration tokens, int64 [windows, length].
-        folder: where activations go that do not fit into memory.
+        folder: where activations go that are together larger than ``spill_bytes``.
         progress: show a bar on standard error.
 
     Raises:
@@ -72,7 +73,16 @@ def choose_layer_ranks(
     full = geometry.full_kv_lora_rank
     ranks = sorted({min(full, max(step, round(factor * geometry.kv_lora_rank / step) * step)) for factor in FACTORS})
     losses = measure_losses(
-        model, adapter, spec, geometry, recipe, _divided(windows), ranks, folder=folder, progress=progress
+        model,
+        adapter,
+        spec,
+        geometry,
+        recipe,
+        _divided(windows),
+        ranks,
+        folder=folder,
+        spill_bytes=spill_bytes,
+        progress=progress,
     )
     chosen = allocate(
         losses,
@@ -100,6 +110,7 @@ def measure_losses(
     ranks: Sequence[int],
     *,
     folder: Path,
+    spill_bytes: int = SPILL_BYTES,
     progress: bool = False,
 ) -> list[dict[int, float]]:
     """Per layer, rank → divergence of the predictions when that layer alone is converted to that rank.
@@ -117,13 +128,22 @@ def measure_losses(
         sequential=False,
     )
     sequences = {
-        rank: LayerSequence(model, adapter, spec, replace(geometry, kv_lora_rank=rank), short, windows.fitted, folder)
+        rank: LayerSequence(
+            model,
+            adapter,
+            spec,
+            replace(geometry, kv_lora_rank=rank),
+            short,
+            windows.fitted,
+            folder,
+            spill_bytes=spill_bytes,
+        )
         for rank in ranks
     }
     first = sequences[ranks[0]]
     batch = max(1, _BATCH_TOKENS // windows.fitted.shape[1])
     fitted, targets = first.new_stores(2, on_device=True)
-    new_store = _maker_of_stores(model, windows.judged, folder, 1 + spec.num_layers * len(ranks))
+    new_store = _maker_of_stores(model, windows.judged, folder, 1 + spec.num_layers * len(ranks), spill_bytes)
     clean = new_store()
     perturbed: list[tuple[int, int, ActivationStore]] = []
     try:
@@ -206,7 +226,7 @@ def _divided(windows: torch.Tensor) -> _Windows:
 
 
 def _maker_of_stores(
-    model: StreamedModel, windows: torch.Tensor, folder: Path, count: int
+    model: StreamedModel, windows: torch.Tensor, folder: Path, count: int, spill_bytes: int
 ) -> Callable[[], ActivationStore]:
     """Makes stores with room for a hidden state per token, ``count`` of which will exist together, all in one place."""
     size = count * windows.numel() * model.hidden_size * model.dtype.itemsize
@@ -216,7 +236,7 @@ def _maker_of_stores(
         model.hidden_size,
         dtype=model.dtype,
         folder=folder,
-        spill_bytes=SPILL_BYTES if size <= SPILL_BYTES else 0,
+        spill_bytes=spill_bytes if size <= spill_bytes else 0,
         device=device_for_activations(model.device, size),
     )
 

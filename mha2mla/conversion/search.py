@@ -10,7 +10,7 @@ import torch
 from torch.func import functional_call
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
-from mha2mla.conversion.calibration import ActivationStore
+from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.sequence import LayerSequence, computed
 from mha2mla.conversion.streaming import StreamedModel
@@ -30,6 +30,7 @@ def choose_rope_share(
     windows: torch.Tensor,
     *,
     folder: Path,
+    spill_bytes: int = SPILL_BYTES,
 ) -> Recipe:
     """The recipe with the ``rope_share`` that loses least, and ``rope_search`` saying what every split loses.
 
@@ -41,7 +42,7 @@ def choose_rope_share(
     Args:
         model: the source.
         windows: calibration tokens, int64 [windows, length].
-        folder: where activations go that do not fit into memory.
+        folder: where activations go that are larger than ``spill_bytes``.
 
     Raises:
         ValueError: no share gives a geometry that fits the source.
@@ -54,7 +55,7 @@ def choose_rope_share(
     held_out = max(1, len(chosen) // 4) if len(chosen) > 1 else 0
     fitted, judged = (chosen[held_out:], chosen[:held_out]) if held_out else (chosen, chosen)
     losses = dict.fromkeys(recipes, 0.0)
-    for layer, inputs, held in _inputs(model, fitted, judged, folder):
+    for layer, inputs, held in _inputs(model, fitted, judged, folder, spill_bytes):
         statistics = None
         for geometry, candidate in recipes.items():
             sequence = LayerSequence(model, adapter, spec, geometry, candidate, None, folder)
@@ -88,12 +89,14 @@ def _chosen_layers(num_layers: int) -> list[int]:
 
 
 def _inputs(
-    model: StreamedModel, fitted: torch.Tensor, judged: torch.Tensor, folder: Path
+    model: StreamedModel, fitted: torch.Tensor, judged: torch.Tensor, folder: Path, spill_bytes: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Layer, and the inputs of its attention on both sets of windows, for the chosen layers."""
     layers = _chosen_layers(model.num_layers)
     windows = torch.cat([fitted, judged])
-    store = ActivationStore(*windows.shape, model.hidden_size, dtype=model.dtype, folder=folder)
+    store = ActivationStore(
+        *windows.shape, model.hidden_size, dtype=model.dtype, folder=folder, spill_bytes=spill_bytes
+    )
     try:
         model.embed(windows, store)
         for layer in range(layers[-1] + 1):
