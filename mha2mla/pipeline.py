@@ -351,13 +351,22 @@ def _check(
         vocab_size=config.vocab_size,
     )
     if searches:
-        recipe = choose_rope_share(model, adapter, spec, recipe, windows, folder=Path(tempfile.gettempdir()))
+        recipe = choose_rope_share(
+            model, adapter, spec, recipe, windows, folder=Path(tempfile.gettempdir()), spill_bytes=spill_bytes
+        )
         geometry = recipe.geometry(spec)
         if progress:
             tqdm.write(f"rope_share: {recipe.rope_share} loses least of {recipe.rope_search}", file=sys.stderr)
     if measures_ranks:
         recipe = choose_layer_ranks(
-            model, adapter, spec, recipe, windows, folder=Path(tempfile.gettempdir()), progress=progress
+            model,
+            adapter,
+            spec,
+            recipe,
+            windows,
+            folder=Path(tempfile.gettempdir()),
+            spill_bytes=spill_bytes,
+            progress=progress,
         )
         if progress:
             tqdm.write(f"layer_ranks: {recipe.layer_ranks}", file=sys.stderr)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
@@ -287,7 +288,7 @@ class ActivationStore:
         blocks: tokens, and how they are cut into windows.
         hidden_size: numbers per token.
         dtype: of the activations (bfloat16 is stored as its bits).
-        folder: where the file goes when one is needed.
+        folder: whose disk the file goes to when one is needed; it has no name there.
         spill_bytes: larger stores go to disk, unless their memory is an accelerator's.
         device: where the memory is; files are read through the CPU.
 
@@ -308,19 +309,10 @@ class ActivationStore:
         self.blocks = blocks
         shape = (*blocks.tokens.shape, hidden_size)
         size = blocks.tokens.numel() * hidden_size * dtype.itemsize
-        self.path: Path | None = None
         if size <= spill_bytes or torch.device(device).type != "cpu":
             self._data = torch.empty(shape, dtype=dtype, device=device)
         else:
-            self.path = folder / f"activations-{id(self):x}.bin"
-            with self.path.open("wb") as file:  # a full disk shows here, and not as a signal when a page is touched
-                try:
-                    os.posix_fallocate(file.fileno(), 0, size)
-                except OSError as error:
-                    error.filename = str(self.path)
-                    raise
-            mapped = np.memmap(self.path, dtype=np.uint8, mode="r+", shape=(size,))
-            self._data = torch.from_numpy(mapped).view(dtype).view(shape)
+            self._data = _on_disk(folder, size).view(dtype).view(shape)
 
     def __len__(self) -> int:
         return self._data.shape[0]
@@ -349,7 +341,17 @@ class ActivationStore:
         self._data[blocks] = values.to(self._data.device).reshape(self._data[blocks].shape)
 
     def close(self) -> None:
-        """Frees the memory or removes the file."""
+        """Frees the memory or the room on disk."""
         self._data = torch.empty(0, 0, 0)
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+
+
+def _on_disk(folder: Path, size: int) -> torch.Tensor:
+    """uint8 [size] mapped from a file without a name, so that no other run finds it and no killed one leaves it."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # A full disk shows here, and not as a signal when a page is touched.
+            os.posix_fallocate(file.fileno(), 0, size)
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    except OSError as error:
+        error.filename = str(folder / "activations")
+        raise

@@ -43,6 +43,7 @@ def choose_layer_ranks(
     windows: TokenBlocks,
     *,
     folder: Path,
+    spill_bytes: int = SPILL_BYTES,
     progress: bool = False,
 ) -> Recipe:
     """The recipe with ``layer_ranks`` as measured, and ``layer_rank_losses`` saying what each rank loses where.
@@ -55,7 +56,7 @@ def choose_layer_ranks(
     Args:
         model: the source.
         windows: calibration tokens.
-        folder: where activations go that do not fit into memory.
+        folder: where activations go that are together larger than ``spill_bytes``.
         progress: show a bar on standard error.
 
     Raises:
@@ -67,7 +68,17 @@ def choose_layer_ranks(
     ranks = sorted({min(full, max(step, round(factor * geometry.kv_lora_rank / step) * step)) for factor in FACTORS})
     fitted, judged = windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
     losses = measure_losses(
-        model, adapter, spec, geometry, recipe, fitted, judged, ranks, folder=folder, progress=progress
+        model,
+        adapter,
+        spec,
+        geometry,
+        recipe,
+        fitted,
+        judged,
+        ranks,
+        folder=folder,
+        spill_bytes=spill_bytes,
+        progress=progress,
     )
     chosen = allocate(
         losses,
@@ -96,6 +107,7 @@ def measure_losses(
     ranks: Sequence[int],
     *,
     folder: Path,
+    spill_bytes: int = SPILL_BYTES,
     progress: bool = False,
 ) -> list[dict[int, float]]:
     """Per layer, rank → divergence of the predictions on ``judged`` when that layer alone is converted to that rank, on
@@ -111,12 +123,21 @@ def measure_losses(
         sequential=False,
     )
     sequences = {
-        rank: LayerSequence(model, adapter, spec, replace(geometry, kv_lora_rank=rank), short, windows, folder)
+        rank: LayerSequence(
+            model,
+            adapter,
+            spec,
+            replace(geometry, kv_lora_rank=rank),
+            short,
+            windows,
+            folder,
+            spill_bytes=spill_bytes,
+        )
         for rank in ranks
     }
     first = sequences[ranks[0]]
     fitted, targets = first.new_stores(2, on_device=True)
-    new_store = _maker_of_stores(model, judged, folder, 1 + spec.num_layers * len(ranks))
+    new_store = _maker_of_stores(model, judged, folder, 1 + spec.num_layers * len(ranks), spill_bytes)
     clean = new_store()
     perturbed: list[tuple[int, int, ActivationStore]] = []
     try:
@@ -192,7 +213,7 @@ def loss_at(losses: Mapping[int, float], rank: int) -> float:
 
 
 def _maker_of_stores(
-    model: StreamedModel, windows: TokenBlocks, folder: Path, count: int
+    model: StreamedModel, windows: TokenBlocks, folder: Path, count: int, spill_bytes: int
 ) -> Callable[[], ActivationStore]:
     """Makes stores with room for a hidden state per token, ``count`` of which will exist together, all in one place."""
     size = count * windows.tokens.numel() * model.hidden_size * model.dtype.itemsize
@@ -202,7 +223,7 @@ def _maker_of_stores(
         model.hidden_size,
         dtype=model.dtype,
         folder=folder,
-        spill_bytes=SPILL_BYTES if size <= SPILL_BYTES else 0,
+        spill_bytes=spill_bytes if size <= spill_bytes else 0,
         device=device_for_activations(model.device, size),
     )
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
 from mha2mla.conversion.blocks import TokenBlocks
-from mha2mla.conversion.calibration import ActivationStore
+from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.sequence import LayerSequence, computed
 from mha2mla.conversion.streaming import StreamedModel
@@ -31,6 +31,7 @@ def choose_rope_share(
     windows: TokenBlocks,
     *,
     folder: Path,
+    spill_bytes: int = SPILL_BYTES,
 ) -> Recipe:
     """The recipe with the ``rope_share`` that loses least, and ``rope_search`` saying what every split loses.
 
@@ -42,7 +43,7 @@ def choose_rope_share(
     Args:
         model: the source.
         windows: calibration tokens.
-        folder: where activations go that do not fit into memory.
+        folder: where activations go that are larger than ``spill_bytes``.
 
     Raises:
         ValueError: no share gives a geometry that fits the source.
@@ -52,7 +53,8 @@ def choose_rope_share(
         replace(recipe, rope_share=0.25).geometry(spec)  # says why
         raise ValueError(f"rope_share is 'auto', but no share fits cache_ratio={recipe.target_cache_ratio}")
     losses = dict.fromkeys(recipes, 0.0)
-    for layer, inputs, held in _inputs(model, windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS), folder):
+    parts = windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
+    for layer, inputs, held in _inputs(model, parts, folder, spill_bytes):
         statistics = None
         for geometry, candidate in recipes.items():
             sequence = LayerSequence(model, adapter, spec, geometry, candidate, windows, folder)
@@ -87,11 +89,14 @@ def _chosen_layers(num_layers: int) -> list[int]:
 
 
 def _inputs(
-    model: StreamedModel, parts: Sequence[TokenBlocks], folder: Path
+    model: StreamedModel, parts: Sequence[TokenBlocks], folder: Path, spill_bytes: int
 ) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
     """Layer, and batches of what its attention is given in each of two ``parts`` of the text, for the chosen layers."""
     layers = _chosen_layers(model.num_layers)
-    stores = [ActivationStore(part, model.hidden_size, dtype=model.dtype, folder=folder) for part in parts]
+    stores = [
+        ActivationStore(part, model.hidden_size, dtype=model.dtype, folder=folder, spill_bytes=spill_bytes)
+        for part in parts
+    ]
     try:
         for store in stores:
             model.embed(store)
