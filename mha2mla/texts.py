@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import itertools
 import re
 import sysconfig
 import tokenize
@@ -19,13 +21,16 @@ from mha2mla import found_texts
 BUILTIN = "builtin:"
 DATASET = "hf:"
 GENERATED = "generated"
-_BUILTINS = "builtin:pydoc, builtin:stdlib, builtin:prose, builtin:opticks, builtin:licences"
+_BUILTINS = "builtin:pydoc, builtin:packages, builtin:stdlib, builtin:prose, builtin:opticks, builtin:licences"
 _DATASET_SEPARATOR = "\n\n"
 # Not prose, not part of every installation, or another text of this module.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
 _SKIPPED |= {"encodings", "lib2to3", "turtledemo", "config", "__phello__"}
 _COMMENTS = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 _LEAST_PROSE = 60  # characters
+_PACKAGES = ("networkx", "numpy", "sympy")
+_PACKAGE_CHARACTERS = 1_000_000  # of each, or little more
+_LEGAL = re.compile(r"licen[cs]e|copyright|warrant", re.IGNORECASE)
 
 
 def load_text(name: str | Path) -> str:
@@ -33,8 +38,9 @@ def load_text(name: str | Path) -> str:
 
     Args:
         name: ``"builtin:pydoc"``, the help topics of the running Python (a technical manual of some 700 kB:
-            calibration); ``"builtin:stdlib"``, docstrings and comments of its standard library (technical prose, 2 MB:
-            calibration); ``"builtin:prose"``, short prose of several kinds written for this package (16 kB:
+            calibration); ``"builtin:packages"``, docstrings of NetworkX, NumPy and SymPy (3 MB: calibration);
+            ``"builtin:stdlib"``, docstrings and comments of Python's standard library (technical prose, 2 MB:
+            evaluation); ``"builtin:prose"``, short prose of several kinds written for this package (16 kB:
             evaluation); ``"builtin:opticks"`` (Newton's, 570 kB) and ``"builtin:licences"`` (130 kB), found in packages
             that this one requires (:mod:`mha2mla.found_texts`: evaluation in long windows);
             ``"hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]]"``, a Hugging Face dataset (split ``train`` and column ``text``
@@ -69,6 +75,8 @@ def _builtin(name: str) -> str:
         return "\n\n".join(topics[key] for key in sorted(topics))
     if name == "prose":
         return (resources.files("mha2mla") / "data" / "prose.txt").read_text(encoding="utf-8")
+    if name == "packages":
+        return "\n\n".join(_package_prose())
     if name == "stdlib":
         return "\n\n".join(_stdlib_prose())
     if name == "opticks":
@@ -79,8 +87,32 @@ def _builtin(name: str) -> str:
 
 
 def _stdlib_prose() -> Iterator[str]:
-    """Docstrings and blocks of comments of every module in the standard library, tests aside, by path."""
-    root = Path(sysconfig.get_path("stdlib"))
+    """Docstrings and blocks of comments of every module in the standard library, tests aside."""
+    for source, tree in _modules(Path(sysconfig.get_path("stdlib"))):
+        found = list(_docstrings(tree))
+        for block in _COMMENTS.finditer(source):
+            text = "\n".join(line.strip().lstrip("#").removeprefix(" ") for line in block.group().splitlines())
+            found.append((source.count("\n", 0, block.start()) + 1, text.strip()))
+        yield from (text for _, text in sorted(found) if len(text) >= _LEAST_PROSE)
+
+
+def _package_prose() -> Iterator[str]:
+    """Docstrings of packages that PyTorch and transformers require, but what reads like a licence."""
+    for name in _PACKAGES:
+        found = importlib.util.find_spec(name)  # finds, does not import
+        folders = found.submodule_search_locations or () if found else ()
+        characters = 0
+        for _, tree in itertools.chain.from_iterable(_modules(Path(folder)) for folder in folders):
+            for _, text in sorted(_docstrings(tree)):
+                if len(text) >= _LEAST_PROSE and not _LEGAL.search(text):
+                    characters += len(text)
+                    yield text
+            if characters > _PACKAGE_CHARACTERS:
+                break
+
+
+def _modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
+    """Text and syntax of every module below ``root``, by path."""
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).parts):
         if not _SKIPPED.isdisjoint(path.relative_to(root).parts):
             continue
@@ -89,19 +121,17 @@ def _stdlib_prose() -> Iterator[str]:
                 source = file.read()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about escapes in other people's strings
-                tree = ast.parse(source)
+                yield source, ast.parse(source)
         except (SyntaxError, UnicodeDecodeError, OSError):
             continue
-        found = [
-            (node.body[0].lineno, text)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and (text := ast.get_docstring(node))
-        ]
-        for block in _COMMENTS.finditer(source):
-            text = "\n".join(line.strip().lstrip("#").removeprefix(" ") for line in block.group().splitlines())
-            found.append((source.count("\n", 0, block.start()) + 1, text.strip()))
-        yield from (text for _, text in sorted(found) if len(text) >= _LEAST_PROSE)
+
+
+def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each."""
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and (text := ast.get_docstring(node)):
+            yield node.body[0].lineno, text
 
 
 def _dataset(name: str) -> str:

@@ -16,6 +16,7 @@ from mha2mla.conversion.blocks import TokenBlocks
 SPILL_BYTES = 1 << 30
 _MAP_ELEMENTS = 1 << 24  # of attention maps that exist at a time
 _ATTENDED_STRIDE = 8  # averages of neighbouring queries are alike: an eighth of them costs an eighth
+_FEWEST_SAMPLED = 4  # windows of a length, where there are so many: one long window is not what long windows are like
 _QUERIES = 1024  # of a window, whose attention is looked at: a token of a long window costs what one of these does
 GOLDEN = (5**0.5 - 1) / 2
 
@@ -259,7 +260,7 @@ class _Sample:
         """Takes [length, hidden]."""
         if self.seen % self.stride == 0:
             self.kept.append(window.clone())
-            if len(self.kept) * len(window) > max(self.tokens, len(window)):
+            if len(self.kept) > max(self.tokens // len(window), _FEWEST_SAMPLED):
                 self.kept, self.stride = self.kept[::2], 2 * self.stride
         self.seen += 1
 

@@ -48,7 +48,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "rope_share": 1 / 3,
             **_PLAIN,
         },
-        "shared": {"layout": "shared", "rope_share": 0.17, "layer_ranks": "measured", **_RECONSTRUCTED},
+        "shared": {"layout": "shared", "rope_share": 0.21, "layer_ranks": "measured", **_RECONSTRUCTED},
         "per-group": {"layout": "per-group", "layer_ranks": "measured", **_RECONSTRUCTED},
         # No gradient steps: minutes on two CPU cores for a model of 135M parameters. Fitted queries make up for fewer
         # rotary dims: of 24, 32, 48 and 64 in a budget of 192, 32 lost least.
