@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import itertools
 import re
 import sysconfig
 import tokenize
@@ -21,16 +19,13 @@ from mha2mla import found_texts
 BUILTIN = "builtin:"
 DATASET = "hf:"
 GENERATED = "generated"
-_BUILTINS = "builtin:pydoc, builtin:packages, builtin:stdlib, builtin:prose, builtin:opticks, builtin:licences"
+_BUILTINS = "builtin:pydoc, builtin:stdlib, builtin:prose, builtin:opticks, builtin:licences"
 _DATASET_SEPARATOR = "\n\n"
 # Not prose, not part of every installation, or another text of this module.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data", "__pycache__"})
 _SKIPPED |= {"encodings", "lib2to3", "turtledemo", "config", "__phello__"}
 _COMMENTS = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 _LEAST_PROSE = 60  # characters
-_PACKAGES = ("networkx", "numpy", "sympy")
-_PACKAGE_CHARACTERS = 1_000_000  # of each, or little more
-_LEGAL = re.compile(r"licen[cs]e|copyright|warrant", re.IGNORECASE)
 
 
 def load_text(name: str | Path) -> str:
@@ -38,8 +33,7 @@ def load_text(name: str | Path) -> str:
 
     Args:
         name: ``"builtin:pydoc"``, the help topics of the running Python (a technical manual of some 700 kB:
-            calibration); ``"builtin:packages"``, docstrings of NetworkX, NumPy and SymPy (3 MB: calibration);
-            ``"builtin:stdlib"``, docstrings and comments of Python's standard library (technical prose, 2 MB:
+            calibration); ``"builtin:stdlib"``, docstrings and comments of its standard library (technical prose, 2 MB:
             evaluation); ``"builtin:prose"``, short prose of several kinds written for this package (16 kB:
             evaluation); ``"builtin:opticks"`` (Newton's, 570 kB) and ``"builtin:licences"`` (130 kB), found in packages
             that this one requires (:mod:`mha2mla.found_texts`: evaluation in long windows);
@@ -75,8 +69,6 @@ def _builtin(name: str) -> str:
         return "\n\n".join(topics[key] for key in sorted(topics))
     if name == "prose":
         return (resources.files("mha2mla") / "data" / "prose.txt").read_text(encoding="utf-8")
-    if name == "packages":
-        return "\n\n".join(_package_prose())
     if name == "stdlib":
         return "\n\n".join(_stdlib_prose())
     if name == "opticks":
@@ -94,21 +86,6 @@ def _stdlib_prose() -> Iterator[str]:
             text = "\n".join(line.strip().lstrip("#").removeprefix(" ") for line in block.group().splitlines())
             found.append((source.count("\n", 0, block.start()) + 1, text.strip()))
         yield from (text for _, text in sorted(found) if len(text) >= _LEAST_PROSE)
-
-
-def _package_prose() -> Iterator[str]:
-    """Docstrings of packages that PyTorch and transformers require, but what reads like a licence."""
-    for name in _PACKAGES:
-        found = importlib.util.find_spec(name)  # finds, does not import
-        folders = found.submodule_search_locations or () if found else ()
-        characters = 0
-        for _, tree in itertools.chain.from_iterable(_modules(Path(folder)) for folder in folders):
-            for _, text in sorted(_docstrings(tree)):
-                if len(text) >= _LEAST_PROSE and not _LEGAL.search(text):
-                    characters += len(text)
-                    yield text
-            if characters > _PACKAGE_CHARACTERS:
-                break
 
 
 def _modules(root: Path) -> Iterator[tuple[str, ast.Module]]:

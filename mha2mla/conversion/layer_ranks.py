@@ -27,10 +27,10 @@ from mha2mla.geometry import MLAGeometry
 
 FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
 LEAST, MOST = 0.2, 2.0  # of the uniform rank that a layer may get
-STEPS = 200  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
+STEPS = 100  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
 _STEP_TOKENS = 2048  # of such a step, at most, but for a whole block
-_FITTED_TOKENS = 32768
-_JUDGED_TOKENS = 8192
+_FITTED_TOKENS = 98304
+_JUDGED_TOKENS = 24576
 _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
