@@ -29,7 +29,7 @@ def generator_of(
 
     def generate(count: int) -> torch.Tensor:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval().to(device)
         return generate_windows(model, tokenizer, length, count, seed=seed, progress=progress)
 
     return generate
