@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
+import platform
 import resource
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,56 +20,47 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig
 
-from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
+from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
 from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.calibration import SPILL_BYTES
 from mha2mla.conversion.card import PLOT_FILE, model_card
+from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder, temporary_path
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.layer_ranks import choose_layer_ranks
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.plot import plot_layers
 from mha2mla.conversion.recipe import RECORDS, Recipe
-from mha2mla.conversion.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.resume import FinishedLayers, ResumeError, code_hash, source_identity, tensor_hash
+from mha2mla.conversion.resume import (
+    FinishedLayers,
+    ResumeError,
+    WorkFolder,
+    code_hash,
+    has_pieces,
+    source_identity,
+    tensor_hash,
+)
 from mha2mla.conversion.search import choose_rope_share
 from mha2mla.conversion.sequence import LayerRecord, LayerSequence
 from mha2mla.conversion.source import CheckpointError, CheckpointReader
+from mha2mla.conversion.source_files import FileIdentity, SourceChangedError, check_unchanged, regular_file
+from mha2mla.conversion.source_model import Source, open_source
 from mha2mla.conversion.streaming import StreamedModel
-from mha2mla.conversion.windows import Windows, calibration_windows, evaluation_windows
-from mha2mla.conversion.writer import (
-    DEFAULT_SHARD_BYTES,
-    WORK_FOLDER,
-    ShardedWriter,
-    check_destination,
-    temporary_folder,
-    temporary_path,
-)
+from mha2mla.conversion.windows import Windows, calibration_windows, evaluation_windows, listed
+from mha2mla.conversion.writer import DEFAULT_SHARD_BYTES, ShardedWriter
 from mha2mla.geometry import MLAGeometry
+from mha2mla.texts import text_identity
 
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
 PAGE_SIZE = 64
 RESUME = ("auto", "never")
-
-# What a checkpoint carries beside weights and config.
-_COMPANIONS = (
-    "tokenizer*",
-    "*.model",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates",
-    "generation_config.json",
-    "LICENSE*",
-    "NOTICE*",
-)
+_TEXT, _RECIPE = "text", "recipe"  # pieces of the work
 
 
 class ParityError(ValueError):
-    """A conversion that must be exact is not; nothing was written under the destination's name."""
+    """A conversion that must be exact is not, or one that must resemble its source does not at all; nothing was
+    written under the destination's name."""
 
 
 @dataclass(frozen=True)
@@ -147,19 +138,17 @@ class ConversionReport:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A conversion after all checks and before any work."""
+    """A conversion after all checks and before any work; ``_prepare`` fills in what takes work to find out."""
 
-    source: Path
+    opened: Source
     source_name: str
     destination: Path
-    config: PreTrainedConfig
-    adapter: FamilyAdapter
-    spec: SourceSpec
     recipe: Recipe
-    geometry: MLAGeometry
+    geometry: MLAGeometry | None
     geometries: tuple[MLAGeometry, ...] | None
-    reader: CheckpointReader
     model: StreamedModel
+    calibration_text: str | Windows | None
+    lengths: tuple[int, ...]
     calibration: TokenBlocks | None
     evaluation: torch.Tensor
     evaluation_text: str
@@ -169,6 +158,32 @@ class _Plan:
     spill_bytes: int
     max_shard_bytes: int
     progress: bool
+
+    @property
+    def source(self) -> Path:
+        return self.opened.folder
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.opened.config
+
+    @property
+    def adapter(self) -> FamilyAdapter:
+        return self.opened.adapter
+
+    @property
+    def spec(self) -> SourceSpec:
+        return self.opened.spec
+
+    @property
+    def reader(self) -> CheckpointReader:
+        return self.opened.reader
+
+    def say(self, text: str) -> None:
+        """On standard error, where there is one: nobody's listening is no reason to lose a conversion."""
+        if self.progress:
+            with suppress(OSError, ValueError, AttributeError):
+                tqdm.write(text, file=sys.stderr)
 
 
 def convert(
@@ -194,9 +209,9 @@ def convert(
     one at a time; the result is read back from a temporary folder, compared with the source on held-out text, and only
     then renamed. The source is never opened for writing.
 
-    A run that was killed or interrupted leaves its finished layers beside the destination, and the same call goes on
-    from there: activations are computed anew, and the weights are those of a run that nothing disturbed. An error
-    leaves nothing.
+    A run that was killed, interrupted, or ended by an error leaves what it had finished (calibration text, measured
+    ranks, layers) beside the destination, and the same call goes on from there: activations are computed anew, and the
+    weights are those of a run that nothing disturbed. Where it had finished nothing, it leaves nothing.
 
     Args:
         source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
@@ -210,10 +225,10 @@ def convert(
         dtype: of the written weights; default the source's own. ``inv_freq`` and the bias that conversion folds into
             ``o_proj`` stay float32: what the source adds in two places would lose its last bits in one.
         compute_dtype: of the layers that are run. Statistics and factorisations are float64.
-        overwrite: replace an existing destination, after the new one is complete.
-        resume: ``"auto"`` goes on from the layers of an interrupted run if recipe, source, calibration windows, dtypes,
-            device, and the versions of this package and torch are the same, and refuses to lose them if one is not;
-            ``"never"`` discards them.
+        overwrite: replace a destination that is empty or a converted checkpoint, after the new one is complete.
+        resume: ``"auto"`` goes on from what an interrupted run finished if recipe, source, calibration text, dtypes,
+            device, and the versions of this package and torch are the same, and refuses to lose layers if one is not;
+            ``"never"`` discards it.
         progress: show progress bars and the summary on standard error.
         spill_bytes: activations at a layer boundary go to disk when they are larger.
         max_shard_bytes: size of a weight file.
@@ -221,9 +236,11 @@ def convert(
     Raises:
         UnsupportedSourceError: the source cannot be converted, by name.
         CheckpointError: the source is incomplete or damaged.
-        DestinationError: the destination overlaps the source, exists, or cannot be written.
+        SourceChangedError: a file of the source changed meanwhile.
+        DestinationError: the destination overlaps the source, exists, may not be replaced, or cannot be written.
         ResumeError: an interrupted run of another conversion left finished layers.
-        ParityError: a full-rank conversion is not the source to rounding.
+        ParityError: a full-rank conversion is not the source to rounding, or any conversion's predictions are further
+            from the source's than a guess.
         ValueError: any other argument, by name.
     """
     started = time.perf_counter()
@@ -246,35 +263,61 @@ def convert(
             spill_bytes=spill_bytes,
             max_shard_bytes=max_shard_bytes,
         )
-    fingerprint = _fingerprint(plan)
-    admit = (lambda work: _has_layers(work, fingerprint)) if resume == "auto" else None
-    with _interrupts_named(plan), temporary_folder(plan.destination, overwrite=overwrite, admit=admit) as folder:
-        layers = FinishedLayers(folder / WORK_FOLDER, fingerprint)
-        resumed = len(layers)
-        with _timed(seconds, "convert"):
-            _convert_layers(plan, folder, layers)
-        with _timed(seconds, "write"):
-            weight_bytes = _write_weights(plan, folder, layers)
-            _write_companions(plan, folder)
-        with _timed(seconds, "verify"):
-            parity = _verify(plan, folder)
-        seconds["total"] = time.perf_counter() - started
-        report = _report(plan, parity, layers, resumed, seconds, weight_bytes)
-        _write_report(plan, folder, report)
-    if progress:
-        tqdm.write(str(report), file=sys.stderr)
+    with (
+        _leftovers_named(plan),
+        temporary_folder(plan.destination, overwrite=overwrite, worth_keeping=has_pieces) as folder,
+    ):
+        with _timed(seconds, "prepare"):
+            plan.opened.check_weights(progress=progress)
+            weights, others = plan.opened.identity()
+            work = _open_work(plan, folder / WORK_FOLDER, weights, resume)
+        with _faults_of_the_source_named(plan, {**weights, **others}, work):
+            with _timed(seconds, "prepare"):
+                plan = _prepare(plan, work, folder)
+            layers = FinishedLayers(work, _inputs_of_layers(plan))
+            resumed = len(layers)
+            with _timed(seconds, "convert"):
+                _convert_layers(plan, folder, layers)
+            with _timed(seconds, "write"):
+                weight_bytes = _write_weights(plan, folder, layers)
+                _write_companions(plan, folder)
+            with _timed(seconds, "verify"):
+                check_unchanged(plan.source, {**weights, **others})
+                parity = _verify(plan, folder)
+            seconds["total"] = time.perf_counter() - started
+            report = _report(plan, parity, layers, resumed, seconds, weight_bytes)
+            _write_report(plan, folder, report)
+            check_unchanged(plan.source, {**weights, **others})
+    plan.say(str(report))
     return report
 
 
 @contextmanager
-def _interrupts_named(plan: _Plan) -> Iterator[None]:
-    """Says after Ctrl-C how to go on."""
+def _leftovers_named(plan: _Plan) -> Iterator[None]:
+    """Says after an interrupt or an error how to go on."""
     try:
         yield
-    except KeyboardInterrupt:
+    except BaseException:
         work = temporary_path(plan.destination) / WORK_FOLDER
-        if plan.progress and work.is_dir():
-            tqdm.write(f"finished layers are kept in {work}: the same command goes on from there", file=sys.stderr)
+        if has_pieces(work):
+            plan.say(f"what was finished is kept in {work}: the same command goes on from there")
+        raise
+
+
+@contextmanager
+def _faults_of_the_source_named(plan: _Plan, files: dict[str, FileIdentity], work: WorkFolder) -> Iterator[None]:
+    """Whatever a source that changes does to a conversion is said to be its doing, and nothing of that is kept."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ParityError | SourceChangedError):
+            work.discard()
+        if not isinstance(error, SourceChangedError):
+            try:
+                check_unchanged(plan.source, files)
+            except SourceChangedError as changed:
+                work.discard()
+                raise changed from error
         raise
 
 
@@ -282,7 +325,7 @@ def _interrupts_named(plan: _Plan) -> Iterator[None]:
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
-    seconds[name] = time.perf_counter() - started
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 def _check(
@@ -313,76 +356,29 @@ def _check(
             raise ValueError(f"{name} is {size}; expected a number of bytes")
     target = _device(device)
     folder = _source_folder(source)
-    check_destination(Path(destination), folder, overwrite=overwrite)
-    values = _read_config(folder)
-    adapter = adapter_for(values)
-    config = AutoConfig.from_pretrained(folder)
-    spec = adapter.specify(config, longrope_table=recipe.longrope_table)
-    searches = recipe.searches_rope_share
-    geometry = None if searches else recipe.geometry(spec)
-    reader = CheckpointReader(folder)
-    model = StreamedModel(
-        config,
-        reader,
-        spec.sliding_windows,
-        device=target,
-        dtype=compute_dtype,
-        attn_implementation=REPEATABLE_ATTENTION,
-    )
-    _check_names(model, reader)
-    windows, lengths = None, recipe.window_lengths(getattr(config, "max_position_embeddings", None))
-    measures_ranks = recipe.searches_layer_ranks
-    if searches or measures_ranks or recipe.needs_calibration(geometry):
-        windows = calibration_windows(
-            folder,
-            calibration if calibration is not None else recipe.calibration_text,
-            lengths=lengths,
-            tokens=recipe.calibration_tokens,
-            vocab_size=config.vocab_size,
-            seed=recipe.seed,
-            device=target,
-            progress=progress,
-        )
+    check_destination(destination, folder, overwrite=overwrite)
+    opened = open_source(folder, longrope_table=recipe.longrope_table)
+    geometry = None if recipe.searches_rope_share else recipe.geometry(opened.spec)
+    geometries = None if geometry is None or recipe.searches_layer_ranks else recipe.geometries(opened.spec)
+    model = opened.model(target, compute_dtype)
+    text = None
+    if geometry is None or recipe.searches_layer_ranks or recipe.needs_calibration(geometry):
+        text = calibration if calibration is not None else recipe.calibration_text
+    lengths = recipe.window_lengths(getattr(opened.config, "max_position_embeddings", None))
     held_out = evaluation_windows(
-        folder,
-        evaluation,
-        length=min(lengths[0], evaluation_tokens),
-        tokens=evaluation_tokens,
-        vocab_size=config.vocab_size,
+        opened, evaluation, length=min(lengths[0], evaluation_tokens), tokens=evaluation_tokens
     )
-    if searches:
-        recipe = choose_rope_share(
-            model, adapter, spec, recipe, windows, folder=Path(tempfile.gettempdir()), spill_bytes=spill_bytes
-        )
-        geometry = recipe.geometry(spec)
-        if progress:
-            tqdm.write(f"rope_share: {recipe.rope_share} loses least of {recipe.rope_search}", file=sys.stderr)
-    if measures_ranks:
-        recipe = choose_layer_ranks(
-            model,
-            adapter,
-            spec,
-            recipe,
-            windows,
-            folder=Path(tempfile.gettempdir()),
-            spill_bytes=spill_bytes,
-            progress=progress,
-        )
-        if progress:
-            tqdm.write(f"layer_ranks: {recipe.layer_ranks}", file=sys.stderr)
     return _Plan(
-        source=folder,
+        opened=opened,
         source_name=folder.name if Path(source).exists() else str(source),
         destination=Path(destination),
-        config=config,
-        adapter=adapter,
-        spec=spec,
         recipe=recipe,
         geometry=geometry,
-        geometries=recipe.geometries(spec),
-        reader=reader,
+        geometries=geometries,
         model=model,
-        calibration=windows,
+        calibration_text=text,
+        lengths=lengths,
+        calibration=None,
         evaluation=held_out,
         evaluation_text=evaluation if isinstance(evaluation, str) else "token windows of the caller",
         device=target,
@@ -392,6 +388,50 @@ def _check(
         max_shard_bytes=max_shard_bytes,
         progress=progress,
     )
+
+
+def _prepare(plan: _Plan, work: WorkFolder, folder: Path) -> _Plan:
+    """Finds out what layers depend on, or takes it from ``work``: calibration windows, and what a recipe left open."""
+    if plan.calibration_text is None:
+        return plan
+    saved = work.get(_TEXT)
+    if saved is None:
+        windows = calibration_windows(
+            plan.opened,
+            plan.calibration_text,
+            lengths=plan.lengths,
+            tokens=plan.recipe.calibration_tokens,
+            seed=plan.recipe.seed,
+            device=plan.device,
+            progress=plan.progress,
+        )
+        work.put(_TEXT, {"windows": windows.tokens}, {"lengths": windows.lengths})
+    else:
+        windows = TokenBlocks(saved[0]["windows"], tuple(saved[1]["lengths"]))
+    recipe = _searched(plan, windows, work, folder)
+    geometry = recipe.geometry(plan.spec)
+    return replace(plan, recipe=recipe, geometry=geometry, geometries=recipe.geometries(plan.spec), calibration=windows)
+
+
+def _searched(plan: _Plan, windows: TokenBlocks, work: WorkFolder, folder: Path) -> Recipe:
+    """The recipe with what it leaves to a search; ``work`` has it after that."""
+    recipe, text = plan.recipe, tensor_hash(windows.tokens)
+    if not (recipe.searches_rope_share or recipe.searches_layer_ranks):
+        return recipe
+    saved = work.get(_RECIPE)
+    if saved is not None and saved[1]["calibration"] == text:
+        return Recipe.from_dict(saved[1]["recipe"])
+    arguments = (plan.model, plan.adapter, plan.spec)
+    if recipe.searches_rope_share:
+        recipe = choose_rope_share(*arguments, recipe, windows, folder=folder, spill_bytes=plan.spill_bytes)
+        plan.say(f"rope_share: {recipe.rope_share} loses least of {recipe.rope_search}")
+    if recipe.searches_layer_ranks:
+        recipe = choose_layer_ranks(
+            *arguments, recipe, windows, folder=folder, spill_bytes=plan.spill_bytes, progress=plan.progress
+        )
+        plan.say(f"layer_ranks: {recipe.layer_ranks}")
+    work.put(_RECIPE, {}, {"calibration": text, "recipe": recipe.to_dict()})
+    return recipe
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -423,52 +463,27 @@ def _source_folder(source: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"source {name!r} is no folder and cannot be fetched from the hub: {error}") from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.exists():
-        raise CheckpointError(f"source {str(folder)!r} has no config.json")
+def _open_work(plan: _Plan, folder: Path, weights: dict[str, FileIdentity], resume: str) -> WorkFolder:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return values
+        work = WorkFolder(folder, _request(plan, weights), resume=resume == "auto")
+    except ResumeError as error:
+        hint = "repeat that conversion, or discard its layers with resume='never' (--resume never)"
+        raise ResumeError(f"{error}: {hint}") from error
+    if work.damaged:
+        plan.say(f"{', '.join(work.damaged)} in {folder} were damaged and are made anew")
+    return work
 
 
-def _check_names(model: StreamedModel, reader: CheckpointReader) -> None:
-    """The source has every tensor of its model, in its shape, and none that would be lost."""
-    shapes = model.stored.shapes
-    missing = sorted(shapes.keys() - reader.names())
-    if missing:
-        raise CheckpointError(f"tensor {missing[0]} is absent from {reader.folder} ({len(missing)} absent in all)")
-    tied = set(model.skeleton._tied_weights_keys or {})
-    passed_over = {name for name in reader.names() if name in tied or name.endswith("rotary_emb.inv_freq")}
-    extra = sorted(reader.names() - set(shapes) - passed_over)
-    if extra:
-        raise UnsupportedSourceError(
-            f"tensor {extra[0]} of {reader.folder} is unknown to {type(model.skeleton).__name__}"
-            f" ({len(extra)} unknown in all); the conversion would lose it"
-        )
-    for name in sorted(shapes):
-        if reader.shape(name) != shapes[name]:
-            raise CheckpointError(f"tensor {name} has shape {reader.shape(name)}; the config says {shapes[name]}")
-
-
-def _fingerprint(plan: _Plan) -> dict[str, Any]:
-    """All that the tensors of a converted layer depend on."""
-    recipe = {key: value for key, value in plan.recipe.to_dict().items() if key not in ("preset", *RECORDS)}
-    device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type
+def _request(plan: _Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:
+    """All that the tensors of a converted layer depend on, as far as it is known before any work."""
     return {
-        "recipe": recipe,
-        "geometry": plan.geometry.to_dict(),
-        "layer_ranks": None if plan.geometries is None else [each.kv_lora_rank for each in plan.geometries],
-        "source": source_identity(plan.reader),
-        "calibration": tensor_hash(None if plan.calibration is None else plan.calibration.tokens),
-        "calibration_lengths": None if plan.calibration is None else list(plan.calibration.lengths),
-        "device": device,
+        "recipe": {key: value for key, value in plan.recipe.to_dict().items() if key not in ("preset", *RECORDS)},
+        "source": source_identity(weights),
+        "calibration": _text_identity(plan.calibration_text),
+        "device": _device_name(plan.device),
         "compute_dtype": str(plan.compute_dtype),
         "dtype": None if plan.weights_dtype is None else str(plan.weights_dtype),
+        "python": platform.python_version(),  # texts come with it
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "mha2mla": _version(),
@@ -476,24 +491,33 @@ def _fingerprint(plan: _Plan) -> dict[str, Any]:
     }
 
 
-def _has_layers(work: Path, fingerprint: dict[str, Any]) -> bool:
+def _text_identity(text: str | Windows | None) -> str | None:
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        return "+".join(map(tensor_hash, listed(text)))
     try:
-        return len(FinishedLayers(work, fingerprint)) > 0
-    except ResumeError as error:
-        hint = "repeat that conversion, or discard its layers with resume='never' (--resume never)"
-        raise ResumeError(f"{error}: {hint}") from error
+        return text_identity(text)
+    except ValueError as error:
+        raise ValueError(f"calibration {text!r}: {error}") from error
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _inputs_of_layers(plan: _Plan) -> dict[str, Any]:
+    """What was found out on the way, beside the request."""
+    ranks = None if plan.geometries is None else [each.kv_lora_rank for each in plan.geometries]
+    tokens = None if plan.calibration is None else plan.calibration.tokens
+    return {"geometry": plan.geometry.to_dict(), "layer_ranks": ranks, "calibration": tensor_hash(tokens)}
 
 
 def _convert_layers(plan: _Plan, folder: Path, layers: FinishedLayers) -> None:
     """Converts the layers that are not in ``layers`` and puts them there, one by one."""
     count, done = plan.spec.num_layers, len(layers)
-    if done and plan.progress:
-        where = f"an interrupted conversion left in {layers.folder}"
-        tqdm.write(f"going on after {done} of {count} layers that {where}", file=sys.stderr)
-    for name in sorted(plan.model.expected_names()):
-        if not name.startswith("model.layers."):  # read last, and a NaN there should not show after hours
-            plan.reader.tensor(name)
-    plan.reader.release()
+    if done:
+        plan.say(f"going on after {done} of {count} layers that an interrupted conversion left in {layers.work.folder}")
     sequence = LayerSequence(
         plan.model,
         plan.adapter,
@@ -559,12 +583,9 @@ def _write_companions(plan: _Plan, folder: Path) -> None:
     """config.json, and everything that the source carries beside its weights."""
     from mha2mla.modeling import MHA2MLAForCausalLM
 
-    for pattern in _COMPANIONS:
-        for path in sorted(plan.source.glob(pattern)):
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
-            else:
-                shutil.copyfile(path, folder / path.name)
+    for name in plan.opened.companions:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(regular_file(plan.source, name), folder / name)
     config = converted_config(plan.config, plan.spec, plan.geometry, plan.recipe, plan.geometries)
     config.recipe = _recorded_recipe(plan)
     config.dtype = _stored_dtype(plan, plan.adapter.attention_names(plan.spec, 0)["o_weight"])
@@ -582,9 +603,10 @@ def _verify(plan: _Plan, folder: Path) -> ParityReport:
 
     Raises:
         CheckpointError: the written names are not the model's.
-        ParityError: full rank was asked for, and the logits differ by more than rounding.
+        ParityError: full rank was asked for, and the logits differ by more than rounding; or the predictions are
+            further from the source's than a guess.
     """
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     reader = CheckpointReader(folder)
     converted = StreamedModel(config, reader, plan.spec.sliding_windows, device=plan.device, dtype=plan.compute_dtype)
     if reader.names() != converted.expected_names():
@@ -607,6 +629,12 @@ def _verify(plan: _Plan, folder: Path) -> ParityReport:
                 f"logits of the full-rank conversion differ from the source's by {parity.logits_relative_error:.3g}"
                 f" (relative); expected at most {tolerance:.3g}"
             )
+    guess = math.log(plan.model.vocab_size)
+    if not parity.kl <= guess:
+        raise ParityError(
+            f"the converted model's predictions are {parity.kl:.3g} nats a token from the source's (KL); expected at"
+            f" most {guess:.3g}, as far as a guess among {plan.model.vocab_size} tokens can be from certainty"
+        )
     return parity
 
 
@@ -683,8 +711,7 @@ def _write_report(plan: _Plan, folder: Path, report: ConversionReport) -> None:
         plot_layers(values["layers"], folder / PLOT_FILE)
     except ImportError as error:
         plot = None
-        if plan.progress:
-            tqdm.write(f"the model card has no plot: {error}", file=sys.stderr)
+        plan.say(f"the model card has no plot: {error}")
     base_model = None if Path(report.source_name).exists() or "/" not in report.source_name else report.source_name
     card = model_card(
         values, base_model=base_model, plot=plot, record=RECORD_FILE, environment=describe_environment(environment)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 import sysconfig
 import tokenize
@@ -60,6 +61,28 @@ def load_text(name: str | Path) -> str:
     if not text.strip():
         raise ValueError(f"text {name!r} is empty")
     return text
+
+
+def text_identity(name: str | Path) -> str:
+    """What :func:`mixed_windows` is given by ``name``: the name, and for files a hash of what is in them.
+
+    Raises:
+        ValueError: a part is neither a file nor a name of :func:`load_text`.
+    """
+    return "+".join(map(_part_identity, _parts(name)))
+
+
+def _parts(name: str | Path) -> list[str]:
+    return [str(name)] if Path(name).is_file() else str(name).split("+")
+
+
+def _part_identity(name: str) -> str:
+    if name == GENERATED or name.startswith((BUILTIN, DATASET)):
+        return name
+    if not Path(name).is_file():
+        raise ValueError(f"text {name!r} is no file; expected a file, {_BUILTINS} or hf:DATASET")
+    with open(name, "rb") as file:
+        return f"{name} (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()})"
 
 
 def _builtin(name: str) -> str:
@@ -151,7 +174,7 @@ def mixed_windows(
     Raises:
         ValueError: a text is unusable (``load_text``, ``token_windows``), or there is nothing to generate with.
     """
-    names = [str(name)] if Path(name).is_file() else str(name).split("+")
+    names = _parts(name)
     if GENERATED in names and generate is None:
         raise ValueError(f"text {str(name)!r} needs a model that generates it; expected other texts")
     # The generated text is as long as it must be: it makes up for texts that are too short for their share.

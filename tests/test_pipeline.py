@@ -324,7 +324,11 @@ def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
         ({"calibration": "SHORT"}, ValueError, "at least one window"),
         ({"calibration": "LATIN"}, ValueError, "is not UTF-8"),
         ({"calibration": torch.zeros(3, dtype=torch.int64)}, ValueError, "calibration is torch.int64"),
-        ({"calibration": torch.full((1, 8), 999)}, ValueError, "token 999; expected tokens below vocab_size=264"),
+        (
+            {"calibration": torch.full((1, 8), 999)},
+            ValueError,
+            "token 999; expected tokens from 0, below vocab_size=264",
+        ),
         ({"recipe": "TEXT LATIN"}, ValueError, "calibration .*LATIN.* is not UTF-8"),
         ({"recipe": "TEXT absent"}, ValueError, "calibration .*absent' is no file"),
         ({"evaluation": "EMPTY"}, ValueError, "is empty"),
@@ -370,8 +374,24 @@ def test_a_bad_destination_is_refused_before_work(source, tmp_path):
         convert(source, "/proc/mha2mla-cannot-exist/out")
 
 
-def test_overwriting_replaces_the_whole_folder(source, tmp_path):
+def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else(source, tmp_path, monkeypatch):
+    """A mistyped destination must not cost anybody a folder."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("x")
+    for change in (None, lambda f: (f / "config.json").write_text("{}"), lambda f: tiny.checkpoint(f / "model")):
+        if change is not None:
+            change(precious)
+        with pytest.raises(DestinationError, match="neither empty nor a converted checkpoint"):
+            convert(source, precious, overwrite=True)
+    monkeypatch.chdir(precious)
+    for name in ("", ".", "..", str(tmp_path), "../precious", "../.."):
+        with pytest.raises(DestinationError, match="is the current folder, or holds it"):
+            convert(source, name, overwrite=True)
+    assert (precious / "thesis.tex").read_text() == "x"
+
     (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", overwrite=True)
     (tmp_path / "out" / "stale").write_text("x")
     convert(source, tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out" / "stale").exists() and (tmp_path / "out" / "config.json").exists()

@@ -172,14 +172,97 @@ def test_an_interrupted_conversion_goes_on_and_says_so(source, tmp_path, monkeyp
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
-def test_an_interrupt_before_any_layer_is_finished_leaves_nothing(source, tmp_path, monkeypatch):
-    def stop(*arguments, **keys):
-        raise KeyboardInterrupt
+def stop(*arguments, **keys):
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, "LayerSequence", stop)
+
+def test_an_interrupt_before_anything_is_finished_leaves_nothing(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "mixed_windows", stop)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monkeypatch):
+    """Of a large model both take longer than some layers."""
+    source = tiny.checkpoint(tmp_path / "source")
+    recipe = {"calibration_text": "generated", "rope_share": "auto", "layer_ranks": "measured", "cache_ratio": 0.5}
+    recipe["calibration_tokens"] = 256
+    whole = convert(source, tmp_path / "whole", recipe=recipe)
+    for name in ("choose_layer_ranks", "LayerSequence"):  # once after the text, once after the searches
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pipeline, name, stop)
+            convert(source, tmp_path / "out", recipe=recipe)
+        monkeypatch.setattr(pipeline, "mixed_windows", stop)
+    for name in ("choose_rope_share", "choose_layer_ranks"):
+        monkeypatch.setattr(pipeline, name, stop)
+    report = convert(source, tmp_path / "out", recipe=recipe)
+    assert report.recipe == whole.recipe and report.resumed_layers == 0
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_saved_text_is_not_used_for_another_text_of_the_same_name(source, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("One text, which is long enough for some windows. " * 40)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline, "LayerSequence", stop)
+        convert(source, tmp_path / "out", calibration=str(text))
+    text.write_text("Another text, which is also long enough for windows. " * 40)
+    convert(source, tmp_path / "out", calibration=str(text))
+    convert(source, tmp_path / "whole", calibration=str(text))
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+class OutOfMemory(pipeline.FinishedLayers):
+    def add(self, *arguments):
+        if len(self) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        super().add(*arguments)
+
+
+class FullDisk(pipeline.ShardedWriter):
+    def finish(self):
+        raise DestinationError("No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "error", "kept"),
+    [
+        ("FinishedLayers", OutOfMemory, torch.OutOfMemoryError, 3),
+        ("ShardedWriter", FullDisk, DestinationError, LAYERS),
+        ("compare", stop, KeyboardInterrupt, LAYERS),
+    ],
+)
+def test_an_error_keeps_finished_layers_as_a_kill_does(name, fault, error, kept, source, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(pipeline, name, fault)
+        convert(source, tmp_path / "out", progress=True)
+    assert "the same command goes on from there" in capsys.readouterr().err
+    assert finished(tmp_path) == kept and not list((tmp_path / ".out.mha2mla-tmp").glob("*.safetensors"))
+    assert convert(source, tmp_path / "out").resumed_layers == kept
+    convert(source, tmp_path / "whole")
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_a_damaged_layer_is_made_anew_and_said_so(source, tmp_path, monkeypatch, capsys):
+    convert(source, tmp_path / "out", 4, monkeypatch)
+    path = tmp_path / ".out.mha2mla-tmp" / "work" / "layer-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(bytes(content))
+    assert convert(source, tmp_path / "out", progress=True).resumed_layers == 3
+    assert "layer-00001.safetensors in" in capsys.readouterr().err
+    convert(source, tmp_path / "whole")
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("part", "found"), [("code_hash", "code"), ("_device_name", "device")])
+def test_layers_of_other_code_or_another_device_are_not_used(part, found, source, tmp_path, monkeypatch):
+    convert(source, tmp_path / "out", 2, monkeypatch)
+    monkeypatch.setattr(pipeline, part, lambda *arguments: "another")
+    with pytest.raises(ResumeError, match=rf"differs in {found}"):
+        convert(source, tmp_path / "out")
+    assert finished(tmp_path) == 2
 
 
 def test_after_all_layers_only_writing_and_verifying_are_left(source, tmp_path, monkeypatch):
@@ -214,17 +297,25 @@ def test_another_conversion_does_not_go_on_from_the_layers_nor_lose_them(change,
     assert report.resumed_layers == 0 and not list(tmp_path.glob(".*"))
 
 
-def test_layers_of_a_changed_source_are_not_used(tmp_path, monkeypatch):
+def test_layers_of_a_changed_source_are_not_used_whatever_its_times_say(tmp_path, monkeypatch):
     source = tiny.checkpoint(tmp_path / "source")
+    weight = source / "model.safetensors"
+    os.utime(weight, ns=(1, 1))
     convert(source, tmp_path / "out", 1, monkeypatch)
-    os.utime(source / "model.safetensors", ns=(1, 1))
-    with pytest.raises(ResumeError, match="differs in source.files"):
+    content = bytearray(weight.read_bytes())
+    content[-2] ^= 1
+    weight.write_bytes(bytes(content))
+    os.utime(weight, ns=(1, 1))
+    with pytest.raises(ResumeError, match="differs in source.model.safetensors"):
         convert(source, tmp_path / "out")
+    content[-2] ^= 1
+    weight.write_bytes(bytes(content))
+    assert convert(source, tmp_path / "out").resumed_layers == 1
 
 
 def test_nothing_is_refused_over_a_run_that_finished_no_layer(source, tmp_path):
     (tmp_path / ".out.mha2mla-tmp" / "work").mkdir(parents=True)
-    (tmp_path / ".out.mha2mla-tmp" / "work" / "fingerprint.json").write_text('{"recipe": {"seed": 8}}')
+    (tmp_path / ".out.mha2mla-tmp" / "work" / "request.json").write_text('{"recipe": {"seed": 8}}')
     assert convert(source, tmp_path / "out").resumed_layers == 0
 
 
@@ -249,7 +340,8 @@ def test_a_bad_choice_is_named(source, tmp_path):
         convert(source, tmp_path / "out", resume="maybe")
 
 
-# In a mount namespace of its own: file systems of so many kB, and what a conversion to each of them came to.
+# In a mount namespace of its own: file systems of so many kB, what a conversion to each of them came to, and then, when
+# there is room, how many layers it had kept.
 FULL_DISKS = """
 import json, os, subprocess, sys
 import mha2mla
@@ -257,13 +349,19 @@ from pathlib import Path
 source, place, recipe = sys.argv[1], Path(sys.argv[2]), mha2mla.Recipe(**json.loads(sys.argv[3]))
 for size in map(int, sys.argv[4:]):
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", place], check=True)
-    error = None
+    def convert():
+        return mha2mla.convert(source, place / "out", recipe, evaluation_tokens=128, device="cpu", progress=False,
+                               spill_bytes=1, max_shard_bytes=1 << 16)
+    error = kept = None
     try:
-        mha2mla.convert(source, place / "out", recipe, evaluation_tokens=128, device="cpu", progress=False,
-                        spill_bytes=1, max_shard_bytes=1 << 16)
+        convert()
     except (OSError, ValueError) as caught:
         error = str(caught)
-    print(json.dumps([size, error, sorted(os.listdir(place))]), flush=True)
+    left = sorted(os.listdir(place))
+    if error is not None:
+        subprocess.run(["mount", "-o", "remount,size=8m", place], check=True)
+        kept = convert().resumed_layers
+    print(json.dumps([size, error, left, kept]), flush=True)
     subprocess.run(["umount", place], check=True)
 """
 
@@ -277,11 +375,11 @@ def may_mount(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_named_and_leaves_nothing(source, tmp_path):
+def test_a_full_disk_is_named_and_costs_no_finished_layer(source, tmp_path):
     """Real file systems, from one that does not hold the first activations to one that holds everything."""
     if not may_mount(tmp_path):
         pytest.skip("no user namespaces on this machine, so no small file system to fill")
-    sizes = [64, 128, 256, 384, 512, 640, 768, 8192]
+    sizes = [64, 256, 384, 640, 8192]
     done = subprocess.run(
         ["unshare", "-rm", sys.executable, "-c", FULL_DISKS, str(source), str(tmp_path), json.dumps(SHORT)]
         + [str(size) for size in sizes],
@@ -292,14 +390,14 @@ def test_a_full_disk_is_named_and_leaves_nothing(source, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     outcomes = {size: outcome for size, *outcome in map(json.loads, done.stdout.splitlines())}
-    assert list(outcomes) == sizes and outcomes.pop(8192) == [None, ["out"]]
-    failed = {size: error for size, (error, left) in outcomes.items() if left == []}
-    assert failed.keys() == outcomes.keys()
-    for error in failed.values():
-        assert "No space left on device" in error
+    assert list(outcomes) == sizes and outcomes.pop(8192) == [None, ["out"], None]
+    for error, left, _ in outcomes.values():
+        assert "No space left on device" in error and left in ([], [".out.mha2mla-tmp"])
+    kept = [layers for _, _, layers in outcomes.values()]
+    assert kept == sorted(kept) and kept[0] == 0 and kept[-1] > 0
     # The activations, a layer, a shard: each was the one that did not fit.
-    for part in ("activations-", "work/.layer-", "shard-"):
-        assert any(part in error for error in failed.values()), failed
+    for part in ("/activations", "work/.layer-", "shard-"):
+        assert any(part in error for error, _, _ in outcomes.values()), outcomes
 
 
 def test_a_read_only_destination_is_refused_before_work(source, tmp_path):

@@ -32,7 +32,7 @@ def generator_of(
     @functools.cache
     def model() -> torch.nn.Module:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval().to(device)
 
     # Texts of different lengths begin with different prompts.
     return lambda length, count: generate_windows(

@@ -1,10 +1,9 @@
-"""Finished layers of a conversion under way, on disk, so that a killed one can go on where it was."""
+"""What a conversion under way has finished, on disk, so that a run that was cut off can go on where it was."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,95 +12,176 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mha2mla.conversion.source import CheckpointReader
-from mha2mla.conversion.writer import save_tensors
+from mha2mla.conversion.source_files import FileIdentity
+from mha2mla.conversion.writer import remove, save_tensors, write_whole
 
-FINGERPRINT_FILE = "fingerprint.json"
-_LAYER_FILE = re.compile(r"layer-(\d{5})\.safetensors")
+REQUEST_FILE = "request.json"
+_SUFFIX = ".safetensors"
+_LAYER = re.compile(r"layer-(\d{5})")
+_CODE = ("conversion", "modeling", "data", "texts.py", "geometry.py", "pipeline.py")
 
 
 class ResumeError(ValueError):
     """What an interrupted conversion left belongs to another conversion; the message says what differs."""
 
 
-def source_identity(reader: CheckpointReader) -> dict[str, Any]:
-    """What tells one source from another without reading its weights.
-
-    Returns:
-        sha256 of config.json, and [size in bytes, modification time in ns] of every weight file.
-    """
-    config = (reader.folder / "config.json").read_bytes()
-    files = {path.name: path.stat() for path in reader.files()}
-    return {
-        "config": hashlib.sha256(config).hexdigest(),
-        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()},
-    }
+def source_identity(files: Mapping[str, FileIdentity]) -> dict[str, str]:
+    """What tells one source from another: file → sha256 of its content."""
+    return {name: identity.sha256 for name, identity in files.items()}
 
 
 def tensor_hash(tensor: torch.Tensor | None) -> str | None:
     """sha256 of shape, dtype and values."""
-    if tensor is None:
-        return None
-    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    numbers = tensor.cpu().contiguous().flatten().view(torch.uint8)  # numpy knows no bfloat16
-    return hashlib.sha256(header + numbers.numpy().tobytes()).hexdigest()
+    return None if tensor is None else _tensors_hash("", {"": tensor})
 
 
 def code_hash() -> str:
-    """sha256 of the package's own code that decides what a converted layer is: a version may stand still while it
-    changes."""
+    """sha256 of the package's own code and texts that decide what a converted layer is: a version may stand still
+    while they change."""
     package = Path(__file__).parents[1]
     total = hashlib.sha256()
-    for path in sorted(path for part in ("conversion", "modeling") for path in (package / part).rglob("*.py")):
+    found = (package / part for part in _CODE)
+    paths = (path for part in found for path in (part.rglob("*") if part.is_dir() else [part]))
+    for path in sorted(path for path in paths if path.suffix in (".py", ".txt")):
         total.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     return total.hexdigest()
 
 
-class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
-    """Converted layers by index, one safetensors file each; reading one maps nothing and hands out copies.
+class WorkFolder:
+    """Finished pieces of one conversion by name, a file each; a piece is whole and as it was put, or not there.
 
-    A file has its name only when it is whole: it is written under another one, flushed to the disk and renamed.
+    A file has its name only when it is on the disk as a whole, and holds a hash of its name, its contents, and the
+    request that it belongs to: one that was damaged, swapped or brought from elsewhere does not count.
 
     Args:
-        folder: made with the first layer. What is in it and unreadable is removed.
-        fingerprint: JSON values that say what the layers depend on.
+        folder: made with the first piece. Pieces of another request are removed with the first one of this.
+        request: JSON values that say what is converted to what, and how.
+        resume: whether pieces that are there may be used.
+
+    Attributes:
+        damaged: names of files that were no pieces of this request and are gone.
 
     Raises:
-        ResumeError: the folder's layers were made under another fingerprint.
+        ResumeError: the folder has finished layers of another request, and ``resume``.
     """
 
-    def __init__(self, folder: Path, fingerprint: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, request: Mapping[str, Any], *, resume: bool = True) -> None:
         self.folder = folder
-        self._fingerprint = fingerprint = json.loads(json.dumps(fingerprint))
-        path = folder / FINGERPRINT_FILE
-        left = finished_layers(folder)
-        theirs = _read_fingerprint(path)
-        if left and theirs != fingerprint:
-            names = sorted(key for key in {**fingerprint, **theirs} if fingerprint.get(key) != theirs.get(key))
+        self._text = json.dumps(request, sort_keys=True)
+        self._known: set[str] = set()
+        self.damaged: list[str] = []
+        there = sorted(folder.iterdir()) if folder.is_dir() else []
+        theirs = _read_request(folder / REQUEST_FILE)
+        layers = [path for path in there if _LAYER.fullmatch(path.stem) and path.suffix == _SUFFIX]
+        same = theirs == json.loads(self._text)
+        if resume and layers and not same:
             raise ResumeError(
-                f"{folder} holds {len(left)} finished layers of an interrupted conversion that differs in"
-                f" {', '.join(_difference(key, theirs.get(key), fingerprint.get(key)) for key in names)}"
+                f"{folder} holds {len(layers)} finished layers of an interrupted conversion that differs in"
+                f" {', '.join(_differences(theirs, json.loads(self._text)))}"
             )
-        for other in list(folder.iterdir()) if folder.is_dir() else ():
-            if other.name not in left.values() and other != path:
-                other.unlink()
-        self._files = left
+        for path in there:
+            ours = resume and same and path.is_file() and not path.is_symlink()
+            if ours and path.name == REQUEST_FILE:
+                continue
+            if ours and path.suffix == _SUFFIX and not path.name.startswith("."):
+                if self._read(path.stem) is not None:
+                    self._known.add(path.stem)
+                    continue
+                self.damaged.append(path.name)
+            remove(path)
+
+    def names(self) -> list[str]:
+        """Of the pieces that are there."""
+        return sorted(self._known)
+
+    def get(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
+        """A piece as it was put, or None; tensors are copies on the CPU.
+
+        Raises:
+            ResumeError: the piece was there and is damaged now.
+        """
+        if name not in self._known:
+            return None
+        found = self._read(name)
+        if found is None:
+            raise ResumeError(f"{self.folder / (name + _SUFFIX)} was damaged during the conversion")
+        return found
+
+    def put(self, name: str, tensors: Mapping[str, torch.Tensor], about: Any = None) -> None:
+        """Puts a piece on disk; when this returns, it survives whatever happens to the process.
+
+        Args:
+            about: JSON values that belong to the tensors.
+
+        Raises:
+            DestinationError: the file system does not take the file.
+        """
+        path = self.folder / REQUEST_FILE
+        if not path.exists():
+            self.folder.mkdir(exist_ok=True)
+            write_whole(path, lambda temporary: temporary.write_text(self._text, encoding="utf-8"))
+        # safetensors takes no two views of one storage.
+        copies = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+        text = json.dumps(about)
+        metadata = {"about": text, "sha256": self._hash(name, text, copies)}
+        write_whole(self.folder / (name + _SUFFIX), lambda temporary: save_tensors(copies, temporary, metadata))
+        self._known.add(name)
+
+    def discard(self) -> None:
+        """Removes all pieces: they are of no use to anybody."""
+        for name in self.names():
+            (self.folder / (name + _SUFFIX)).unlink(missing_ok=True)
+        self._known.clear()
+
+    def _hash(self, name: str, about: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        return _tensors_hash("\0".join((self._text, name, about)), tensors)
+
+    def _read(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
+        try:
+            with safe_open(self.folder / (name + _SUFFIX), framework="pt") as file:
+                metadata = file.metadata() or {}
+                # Copies have the allocator's alignment, so that arithmetic on them is that of the run which made them.
+                tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            if metadata["sha256"] != self._hash(name, metadata["about"], tensors):
+                return None
+            return tensors, json.loads(metadata["about"])
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return None
+
+
+class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
+    """Converted layers by index, as pieces of a :class:`WorkFolder`.
+
+    Args:
+        work: where they are.
+        inputs: JSON values: what the layers depend on beside the request, found out on the way (the calibration
+            windows, the ranks). Layers that depend on something else do not count.
+    """
+
+    def __init__(self, work: WorkFolder, inputs: Any = None) -> None:
+        self.work = work
+        self._inputs = json.loads(json.dumps(inputs))
+        self._records: dict[int, dict[str, Any]] = {}
+        for name in work.names():
+            if match := _LAYER.fullmatch(name):
+                _, about = work.get(name)
+                if about["inputs"] == self._inputs:
+                    self._records[int(match[1])] = about["record"]
 
     def __getitem__(self, layer: int) -> dict[str, torch.Tensor]:
-        with safe_open(self.folder / self._files[layer], framework="pt") as file:
-            # Copies have the allocator's alignment, so that arithmetic on them is that of the run which made them.
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        if layer not in self._records:
+            raise KeyError(layer)
+        return self.work.get(_name(layer))[0]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._files))
+        return iter(sorted(self._records))
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._records)
 
     def record(self, layer: int) -> dict[str, Any]:
         """What was recorded with a layer."""
-        with safe_open(self.folder / self._files[layer], framework="pt") as file:
-            return json.loads(file.metadata()["record"])
+        return self._records[layer]
 
     def add(self, layer: int, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:
         """Puts a layer on disk; when this returns, it survives whatever happens to the process.
@@ -113,36 +193,30 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
         for name, tensor in tensors.items():
             if not torch.isfinite(tensor).all():
                 raise ValueError(f"tensor {name} of layer {layer} became NaN or infinite in the conversion")
-        if not self._files:
-            self.folder.mkdir(exist_ok=True)
-            text = json.dumps(self._fingerprint)
-            path = self.folder / FINGERPRINT_FILE
-            _write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-        # safetensors takes no two views of one storage.
-        copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        metadata = {"record": json.dumps(dict(record))}
-        name = f"layer-{layer:05d}.safetensors"
-        _write_whole(self.folder / name, lambda temporary: save_tensors(copies, temporary, metadata))
-        self._files[layer] = name
+        record = json.loads(json.dumps(dict(record)))
+        self.work.put(_name(layer), tensors, {"inputs": self._inputs, "record": record})
+        self._records[layer] = record
 
 
-def finished_layers(folder: Path) -> dict[int, str]:
-    """Layer -> name of its file, of those in ``folder`` that can be read."""
-    found = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _LAYER_FILE.fullmatch(path.name)
-        if match is None:
-            continue
-        try:
-            with safe_open(path, framework="pt") as file:
-                json.loads(file.metadata()["record"])
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError):
-            continue
-        found[int(match[1])] = path.name
-    return found
+def has_pieces(folder: Path) -> bool:
+    """Whether a work folder holds anything that a :class:`WorkFolder` has put there."""
+    return any(folder.glob(f"[!.]*{_SUFFIX}"))
 
 
-def _read_fingerprint(path: Path) -> dict[str, Any]:
+def _name(layer: int) -> str:
+    return f"layer-{layer:05d}"
+
+
+def _tensors_hash(header: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    total = hashlib.sha256(header.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(f"\0{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        total.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())  # numpy knows no bfloat16
+    return total.hexdigest()
+
+
+def _read_request(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -150,22 +224,16 @@ def _read_fingerprint(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    return [
+        _difference(key, theirs.get(key), ours.get(key))
+        for key in sorted({*theirs, *ours})
+        if theirs.get(key) != ours.get(key)
+    ]
+
+
 def _difference(key: str, theirs: Any, ours: Any) -> str:
     if isinstance(theirs, dict) and isinstance(ours, dict):
         inner = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
         return ", ".join(_difference(f"{key}.{name}", theirs.get(name), ours.get(name)) for name in inner)
     return f"{key} ({theirs} there, {ours} now)" if max(len(str(theirs)), len(str(ours))) < 40 else key
-
-
-def _write_whole(path: Path, write: Any) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    write(temporary)
-    for part in (temporary, None):
-        if part is None:
-            os.replace(temporary, path)
-            part = path.parent
-        handle = os.open(part, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

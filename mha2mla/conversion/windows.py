@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.generated import generator_of
-from mha2mla.conversion.source import CheckpointError
+from mha2mla.conversion.source_files import CheckpointError
+from mha2mla.conversion.source_model import Source
 from mha2mla.texts import load_text, mixed_windows, token_windows
 
 Windows = torch.Tensor | Sequence[torch.Tensor]  # int64 [windows, length], or one of these per length
 
 
 def calibration_windows(
-    folder: Path,
+    source: Source,
     text: str | Windows,
     *,
     lengths: Sequence[int],
     tokens: int,
-    vocab_size: int,
     seed: int,
     device: torch.device,
     progress: bool = False,
@@ -31,7 +29,7 @@ def calibration_windows(
     """Windows of every length, the same number of tokens of each, drawn from ``text`` or written by the source.
 
     Args:
-        folder: of the source: its tokenizer, and its weights for ``"generated"`` text.
+        source: whose tokenizer cuts the text, and which writes ``"generated"`` text.
         text: what ``texts.mixed_windows`` takes; or windows, which are taken as they are.
         lengths: of the windows; they divide the longest.
         tokens: in all, but at least one block for every length.
@@ -43,9 +41,9 @@ def calibration_windows(
         ValueError: an unusable text or window, by name.
     """
     if not isinstance(text, str):
-        return TokenBlocks.of([_checked(part, "calibration", vocab_size) for part in _listed(text)])
-    tokenizer, longest = tokenizer_of(folder, "calibration"), max(lengths)
-    generate = generator_of(folder, tokenizer, seed=seed, device=device, progress=progress)
+        return TokenBlocks.of([_checked(part, "calibration", source) for part in listed(text)])
+    tokenizer, longest = _tokenizer_of(source, "calibration"), max(lengths)
+    generate = generator_of(source.folder, tokenizer, seed=seed, device=device, progress=progress)
     blocks = max(1, tokens // len(lengths) // longest)
     parts = []
     for length in lengths:
@@ -57,37 +55,28 @@ def calibration_windows(
             raise ValueError(
                 f"calibration {text!r} has {windows.numel()} tokens; expected at least {longest}, the longest window"
             )
-        parts.append(_checked(windows[:whole], "calibration", vocab_size))
+        parts.append(_checked(windows[:whole], "calibration", source))
     return TokenBlocks.of(parts)
 
 
-def evaluation_windows(
-    folder: Path, text: str | torch.Tensor, *, length: int, tokens: int, vocab_size: int
-) -> torch.Tensor:
+def evaluation_windows(source: Source, text: str | torch.Tensor, *, length: int, tokens: int) -> torch.Tensor:
     """The first windows of ``text``, int64 [windows, length]: at most so many ``tokens``, but at least one window.
 
     Raises:
         CheckpointError, ValueError: as :func:`calibration_windows`.
     """
     if not isinstance(text, str):
-        return _checked(text, "evaluation", vocab_size)
-    tokenizer, count = tokenizer_of(folder, "evaluation"), max(1, tokens // length)
+        return _checked(text, "evaluation", source)
+    tokenizer, count = _tokenizer_of(source, "evaluation"), max(1, tokens // length)
     windows = _named("evaluation", text, lambda: token_windows(tokenizer, load_text(text), length, count))
-    return _checked(windows, "evaluation", vocab_size)
+    return _checked(windows, "evaluation", source)
 
 
-def tokenizer_of(folder: Path, name: str) -> Any:
-    """The source's own tokenizer.
-
-    Raises:
-        CheckpointError: there is none that can be used, so that ``name`` must be token windows.
-    """
+def _tokenizer_of(source: Source, name: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(
-            f"source {str(folder)!r} has no usable tokenizer, so {name} must be token windows: {error}"
-        ) from error
+        return source.tokenizer()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {name} must be token windows") from error
 
 
 def _named(name: str, text: str, make: Any, *args: Any, **keys: Any) -> torch.Tensor:
@@ -97,11 +86,12 @@ def _named(name: str, text: str, make: Any, *args: Any, **keys: Any) -> torch.Te
         raise ValueError(f"{name} {text!r}: {error}") from error
 
 
-def _listed(windows: Windows) -> list[torch.Tensor]:
+def listed(windows: Windows) -> list[torch.Tensor]:
+    """A tensor for each length."""
     return [windows] if isinstance(windows, torch.Tensor) else list(windows)
 
 
-def _checked(windows: torch.Tensor, name: str, vocab_size: int) -> torch.Tensor:
+def _checked(windows: torch.Tensor, name: str, source: Source) -> torch.Tensor:
     """On the CPU.
 
     Raises:
@@ -111,8 +101,10 @@ def _checked(windows: torch.Tensor, name: str, vocab_size: int) -> torch.Tensor:
         raise ValueError(
             f"{name} is {windows.dtype} {tuple(windows.shape)}; expected int64 [windows >= 1, length >= 2]"
         )
-    least, most = int(windows.min()), int(windows.max())
-    if least < 0 or most >= vocab_size:
-        wrong = least if least < 0 else most
-        raise ValueError(f"{name} has token {wrong}; expected tokens from 0 to below vocab_size={vocab_size}")
+    vocab_size, lowest, highest = source.config.vocab_size, int(windows.min()), int(windows.max())
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"{name} has token {lowest if lowest < 0 else highest}; expected tokens from 0, below"
+            f" vocab_size={vocab_size} of {source.spec.model_type}"
+        )
     return windows.cpu()

@@ -1,13 +1,12 @@
-"""Writing a checkpoint: a locked temporary sibling of the destination, shards as they fill, one rename at the end."""
+"""Writing weights: shards as they fill, files that are whole and on the disk before they have their names."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,141 +16,47 @@ from safetensors.torch import save_file
 from mha2mla.conversion.source import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 1 << 30
-WORK_FOLDER = "work"
 
 
 class DestinationError(ValueError):
     """The destination cannot be written; the message says why."""
 
 
-def check_destination(destination: Path, source: Path, *, overwrite: bool) -> None:
-    """Refuses a destination before any work.
-
-    Raises:
-        DestinationError: it is the source or lies in it (or the other way round), exists without ``overwrite``, is a
-            file, or its parent folder cannot be created or written.
-    """
-    here, there = destination.resolve(), source.resolve()
-    if here == there or there in here.parents or here in there.parents:
-        raise DestinationError(
-            f"destination {str(destination)!r} and source {str(source)!r} overlap; expected another folder"
-        )
-    if destination.exists():
-        if not destination.is_dir():
-            raise DestinationError(f"destination {str(destination)!r} is a file; expected a folder name")
-        if not overwrite:
-            raise DestinationError(f"destination {str(destination)!r} exists; expected a new folder, or overwrite=True")
-    parent = here.parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        probe = parent / f".{here.name}.mha2mla-probe-{os.getpid()}"
-        probe.mkdir()
-        probe.rmdir()
-    except OSError as error:
-        raise DestinationError(f"destination {str(destination)!r} cannot be written: {error}") from error
-
-
-def temporary_path(destination: Path) -> Path:
-    """Where ``temporary_folder`` works for ``destination``."""
-    final = destination.resolve()
-    return final.parent / f".{final.name}.mha2mla-tmp"
-
-
-@contextmanager
-def temporary_folder(
-    destination: Path, *, overwrite: bool, admit: Callable[[Path], bool] | None = None
-) -> Iterator[Path]:
-    """A folder beside ``destination`` that takes its name when the block ends without an exception.
-
-    The name is fixed (``.NAME.mha2mla-tmp``) and held by a lock: the next run clears what a killed one left, and two
-    runs cannot write the same destination. With ``overwrite`` the old folder is moved aside, and brought back if the
-    process dies between the two renames.
-
-    An error removes the folder. An interrupt (Ctrl-C) and a kill leave it; of what they leave the next run keeps the
-    folder ``work``, if ``admit`` says so. It never becomes part of the destination.
-
-    Args:
-        admit: called with a ``work`` folder that is there; whether to keep it. May raise: then nothing is touched.
-
-    Raises:
-        DestinationError: another process is writing the same destination.
-    """
-    final = destination.resolve()
-    temporary = temporary_path(destination)
-    old = final.parent / f".{final.name}.mha2mla-old"
-    with _lock(final.parent / f".{final.name}.mha2mla-lock", destination):
-        if old.exists():
-            if final.exists():
-                shutil.rmtree(old)
-            else:
-                old.rename(final)
-        work, done = temporary / WORK_FOLDER, final.parent / f".{final.name}.mha2mla-done"
-        if done.exists():
-            shutil.rmtree(done)
-        kept = admit is not None and work.is_dir() and admit(work)
-        for path in list(temporary.iterdir()) if temporary.exists() else ():
-            if path == work and kept:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                path.rename(done)  # never half of it under its name
-                shutil.rmtree(done)
-            else:
-                path.unlink()
-        temporary.mkdir(exist_ok=True)
-        try:
-            yield temporary
-            for path in temporary.rglob("*"):
-                if path.is_file() and work not in path.parents:
-                    _sync(path)
-            if final.exists():
-                if not overwrite:
-                    raise DestinationError(f"destination {str(destination)!r} appeared during the conversion")
-                final.rename(old)
-            if work.exists():
-                work.rename(done)
-            temporary.rename(final)
-            _sync(final.parent)
-        except Exception:
-            for path in (temporary, done):
-                shutil.rmtree(path, ignore_errors=True)
-            if old.exists() and not final.exists():
-                old.rename(final)
-            raise
-        except BaseException:  # an interrupt: whoever wants to go on finds the work
-            if not work.is_dir():
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        for path in (old, done):
-            if path.exists():
-                shutil.rmtree(path)
-
-
-@contextmanager
-def _lock(path: Path, destination: Path) -> Iterator[None]:
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(handle)
-            raise DestinationError(f"another process is writing destination {str(destination)!r}") from error
-        # The holder unlinks the file: a lock on an unlinked file would exclude nobody.
-        if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
-            break
-        os.close(handle)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Returns when a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """A file that has its name only when it is whole and on the disk; ``write`` is given another name for it."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder itself, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def remove(path: Path) -> None:
+    """Removes a folder with all that is in it, a file, or a link (and not what it leads to), if it is there."""
+    if is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

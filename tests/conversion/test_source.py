@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -38,6 +39,52 @@ def test_what_is_read_is_a_copy_not_the_mapped_file(tmp_path):
     reader.tensor("a").zero_()
     assert (tmp_path / "one.safetensors").read_bytes() == bytes_before
     assert float(reader.tensor("a").sum()) == 15.0
+
+
+def test_of_a_single_file_and_an_index_the_one_that_transformers_reads_is_read(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from tests.conversion import tiny
+
+    tiny.model(seed=1).save_pretrained(tmp_path, max_shard_size=60_000)
+    tiny.model(seed=2).save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    reader = CheckpointReader(tmp_path)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert torch.equal(reader.tensor(name), AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()[name])
+    assert reader.files() == ["model.safetensors"]
+
+
+def test_shards_of_one_basename_in_two_folders_are_two_files(tmp_path):
+    for index, part in enumerate(("a", "b")):
+        (tmp_path / part).mkdir()
+        save_file({part: torch.full((2,), float(index))}, tmp_path / part / "model.safetensors")
+    write_index(tmp_path, {"a": "a/model.safetensors", "b": "b/model.safetensors"})
+    reader = CheckpointReader(tmp_path)
+    assert reader.files() == ["a/model.safetensors", "b/model.safetensors"]
+    assert float(reader.tensor("b").sum()) == 2 and float(reader.tensor("a").sum()) == 0
+
+
+def index_leading_out(folder):
+    outside = folder.parent / "outside.safetensors"
+    save_file({"d": torch.ones(1)}, outside)
+    write_index(folder, {"a": "one.safetensors", "d": "../outside.safetensors"})
+
+
+def shard_that_is_a_link_out(folder):
+    save_file({"c": torch.ones(5)}, folder.parent / "outside.safetensors")
+    (folder / "two.safetensors").unlink()
+    (folder / "two.safetensors").symlink_to(folder.parent / "outside.safetensors")
+
+
+def shard_that_is_a_pipe(folder):
+    (folder / "two.safetensors").unlink()
+    os.mkfifo(folder / "two.safetensors")
+
+
+def index_of_lists(folder):
+    write_index(folder, {"a": ["one.safetensors"]})
 
 
 def missing_shard(folder):
@@ -83,16 +130,21 @@ def nothing(folder):
         (truncated_shard, "one.safetensors is truncated or damaged"),
         (empty_shard, "one.safetensors is truncated or damaged"),
         (index_naming_an_absent_tensor, "says that d is in two.safetensors, which does not hold it"),
-        (index_that_is_not_json, "is not a safetensors index"),
+        (index_that_is_not_json, "is not JSON"),
         (index_without_a_map, "is not a safetensors index"),
+        (index_of_lists, "is not a safetensors index: a is in"),
+        (index_leading_out, "outside.safetensors' leads out of"),
+        (shard_that_is_a_link_out, "two.safetensors is a link to .* leads out of"),
+        (shard_that_is_a_pipe, "two.safetensors is no regular file"),
         (only_pickles, "pytorch_model.bin is not read"),
         (nothing, "has neither"),
     ],
 )
 def test_damage_is_named_before_any_tensor_is_read(tmp_path, damage, named):
-    damage(sharded(tmp_path))
+    (tmp_path / "source").mkdir()
+    damage(sharded(tmp_path / "source"))
     with pytest.raises(CheckpointError, match=named):
-        CheckpointReader(tmp_path)
+        CheckpointReader(tmp_path / "source")
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
@@ -108,3 +160,12 @@ def test_a_tensor_that_is_absent_or_not_finite_is_named(tmp_path, value):
         reader.tensor("bad")
     with pytest.raises(CheckpointError, match="tensor good is absent"):
         reader.tensor("good")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.int8, torch.uint8, torch.int64, torch.complex64, torch.float8_e4m3fn]
+)
+def test_weights_that_are_no_plain_numbers_are_named(tmp_path, dtype):
+    save_file({"codes": torch.zeros(2, 2).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor codes in model.safetensors has dtype \w+; expected one of F64"):
+        CheckpointReader(tmp_path).tensor("codes")

@@ -71,9 +71,10 @@ def adapter_for(config: Mapping[str, Any]) -> FamilyAdapter:
             f"model_type {model_type!r} cannot be converted: {reason}; expected one of {', '.join(ADAPTERS)}"
         )
     if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+        quantised = config["quantization_config"]
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
         raise UnsupportedSourceError(
-            f"quantization_config says the weights are quantised ({method}); dequantise them before conversion"
+            f"quantization_config says the weights are quantised ({method!s:.40}); dequantise them before conversion"
         )
     adapter = ADAPTERS[model_type]
     experts = () if adapter.mixture_of_experts else ("num_experts", "num_local_experts")
