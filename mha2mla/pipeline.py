@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -28,6 +28,7 @@ from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.layer_ranks import choose_layer_ranks
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.plot import plot_layers
+from mha2mla.conversion.presets import choose_preset
 from mha2mla.conversion.recipe import RECORDS, Recipe
 from mha2mla.conversion.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.resume import FinishedLayers, ResumeError, code_hash, source_identity, tensor_hash
@@ -84,6 +85,7 @@ class ConversionReport:
         geometry: of every layer; but for the rank, where ``recipe["layer_ranks"]`` says so.
         cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
         recipe: with the target ratio filled in.
+        preset: which one, why, what would be better, and the keys that were changed from it.
         calibration_tokens: 0 when the recipe needs none.
         parity: source against the checkpoint read back from disk.
         layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
@@ -104,6 +106,7 @@ class ConversionReport:
     cache_numel_per_token: int
     source_cache_numel_per_token: int
     recipe: dict[str, Any]
+    preset: str
     calibration_tokens: int
     evaluation_text: str
     evaluation_length: int
@@ -142,7 +145,7 @@ class ConversionReport:
             f" {parity.perplexity_source:.3f} -> {parity.perplexity_converted:.3f} ({parity.perplexity_ratio:.4f} x),"
             f" KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}, logits' relative error"
             f" {parity.logits_relative_error:.3g}; decode: {self.decode_backend}; peak memory"
-            f" {self.peak_rss_bytes / 2**30:.2f} GiB; seconds: {seconds}"
+            f" {self.peak_rss_bytes / 2**30:.2f} GiB; seconds: {seconds}; preset: {self.preset}"
         )
 
 
@@ -157,6 +160,7 @@ class _Plan:
     adapter: FamilyAdapter
     spec: SourceSpec
     recipe: Recipe
+    preset: str
     geometry: MLAGeometry
     geometries: tuple[MLAGeometry, ...] | None
     reader: CheckpointReader
@@ -175,8 +179,9 @@ class _Plan:
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: Recipe | None = None,
+    recipe: Recipe | Mapping[str, Any] | None = None,
     *,
+    preset: str | None = None,
     calibration: str | torch.Tensor | None = None,
     evaluation: str | torch.Tensor = EVALUATION_TEXT,
     evaluation_tokens: int = EVALUATION_TOKENS,
@@ -202,7 +207,9 @@ def convert(
     Args:
         source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
         destination: folder to create.
-        recipe: what to do; default ``Recipe()``.
+        recipe: what to do, or a mapping of its keys; default ``Recipe()``: half the cache, by the best preset that the
+            device can run.
+        preset: of a recipe that names none.
         calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows,
             length].
         evaluation: held-out text or token windows of the comparison.
@@ -235,7 +242,7 @@ def convert(
         plan = _check(
             source,
             destination,
-            recipe if recipe is not None else Recipe(),
+            _asked(recipe, preset),
             calibration=calibration,
             evaluation=evaluation,
             evaluation_tokens=evaluation_tokens,
@@ -286,6 +293,15 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = time.perf_counter() - started
 
 
+def _asked(recipe: Recipe | Mapping[str, Any] | None, preset: str | None) -> Recipe:
+    """The recipe of ``convert``'s two arguments; its preset may still be ``"auto"``."""
+    if recipe is None or isinstance(recipe, Mapping):
+        recipe = Recipe.from_dict(recipe or {})
+    elif not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe is a {type(recipe).__name__}; expected a Recipe or a mapping of its keys")
+    return recipe if preset is None else recipe.with_preset(preset)
+
+
 def _check(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
@@ -302,8 +318,6 @@ def _check(
     spill_bytes: int,
     max_shard_bytes: int,
 ) -> _Plan:
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe is a {type(recipe).__name__}; expected a Recipe")
     for name, value in (("dtype", dtype), ("compute_dtype", compute_dtype)):
         if value is None and name == "dtype":
             continue
@@ -313,6 +327,11 @@ def _check(
         if size < 0:
             raise ValueError(f"{name} is {size}; expected a number of bytes")
     target = _device(device)
+    choice = choose_preset(recipe.preset, recipe.given(), target.type)
+    recipe = recipe.with_preset(choice.preset)
+    changed = ", ".join(f"{name}={value!r}" for name, value in recipe.changes().items())
+    if progress:
+        tqdm.write(f"preset: {choice.reason}", file=sys.stderr)
     folder = _source_folder(source)
     check_destination(Path(destination), folder, overwrite=overwrite)
     values = _read_config(folder)
@@ -377,6 +396,7 @@ def _check(
         adapter=adapter,
         spec=spec,
         recipe=recipe,
+        preset=choice.reason + (f"; with {changed}" if changed else ""),
         geometry=geometry,
         geometries=recipe.geometries(spec),
         reader=reader,
@@ -691,6 +711,7 @@ def _report(
         cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
         source_cache_numel_per_token=count * geometry.source_cache_numel_per_token,
         recipe=_recorded_recipe(plan),
+        preset=plan.preset,
         calibration_tokens=0 if plan.calibration is None else plan.calibration.numel(),
         evaluation_text=plan.evaluation_text,
         evaluation_length=plan.evaluation.shape[1],

@@ -97,6 +97,8 @@ def model_card(
         "",
         "## Recipe",
         "",
+        f"Preset: {report['preset']}.",
+        "",
         "```yaml",
         yaml.safe_dump(report["recipe"], sort_keys=False).strip(),
         "```",

@@ -8,8 +8,8 @@ import torch
 
 from mha2mla.conversion import reconstruction
 from mha2mla.conversion.calibration import ActivationStore
-from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.reconstruction import ReconstructionError, ReconstructionProblem, is_tuned, reconstruct
+from tests.conversion.tiny import Recipe
 
 CPU = torch.device("cpu")
 WIDTH = 12

@@ -22,7 +22,7 @@ def test_bytes_of_any_batch_and_length(tiny_converted):
 
 def test_a_source_s_sliding_layers_cache_their_window_only(tmp_path):
     source = tiny.checkpoint(tmp_path / "source", "mistral", sliding_window=9)
-    recipe = mha2mla.Recipe(cache_ratio=1.0, calibration_tokens=64, calibration_length=64)
+    recipe = mha2mla.Recipe(preset="minimal", cache_ratio=1.0, calibration_tokens=64, calibration_length=64)
     mha2mla.convert(source, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
     row = inspect_checkpoint(tmp_path / "out", lengths=[90]).cache[0]
     assert row["cache_bytes"] == 10 * row["source_cache_bytes"] and row["reduction"] == "-900.0%"
