@@ -36,6 +36,7 @@ from mha2mla.conversion.search import choose_rope_share
 from mha2mla.conversion.sequence import LayerRecord, LayerSequence
 from mha2mla.conversion.source import CheckpointError, CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
+from mha2mla.conversion.window_lengths import check_length, nearest_length
 from mha2mla.conversion.writer import (
     DEFAULT_SHARD_BYTES,
     WORK_FOLDER,
@@ -50,6 +51,7 @@ from mha2mla.texts import load_text, mixed_windows, token_windows
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
+LONG_EVALUATION_TEXT = "builtin:stdlib"  # where windows must be longer than those tokens
 PAGE_SIZE = 64
 RESUME = ("auto", "never")
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
@@ -340,6 +342,15 @@ def _check(
     spec = adapter.specify(config, longrope_table=recipe.longrope_table)
     searches = recipe.searches_rope_share
     geometry = None if searches else recipe.geometry(spec)
+    calibrates = searches or recipe.searches_layer_ranks or recipe.needs_calibration(geometry)
+    if calibrates and not isinstance(calibration, torch.Tensor):
+        check_length(spec, recipe.calibration_length, f"calibration_length is {recipe.calibration_length}")
+    for name, given in (("calibration", calibration if calibrates else None), ("evaluation", evaluation)):
+        if isinstance(given, torch.Tensor) and given.ndim == 2:  # _windows refuses others
+            check_length(spec, given.shape[1], f"{name} has windows of {given.shape[1]} tokens")
+    evaluation_length = nearest_length(spec, min(recipe.calibration_length, evaluation_tokens))
+    if evaluation == EVALUATION_TEXT and evaluation_length > EVALUATION_TOKENS:
+        evaluation = LONG_EVALUATION_TEXT
     reader = CheckpointReader(folder)
     model = StreamedModel(
         config,
@@ -352,7 +363,7 @@ def _check(
     _check_names(model, reader)
     windows = None
     measures_ranks = recipe.searches_layer_ranks
-    if searches or measures_ranks or recipe.needs_calibration(geometry):
+    if calibrates:
         windows = _windows(
             folder,
             spec,
@@ -370,7 +381,7 @@ def _check(
         spec,
         evaluation,
         "evaluation",
-        length=min(recipe.calibration_length, evaluation_tokens),
+        length=evaluation_length,
         tokens=evaluation_tokens,
         vocabulary=config.vocab_size,
         seed=None,
