@@ -36,7 +36,7 @@ from mha2mla.conversion.search import choose_rope_share
 from mha2mla.conversion.sequence import LayerRecord, LayerSequence
 from mha2mla.conversion.source import CheckpointError, CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
-from mha2mla.conversion.window_lengths import check_length, nearest_length
+from mha2mla.conversion.window_lengths import calibrated_length, check_length, nearest_length
 from mha2mla.conversion.writer import (
     DEFAULT_SHARD_BYTES,
     WORK_FOLDER,
@@ -89,6 +89,7 @@ class ConversionReport:
         recipe: with the target ratio filled in.
         preset: which one, why, what would be better, and the keys that were changed from it.
         calibration_tokens: 0 when the recipe needs none.
+        calibrated_length: of the longest sequence that the conversion was made for; None where nothing bounds it.
         parity: source against the checkpoint read back from disk.
         layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
         decode_backend: which backend serves this geometry in decoding, and why not the other.
@@ -110,6 +111,7 @@ class ConversionReport:
     recipe: dict[str, Any]
     preset: str
     calibration_tokens: int
+    calibrated_length: int | None
     evaluation_text: str
     evaluation_length: int
     compute_dtype: str
@@ -176,6 +178,10 @@ class _Plan:
     spill_bytes: int
     max_shard_bytes: int
     progress: bool
+
+    @property
+    def calibrated_length(self) -> int | None:
+        return calibrated_length(self.spec, [] if self.calibration is None else [self.calibration.shape[1]])
 
 
 def convert(
@@ -641,6 +647,7 @@ def _write_companions(plan: _Plan, folder: Path) -> None:
                 shutil.copyfile(path, folder / path.name)
     config = converted_config(plan.config, plan.spec, plan.geometry, plan.recipe, plan.geometries)
     config.recipe = _recorded_recipe(plan)
+    config.calibrated_length = plan.calibrated_length
     config.dtype = _stored_dtype(plan, plan.adapter.attention_names(plan.spec, 0)["o_weight"])
     config.architectures = [MHA2MLAForCausalLM.__name__]
     config.save_pretrained(folder)
@@ -724,6 +731,7 @@ def _report(
         recipe=_recorded_recipe(plan),
         preset=plan.preset,
         calibration_tokens=0 if plan.calibration is None else plan.calibration.numel(),
+        calibrated_length=plan.calibrated_length,
         evaluation_text=plan.evaluation_text,
         evaluation_length=plan.evaluation.shape[1],
         compute_dtype=str(plan.compute_dtype).removeprefix("torch."),

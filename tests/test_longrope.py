@@ -32,6 +32,7 @@ def test_either_table_is_verified_where_the_source_uses_it(table, length, calibr
     report = convert(source, tmp_path / "out", recipe, evaluation_tokens=256)
     assert report.parity.logits_relative_error <= 1e-4
     assert (report.evaluation_length <= ORIGINAL) == (table == "short")
+    assert report.calibrated_length == (ORIGINAL if table == "short" else None)  # exact as far as the table reaches
     tokens = tiny.some_tokens(2, length)
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (source, tmp_path / "out")]
     with torch.inference_mode():
@@ -62,7 +63,7 @@ def test_windows_that_the_source_serves_by_the_other_table_are_refused(keys, nam
 def test_a_lossy_conversion_is_calibrated_and_measured_by_its_own_table(table, length, source, tmp_path):
     recipe = {**SHORT, "longrope_table": table, "calibration_length": length, "cache_ratio": 0.75}
     report = convert(source, tmp_path / "out", recipe, evaluation_tokens=256)
-    assert report.evaluation_length == length and report.calibration_tokens == 384
+    assert report.evaluation_length == report.calibrated_length == length and report.calibration_tokens == 384
     assert f"the {table} table" in report.rope_note
     recorded = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert recorded["evaluation_text"] == "builtin:prose"
