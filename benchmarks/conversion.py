@@ -6,9 +6,9 @@
 
 Every row is one call of ``mha2mla.convert``, whose checkpoint is read back and compared with the source on texts
 that no row calibrates on; a perplexity is given as its ratio to the source's. The peers are re-implementations (the
-presets ``mha2mla`` and ``transmla``), so that they share precision and evaluation with everything else; their published
-code differs in details. A row that fails says why and the others go on; the file is written after every row, and rows
-that it already holds for the same commit, model and texts are not measured again.
+presets ``published-mha2mla`` and ``published-transmla``), so that they share precision and evaluation with everything
+else; their published code differs in details. A row that fails says why and the others go on; the file is written after
+every row, and rows that it already holds for the same commit, model and texts are not measured again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ RECONSTRUCTION_ABLATIONS: dict[str, tuple[Any, ...]] = {
     "up_projections": ("kv-head", "query-head"),
     "reconstruction_precision": ("bfloat16",),
     "reconstruction_learning_rate": (0.003, 0.03),
-    "reconstruction_batch": (4,),
+    "reconstruction_tokens": (4096, 16384),
 }
 
 
@@ -94,21 +94,21 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
         rope = 8 * max(1, round((budget / 3 if ratio >= 0.5 else budget * 0.27) / 8))
         split = {"qk_rope_head_dim": rope, "kv_lora_rank": (budget - rope) // 8 * 8, "freq_fold": _fold(rope)}
         for preset, keys in (
-            ("mha2mla", {"cache_ratio": ratio}),
-            ("transmla", split),
+            ("published-mha2mla", {"cache_ratio": ratio}),
+            ("published-transmla", split),
             ("quick", {"cache_ratio": ratio}),
             ("quick", {"cache_ratio": ratio, "layout": "per-group", "rope_share": 0.25}),
             ("shared", {"cache_ratio": ratio}),
             ("per-group", {"cache_ratio": ratio}),
         ):
-            recipe = Recipe.from_preset(preset, **keys, seed=seed)
+            recipe = Recipe(preset=preset, **keys, seed=seed)
             name = f"quick, {recipe.layout}" if preset == "quick" else preset
             cases.append(Case(f"{ratio:g} {name}", recipe))
     for rope in ROPE_ONLY:
         widths = {"qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope, "seed": seed}
         more = {"refit_output": False, "calibration_tokens": 32768}
-        cases.append(Case(f"RoPE {rope} transmla", Recipe.from_preset("transmla", **widths, freq_fold=_fold(rope))))
-        cases.append(Case(f"RoPE {rope} quick", Recipe.from_preset("quick", **widths, **more)))
+        for preset, keys in (("published-transmla", {"freq_fold": _fold(rope)}), ("quick", more)):
+            cases.append(Case(f"RoPE {rope} {preset}", Recipe(preset=preset, **widths, **keys)))
     return cases
 
 
@@ -119,19 +119,17 @@ def _fold(rope: int) -> int:
 
 def ablations(preset: str, ratios: Sequence[float] = (0.5, 0.3125), *, seed: int = 0) -> list[Case]:
     """A preset, then every key that it may change by itself."""
-    base = Recipe.from_preset(preset, seed=seed)
+    base = Recipe(preset=preset, seed=seed)
     keys = ABLATIONS | (RECONSTRUCTION_ABLATIONS if base.reconstruction_steps else {})
     cases = []
     for ratio in ratios:
-        cases.append(
-            Case(f"{ratio:g} {preset}", Recipe.from_preset(preset, cache_ratio=ratio, seed=seed), is_base=True)
-        )
+        cases.append(Case(f"{ratio:g} {preset}", Recipe(preset=preset, cache_ratio=ratio, seed=seed), is_base=True))
         for key, values in keys.items():
             for value in values:
                 if value == getattr(base, key):
                     continue
                 try:
-                    recipe = Recipe.from_preset(preset, **{"cache_ratio": ratio, "seed": seed, key: value})
+                    recipe = Recipe(preset=preset, **{"cache_ratio": ratio, "seed": seed, key: value})
                 except ValueError:  # two keys that exclude one another
                     continue
                 cases.append(Case(f"{ratio:g} {preset} {key}={value}", recipe))

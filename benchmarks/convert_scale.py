@@ -130,6 +130,7 @@ def main() -> None:
         )
         recipe = mha2mla.Recipe.from_dict(
             {
+                "preset": "minimal",
                 "calibration_tokens": tokens[0].numel(),
                 "calibration_length": arguments.length,
                 "reconstruction_steps": arguments.steps,

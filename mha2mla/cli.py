@@ -442,7 +442,7 @@ def _function_parser(function: Any, repeated: Sequence[str] = (), several: Seque
 
 
 def _convert_parser() -> ArgumentParser:
-    from mha2mla.conversion import recipe
+    from mha2mla.conversion import presets, recipe
 
     parser = _parser(inspect.getdoc(convert))
     parser.add_argument("source", type=str, help="folder or hub id of an MHA/GQA checkpoint; never written to")
@@ -450,22 +450,25 @@ def _convert_parser() -> ArgumentParser:
     parser.add_argument("--device", type=Device, default=None, help="cpu, cuda, …; default CUDA when there is one")
     parser.add_argument("--dtype", type=Dtype | None, default=None, help="of the written weights; default the source's")
     parser.add_argument("--overwrite", action="store_true", help="replace a destination that is there already")
-    order = "flags win over the file, the file over the preset, the preset over the defaults"
+    order = "flags win over the file, the file over the preset; in brackets what auto takes on any machine"
     text = "auto goes on from the layers that a killed run of the same conversion left, never discards them [auto]"
     parser.add_argument("--resume", type=Literal["auto", "never"], default="auto", help=text)
     keys = parser.add_argument_group("recipe", order)
     keys.add_argument("--recipe", type=str | None, default=None, help="YAML file with recipe keys")
     texts, hints = _argument_help(recipe.Recipe), typing.get_type_hints(recipe.Recipe)
+    names = (presets.AUTO, *presets.PRESETS)
+    texts["preset"] = f"one of {', '.join(names)}: {texts['preset']}"
     hints |= {
         "layout": Literal[recipe.LAYOUTS],
         "rope_selection": Literal[recipe.ROPE_SELECTIONS],
         "low_rank": Literal[recipe.LOW_RANKS],
-        "preset": Literal[tuple(recipe.PRESETS)],
+        "preset": Literal[names],
     }
     for field in recipe.given_fields():
         # None stands for "not given", so that only what was given overrides the file.
         flag = "--" + field.name.replace("_", "-")
-        text = _with_default(texts.get(field.name, ""), field.default)
+        default = presets.AUTO if field.name == "preset" else presets.common_default(field.name)
+        text = _with_default(texts.get(field.name, ""), default)
         keys.add_argument(flag, type=hints[field.name] | None, default=None, help=text)
     return parser
 

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from mha2mla.conversion.presets import choose_preset
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.eval.environment import collect_environment, describe_environment
 from mha2mla.eval.latency import cache_bytes_per_token, decode_step_latency
@@ -22,11 +23,12 @@ from mha2mla.pipeline import convert
 from mha2mla.sources import cache_folder, fetch_smollm2
 
 PROMPT = "Explain in three sentences why the sky is blue."
-# Without training, per-group k_pe holds a conversation down to three quarters of the cache, shared k_pe to half of it.
+# Presets are left to the machine. Without gradient steps, per-group k_pe holds a conversation down to three quarters of
+# the cache, shared k_pe to half of it.
 RECIPES = {
     "full rank": Recipe(layout="per-group", cache_ratio=1.0),
     "per-group k_pe": Recipe(layout="per-group", cache_ratio=0.75),
-    "shared k_pe": Recipe.from_preset("quick", cache_ratio=0.5),
+    "shared k_pe": Recipe(cache_ratio=0.5),
 }
 COLUMNS = {
     "model": "model",
@@ -115,7 +117,7 @@ def run_demo(
     say(f"{name} on {device}")
     rows: list[dict[str, Any]] = [{"model": "source", "checkpoint": source_folder}]
     for recipe_name, recipe in recipes.items():
-        say(f"converting: {recipe_name} ({_describe(recipe)})")
+        say(f"converting: {recipe_name} ({_describe(recipe, device)})")
         folder = output / recipe_name.replace(" ", "-")
         report = convert(
             source_folder,
@@ -140,6 +142,7 @@ def run_demo(
                 "evaluation_length": report.evaluation_length,
                 "seconds": report.seconds["total"],
                 "recipe": report.recipe,
+                "preset": report.preset,
             }
         )
 
@@ -177,10 +180,11 @@ def run_demo(
     return rows
 
 
-def _describe(recipe: Recipe) -> str:
+def _describe(recipe: Recipe, device: torch.device) -> str:
+    recipe = recipe.with_preset(choose_preset(recipe.preset, recipe.given(), device.type).preset)
     ratio = recipe.target_cache_ratio
     target = f"d_c={recipe.kv_lora_rank}, d_r={recipe.qk_rope_head_dim}" if ratio is None else f"cache ratio {ratio:g}"
-    return f"{recipe.layout} layout, {target}"
+    return f"preset {recipe.preset}, {recipe.layout} layout, {target}"
 
 
 def _generate(model: torch.nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:

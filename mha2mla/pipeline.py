@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -29,6 +29,7 @@ from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.layer_ranks import choose_layer_ranks
 from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.plot import plot_layers
+from mha2mla.conversion.presets import choose_preset
 from mha2mla.conversion.recipe import RECORDS, Recipe
 from mha2mla.conversion.resume import (
     FinishedLayers,
@@ -45,6 +46,7 @@ from mha2mla.conversion.source import CheckpointError, CheckpointReader
 from mha2mla.conversion.source_files import FileIdentity, SourceChangedError, check_unchanged, regular_file
 from mha2mla.conversion.source_model import Source, open_source
 from mha2mla.conversion.streaming import StreamedModel
+from mha2mla.conversion.window_lengths import calibrated_length, calibration_lengths, check_length, nearest_length
 from mha2mla.conversion.windows import Windows, calibration_windows, evaluation_windows, listed
 from mha2mla.conversion.writer import DEFAULT_SHARD_BYTES, ShardedWriter
 from mha2mla.geometry import MLAGeometry
@@ -53,6 +55,7 @@ from mha2mla.texts import text_identity
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
+LONG_EVALUATION_TEXT = "builtin:stdlib"  # where windows must be longer than those tokens
 PAGE_SIZE = 64
 RESUME = ("auto", "never")
 _TEXT, _RECIPE = "text", "recipe"  # pieces of the work
@@ -74,7 +77,9 @@ class ConversionReport:
         geometry: of every layer; but for the rank, where ``recipe["layer_ranks"]`` says so.
         cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
         recipe: with the target ratio filled in.
+        preset: which one, why, what would be better, and the keys that were changed from it.
         calibration_tokens: 0 when the recipe needs none.
+        calibrated_length: of the longest sequence that the conversion was made for; None where nothing bounds it.
         parity: source against the checkpoint read back from disk.
         layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
         decode_backend: which backend serves this geometry in decoding, and why not the other.
@@ -94,7 +99,9 @@ class ConversionReport:
     cache_numel_per_token: int
     source_cache_numel_per_token: int
     recipe: dict[str, Any]
+    preset: str
     calibration_tokens: int
+    calibrated_length: int | None
     evaluation_text: str
     evaluation_length: int
     compute_dtype: str
@@ -132,7 +139,7 @@ class ConversionReport:
             f" {parity.perplexity_source:.3f} -> {parity.perplexity_converted:.3f} ({parity.perplexity_ratio:.4f} x),"
             f" KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}, logits' relative error"
             f" {parity.logits_relative_error:.3g}; decode: {self.decode_backend}; peak memory"
-            f" {self.peak_rss_bytes / 2**30:.2f} GiB; seconds: {seconds}"
+            f" {self.peak_rss_bytes / 2**30:.2f} GiB; seconds: {seconds}; preset: {self.preset}"
         )
 
 
@@ -144,6 +151,7 @@ class _Plan:
     source_name: str
     destination: Path
     recipe: Recipe
+    preset: str
     geometry: MLAGeometry | None
     geometries: tuple[MLAGeometry, ...] | None
     model: StreamedModel
@@ -158,6 +166,11 @@ class _Plan:
     spill_bytes: int
     max_shard_bytes: int
     progress: bool
+
+    @property
+    def calibrated_length(self) -> int | None:
+        lengths = () if self.calibration is None else self.calibration.window_lengths
+        return calibrated_length(self.spec, lengths)
 
     @property
     def source(self) -> Path:
@@ -189,8 +202,9 @@ class _Plan:
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    recipe: Recipe | None = None,
+    recipe: Recipe | Mapping[str, Any] | None = None,
     *,
+    preset: str | None = None,
     calibration: str | Windows | None = None,
     evaluation: str | torch.Tensor = EVALUATION_TEXT,
     evaluation_tokens: int = EVALUATION_TOKENS,
@@ -216,7 +230,9 @@ def convert(
     Args:
         source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
         destination: folder to create.
-        recipe: what to do; default ``Recipe()``.
+        recipe: what to do, or a mapping of its keys; default ``Recipe()``: half the cache, by the best preset that the
+            device can run.
+        preset: of a recipe that names none.
         calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows,
             length], or one of these for each length.
         evaluation: held-out text or token windows of the comparison.
@@ -251,7 +267,7 @@ def convert(
         plan = _check(
             source,
             destination,
-            recipe if recipe is not None else Recipe(),
+            _asked(recipe, preset),
             calibration=calibration,
             evaluation=evaluation,
             evaluation_tokens=evaluation_tokens,
@@ -328,6 +344,15 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started
 
 
+def _asked(recipe: Recipe | Mapping[str, Any] | None, preset: str | None) -> Recipe:
+    """The recipe of ``convert``'s two arguments; its preset may still be ``"auto"``."""
+    if recipe is None or isinstance(recipe, Mapping):
+        recipe = Recipe.from_dict(recipe or {})
+    elif not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe is a {type(recipe).__name__}; expected a Recipe or a mapping of its keys")
+    return recipe if preset is None else recipe.with_preset(preset)
+
+
 def _check(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
@@ -344,8 +369,6 @@ def _check(
     spill_bytes: int,
     max_shard_bytes: int,
 ) -> _Plan:
-    if not isinstance(recipe, Recipe):
-        raise ValueError(f"recipe is a {type(recipe).__name__}; expected a Recipe")
     for name, value in (("dtype", dtype), ("compute_dtype", compute_dtype)):
         if value is None and name == "dtype":
             continue
@@ -355,24 +378,38 @@ def _check(
         if size < 0:
             raise ValueError(f"{name} is {size}; expected a number of bytes")
     target = _device(device)
+    choice = choose_preset(recipe.preset, recipe.given(), target.type)
+    recipe = recipe.with_preset(choice.preset)
+    changed = ", ".join(f"{name}={value!r}" for name, value in recipe.changes().items())
+    if progress:
+        tqdm.write(f"preset: {choice.reason}", file=sys.stderr)
     folder = _source_folder(source)
     check_destination(destination, folder, overwrite=overwrite)
     opened = open_source(folder, longrope_table=recipe.longrope_table)
-    geometry = None if recipe.searches_rope_share else recipe.geometry(opened.spec)
-    geometries = None if geometry is None or recipe.searches_layer_ranks else recipe.geometries(opened.spec)
+    spec = opened.spec
+    geometry = None if recipe.searches_rope_share else recipe.geometry(spec)
+    geometries = None if geometry is None or recipe.searches_layer_ranks else recipe.geometries(spec)
     model = opened.model(target, compute_dtype)
     text = None
     if geometry is None or recipe.searches_layer_ranks or recipe.needs_calibration(geometry):
         text = calibration if calibration is not None else recipe.calibration_text
-    lengths = recipe.window_lengths(getattr(opened.config, "max_position_embeddings", None))
-    held_out = evaluation_windows(
-        opened, evaluation, length=min(lengths[0], evaluation_tokens), tokens=evaluation_tokens
-    )
+    context = getattr(opened.config, "max_position_embeddings", None)
+    asked = recipe.calibration_length if text is not None else "auto"
+    lengths = calibration_lengths(spec, asked, context)
+    for name, given in (("calibration", text), ("evaluation", evaluation)):
+        for windows in () if given is None or isinstance(given, str) else listed(given):
+            if windows.ndim == 2:  # others are refused where they are read
+                check_length(spec, windows.shape[1], f"{name} has windows of {windows.shape[1]} tokens")
+    evaluation_length = nearest_length(spec, min(lengths[0], evaluation_tokens))
+    if evaluation == EVALUATION_TEXT and evaluation_length > EVALUATION_TOKENS:
+        evaluation = LONG_EVALUATION_TEXT
+    held_out = evaluation_windows(opened, evaluation, length=evaluation_length, tokens=evaluation_tokens)
     return _Plan(
         opened=opened,
         source_name=folder.name if Path(source).exists() else str(source),
         destination=Path(destination),
         recipe=recipe,
+        preset=choice.reason + (f"; with {changed}" if changed else ""),
         geometry=geometry,
         geometries=geometries,
         model=model,
@@ -588,6 +625,7 @@ def _write_companions(plan: _Plan, folder: Path) -> None:
         shutil.copyfile(regular_file(plan.source, name), folder / name)
     config = converted_config(plan.config, plan.spec, plan.geometry, plan.recipe, plan.geometries)
     config.recipe = _recorded_recipe(plan)
+    config.calibrated_length = plan.calibrated_length
     config.dtype = _stored_dtype(plan, plan.adapter.attention_names(plan.spec, 0)["o_weight"])
     config.architectures = [MHA2MLAForCausalLM.__name__]
     config.save_pretrained(folder)
@@ -675,7 +713,9 @@ def _report(
         cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
         source_cache_numel_per_token=count * geometry.source_cache_numel_per_token,
         recipe=_recorded_recipe(plan),
+        preset=plan.preset,
         calibration_tokens=0 if plan.calibration is None else plan.calibration.tokens.numel(),
+        calibrated_length=plan.calibrated_length,
         evaluation_text=plan.evaluation_text,
         evaluation_length=plan.evaluation.shape[1],
         compute_dtype=str(plan.compute_dtype).removeprefix("torch."),

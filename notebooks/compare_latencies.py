@@ -45,7 +45,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 BATCH_SIZES = [1, 16, 64] if DEVICE == "cuda" else [1, 4]
 SEQLENS = [1024, 4096, 16384] if DEVICE == "cuda" else [64, 256, 1024]
-RECIPE = mha2mla.Recipe(layout="shared", cache_ratio=0.5, calibration_tokens=4096, calibration_length=256)
+RECIPE = mha2mla.Recipe(cache_ratio=0.5)  # by the best preset for DEVICE; preset="quick" takes minutes anywhere
 
 folder = Path(tempfile.mkdtemp(prefix="mha2mla-"))
 if MODEL is None:

@@ -10,6 +10,7 @@ import yaml
 
 from mha2mla import cli
 from mha2mla.cli import build_parser, main
+from mha2mla.conversion.presets import PRESETS
 from mha2mla.conversion.recipe import Recipe
 
 
@@ -65,6 +66,13 @@ def test_every_recipe_key_is_a_flag():
     assert parsed_recipe() == Recipe()
 
 
+def test_presets_are_listed_by_help(capsys):
+    with pytest.raises(SystemExit):
+        run("convert", "--help")
+    text = "".join(capsys.readouterr().out.split())  # lines break at hyphens, too
+    assert f"oneofauto,{','.join(PRESETS)}:" in text and "[auto]" in text
+
+
 def test_flags_win_over_the_file(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({"layout": "shared", "cache_ratio": 0.25, "seed": 3}))
@@ -72,8 +80,9 @@ def test_flags_win_over_the_file(tmp_path):
     assert parsed_recipe("--seed", "0", "--recipe", str(file)) == Recipe(layout="shared", cache_ratio=0.25, seed=0)
     assert parsed_recipe("--rope-share", "auto").rope_share == "auto"
     assert parsed_recipe("--rope-share", "0.3").rope_share == 0.3
-    preset = parsed_recipe("--preset", "mha2mla", "--recipe", str(file), "--mean-phase", "0.25")
-    assert preset == Recipe.from_preset("mha2mla", layout="shared", cache_ratio=0.25, seed=3, mean_phase=0.25)
+    preset = parsed_recipe("--preset", "published-mha2mla", "--recipe", str(file), "--mean-phase", "0.25")
+    given = {"layout": "shared", "cache_ratio": 0.25, "seed": 3, "mean_phase": 0.25}
+    assert preset == Recipe(preset="published-mha2mla", **given)
     assert preset.low_rank == "svd-joint"
     ranks = parsed_recipe("--recipe", str(file), "--kv-lora-rank", "64", "--qk-rope-head-dim", "16")
     assert ranks == Recipe(layout="shared", kv_lora_rank=64, qk_rope_head_dim=16, seed=3)
@@ -82,8 +91,9 @@ def test_flags_win_over_the_file(tmp_path):
 def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     destination = tmp_path / "mla"
     small = ("--calibration-tokens", 256, "--calibration-length", 64, "--device", "cpu")
-    assert run("convert", tiny_source, destination, "--layout", "shared", "--cache-ratio", 0.5, *small) == 0
-    assert "perplexity" in capsys.readouterr().out
+    assert run("convert", tiny_source, destination, "--cache-ratio", 0.5, *small) == 0
+    shown = capsys.readouterr()
+    assert "perplexity" in shown.out and "preset: quick, chosen by auto" in shown.err
 
     # Once more: refused, and allowed when asked for.
     assert run("convert", tiny_source, destination, *small) == 2
@@ -99,7 +109,7 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
         2 * row["bytes_per_token_and_layer"] for row in shown["rows"]
     )
     assert shown["rows"][0]["layers"] == "0–1" and shown["rows"][0]["num_rope_heads"] == 1
-    assert shown["summary"]["recipe.layout"] == "shared"
+    assert shown["summary"]["recipe.layout"] == "shared" and shown["summary"]["recipe.preset"] == "quick"
     # Without a record of the conversion the rest is still there.
     (destination / "conversion.json").unlink()
     capsys.readouterr()

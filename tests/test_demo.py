@@ -75,7 +75,8 @@ def test_the_file_holds_what_the_table_shows(demo):
     assert written["kind"] == "demo" and written["environment"]["torch"] == torch.__version__
     assert [row["perplexity"] for row in written["rows"]] == [row["perplexity"] for row in rows]
     assert written["settings"]["cached_tokens"] == 40
-    assert "converting: shared k_pe" in progress and "done" in progress
+    assert "converting: shared k_pe (preset quick, shared layout" in progress and "done" in progress
+    assert written["rows"][-1]["preset"].startswith("quick, chosen by auto")
 
 
 def test_the_checkpoints_stay_and_load(demo):

@@ -14,7 +14,7 @@ from mha2mla.conversion.source import CheckpointError
 from mha2mla.conversion.stored import StoredParameters
 from tests.conversion import tiny
 
-SHORT = {"calibration_tokens": 512, "calibration_length": 64}
+SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
 FULL = {"cache_ratio": 1.0, **SHORT}
 # The traits that the statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
 FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "olmo3-yarn", "gemma3")

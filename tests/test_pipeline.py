@@ -22,7 +22,7 @@ from mha2mla.conversion.writer import DestinationError
 from mha2mla.pipeline import ParityError
 from tests.conversion import tiny
 
-SHORT = {"calibration_tokens": 512, "calibration_length": 64}
+SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,29 @@ def test_every_recipe_runs_and_reloads_as_measured(layout, selection, low_rank, 
     loss = torch.nn.functional.cross_entropy(actual.flatten(0, 1), held_out[:, 1:].flatten())
     assert report.parity.perplexity_converted == pytest.approx(float(loss.exp()), rel=1e-3)
     assert report.cache_ratio <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "preset", "says"),
+    [
+        ({}, "quick", "quick, chosen by auto: minutes without a GPU"),
+        ({"recipe": {"cache_ratio": 0.25}, "preset": "quick"}, "quick", "quick, as asked for; with cache_ratio=0.25"),
+        (
+            {"recipe": {"preset": "minimal", "layout": "per-group"}},
+            "minimal",
+            "minimal, as asked for; with layout='per-",
+        ),
+    ],
+)
+def test_convert_takes_the_preset_that_it_is_told_or_chooses_and_says_so(arguments, preset, says, source, tmp_path):
+    arguments = {"recipe": None, "calibration": tiny.some_tokens(4, 32), "evaluation_tokens": 64, **arguments}
+    report = mha2mla.convert(source, tmp_path / "out", **arguments, device="cpu", progress=False)
+    given = {**(arguments["recipe"] or {}), "preset": preset}
+    expected = mha2mla.Recipe(**given)
+    assert report.recipe == expected.to_dict() | {"cache_ratio": expected.target_cache_ratio}
+    assert report.preset.startswith(says) and report.preset in str(report)
+    assert f"Preset: {report.preset}." in (tmp_path / "out" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["preset"] == report.preset
 
 
 def test_the_report_measures_what_the_models_say(source, tmp_path):
@@ -337,7 +360,10 @@ def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
         ({"device": "cuda:77"}, ValueError, "device is 'cuda:77'"),
         ({"device": "gpu"}, ValueError, "device is 'gpu'"),
         ({"dtype": torch.int8}, ValueError, "dtype is torch.int8"),
-        ({"recipe": {"layout": "shared"}}, ValueError, "recipe is a dict"),
+        ({"recipe": ["layout"]}, ValueError, "recipe is a list; expected a Recipe or a mapping of its keys"),
+        ({"recipe": {"layot": "shared"}}, ValueError, "recipe key 'layot' is unknown"),
+        ({"recipe": {"preset": "quick"}, "preset": "shared"}, ValueError, "preset is 'shared' beside a recipe of pres"),
+        ({"recipe": {}, "preset": "best"}, ValueError, "preset is 'best'; expected one of 'auto'"),
         ({"recipe": "TOO WIDE"}, ValueError, "qk_rope_head_dim is 18"),
     ],
 )

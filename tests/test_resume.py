@@ -19,7 +19,7 @@ from mha2mla.conversion.resume import ResumeError
 from mha2mla.conversion.writer import DestinationError
 from tests.conversion import tiny
 
-SHORT = {"calibration_tokens": 512, "calibration_length": 64}
+SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
 LAYERS = 6
 RECIPES = {
     "statistics of the source": {},

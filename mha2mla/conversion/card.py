@@ -62,6 +62,7 @@ def model_card(
         "|---|---|---|",
         f"| numbers cached per token, all layers | {before:,} | {cached:,} ({cached / before:.4f}) |",
         f"| bytes per token in bfloat16 | {2 * before:,} | {2 * cached:,} |",
+        f"| tokens of a sequence that it was made for | | {_length(report['calibrated_length'])} |",
         "",
         "## What was lost",
         "",
@@ -97,6 +98,8 @@ def model_card(
         "",
         "## Recipe",
         "",
+        f"Preset: {report['preset']}.",
+        "",
         "```yaml",
         yaml.safe_dump(report["recipe"], sort_keys=False).strip(),
         "```",
@@ -123,6 +126,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "|" + "---|" * len(keys),
         *("| " + " | ".join(_cell(row.get(key)) for key in keys) + " |" for row in rows),
     ]
+
+
+def _length(calibrated: int | None) -> str:
+    return "as many as the source takes" if calibrated is None else f"up to {calibrated:,}"
 
 
 def _cell(value: Any) -> str:

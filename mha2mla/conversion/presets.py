@@ -1,13 +1,53 @@
-"""Named recipes: what each one sets, besides the defaults of ``Recipe``."""
+"""Named recipes: what each one sets, and which of them a machine gets that was told none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+NO_PRESET = "minimal"
+AUTO = "auto"  # no preset yet: choose_preset names one when the device is known
 # Keys that say how much may be cached. A target given beside a preset replaces the preset's as a whole.
 TARGET_KEYS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")
+
+# What every key is where neither a preset nor the user says otherwise.
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "layout": "shared",
+        "rope_selection": "rotation",
+        "low_rank": "whitened-joint",
+        "cache_ratio": None,
+        "kv_lora_rank": None,
+        "qk_rope_head_dim": None,
+        "rope_share": 0.25,
+        "layer_ranks": "uniform",
+        "up_projections": "kv-head",
+        "freq_fold": 1,
+        "mean_phase": 0.5,
+        "centered": True,
+        "attended": True,
+        "query_weighting": True,
+        "output_weighting": True,
+        "refit_queries": True,
+        "refit_output": False,
+        "balanced": True,
+        "key_weight": 1.0,
+        "shrinkage": 0.003,
+        "longrope_table": "short",
+        "calibration_text": "builtin:pydoc",
+        "calibration_tokens": 24576,
+        "calibration_length": "auto",
+        "seed": 0,
+        "sequential": False,
+        "reconstruction_steps": 0,
+        "reconstruction_tokens": 4096,
+        "reconstruction_learning_rate": 0.006,
+        "reconstruction_correction": 1.0,
+        "reconstruction_precision": "float32",
+    }
+)
 
 # What other methods do not have.
 _PLAIN: dict[str, Any] = {
@@ -39,10 +79,12 @@ _RECONSTRUCTED: dict[str, Any] = {
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
+        # The defaults alone: seconds, and text that no model must write. To try things with, not to keep.
+        NO_PRESET: {},
         # arXiv 2502.14837: partial RoPE by the 2-norm, head by head, and one SVD of the stacked weights.
-        "mha2mla": {"layout": "per-group", "rope_selection": "2-norm", "low_rank": "svd-joint", **_PLAIN},
+        "published-mha2mla": {"layout": "per-group", "rope_selection": "2-norm", "low_rank": "svd-joint", **_PLAIN},
         # arXiv 2502.07864: RoRoPE with FreqFold, then one PCA of keys and values scaled to the same energy.
-        "transmla": {
+        "published-transmla": {
             "layout": "shared",
             "rope_selection": "rorope",
             "freq_fold": 2,
@@ -83,15 +125,75 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
+# Names that checkpoints of earlier versions were recorded under.
+RENAMED: Mapping[str, str] = MappingProxyType({"mha2mla": "published-mha2mla", "transmla": "published-transmla"})
+
+# The presets that ``auto`` may name. A recipe that says nothing must be sound under each of them.
+AUTO_PRESETS = ("quick", "shared", "per-group")
+# Perplexity over the source's by layout and preset, and of what: what a better preset would give.
+MEASURED: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "shared": {"quick": 1.145, "cpu": 1.091, "shared": 1.026},
+        "per-group": {"quick": 1.335, "per-group": 1.044},
+    }
+)
+MEASURED_ON = "SmolLM2-135M-Instruct at cache_ratio 0.5 on builtin:prose, windows of 512 tokens"
+
+
+@dataclass(frozen=True)
+class PresetChoice:
+    """Which preset a conversion takes, and a sentence for people that says why and what would be better."""
+
+    preset: str
+    reason: str
+
+
+def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> PresetChoice:
+    """The preset of a recipe on a device: the one that was asked for, or, under ``auto``, the best that can run.
+
+    Args:
+        preset: of the recipe.
+        given: its other keys.
+        device_type: ``"cuda"``, ``"cpu"``, … of the conversion.
+    """
+    if preset != AUTO:
+        return PresetChoice(preset, f"{preset}, as asked for")
+    if given.get("cache_ratio") == 1.0:
+        return PresetChoice("quick", "quick, chosen by auto: at cache_ratio 1.0 nothing is lost, whatever the preset")
+    layout = given.get("layout", "shared")
+    best = layout if layout in MEASURED else "shared"
+    if device_type == "cuda":
+        return PresetChoice(best, f"{best}, chosen by auto: the best there is, on a GPU")
+    figures = ", ".join(f"{name} {ratio}" for name, ratio in MEASURED[best].items())
+    return PresetChoice(
+        "quick",
+        f"quick, chosen by auto: minutes without a GPU. The next better ones: cpu (an hour), {best} (needs a GPU)."
+        f" Perplexity over the source's: {figures} ({MEASURED_ON})",
+    )
+
+
+def common_default(key: str) -> Any:
+    """What ``auto`` takes for ``key`` wherever it runs; None where that depends on the machine."""
+    values = [preset_values(name, {})[key] for name in AUTO_PRESETS]
+    return values[0] if all(value == values[0] for value in values) else None
+
+
 def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of preset ``name`` with ``given`` ones on top; a target among them replaces the preset's.
+    """Every key of a recipe: the defaults, on them those of preset ``name``, on them the ``given`` ones.
+
+    What a preset says only beside another of its keys goes with that key: a target among the given ones replaces the
+    preset's; another layout drops the ``rope_share`` that was found for the preset's.
 
     Raises:
         ValueError: there is no such preset.
     """
-    if name not in PRESETS:
-        raise ValueError(f"preset is {name!r}; expected one of {', '.join(map(repr, PRESETS))}")
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ValueError(f"preset is {name!r}; expected one of {', '.join(map(repr, (AUTO, *PRESETS)))}")
     values = dict(PRESETS[name])
+    dropped: set[str] = set()
     if any(given.get(key) is not None for key in TARGET_KEYS):
-        values = {key: value for key, value in values.items() if key not in TARGET_KEYS}
-    return {**values, **given, "preset": name}
+        dropped |= set(TARGET_KEYS)
+    layout = values.get("layout", DEFAULTS["layout"])
+    if given.get("layout", layout) != layout:
+        dropped.add("rope_share")
+    return {**DEFAULTS, **{key: value for key, value in values.items() if key not in dropped}, **given}

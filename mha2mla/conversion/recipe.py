@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from mha2mla.conversion.adapters import SourceSpec
-from mha2mla.conversion.blocks import default_lengths
-from mha2mla.conversion.presets import PRESETS, preset_values
+from mha2mla.conversion.presets import AUTO, AUTO_PRESETS, NO_PRESET, RENAMED, preset_values
 from mha2mla.geometry import MLAGeometry
 
 LAYOUTS = ("per-group", "shared")
@@ -21,6 +21,7 @@ LOW_RANKS = ("svd-joint", "svd-split", "whitened-joint")
 UP_PROJECTIONS = ("kv-head", "query-head")
 DEFAULT_CACHE_RATIO = 0.5
 RECORDS = ("rope_search", "layer_rank_losses")  # keys that a conversion writes, and nothing reads
+OF_PRESET: Any = None  # default of a key that the preset gives its value
 GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
 
 
@@ -33,9 +34,9 @@ def rope_selections(layout: str) -> tuple[str, ...]:
 class Recipe:
     """How a layer is turned into MLA, and how many numbers per token it may cache.
 
-    Named presets (``presets.PRESETS``) fill in several keys at once: :meth:`from_preset`, or ``preset:`` in a YAML
-    file. The target is either ``cache_ratio`` or the pair ``kv_lora_rank`` and ``qk_rope_head_dim``; with neither,
-    ``cache_ratio`` is 0.5.
+    Keys that are not given (or None) are those of ``preset``. Under ``"auto"`` they stay None until the device is known
+    (:meth:`with_preset`), and what depends on them is refused; ``convert`` sees to it. The target is either
+    ``cache_ratio`` or the pair ``kv_lora_rank`` and ``qk_rope_head_dim``; with neither, ``cache_ratio`` is 0.5.
 
     Args:
         layout: ``"per-group"`` keeps one rotary key per kv head (G = h_kv; MHA gives G = H), every head the same number
@@ -116,8 +117,8 @@ class Recipe:
             the converted stream to what it makes of the source's. What is lost for good is noise to a fit.
         reconstruction_precision: of the products in a step, ``"float32"`` (TF32 on CUDA) or ``"bfloat16"``; hidden
             states, losses and the tuned tensors stay float32.
-        preset: name of the preset that the other keys started from. A record: :meth:`from_preset` and :meth:`from_dict`
-            fill in what it sets, the constructor does not.
+        preset: where the keys come from that are not given (``presets.PRESETS``). ``"auto"`` takes the best that the
+            machine can run (``presets.choose_preset``); None is ``"minimal"``, the defaults alone.
         rope_search: what ``rope_share="auto"`` measured, "qk_rope_head_dim+kv_lora_rank" → loss. A record.
         layer_rank_losses: what ``layer_ranks="measured"`` measured, rank → loss of each layer. A record.
 
@@ -125,42 +126,48 @@ class Recipe:
         ValueError: naming the field, its value and what was expected.
     """
 
-    layout: str = "shared"
-    rope_selection: str = "rotation"
-    low_rank: str = "whitened-joint"
-    cache_ratio: float | None = None
-    kv_lora_rank: int | None = None
-    qk_rope_head_dim: int | None = None
-    rope_share: float | Literal["auto"] = 0.25
-    layer_ranks: list[int] | Literal["uniform", "measured"] = "uniform"
-    up_projections: str = "kv-head"
-    freq_fold: int = 1
-    mean_phase: float = 0.5
-    centered: bool = True
-    attended: bool = True
-    query_weighting: bool = True
-    output_weighting: bool = True
-    refit_queries: bool = True
-    refit_output: bool = False
-    balanced: bool = True
-    key_weight: float = 1.0
-    shrinkage: float = 0.003
-    longrope_table: str = "short"
-    calibration_text: str = "builtin:pydoc"
-    calibration_tokens: int = 24576
-    calibration_length: int | list[int] | Literal["auto"] = "auto"
-    seed: int = 0
-    sequential: bool = False
-    reconstruction_steps: int = 0
-    reconstruction_tokens: int = 4096
-    reconstruction_learning_rate: float = 0.006
-    reconstruction_correction: float = 1.0
-    reconstruction_precision: str = "float32"
-    preset: str | None = None
+    layout: str = OF_PRESET
+    rope_selection: str = OF_PRESET
+    low_rank: str = OF_PRESET
+    cache_ratio: float | None = OF_PRESET
+    kv_lora_rank: int | None = OF_PRESET
+    qk_rope_head_dim: int | None = OF_PRESET
+    rope_share: float | Literal["auto"] = OF_PRESET
+    layer_ranks: list[int] | Literal["uniform", "measured"] = OF_PRESET
+    up_projections: str = OF_PRESET
+    freq_fold: int = OF_PRESET
+    mean_phase: float = OF_PRESET
+    centered: bool = OF_PRESET
+    attended: bool = OF_PRESET
+    query_weighting: bool = OF_PRESET
+    output_weighting: bool = OF_PRESET
+    refit_queries: bool = OF_PRESET
+    refit_output: bool = OF_PRESET
+    balanced: bool = OF_PRESET
+    key_weight: float = OF_PRESET
+    shrinkage: float = OF_PRESET
+    longrope_table: str = OF_PRESET
+    calibration_text: str = OF_PRESET
+    calibration_tokens: int = OF_PRESET
+    calibration_length: int | list[int] | Literal["auto"] = OF_PRESET
+    seed: int = OF_PRESET
+    sequential: bool = OF_PRESET
+    reconstruction_steps: int = OF_PRESET
+    reconstruction_tokens: int = OF_PRESET
+    reconstruction_learning_rate: float = OF_PRESET
+    reconstruction_correction: float = OF_PRESET
+    reconstruction_precision: str = OF_PRESET
+    preset: str = AUTO
     rope_search: dict[str, float] | None = None
     layer_rank_losses: dict[str, list[float]] | None = None
 
     def __post_init__(self) -> None:
+        if self.preset == AUTO:
+            self._check_under_auto()
+            return
+        preset = NO_PRESET if self.preset is None else self.preset
+        for name, value in (preset_values(preset, self.given()) | {"preset": preset}).items():
+            object.__setattr__(self, name, value)
         for name, choices in (
             ("layout", LAYOUTS),
             ("rope_selection", ROPE_SELECTIONS),
@@ -177,8 +184,6 @@ class Recipe:
                 f" {', '.join(map(repr, rope_selections(self.layout)))}, or layout='shared'"
             )
         _check_layer_ranks(self.layer_ranks)
-        if self.preset is not None and self.preset not in PRESETS:
-            raise ValueError(f"preset is {self.preset!r}; expected one of {', '.join(map(repr, PRESETS))}")
         for name in (
             "centered",
             "attended",
@@ -243,12 +248,49 @@ class Recipe:
                     f" calibration_length={lengths}"
                 )
 
-    def window_lengths(self, context: int | None) -> tuple[int, ...]:
-        """Lengths of the calibration windows for a model of that ``context``, the shortest first."""
-        if self.calibration_length == "auto":
-            return default_lengths(context)
-        lengths = self.calibration_length
-        return tuple(sorted({lengths} if isinstance(lengths, int) else set(lengths)))
+    def _check_under_auto(self) -> None:
+        """Refuses what no preset that ``auto`` may name would take."""
+        refusals = []
+        for name in AUTO_PRESETS:
+            try:
+                self.with_preset(name)
+            except ValueError as error:
+                refusals.append(error)
+        if len(refusals) == len(AUTO_PRESETS):
+            raise refusals[0]
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether every key has its value: the preset is named."""
+        return self.preset != AUTO
+
+    def given(self) -> dict[str, Any]:
+        """The keys that have a value, without preset and records; of a resolved recipe these are all keys."""
+        values = {each.name: getattr(self, each.name) for each in given_fields() if each.name != "preset"}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def with_preset(self, name: str) -> Recipe:
+        """This recipe under preset ``name``, where its own is ``"auto"`` or that one.
+
+        Raises:
+            ValueError: it already has another preset, there is none of that name, or a key does not go with it.
+        """
+        if self.preset == name:
+            return self
+        if self.is_resolved:
+            raise ValueError(f"preset is {name!r} beside a recipe of preset {self.preset!r}; expected one of them")
+        return replace(self, preset=name)
+
+    def changes(self) -> dict[str, Any]:
+        """Keys whose values are not the preset's; under ``"auto"`` the given ones."""
+        if not self.is_resolved:
+            return self.given()
+        values = preset_values(self.preset, {})
+        return {name: value for name, value in self.given().items() if value != values[name]}
+
+    def _require_resolved(self) -> None:
+        if not self.is_resolved:
+            raise ValueError("preset is 'auto', which depends on the device; expected Recipe.with_preset first")
 
     @property
     def target_cache_ratio(self) -> float | None:
@@ -271,8 +313,10 @@ class Recipe:
         """The geometry of each layer of ``spec``, or None where :meth:`geometry` is every layer's.
 
         Raises:
-            ValueError: ``layer_ranks`` is still ``"measured"``, has not one rank per layer, or one that does not fit.
+            ValueError: ``preset`` is still ``"auto"`` or ``layer_ranks`` ``"measured"``, or it has not one rank per
+                layer, or one that does not fit.
         """
+        self._require_resolved()
         if self.searches_layer_ranks:
             raise ValueError("layer_ranks is 'measured'; expected ranks (layer_ranks.choose_layer_ranks finds them)")
         if isinstance(self.layer_ranks, str):
@@ -292,9 +336,10 @@ class Recipe:
         """The geometry that this recipe gives a layer of ``spec``; but for the rank, where ``layer_ranks`` says so.
 
         Raises:
-            ValueError: ``rope_share`` is still ``"auto"``, or the target does not fit the source (more pairs or more
-                rank than it has, or a budget too small).
+            ValueError: ``preset`` or ``rope_share`` is still ``"auto"``, or the target does not fit the source (more
+                pairs or more rank than it has, or a budget too small).
         """
+        self._require_resolved()
         if self.searches_rope_share:
             raise ValueError("rope_share is 'auto'; expected a number (search.choose_rope_share finds one)")
         heads, kv_heads, head_dim = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
@@ -343,6 +388,7 @@ class Recipe:
 
     def is_exact(self, geometry: MLAGeometry) -> bool:
         """Whether the converted layer is the source layer to rounding: all pairs rotate and no value is lost."""
+        self._require_resolved()
         return geometry.qk_nope_head_dim == 0 and (
             geometry.kv_lora_rank >= geometry.num_key_value_heads * geometry.v_head_dim
         )
@@ -384,24 +430,24 @@ class Recipe:
         return cls.from_dict({**keys, "preset": name})
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Recipe:
-        """A recipe from plain values; absent keys take the preset's values or their defaults, unknown ones are refused.
+    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
+        """A recipe from plain values, such as :meth:`to_dict` and records of earlier versions give them.
 
         Raises:
-            ValueError: an unknown key or preset, or a bad value.
+            ValueError: no mapping, an unknown key or preset, or a bad value.
         """
-        if not isinstance(values, dict):
+        if not isinstance(values, Mapping):
             raise ValueError(f"recipe is {values!r}; expected a mapping of recipe keys")
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         for key in values:
             if key not in known:
                 raise ValueError(f"recipe key {key!r} is unknown; expected one of {', '.join(known)}")
-        if values.get("preset") is not None:
-            values = preset_values(values["preset"], values)
-        return cls(**values)
+        preset = values.get("preset", AUTO)
+        return cls(**{**values, "preset": RENAMED.get(preset, preset) if isinstance(preset, str) else preset})
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Every key; under ``"auto"`` those that are given."""
+        return asdict(self) if self.is_resolved else {**self.given(), "preset": self.preset}
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Recipe:
@@ -438,7 +484,7 @@ def _check_layer_ranks(ranks: list[int] | str) -> None:
 
 def given_fields() -> tuple[Field[Any], ...]:
     """The keys of a recipe that a user gives, as opposed to what a conversion writes into its record."""
-    return tuple(field for field in fields(Recipe) if field.name not in RECORDS)
+    return tuple(each for each in fields(Recipe) if each.name not in RECORDS)
 
 
 def recipe_values(path: str | Path) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def inspect_checkpoint(
         "cache bytes per token": after,
         "cache bytes per token of the source": before,
         "reduction": f"{1 - after / before:.1%}",
+        "calibrated length": _calibrated_length(config, record),
         "schema version": config.schema_version,
     }
     summary |= {f"recipe.{key}": value for key, value in (config.recipe or {}).items()}
@@ -101,6 +102,13 @@ def inspect_checkpoint(
         measured=_measured(record),
         layers=list(record.get("rows", [])),
     )
+
+
+def _calibrated_length(config: MHA2MLAConfig, record: dict[str, Any]) -> str:
+    if config.calibrated_length is not None:
+        return f"up to {config.calibrated_length} tokens"
+    # Checkpoints of earlier versions say nothing of it, which is not the same as nothing that bounds it.
+    return "any that the source takes" if "calibrated_length" in record else "not recorded"
 
 
 def _geometries(config: MHA2MLAConfig, itemsize: int) -> list[dict[str, Any]]:

@@ -58,6 +58,8 @@ class MHA2MLAConfig(PreTrainedConfig):
         softmax_scale: the source's (``head_dim ** -0.5`` unless its config says otherwise).
         rope_attention_scaling: factor on cos and sin (YaRN, longrope) of every pair whose frequency is not zero; one
             number, or one per layer.
+        calibrated_length: tokens of the longest sequence that the conversion was made for; the model warns of the first
+            one beyond. None: nothing bounds it (an exact conversion), or it was not recorded (older checkpoints).
         recipe: how the checkpoint was converted; a record, never read here.
         schema_version: of the checkpoint's layout; a newer one than this package knows is refused.
         mla_form: "auto" (absorbed for decode where a kernel serves it), "expanded", or "absorbed"; may be changed at
@@ -91,6 +93,7 @@ class MHA2MLAConfig(PreTrainedConfig):
     attention_kv_bias: bool = False
     attention_o_bias: bool = False
     rope_attention_scaling: float | list[float] = 1.0
+    calibrated_length: int | None = None
     recipe: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
     mla_form: str = "auto"
@@ -159,6 +162,8 @@ class MHA2MLAConfig(PreTrainedConfig):
             raise ValueError(f"mla_form is {self.mla_form!r}; expected one of {MLA_FORMS}")
         if self.decode_backend not in DECODE_BACKENDS:
             raise ValueError(f"decode_backend is {self.decode_backend!r}; expected one of {DECODE_BACKENDS}")
+        if self.calibrated_length is not None and self.calibrated_length < 1:
+            raise ValueError(f"calibrated_length is {self.calibrated_length}; expected None or a number of tokens >= 1")
         for index, kind in enumerate(self.layer_types or ()):
             if kind not in ("full_attention", "sliding_attention"):
                 raise ValueError(f"layer_types[{index}] is {kind!r}; expected 'full_attention' or 'sliding_attention'")

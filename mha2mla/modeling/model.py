@@ -22,6 +22,7 @@ from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decode_step import DecodeStep, places_of_layers, refreshed_plans
 from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, LayerAttention, choose_form, is_absorbed
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.valid_length import LengthWatch
 
 
 class MHA2MLAPreTrainedModel(PreTrainedModel):
@@ -89,6 +90,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         self._geometry_of_layer = tuple(self._geometries.index(geometry) for geometry in geometries)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._length_watch = LengthWatch(config)
         self.post_init()
 
     @can_return_tuple
@@ -126,6 +128,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         """
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
+        self._length_watch.see(past_key_values, inputs_embeds if input_ids is None else input_ids)
         if use_cache and past_key_values is None:
             past_key_values = LatentCache(self.config)
         batch, query_length = (inputs_embeds if input_ids is None else input_ids).shape[:2]
@@ -197,6 +200,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         batch = step.batch
         if input_ids.shape != (batch.num_tokens,):
             raise ValueError(f"input_ids.shape is {tuple(input_ids.shape)}; expected {(batch.num_tokens,)}, [N]")
+        self._length_watch.see_batch(batch.lengths[:2].sum(0))
         hidden = self.model(
             input_ids=input_ids[None],
             # Passed on as it is, and no layer looks at it.

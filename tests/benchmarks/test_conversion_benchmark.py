@@ -13,7 +13,7 @@ from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny
 
 SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
-SHORT = {"calibration_tokens": 64, "calibration_length": 32, "calibration_text": "builtin:pydoc"}
+SHORT = {"preset": "minimal", "calibration_tokens": 64, "calibration_length": 32, "calibration_text": "builtin:pydoc"}
 
 
 def test_every_row_has_a_name_of_its_own_and_fits_its_ratio():
@@ -34,7 +34,7 @@ def test_every_row_has_a_name_of_its_own_and_fits_its_ratio():
         for case in cases
         if "transmla" in case.name
     }
-    assert peers["0.5 transmla"] == (64, 128) and peers["0.3125 transmla"] == (32, 88)
+    assert peers["0.5 published-transmla"] == (64, 128) and peers["0.3125 published-transmla"] == (32, 88)
 
 
 @pytest.mark.parametrize("preset", ["quick", "shared", "per-group"])

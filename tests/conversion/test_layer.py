@@ -23,7 +23,7 @@ from mha2mla.conversion.rotary_basis import RotaryBasis
 from tests.conversion import tiny
 from tests.conversion.plain_mla import plain_mla_attention
 
-Recipe = functools.partial(recipes.Recipe, layout="per-group")  # unless a test says otherwise
+Recipe = functools.partial(recipes.Recipe, preset="minimal", layout="per-group")  # unless a test says otherwise
 SELECTIONS = [(layout, selection) for layout in LAYOUTS for selection in rope_selections(layout)]
 
 

@@ -14,9 +14,9 @@ import mha2mla
 from mha2mla.conversion import layer_ranks
 from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.layer_ranks import allocate, choose_layer_ranks, loss_at
-from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny
 from tests.conversion.test_search import SHORT, arguments
+from tests.conversion.tiny import Recipe
 
 LAYERS = 3
 
@@ -73,7 +73,7 @@ def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source)
     for layer in range(LAYERS):
         by_rank = [losses[rank][layer] for rank in sorted(losses)]
         assert all(0 < loss < 5 for loss in by_rank) and by_rank[-1] < by_rank[0]
-    assert Recipe.from_dict(json.loads(json.dumps(first.to_dict()))) == first
+    assert mha2mla.Recipe.from_dict(json.loads(json.dumps(first.to_dict()))) == first
 
 
 def test_a_converted_layer_alone_loses_what_its_model_says(source):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mha2mla.conversion.low_rank import LatentProblem, _alternate, _principal, factorise
-from mha2mla.conversion.recipe import LOW_RANKS, Recipe
+from mha2mla.conversion.recipe import LOW_RANKS
+from tests.conversion.tiny import Recipe
 
 
 def covariance(size, seed):

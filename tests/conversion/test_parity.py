@@ -8,7 +8,7 @@ import mha2mla
 from mha2mla.conversion import parity
 from tests.conversion import tiny
 
-SHORT = {"calibration_tokens": 512, "calibration_length": 64}
+SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
 CASES = {"llama": {}, "qwen3": {"head_dim": 24}, "mistral": {"sliding_window": 9}, "qwen2": {}}
 
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from mha2mla.conversion import recipe as recipes
 from mha2mla.conversion import search
 from mha2mla.conversion.adapters import ADAPTERS
-from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.sequence import LayerSequence
 from mha2mla.conversion.source import CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
 from mha2mla.sources import cache_folder
 from mha2mla.texts import load_text, token_windows
+from tests.conversion.tiny import Recipe
 
 pytestmark = pytest.mark.slow
 FOLDER = cache_folder() / "SmolLM2-135M-Instruct"
@@ -79,7 +80,9 @@ def test_refits_help_on_text_of_another_kind(layers):
 
 def test_our_rules_beat_the_peers_at_equal_bytes(layers):
     """Not a measure of quality, an alarm: the order of methods that the comparison table shows."""
-    ours = sum(layers.losses(Recipe.from_preset("quick")))
-    transmla = sum(layers.losses(Recipe.from_preset("transmla", qk_rope_head_dim=64, kv_lora_rank=128)))
-    mha2mla = sum(layers.losses(Recipe.from_preset("mha2mla")))
+    ours = sum(layers.losses(recipes.Recipe.from_preset("quick")))
+    transmla = sum(
+        layers.losses(recipes.Recipe.from_preset("published-transmla", qk_rope_head_dim=64, kv_lora_rank=128))
+    )
+    mha2mla = sum(layers.losses(recipes.Recipe.from_preset("published-mha2mla")))
     assert ours < transmla < mha2mla

@@ -7,6 +7,7 @@ from mha2mla.conversion.adapters import ADAPTERS
 from mha2mla.conversion.presets import PRESETS
 from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny
+from tests.conversion.tiny import Recipe as MinimalRecipe
 
 
 def spec(**keys):
@@ -80,14 +81,14 @@ def test_a_bad_file_is_named(tmp_path, text, named):
 @pytest.mark.parametrize(
     ("recipe", "rope_heads", "rank", "rope", "nope"),
     [
-        (Recipe(cache_ratio=1.0, layout="per-group"), 3, 192, 64, 0),
-        (Recipe(cache_ratio=1.0, layout="shared"), 1, 192, 192, 0),
-        (Recipe(cache_ratio=0.5, layout="per-group"), 3, 144, 16, 48),
-        (Recipe(cache_ratio=0.5, layout="shared"), 1, 144, 48, 64),
-        (Recipe(cache_ratio=0.3125, layout="shared"), 1, 88, 32, 64),
-        (Recipe(cache_ratio=0.3125, layout="per-group"), 3, 96, 8, 56),
-        (Recipe(layout="shared"), 1, 144, 48, 64),
-        (Recipe(layout="per-group", kv_lora_rank=80, qk_rope_head_dim=24), 3, 80, 24, 40),
+        (MinimalRecipe(cache_ratio=1.0, layout="per-group"), 3, 192, 64, 0),
+        (MinimalRecipe(cache_ratio=1.0, layout="shared"), 1, 192, 192, 0),
+        (MinimalRecipe(cache_ratio=0.5, layout="per-group"), 3, 144, 16, 48),
+        (MinimalRecipe(cache_ratio=0.5, layout="shared"), 1, 144, 48, 64),
+        (MinimalRecipe(cache_ratio=0.3125, layout="shared"), 1, 88, 32, 64),
+        (MinimalRecipe(cache_ratio=0.3125, layout="per-group"), 3, 96, 8, 56),
+        (MinimalRecipe(layout="shared"), 1, 144, 48, 64),
+        (MinimalRecipe(layout="per-group", kv_lora_rank=80, qk_rope_head_dim=24), 3, 80, 24, 40),
     ],
 )
 def test_the_target_gives_the_geometry(recipe, rope_heads, rank, rope, nope):
@@ -107,7 +108,7 @@ def test_the_target_gives_the_geometry(recipe, rope_heads, rank, rope, nope):
 def test_a_ratio_is_never_exceeded_and_nearly_reached(layout, keys):
     source = spec(**keys)
     for percent in range(35, 100):
-        geometry = Recipe(layout=layout, cache_ratio=percent / 100).geometry(source)
+        geometry = MinimalRecipe(layout=layout, cache_ratio=percent / 100).geometry(source)
         budget = percent / 100 * geometry.source_cache_numel_per_token
         assert budget - 8 < geometry.cache_numel_per_token <= budget + 1e-6
         assert geometry.kv_lora_rank % 8 == 0 and geometry.qk_rope_head_dim % 8 == 0
@@ -124,7 +125,7 @@ def test_a_ratio_is_never_exceeded_and_nearly_reached(layout, keys):
 )
 def test_a_target_that_does_not_fit_the_source_is_refused(keys, named):
     with pytest.raises(ValueError, match=named):
-        Recipe(layout="per-group", **keys).geometry(spec(**SMOLLM2))
+        MinimalRecipe(layout="per-group", **keys).geometry(spec(**SMOLLM2))
 
 
 def test_ranks_replace_the_default_ratio_without_conflict():
@@ -136,7 +137,7 @@ def test_calibration_is_asked_for_only_when_a_statistic_enters_the_weights():
     source = spec(**SMOLLM2)
 
     def needs(**keys):
-        recipe = Recipe(**keys)
+        recipe = MinimalRecipe(**keys)
         return recipe.needs_calibration(recipe.geometry(source))
 
     plain = {"rope_selection": "high", "low_rank": "svd-joint", "centered": False, "mean_phase": 0.0}
@@ -183,5 +184,5 @@ def test_deepseeks_shape_refuses_a_source_that_caches_less():
 
 
 def test_an_unknown_preset_is_refused_by_name():
-    with pytest.raises(ValueError, match="preset is 'tiny'; expected one of 'mha2mla'"):
+    with pytest.raises(ValueError, match="preset is 'tiny'; expected one of 'auto', 'minimal'"):
         Recipe.from_preset("tiny")

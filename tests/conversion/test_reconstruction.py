@@ -9,9 +9,9 @@ import torch
 from mha2mla.conversion import reconstruction
 from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.calibration import ActivationStore
-from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.reconstruction import ReconstructionError, ReconstructionProblem, reconstruct
 from tests.conversion import tiny
+from tests.conversion.tiny import Recipe
 
 CPU = torch.device("cpu")
 WIDTH = 12

@@ -8,10 +8,10 @@ import torch
 from mha2mla.conversion import refit
 from mha2mla.conversion.calibration import AttentionSample, StatisticsCollector
 from mha2mla.conversion.layer import convert_layer, finish_layer, prepare_layer, un_rotated_keys
-from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.rope_selection import select_rotary_basis
 from tests.conversion.plain_mla import plain_mla_attention
 from tests.conversion.test_layer import Layer, relative
+from tests.conversion.tiny import Recipe
 
 CASES = ["llama", "qwen2", "qwen3-biases-yarn", "mistral-sliding", "olmo2", "gemma3"]
 

@@ -9,12 +9,12 @@ import mha2mla
 from mha2mla.conversion import search
 from mha2mla.conversion.adapters import ADAPTERS
 from mha2mla.conversion.blocks import TokenBlocks
-from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source import CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
 from tests.conversion import tiny
+from tests.conversion.tiny import Recipe
 
-SHORT = {"calibration_tokens": 320, "calibration_length": 40}
+SHORT = {"preset": "minimal", "calibration_tokens": 320, "calibration_length": 40}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_the_search_takes_what_loses_least_and_repeats(layout, source):
     geometry = first.geometry(arguments(source)[2])
     best = min(losses, key=losses.get)
     assert best == f"{geometry.qk_rope_head_dim}+{geometry.kv_lora_rank}"
-    assert Recipe.from_dict(first.to_dict()) == first
+    assert mha2mla.Recipe.from_dict(first.to_dict()) == first
 
 
 def test_a_conversion_records_the_choice(source, tmp_path):
@@ -69,7 +69,7 @@ def test_a_conversion_records_the_choice(source, tmp_path):
     losses = report.recipe["rope_search"]
     best = min(losses, key=losses.get)
     assert best == f"{report.geometry.qk_rope_head_dim}+{report.geometry.kv_lora_rank}"
-    recorded = Recipe.from_dict(report.recipe)
+    recorded = mha2mla.Recipe.from_dict(report.recipe)
     assert isinstance(recorded.rope_share, float) and recorded.rope_search == losses
 
 

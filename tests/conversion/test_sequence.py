@@ -13,11 +13,11 @@ from mha2mla.conversion import sequence as sequence_module
 from mha2mla.conversion.adapters import adapter_for
 from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.layer import converted_config
-from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.sequence import LayerSequence
 from mha2mla.conversion.source import CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
 from tests.conversion import tiny
+from tests.conversion.tiny import Recipe
 
 CPU = torch.device("cpu")
 TARGETS = {

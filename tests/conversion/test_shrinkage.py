@@ -7,7 +7,9 @@ def test_directions_that_few_tokens_leave_open_do_no_harm_on_other_text(tmp_path
     source = tiny.checkpoint(tmp_path / "source")
     errors = {}
     for shrinkage in (0.0, 0.003):
-        recipe = mha2mla.Recipe(shrinkage=shrinkage, refit_queries=False, calibration_tokens=32, calibration_length=32)
+        recipe = mha2mla.Recipe(
+            preset="minimal", shrinkage=shrinkage, refit_queries=False, calibration_tokens=32, calibration_length=32
+        )
         report = mha2mla.convert(
             source, tmp_path / str(shrinkage), recipe, evaluation=tiny.some_tokens(4, 32), device="cpu", progress=False
         )

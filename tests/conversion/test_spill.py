@@ -9,9 +9,9 @@ from mha2mla.conversion import search
 from mha2mla.conversion.blocks import TokenBlocks
 from mha2mla.conversion.calibration import ActivationStore
 from mha2mla.conversion.layer_ranks import choose_layer_ranks
-from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny
 from tests.conversion.test_search import arguments
+from tests.conversion.tiny import Recipe
 
 
 @pytest.fixture(scope="module")

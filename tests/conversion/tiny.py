@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,10 @@ from transformers.models.qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.smollm3 import SmolLM3Config
+
+from mha2mla.conversion import recipe as recipes
+
+Recipe = partial(recipes.Recipe, preset="minimal")  # what a test does not say is no better preset's choice
 
 CONFIGS = {
     "llama": LlamaConfig,

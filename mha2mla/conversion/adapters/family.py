@@ -104,6 +104,10 @@ class FamilyAdapter:
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
             layer_inv_freq=None if shared else tuple(_padded(table.inv_freq, head_dim) for table in tables),
             layer_attention_factors=None if len(set(factors)) == 1 else factors,
+            table_lengths=(
+                max(table.lengths[0] for table in tables),
+                min((table.lengths[1] for table in tables if table.lengths[1] is not None), default=None),
+            ),
         )
 
     def layer_prefix(self, layer: int) -> str:

@@ -22,12 +22,14 @@ class RotaryTable:
         attention_factor: what cos and sin are multiplied by.
         rope_type: transformers' name of the scheme.
         note: what was decided, for the model card.
+        lengths: shortest and longest window at which the source uses this table; None: any length from there.
     """
 
     inv_freq: torch.Tensor
     attention_factor: float
     rope_type: str
     note: str = ""
+    lengths: tuple[int, int | None] = (1, None)
 
 
 def rotary_table(
@@ -67,10 +69,11 @@ def rotary_table(
         return RotaryTable(1.0 / parameters["rope_theta"] ** exponent, 1.0, rope_type)
     if rope_type not in ("linear", "llama3", "yarn", "longrope"):
         raise UnsupportedSourceError(f"rope_type is {rope_type!r}; expected default, linear, llama3, yarn or longrope")
-    note, length = "", None
+    note, length, lengths = "", None, (1, None)
     if rope_type == "longrope":
         original = parameters["original_max_position_embeddings"]
         length = original + 1 if longrope_table == "long" else None
+        lengths = (1, original) if length is None else (length, None)
         reach = f"beyond {original} tokens" if longrope_table == "long" else f"for lengths up to {original}"
         note = f"longrope: the {longrope_table} table, which the source uses {reach}, serves every length"
     by_type = {} if layer_type is None else {"layer_type": layer_type}
@@ -79,7 +82,7 @@ def rotary_table(
         raise UnsupportedSourceError(
             f"the rotary table has {inv_freq.numel()} frequencies for {rotary_dim} rotated dims; expected one per pair"
         )
-    return RotaryTable(inv_freq.float(), float(factor), rope_type, note)
+    return RotaryTable(inv_freq.float(), float(factor), rope_type, note, lengths)
 
 
 def _parameters(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:

@@ -37,6 +37,7 @@ class SourceSpec:
         rotary_dim: dims of a head that the source rotates; None for all.
         layer_inv_freq, layer_attention_factors: per layer its own ``inv_freq`` and ``attention_factor``; None where all
             layers share them.
+        table_lengths: shortest and longest window at which the source uses these tables; None: any length from there.
     """
 
     model_type: str
@@ -62,6 +63,7 @@ class SourceSpec:
     rotary_dim: int | None = None
     layer_inv_freq: tuple[torch.Tensor, ...] | None = None
     layer_attention_factors: tuple[float, ...] | None = None
+    table_lengths: tuple[int, int | None] = (1, None)
 
     @property
     def group_size(self) -> int:
