@@ -9,12 +9,13 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -46,10 +47,12 @@ from mha2mla.conversion.writer import (
 from mha2mla.geometry import MLAGeometry
 from mha2mla.texts import load_text, mixed_windows, token_windows
 
+if TYPE_CHECKING:
+    from mha2mla.modeling import LayerAttention
+
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
-PAGE_SIZE = 64
 RESUME = ("auto", "never")
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 
@@ -87,7 +90,7 @@ class ConversionReport:
         calibration_tokens: 0 when the recipe needs none.
         parity: source against the checkpoint read back from disk.
         layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
-        decode_backend: which backend serves this geometry in decoding, and why not the other.
+        decode_backend: what will serve decoding on CUDA, by layers where they differ, and why it is no kernel.
         resumed_layers: how many of the layers an interrupted run had left.
         seconds: of the phases of this run (``prepare`` has the calibration text and the searches), and in total.
         peak_rss_bytes: largest resident memory of this process so far.
@@ -226,6 +229,9 @@ def convert(
         ResumeError: an interrupted run of another conversion left finished layers.
         ParityError: a full-rank conversion is not the source to rounding.
         ValueError: any other argument, by name.
+
+    Warns:
+        UserWarning: on a GPU no kernel will serve a layer's geometry, with the limit that it exceeds.
     """
     started = time.perf_counter()
     if resume not in RESUME:
@@ -247,6 +253,7 @@ def convert(
             spill_bytes=spill_bytes,
             max_shard_bytes=max_shard_bytes,
         )
+    _warn_of_slow_layers(plan)
     fingerprint = _fingerprint(plan)
     admit = (lambda work: _has_layers(work, fingerprint)) if resume == "auto" else None
     with _interrupts_named(plan), temporary_folder(plan.destination, overwrite=overwrite, admit=admit) as folder:
@@ -676,6 +683,8 @@ def _report(
     seconds: dict[str, float],
     weight_bytes: int,
 ) -> ConversionReport:
+    from mha2mla.modeling.served import describe
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     geometry, count = plan.geometry, plan.spec.num_layers
     geometries = plan.geometries or (geometry,) * count
@@ -702,7 +711,7 @@ def _report(
             {**asdict(layer), "kv_lora_rank": geometries[layer.layer].kv_lora_rank, **layers.record(layer.layer)}
             for layer in parity.layers
         ),
-        decode_backend=_decode_backend(plan, weights_dtype),
+        decode_backend=f"on CUDA {describe(_what_serves(plan))}",
         rope_note=plan.spec.rope_note,
         resumed_layers=resumed,
         seconds=seconds,
@@ -736,17 +745,26 @@ def _write_report(plan: _Plan, folder: Path, report: ConversionReport) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _decode_backend(plan: _Plan, weights_dtype: torch.dtype) -> str:
-    """What serves decoding here, in a sentence."""
-    from mha2mla.kernels import explain_mla_decode
+def _what_serves(plan: _Plan) -> tuple[LayerAttention, ...]:
+    """What will serve the layers on CUDA, where that is worth a question, in the 16 bits that kernels take."""
+    from mha2mla.modeling import what_serves
 
-    half = weights_dtype if weights_dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    refusals = (
-        explain_mla_decode(geometry, PAGE_SIZE, half, plan.device)
-        for geometry in dict.fromkeys(plan.geometries or (plan.geometry,))
-    )
-    reason = next((reason for reason in refusals if reason is not None), None)
-    return "tilelang" if reason is None else f"reference ({reason})"
+    config = converted_config(plan.config, plan.spec, plan.geometry, plan.recipe, plan.geometries)
+    written = plan.weights_dtype or _source_dtype(plan)
+    half = written if written in (torch.bfloat16, torch.float16) else torch.bfloat16
+    return what_serves(config, plan.device if plan.device.type == "cuda" else "cuda", half)
+
+
+def _warn_of_slow_layers(plan: _Plan) -> None:
+    layers = _what_serves(plan)
+    slow = [layer for layer in layers if not layer.compiled]
+    if slow:
+        warnings.warn(
+            f"no kernel will serve {len(slow)} of {len(layers)} converted layers on a GPU ({slow[0]}): {slow[0].why}; a"
+            " smaller cache_ratio, or kv_lora_rank and qk_rope_head_dim, give a geometry that one serves"
+            " (docs/limits.md)",
+            stacklevel=3,
+        )
 
 
 def _version() -> str:
