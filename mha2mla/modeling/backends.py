@@ -190,7 +190,7 @@ class AttentionRegistry:
                 why = backend.refusal(geometry, page_size, dtype, device)
                 if why is None:
                     return backend, "; ".join(reasons)
-                reasons.append(f"{backend.name} refuses: {why}")
+                reasons.append(f"{backend.name}: {why}")
         return None, "; ".join(reasons) or "none is registered"
 
 

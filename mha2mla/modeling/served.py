@@ -118,8 +118,7 @@ def batch_backends(
     for layer in layers:
         if layer.batch_backend is None:
             raise ValueError(
-                f"config.attention_backend is {config.attention_backend!r}, which refuses layer {layer.layer_idx}:"
-                f" {layer.batch_reason}"
+                f"layer {layer.layer_idx}: attention backend {config.attention_backend!r} refuses: {layer.batch_reason}"
             )
     slow = [layer for layer in layers if layer.batch_reason and layer.device.type == "cuda"]
     if slow:

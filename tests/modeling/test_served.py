@@ -100,9 +100,7 @@ def test_what_is_asked_for_by_name_is_no_surprise():
         assert batch_backends(config(kv_lora_rank=768), "cpu", torch.bfloat16, 64)[0].name == "mla_reference"
     refused = config(kv_lora_rank=768, attention_backend="mla_paged")
     assert str(what_serves(refused, CUDA)[0]).endswith("batches: refused")
-    with pytest.raises(
-        ValueError, match="config.attention_backend is 'mla_paged', which refuses layer 0: kv_lora_rank"
-    ):
+    with pytest.raises(ValueError, match="layer 0: attention backend 'mla_paged' refuses: kv_lora_rank is 768"):
         batch_backends(refused, CUDA, torch.bfloat16, 64)
 
 
