@@ -334,7 +334,7 @@ def inspect_checkpoint(
         checkpoint: folder or hub id of a converted checkpoint.
         batch: sequences that are cached together, such as [1,64]; default 1.
         length: cached tokens of each, such as [4096,32768]; default 4096 and as many as the model takes.
-        dtype: element type of the cache that the bytes are counted for.
+        dtype: of model and cache: what bytes are counted for, and what kernels are asked for.
         json: also write everything to this file.
     """
     from mha2mla.eval import inspection
