@@ -37,9 +37,10 @@ from benchmarks.peers import flash_attention_3_mha, load_peer, mla_peers
 from benchmarks.shapes import PEERS, SpeedCase, choose, target_us, variant_cases
 from mha2mla.eval import tune
 from mha2mla.eval.environment import collect_environment, describe_environment
+from mha2mla.eval.judgement import verdict
 from mha2mla.eval.kernel_check import COMPILE_TIMEOUT, Case, check_cases, compile_shapes
 from mha2mla.eval.latency import Timing, time_callable
-from mha2mla.eval.problems import Problem, exact, torch_at, verdict
+from mha2mla.eval.problems import Problem, exact, torch_at
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.workers import run_in_workers
 from mha2mla.kernels import DecodePlan, mla_decode

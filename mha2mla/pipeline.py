@@ -9,12 +9,13 @@ import resource
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -52,11 +53,13 @@ from mha2mla.conversion.writer import DEFAULT_SHARD_BYTES, ShardedWriter
 from mha2mla.geometry import MLAGeometry
 from mha2mla.texts import text_identity
 
+if TYPE_CHECKING:
+    from mha2mla.modeling import LayerAttention
+
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
 LONG_EVALUATION_TEXT = "builtin:stdlib"  # where windows must be longer than those tokens
-PAGE_SIZE = 64
 RESUME = ("auto", "never")
 _TEXT, _RECIPE = "text", "recipe"  # pieces of the work
 
@@ -82,7 +85,7 @@ class ConversionReport:
         calibrated_length: of the longest sequence that the conversion was made for; None where nothing bounds it.
         parity: source against the checkpoint read back from disk.
         layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
-        decode_backend: which backend serves this geometry in decoding, and why not the other.
+        decode_backend: what will serve decoding on CUDA, by layers where they differ, and why it is no kernel.
         resumed_layers: how many of the layers an interrupted run had left.
         seconds: of the phases of this run (``prepare`` has the calibration text and the searches), and in total.
         peak_rss_bytes: largest resident memory of this process so far.
@@ -258,6 +261,9 @@ def convert(
         ParityError: a full-rank conversion is not the source to rounding, or any conversion's predictions are further
             from the source's than a guess.
         ValueError: any other argument, by name.
+
+    Warns:
+        UserWarning: on a GPU no kernel will serve a layer's geometry, with the limit that it exceeds.
     """
     started = time.perf_counter()
     if resume not in RESUME:
@@ -290,6 +296,7 @@ def convert(
         with _faults_of_the_source_named(plan, {**weights, **others}, work):
             with _timed(seconds, "prepare"):
                 plan = _prepare(plan, work, folder)
+                _warn_of_slow_layers(plan)
             layers = FinishedLayers(work, _inputs_of_layers(plan))
             resumed = len(layers)
             with _timed(seconds, "convert"):
@@ -698,6 +705,8 @@ def _report(
     seconds: dict[str, float],
     weight_bytes: int,
 ) -> ConversionReport:
+    from mha2mla.modeling.served import describe
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     geometry, count = plan.geometry, plan.spec.num_layers
     geometries = plan.geometries or (geometry,) * count
@@ -726,7 +735,7 @@ def _report(
             {**asdict(layer), "kv_lora_rank": geometries[layer.layer].kv_lora_rank, **layers.record(layer.layer)}
             for layer in parity.layers
         ),
-        decode_backend=_decode_backend(plan, weights_dtype),
+        decode_backend=f"on CUDA {describe(_what_serves(plan))}",
         rope_note=plan.spec.rope_note,
         resumed_layers=resumed,
         seconds=seconds,
@@ -759,17 +768,26 @@ def _write_report(plan: _Plan, folder: Path, report: ConversionReport) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _decode_backend(plan: _Plan, weights_dtype: torch.dtype) -> str:
-    """What serves decoding here, in a sentence."""
-    from mha2mla.kernels import explain_mla_decode
+def _what_serves(plan: _Plan) -> tuple[LayerAttention, ...]:
+    """What will serve the layers on CUDA, where that is worth a question, in the 16 bits that kernels take."""
+    from mha2mla.modeling import what_serves
 
-    half = weights_dtype if weights_dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    refusals = (
-        explain_mla_decode(geometry, PAGE_SIZE, half, plan.device)
-        for geometry in dict.fromkeys(plan.geometries or (plan.geometry,))
-    )
-    reason = next((reason for reason in refusals if reason is not None), None)
-    return "tilelang" if reason is None else f"reference ({reason})"
+    config = converted_config(plan.config, plan.spec, plan.geometry, plan.recipe, plan.geometries)
+    written = plan.weights_dtype or _source_dtype(plan)
+    half = written if written in (torch.bfloat16, torch.float16) else torch.bfloat16
+    return what_serves(config, plan.device if plan.device.type == "cuda" else "cuda", half)
+
+
+def _warn_of_slow_layers(plan: _Plan) -> None:
+    layers = _what_serves(plan)
+    slow = [layer for layer in layers if not layer.compiled]
+    if slow:
+        warnings.warn(
+            f"no kernel will serve {len(slow)} of {len(layers)} converted layers on a GPU ({slow[0]}): {slow[0].why}; a"
+            " smaller cache_ratio, or kv_lora_rank and qk_rope_head_dim, give a geometry that one serves"
+            " (docs/limits.md)",
+            stacklevel=3,
+        )
 
 
 def _version() -> str:

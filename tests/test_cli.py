@@ -138,6 +138,30 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     assert written["environment"]["torch"]
 
 
+def test_a_wrong_latency_row_is_exit_code_1(tiny_source, tiny_converted, tmp_path, capsys, monkeypatch):
+    from mha2mla.eval import latency
+
+    def wrong(inputs):
+        right = latency.sdpa_baseline(inputs)
+        return lambda: right() * 1.01
+
+    report = tmp_path / "latency.json"
+    quick = ("--op", "attention", "--batch-sizes", "[1]", "--seqlens", "[32]", "--min-run-time", 0.002)
+    command = ("eval", "latency", tiny_source, tiny_converted, *quick, "--device", "cpu", "--json", report)
+    assert run(*command) == 0
+    monkeypatch.setitem(latency.BASELINES, "torch SDPA", wrong)
+    assert run(*command) == 1
+    assert "wrong" in capsys.readouterr().out
+    row = next(row for row in json.loads(report.read_text())["rows"] if row["implementation"] == "torch SDPA")
+    assert row["status"].startswith("wrong: ") and "us_p50" not in row
+
+
+@pytest.mark.parametrize(("status", "code"), [("ok", 0), ("wrong: relative error 1e-2", 1)])
+def test_a_wrong_demo_row_is_exit_code_1(status, code, monkeypatch):
+    monkeypatch.setattr("mha2mla.demo.run_demo", lambda *_, **__: [{"status": "ok"}, {"status": status}])
+    assert run("demo") == code
+
+
 def test_check_kernels_without_a_gpu(tmp_path, capsys, monkeypatch):
     report = tmp_path / "check.json"
     assert run("check", "kernels", "--device", "cpu", "--count", "3", "--calls", "2", "--json", str(report)) == 0

@@ -451,3 +451,32 @@ def test_a_gpu_converts_as_a_cpu_does(layout, source, tmp_path):
         losses = [math.log(report.parity.perplexity_converted) for report in (on_gpu, on_cpu)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert convert(source, tmp_path / "default", recipe, device=None).device == "cuda"
+
+
+def test_a_geometry_that_no_kernel_serves_is_said_at_conversion_in_the_card_and_by_inspect(source, tmp_path):
+    from mha2mla.eval.inspection import inspect_checkpoint
+
+    reason = "qk_rope_head_dim is 4; TileLang kernels take multiples of 8 up to 128 for num_rope_heads=2"
+    recipe = mha2mla.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=4, **SHORT)
+    with pytest.warns(UserWarning, match="no kernel will serve 2 of 2 converted layers on a GPU") as caught:
+        report = convert(source, tmp_path / "out", recipe)
+    assert reason in str(caught[0].message)
+    assert report.decode_backend.startswith("on CUDA expanded, sdpa; batches: mla_reference (") and reason in str(
+        report
+    )
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "expanded, sdpa; batches: mla_reference" in card and reason in card
+    rows = inspect_checkpoint(tmp_path / "out").geometries
+    assert [row["decode_on_cuda"] for row in rows] == ["expanded, sdpa; batches: mla_reference"]
+    assert reason in rows[0]["no_kernel_because"]
+
+
+def test_a_geometry_that_a_kernel_serves_is_converted_without_a_warning(source, tmp_path, recwarn):
+    from mha2mla.eval.inspection import inspect_checkpoint
+
+    recipe = mha2mla.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=8, **SHORT)
+    report = convert(source, tmp_path / "out", recipe)
+    assert not [warning for warning in recwarn if "kernel" in str(warning.message)]
+    assert report.decode_backend == "on CUDA absorbed, tilelang; batches: mla_paged"
+    row = inspect_checkpoint(tmp_path / "out").geometries[0]
+    assert row["decode_on_cuda"] == "absorbed, tilelang; batches: mla_paged" and row["no_kernel_because"] is None

@@ -93,7 +93,7 @@ def model_card(
         *_table([report["geometry"]]),
         "",
         *(["`kv_lora_rank` is another by layer: see the table of layers.", ""] if len(ranks) > 1 else []),
-        f"{report['num_layers']} layers. Decode backend: {report['decode_backend']}.",
+        f"{report['num_layers']} layers. Decode: {report['decode_backend']}; elsewhere the reference.",
         *([f"Rotary positions: {report['rope_note']}."] if report["rope_note"] else []),
         "",
         "## Recipe",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.eval.problems import CHUNK_TOKENS, Judgement, Problem, pages_and_visible, take, verdict
+from mha2mla.eval.judgement import Judgement, verdict
+from mha2mla.eval.problems import CHUNK_TOKENS, Problem, pages_and_visible, take
 from mha2mla.kernels.gqa_decode.dispatch import gqa_shape
 from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference

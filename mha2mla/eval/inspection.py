@@ -32,7 +32,8 @@ class Inspection:
 
     Attributes:
         summary: source, layers, bytes per token, schema, recipe.
-        geometries: one row per run of layers with the same geometry.
+        geometries: one row per run of layers with the same geometry, and what serves it on CUDA (a Hopper where this
+            machine has no GPU).
         cache: a row per batch and length: ``source_cache_bytes``, ``cache_bytes`` (all sequences, all layers), the same
             in MiB, and the reduction.
         measured: perplexities and the like, with what they were measured on; empty without a record.
@@ -57,7 +58,7 @@ def inspect_checkpoint(
 
     Args:
         checkpoint: folder or hub id.
-        dtype: element type that the cache bytes are counted for.
+        dtype: of cache and model: what the cache bytes are counted for, and what kernels are asked for.
         batches: sequences that are cached together.
         lengths: cached tokens of each; default 4096 and as many as the model takes.
 
@@ -81,7 +82,8 @@ def inspect_checkpoint(
         for value in values:
             if value < 1:
                 raise ValueError(f"{name} has {value}; expected at least 1")
-    itemsize = (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    itemsize = dtype.itemsize
     before, after = config.source_cache_bytes_per_token(itemsize), config.cache_bytes_per_token(itemsize)
     record = _record(folder)
     summary = {
@@ -97,7 +99,7 @@ def inspect_checkpoint(
     summary |= {f"recipe.{key}": value for key, value in (config.recipe or {}).items()}
     return Inspection(
         summary=summary,
-        geometries=_geometries(config, itemsize),
+        geometries=_geometries(config, dtype),
         cache=[_cache_row(config, itemsize, batch, length) for batch in batches for length in lengths],
         measured=_measured(record),
         layers=list(record.get("rows", [])),
@@ -111,7 +113,10 @@ def _calibrated_length(config: MHA2MLAConfig, record: dict[str, Any]) -> str:
     return "any that the source takes" if "calibrated_length" in record else "not recorded"
 
 
-def _geometries(config: MHA2MLAConfig, itemsize: int) -> list[dict[str, Any]]:
+def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any]]:
+    from mha2mla.modeling import what_serves
+
+    serving = what_serves(config, "cuda", dtype)
     rows: list[dict[str, Any]] = []
     previous = None
     for index in range(config.num_hidden_layers):
@@ -120,8 +125,11 @@ def _geometries(config: MHA2MLAConfig, itemsize: int) -> list[dict[str, Any]]:
             rows[-1]["layers"] = f"{rows[-1]['layers'].partition('–')[0]}–{index}"
             continue
         previous = geometry
-        bytes_per_token = geometry.cache_bytes_per_token(itemsize)
-        rows.append({"layers": str(index), **geometry.to_dict(), "bytes_per_token_and_layer": bytes_per_token})
+        served = {"decode_on_cuda": str(serving[index]), "no_kernel_because": serving[index].why or None}
+        bytes_per_token = geometry.cache_bytes_per_token(dtype.itemsize)
+        rows.append(
+            {"layers": str(index), **geometry.to_dict(), "bytes_per_token_and_layer": bytes_per_token, **served}
+        )
     return rows
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mha2mla.eval.judgement import Judgement, verdict
 from mha2mla.eval.loading import check_device, load_model
+from mha2mla.eval.plain import plain_attention, plain_mla, rounding_of_attention, rounding_of_mla
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import (
     explain_gqa_decode,
@@ -27,14 +29,13 @@ from mha2mla.kernels import (
     plan_mla_decode,
 )
 
-# An implementation is right when its error against float64 is at most this many times that of the same formula in plain
-# torch at the same dtype.
-ERROR_FACTOR = 2.0
 # The absorbed and the expanded form are equal in exact arithmetic and round differently: how differently depends on the
 # conditioning of the latent's basis. Between the two forms, an error this many times larger is still rounding.
 ACROSS_FORMS_FACTOR = 8.0
 # Both errors are a handful of roundings in float32; below this their ratio says nothing.
 ERROR_FLOOR = 4 * torch.finfo(torch.float32).eps
+
+WRONG = "wrong: "  # how the status of a row begins whose check failed
 
 COLUMNS = {
     "op": "op",
@@ -113,88 +114,17 @@ def time_callable(
     return Timing(tenths[1], tenths[4], tenths[7])
 
 
-@dataclass(frozen=True)
-class Check:
-    """Error of an implementation against float64, beside that of plain torch at the same dtype.
-
-    ``error`` and ``torch_error`` are Frobenius-relative; ``max_error`` and ``torch_max_error`` are the largest absolute
-    ones, divided by the largest absolute reference value.
-    """
-
-    error: float
-    max_error: float
-    torch_error: float
-    torch_max_error: float
-    same_finiteness: bool
-    factor: float = ERROR_FACTOR
-
-    @property
-    def passed(self) -> bool:
-        return (
-            self.same_finiteness
-            and self.error <= max(self.factor * self.torch_error, ERROR_FLOOR)
-            and self.max_error <= max(self.factor * self.torch_max_error, ERROR_FLOOR)
-        )
-
-    @property
-    def status(self) -> str:
-        if self.passed:
-            return "ok"
-        if not self.same_finiteness:
-            return "wrong: inf or NaN where float64 has none, or the reverse"
-        return (
-            f"wrong: error {self.error:.2e} (largest {self.max_error:.2e}); expected at most {self.factor:g} times"
-            f" plain torch's {self.torch_error:.2e} (largest {self.torch_max_error:.2e})"
-        )
-
-
-def compare(out: Tensor, torch_out: Tensor, reference: Tensor, factor: float = ERROR_FACTOR) -> Check:
-    """Compares an output, and plain torch's at the same dtype, with a float64 reference of the same shape."""
-    out, torch_out, reference = (tensor.detach().double().cpu() for tensor in (out, torch_out, reference))
-    finite = reference.isfinite()
-    same = bool((out.isnan() == reference.isnan()).all() and (out.isinf() == reference.isinf()).all())
-    scale, largest = reference[finite].norm().clamp_min(1e-300), reference[finite].abs().max().clamp_min(1e-300)
-
-    def errors(tensor: Tensor) -> tuple[float, float]:
-        difference = tensor[finite] - reference[finite]
-        return (difference.norm() / scale).item(), (difference.abs().max() / largest).item()
-
-    return Check(*errors(out), *errors(torch_out), same, factor)
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
-    """Textbook MHA/GQA of one token at its inputs' dtype: the reference in float64, the yardstick at a lower one.
+def compare(
+    out: Tensor, torch_out: Tensor, reference: Tensor, rounding: Tensor | None = None, factor: float | None = None
+) -> Judgement:
+    """Judges an output beside plain torch's at the same dtype and a float64 reference, all of the same shape.
 
     Args:
-        q: [H, d_k]. k: [h_kv, T, d_k]. v: [h_kv, T, d_v]; h_kv divides H.
-
-    Returns:
-        [H, d_v].
+        rounding, factor: as in :func:`mha2mla.eval.judgement.verdict`.
     """
-    grouped = q.unflatten(0, (k.shape[0], -1))
-    weight = _softmax(torch.einsum("grd,gtd->grt", grouped, k), softmax_scale)
-    return torch.einsum("grt,gtd->grd", weight, v).flatten(0, 1)
-
-
-def plain_mla(q_latent: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, softmax_scale: float) -> Tensor:
-    """Textbook absorbed MLA of one token at the dtype of its inputs (the formula of ``mla_decode``'s docstring).
-
-    Args:
-        q_latent: [H, d_c]. q_pe: [H, d_r]. latent: [T, d_c]. k_pe: [T, G, d_r]; G divides H.
-
-    Returns:
-        [H, d_c].
-    """
-    grouped = q_pe.unflatten(0, (k_pe.shape[1], -1))
-    score = torch.einsum("hd,td->ht", q_latent, latent)
-    score = score + torch.einsum("grd,tgd->grt", grouped, k_pe).flatten(0, 1)
-    return torch.einsum("ht,td->hd", _softmax(score, softmax_scale), latent)
-
-
-def _softmax(score: Tensor, softmax_scale: float) -> Tensor:
-    """Softmax over tokens in at least float32, then back at the scores' dtype, as attention in torch has it."""
-    wide = torch.float64 if score.dtype == torch.float64 else torch.float32
-    return torch.softmax(score * softmax_scale, dim=-1, dtype=wide).to(score.dtype)
+    return verdict(
+        out, None, reference, None, torch_out, rounding=rounding, units=0.0, floor=ERROR_FLOOR, factor=factor
+    )
 
 
 @dataclass(frozen=True)
@@ -366,25 +296,25 @@ def attention_latency(
 
 
 def _measured(
-    call: Callable[[], Any], check: Check, read: int, device: torch.device, min_run_time: float
+    call: Callable[[], Any], check: Judgement, read: int, device: torch.device, min_run_time: float
 ) -> dict[str, Any]:
     """The time of a call that passed its check; the reason, and no time, otherwise."""
-    row = {"error": check.error, "torch_error": check.torch_error, "status": check.status}
-    if not check.passed:
-        return row
+    row = {"error": check.error, "torch_error": check.torch_error}
+    if not check.ok:
+        return row | {"status": f"{WRONG}{check.reason}"}
+    row["status"] = "ok"
     timing = time_callable(call, device, min_run_time=min_run_time)
     return row | timing.to_row() | {"gb_per_s": read / timing.p50 / 1e3}
 
 
-def _check_source(out: Tensor, inputs: AttentionInputs) -> Check:
+def _check_source(out: Tensor, inputs: AttentionInputs) -> Judgement:
     """[B, H, 1, d_h] against :func:`plain_attention`, one sequence at a time (float64 copies are large)."""
-    results = {}
-    for dtype in (torch.float64, inputs.q.dtype):
-        sequences = zip(inputs.q[:, :, 0].to(dtype), inputs.k, inputs.v, strict=True)
-        results[dtype] = torch.stack(
-            [plain_attention(q, k.to(dtype), v.to(dtype), inputs.softmax_scale) for q, k, v in sequences]
-        )
-    return compare(out[:, :, 0], results[inputs.q.dtype], results[torch.float64])
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    for sequence in zip(inputs.q[:, :, 0], inputs.k, inputs.v, strict=True):
+        exact = [tensor.double() for tensor in sequence]
+        at_dtype, reference = (plain_attention(*each, inputs.softmax_scale) for each in (sequence, exact))
+        results.append((at_dtype, reference, rounding_of_attention(*exact, inputs.softmax_scale)))
+    return compare(out[:, :, 0], *map(torch.stack, zip(*results, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -422,20 +352,17 @@ class _PagedInputs:
         )  # fmt: skip
 
 
-def _check_mla(out: Tensor, paged: _PagedInputs, scale: float) -> Check:
+def _check_mla(out: Tensor, paged: _PagedInputs, scale: float) -> Judgement:
     """[B, 1, H, d_c] against :func:`plain_mla`, one sequence at a time."""
-    results = {}
-    for dtype in (torch.float64, out.dtype):
-        sequences = []
-        for row, pages in enumerate(paged.block_table.long()):
-            length = int(paged.cache_seqlens[row])
-            latent, k_pe = (
-                cache[pages].flatten(0, 1)[:length].to(dtype) for cache in (paged.latent_cache, paged.rope_cache)
-            )
-            q_latent, q_pe = (q[row, 0].to(dtype) for q in (paged.q_latent, paged.q_pe))
-            sequences.append(plain_mla(q_latent, q_pe, latent, k_pe, scale))
-        results[dtype] = torch.stack(sequences)
-    return compare(out[:, 0], results[out.dtype], results[torch.float64])
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    for row, pages in enumerate(paged.block_table.long()):
+        length = int(paged.cache_seqlens[row])
+        cached = (cache[pages].flatten(0, 1)[:length] for cache in (paged.latent_cache, paged.rope_cache))
+        sequence = (paged.q_latent[row, 0], paged.q_pe[row, 0], *cached)
+        exact = [tensor.double() for tensor in sequence]
+        at_dtype, reference = (plain_mla(*each, scale) for each in (sequence, exact))
+        results.append((at_dtype, reference, rounding_of_mla(*exact, scale)))
+    return compare(out[:, 0], *map(torch.stack, zip(*results, strict=True)))
 
 
 @torch.inference_mode()
@@ -547,14 +474,14 @@ class _DecodeStep:
         return logits
 
 
-def _check_step(step: _DecodeStep, sequences: list[int], yardstick: Tensor, exact: Tensor) -> Check:
+def _check_step(step: _DecodeStep, sequences: list[int], yardstick: Tensor, exact: Tensor) -> Judgement:
     """The logits ``[sequences, vocabulary]`` of a step, for some of its sequences."""
     out = step()[sequences]
     config = step.model.config
     if config.model_type != "mha2mla":
         return compare(out, yardstick, exact)
-    across_forms = compare(out, yardstick, exact, ACROSS_FORMS_FACTOR)
-    if not across_forms.passed:
+    across_forms = compare(out, yardstick, exact, factor=ACROSS_FORMS_FACTOR)
+    if not across_forms.ok:
         return across_forms
     backend = config.decode_backend
     config.decode_backend = "reference"
@@ -564,7 +491,8 @@ def _check_step(step: _DecodeStep, sequences: list[int], yardstick: Tensor, exac
         config.decode_backend = backend
     # The reference keeps its softmax weights in float32, a kernel in the model's dtype like torch's own attention: in
     # 16 bits the expanded form is the fairer yardstick, in 32 bits the reference.
-    return max(same_form, compare(out, yardstick, exact), key=lambda check: check.torch_error)
+    other_form = compare(out, yardstick, exact)
+    return max(same_form, other_form, key=lambda check: check.torch_error)
 
 
 def _fixed_cache(model: torch.nn.Module, length: int) -> Any:
@@ -643,6 +571,11 @@ def model_latency(
             min_run_time=min_run_time,
         )
     return rows
+
+
+def wrong_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows whose check failed; those that are missing, with a reason, are not among them."""
+    return [row for row in rows if row["status"].startswith(WRONG)]
 
 
 def _name(dtype: torch.dtype) -> str:

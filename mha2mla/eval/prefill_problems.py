@@ -1,4 +1,4 @@
-"""Prefill problems: one generator of shapes and poisoned inputs, and the rule by which an output of the op is right."""
+"""Prefill problems: one generator of shapes and poisoned inputs, and what their outputs are compared with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.eval.problems import ERROR_FACTOR, Judgement, errors
+from mha2mla.eval.judgement import Judgement, verdict
 from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape
 
@@ -135,36 +135,12 @@ def exact(problem: PrefillProblem, inputs: dict[str, Any]) -> tuple[Tensor, Tens
 def judge(problem: PrefillProblem, inputs: dict[str, Any], out: Tensor, lse: Tensor | None) -> Judgement:
     """Compares out [T_q, H, d_v] and lse [H, T_q] with float64, and plain torch at the inputs' dtype with float64.
 
-    Right means what it means for the decode op (:func:`mha2mla.eval.problems.judge`). Rows behind the last sequence are
-    not looked at.
+    What right means, :func:`mha2mla.eval.judgement.verdict` says. Rows behind the last sequence are not looked at.
     """
     tokens = sum(queries for queries, _ in problem.lengths)
     expected, expected_lse = (x[:tokens] if i == 0 else x[:, :tokens] for i, x in enumerate(exact(problem, inputs)))
     out, lse = out[:tokens], None if lse is None else lse[:, :tokens]
-    error, largest = errors(out, expected)
-    torch_error, torch_largest = errors(torch_at(problem, inputs), expected)
-    ulp = torch.finfo(out.dtype).eps
-    top = float(expected.abs().max()) if expected.numel() else 0.0
-    empty = expected_lse == -torch.inf
-    lse_error = 0.0
-    wrong = []
-    if not bool(out.isfinite().all()):
-        wrong.append(f"{int((~out.isfinite()).sum())} numbers of out are NaN or inf where float64 is finite")
-    elif float(out.transpose(0, 1)[empty].abs().sum()) != 0:
-        wrong.append("a row that sees no key is not zero")
-    elif error > ERROR_FACTOR * torch_error + ulp / 2:
-        wrong.append(f"relative error {error:.2e}, plain torch has {torch_error:.2e}")
-    elif largest > ERROR_FACTOR * torch_largest + ulp * top:
-        wrong.append(f"largest error {largest:.2e}, plain torch has {torch_largest:.2e}")
-    if lse is not None and not torch.equal(lse == -torch.inf, empty):
-        wrong.append("lse is -inf at the wrong rows")
-    elif lse is not None and not bool(empty.all()):
-        seen = ~empty
-        bound = 64 * torch.finfo(torch.float32).eps * float(expected_lse[seen].abs().max().clamp(min=1))
-        lse_error = float((lse[seen].double() - expected_lse[seen]).abs().max())
-        if not lse_error <= bound:
-            wrong.append(f"lse is off by {lse_error:.2e}; expected at most {bound:.2e}")
-    return Judgement(not wrong, "; ".join(wrong), error, torch_error, largest, torch_largest, lse_error)
+    return verdict(out, lse, expected, expected_lse, torch_at(problem, inputs))
 
 
 def sample(

@@ -1,4 +1,4 @@
-"""Decode problems: one generator of shapes and poisoned inputs, and the rule by which an output of the op is right.
+"""Decode problems: one generator of shapes and poisoned inputs, and what their outputs are compared with.
 
 Tests, benchmarks and ``mha2mla check kernels`` all draw from here; everything runs on the device of the inputs.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mha2mla.eval.judgement import Judgement, verdict
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.plan import DecodePlan, plan_mla_decode
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
@@ -19,7 +20,6 @@ from mha2mla.kernels.mla_decode.schedule import TILE_TOKENS, Span, attended_span
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 
 UNUSED_PAGE = 2147480000  # what FlashMLA's tests put into table entries that nobody may read
-ERROR_FACTOR = 2.0  # an output may be this many times as far from float64 as plain torch at the same dtype
 CHUNK_TOKENS = 2**17  # tokens that the float64 reference takes at a time: its gathers hold 8 bytes a number
 _DATA = ("q_latent", "q_pe", "latent_cache", "rope_cache")
 
@@ -285,35 +285,6 @@ def pages_and_visible(
     return pages, visible
 
 
-def errors(out: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Frobenius-relative and largest absolute error against float64."""
-    if not out.numel():
-        return 0.0, 0.0
-    difference = (out.double() - expected).abs()
-    return float(difference.norm() / expected.norm().clamp(min=1e-300)), float(difference.max())
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Whether an output of the decode op is right, and the numbers that say so.
-
-    Attributes:
-        ok: whether it is.
-        reason: what is wrong, in words with the numbers; empty if nothing is.
-        error, torch_error: Frobenius-relative, of the output and of plain torch at the same dtype.
-        largest, torch_largest: the largest absolute ones.
-        lse_error: largest absolute error of the log-sum-exp over rows that see a token.
-    """
-
-    ok: bool
-    reason: str
-    error: float
-    torch_error: float
-    largest: float
-    torch_largest: float
-    lse_error: float
-
-
 def judge(
     inputs: dict[str, Any],
     out: Tensor,
@@ -324,9 +295,7 @@ def judge(
 ) -> Judgement:
     """Compares an output of the decode op with float64, and plain torch at ``dtype`` with float64.
 
-    Right means: both errors at most twice torch's (and half a unit in the last place, for outputs of a few numbers);
-    inf and NaN where float64 has them; rows that see no token exactly 0 with a log-sum-exp of -inf; the other
-    log-sum-exps within the rounding of float32 products.
+    What right means, :func:`mha2mla.eval.judgement.verdict` says.
 
     Args:
         inputs: as :meth:`Problem.inputs` makes them.
@@ -335,38 +304,3 @@ def judge(
         window, sinks: of the plan.
     """
     return verdict(out, lse, *exact(inputs, window, sinks), torch_at(inputs, dtype, window, sinks))
-
-
-def verdict(out: Tensor, lse: Tensor | None, expected: Tensor, expected_lse: Tensor, torch_out: Tensor) -> Judgement:
-    """:func:`judge`'s rule for any decode op: ``out`` and ``lse`` against float64's, beside torch's ``torch_out``.
-
-    Args:
-        out, expected, torch_out: [B, S_q, H, d]; ``torch_out`` in the dtype of the inputs.
-        lse, expected_lse: [B, H, S_q]; ``lse`` may be None.
-    """
-    dtype = torch_out.dtype
-    error, largest = errors(out, expected)
-    torch_error, torch_largest = errors(torch_out, expected)
-    ulp = torch.finfo(dtype).eps
-    top = float(expected.abs().max()) if expected.numel() else 0.0
-    empty = expected_lse == -torch.inf
-    lse_error = lse_bound = 0.0
-    wrong = []
-    if not (torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())):
-        wrong.append(f"{int((~out.isfinite()).sum())} numbers of out are NaN or inf where float64 is finite")
-    elif float(out.transpose(1, 2)[empty].abs().sum()) != 0:
-        wrong.append("a row that sees no token is not zero")
-    elif error > ERROR_FACTOR * torch_error + ulp / 2:
-        wrong.append(f"relative error {error:.2e}, plain torch has {torch_error:.2e}")
-    elif largest > ERROR_FACTOR * torch_largest + ulp * top:
-        wrong.append(f"largest error {largest:.2e}, plain torch has {torch_largest:.2e}")
-    if lse is not None and not torch.equal(lse == -torch.inf, empty):
-        wrong.append("lse is -inf at the wrong rows")
-    elif lse is not None and not bool(empty.all()):
-        seen = ~empty
-        # scores are sums of float32 products: the rounding of one score bounds that of the log-sum-exp
-        lse_bound = 64 * torch.finfo(torch.float32).eps * float(expected_lse[seen].abs().max().clamp(min=1))
-        lse_error = float((lse[seen].double() - expected_lse[seen]).abs().max())
-        if not lse_error <= lse_bound:
-            wrong.append(f"lse is off by {lse_error:.2e}; expected at most {lse_bound:.2e}")
-    return Judgement(not wrong, "; ".join(wrong), error, torch_error, largest, torch_largest, lse_error)

@@ -29,16 +29,22 @@ def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtyp
     return served and backend != "reference"
 
 
+HOPPER = 90
+
+
 @lru_cache(maxsize=64)
 def capability(device: torch.device) -> int:
-    """Compute capability as a number: 90 for Hopper."""
+    """Compute capability as a number; a Hopper's where there is no GPU, so that machines without one can ask."""
+    if not torch.cuda.is_available():
+        return HOPPER
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 
 
 @lru_cache(maxsize=64)
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
+def device_name(device: torch.device) -> str | None:
+    """As the driver calls it; None where there is no GPU."""
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else None
 
 
 @lru_cache(maxsize=64)

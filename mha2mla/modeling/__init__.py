@@ -7,9 +7,9 @@ from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionBackend, Atte
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.forms import LayerAttention
 from mha2mla.modeling.model import MHA2MLAForCausalLM, MHA2MLAPreTrainedModel
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.served import LayerAttention, what_serves
 
 AutoConfig.register(MHA2MLAConfig.model_type, MHA2MLAConfig, exist_ok=True)
 AutoModelForCausalLM.register(MHA2MLAConfig, MHA2MLAForCausalLM, exist_ok=True)
@@ -28,4 +28,5 @@ __all__ = [
     "MLAAttention",
     "PagedCache",
     "SequenceBatch",
+    "what_serves",
 ]

@@ -164,20 +164,34 @@ class AttentionRegistry:
         Raises:
             ValueError: it, or every one of them, refuses; with the reasons.
         """
+        backend, why = self.find(name, geometry, page_size, dtype, device)
+        if backend is None:
+            refusing = (
+                f"no attention backend serves {geometry}" if name is None else f"attention backend {name!r} refuses"
+            )
+            raise ValueError(f"{refusing}: {why}")
+        return backend
+
+    def find(
+        self, name: str | None, geometry: Any, page_size: int, dtype: torch.dtype, device: torch.device | str
+    ) -> tuple[AttentionBackend | None, str]:
+        """The backend that :meth:`choose` takes, and what those before it refuse; None and the reasons where it raises.
+
+        Raises:
+            ValueError: there is no backend of that name.
+        """
         if name is not None:
             backend = self.get(name)
             why = backend.refusal(geometry, page_size, dtype, device)
-            if why is not None:
-                raise ValueError(f"attention backend {name!r} refuses: {why}")
-            return backend
+            return (backend, "") if why is None else (None, why)
         reasons = []
         for backend in self._backends.values():
             if backend.automatic and isinstance(geometry, backend.geometry):
                 why = backend.refusal(geometry, page_size, dtype, device)
                 if why is None:
-                    return backend
+                    return backend, "; ".join(reasons)
                 reasons.append(f"{backend.name}: {why}")
-        raise ValueError(f"no attention backend serves {geometry}: {'; '.join(reasons) or 'none is registered'}")
+        return None, "; ".join(reasons) or "none is registered"
 
 
 class AttentionLayer(nn.Module):

@@ -33,18 +33,6 @@ class FormChoice:
         return self.form == "absorbed"
 
 
-@dataclass(frozen=True)
-class LayerAttention:
-    """One line of ``attention_report``: what serves single-token decode in layer ``layer_idx``, and why."""
-
-    layer_idx: int
-    geometry: MLAGeometry
-    sliding_window: int | None
-    form: str
-    backend: str
-    reason: str
-
-
 @lru_cache(maxsize=1024)  # asked in every step
 def choose_form(
     num_attention_heads: int,

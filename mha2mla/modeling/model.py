@@ -16,12 +16,12 @@ from transformers.utils import can_return_tuple
 
 from mha2mla.kernels import DecodePlan
 from mha2mla.modeling.attention import MLAAttention
-from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.cache import PAGE_SIZE, LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decode_step import DecodeStep, places_of_layers, refreshed_plans
-from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, LayerAttention, choose_form, is_absorbed
+from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, is_absorbed
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.served import LayerAttention, batch_backends, what_serves
 from mha2mla.modeling.valid_length import LengthWatch
 
 
@@ -172,12 +172,13 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
 
         Raises:
             ValueError: ``config.attention_backend`` is no backend's name, or it refuses a layer, with the reason.
+
+        Warns:
+            UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
         """
-        registry, name = ATTENTION_BACKENDS, self.config.attention_backend
-        attentions = [layer.self_attn for layer in self.model.layers]
+        backends = batch_backends(self.config, self.device, self.dtype, page_size)
         layers = [
-            (registry.choose(name, each.geometry, page_size, self.dtype, self.device), each.constants())
-            for each in attentions
+            (backend, layer.self_attn.constants()) for backend, layer in zip(backends, self.model.layers, strict=True)
         ]
         return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=self.device)
 
@@ -285,7 +286,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         return True
 
     def _of_geometries(self, choose: Callable[..., Any], query_length: int, page_size: int) -> list[Any]:
-        """What ``choose`` (:func:`choose_form` or its like) says of every geometry in the model."""
+        """What ``choose`` (:func:`is_absorbed` or its like) says of every geometry in the model."""
         weight = self.model.layers[0].self_attn.v_b_proj
         return [
             choose(
@@ -305,17 +306,16 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         ]
 
     def attention_report(self, query_length: int = 1, page_size: int = PAGE_SIZE) -> list[LayerAttention]:
-        """What serves decode in every layer, and why.
+        """What serves every layer, and why: in ``generate`` and, of batches, in ``forward_batch``.
 
         Args:
             query_length: new tokens per sequence.
-            page_size: of the LatentCache.
+            page_size: of the cache.
         """
-        choices = self._of_geometries(choose_form, query_length, page_size)
-        return [
-            LayerAttention(layer_idx, self._geometries[index], self._windows[layer_idx], **vars(choices[index]))
-            for layer_idx, index in enumerate(self._geometry_of_layer)
-        ]
+        weight = self.model.layers[0].self_attn.v_b_proj
+        return list(
+            what_serves(self.config, weight.device, weight.dtype, query_length=query_length, page_size=page_size)
+        )
 
     def create_masks_for_generate(
         self,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mha2mla.eval import problems
-from mha2mla.eval.problems import UNUSED_PAGE, Problem, errors, exact, judge, torch_at
+from mha2mla.eval.judgement import errors
+from mha2mla.eval.problems import UNUSED_PAGE, Problem, exact, judge, torch_at
 from mha2mla.kernels import mla_decode
 
 STREAMING = Problem(

@@ -8,7 +8,8 @@ import random
 
 import torch
 
-from mha2mla.eval.problems import UNUSED_PAGE, Problem, errors, exact, judge, torch_at
+from mha2mla.eval.judgement import errors
+from mha2mla.eval.problems import UNUSED_PAGE, Problem, exact, judge, torch_at
 from mha2mla.kernels.mla_decode.schedule import (
     COUNT,
     FIELDS,

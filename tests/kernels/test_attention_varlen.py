@@ -308,7 +308,7 @@ def run_on_cpu(problem: PrefillProblem, rows: int = 16, keys: int = 16, section:
 @pytest.fixture
 def one_product_after_another(monkeypatch):
     """The C target adds the products of a score in order, torch in blocks."""
-    monkeypatch.setattr("mha2mla.eval.prefill_problems.ERROR_FACTOR", 4.0)
+    monkeypatch.setattr("mha2mla.eval.judgement.ERROR_FACTOR", 4.0)
 
 
 @pytest.mark.usefixtures("one_product_after_another")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mha2mla.eval.gqa_problems import GQAProblem, judge_gqa, torch_gqa_at
-from mha2mla.eval.problems import UNUSED_PAGE, errors
+from mha2mla.eval.judgement import errors
+from mha2mla.eval.problems import UNUSED_PAGE
 from mha2mla.kernels import explain_gqa_decode, gqa_decode, mla_decode
 from mha2mla.kernels.gqa_decode.selection import (
     GQAShape,
@@ -262,7 +263,7 @@ def test_packed_tiles_hold_every_row_once():
 @pytest.fixture
 def one_product_after_another(monkeypatch):
     """The C target adds the products of a score in order, torch in blocks: over 256 of them that is 2.8 times worse."""
-    monkeypatch.setattr("mha2mla.eval.problems.ERROR_FACTOR", 4.0)
+    monkeypatch.setattr("mha2mla.eval.judgement.ERROR_FACTOR", 4.0)
 
 
 @cache

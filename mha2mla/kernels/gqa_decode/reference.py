@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.reference import rows_of, visible_tokens
+from mha2mla.kernels.mla_decode.reference import rows_of, visible_tokens, weights
 
 
 def gqa_decode_reference(
@@ -42,6 +42,6 @@ def gqa_decode_reference(
     score = torch.einsum("bsgrd,btgd->bgrst", q.to(dtype).unflatten(2, (groups, -1)), k).flatten(1, 2)
     score = torch.where(visible, score * softmax_scale, -torch.inf)
     lse = torch.logsumexp(score, dim=-1)
-    weight = torch.exp(score - torch.where(lse == -torch.inf, 0, lse)[..., None])
+    weight = weights(score, lse)
     out = torch.einsum("bgrst,btgd->bsgrd", weight.unflatten(1, (groups, -1)), v).flatten(2, 3)
     return out.to(q.dtype), lse

@@ -45,9 +45,17 @@ def mla_decode_reference(
     score = score + torch.einsum("bsgrd,btgd->bgrst", grouped, k_pe).reshape(score.shape)
     score = torch.where(visible, score * softmax_scale, -torch.inf)
     lse = torch.logsumexp(score, dim=-1)
-    weight = torch.exp(score - torch.where(lse == -torch.inf, 0, lse)[..., None])
+    weight = weights(score, lse)
     out = torch.einsum("bhst,btd->bshd", weight, latent)
     return out.to(q_latent.dtype), lse
+
+
+def weights(score: Tensor, lse: Tensor) -> Tensor:
+    """Softmax of scores [..., T] over their tokens; 0 where ``lse`` [...] says that none is seen.
+
+    Not ``exp(score - lse)``: a log-sum-exp of 8 is rounded by up to 5e-7 in float32, and all weights with it.
+    """
+    return torch.where((lse == -torch.inf)[..., None], 0, torch.softmax(score, dim=-1))
 
 
 def visible_tokens(

@@ -27,7 +27,7 @@ def explain_mla_decode_fp8(
     why = refusal_fp8(geometry, page_size, dtype_name(dtype), seqlen_q)
     if why is not None:
         return why
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda":
         return f"device is {device}; the kernel runs on CUDA devices"
     if capability(device) != CAPABILITY:
         return f"device {device} has compute capability {capability(device) / 10}; the kernel needs 9.0 (Hopper)"

@@ -1,0 +1,502 @@
+"""The faults that ``benchmarks/mutations.py`` puts into the code, one at a time, and the tests that must notice.
+
+Each is a mistake that somebody made, or nearly made, here or in a similar project. A snippet occurs exactly once in its
+file (``tests/benchmarks/test_mutations.py``): whoever changes that line gives the fault its new form.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One deliberate fault.
+
+    Attributes:
+        name: what goes wrong.
+        file: that is changed.
+        right: the snippet that is replaced; occurs once in the file.
+        wrong: what it is replaced by.
+        tests: pytest's arguments: files or node ids, of which at least one must fail.
+        only: pytest's ``-k``, where the files are long.
+    """
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+    only: str = ""
+
+
+KERNELS, MODELING, CONVERSION, EVAL = "mha2mla/kernels", "mha2mla/modeling", "mha2mla/conversion", "mha2mla/eval"
+
+CACHES = (
+    Fault(
+        "reset does not zero the pages",
+        f"{MODELING}/cache.py",
+        "for tensor in (self.latent_cache, self.rope_cache, self.cache_seqlens):\n                tensor.zero_()",
+        "for tensor in (self.cache_seqlens,):\n                tensor.zero_()",
+        ("tests/modeling/test_cache.py", "tests/modeling/test_cache_contents.py"),
+    ),
+    Fault(
+        "positions are read on the host",
+        f"{MODELING}/cache.py",
+        "(torch.arange(new_tokens, device=device) + self.get_seq_length())",
+        "(torch.arange(new_tokens, device=device) + int(self.get_seq_length()))",
+        ("tests/modeling/test_host_syncs.py",),
+    ),
+    Fault(
+        "a full static cache writes over its neighbour",
+        f"{MODELING}/cache.py",
+        "inside = token < self.capacity",
+        "inside = token <= self.capacity",
+        ("tests/modeling/test_cache.py", "tests/modeling/test_cache_contents.py"),
+    ),
+    Fault(
+        "beams keep each other's tokens",
+        f"{MODELING}/cache.py",
+        "used.copy_(used.index_select(0, index))",
+        "used.copy_(used.index_select(0, index.sort().values))",
+        ("tests/modeling/test_cache.py", "tests/modeling/test_cache_contents.py"),
+    ),
+    Fault(
+        "a fork does not own its pages",
+        f"{MODELING}/pages.py",
+        "for page in self._pages[twin]:\n            self._owners[page] += 1",
+        "for page in self._pages[twin][1:]:\n            self._owners[page] += 1",
+        ("tests/modeling/test_pages.py",),
+    ),
+    Fault(
+        "a shared page is free while somebody owns it",
+        f"{MODELING}/pages.py",
+        "if not self._owners[page]:\n            self._free.append(page)",
+        "if self._owners[page] < 2:\n            self._free.append(page)",
+        ("tests/modeling/test_pages.py",),
+    ),
+    Fault(
+        "a cropped sequence keeps its last page",
+        f"{MODELING}/pages.py",
+        "mine, kept = self._pages[sequence], self._pages_for(length)",
+        "mine, kept = self._pages[sequence], self._pages_for(length + 1)",
+        ("tests/modeling/test_pages.py",),
+    ),
+    Fault(
+        "padding rows of a batch write to page 0",
+        f"{KERNELS}/rope_append/api.py",
+        "known = (sequences >= 0) & (positions >= 0) & (page < max_pages)",
+        "known = (positions >= 0) & (page < max_pages)",
+        ("tests/kernels/test_rope_append.py",),
+        "not gpu",
+    ),
+    Fault(
+        "slots are multiplied in 32 bits",
+        f"{KERNELS}/rope_append/api.py",
+        "slot = entry.long() * page_size + positions % page_size",
+        "slot = entry * page_size + positions % page_size",
+        ("tests/kernels/test_rope_append.py", "tests/modeling/test_pages.py"),
+    ),
+    Fault(
+        "the last token of a row is its next row's first",
+        f"{MODELING}/batch.py",
+        "return (self.cu_seqlens_q[1:].long() - 1).clamp_min(0)",
+        "return self.cu_seqlens_q[1:].long().clamp_max(self.num_tokens - 1)",
+        ("tests/modeling/test_batch.py", "tests/modeling/test_paged_batches.py"),
+    ),
+    Fault(
+        "outputs come back in the order of the rows",
+        f"{MODELING}/batch.py",
+        "return [mine[index] for index in range(len(mine))]",
+        "return list(mine.values())",
+        ("tests/modeling/test_batch.py",),
+    ),
+)
+
+MODEL = (
+    Fault(
+        "plans outlive the pages that they were made for",
+        f"{MODELING}/decode_step.py",
+        "if cache.plans_for != pages:",
+        "if cache.plans_for is None:",
+        ("tests/modeling/test_decode_step.py",),
+    ),
+    Fault(
+        "layers of other windows share a schedule",
+        f"{MODELING}/decode_step.py",
+        "same_schedule = (plan.num_ctas, window, layer.device)",
+        "same_schedule = (plan.num_ctas, layer.device)",
+        ("tests/modeling/test_decode_step.py",),
+    ),
+    Fault(
+        "eight new tokens are expanded",
+        f"{MODELING}/forms.py",
+        "if query_length > MAX_DECODE_QUERY_LENGTH:",
+        "if query_length >= MAX_DECODE_QUERY_LENGTH:",
+        ("tests/modeling/test_forms.py",),
+    ),
+    Fault(
+        "a refusal on a GPU is served by plain torch",
+        f"{MODELING}/forms.py",
+        'return expanded(f"TileLang refuses: {refusal}")',
+        'return FormChoice("absorbed", "reference", f"TileLang refuses: {refusal}")',
+        ("tests/modeling/test_forms.py", "tests/modeling/test_served.py"),
+    ),
+    Fault(
+        "paged_cache takes plain torch on CUDA without a word",
+        f"{MODELING}/served.py",
+        'if layer.batch_reason and layer.device.type == "cuda"',
+        'if layer.batch_reason and layer.device.type == "cpu"',
+        ("tests/modeling/test_served.py",),
+    ),
+    Fault(
+        "angles are counted in bfloat16",
+        f"{MODELING}/rope.py",
+        "angle = position_ids[..., None, None].to(torch.float32) * inv_freq.to(torch.float32)",
+        "angle = position_ids[..., None, None].to(dtype) * inv_freq.to(dtype)",
+        ("tests/modeling/test_checkpoint.py", "tests/modeling/test_forms.py"),
+    ),
+    Fault(
+        "YaRN's factor is put on dims that do not rotate",
+        f"{MODELING}/rope.py",
+        "factor = torch.where(inv_freq == 0, torch.ones_like(inv_freq), scaling)",
+        "factor = scaling",
+        ("tests/test_families.py",),
+        "smollm3 or glm or olmo3 or partial",
+    ),
+    Fault(
+        "left padding is attended to in the absorbed form",
+        f"{MODELING}/attention.py",
+        "cache_starts=None if cache_starts is None else cache_starts.to(q_pe.device),",
+        "cache_starts=None,",
+        ("tests/modeling/test_forms.py", "tests/modeling/test_host_syncs.py"),
+    ),
+    Fault(
+        "batches are attended without their windows",
+        f"{MODELING}/backends.py",
+        "v_head_dim=geometry.v_head_dim,\n        cache_starts=batch.cache_starts,\n        window=constants.window,",
+        "v_head_dim=geometry.v_head_dim,\n        cache_starts=batch.cache_starts,\n        window=None,",
+        ("tests/modeling/test_paged_batches.py",),
+    ),
+)
+
+OPS = (
+    Fault(
+        "partials are kept in bfloat16",
+        f"{KERNELS}/mla_decode/plan.py",
+        "partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.float32, device=device)",
+        "partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.bfloat16, device=device)",
+        ("tests/kernels/test_mla_decode.py", "tests/kernels/test_mixed_attention.py"),
+        "plan or partial or workspace",
+    ),
+    Fault(
+        "causality is aligned to the top left",
+        f"{KERNELS}/mla_decode/reference.py",
+        "limit = limit - (seqlen_q - 1) + torch.arange(seqlen_q, device=token.device)",
+        "limit = torch.arange(seqlen_q, device=token.device) + 1 + 0 * limit",
+        ("tests/eval/test_problems.py",),
+    ),
+    Fault(
+        "a window is one token too long",
+        f"{KERNELS}/mla_decode/reference.py",
+        "(token >= limit[..., None] - window)",
+        "(token >= limit[..., None] - window - 1)",
+        ("tests/eval/test_problems.py",),
+    ),
+    Fault(
+        "NaN in a page that nobody reads reaches the output",
+        f"{KERNELS}/mla_decode/reference.py",
+        "latent = torch.where(used[..., None], latent_cache[page, row].to(dtype), 0)",
+        "latent = latent_cache[page, row].to(dtype)",
+        ("tests/eval/test_problems.py",),
+    ),
+    Fault(
+        "weights lose digits to the log-sum-exp's rounding",
+        f"{KERNELS}/mla_decode/reference.py",
+        "torch.softmax(score, dim=-1))",
+        "torch.exp(score.float() - lse.half().float()[..., None]).to(score))",
+        ("tests/eval/test_problems.py", "tests/eval/test_latency.py"),
+    ),
+    Fault(
+        "a partial without weight may make the merge NaN",
+        f"{KERNELS}/attention_combine/reference.py",
+        "part = torch.where(weight > 0, partial_out.to(arithmetic), 0)",
+        "part = partial_out.to(arithmetic)",
+        ("tests/kernels/test_attention_combine.py",),
+    ),
+    Fault(
+        "the merge's log-sum-exp is to base 2",
+        f"{KERNELS}/attention_combine/reference.py",
+        "return (weight * part).sum(0).to(dtype or partial_out.dtype), total",
+        "return (weight * part).sum(0).to(dtype or partial_out.dtype), total * 1.442695040888963",
+        ("tests/kernels/test_attention_combine.py",),
+    ),
+    Fault(
+        "pairs are turned the wrong way",
+        f"{KERNELS}/rope_append/reference.py",
+        "turned = first * cos - second * sin, second * cos + first * sin",
+        "turned = first * cos + second * sin, second * cos - first * sin",
+        ("tests/kernels/test_rope_append.py",),
+    ),
+    Fault(
+        "tokens without a slot are written",
+        f"{KERNELS}/rope_append/reference.py",
+        "valid = (slots >= 0) & (slots < capacity)",
+        "valid = slots < capacity",
+        ("tests/kernels/test_rope_append.py",),
+    ),
+    Fault(
+        "an infinite latent is stored as a number",
+        f"{KERNELS}/mla_decode_fp8/reference.py",
+        "scale = torch.where(largest.isfinite(), scale, torch.nan)",
+        "scale = torch.where(largest.isnan(), torch.nan, scale.clamp_max(1e30))",
+        ("tests/kernels/test_mla_decode_fp8.py",),
+        "quant or nan or NaN or infinit",
+    ),
+    Fault(
+        "rotary keys wider than shared memory are accepted",
+        f"{KERNELS}/mla_decode/selection.py",
+        "geometry.rope_width <= MAX_ROPE_WIDTH,",
+        "geometry.rope_width > 0,",
+        ("tests/modeling/test_served.py",),
+    ),
+    Fault(
+        "a limit is raised and the documentation is not",
+        f"{KERNELS}/mla_decode/selection.py",
+        "MAX_LATENT = 512",
+        "MAX_LATENT = 576",
+        ("tests/test_limits.py",),
+    ),
+    Fault(
+        "32 heads take another kernel than 16 and 64",
+        f"{KERNELS}/mla_decode/selection.py",
+        "def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:",
+        "def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:\n"
+        "    capability = 80 if shape.heads == 32 else capability",
+        (
+            "tests/kernels/test_tuning.py",
+            "tests/kernels/test_mla_decode.py",
+            "tests/benchmarks/test_decode_benchmark.py",
+        ),
+        "not compile",
+    ),
+    Fault(
+        "importing the package patches transformers",
+        "mha2mla/__init__.py",
+        "from __future__ import annotations\n",
+        "from __future__ import annotations\n\nimport transformers.models.llama.modeling_llama as _llama\n\n"
+        "_llama.LlamaAttention.forward = lambda self, *args, **keys: (args[0], None)\n",
+        ("tests/test_package.py",),
+    ),
+)
+
+LAYERS = (
+    Fault(
+        "the value bias is lost",
+        f"{CONVERSION}/layer.py",
+        "offset = offset + weights.v_bias.view(kv_heads, d).repeat_interleave(spec.group_size, 0)",
+        "offset = offset + 0 * weights.v_bias.view(kv_heads, d).repeat_interleave(spec.group_size, 0)",
+        ("tests/conversion/test_layer.py",),
+    ),
+    Fault(
+        "the value bias is folded in another order of heads",
+        f"{CONVERSION}/layer.py",
+        "weights.v_bias.view(kv_heads, d).repeat_interleave(spec.group_size, 0)",
+        "weights.v_bias.view(kv_heads, d).repeat(spec.group_size, 1)",
+        ("tests/conversion/test_layer.py",),
+    ),
+    Fault(
+        "the mean phase is on the wrong side",
+        f"{CONVERSION}/rotary_basis.py",
+        "query_nope.append(real_map(identity[rest[a]] * phase[h]))",
+        "query_nope.append(real_map(identity[rest[a]] * phase[h].conj()))",
+        ("tests/conversion/test_layer.py",),
+    ),
+    Fault(
+        "shared queries are not conjugated",
+        f"{CONVERSION}/rotary_basis.py",
+        "query_rope = real_map(components.decode.mH)",
+        "query_rope = real_map(components.decode.mT)",
+        ("tests/conversion/test_layer.py",),
+    ),
+    Fault(
+        "a dim is kept without its partner",
+        f"{CONVERSION}/rotary_basis.py",
+        "return torch.cat([torch.cat([real, -imag], -1), torch.cat([imag, real], -1)], -2)",
+        "return torch.cat([torch.cat([real, imag], -1), torch.cat([imag, real], -1)], -2)",
+        ("tests/conversion/test_layer.py",),
+    ),
+    Fault(
+        "the least important pairs are kept",
+        f"{CONVERSION}/rope_selection.py",
+        "scores.sort(dim=0, descending=True, stable=True).indices[:pairs]",
+        "scores.sort(dim=0, descending=False, stable=True).indices[:pairs]",
+        ("tests/conversion/test_layer.py",),
+    ),
+    Fault(
+        "the covariance is not centred",
+        f"{CONVERSION}/calibration.py",
+        "covariance = self._outer / self.tokens - torch.outer(mean, mean)",
+        "covariance = self._outer / self.tokens",
+        ("tests/conversion/test_low_rank.py", "tests/conversion/test_layer.py", "tests/conversion/test_sequence.py"),
+    ),
+    Fault(
+        "keys of the latent are weighted by the inverse",
+        f"{CONVERSION}/low_rank.py",
+        "key_part = key_inverse @ decoder[:rows]",
+        "key_part = key_root @ decoder[:rows]",
+        ("tests/conversion/test_low_rank.py",),
+    ),
+    Fault(
+        "the smallest components are kept",
+        f"{CONVERSION}/low_rank.py",
+        "vectors, scale = vectors.flip(1)[:, :rank], _scale(energy, rank)",
+        "vectors, scale = vectors[:, :rank], _scale(energy, rank)",
+        ("tests/conversion/test_low_rank.py",),
+    ),
+    Fault(
+        "KL is taken the other way round",
+        f"{CONVERSION}/parity.py",
+        "kl=float((cross / reference.total - normaliser[0] + normaliser[1]).mean())",
+        "kl=float((cross / other.total - normaliser[1] + normaliser[0]).mean())",
+        ("tests/conversion/test_parity.py",),
+    ),
+)
+
+RUNS = (
+    Fault(
+        "NaN passes the proof of full rank",
+        "mha2mla/pipeline.py",
+        "if not parity.logits_relative_error <= tolerance:",
+        "if parity.logits_relative_error > tolerance:",
+        ("tests/test_pipeline.py",),
+        "nan or NaN or parity or exact",
+    ),
+    Fault(
+        "the names that were written are not compared",
+        "mha2mla/pipeline.py",
+        "if reader.names() != converted.expected_names():",
+        "if not reader.names():",
+        ("tests/test_pipeline.py",),
+        "name or tensor or written",
+    ),
+    Fault(
+        "a geometry that no kernel serves is converted without a word",
+        "mha2mla/pipeline.py",
+        "slow = [layer for layer in layers if not layer.compiled]",
+        "slow = [layer for layer in layers if layer.compiled]",
+        ("tests/test_pipeline.py",),
+        "kernel",
+    ),
+    Fault(
+        "resuming does not ask for the code",
+        "mha2mla/pipeline.py",
+        '"code": code_hash(),',
+        '"code": "",',
+        ("tests/test_resume.py", "tests/conversion/test_resume.py"),
+    ),
+    Fault(
+        "resuming does not ask for the device",
+        "mha2mla/pipeline.py",
+        '"device": device,\n        "compute_dtype"',
+        '"device": "",\n        "compute_dtype"',
+        ("tests/test_resume.py", "tests/conversion/test_resume.py"),
+    ),
+    Fault(
+        "layers of another conversion are taken",
+        f"{CONVERSION}/resume.py",
+        "if left and theirs != fingerprint:",
+        "if left and not theirs:",
+        ("tests/conversion/test_resume.py",),
+    ),
+    Fault(
+        "a layer is not on the disk when it has its name",
+        f"{CONVERSION}/resume.py",
+        "            os.fsync(handle)",
+        "            os.fstat(handle)",
+        ("tests/conversion/test_resume.py",),
+    ),
+    Fault(
+        "a checkpoint is not on the disk when it has its name",
+        f"{CONVERSION}/writer.py",
+        "        os.fsync(handle)",
+        "        os.fstat(handle)",
+        ("tests/conversion/test_writer.py",),
+    ),
+    Fault(
+        "the old folder is deleted before the new one is there",
+        f"{CONVERSION}/writer.py",
+        "                final.rename(old)\n            if work.exists():",
+        "                shutil.rmtree(final)\n            if work.exists():",
+        ("tests/conversion/test_writer.py",),
+    ),
+    Fault(
+        "a tensor with NaN is written",
+        f"{CONVERSION}/writer.py",
+        "if tensor.is_floating_point() and not torch.isfinite(tensor).all():",
+        "if tensor.is_floating_point() and torch.isinf(tensor).any():",
+        ("tests/conversion/test_writer.py",),
+    ),
+    Fault(
+        "the index names the wrong file",
+        f"{CONVERSION}/writer.py",
+        "weight_map |= dict.fromkeys(names, final)",
+        "weight_map |= dict.fromkeys(names[:-1] or names, final)",
+        ("tests/conversion/test_writer.py",),
+    ),
+)
+
+JUDGES = (
+    Fault(
+        "the judge allows ten times torch's error",
+        f"{EVAL}/judgement.py",
+        "ERROR_FACTOR = 2.0",
+        "ERROR_FACTOR = 10.0",
+        ("tests/eval/test_latency.py",),
+    ),
+    Fault(
+        "one far number is not seen",
+        f"{EVAL}/judgement.py",
+        "elif not largest <= highest:",
+        "elif not largest <= 1e3 * highest:",
+        ("tests/eval/test_latency.py",),
+    ),
+    Fault(
+        "NaN is not seen by the judge",
+        f"{EVAL}/judgement.py",
+        "if not (torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())):",
+        "if not torch.equal(out.isinf(), expected.isinf()):",
+        ("tests/eval/test_latency.py", "tests/eval/test_problems.py"),
+    ),
+    Fault(
+        "rounding is expected to be a thousand times what it is",
+        f"{EVAL}/plain.py",
+        "UNIT = torch.finfo(torch.float32).eps / 2",
+        "UNIT = torch.finfo(torch.float32).eps * 500",
+        ("tests/eval/test_latency.py",),
+    ),
+    Fault(
+        "what is wrong gets a time",
+        f"{EVAL}/latency.py",
+        'return row | {"status": f"{WRONG}{check.reason}"}',
+        'row["status"] = f"{WRONG}{check.reason}"',
+        ("tests/eval/test_latency.py",),
+    ),
+    Fault(
+        "a wrong row ends with exit code 0",
+        f"{EVAL}/latency.py",
+        'return [row for row in rows if row["status"].startswith(WRONG)]',
+        'return [row for row in rows if row["status"] == WRONG]',
+        ("tests/test_cli.py",),
+        "wrong",
+    ),
+    Fault(
+        "what nobody may see is not poisoned",
+        f"{EVAL}/problems.py",
+        "buffer.masked_fill_(hidden[..., None], torch.nan)",
+        "buffer.masked_fill_(hidden[..., None], 0)",
+        ("tests/eval/test_problems.py",),
+    ),
+)
+
+FAULTS = (*CACHES, *MODEL, *OPS, *LAYERS, *RUNS, *JUDGES)

@@ -1,0 +1,93 @@
+"""Failure 14: nothing in a decode step reads a tensor on the host, which on a GPU would wait for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mha2mla.modeling import LatentCache
+from tests.modeling import models
+
+READS = ("item", "tolist", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__", "__contains__")
+READING_OPS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.item.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+)
+
+
+class _Methods(TorchFunctionMode):
+    """What Python calls; on a CPU ``tolist`` reaches no op."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert getattr(func, "__name__", "") not in READS, f"reads a tensor on the host: {func.__name__}"
+        return func(*args, **(kwargs or {}))
+
+
+class _Ops(TorchDispatchMode):
+    """What reaches the device, from wherever it is called."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in READING_OPS, f"reads a tensor on the host: {func}"
+        return func(*args, **(kwargs or {}))
+
+
+class NoHostReads:
+    def __enter__(self):
+        self.modes = (_Methods(), _Ops())
+        for mode in self.modes:
+            mode.__enter__()
+
+    def __exit__(self, *error):
+        for mode in reversed(self.modes):
+            mode.__exit__(*error)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [bool, int, float, list(range(3)).__getitem__, torch.Tensor.item, torch.Tensor.tolist, torch.nonzero],
+    ids=["bool", "int", "float", "index", "item", "tolist", "nonzero"],
+)
+def test_the_watch_sees_a_read(read):
+    number = torch.tensor(2)
+    with pytest.raises(AssertionError, match="reads a tensor on the host"), NoHostReads():
+        read(number)
+
+
+@pytest.mark.parametrize("case", ["per-group", "some sliding", "per layer"])
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "left padding"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@torch.no_grad()
+def test_a_one_token_step_reads_nothing(static, masked, case):
+    """Positions are the model's own to find, as when a caller passes tokens and a cache and nothing else."""
+    model = models.mla_model(case, mla_form="absorbed")
+    ids, mask = models.tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    if masked:
+        mask[1, :3] = 0
+    expected = model(ids, attention_mask=mask).logits[:, 10:]
+    cache = LatentCache(model.config, max_cache_len=16 if static else None, page_size=16)
+    model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+    logits = []
+    for stop in (11, 12):
+        keys = {"attention_mask": mask[:, :stop]} if masked else {}
+        with NoHostReads():
+            logits.append(model(ids[:, stop - 1 : stop], past_key_values=cache, **keys).logits)
+    assert models.relative_error(torch.cat(logits, 1), expected) < 2e-5
+
+
+@torch.no_grad()
+def test_a_batch_of_decodes_reads_nothing():
+    model = models.mla_model()
+    cache = model.paged_cache(8, page_size=16)
+    first, second = cache.open(), cache.open()
+    batch = cache.extend({first: 5, second: 9})
+    model.forward_batch(batch.flatten([models.tokens(1, 5)[0], models.tokens(1, 9)[0]]), cache.step(batch))
+    batch = cache.extend({first: 1, second: 1})
+    ids, step = models.tokens(1, 2)[0], cache.step(batch)
+    with NoHostReads():
+        model.forward_batch(ids, step)

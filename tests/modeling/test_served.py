@@ -1,0 +1,139 @@
+"""What will serve a geometry: one answer for the model, its paged cache, the converter, the card and inspect."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mha2mla.modeling import what_serves
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.modeling.forms import choose_form
+from mha2mla.modeling.served import batch_backends, describe
+from tests.modeling import models
+
+CUDA = torch.device("cuda")
+# Llama-3-8B per group at half its cache, but for the latent: 4 heads of width 128 for each of 8 kv heads.
+SIZES = {"hidden_size": 512, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+SERVED = {"num_rope_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 32, "qk_nope_head_dim": 96}
+
+
+def config(source=None, **geometry):
+    keys = {"attention_bias": True, **SIZES, **(source or {})}
+    source_config = models.source_config("llama", **keys)
+    # mla_form and decode_backend and attention_backend are keys as well.
+    return models.mla_config(source_config=source_config.to_dict(), **{**SERVED, **geometry})
+
+
+def test_a_geometry_within_the_limits_is_served_by_kernels_on_cuda():
+    layers = what_serves(config(), CUDA)
+    assert [layer.layer_idx for layer in layers] == [0, 1] and all(layer.compiled for layer in layers)
+    assert {str(layer) for layer in layers} == {"absorbed, tilelang; batches: mla_paged"}
+    assert describe(layers) == "absorbed, tilelang; batches: mla_paged"
+
+
+BEYOND = {
+    "kv_lora_rank is 768; TileLang kernels take multiples of 8 up to 512": {"kv_lora_rank": 768},
+    "kv_lora_rank is 100; TileLang kernels take multiples of 8 up to 512": {"kv_lora_rank": 100},
+    "qk_rope_head_dim is 4; TileLang kernels take multiples of 8 up to 128": {"qk_rope_head_dim": 4},
+    "qk_rope_head_dim is 136; TileLang kernels take multiples of 8 up to 128": {"qk_rope_head_dim": 136},
+    "qk_rope_head_dim is 264; TileLang kernels take multiples of 8 up to 256": {
+        "num_rope_heads": 1,
+        "qk_rope_head_dim": 264,
+    },
+    "num_rope_heads * qk_rope_head_dim is 4096; TileLang kernels take at most 2048": {
+        "source": {"num_key_value_heads": 32},
+        "num_rope_heads": 32,
+        "qk_rope_head_dim": 128,
+    },
+    "num_attention_heads is 256; TileLang kernels take at most 128": {"source": {"num_attention_heads": 256}},
+}
+
+
+@pytest.mark.parametrize("reason", BEYOND)
+def test_a_geometry_beyond_a_limit_is_named_in_every_answer(reason):
+    beyond = config(**BEYOND[reason])
+    layers = what_serves(beyond, CUDA)
+    for layer in layers:
+        assert (layer.form, layer.backend, layer.batch_backend.name) == ("expanded", "sdpa", "mla_reference")
+        assert not layer.compiled and reason in layer.reason and reason in layer.batch_reason and reason in layer.why
+    assert reason in describe(layers)
+    with pytest.warns(UserWarning, match="2 of 2 layers attend in plain torch") as caught:
+        assert {backend.name for backend in batch_backends(beyond, CUDA, torch.bfloat16, 64)} == {"mla_reference"}
+    assert reason in str(caught[0].message)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"page_size": 48}, "page_size is 48; TileLang kernels take powers of two from 16"),
+        ({"dtype": torch.float32}, "dtype is float32"),
+        ({"query_length": 9}, "9 new tokens; the absorbed form serves up to 8"),
+    ],
+)
+def test_a_call_beyond_a_limit_is_expanded_and_says_why(asked, reason):
+    layer = what_serves(config(), CUDA, **asked)[0]
+    assert layer.form == "expanded" and reason in layer.reason
+
+
+def test_a_wide_head_is_decoded_by_a_kernel_but_not_prefilled_by_one():
+    layer = what_serves(config(qk_rope_head_dim=96, qk_nope_head_dim=168), CUDA)[0]
+    assert layer.backend == "tilelang" and layer.batch_backend.name == "mla_reference"
+    assert not layer.compiled and "d_qk is 264; it takes up to 256" in layer.why
+
+
+def test_layers_that_differ_are_told_apart():
+    layers = what_serves(config(kv_lora_rank=[512, 768]), CUDA)
+    assert [layer.backend for layer in layers] == ["tilelang", "sdpa"]
+    text = describe(layers)
+    assert text.startswith("1 layers: absorbed, tilelang; batches: mla_paged | 1 layers: expanded, sdpa")
+    with pytest.warns(UserWarning, match="1 of 2 layers attend in plain torch"):
+        names = [backend.name for backend in batch_backends(config(kv_lora_rank=[512, 768]), CUDA, torch.bfloat16, 64)]
+    assert names == ["mla_paged", "mla_reference"]
+
+
+def test_what_is_asked_for_by_name_is_no_surprise():
+    wide = config(kv_lora_rank=768, attention_backend="mla_reference")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert batch_backends(wide, CUDA, torch.bfloat16, 64)[0].name == "mla_reference"
+        assert batch_backends(config(kv_lora_rank=768), "cpu", torch.bfloat16, 64)[0].name == "mla_reference"
+    refused = config(kv_lora_rank=768, attention_backend="mla_paged")
+    assert str(what_serves(refused, CUDA)[0]).endswith("batches: refused")
+    with pytest.raises(ValueError, match="layer 0: attention backend 'mla_paged' refuses: kv_lora_rank is 768"):
+        batch_backends(refused, CUDA, torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("mla_form", ["auto", "absorbed", "expanded"])
+@pytest.mark.parametrize("decode_backend", [None, "reference", "tilelang"])
+@pytest.mark.parametrize("width", [512, 768])
+def test_the_answer_is_what_a_step_chooses(device, mla_form, decode_backend, width):
+    asked = config(mla_form=mla_form, decode_backend=decode_backend, kv_lora_rank=width)
+    layer = what_serves(asked, device)[1]
+    choice = choose_form(
+        32,
+        8,
+        width,
+        32,
+        mla_form=mla_form,
+        decode_backend=decode_backend,
+        attn_implementation="sdpa",
+        query_length=1,
+        page_size=64,
+        dtype=torch.bfloat16,
+        device=torch.device(device),
+    )
+    assert (layer.form, layer.backend, layer.reason) == (choice.form, choice.backend, choice.reason)
+    assert layer.batch_backend is ATTENTION_BACKENDS.choose(None, layer.geometry, 64, torch.bfloat16, device)
+
+
+def test_report_and_paged_cache_give_the_same_answer():
+    model = models.mla_model("some sliding")
+    expected = what_serves(model.config, "cpu", torch.float32)
+    assert model.attention_report() == list(expected)
+    assert [layer.sliding_window for layer in expected] == [None, models.WINDOW]
+    paged = model.paged_cache(4)
+    assert [backend for backend, _ in paged.layers] == [layer.batch_backend for layer in expected]
+    assert [constants.geometry for _, constants in paged.layers] == [layer.geometry for layer in expected]
+    assert [replace(layer, device=CUDA) for layer in expected] != list(what_serves(model.config, CUDA, torch.float32))
