@@ -187,11 +187,13 @@ class MLAAttention(nn.Module):
             "q_pe": q_pe[0],
             "latent": latent[0],
             "k_pe": k_pe[0],
-            "k_up": self.k_b_proj if self.geometry.qk_nope_head_dim else None,
-            "v_up": self.v_b_proj,
-            "inv_freq": self.inv_freq,
         }
-        return step.attend(self.layer_idx, tensors)
+        # The cache has the weights' dtype, so attention has it too, and autocast ends where the projections do.
+        tensors = {name: tensor.to(self.v_b_proj.dtype) for name, tensor in tensors.items()}
+        tensors["k_up"] = self.k_b_proj if self.geometry.qk_nope_head_dim else None
+        tensors |= {"v_up": self.v_b_proj, "inv_freq": self.inv_freq}
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return step.attend(self.layer_idx, tensors)
 
     def _over_latent_layer(
         self, hidden_states: Tensor, layer: LatentLayer, step: DecodeStep, attention_mask: Tensor | None, **kwargs: Any

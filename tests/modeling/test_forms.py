@@ -193,6 +193,17 @@ def test_another_cache_is_refused_when_absorbed_is_asked_for():
         model(models.tokens(1, 3), past_key_values=DynamicCache())
 
 
+@torch.no_grad()
+def test_widths_that_the_op_refuses_are_expanded():
+    """In 16 bits it takes rows of 16 bytes only, on a CPU too."""
+    model = models.mla_model().to(torch.bfloat16)
+    assert {line.form for line in model.attention_report()} == {"expanded"}
+    ids = models.tokens(2, 9)
+    cache = model(ids[:, :8]).past_key_values
+    logits = model(ids[:, 8:], past_key_values=cache).logits
+    assert models.relative_error(logits, model(ids, use_cache=False).logits[:, 8:]) < 0.05
+
+
 class TestChoice:
     geometry = MLAGeometry(num_attention_heads=32, num_rope_heads=8, kv_lora_rank=512, qk_rope_head_dim=16)
     arguments = {  # noqa: RUF012
