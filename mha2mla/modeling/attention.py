@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from mha2mla.kernels import DecodePlan, mla_append, mla_decode
 from mha2mla.modeling.backends import AttentionConstants
-from mha2mla.modeling.cache import LatentLayer
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decode_step import DecodeStep
+from mha2mla.modeling.latent_layer import LatentLayer
 from mha2mla.modeling.paged_cache import BatchStep
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 
@@ -110,8 +110,9 @@ class MLAAttention(nn.Module):
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
         mla_step: DecodeStep | BatchStep | None = None,
+        mla_attentions: dict[int, Tensor | None] | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention of S new tokens over the cache and themselves.
 
         Args:
@@ -123,9 +124,10 @@ class MLAAttention(nn.Module):
             mla_step: what the model's forward pass decided for a LatentCache, whose tokens it counts afterwards;
                 without it the layer runs the expanded form, differentiable. A :class:`BatchStep` for a ragged batch,
                 whose N tokens come as [1, N, hidden].
+            mla_attentions: gets the attention weights by layer.
 
         Returns:
-            [B, S, hidden], and None where other models have attention weights.
+            [B, S, hidden], and the attention weights [B, H, S, T] if the attention implementation gives them.
 
         Raises:
             ValueError: ``position_ids`` is missing.
@@ -135,10 +137,24 @@ class MLAAttention(nn.Module):
         if isinstance(mla_step, BatchStep):
             return self.o_proj(self.attend_batch(hidden_states[0], mla_step).flatten(1))[None], None
         if mla_step is not None:
-            out = self._over_latent_layer(
+            out, weights = self._over_latent_layer(
                 hidden_states, past_key_values.layers[self.layer_idx], mla_step, attention_mask, **kwargs
             )
-            return self.o_proj(out.flatten(2)), None
+        else:
+            out, weights = self._differentiable(hidden_states, attention_mask, past_key_values, position_ids, **kwargs)
+        if mla_attentions is not None:
+            mla_attentions[self.layer_idx] = weights
+        return self.o_proj(out.flatten(2)), weights
+
+    def _differentiable(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The expanded form over any cache, or none: as :meth:`_expanded`."""
         cos, sin = rotary_cos_sin(
             position_ids.to(hidden_states.device),
             self.inv_freq,
@@ -151,8 +167,7 @@ class MLAAttention(nn.Module):
             # One "head" each, and k_pe flattened: StaticLayer wants keys and values with as many heads.
             latent, k_pe = past_key_values.update(latent[:, None], k_pe.flatten(2)[:, None], self.layer_idx)
             latent, k_pe = latent[:, 0], k_pe[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1))
-        out = self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
-        return self.o_proj(out.flatten(2)), None
+        return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
 
     def constants(self) -> AttentionConstants:
         """What a backend is told of this layer."""
@@ -172,19 +187,21 @@ class MLAAttention(nn.Module):
             "q_pe": q_pe[0],
             "latent": latent[0],
             "k_pe": k_pe[0],
-            "k_up": self.k_b_proj if self.geometry.qk_nope_head_dim else None,
-            "v_up": self.v_b_proj,
-            "inv_freq": self.inv_freq,
         }
-        return step.attend(self.layer_idx, tensors)
+        # The cache has the weights' dtype, so attention has it too, and autocast ends where the projections do.
+        tensors = {name: tensor.to(self.v_b_proj.dtype) for name, tensor in tensors.items()}
+        tensors["k_up"] = self.k_b_proj if self.geometry.qk_nope_head_dim else None
+        tensors |= {"v_up": self.v_b_proj, "inv_freq": self.inv_freq}
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return step.attend(self.layer_idx, tensors)
 
     def _over_latent_layer(
         self, hidden_states: Tensor, layer: LatentLayer, step: DecodeStep, attention_mask: Tensor | None, **kwargs: Any
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Rotates and writes the new tokens in one kernel, then attends in the form that the step chose.
 
         Returns:
-            [B, S, H, d_v].
+            [B, S, H, d_v], and attention weights as :meth:`_expanded`.
         """
         places, plan = step.places[self.layer_idx], step.plans[self.layer_idx]
         q_nope, q_pe = self._raw_query(hidden_states)
@@ -202,7 +219,7 @@ class MLAAttention(nn.Module):
             backend="reference" if self.config.decode_backend == "reference" else None,
         ).view_as(q_pe)
         if plan is not None:
-            return self._absorbed(q_nope, q_pe, layer, plan, places.cache_seqlens, step.cache_starts)
+            return self._absorbed(q_nope, q_pe, layer, plan, places.cache_seqlens, step.cache_starts), None
         cached, rope = layer.tokens_with(hidden_states.shape[1])
         latent = latent if layer.is_empty else cached[:, 0]
         return self._expanded(
@@ -251,11 +268,11 @@ class MLAAttention(nn.Module):
 
     def _expanded(
         self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """Keys and values of every head from c [B, T, d_c] and k_pe [B, T, G, d_r], then ordinary attention.
 
         Returns:
-            [B, S, H, d_v].
+            [B, S, H, d_v], and the attention weights [B, H, S, T] of an implementation that computes them, or None.
         """
         geometry, heads = self.geometry, self.num_expanded_heads
         query = torch.cat((q_nope, q_pe), dim=-1).transpose(1, 2)
@@ -266,7 +283,11 @@ class MLAAttention(nn.Module):
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        out, _ = attend(
+        value_dim = value.shape[-1]
+        if _takes_one_head_dim(self.config._attn_implementation) and query.shape[-1] != value_dim:
+            width = max(query.shape[-1], value_dim)
+            query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        out, weights = attend(
             self,
             query,
             key,
@@ -277,7 +298,7 @@ class MLAAttention(nn.Module):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return out
+        return out[..., :value_dim], weights
 
     def _absorbed(
         self,
@@ -324,3 +345,8 @@ def _decode_latent(latent: Tensor, decoder: Tensor) -> Tensor:
 def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """[B, n, T, d] -> [B, heads, T, d], every head ``heads / n`` times side by side; a view where nothing repeats."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _takes_one_head_dim(attn_implementation: str) -> bool:
+    """Whether queries, keys and values must be equally wide. (transformers pads values, or else truncates them.)"""
+    return attn_implementation == "flex_attention" or "flash" in attn_implementation

@@ -2,286 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.latent_layer import PAGE_SIZE, LatentLayer
 
 if TYPE_CHECKING:
     from mha2mla.modeling.decode_step import LayerPlans
 
-PAGE_SIZE = 64
-
-
-class Places(NamedTuple):
-    """Where the new tokens of a step go: ``positions`` and ``slots`` [B * S] int32, as ``mla_append`` takes them, and
-    ``cache_seqlens`` [B] int32, the lengths once they are there."""
-
-    positions: Tensor
-    slots: Tensor
-    cache_seqlens: Tensor
-
-
-class LatentLayer(CacheLayerMixin):
-    """One layer of a :class:`LatentCache`.
-
-    Sequence ``b`` owns pages ``b * max_pages … (b + 1) * max_pages - 1``, so that a sequence's tokens also lie side by
-    side and the expanded form reads them as a view.
-
-    Attributes:
-        latent_cache: [B * max_pages, page, d_c].
-        rope_cache: [B * max_pages, page, G, d_r], rotated.
-        block_table: [B, max_pages] int32, an arange.
-        cache_seqlens: [B] int32, tokens per sequence, padding included; the same for all sequences.
-        is_compileable: the capacity is fixed, so addresses and shapes stay what they are.
-    """
-
-    is_sliding = False
-    is_croppable = True
-
-    def __init__(self, geometry: MLAGeometry, page_size: int = PAGE_SIZE, max_cache_len: int | None = None) -> None:
-        super().__init__()
-        self.geometry = geometry
-        self.page_size = page_size
-        self.max_cache_len = max_cache_len
-        self.is_compileable = max_cache_len is not None
-        self.max_pages = 0 if max_cache_len is None else -(-max_cache_len // page_size)
-        # Known on the host, so that a first call needs no look at the device. Dynamic layers know their length as well;
-        # static ones keep it on the device only: a graph captured at one length is replayed at others.
-        self.is_empty = True
-        self._length = 0
-
-    @property
-    def capacity(self) -> int:
-        """Tokens per sequence that the allocated pages hold (a static layer: will hold)."""
-        return self.max_pages * self.page_size
-
-    @property
-    def cumulative_length(self) -> Tensor:
-        """``cache_seqlens``, by the name that transformers' static layers give it."""
-        return self.cache_seqlens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the allocated pages."""
-        return self.latent_cache.nbytes + self.rope_cache.nbytes if self.is_initialized else 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates a static layer's pages; a dynamic one starts without.
-
-        ``key_states [B, ...]`` gives batch, dtype and device; the widths are the geometry's.
-        """
-        self._allocate(key_states.shape[0], key_states.dtype, key_states.device)
-        # As transformers' StaticLayer: a compiled step may then mutate these in place inside a CUDA graph.
-        if self.is_compileable and not torch.compiler.is_compiling():
-            for tensor in (self.latent_cache, self.rope_cache, self.block_table, self.cache_seqlens):
-                torch._dynamo.mark_static_address(tensor)
-
-    def _allocate(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        geometry, pages = self.geometry, batch_size * self.max_pages
-        kind = {"dtype": dtype, "device": device}
-        self.batch_size, self.dtype, self.device = batch_size, dtype, device
-        # Zeros, not empty: the expanded form multiplies masked values by zero, and NaN times zero is NaN.
-        self.latent_cache = torch.zeros(pages, self.page_size, geometry.kv_lora_rank, **kind)
-        self.rope_cache = torch.zeros(pages, self.page_size, geometry.num_rope_heads, geometry.qk_rope_head_dim, **kind)
-        self.block_table = self._new_block_table()
-        self.cache_seqlens = torch.full((batch_size,), self._length, dtype=torch.int32, device=device)
-        self.is_initialized = True
-
-    def _new_block_table(self) -> Tensor:
-        pages = torch.arange(self.batch_size * self.max_pages, dtype=torch.int32, device=self.device)
-        return pages.view(self.batch_size, self.max_pages)
-
-    def _tokens(self) -> tuple[Tensor, Tensor]:
-        """Views [B, 1, capacity, d_c] and [B, 1, capacity, G * d_r] of the pages."""
-        batch, capacity = self.batch_size, self.capacity
-        latent = self.latent_cache.view(batch, 1, capacity, self.geometry.kv_lora_rank)
-        return latent, self.rope_cache.view(batch, 1, capacity, self.geometry.rope_width)
-
-    def reserve(self, batch: int, new_tokens: int) -> None:
-        """Makes room for ``new_tokens`` more per sequence in a dynamic layer, at least doubling what there is.
-
-        Raises:
-            ValueError: ``batch`` is another batch size than that of the cached tokens.
-        """
-        if batch != self.batch_size:
-            raise ValueError(
-                f"key_states has batch size {batch}; expected {self.batch_size}, that of the cached tokens"
-            )
-        length = self._length + new_tokens
-        if self.is_compileable or length <= self.capacity:
-            return
-        old = self._tokens() if self._length else ()
-        self.max_pages = max(-(-length // self.page_size), 2 * self.max_pages)
-        self._allocate(self.batch_size, self.dtype, self.device)
-        for new_tokens, old_tokens in zip(self._tokens(), old, strict=False):
-            new_tokens[:, :, : self._length] = old_tokens[:, :, : self._length]
-
-    def open(self, batch: int, new_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Sees to it that there are pages for ``new_tokens`` more in each of ``batch`` sequences.
-
-        Raises:
-            ValueError: another batch size than before, or more tokens than an empty static layer holds.
-        """
-        if not self.is_initialized:
-            probe = torch.empty(batch, 1, 0, 0, dtype=dtype, device=device)
-            self.lazy_initialization(probe, probe)
-        if batch != self.batch_size and self.is_empty and not self.is_compileable:
-            self._allocate(batch, dtype, device)
-        self.reserve(batch, new_tokens)
-        if self.is_compileable and self.is_empty and new_tokens > self.capacity:
-            raise ValueError(
-                f"key_states has {new_tokens} tokens; expected at most {self.capacity}, the capacity of this "
-                "static cache"
-            )
-
-    def places(self, position_ids: Tensor) -> Places:
-        """Where S new tokens of every sequence go, once :meth:`open` has made room; on the device.
-
-        Args:
-            position_ids: [B or 1, S], for RoPE.
-        """
-        token = self.cache_seqlens[:, None]
-        if position_ids.shape[1] > 1:
-            token = token + torch.arange(position_ids.shape[1], dtype=torch.int32, device=self.device)
-        slots = token + self.block_table[:, :1] * self.page_size  # pages of a sequence lie one behind the other
-        if self.is_compileable:
-            # A static layer's length is known to the device alone, so the device checks it.
-            inside = token < self.capacity
-            torch._assert_async(inside[0, -1], f"past_key_values is full: it holds {self.capacity} tokens a sequence")
-            slots = torch.where(inside, slots, -1)
-        positions = position_ids.to(self.device).expand(self.batch_size, -1)
-        return Places(positions.flatten().int(), slots.flatten(), self.cache_seqlens + position_ids.shape[1])
-
-    def advance(self, new_tokens: int) -> None:
-        """Counts tokens that were written to :meth:`places`; on the host only, see :meth:`LatentCache.advance`."""
-        self.is_empty = False
-        if not self.is_compileable:
-            self._length += new_tokens
-
-    def tokens_with(self, new_tokens: int) -> tuple[Tensor, Tensor]:
-        """What the expanded form attends over once ``new_tokens`` were written, before they are counted: views
-        [B, 1, T, d_c] and [B, 1, T, G * d_r], as wide as :meth:`get_mask_sizes` says."""
-        width, _ = self.get_mask_sizes(new_tokens)
-        latent, rope = self._tokens()
-        return latent[:, :, :width], rope[:, :, :width]
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Appends S tokens to every sequence.
-
-        The cache keeps values, not their history: gradients pass a first call only. (Training over a filled cache is
-        refused by the model.)
-
-        Args:
-            key_states: [B, 1, S, d_c], the latent.
-            value_states: [B, 1, S, G * d_r], rotated keys.
-
-        Returns:
-            What the expanded form attends over, as wide as ``get_mask_sizes`` said before this call: the arguments
-            themselves if the layer was empty; else [B, 1, T, d_c] and [B, 1, T, G * d_r] with T tokens cached (dynamic)
-            or the capacity (static; what lies behind the cached tokens is finite, and masked).
-
-        Raises:
-            ValueError: another batch size than before, or more tokens than an empty static layer holds.
-        """
-        batch, _, new_tokens, _ = key_states.shape
-        self.open(batch, new_tokens, key_states.dtype, key_states.device)
-        first_call, self.is_empty = self.is_empty, False
-        stored = (key_states.detach(), value_states.detach())
-        if self.is_compileable:
-            # Positions are computed on the device: nothing here depends on the length's value.
-            positions = torch.arange(new_tokens, device=self.device) + self.cache_seqlens[:1]
-            for tokens, new in zip(self._tokens(), stored, strict=True):
-                tokens.index_copy_(2, positions, new)
-            self.cache_seqlens.add_(new_tokens)
-            return (key_states, value_states) if first_call else self._tokens()
-        length = self._length + new_tokens
-        for tokens, new in zip(self._tokens(), stored, strict=True):
-            tokens[:, :, self._length : length] = new
-        self._length = length
-        self.cache_seqlens.add_(new_tokens)
-        if first_call:
-            return key_states, value_states
-        latent, rope = self._tokens()
-        return latent[:, :, :length], rope[:, :, :length]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens, first token) that ``update`` with ``query_length`` new tokens will return."""
-        if self.is_empty:
-            return query_length, 0
-        return (self.capacity if self.is_compileable else self._length + query_length), 0
-
-    def get_seq_length(self) -> int | Tensor:
-        """Tokens cached per sequence; of a static layer that holds some, a 0-dimensional tensor on its device."""
-        if self.is_empty:
-            return 0
-        return self.cache_seqlens[0] if self.is_compileable else self._length
-
-    def get_max_length(self) -> int:
-        """Tokens that a static layer holds; -1 for a dynamic one, which grows."""
-        return self.capacity if self.is_compileable else -1
-
-    def reset(self) -> None:
-        """Forgets all tokens and keeps the pages."""
-        self.is_empty, self._length = True, 0
-        if self.is_initialized:
-            # Zeroed for the sake of the expanded form over a static layer, which multiplies unused pages by zero.
-            for tensor in (self.latent_cache, self.rope_cache, self.cache_seqlens):
-                tensor.zero_()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens.
-
-        Raises:
-            ValueError: a positive number, or more tokens than there are (dynamic layers, which know on the host).
-        """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"tokens_to_remove is {tokens_to_remove}; expected 0 or minus the number of tokens to remove"
-            )
-        if tokens_to_remove == 0 or self.is_empty:
-            return
-        if not self.is_compileable:
-            if -tokens_to_remove > self._length:
-                raise ValueError(f"tokens_to_remove is {tokens_to_remove}; the cache holds {self._length} tokens")
-            self._length += tokens_to_remove
-            self.is_empty = self._length == 0
-        self.cache_seqlens.add_(tokens_to_remove)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence b becomes a copy of sequence ``beam_idx[b]`` [B]; addresses stay."""
-        if self.is_empty:
-            return
-        index = beam_idx.to(self.device)
-        for tokens in self._tokens():
-            used = tokens if self.is_compileable else tokens[:, :, : self._length]
-            used.copy_(used.index_select(0, index))
-        self.cache_seqlens.copy_(self.cache_seqlens.index_select(0, index))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence ``repeats`` times, side by side."""
-        if self.is_initialized:
-            self.batch_select_indices(torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps sequences ``indices``, in that order; repetitions allowed."""
-        if not self.is_initialized:
-            return
-        indices = indices.to(self.device)
-        latent, rope = (tokens[indices] for tokens in self._tokens())
-        self.batch_size = latent.shape[0]
-        self.latent_cache = latent.view(-1, *self.latent_cache.shape[1:])
-        self.rope_cache = rope.view(-1, *self.rope_cache.shape[1:])
-        self.block_table = self._new_block_table()
-        self.cache_seqlens = self.cache_seqlens[indices]
-
 
 class LatentCache(Cache):
     """Cache of a converted model: pages of c and k_pe per layer, which :func:`mha2mla.kernels.mla_decode` reads.
+
+    Every verb, a model's step included, is done in all layers or in none: after an error (out of memory included) the
+    cache holds the tokens that it held before.
 
     Args:
         config: of the model.
@@ -290,8 +30,8 @@ class LatentCache(Cache):
         page_size: tokens per page, a power of two >= 16.
 
     Attributes:
-        padding_is_left: every attention mask so far was zeros, then ones; only then does the absorbed form, which takes
-            one first token per sequence, see the right tokens.
+        padding_is_left: whether the last attention mask that the host looked at was zeros, then ones
+            (``visibility.py``). Steps whose mask the host does not look at go by it.
         plans: of the decode op, with their workspace, which steps reuse; by what they were made for, beside
             ``plans_for``, the batch size, capacity, dtype and device of the pages. See ``decode_step.py``.
 
@@ -330,14 +70,38 @@ class LatentCache(Cache):
         """Bytes of all pages: ``batch * capacity * config.cache_bytes_per_token(itemsize)``."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def reserve(self, batch: int, new_tokens: int) -> None:
-        """Makes room for ``new_tokens`` more per sequence in all layers, so that pages do not move while they append.
+    def open(self, batch: int, new_tokens: int, kinds: Sequence[tuple[torch.dtype, torch.device]]) -> None:
+        """Makes room for ``new_tokens`` more in each of ``batch`` sequences, so that pages do not move meanwhile.
+
+        Args:
+            kinds: per layer, dtype and device of its pages where it has none yet.
 
         Raises:
-            ValueError: ``batch`` is another batch size than that of the cached tokens.
+            ValueError: another batch size than that of the cached tokens, or more than an empty static cache holds.
         """
-        for layer in self.layers:
-            layer.reserve(batch, new_tokens)
+        # Layers share the places of new tokens, so their sequences are equally long, also where an earlier call ran out
+        # of memory between two layers.
+        max_pages = max([layer.pages_for(new_tokens) for layer in self.layers])
+        for layer, (dtype, device) in zip(self.layers, kinds, strict=True):
+            layer.open(batch, new_tokens, dtype, device, max_pages)
+
+    @contextmanager
+    def unchanged_by_errors(self) -> Iterator[None]:
+        """What is raised inside leaves the cache with the tokens that it had. For appending: what is raised before
+        :meth:`advance` has changed nothing anyway, unless the cache is empty and its layers are only just made."""
+        made, was_empty = [layer.is_initialized for layer in self.layers], self.is_empty
+        padding_is_left = self.padding_is_left
+        try:
+            yield
+        except BaseException:
+            for layer, was_made in zip(self.layers, made, strict=True):
+                if not was_made:
+                    layer.forget_pages()
+                elif was_empty and not layer.is_empty:
+                    layer.is_empty, layer._length = True, 0
+                    layer.cache_seqlens.zero_()
+            self.padding_is_left = padding_is_left
+            raise
 
     def next_positions(self, new_tokens: int, device: torch.device) -> Tensor:
         """[1, S] int64, positions of ``new_tokens`` more tokens; padding counts."""
@@ -345,12 +109,19 @@ class LatentCache(Cache):
 
     def advance(self, new_tokens: int) -> None:
         """Counts ``new_tokens`` per sequence in all layers, which have written them to their places."""
-        lengths: dict[torch.device, list[Tensor]] = {}
+        # The device first: counting on the host cannot fail.
+        for lengths in self._lengths():
+            torch._foreach_add_(lengths, new_tokens)
         for layer in self.layers:
-            layer.advance(new_tokens)
-            lengths.setdefault(layer.device, []).append(layer.cache_seqlens)
-        for tensors in lengths.values():
-            torch._foreach_add_(tensors, new_tokens)
+            layer.count(new_tokens)
+
+    def _lengths(self) -> list[list[Tensor]]:
+        """``cache_seqlens`` of all layers that have pages, by device."""
+        on_device: dict[torch.device, list[Tensor]] = {}
+        for layer in self.layers:
+            if layer.is_initialized:
+                on_device.setdefault(layer.device, []).append(layer.cache_seqlens)
+        return list(on_device.values())
 
     def early_initialization(
         self,
@@ -361,11 +132,77 @@ class LatentCache(Cache):
         device: torch.device,
     ) -> None:
         """Allocates all layers. ``num_heads`` and ``head_dim`` are not looked at: the config has the widths."""
-        for layer in self.layers:
-            if not layer.is_initialized:
-                probe = torch.empty(batch_size, 1, 0, 0, dtype=dtype, device=device)
-                layer.lazy_initialization(probe, probe)
+        with self.unchanged_by_errors():
+            for layer in self.layers:
+                if not layer.is_initialized:
+                    probe = torch.empty(batch_size, 1, 0, 0, dtype=dtype, device=device)
+                    layer.lazy_initialization(probe, probe)
 
     def reset(self) -> None:
-        super().reset()
+        """Forgets all tokens and keeps the pages."""
+        for lengths in self._lengths():
+            torch._foreach_zero_(lengths)
+        for layer in self.layers:
+            layer.is_empty, layer._length = True, 0
         self.padding_is_left = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last ``-tokens_to_remove`` tokens of every sequence.
+
+        Raises:
+            ValueError: a positive number, or more tokens than there are. (How many a static cache holds is known to its
+                device alone; on a GPU the device asserts it, in its stream.)
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove is {tokens_to_remove}; expected 0 or minus the number of tokens to remove"
+            )
+        if tokens_to_remove == 0 or self.is_empty:
+            return
+        for length in {layer.device: layer.get_seq_length() for layer in self.layers}.values():
+            if isinstance(length, int) or length.device.type == "cpu":
+                if length + tokens_to_remove < 0:
+                    raise ValueError(f"tokens_to_remove is {tokens_to_remove}; the cache holds {int(length)} tokens")
+            else:
+                torch._assert_async(length + tokens_to_remove >= 0, f"tokens_to_remove is {tokens_to_remove}: too many")
+        for lengths in self._lengths():
+            torch._foreach_add_(lengths, tokens_to_remove)
+        for layer in self.layers:
+            layer.count(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence b becomes a copy of sequence ``beam_idx[b]`` [B]; addresses stay.
+
+        Raises:
+            ValueError: ``beam_idx`` has another shape.
+        """
+        if self.is_empty:
+            return
+        if beam_idx.shape != (self.batch_size,):
+            raise ValueError(f"beam_idx.shape is {tuple(beam_idx.shape)}; expected {(self.batch_size,)}, [B]")
+        # Layers change in place, one after another, so all memory that this takes is taken before the first does.
+        used = [tokens for layer in self.layers for tokens in layer.used()]
+        scratch: dict[tuple, Tensor] = {}
+        indices: dict[torch.device, Tensor] = {}
+        for tokens in used:
+            kind = (tokens.device, tokens.dtype)
+            if kind not in scratch or scratch[kind].numel() < tokens.numel():
+                scratch[kind] = tokens.new_empty(tokens.numel())
+            if tokens.device not in indices:
+                indices[tokens.device] = beam_idx.to(tokens.device)
+        for tokens in used:
+            copy = scratch[tokens.device, tokens.dtype][: tokens.numel()].view(tokens.shape)
+            torch.index_select(tokens, 0, indices[tokens.device], out=copy)
+            tokens.copy_(copy)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence ``repeats`` times, side by side."""
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps sequences ``indices``, in that order; repetitions allowed. [N] integers, or [B] booleans."""
+        if not self.is_initialized:
+            return
+        for layer, pages in [(layer, layer.selected(indices)) for layer in self.layers]:
+            layer._set(pages)

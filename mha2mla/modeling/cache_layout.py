@@ -74,6 +74,11 @@ class CacheLayout:
 
         Zeros by default: the expanded form multiplies masked values by zero, and NaN times zero is NaN.
         """
+        # Not inference tensors, which nothing outside inference_mode could append to.
+        with torch.inference_mode(False):
+            return self._make(num_pages, device, fill)
+
+    def _make(self, num_pages: int, device: torch.device | str, fill: float) -> dict[str, Tensor]:
         if not self.combined:
             return {
                 tensor.name: torch.full(

@@ -9,6 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
 
 SCHEMA_VERSION = 1
 MLA_FORMS = ("auto", "expanded", "absorbed")
@@ -66,14 +67,16 @@ class MHA2MLAConfig(PreTrainedConfig):
             run time.
         decode_backend: passed to :func:`mha2mla.kernels.mla_decode`; may be changed at run time.
         attention_backend: name in :data:`mha2mla.modeling.backends.ATTENTION_BACKENDS` of what serves ragged batches
-            over a :class:`~mha2mla.modeling.PagedCache`; None: the first that refuses no layer. (What transformers
-            calls ``attn_implementation`` computes the expanded form over other caches.)
+            over a :class:`~mha2mla.modeling.PagedCache`; None: the first that refuses no layer. One's own backend is
+            registered before it is named here. (What transformers calls ``attn_implementation`` computes the expanded
+            form over other caches.)
 
     The other fields repeat the source's, for readers that expect them at the top level; where they differ from
     ``source_config`` they win.
 
     Raises:
-        ValueError: naming the field, its value and what was expected.
+        ValueError: naming the field, its value and what was expected; of ``mla_form`` and the two backends also when
+            they are assigned.
     """
 
     model_type = "mha2mla"
@@ -137,6 +140,17 @@ class MHA2MLAConfig(PreTrainedConfig):
         self._check()
         super().__post_init__(**kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses names of forms and backends that there are not, at construction and whenever they change."""
+        choices = {
+            "mla_form": lambda: MLA_FORMS,
+            "decode_backend": lambda: DECODE_BACKENDS,
+            "attention_backend": lambda: (None, *ATTENTION_BACKENDS.backends),
+        }
+        if name in choices and value not in choices[name]():
+            raise ValueError(f"{name} is {value!r}; expected one of {choices[name]()}")
+        super().__setattr__(name, value)
+
     def _source_from_dict(self) -> PreTrainedConfig:
         model_type = self.source_config.get("model_type")
         if model_type not in CONFIG_MAPPING:
@@ -158,10 +172,6 @@ class MHA2MLAConfig(PreTrainedConfig):
                 raise ValueError(f"layer {index}: {error}") from error
         if not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
             raise ValueError(f"softmax_scale is {self.softmax_scale}; expected a positive finite number")
-        if self.mla_form not in MLA_FORMS:
-            raise ValueError(f"mla_form is {self.mla_form!r}; expected one of {MLA_FORMS}")
-        if self.decode_backend not in DECODE_BACKENDS:
-            raise ValueError(f"decode_backend is {self.decode_backend!r}; expected one of {DECODE_BACKENDS}")
         if self.calibrated_length is not None and self.calibrated_length < 1:
             raise ValueError(f"calibrated_length is {self.calibrated_length}; expected None or a number of tokens >= 1")
         for index, kind in enumerate(self.layer_types or ()):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from mha2mla.kernels import DecodePlan
 from mha2mla.kernels.mla_decode.plan import empty_plan
-from mha2mla.modeling.cache import LatentCache, Places
+from mha2mla.modeling.cache import LatentCache
+from mha2mla.modeling.latent_layer import Places
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ def refreshed_plans(
             # The pages have moved, so no CUDA graph that was captured over them is of use any more.
             cache.plans_for, cache.plans = pages, {}
         if key not in cache.plans:
-            cache.plans[key] = _allocate(cache, absorbed, windows, num_attention_heads, query_length, backend)
+            # Not inference tensors, which could not be refreshed outside inference_mode.
+            with torch.inference_mode(False):
+                cache.plans[key] = _allocate(cache, absorbed, windows, num_attention_heads, query_length, backend)
         plans = cache.plans[key]
     plans.refresh(places, cache_starts)
     return plans.of_layer

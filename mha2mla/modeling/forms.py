@@ -76,8 +76,9 @@ def choose_form(
         return FormChoice("absorbed", "tilelang", "the TileLang kernel serves this geometry")
     if mla_form == "absorbed":
         return FormChoice("absorbed", "reference", f"mla_form is 'absorbed', and TileLang refuses: {refusal}")
-    if device.type != "cuda":
+    if device.type != "cuda" and not (dtype.itemsize == 2 and (kv_lora_rank % 8 or qk_rope_head_dim % 8)):
         return FormChoice("absorbed", "reference", refusal)
+    # The decode op takes rows of 16 bytes only, whoever computes it.
     return expanded(f"TileLang refuses: {refusal}")
 
 

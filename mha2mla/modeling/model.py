@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import MODEL_MAPPING, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_masks_for_generate
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from mha2mla.kernels import DecodePlan
 from mha2mla.modeling.attention import MLAAttention
-from mha2mla.modeling.cache import PAGE_SIZE, LatentCache
+from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.decode_step import DecodeStep, places_of_layers, refreshed_plans
-from mha2mla.modeling.forms import MAX_DECODE_QUERY_LENGTH, is_absorbed
+from mha2mla.modeling.decode_step import DecodeStep
+from mha2mla.modeling.generation import LatentGenerationMixin
+from mha2mla.modeling.latent_layer import PAGE_SIZE
+from mha2mla.modeling.outputs import load_balancing_loss, refuse_gradients
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.modeling.served import LayerAttention, batch_backends, what_serves
+from mha2mla.modeling.step_choice import LayerKinds, choose_step
 from mha2mla.modeling.valid_length import LengthWatch
+from mha2mla.modeling.visibility import check_mask, is_padding_mask
 
 
 class MHA2MLAPreTrainedModel(PreTrainedModel):
@@ -35,7 +36,10 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     # By transformers' name for "also under from_pretrained(dtype=bfloat16)"; casts after loading: MLAAttention._apply.
     _keep_in_fp32_modules_strict: ClassVar[list[str]] = ["inv_freq"]
+    # Whether the source's architecture does, its own class says.
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
@@ -53,7 +57,7 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
             layer.self_attn.init_weights(self.config.initializer_range or 0.02, theta)
 
 
-class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
+class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
     """Causal language model of a converted checkpoint.
 
     ``model`` is an instance of the source's own base class (``LlamaModel``, …) in which every ``layers[i].self_attn``
@@ -83,11 +87,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             )
         for layer_idx, layer in enumerate(layers):
             layer.self_attn = MLAAttention(config, layer_idx, layer.self_attn)
-        self._windows = tuple(layer.self_attn.sliding_window for layer in layers)
-        # Layers of one geometry are served alike: which form they run, a step asks once per geometry.
-        geometries = [layer.self_attn.geometry for layer in layers]
-        self._geometries = tuple(dict.fromkeys(geometries))
-        self._geometry_of_layer = tuple(self._geometries.index(geometry) for geometry in geometries)
+        self._layer_kinds = LayerKinds.of(layer.self_attn for layer in layers)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._length_watch = LengthWatch(config)
@@ -103,19 +103,31 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Logits of the next token, as every causal language model of transformers.
+
+        A LatentCache keeps no gradients. Over one that holds tokens, in eval mode, the logits say that they require
+        a gradient, and a backward pass through them raises ValueError.
 
         Args:
             input_ids: [B, S].
-            attention_mask: [B, cached + S] with 0 on padding (longer masks are cut), or what the source's model takes.
+            attention_mask: [B, cached + S] with 0 on tokens that nobody sees (longer masks are cut), or what the
+                source's model takes. The expanded form obeys every mask; the absorbed form all whose visible tokens lie
+                side by side in every sequence, see ``visibility.py``.
             position_ids: [B or 1, S]; default: count on from the cache.
             past_key_values: tokens before these; with ``use_cache`` and None a dynamic :class:`LatentCache` is made.
+                What this call raises leaves a LatentCache with the tokens that it had.
             inputs_embeds: [B, S, hidden] instead of ``input_ids``.
             labels: [B, S], -100 where there is no loss.
             use_cache: default the config's; while training, False.
+            output_attentions: also ``attentions``, per layer [B, H, S, T], which the expanded form with eager attention
+                computes; default the config's.
+            output_router_logits: of a mixture of experts, also ``router_logits`` and ``aux_loss``, which ``loss`` then
+                has in it as the source's has; default the config's.
             logits_to_keep: that many last positions, or their indices; 0 means all.
             **kwargs: to the base model and its layers.
 
@@ -123,45 +135,168 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             ``logits`` [B, S or logits_to_keep, vocabulary], ``past_key_values``, and ``loss`` if there are ``labels``.
 
         Raises:
-            ValueError: ``config.mla_form`` is "absorbed", and this call cannot be served so; or a LatentCache that
-                holds tokens is given while training.
+            ValueError: not exactly one of ``input_ids`` and ``inputs_embeds``; ``attention_mask`` has too few sequences
+                or tokens; ``config.mla_form`` is "absorbed", and this call cannot be served so; ``output_attentions``
+                without eager attention; or a LatentCache that holds tokens is given while training, or to a compiled
+                model where gradients are enabled.
+            RuntimeError: where the host may not look at ``attention_mask`` (one token at a time on a GPU, compiled
+                steps, CUDA graphs), a mask with a hole that first appears there and that the absorbed form would not
+                obey. By an assertion on the device, so that on a GPU it shows at the next synchronisation.
         """
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither" if input_ids is None else "both"
+            raise ValueError(f"input_ids and inputs_embeds: {given} given; expected exactly one of them")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         self._length_watch.see(past_key_values, inputs_embeds if input_ids is None else input_ids)
         if use_cache and past_key_values is None:
             past_key_values = LatentCache(self.config)
-        batch, query_length = (inputs_embeds if input_ids is None else input_ids).shape[:2]
-        if position_ids is None and isinstance(past_key_values, LatentCache):
-            position_ids = past_key_values.next_positions(query_length, self.device)
-        step = self._decode_step(past_key_values, attention_mask, position_ids, batch, query_length)
-        if step is not None and all(plan is not None for plan in step.plans):
-            # The base model passes a 4-D mask on as it is: spares building one that no layer looks at.
-            attention_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            mla_step=step,
-            **kwargs,
-        )
-        if step is not None:
-            past_key_values.advance(query_length)
+        errors = nullcontext()
+        if isinstance(past_key_values, LatentCache) and not torch.compiler.is_compiling():
+            errors = past_key_values.unchanged_by_errors()
+        with errors:
+            return self._forward(
+                input_ids,
+                attention_mask,
+                position_ids,
+                past_key_values,
+                inputs_embeds,
+                labels,
+                use_cache,
+                self._flag("output_attentions", output_attentions),
+                self._flag("output_router_logits", output_router_logits),
+                logits_to_keep,
+                **kwargs,
+            )
+
+    def _flag(self, name: str, value: bool | None) -> bool:
+        """``value``, by default what the config says, or the source's."""
+        for config in (self.config, self.model.config):
+            if value is None:
+                value = getattr(config, name, None)
+        return bool(value)
+
+    def _forward(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        inputs_embeds: Tensor | None,
+        labels: Tensor | None,
+        use_cache: bool,
+        output_attentions: bool,
+        output_router_logits: bool,
+        logits_to_keep: int | Tensor,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+        """:meth:`forward` with its defaults filled in. Counts the new tokens last, when nothing can fail any more."""
+        if output_attentions and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"output_attentions is True with attn_implementation {self.config._attn_implementation!r}; expected "
+                "'eager', which alone computes them"
+            )
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        batch, query_length = tokens.shape[:2]
+        latent = cache if isinstance(cache, LatentCache) else None
+        if latent is not None and position_ids is None:
+            position_ids = latent.next_positions(query_length, tokens.device)
+        if is_padding_mask(attention_mask) and (cache is None or latent is not None):
+            attention_mask = check_mask(attention_mask, batch, query_length, latent)
+        of_new_tokens = _of_new_tokens(attention_mask, cache, query_length) if output_router_logits else None
+        no_history = self._refuses_gradients(latent, inputs_embeds)
+        with torch.no_grad() if no_history else nullcontext():
+            step = choose_step(
+                self.config,
+                self._layer_kinds,
+                [layer.self_attn for layer in self.model.layers],
+                cache,
+                attention_mask,
+                position_ids,
+                batch,
+                query_length,
+                output_attentions,
+            )
+            attentions: dict[int, Tensor] = {}
+            outputs = self.model(
+                input_ids=input_ids,
+                attention_mask=self._mask_of_base_model(attention_mask, latent, step, query_length, tokens.device),
+                position_ids=position_ids,
+                past_key_values=cache,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                mla_step=step,
+                **({"mla_attentions": attentions} if output_attentions else {}),
+                **({"output_router_logits": True} if output_router_logits else {}),
+                **kwargs,
+            )
+        hidden, hidden_states = outputs.last_hidden_state, outputs.hidden_states
+        if no_history:
+            hidden = refuse_gradients(hidden)
+            hidden_states = hidden_states and tuple([refuse_gradients(each) for each in hidden_states])
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
+        logits = self.lm_head(hidden[:, kept])
+        results = {
+            "loss": None,
+            "logits": logits,
+            "past_key_values": outputs.past_key_values,
+            "hidden_states": hidden_states,
+            "attentions": tuple(attentions.values()) if output_attentions else None,
+        }
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+            results["loss"] = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        routers = getattr(outputs, "router_logits", None)
+        kind = CausalLMOutputWithPast if routers is None else MoeCausalLMOutputWithPast
+        if routers is not None:
+            source = self.model.config
+            loss = load_balancing_loss(source, routers, of_new_tokens)
+            results |= {"router_logits": routers, "aux_loss": loss}
+            if labels is not None:
+                results["loss"] = results["loss"] + source.router_aux_loss_coef * loss.to(logits.device)
+        if step is not None:
+            latent.advance(query_length)
+        return kind(**results)
+
+    def _refuses_gradients(self, cache: LatentCache | None, inputs_embeds: Tensor | None) -> bool:
+        """Whether gradients of this call would lack the part of them that goes through cached tokens.
+
+        Raises:
+            ValueError: while training, and where a compiled graph could not say so in its backward pass.
+        """
+        if cache is None or cache.is_empty or not torch.is_grad_enabled():
+            return False
+        if self.training or torch.compiler.is_compiling():
+            raise ValueError(
+                "past_key_values is a LatentCache that holds tokens, and it keeps no gradients; expected a "
+                f"DynamicCache or None while training{'' if self.training else ', or torch.no_grad() when compiled'}"
+            )
+        given = inputs_embeds is not None and inputs_embeds.requires_grad
+        return given or any(parameter.requires_grad for parameter in self.parameters())
+
+    def _mask_of_base_model(
+        self,
+        attention_mask: Any,
+        cache: LatentCache | None,
+        step: DecodeStep | None,
+        query_length: int,
+        device: torch.device,
+    ) -> Any:
+        """``attention_mask``, as the base model makes from it what the expanded layers look at."""
+        if step is None:
+            return attention_mask
+        if all(plan is not None for plan in step.plans):
+            # The base model passes a 4-D mask on as it is: spares building one that no layer looks at.
+            return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        if cache.is_compileable and not cache.is_empty and "flash" in self.config._attn_implementation:
+            # These kernels are causal from the last key on, and know of no other end of a static cache than the mask's.
+            if attention_mask is None:
+                attention_mask = torch.ones(cache.batch_size, cache.capacity, dtype=torch.long, device=device)
+            token = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+            length = cache.get_seq_length().to(attention_mask.device) + query_length
+            return attention_mask.masked_fill(token >= length, 0)
+        return attention_mask
 
     def paged_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
         """A cache for ragged batches of this model, in its dtype and on its device.
@@ -212,99 +347,6 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
         ).last_hidden_state[0]
         return self.lm_head(hidden if all_logits else hidden.index_select(0, batch.last_tokens))
 
-    def _decode_step(
-        self, cache: Cache | None, attention_mask: Any, position_ids: Tensor | None, batch: int, query_length: int
-    ) -> DecodeStep | None:
-        """What the layers share while they append these new tokens to a LatentCache; None: they append them one by one,
-        and keep gradients.
-
-        Depends on shapes and on what the host knows of the cache, never on values on the device, except that the mask
-        of more than one new token is checked for left padding, once per call.
-        """
-        forced = self.config.mla_form == "absorbed" and query_length <= MAX_DECODE_QUERY_LENGTH
-        if not isinstance(cache, LatentCache):
-            if forced and cache is not None:
-                raise ValueError(
-                    f"past_key_values is a {type(cache).__name__}; expected a LatentCache, since mla_form is 'absorbed'"
-                )
-            return None
-        is_padding_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-        if is_padding_mask and query_length > 1 and not torch.compiler.is_compiling():
-            cache.padding_is_left = cache.padding_is_left and _is_left_padding(attention_mask)
-        if self.training and torch.is_grad_enabled() and not cache.is_empty:
-            raise ValueError(
-                "past_key_values is a LatentCache that holds tokens, and it keeps no gradients; expected a "
-                "DynamicCache or None while training"
-            )
-        if cache.is_empty and torch.is_grad_enabled():
-            return None
-        absorbed = (False,) * len(cache.layers)
-        # Over an empty cache there is nothing to attend over but the new tokens: expanding them is cheaper.
-        if not cache.is_empty:
-            if cache.padding_is_left and (is_padding_mask or attention_mask is None):
-                of_geometries = self._of_geometries(is_absorbed, query_length, cache.page_size)
-                absorbed = tuple(of_geometries[index] for index in self._geometry_of_layer)
-            elif forced:
-                raise ValueError(
-                    "attention_mask hides more than left padding; expected [B, tokens] of zeros, then ones, since "
-                    "mla_form is 'absorbed'"
-                )
-        # A plan is for pages that do not grow under it.
-        if not self._open(cache, batch, query_length):
-            return None
-        places = places_of_layers(cache, position_ids)
-        plans: tuple[DecodePlan | None, ...] = (None,) * len(absorbed)
-        starts = None
-        if any(absorbed):
-            if is_padding_mask:
-                starts = attention_mask.to(torch.int32).argmax(dim=-1).to(torch.int32).expand(batch).contiguous()
-            plans = refreshed_plans(
-                cache,
-                absorbed,
-                self._windows,
-                self.config.num_attention_heads,
-                query_length,
-                self.config.decode_backend,
-                places,
-                starts,
-            )
-        return DecodeStep(plans, starts, places)
-
-    def _open(self, cache: LatentCache, batch: int, query_length: int) -> bool:
-        """Makes room in all layers; False where an empty cache cannot know where its layers will run (offloading)."""
-        for layer, decoder in zip(cache.layers, self.model.layers, strict=True):
-            weight = decoder.self_attn.v_b_proj
-            if layer.is_initialized:
-                dtype, device = layer.dtype, layer.device
-            elif weight.device.type == "meta":
-                return False
-            else:
-                device = weight.device
-                autocast = torch.is_autocast_enabled(device.type)
-                dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
-            layer.open(batch, query_length, dtype, device)
-        return True
-
-    def _of_geometries(self, choose: Callable[..., Any], query_length: int, page_size: int) -> list[Any]:
-        """What ``choose`` (:func:`is_absorbed` or its like) says of every geometry in the model."""
-        weight = self.model.layers[0].self_attn.v_b_proj
-        return [
-            choose(
-                geometry.num_attention_heads,
-                geometry.num_rope_heads,
-                geometry.kv_lora_rank,
-                geometry.qk_rope_head_dim,
-                mla_form=self.config.mla_form,
-                decode_backend=self.config.decode_backend,
-                attn_implementation=self.config._attn_implementation,
-                query_length=query_length,
-                page_size=page_size,
-                dtype=weight.dtype,
-                device=weight.device,
-            )
-            for geometry in self._geometries
-        ]
-
     def attention_report(self, query_length: int = 1, page_size: int = PAGE_SIZE) -> list[LayerAttention]:
         """What serves every layer, and why: in ``generate`` and, of batches, in ``forward_batch``.
 
@@ -317,72 +359,10 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, GenerationMixin):
             what_serves(self.config, weight.device, weight.dtype, query_length=query_length, page_size=page_size)
         )
 
-    def create_masks_for_generate(
-        self,
-        config: MHA2MLAConfig,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """What ``generate`` hands to ``forward`` as a mask when the cache is static.
 
-        Over a LatentCache it stays 2-D, because the absorbed form takes its starts from it, and gets the cache's
-        length, so that a compiled step sees one shape. Other caches get the masks of the source's architecture.
-        """
-        if isinstance(past_key_values, LatentCache):
-            if attention_mask is None:
-                return None
-            # Ones: what is to come is hidden by causality, and zeros behind the tokens would look like right padding.
-            return F.pad(attention_mask, (0, past_key_values.capacity - attention_mask.shape[-1]), value=1)
-        return create_masks_for_generate(
-            config=self.model.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-            **kwargs,
-        )
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        """``generate``'s hook for its cache: a LatentCache for "dynamic" (and by default) and "static".
-
-        The other implementations, and caches that the caller brings, are left to transformers.
-        """
-        kind = generation_config.cache_implementation
-        if (
-            generation_config.use_cache is False
-            or model_kwargs.get("past_key_values") is not None
-            or kind not in (None, "dynamic", "static")
-        ):
-            super()._prepare_cache_for_generation(
-                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-            )
-            return
-        if kind != "static":
-            model_kwargs["past_key_values"] = LatentCache(self.config)
-            return
-        # A step compiled for an earlier call is kept as long as the cache has its length.
-        length = max(
-            max_cache_length, generation_config.max_cache_len or 0, getattr(self, "_previous_max_cache_length", 0)
-        )
-        self._previous_max_cache_length = length
-        cache = model_kwargs["past_key_values"] = LatentCache(self.config, max_cache_len=length)
-        if generation_config.prefill_chunk_size is not None and not hasattr(self, "hf_device_map"):
-            # Chunked prefill is compiled, and allocation must stay out of what is.
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            cache.early_initialization(rows, 1, 1, dtype=self.dtype, device=self.device)
-
-
-def _is_left_padding(attention_mask: Tensor) -> bool:
-    """Whether every row of [B, T] is zeros, then ones. Reads the device."""
-    mask = attention_mask.to(torch.bool)
-    return not bool((mask[:, :-1] & ~mask[:, 1:]).any())
+def _of_new_tokens(attention_mask: Any, cache: Cache | None, query_length: int) -> Tensor | None:
+    """[B, S] of a padding mask [B, T]; None of other masks, and where there is none."""
+    if not is_padding_mask(attention_mask):
+        return None
+    cached = 0 if cache is None else cache.get_seq_length()
+    return attention_mask[:, torch.arange(query_length, device=attention_mask.device) + cached]

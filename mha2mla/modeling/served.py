@@ -13,9 +13,9 @@ import torch
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionRegistry
-from mha2mla.modeling.cache import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.forms import choose_form
+from mha2mla.modeling.latent_layer import PAGE_SIZE
 
 
 @dataclass(frozen=True)

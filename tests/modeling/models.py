@@ -40,6 +40,8 @@ YARN = {
     "attention_factor": 1.3,
 }
 WINDOW = 9
+# Between two ways of computing the same in float32.
+TOLERANCE = 2e-5
 FAMILIES = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,

@@ -57,7 +57,7 @@ def test_unused_pages_do_not_matter_failure_2(kind):
     expected = next_logits(model, more, filled(model, ids, kind))
     cache = filled(model, ids, kind)
     for layer in cache.layers:
-        for tokens in layer._tokens():
+        for tokens in layer.tokens():
             tokens[:, :, 21:] = torch.nan
     assert torch.equal(next_logits(model, more, cache), expected)
 

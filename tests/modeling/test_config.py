@@ -1,12 +1,13 @@
 """The config: what it mirrors, what it counts, what it refuses."""
 
 import json
+from dataclasses import replace
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling import MHA2MLAConfig
+from mha2mla.modeling import ATTENTION_BACKENDS, MHA2MLAConfig
 from mha2mla.modeling.config import SCHEMA_VERSION
 from tests.modeling import models
 
@@ -92,6 +93,7 @@ def test_a_newer_schema_is_refused_failure_29(tmp_path):
         ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
         ({"mla_form": "best"}, "mla_form is 'best'; expected one of"),
         ({"decode_backend": "cuda"}, "decode_backend is 'cuda'; expected one of"),
+        ({"attention_backend": "nope"}, "attention_backend is 'nope'; expected one of"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types\[1\] is 'chunked_attention'"),
     ],
 )
@@ -107,3 +109,30 @@ def test_wrong_types_are_refused():
         MHA2MLAConfig(
             num_rope_heads=1, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, softmax_scale=1.0
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("mla_form", "absorbd"), ("decode_backend", "cuda"), ("attention_backend", "nope")]
+)
+def test_names_that_there_are_not_are_refused_whenever_they_come(name, value, tmp_path):
+    message = f"{name} is '{value}'; expected one of"
+    model = models.mla_model()
+    with pytest.raises(ValueError, match=message):
+        setattr(model.config, name, value)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **{name: value})
+    with pytest.raises(ValueError, match=message):
+        AutoConfig.from_pretrained(tmp_path, **{name: value})
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stored, name: value}))
+    with pytest.raises(ValueError, match=message):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_a_backend_of_ones_own_may_be_named_once_it_is_registered(monkeypatch):
+    registry = ATTENTION_BACKENDS
+    monkeypatch.setattr(registry, "_backends", dict(registry.backends))
+    registry.register(replace(registry.get("mla_reference"), name="mine"))
+    config = models.mla_config(attention_backend="mine")
+    config.attention_backend = None

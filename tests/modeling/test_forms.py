@@ -5,11 +5,10 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling import LatentCache, forms
+from mha2mla.modeling import LatentCache, forms, step_choice
 from mha2mla.modeling.forms import choose_form
 from tests.modeling import models
-
-TOLERANCE = 2e-5
+from tests.modeling.models import TOLERANCE
 
 
 @torch.no_grad()
@@ -142,6 +141,7 @@ def test_a_mask_with_holes_is_expanded_or_refused(monkeypatch):
     cache = model(ids[:, :12], attention_mask=mask[:, :12]).past_key_values
     logits = model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits[:, -1]
     assert models.relative_error(logits, expected) < TOLERANCE and not calls
+    cache.crop(-1)
     model.config.mla_form = "absorbed"
     with pytest.raises(ValueError, match="attention_mask .*left padding"):
         model(ids[:, 12:], attention_mask=mask, past_key_values=cache)
@@ -179,6 +179,8 @@ def test_no_look_at_the_device_in_a_decode_step_failure_14(monkeypatch):
 
     with Refusing(), pytest.raises(AssertionError, match="__bool__"):
         bool(ids.any())
+    # As on an accelerator: a mask on a CPU is looked at, which costs nothing there.
+    monkeypatch.setattr(step_choice, "host_may_look", lambda mask, query_length: query_length > 1)
     with Refusing():
         model(
             ids[:, 11:], attention_mask=mask, position_ids=torch.full((2, 1), 11), past_key_values=cache, use_cache=True
@@ -189,6 +191,17 @@ def test_another_cache_is_refused_when_absorbed_is_asked_for():
     model = models.mla_model(mla_form="absorbed")
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache; expected a LatentCache"):
         model(models.tokens(1, 3), past_key_values=DynamicCache())
+
+
+@torch.no_grad()
+def test_widths_that_the_op_refuses_are_expanded():
+    """In 16 bits it takes rows of 16 bytes only, on a CPU too."""
+    model = models.mla_model().to(torch.bfloat16)
+    assert {line.form for line in model.attention_report()} == {"expanded"}
+    ids = models.tokens(2, 9)
+    cache = model(ids[:, :8]).past_key_values
+    logits = model(ids[:, 8:], past_key_values=cache).logits
+    assert models.relative_error(logits, model(ids, use_cache=False).logits[:, 8:]) < 0.05
 
 
 class TestChoice:

@@ -1,0 +1,101 @@
+"""Which cached tokens a 2-D attention mask shows, and whether the absorbed form can attend to just those.
+
+The absorbed form attends, in every sequence, to one run of tokens: from a first one up to the query. So it can obey a
+mask [B, T] if in every sequence the tokens that it shows lie side by side: padding in front of them, padding behind
+them (queries that are padding themselves mean nothing), but no hole. The expanded form obeys every mask.
+
+Where the host may look at the mask, it looks, and a step over a mask with a hole runs the expanded form (with mla_form
+"absorbed": is refused). It may look on a CPU, and once a call where several tokens come together. A single token on an
+accelerator, a captured CUDA graph and a compiled step are not worth a synchronisation: after a look that found zeros
+behind ones they run the expanded form, else the absorbed one, and the device asserts that there is no hole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mha2mla.modeling.cache import LatentCache
+
+REFUSED_MASK = (
+    "attention_mask hides tokens between visible ones, and the absorbed form cannot; expected left padding at most, or "
+    "mla_form 'expanded'"
+)
+
+
+class VisibleTokens(NamedTuple):
+    """What a mask shows of the tokens that are cached or new.
+
+    Attributes:
+        starts: [B] int32, the first token shown; 0 where none is.
+        side_by_side: [] bool, no sequence has hidden tokens between shown ones.
+        to_the_end: [] bool, nor behind them: zeros, then ones.
+    """
+
+    starts: Tensor
+    side_by_side: Tensor
+    to_the_end: Tensor
+
+
+def is_padding_mask(attention_mask: Any) -> bool:
+    """Whether it says of every token whether it is seen: [B, T]."""
+    return isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+
+
+def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleTokens:
+    """What ``attention_mask`` [B, T] shows of the first ``length`` (int or []) tokens. Worked out on its device."""
+    token = torch.arange(1, attention_mask.shape[1] + 1, device=attention_mask.device)
+    shown = attention_mask.to(torch.bool)
+    if isinstance(length, Tensor) or length < attention_mask.shape[1]:
+        length = length.to(token.device) if isinstance(length, Tensor) else length
+        shown = shown & (token <= length)
+    starts = shown.to(torch.uint8).argmax(dim=-1)
+    count = shown.sum(dim=-1)
+    stop = (shown * token).amax(dim=-1)
+    return VisibleTokens(
+        starts.int(), (stop - starts == count).all(), ((starts + count == length) | (count == 0)).all()
+    )
+
+
+def host_may_look(attention_mask: Tensor, query_length: int) -> bool:
+    """Whether a step of ``query_length`` new tokens may wait for the mask's values."""
+    if torch.compiler.is_compiling():
+        return False
+    if attention_mask.device.type == "cpu":
+        return True
+    capturing = attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    return query_length > 1 and not capturing
+
+
+def check_mask(attention_mask: Tensor, batch: int, query_length: int, cache: LatentCache | None) -> Tensor:
+    """``attention_mask`` as [B, T], T at least the tokens that are cached and new.
+
+    Args:
+        attention_mask: [B or 1, T].
+        cache: what the new tokens come after, or None.
+
+    Raises:
+        ValueError: another number of sequences, or of tokens. (How many a static cache holds is known to its device
+            alone, which asserts it.)
+    """
+    if attention_mask.shape[0] not in (1, batch):
+        raise ValueError(f"attention_mask.shape is {tuple(attention_mask.shape)}; expected {batch} sequences")
+    tokens = query_length
+    if cache is not None:
+        cached = cache.get_seq_length()
+        if isinstance(cached, Tensor):
+            if attention_mask.shape[1] < cache.capacity:
+                torch._assert_async(
+                    cached + query_length <= attention_mask.shape[1],
+                    f"attention_mask has {attention_mask.shape[1]} tokens; expected as many as are cached and new",
+                )
+        else:
+            tokens += cached
+    if attention_mask.shape[1] < tokens:
+        raise ValueError(
+            f"attention_mask.shape is {tuple(attention_mask.shape)}; expected at least {tokens} tokens, those that are "
+            "cached and new"
+        )
+    return attention_mask.expand(batch, -1)

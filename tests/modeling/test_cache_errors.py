@@ -1,0 +1,177 @@
+"""Errors in the middle of what a LatentCache does in all of its layers: the cases that random ones meet seldom."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from mha2mla.modeling import LatentCache
+from tests.modeling import models
+from tests.modeling.test_cache_machine import OutOfMemory, RaisingAt, contents, same
+
+
+def broken_off(action, cache, stride=1) -> int:
+    """At which allocation ``action`` could not be broken off any more; the cache was as before each time."""
+    for at in range(0, 1000, stride):
+        before = contents(cache)
+        try:
+            with RaisingAt(at):
+                action()
+            return at
+        except OutOfMemory:
+            assert same(before, contents(cache)), f"broken off at allocation {at}"
+    raise AssertionError("never came through")
+
+
+@torch.no_grad()
+def test_growth_that_stops_between_layers_does_not_shift_the_next_tokens():
+    """Layers share the places of new tokens: with other numbers of pages each, they would write to other sequences."""
+    model = models.mla_model("per layer")
+    ids = models.tokens(3, 60)
+    expected = model(ids, use_cache=False).logits
+    for at in range(0, 60):
+        cache = LatentCache(model.config, page_size=16)
+        model(ids[:, :16], past_key_values=cache)
+        with pytest.raises(OutOfMemory), RaisingAt(at):
+            model(ids[:, 16:20], past_key_values=cache)
+        if len({layer.max_pages for layer in cache.layers}) > 1:
+            break
+    else:
+        raise AssertionError("no such error")
+    for stop in (50, 51):
+        start = int(cache.get_seq_length())
+        logits = model(ids[:, start:stop], past_key_values=cache).logits
+        assert models.relative_error(logits, expected[:, start:stop]) < models.TOLERANCE
+
+
+@torch.no_grad()
+def test_reordering_takes_its_memory_first():
+    model = models.mla_model("per layer")
+    for max_cache_len in (None, 32):
+        cache = LatentCache(model.config, max_cache_len=max_cache_len)
+        model(models.tokens(3, 9), past_key_values=cache)
+        assert broken_off(lambda cache=cache: cache.reorder_cache(torch.tensor([2, 0, 0])), cache) > 0
+        with pytest.raises(ValueError, match=r"beam_idx.shape is \(1,\); expected \(3,\)"):
+            cache.reorder_cache(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 32])
+def test_a_first_call_with_gradients_counts_in_all_layers_or_none(max_cache_len):
+    """There the layers count by themselves; also in a cache that was used and reset."""
+    model = models.mla_model("per layer")
+    cache = LatentCache(model.config, max_cache_len=max_cache_len)
+    for _ in range(2):
+        ids = models.tokens(2, 5)
+        assert broken_off(lambda ids=ids: model(ids, past_key_values=cache), cache, 9) > 50
+        assert cache.get_seq_length() == 5
+        cache.reset()
+
+
+@torch.no_grad()
+def test_a_static_cache_that_did_not_fit_takes_fewer_sequences():
+    model = models.mla_model()
+    cache = LatentCache(model.config, max_cache_len=32)
+    with pytest.raises(OutOfMemory), RaisingAt(20):
+        model(models.tokens(8, 5), past_key_values=cache)
+    assert cache.nbytes == 0
+    model(models.tokens(2, 5), past_key_values=cache)
+    assert cache.batch_size == 2
+
+
+@pytest.mark.parametrize("max_cache_len", [None, 32])
+@torch.no_grad()
+def test_crop_below_zero_is_refused(max_cache_len):
+    model = models.mla_model()
+    cache = LatentCache(model.config, max_cache_len=max_cache_len)
+    model(models.tokens(2, 9), past_key_values=cache)
+    with pytest.raises(ValueError, match="tokens_to_remove is -10; the cache holds 9 tokens"):
+        cache.crop(-10)
+    assert int(cache.get_seq_length()) == 9
+    cache.crop(-9)
+    assert int(cache.get_seq_length()) == 0
+
+
+@torch.no_grad()
+def test_nan_behind_a_crop_stays_there():
+    """A static cache in the expanded form attends over its whole capacity: masked, but 0 * NaN is NaN."""
+    model = models.mla_model(mla_form="expanded")
+    ids = models.tokens(2, 12)
+    cache = LatentCache(model.config, max_cache_len=32)
+    expected = model(ids, use_cache=False).logits[:, 8:]
+    model(ids[:, :8], past_key_values=cache)
+    model(inputs_embeds=torch.full((2, 5, 48), torch.nan), past_key_values=cache)
+    cache.crop(-5)
+    logits = model(ids[:, 8:], past_key_values=cache).logits
+    assert models.relative_error(logits, expected) < models.TOLERANCE
+
+
+def test_what_inference_mode_cached_goes_on_outside():
+    """Tensors that it makes may not change outside of it; the cache's are none of those."""
+    model = models.mla_model()
+    ids = models.tokens(2, 20)
+    for max_cache_len in (None, 40):
+        cache = LatentCache(model.config, max_cache_len=max_cache_len, page_size=16)
+        with torch.inference_mode():
+            model(ids[:, :10], past_key_values=cache)
+            model(ids[:, 10:11], past_key_values=cache)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.batch_select_indices(torch.tensor([1, 0]))
+        with torch.no_grad():
+            cache.crop(-1)
+            logits = model(ids[:, 10:], past_key_values=cache).logits
+            expected = model(ids, use_cache=False).logits[:, 10:]
+        assert models.relative_error(logits, expected) < models.TOLERANCE
+        cache.crop(-3)
+        prompt = ids[:, :18]
+        out = model.generate(prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        assert torch.equal(out, model.generate(prompt, use_cache=False, max_new_tokens=4, do_sample=False))
+    pages = model.paged_cache(num_pages=4, page_size=16)
+    assert not any(tensor.is_inference() for tensors in pages.tensors for tensor in tensors.values())
+    with torch.inference_mode():
+        pages = model.paged_cache(num_pages=4, page_size=16)
+    assert not any(tensor.is_inference() for tensors in pages.tensors for tensor in tensors.values())
+
+
+class TestGradients:
+    """A LatentCache keeps values, not their history."""
+
+    def test_gradients_without_their_history_raise(self):
+        model = models.mla_model()
+        ids = models.tokens(2, 12)
+        cache = model(ids[:, :8]).past_key_values
+        for labels in (None, ids[:, 8:]):
+            out = model(ids[:, 8:], labels=labels, past_key_values=cache, output_hidden_states=True)
+            with pytest.raises(ValueError, match="past_key_values was a LatentCache .* expected a DynamicCache"):
+                (out.logits.sum() if labels is None else out.loss).backward()
+            with pytest.raises(ValueError, match="past_key_values was a LatentCache"):
+                out.hidden_states[1].sum().backward()
+            cache.crop(-4)
+        assert all(parameter.grad is None for parameter in model.parameters() if parameter is not model.lm_head.weight)
+
+    def test_embeddings_as_inputs_count(self):
+        model = models.mla_model().requires_grad_(False)
+        embeddings = model.get_input_embeddings()(models.tokens(1, 6))
+        cache = model(inputs_embeds=embeddings[:, :5]).past_key_values
+        logits = model(inputs_embeds=embeddings[:, 5:].requires_grad_(), past_key_values=cache).logits
+        with pytest.raises(ValueError, match="past_key_values was a LatentCache"):
+            logits.sum().backward()
+
+    def test_logits_are_what_they_are_without(self):
+        """Decoding by hand without no_grad() works; a frozen model's logits require nothing."""
+        model = models.mla_model()
+        ids = models.tokens(2, 12)
+        cache = model(ids[:, :11]).past_key_values
+        logits = model(ids[:, 11:], past_key_values=cache).logits
+        assert models.relative_error(logits, model(ids, use_cache=False).logits[:, 11:]) < models.TOLERANCE
+        cache.crop(-1)
+        model.requires_grad_(False)
+        assert not model(ids[:, 11:], past_key_values=cache).logits.requires_grad
+
+    def test_a_stock_cache_keeps_them(self):
+        model = models.mla_model()
+        ids = models.tokens(2, 12)
+        model(ids).logits[:, 8:].sum().backward()
+        expected = model.get_input_embeddings().weight.grad.clone()
+        model.zero_grad()
+        cache = model(ids[:, :8], past_key_values=DynamicCache()).past_key_values
+        model(ids[:, 8:], past_key_values=cache).logits.sum().backward()
+        assert models.relative_error(model.get_input_embeddings().weight.grad, expected) < 1e-4
