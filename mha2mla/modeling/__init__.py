@@ -10,6 +10,7 @@ from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.forms import LayerAttention
 from mha2mla.modeling.model import MHA2MLAForCausalLM, MHA2MLAPreTrainedModel
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.pages import StaleBatchError
 
 AutoConfig.register(MHA2MLAConfig.model_type, MHA2MLAConfig, exist_ok=True)
 AutoModelForCausalLM.register(MHA2MLAConfig, MHA2MLAForCausalLM, exist_ok=True)
@@ -28,4 +29,5 @@ __all__ = [
     "MLAAttention",
     "PagedCache",
     "SequenceBatch",
+    "StaleBatchError",
 ]

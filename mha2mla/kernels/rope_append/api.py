@@ -9,6 +9,7 @@ from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
 from mha2mla.kernels.mla_decode_fp8.reference import quantize_latent
 from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference, write_rows
 
+MAX_SLOTS = 2**31  # slots are int32
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
