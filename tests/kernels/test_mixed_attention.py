@@ -338,11 +338,45 @@ def test_a_plan_for_other_lengths_in_the_same_tensors():
     """What a CUDA graph replays: the batch's tensors change, and the plan is refreshed on the device."""
     problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), num_sequences=4)
     plan = problem.plan()
-    plan.refresh()
     problem.batch.cache_seqlens.sub_(torch.tensor([2, 7, 0, 0], dtype=torch.int32))
+    plan.refresh()
     assert error(problem.run(plan), problem.exact()) < 2e-6
     with pytest.raises(ValueError, match="queries of up to 40 tokens; expected at most 8"):
         Problem.make(WIDTHS["per group"]).plan().refresh()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_plan_that_was_not_refreshed_is_refused_failure_35(window):
+    """Kernels attend over the plan's lengths; the reference must not be right where they are wrong."""
+    problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), starts=[0, 3])
+    plan = problem.plan(window=window)
+    for change in (problem.batch.cache_seqlens, problem.batch.cache_starts):
+        change.sub_(torch.tensor([0, 2], dtype=torch.int32))
+        with pytest.raises(ValueError, match="plan was last refreshed for tokens .* of sequence 1; expected"):
+            problem.run(plan)
+        plan.refresh()
+        problem.run(plan)
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["expanded", "pieces"])
+def test_a_plan_of_long_queries_is_for_its_lengths_failure_35(window):
+    problem = Problem.make(WIDTHS["per group"], ([1, 40], [9, 20]))
+    plan = problem.plan(window=window)
+    problem.run(plan)
+    problem.batch.cache_seqlens[1] -= 4
+    with pytest.raises(ValueError, match="plan was made for 60 tokens of sequence 1; expected 56, its cache_seqlens"):
+        problem.run(plan)
+
+
+def test_a_gqa_plan_that_was_not_refreshed_is_refused_failure_35():
+    batch, query, keys, values = gqa_problem()
+    plan = plan_gqa_attention(
+        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
+    )
+    gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
+    batch.cache_seqlens.sub_(1)
+    with pytest.raises(ValueError, match="plan was (last refreshed|made) for"):
+        gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
 
 
 def test_opcheck():

@@ -14,7 +14,7 @@ from mha2mla.kernels.gqa_decode.dispatch import dispatch
 from mha2mla.kernels.gqa_decode.plan import empty_plan
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
 from mha2mla.kernels.layouts import Layout, argument_error, check_data, check_index
-from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan
+from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, check_spans
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -86,8 +86,9 @@ def gqa_decode(
         softmax_scale: usually d_qk ** -0.5.
         causal: new token s sees tokens before ``cache_seqlens - S_q + 1 + s`` (bottom-right aligned); else all.
         cache_starts: [B] int32, first visible token (left padding); None means 0.
-        plan: from :func:`plan_gqa_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``; carries
-            the sliding window and the attention sinks, if any. None makes one for this call.
+        plan: from :func:`plan_gqa_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``: kernels
+            attend over the plan's, and the reference refuses other ones. Carries the sliding window and the attention
+            sinks, if any. None makes one for this call.
         out: [B, S_q, H, d_v] to write into; None allocates.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: "tilelang", "reference", or None: TileLang where :func:`explain_gqa_decode` has nothing against it.
@@ -160,6 +161,7 @@ def _decode_out(
     _, page_size, groups, v_head_dim = v_cache.shape
     shape = dispatch(backend, heads, groups, qk_head_dim, v_head_dim, page_size, q.dtype, q.device, seqlen_q)
     if shape is None:
+        check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * page_size)
         made = gqa_decode_reference(
             q, k_cache, v_cache, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=causal,
             cache_starts=cache_starts, window=None if window < 0 else window, sinks=sinks,

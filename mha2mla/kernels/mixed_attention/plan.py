@@ -133,6 +133,23 @@ class Parts(NamedTuple):
     window: int
     capacity: int
 
+    def check_lengths(self, lengths: Tensor, cache_seqlens: Tensor) -> None:
+        """Raise ValueError if sequences whose calls were made from ``lengths`` have other lengths on the device by now.
+
+        On the CPU only, where looking costs nothing; the decode op looks after the others. 0 is a row of padding.
+        """
+        if cache_seqlens.device.type != "cpu":
+            return
+        rows = {row for group in self.layout.groups if group.first_token < 0 for row in group.rows}
+        rows.update(row for wave in self.layout.waves for row in range(wave.first, wave.stop))
+        for row in sorted(rows):
+            planned, is_now = int(lengths[:2, row].sum()), int(cache_seqlens[row])
+            if is_now not in (0, planned):
+                raise ValueError(
+                    f"plan was made for {planned} tokens of sequence {row}; expected {is_now}, its cache_seqlens: make"
+                    " a new plan"
+                )
+
     def decode_plan(self, group: int, heads: int, width: int) -> DecodePlan:
         """The decode op's plan for a group, whose queries are [B_g, S_q, heads, width]."""
         part, shape = self.groups[group], self.layout.groups[group]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from mha2mla.kernels.devices import BACKENDS, capability
 from mha2mla.kernels.layouts import Layout, argument_error, check_data, check_index
 from mha2mla.kernels.mla_decode.dispatch import dispatch
-from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, empty_plan
+from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, check_spans, empty_plan
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 
@@ -96,8 +96,9 @@ def mla_decode(
         softmax_scale: the source model's, usually head_dim ** -0.5; never derived from d_c + d_r.
         causal: new token s sees tokens before ``cache_seqlens - S_q + 1 + s`` (bottom-right aligned); else all.
         cache_starts: [B] int32, first visible token (left padding); None means 0.
-        plan: from :func:`plan_mla_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``; carries
-            the sliding window and the attention sinks, if any. None makes one for this call.
+        plan: from :func:`plan_mla_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``: kernels
+            attend over the plan's, and the reference refuses other ones. Carries the sliding window and the attention
+            sinks, if any. None makes one for this call.
         out: [B, S_q, H, d_c] to write into; None allocates.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: "tilelang", "reference", or None: TileLang where :func:`explain_mla_decode` has nothing against it.
@@ -191,6 +192,7 @@ def _decode_out(
             causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse,
         )  # fmt: skip
     else:
+        check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * rope_cache.shape[1])
         reference_out, reference_lse = mla_decode_reference(
             q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens,
             softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts,
