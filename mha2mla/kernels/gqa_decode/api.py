@@ -13,7 +13,7 @@ from mha2mla.kernels.devices import BACKENDS, capability
 from mha2mla.kernels.gqa_decode.dispatch import dispatch
 from mha2mla.kernels.gqa_decode.plan import empty_plan
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
-from mha2mla.kernels.layouts import Layout, argument_error, check_data, check_index
+from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_data, check_index
 from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, check_spans
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -94,7 +94,8 @@ def gqa_decode(
         backend: "tilelang", "reference", or None: TileLang where :func:`explain_gqa_decode` has nothing against it.
 
     The three data tensors share a dtype (bfloat16 or float16; the reference also takes float32 and float64) and may be
-    strided views: last dimension contiguous, 16-bit rows on 16-byte boundaries.
+    strided views: last dimension contiguous, 16-bit rows on 16-byte boundaries. Kernels refuse a view that does not
+    begin at a multiple of 16 bytes.
 
     Returns:
         ``out [B, S_q, H, d_v]``, and with ``return_lse`` also ``lse [B, H, S_q]`` (natural log, float32; float64 from
@@ -169,6 +170,7 @@ def _decode_out(
         out.copy_(made[0])
         lse.copy_(made[1])
         return
+    check_aligned(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     from mha2mla.kernels.gqa_decode.launch import launch_gqa_decode
 
     if schedule is None or splits is None or partial_out is None or partial_lse is None:

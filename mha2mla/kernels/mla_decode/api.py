@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mha2mla.kernels.devices import BACKENDS, capability
-from mha2mla.kernels.layouts import Layout, argument_error, check_data, check_index
+from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_data, check_index
 from mha2mla.kernels.mla_decode.dispatch import dispatch
 from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, check_spans, empty_plan
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
@@ -105,6 +105,7 @@ def mla_decode(
 
     The four data tensors share a dtype (bfloat16 or float16; the reference also takes float32 and float64) and may be
     strided views: last dimension contiguous, 16-bit rows on 16-byte boundaries, a token's G rope heads side by side.
+    Kernels refuse a view that does not begin at a multiple of 16 bytes.
 
     Returns:
         ``out [B, S_q, H, d_c]``, and with ``return_lse`` also ``lse [B, H, S_q]`` (natural log, float32; float64 from
@@ -175,6 +176,7 @@ def _decode_out(
 ) -> None:
     shape = _dispatch(backend, q_latent, q_pe, rope_cache)
     if shape is not None:
+        check_aligned(q_latent=q_latent, q_pe=q_pe, latent_cache=latent_cache, rope_cache=rope_cache, out=out)
         from mha2mla.kernels.mla_decode.launch import launch_mla_decode
 
         if schedule is None or splits is None or partial_out is None or partial_lse is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.devices import BACKENDS, capability, dtype_name, num_sms
+from mha2mla.kernels.layouts import check_aligned
 from mha2mla.kernels.mla_decode.dispatch import decode_shape
 from mha2mla.kernels.mla_decode.plan import DecodePlan, allocate_plan, check_spans, check_window
 from mha2mla.kernels.mla_decode.selection import DecodeShape
@@ -246,6 +247,10 @@ def _decode_out(
         out.copy_(reference_out)
         lse.copy_(reference_lse)
         return
+    check_aligned(
+        q_latent=q_latent, q_pe=q_pe, latent_cache=latent_cache, latent_scale=latent_scale, rope_cache=rope_cache,
+        out=out,
+    )  # fmt: skip
     from mha2mla.kernels.mla_decode_fp8.launch import launch_mla_decode_fp8
 
     if schedule is None or splits is None or partial_out is None or partial_lse is None:
