@@ -132,6 +132,47 @@ def test_a_block_table_without_columns_is_contiguous(name, device):
         assert not out.any() and (lse == -torch.inf).all()
 
 
+def with_a_hole(name: str, device: str) -> tuple:
+    """An op, its arguments with the second page of the longest sequence missing, and the same with a page of zeros."""
+    op, given, _ = OPS[name](device)
+    caches = [key for key in ("latent_cache", "latent_scale", "rope_cache", "k_cache", "v_cache") if key in given]
+    for key in caches:  # finite and large, so that reading another sequence's page shows
+        given[key] = torch.where(given[key].float().isnan(), 3.0, given[key].float()).to(given[key].dtype)
+    zeros = given | {key: torch.cat((given[key], torch.zeros_like(given[key][:1]))) for key in caches}
+    filled, holes = given["block_table"].clone(), given["block_table"].clone()
+    filled[1, 1] = len(given[caches[0]])
+    holes[1, 1] = -1
+    return op, given | {"block_table": holes}, zeros | {"block_table": filled}
+
+
+@pytest.mark.parametrize("name", ["mla_decode", "gqa_decode", "mla_decode_fp8"])
+def test_no_page_inside_a_length_is_refused_by_references(name):
+    """As an index, -1 is the last page: somebody else's."""
+    op, holes, _ = with_a_hole(name, "cpu")
+    with pytest.raises(
+        ValueError, match=r"block_table\[1, 1\] is -1, and token 64 of the sequence is visible; expected"
+    ):
+        op(**holes)
+    beyond = holes["block_table"].clamp_min(0)
+    beyond[1, 1] = 10**6
+    with pytest.raises(ValueError, match=r"block_table\[1, 1\] is 1000000"):
+        op(**holes | {"block_table": beyond})
+    holes["cache_seqlens"][1] = 60  # now the entry lies behind the length
+    assert op(**holes).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["tilelang", "reference"])
+@pytest.mark.parametrize("name", ["mla_decode", "gqa_decode", "mla_decode_fp8"])
+def test_no_page_inside_a_length_reads_no_other_page_on_the_gpu(name, backend):
+    """Nobody waits to look at the table there: such tokens are zeros, as TMA reads them outside a tensor."""
+    op, holes, zeros = with_a_hole(name, "cuda")
+    out, lse = op(**holes, backend=backend, return_lse=True)
+    expected, expected_lse = op(**zeros, backend=backend, return_lse=True)
+    assert out.isfinite().all() and torch.equal(out, expected) and torch.equal(lse, expected_lse)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_plan_over_a_block_table_without_columns(device):
     for make, name in ((plan_mla_decode, "mla_decode"), (plan_gqa_decode, "gqa_decode")):

@@ -80,7 +80,8 @@ def gqa_decode(
         k_cache: [P, page, G, d_qk] pages of rotated keys; G divides H, and H / G need not be a power of two.
         v_cache: [P, page, G, d_v] pages of values.
         block_table: [B, max_pages] int32, the pages of each sequence; entries past its length, or whose whole tile of
-            64 tokens no query sees, are never used.
+            64 tokens no query sees, are never used. Tokens of an entry that is no page, such as -1, count as zeros and
+            no other page is read; the reference on the CPU refuses it.
         cache_seqlens: [B] int32, tokens per sequence, the S_q new ones included; clamped to max_pages * page on the
             device. 0 gives zeros and lse -inf.
         softmax_scale: usually d_qk ** -0.5.

@@ -118,7 +118,8 @@ class GroupPart(NamedTuple):
 
 
 class ChunkPart(NamedTuple):
-    """``slots [T]`` in the cache of a chunk's tokens, and ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
+    """``slots [T]`` in the cache of a chunk's tokens, -1 where there is no page (of rows that pad the batch), and
+    ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
 
     slots: Tensor
     cu_seqlens_k: Tensor
@@ -353,8 +354,9 @@ def _plan(
             token = torch.arange(chunk.tokens, dtype=torch.int32, device=device)
             sequence = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
             position = token + (begins - bounds)[sequence.long()]
-            # Whoever built the batch has seen to it that there is a page; a wrong table must still not fault.
-            pieces.put(slots_of(table, sequence, position, page_size).clamp_min(0), bounds)
+            slots = slots_of(table, sequence, position, page_size)
+            _check_pages(slots, wave.first + sequence, position, cache_seqlens)
+            pieces.put(slots, bounds)
     nothing = cache_seqlens.new_empty(0)
     return MixedPlan(
         lengths, block_table, cache_seqlens, cache_starts, torch.cat([nothing, *pieces.index]),
@@ -362,6 +364,20 @@ def _plan(
         torch.tensor(pieces.shapes, dtype=torch.int64).view(-1, 6), short, max_expanded_tokens,
         -1 if window is None else window, page_size,
     )  # fmt: skip
+
+
+def _check_pages(slots: Tensor, sequence: Tensor, position: Tensor, cache_seqlens: Tensor) -> None:
+    """Raise ValueError, on the CPU, where a token of a sequence that is no padding has no page. Elsewhere, where nobody
+    waits to look, such tokens are read as zeros."""
+    if slots.device.type != "cpu":
+        return
+    lost = (slots < 0) & (cache_seqlens[sequence.long()] > 0)
+    if bool(lost.any()):
+        first = int(lost.nonzero()[0])
+        raise ValueError(
+            f"block_table has no page for token {int(position[first])} of sequence {int(sequence[first])}; expected one"
+            " for every cached and new token"
+        )
 
 
 def _cumulative(lengths: tuple[int, ...]) -> list[int]:

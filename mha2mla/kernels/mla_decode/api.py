@@ -90,7 +90,8 @@ def mla_decode(
         latent_cache: [P, page, d_c] pages of latents.
         rope_cache: [P, page, G, d_r] pages of rotated keys; G divides H.
         block_table: [B, max_pages] int32, the pages of each sequence; entries past its length, or whose whole tile of
-            64 tokens no query sees, are never used.
+            64 tokens no query sees, are never used. Tokens of an entry that is no page, such as -1, count as zeros and
+            no other page is read; the reference on the CPU refuses it.
         cache_seqlens: [B] int32, tokens per sequence, the S_q new ones included; clamped to max_pages * page on the
             device. 0 gives zeros and lse -inf.
         softmax_scale: the source model's, usually head_dim ** -0.5; never derived from d_c + d_r.
