@@ -2,12 +2,15 @@
 
 What is the same: arguments, their order and defaults (``softmax_scale=None`` means the width of a key to the power
 -1/2, absorbed or not: what FlashMLA does, and right for DeepSeek's own callers only if they pass theirs, as they do),
-shapes, natural logarithms, and that metadata is for one set of lengths and shared by all layers of a step.
+shapes, natural logarithms, and that metadata is made once per step and shared by all of its layers.
 
 What differs:
 
 * any number of heads, rope width and latent width (``head_dim_v``) that :func:`mha2mla.kernels.explain_mla_decode` has
   nothing against, pages of 16 tokens and more, and any device (the reference serves where no kernel does);
+* metadata that outlives its lengths is planned again, where FlashMLA computes garbage: whenever it meets another tensor
+  of lengths, or one that torch has written to since (not what a replayed CUDA graph or a foreign kernel writes: capture
+  the first call of a step too, or make new metadata);
 * the log-sum-exp of a query that sees no key is -inf (FlashMLA: +inf), its output 0 as there;
 * sparse attention, attention sinks and FlashMLA's 656-byte fp8 cache (four scales a token) are refused by name; the fp8
   cache of this package has one scale a token, in a tensor of its own (:func:`mha2mla.kernels.mla_decode_fp8`);
@@ -16,6 +19,7 @@ What differs:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +30,30 @@ from mha2mla.kernels import DecodePlan, attention_varlen, mla_decode, plan_mla_d
 
 @dataclass
 class MLAMetadata:
-    """What FlashMLA calls FlashMLASchedMeta: the plan of a step, made in the first call that is given it."""
+    """What FlashMLA calls FlashMLASchedMeta: the plan of a step, made in the first call that is given it.
+
+    Attributes:
+        plan: for the lengths that it was given last.
+        planned_for: these, and how often torch had written to them by then.
+    """
 
     plan: DecodePlan | None = None
+    planned_for: tuple[Tensor, int] | None = None
+
+    def plan_for(self, cache_seqlens: Tensor, make: Callable[[], DecodePlan]) -> DecodePlan:
+        """The plan, refreshed if these are other lengths; ``make`` makes one. Nothing is read on the device."""
+        # Tensors of inference mode do not count what is written to them.
+        written = -1 if cache_seqlens.is_inference() else cache_seqlens._version
+        if self.plan is None:
+            self.plan = make()
+        elif written < 0 or self.planned_for[0] is not cache_seqlens or self.planned_for[1] != written:
+            self.plan.refresh(cache_seqlens)
+        self.planned_for = (cache_seqlens, written)
+        return self.plan
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[MLAMetadata, None]:
-    """Metadata for one set of ``cache_seqlens``, and None for ``num_splits``; FlashMLA ignores arguments too."""
+    """Metadata for a step's calls, and None for ``num_splits``; FlashMLA ignores arguments too."""
     return MLAMetadata(), None
 
 
@@ -56,7 +77,7 @@ def flash_mla_with_kvcache(
         k_cache: [P, page, 1, d_c + d_r].
         block_table: [B, max_pages] int32. cache_seqlens: [B] int32.
         head_dim_v: d_c.
-        tile_scheduler_metadata: from :func:`get_mla_metadata`; new whenever lengths or shapes are.
+        tile_scheduler_metadata: from :func:`get_mla_metadata`; new whenever shapes are.
         num_splits: None.
         softmax_scale: None means (d_c + d_r) ** -0.5.
         causal: as in :func:`mla_decode`.
@@ -74,12 +95,14 @@ def flash_mla_with_kvcache(
         raise ValueError(f"{what}; expected dense attention over [P, page, 1, d_c + d_r] and none of FlashMLA's others")
     queries, cache = q.split([head_dim_v, q.shape[-1] - head_dim_v], -1), k_cache[:, :, 0, :head_dim_v]
     rope_cache = k_cache[..., head_dim_v:]
-    if tile_scheduler_metadata.plan is None:
-        tile_scheduler_metadata.plan = plan_mla_decode(
+    plan = tile_scheduler_metadata.plan_for(
+        cache_seqlens,
+        lambda: plan_mla_decode(
             queries[0], rope_cache, block_table, cache_seqlens, qk_rope_head_dim=rope_cache.shape[3], causal=causal
-        )
+        ),
+    )
     return mla_decode(
-        *queries, cache, rope_cache, block_table, cache_seqlens, causal=causal, plan=tile_scheduler_metadata.plan,
+        *queries, cache, rope_cache, block_table, cache_seqlens, causal=causal, plan=plan,
         softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, return_lse=True,
     )  # fmt: skip
 

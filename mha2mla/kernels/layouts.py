@@ -1,10 +1,13 @@
-"""What ops check of a tensor argument before they look at anything else: rank, dtype, device and strides."""
+"""What ops check of a tensor argument: rank, dtype, device and strides before anything else, its address in time."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes
 
 
 class Layout(NamedTuple):
@@ -55,8 +58,25 @@ def check_index(name: str, tensor: Layout, like: Layout, like_name: str, shape: 
         raise argument_error(f"{name}.dtype", tensor.dtype, "torch.int32")
     if tensor.device != like.device:
         raise argument_error(f"{name}.device", tensor.device, f"{like.device}, as {like_name}")
+    if 0 in tensor.shape:
+        return
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
         if size > 1 and stride != expected:
             raise argument_error(f"{name}.stride()", tensor.strides, "contiguous")
         expected *= size
+
+
+def check_aligned(**tensors: Tensor | None) -> None:
+    """Raise ValueError for the first argument that does not begin at a multiple of 16 bytes, as TMA and 16-byte loads
+    and stores ask for. For kernels only: a reference reads views of any offset.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.data_ptr() % ALIGNMENT and tensor.numel():
+            raise argument_error(f"{name}.data_ptr()", tensor.data_ptr(), f"a multiple of {ALIGNMENT} bytes")
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and beginning at a multiple of 16 bytes: itself, or a copy."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

@@ -9,6 +9,7 @@ from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.model import MHA2MLAForCausalLM, MHA2MLAPreTrainedModel
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.pages import StaleBatchError
 from mha2mla.modeling.served import LayerAttention, what_serves
 
 AutoConfig.register(MHA2MLAConfig.model_type, MHA2MLAConfig, exist_ok=True)
@@ -28,5 +29,6 @@ __all__ = [
     "MLAAttention",
     "PagedCache",
     "SequenceBatch",
+    "StaleBatchError",
     "what_serves",
 ]

@@ -11,7 +11,7 @@ from torch.export import Dim, ShapesCollection
 
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH
 from mha2mla.kernels.mixed_attention.plan import to_device
-from mha2mla.kernels.rope_append.api import slots_of
+from mha2mla.kernels.rope_append.api import MAX_SLOTS, slots_of
 from mha2mla.modeling.pages import NO_PAGE
 
 
@@ -38,6 +38,9 @@ class SequenceBatch:
         slots: [N] int32, page · page_size + offset of each token; -1: none.
         lengths: [3, B] int32 on the CPU: new tokens, cached tokens, first visible token. What the host decides by.
         order: [B] int64 on the CPU, which of the caller's sequences each row is; -1 for rows that pad the batch.
+        tickets: [2, B] int64 on the CPU: the sequence of each row and its generation, by which a
+            :class:`~mha2mla.modeling.pages.PageAllocator` knows whether the row's pages are still its own; -1 for rows
+            that pad the batch, and in batches that no allocator vouches for.
         page_size: tokens per page.
     """
 
@@ -51,6 +54,7 @@ class SequenceBatch:
     slots: Tensor
     lengths: Tensor
     order: Tensor
+    tickets: Tensor
     page_size: int
 
     @classmethod
@@ -66,6 +70,7 @@ class SequenceBatch:
         max_pages: int | None = None,
         num_sequences: int | None = None,
         num_tokens: int | None = None,
+        tickets: Sequence[tuple[int, int]] | None = None,
         device: torch.device | str = "cpu",
     ) -> SequenceBatch:
         """A batch from what the host knows. Two small copies to the device, and nothing read from it.
@@ -81,16 +86,20 @@ class SequenceBatch:
             num_sequences: rows to pad the batch to, for a CUDA graph of that size; they have as many new tokens as the
                 shortest sequence (one, if there is none), cache nothing and see nothing.
             num_tokens: tokens to pad to, after that.
+            tickets: sequence and generation of each.
             device: of the tensors.
 
         Raises:
-            CacheCapacityError: a sequence's pages do not hold its tokens, are not in the cache, or are more than
-                ``max_pages``; or two sequences would write to one page.
+            CacheCapacityError: a sequence's pages do not hold its tokens, are not in the cache, are more than
+                ``max_pages``, or lie beyond what int32 slots address; or two sequences would write to one page.
             ValueError: naming the argument, what it was and what it must be.
         """
         count = len(query_lengths)
         starts = [0] * count if cache_starts is None else list(cache_starts)
-        for name, given in (("cached_lengths", cached_lengths), ("pages", pages), ("cache_starts", starts)):
+        tickets = [(-1, -1)] * count if tickets is None else list(tickets)
+        for name, given in (
+            ("cached_lengths", cached_lengths), ("pages", pages), ("cache_starts", starts), ("tickets", tickets),
+        ):  # fmt: skip
             if len(given) != count:
                 raise ValueError(f"{name} has {len(given)} entries; expected {count}, one per sequence")
         for name, given in (
@@ -148,6 +157,7 @@ class SequenceBatch:
             slots=slots,
             lengths=torch.tensor([queries, cached, starts], dtype=torch.int32).view(3, -1),
             order=torch.tensor(order, dtype=torch.int64),
+            tickets=torch.tensor(in_order(tickets, (-1, -1)), dtype=torch.int64).view(-1, 2).T.contiguous(),
             page_size=page_size,
         )
 
@@ -187,7 +197,7 @@ class SequenceBatch:
         lengths[0] = seqlen_q
         return cls(
             boundaries, zeros, zeros.clone(), None, table, sequences, positions, slots, lengths,
-            torch.full((rows,), -1), page_size,
+            torch.full((rows,), -1), torch.full((2, rows), -1), page_size,
         )  # fmt: skip
 
     @property
@@ -212,6 +222,8 @@ class SequenceBatch:
 
     def copy_(self, other: SequenceBatch) -> SequenceBatch:
         """Puts another batch into this one's tensors, which stay where they are: for replaying a CUDA graph.
+
+        :meth:`BatchStep.load` does so for the batch of a step, and refuses a stale one.
 
         Raises:
             ValueError: shapes or numbers of new tokens differ, or there are long queries, whose launches depend on
@@ -281,7 +293,7 @@ class SequenceBatch:
         for field in fields(self):
             tensor = getattr(self, field.name)
             if isinstance(tensor, Tensor):
-                first = 1 if field.name == "lengths" else 0
+                first = 1 if field.name in ("lengths", "tickets") else 0
                 shapes[tensor] = dict.fromkeys(range(first, tensor.ndim), Dim.AUTO)
         return shapes
 
@@ -312,10 +324,10 @@ def _check_capacity(
     num_pages: int | None,
 ) -> None:
     owners: dict[int, list[int]] = {}
+    last = MAX_SLOTS // page_size - 1 if num_pages is None else min(num_pages, MAX_SLOTS // page_size) - 1
     for sequence, mine in enumerate(pages):
         for page in mine:
-            if page < 0 or (num_pages is not None and page >= num_pages):
-                last = "the cache's" if num_pages is None else num_pages - 1
+            if not 0 <= page <= last:
                 raise CacheCapacityError(f"pages[{sequence}] has page {page}; expected 0 to {last}")
             owners.setdefault(page, []).append(sequence)
     for sequence, (new, old, mine) in enumerate(zip(query_lengths, cached_lengths, pages, strict=True)):

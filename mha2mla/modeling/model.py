@@ -337,6 +337,9 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         if input_ids.shape != (batch.num_tokens,):
             raise ValueError(f"input_ids.shape is {tuple(input_ids.shape)}; expected {(batch.num_tokens,)}, [N]")
         self._length_watch.see_batch(batch.lengths[:2].sum(0))
+        if not batch.num_tokens:  # nothing to embed, and no last token to look up
+            step.check()
+            return self.lm_head.weight.new_zeros(0 if all_logits else batch.num_sequences, self.vocab_size)
         hidden = self.model(
             input_ids=input_ids[None],
             # Passed on as it is, and no layer looks at it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from mha2mla.kernels import MixedPlan
 from mha2mla.modeling.backends import AttentionBackend, AttentionConstants
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
-from mha2mla.modeling.pages import PageAllocator
+from mha2mla.modeling.pages import OutOfPagesError, PageAllocator, StaleBatchError
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,8 @@ class BatchStep:
     Attributes:
         batch: the step's sequences.
         backends, constants, caches, plans: per layer; layers that can share a plan do.
+        allocator: of the cache, which knows whether the batch's sequences are still what they were.
+        planned_for: [2, B] int64 on the CPU, the batch's tickets when the plans were made.
     """
 
     batch: SequenceBatch
@@ -29,18 +30,50 @@ class BatchStep:
     constants: tuple[AttentionConstants, ...]
     caches: tuple[Mapping[str, Tensor], ...]
     plans: tuple[MixedPlan, ...]
+    allocator: PageAllocator
+    planned_for: Tensor
 
-    def refresh(self) -> None:
-        """Plans again, in place, for what the batch's tensors now say (:meth:`SequenceBatch.copy_`); for CUDA graphs.
+    def check(self) -> None:
+        """Raise StaleBatchError if a sequence of the batch ended or changed, or the plans are for another batch.
+
+        By what the host knows: nothing is read on the device. Replays of a CUDA graph run no host code, so there
+        :meth:`load` is what refuses.
+        """
+        self.allocator.check_generations(*self.batch.tickets.tolist())
+        if not torch.equal(self.planned_for, self.batch.tickets):
+            raise StaleBatchError("batch was replaced after the plans were made; expected a call of refresh() between")
+
+    def load(self, batch: SequenceBatch) -> None:
+        """Puts another batch in the place of the step's own (:meth:`SequenceBatch.copy_`); then :meth:`refresh`, or
+        replay the CUDA graph that does.
 
         Raises:
+            StaleBatchError: a sequence of ``batch`` ended or changed since it was made; nothing is changed.
+            ValueError: its shapes or numbers of new tokens are others.
+        """
+        self.allocator.check_generations(*batch.tickets.tolist())
+        self.batch.copy_(batch)
+
+    def refresh(self) -> None:
+        """Plans again, in place, for what the batch's tensors now say (:meth:`load`); for CUDA graphs.
+
+        Raises:
+            StaleBatchError: a sequence of the batch ended or changed since it was made.
             ValueError: the batch has queries of more than 8 tokens.
         """
+        self.allocator.check_generations(*self.batch.tickets.tolist())
         for plan in {id(plan): plan for plan in self.plans}.values():
             plan.refresh()
+        self.planned_for.copy_(self.batch.tickets)
 
     def attend(self, layer_idx: int, tensors: Mapping[str, Tensor | None]) -> Tensor:
-        """Appends a layer's new tokens and attends; ``tensors`` by the backend's names. [N, H, d_v]."""
+        """Appends a layer's new tokens and attends; ``tensors`` by the backend's names. [N, H, d_v].
+
+        Raises:
+            StaleBatchError: as :meth:`check`, which the first layer asks.
+        """
+        if layer_idx == 0 and not torch.compiler.is_compiling():
+            self.check()
         backend = self.backends[layer_idx]
         return backend.run(
             tensors, self.caches[layer_idx], self.batch, self.plans[layer_idx], self.constants[layer_idx]
@@ -90,8 +123,19 @@ class PagedCache:
         return self.allocator.allocate()
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the same tokens, on the same pages until one of the two grows."""
+        """A new sequence with the same tokens, on the same pages until one of the two grows.
+
+        Run a batch that brings new tokens of the sequence before: afterwards it is stale.
+        """
         return self.allocator.fork(sequence)
+
+    def crop(self, sequence: int, length: int) -> None:
+        """Forgets the tokens of a sequence from ``length`` on, such as rejected drafts.
+
+        Raises:
+            ValueError: no such sequence, or ``length`` is negative or more than it has.
+        """
+        self.allocator.truncate(sequence, length)
 
     def close(self, sequence: int) -> None:
         """Ends a sequence and gives its pages back."""
@@ -113,53 +157,44 @@ class PagedCache:
 
         Raises:
             CacheCapacityError: there are too few free pages, or a sequence would have more than ``max_pages``.
-            ValueError: no such sequence, or a negative number of tokens.
+            ValueError: no such sequence, a negative number of tokens, or more than ``num_sequences`` or ``num_tokens``.
         """
-        allocator, size = self.allocator, self.allocator.page_size
+        allocator = self.allocator
         cached = [allocator.length(sequence) for sequence in new_tokens]
-        needed = self._pages_needed(new_tokens)
-        if needed > allocator.num_free:
-            raise CacheCapacityError(
-                f"new_tokens asks for {sum(new_tokens.values())} tokens, {needed} pages of {size};"
-                f" {allocator.num_free} of {allocator.num_pages} are free"
-            )
-        for (sequence, new), old in zip(new_tokens.items(), cached, strict=True):
-            pages = -(-(new + old) // size)
-            if max_pages is not None and pages > max_pages:
+        try:
+            growth = allocator.plan_growth(new_tokens)
+        except OutOfPagesError as error:
+            raise CacheCapacityError(str(error)) from error
+        for sequence, pages in zip(new_tokens, growth.pages, strict=True):
+            if max_pages is not None and len(pages) > max_pages:
                 raise CacheCapacityError(
-                    f"sequence {sequence} would have {pages} pages; expected at most max_pages={max_pages}"
+                    f"sequence {sequence} would have {len(pages)} pages; expected at most max_pages={max_pages}"
                 )
-        for sequence, new in new_tokens.items():
-            copies = allocator.grow(sequence, new)
-            for layout, tensors in zip(self.layouts, self.tensors, strict=True):
-                layout.copy_pages(tensors, copies)
-        return SequenceBatch.build(
+        # Everything that can fail comes before the commit; copies go to pages that are free until then.
+        batch = SequenceBatch.build(
             list(new_tokens.values()),
             cached,
-            [allocator.pages(sequence) for sequence in new_tokens],
-            size,
+            growth.pages,
+            allocator.page_size,
             num_pages=allocator.num_pages,
             max_pages=max_pages,
             num_sequences=num_sequences,
             num_tokens=num_tokens,
+            tickets=[(sequence, growth.generation) for sequence in new_tokens],
             device=self.device,
         )
-
-    def _pages_needed(self, new_tokens: Mapping[int, int]) -> int:
-        """Free pages that growing takes, one after another. Of a shared page's owners the last to write keeps it."""
-        allocator = self.allocator
-        shared: Counter[int] = Counter()
-        needed = 0
-        for sequence, new in new_tokens.items():
-            if new < 0:
-                raise ValueError(f"new_tokens[{sequence}] is {new}; expected at least 0")
-            needed += allocator.pages_to_grow(sequence, new)
-            if new and allocator.length(sequence) % allocator.page_size:
-                shared[allocator.pages(sequence)[-1]] += 1
-        return needed - sum(1 for page, writers in shared.items() if writers == allocator.owners(page) > 1)
+        for layout, tensors in zip(self.layouts, self.tensors, strict=True):
+            layout.copy_pages(tensors, growth.copies)
+        allocator.commit(growth)
+        return batch
 
     def step(self, batch: SequenceBatch) -> BatchStep:
-        """Plans for a batch of :meth:`extend`: one for all layers of the same backend, geometry and window."""
+        """Plans for a batch of :meth:`extend`: one for all layers of the same backend, geometry and window.
+
+        Raises:
+            StaleBatchError: a sequence of the batch was closed, extended, cropped or forked since.
+        """
+        self.allocator.check_generations(*batch.tickets.tolist())
         plans: dict[tuple, MixedPlan] = {}
         keys = [(backend.name, constants.geometry, constants.window) for backend, constants in self.layers]
         for key, (backend, constants), tensors in zip(keys, self.layers, self.tensors, strict=True):
@@ -172,6 +207,8 @@ class PagedCache:
             tuple(constants for _, constants in self.layers),
             self.tensors,
             tuple([shared[key] for key in keys]),
+            self.allocator,
+            batch.tickets.clone(),
         )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from mha2mla.kernels.rope_append.api import MAX_SLOTS
 
 NO_PAGE = -1  # in a block table, behind a sequence's pages: no kernel looks there
 
@@ -15,12 +19,35 @@ class OutOfPagesError(RuntimeError):
     """There are not enough free pages; nothing was changed."""
 
 
+class StaleBatchError(ValueError):
+    """A batch is used after its sequences ended or changed: its pages may be somebody else's."""
+
+
 @dataclass(frozen=True)
 class PageCopy:
     """Page ``target`` must become a copy of page ``source`` before anything is written to ``target``."""
 
     source: int
     target: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What it takes to grow some sequences together. Nothing has happened yet: :meth:`PageAllocator.commit` does it.
+
+    Attributes:
+        new_tokens: per sequence.
+        pages: of each of these sequences afterwards.
+        copies: what to copy before new tokens are written; every target is a page that is still free.
+        taken: pages that are no longer free afterwards, in the order in which they are taken.
+        generation: of all of these sequences afterwards (:meth:`PageAllocator.generation`).
+    """
+
+    new_tokens: Mapping[int, int]
+    pages: tuple[tuple[int, ...], ...]
+    copies: tuple[PageCopy, ...]
+    taken: tuple[int, ...]
+    generation: int
 
 
 class PageAllocator:
@@ -35,18 +62,28 @@ class PageAllocator:
         page_size: tokens per page.
 
     Raises:
-        ValueError: either is less than 1.
+        ValueError: either is less than 1, or there are more tokens than int32 slots address.
     """
+
+    # Generations of two allocators never meet, so that a batch of one is not taken for a batch of the other.
+    _first_generations: ClassVar = itertools.count(0, 2**40)
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         for name, value in (("num_pages", num_pages), ("page_size", page_size)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
+        if num_pages * page_size > MAX_SLOTS:
+            raise ValueError(
+                f"num_pages is {num_pages} of {page_size} tokens; expected at most {MAX_SLOTS // page_size}: slots are"
+                " int32"
+            )
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages - 1, -1, -1))  # a stack: what was used last is what L2 still holds
         self._owners = [0] * num_pages
         self._pages: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
+        self._generations: dict[int, int] = {}
+        self._oldest = self._newest = next(self._first_generations)
         self._next = 0
 
     @property
@@ -73,6 +110,24 @@ class PageAllocator:
         """Sequences that own a page."""
         return self._owners[page]
 
+    def generation(self, sequence: int) -> int:
+        """A number that changes whenever the sequence grows, shrinks or is forked, and that it never has again."""
+        self._check(sequence)
+        return self._generations[sequence]
+
+    def check_generations(self, sequences: Sequence[int], generations: Sequence[int]) -> None:
+        """Raise StaleBatchError unless every sequence has still that generation; a negative one is nobody's."""
+        for sequence, generation in zip(sequences, generations, strict=True):
+            if generation < 0 or self._generations.get(sequence) == generation:
+                continue
+            if not self._oldest <= generation <= self._newest:
+                what = "is of another cache"
+            elif sequence not in self._generations:
+                what = "was closed since the batch was made"
+            else:
+                what = "was extended, cropped or forked since the batch was made"
+            raise StaleBatchError(f"batch has sequence {sequence}, which {what}; expected the latest batch of extend")
+
     def allocate(self, length: int = 0) -> int:
         """A new sequence with room for ``length`` tokens.
 
@@ -85,15 +140,60 @@ class PageAllocator:
         pages = self._take(self._pages_for(length))
         sequence, self._next = self._next, self._next + 1
         self._pages[sequence], self._lengths[sequence] = pages, length
+        self._changed(sequence)
         return sequence
 
     def pages_to_grow(self, sequence: int, new_tokens: int) -> int:
         """Free pages that :meth:`grow` with the same arguments takes."""
-        self._check(sequence)
-        if new_tokens < 0:
-            raise ValueError(f"new_tokens is {new_tokens}; expected at least 0")
-        grown = self._pages_for(self._lengths[sequence] + new_tokens) - len(self._pages[sequence])
-        return grown + bool(new_tokens and self._writes_shared(sequence))
+        return self._growth_of(sequence, new_tokens, {})[1]
+
+    def plan_growth(self, new_tokens: Mapping[int, int]) -> Growth:
+        """What growing these sequences together takes; changes nothing.
+
+        Of the owners of a shared page that write to it in one step, the last one keeps it.
+
+        Args:
+            new_tokens: per sequence.
+
+        Raises:
+            ValueError: no such sequence, or a negative number of tokens.
+            OutOfPagesError: too few free pages.
+        """
+        owners: dict[int, int] = {}
+        grown = [self._growth_of(sequence, new, owners) for sequence, new in new_tokens.items()]
+        needed = sum(added for _, added, _ in grown)
+        if needed > len(self._free):
+            raise OutOfPagesError(
+                f"new_tokens asks for {sum(new_tokens.values())} tokens, {needed} pages of {self.page_size};"
+                f" {len(self._free)} of {self.num_pages} are free"
+            )
+        taken = tuple(self._free[len(self._free) - needed :][::-1])
+        pages, page_copies, used = [], [], 0
+        for sequence, (kept, added, copies) in zip(new_tokens, grown, strict=True):
+            mine = self._pages[sequence]
+            pages.append((*mine[:kept], *taken[used : used + added]))
+            if copies:
+                page_copies.append(PageCopy(mine[-1], taken[used]))
+            used += added
+        return Growth(dict(new_tokens), tuple(pages), tuple(page_copies), taken, self._newest + 1)
+
+    def commit(self, growth: Growth) -> None:
+        """Carries out a :meth:`plan_growth`.
+
+        Raises:
+            ValueError: the allocator has changed since; nothing is changed.
+        """
+        if growth.generation != self._newest + 1:
+            raise ValueError("growth was planned before another change; expected one planned for the present state")
+        del self._free[len(self._free) - len(growth.taken) :]
+        for page in growth.taken:
+            self._owners[page] = 1
+        for copy in growth.copies:
+            self._owners[copy.source] -= 1  # never the last: that one keeps the page
+        for (sequence, new), pages in zip(growth.new_tokens.items(), growth.pages, strict=True):
+            self._pages[sequence] = list(pages)
+            self._lengths[sequence] += new
+        self._changed(*growth.new_tokens)
 
     def grow(self, sequence: int, new_tokens: int) -> tuple[PageCopy, ...]:
         """Room for ``new_tokens`` more tokens.
@@ -105,17 +205,11 @@ class PageAllocator:
             ValueError: no such sequence, or ``new_tokens`` is negative.
             OutOfPagesError: too few free pages.
         """
-        taken = self._take(self.pages_to_grow(sequence, new_tokens))
-        copies: tuple[PageCopy, ...] = ()
-        mine = self._pages[sequence]
-        if new_tokens and self._writes_shared(sequence):
-            own = taken.pop()
-            copies = (PageCopy(mine[-1], own),)
-            self._release(mine[-1])
-            mine[-1] = own
-        mine.extend(taken)
-        self._lengths[sequence] += new_tokens
-        return copies
+        if new_tokens < 0:
+            raise ValueError(f"new_tokens is {new_tokens}; expected at least 0")
+        growth = self.plan_growth({sequence: new_tokens})
+        self.commit(growth)
+        return growth.copies
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets the tokens from ``length`` on (rejected drafts), with the pages that only they needed.
@@ -126,19 +220,26 @@ class PageAllocator:
         self._check(sequence)
         if not 0 <= length <= self._lengths[sequence]:
             raise ValueError(f"length is {length}; expected 0 to {self._lengths[sequence]}, the sequence's own")
+        if length == self._lengths[sequence]:
+            return
         mine, kept = self._pages[sequence], self._pages_for(length)
         for page in reversed(mine[kept:]):
             self._release(page)
         del mine[kept:]
         self._lengths[sequence] = length
+        self._changed(sequence)
 
     def fork(self, sequence: int) -> int:
-        """A new sequence with the same tokens, on the same pages."""
+        """A new sequence with the same tokens, on the same pages.
+
+        A batch that brings new tokens of the sequence has to be run before: the pages are not written any more.
+        """
         self._check(sequence)
         twin, self._next = self._next, self._next + 1
         self._pages[twin], self._lengths[twin] = list(self._pages[sequence]), self._lengths[sequence]
         for page in self._pages[twin]:
             self._owners[page] += 1
+        self._changed(sequence, twin)
         return twin
 
     def free(self, sequence: int) -> None:
@@ -146,7 +247,8 @@ class PageAllocator:
         self._check(sequence)
         for page in reversed(self._pages.pop(sequence)):
             self._release(page)
-        del self._lengths[sequence]
+        del self._lengths[sequence], self._generations[sequence]
+        self._changed()
 
     def slots(self, sequence: int, start: int, stop: int) -> list[int]:
         """Where tokens ``start`` to ``stop`` of a sequence lie: page · page_size + offset, each.
@@ -194,9 +296,25 @@ class PageAllocator:
     def _pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _writes_shared(self, sequence: int) -> bool:
-        """Whether the next token goes to a page that somebody else owns too."""
-        return self._lengths[sequence] % self.page_size != 0 and self._owners[self._pages[sequence][-1]] > 1
+    def _growth_of(self, sequence: int, new_tokens: int, owners: dict[int, int]) -> tuple[int, int, bool]:
+        """Pages kept, pages added behind them, and whether the first of these is a copy of a shared page.
+
+        ``owners``: of shared pages, once the sequences that were asked about before have grown; updated.
+        """
+        self._check(sequence)
+        if new_tokens < 0:
+            raise ValueError(f"new_tokens[{sequence}] is {new_tokens}; expected at least 0")
+        mine, length, copies = self._pages[sequence], self._lengths[sequence], False
+        if new_tokens and length % self.page_size:
+            left = owners.get(mine[-1], self._owners[mine[-1]])
+            copies = left > 1
+            owners[mine[-1]] = left - copies
+        kept = len(mine) - copies
+        return kept, self._pages_for(length + new_tokens) - kept, copies
+
+    def _changed(self, *sequences: int) -> None:
+        self._newest += 1
+        self._generations.update(dict.fromkeys(sequences, self._newest))
 
     def _take(self, count: int) -> list[int]:
         if count > len(self._free):

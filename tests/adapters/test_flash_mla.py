@@ -37,6 +37,46 @@ def test_decode_is_the_op(seqlen_q):
     assert (lse[0] == -torch.inf).all() and not out[0].any()
 
 
+def metadata_for(problem: Problem, device: str = "cpu", dtype: torch.dtype = torch.float64):
+    """Metadata that a first call has planned, the call, and the problem's inputs with lengths that may be changed."""
+    inputs = problem.inputs(dtype, device)
+    call = combined(inputs) | {"tile_scheduler_metadata": get_mla_metadata()[0]}
+    flash_mla_with_kvcache(**call)
+    return call, inputs
+
+
+@pytest.mark.parametrize("how", ["in place", "another tensor", "inference mode"])
+def test_metadata_that_outlives_its_lengths_is_planned_again_failure_35(how):
+    problem = Problem(4, 1, 32, 16, (9, 70, 130), combined=True)
+    with torch.inference_mode(how == "inference mode"):
+        call, inputs = metadata_for(problem)
+        shorter = inputs["cache_seqlens"] - torch.tensor([3, 0, 70], dtype=torch.int32)
+        lengths = shorter if how == "another tensor" else inputs["cache_seqlens"].copy_(shorter)
+        plan = call["tile_scheduler_metadata"].plan
+        out, lse = flash_mla_with_kvcache(**call | {"cache_seqlens": lengths})
+        expected, expected_lse = exact(inputs | {"cache_seqlens": shorter})
+        assert torch.allclose(out, expected) and torch.allclose(lse, expected_lse)
+        assert call["tile_scheduler_metadata"].plan is plan
+
+
+def test_metadata_is_planned_once_for_all_layers(monkeypatch):
+    call, _ = metadata_for(Problem(4, 1, 32, 16, (9, 70), combined=True))
+    monkeypatch.setattr(type(call["tile_scheduler_metadata"].plan), "refresh", None)
+    flash_mla_with_kvcache(**call)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_metadata_that_outlives_its_lengths_is_planned_again_on_the_gpu_failure_35():
+    """Where a stale plan would give the attention of the old lengths."""
+    problem = Problem(32, 1, 512, 64, (64, 700, 2000), combined=True)
+    call, inputs = metadata_for(problem, "cuda", torch.bfloat16)
+    inputs["cache_seqlens"].sub_(torch.tensor([3, 600, 1], dtype=torch.int32, device="cuda"))
+    out, lse = flash_mla_with_kvcache(**call)
+    judgement = judge(inputs, out, lse, torch.bfloat16)
+    assert judgement.ok, judgement.reason
+
+
 def test_default_scale_is_flash_mlas():
     inputs = Problem(4, 1, 32, 16, (5, 70), combined=True).inputs(torch.float64)
     call = combined(inputs) | {"softmax_scale": None, "tile_scheduler_metadata": get_mla_metadata()[0]}

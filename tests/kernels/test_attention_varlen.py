@@ -118,6 +118,37 @@ def test_empty_and_single():
             check(PrefillProblem(1, (8,), (1,), 8, lengths, behind=behind), torch.float32)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("causal", [True, False])
+def test_nan_does_not_cross_requests_failure_2(causal, bad):
+    """One sequence's values, keys or queries, or what lies behind the last one, must not reach the others."""
+    q, k, v = (torch.randn(14, heads, width) for heads, width in ((4, 16), (2, 16), (2, 24)))
+    bounds = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
+    clean, clean_lse = attention_varlen(q, k, v, bounds, bounds, 5, softmax_scale=0.3, causal=causal, return_lse=True)
+    for name in "qkv":
+        given = {"q": q.clone(), "k": k.clone(), "v": v.clone()}
+        given[name][6:7] = bad
+        given[name][12:] = bad
+        out, lse = attention_varlen(
+            **given, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=5, softmax_scale=0.3, causal=causal,
+            return_lse=True,
+        )  # fmt: skip
+        others = [*range(5), *range(9, 12)] + ([5] if causal or name == "q" else [])
+        torch.testing.assert_close(out[others], clean[others])
+        torch.testing.assert_close(lse[:, others], clean_lse[:, others])
+        assert not out[6].isfinite().all(), "the token that holds it sees it"
+
+
+def test_infinite_values_are_what_the_sum_says():
+    """As torch adds them up: an infinity wins, two of different signs are NaN, and only where they are seen."""
+    q, k = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8)
+    v = torch.tensor([[1.0, torch.inf, 2.0], [torch.inf, -torch.inf, 3.0], [0.0, 1.0, torch.nan]])[:, None]
+    bounds = torch.tensor([0, 3], dtype=torch.int32)
+    out = attention_varlen(q, k, v, bounds, bounds, 3, softmax_scale=1.0)[:, 0]
+    expected = [[1.0, torch.inf, 2.0], [torch.inf, torch.nan, 2.5], [torch.inf, torch.nan, torch.nan]]
+    torch.testing.assert_close(out, torch.tensor(expected), equal_nan=True)
+
+
 def test_out_is_written():
     problem = SMALL[0]
     inputs = problem.inputs(torch.float32)

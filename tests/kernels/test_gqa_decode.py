@@ -177,6 +177,17 @@ def test_plan_knows_its_shape_failure_21():
         call(inputs, plan=plan, causal=False)
 
 
+def test_a_plan_for_other_lengths_is_refused_by_the_reference_failure_35():
+    inputs = BASE.inputs(torch.float32)
+    plan = BASE.plan(inputs)
+    call(inputs, plan=plan)
+    changed = inputs | {"cache_seqlens": inputs["cache_seqlens"] - 1}
+    with pytest.raises(ValueError, match="plan was last refreshed for tokens .*; expected"):
+        call(changed, plan=plan)
+    plan.refresh(changed["cache_seqlens"], changed["cache_starts"])
+    call(changed, plan=plan)
+
+
 def test_opcheck_failure_22():
     inputs = BASE.inputs(torch.float32)
     tensors = [inputs[name] for name in ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cache_starts")]

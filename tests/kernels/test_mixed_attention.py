@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mha2mla.kernels import attention_combine, gqa_attention, mla_attention, plan_gqa_attention, plan_mla_attention
-from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS
+from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
 from mha2mla.kernels.mixed_attention.plan import parts_of
 from mha2mla.kernels.mixed_attention.reference import attend_sequences, mla_attention_reference, rows_of
@@ -206,6 +206,68 @@ def test_padding_rows_are_zero_and_touch_nothing():
     assert not out[2:].any() and error(out, problem.exact()) < 2e-6
 
 
+@pytest.mark.parametrize("token", [0, 30, 59])
+def test_nan_stays_in_its_sequence_failure_2(token):
+    """Two prompts in one wave, one of them with a NaN in its cache."""
+    problem = Problem.make(WIDTHS["per group"], ([30, 40], [30, 5]))
+    assert len(layout_of(problem.plan()).waves) == 1
+    clean = problem.run()
+    row = int((problem.batch.order == 0).nonzero())
+    page = int(problem.batch.block_table[row, token // 16])
+    problem.latent_cache[page, token % 16] = torch.nan
+    problem.rope_cache[page, token % 16] = torch.nan
+    out = problem.batch.unflatten(problem.run())
+    assert torch.equal(out[1], problem.batch.unflatten(clean)[1])
+    seen = torch.arange(30, 60) >= token
+    assert out[0][seen].isnan().all() and not out[0][~seen].isnan().any()
+
+
+def test_the_oracle_does_not_hide_nan():
+    """A query that is NaN gives NaN; what it does not see does not."""
+    query, values = torch.randn(2, 1, 4), torch.randn(3, 1, 4)
+    values[0] = torch.nan
+    out = attend_sequences(query, [2], [(torch.zeros(3, 1, 4), values)], [1], 1.0, None)
+    assert out.isfinite().all()
+    query[1] = torch.nan
+    out = attend_sequences(query, [2], [(torch.zeros(3, 1, 4), values)], [1], 1.0, None)
+    assert out[0].isfinite().all() and out[1].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_long_rows_of_padding_read_no_page_failure_2(rows):
+    """They have as many new tokens as the shortest query, and no page: page 0 is somebody else's."""
+    problem = Problem.make(WIDTHS["per group"], ([30, 40], [0, 5]), num_sequences=2 + rows)
+    problem.latent_cache.nan_to_num_(1e30)
+    out = problem.run()
+    padding = torch.repeat_interleave(problem.batch.order < 0, problem.batch.lengths[0])
+    assert not out[padding].any() and len(out[padding]) == 30 * rows
+    assert error(out[~padding], problem.exact()[~padding]) < 2e-6
+
+
+@pytest.mark.parametrize(("lengths", "entry"), [(([1, 3], [30, 20]), 1), (([12], [40]), 0), (([40], [9]), 2)])
+def test_a_hole_in_the_page_table_is_refused(lengths, entry):
+    """In a decode, in pieces and in a wave."""
+    problem = Problem.make(WIDTHS["per group"], lengths)
+    plan = problem.plan()
+    problem.batch.block_table[0, entry] = -1
+    with pytest.raises(ValueError, match="block_table.*expected (a page from 0 to|one for every cached)"):
+        problem.run()
+    if not layout_of(plan).waves and layout_of(plan).groups[0].first_token >= 0:
+        with pytest.raises(ValueError, match=r"block_table\[0, 1\] is -1"):
+            problem.run(plan)
+
+
+def test_slots_without_a_page_are_read_as_zeros():
+    cache = torch.randn(3, 4, 2)
+    slots = torch.tensor([5, -1, 0], dtype=torch.int32)
+    strided = torch.randn(3, 8, 2)[:, :4]
+    for each in (cache, strided, cache.to(torch.float8_e4m3fn)):
+        rows = gather_rows(each, slots).float()
+        assert (
+            not rows[1].any() and torch.equal(rows[0], each.float()[1, 1]) and torch.equal(rows[2], each.float()[0, 0])
+        )
+
+
 def test_a_plan_refuses_fewer_tokens_and_other_pages():
     problem = Problem.make(WIDTHS["per group"])
     plan = problem.plan()
@@ -338,11 +400,45 @@ def test_a_plan_for_other_lengths_in_the_same_tensors():
     """What a CUDA graph replays: the batch's tensors change, and the plan is refreshed on the device."""
     problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), num_sequences=4)
     plan = problem.plan()
-    plan.refresh()
     problem.batch.cache_seqlens.sub_(torch.tensor([2, 7, 0, 0], dtype=torch.int32))
+    plan.refresh()
     assert error(problem.run(plan), problem.exact()) < 2e-6
     with pytest.raises(ValueError, match="queries of up to 40 tokens; expected at most 8"):
         Problem.make(WIDTHS["per group"]).plan().refresh()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_plan_that_was_not_refreshed_is_refused_failure_35(window):
+    """Kernels attend over the plan's lengths; the reference must not be right where they are wrong."""
+    problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), starts=[0, 3])
+    plan = problem.plan(window=window)
+    for change in (problem.batch.cache_seqlens, problem.batch.cache_starts):
+        change.sub_(torch.tensor([0, 2], dtype=torch.int32))
+        with pytest.raises(ValueError, match="plan was last refreshed for tokens .* of sequence 1; expected"):
+            problem.run(plan)
+        plan.refresh()
+        problem.run(plan)
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["expanded", "pieces"])
+def test_a_plan_of_long_queries_is_for_its_lengths_failure_35(window):
+    problem = Problem.make(WIDTHS["per group"], ([1, 40], [9, 20]))
+    plan = problem.plan(window=window)
+    problem.run(plan)
+    problem.batch.cache_seqlens[1] -= 4
+    with pytest.raises(ValueError, match="plan was made for 60 tokens of sequence 1; expected 56, its cache_seqlens"):
+        problem.run(plan)
+
+
+def test_a_gqa_plan_that_was_not_refreshed_is_refused_failure_35():
+    batch, query, keys, values = gqa_problem()
+    plan = plan_gqa_attention(
+        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
+    )
+    gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
+    batch.cache_seqlens.sub_(1)
+    with pytest.raises(ValueError, match="plan was (last refreshed|made) for"):
+        gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
 
 
 def test_opcheck():

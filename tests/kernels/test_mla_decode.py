@@ -203,6 +203,34 @@ def test_plan_knows_its_shape_failure_21():
     plan.check(inputs["q_latent"], inputs["block_table"], 16, True)
 
 
+@pytest.mark.parametrize(("change", "by"), [("cache_seqlens", -1), ("cache_starts", 1)])
+def test_a_plan_for_other_lengths_is_refused_by_the_reference_failure_35(change, by):
+    """A kernel attends over the plan's lengths: right here and wrong on a GPU is what a reference must not be."""
+    inputs = dataclasses.replace(BASE, starts=(0, 1, 30)).inputs(torch.float32)
+    plan = make_plan(inputs)
+    expected = call(inputs, plan=plan)
+    changed = inputs | {change: inputs[change] + torch.tensor([0, 0, by], dtype=torch.int32)}
+    with pytest.raises(ValueError, match=r"plan was last refreshed for tokens .* of sequence 2; expected \["):
+        call(changed, plan=plan)
+    plan.refresh(changed["cache_seqlens"], changed["cache_starts"])
+    assert torch.equal(call(changed, plan=plan), call(changed)) and not torch.equal(call(changed), expected)
+
+
+def test_a_plan_that_was_never_refreshed_is_refused_failure_35():
+    inputs = BASE.inputs(torch.float32)
+    plan = planning.empty_plan(
+        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], 8, True, None, 0, "auto"
+    )
+    with pytest.raises(ValueError, match="plan was last refreshed for"):
+        call(inputs, plan=plan)
+
+
+def test_lengths_that_are_clamped_alike_are_the_same():
+    inputs = BASE.inputs(torch.float32)
+    plan = make_plan(inputs | {"cache_seqlens": torch.tensor([96, 200, -3], dtype=torch.int32)})
+    call(inputs | {"cache_seqlens": torch.tensor([96, 96, 0], dtype=torch.int32)}, plan=plan)
+
+
 BAD_PLANS = {
     "window is 0": lambda i: {"window": 0},
     "window is -1": lambda i: {"window": -1},

@@ -8,7 +8,8 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.kernels import gqa_append, mla_append, rope_rotate, slots_of
+from mha2mla.kernels import gqa_append, mla_append, quantize_latent, rope_rotate, slots_of
+from mha2mla.kernels.rope_append.api import MAX_SLOTS
 from mha2mla.kernels.rope_append.reference import rotate_reference
 
 # H, G, d_c, d_r, rows of inv_freq
@@ -32,7 +33,7 @@ def tensors(shape, tokens=11, dtype=torch.float32, device="cpu", combined=False,
     slots = torch.randperm(PAGES * PAGE, generator=make)[:tokens].int()
     slots[::3] = torch.tensor([-1, PAGES * PAGE, -7, 2**30])[: len(slots[::3])]
     inv_freq = 10000.0 ** -torch.rand(tables, rope // 2, generator=make)
-    inv_freq[:, -1] = 0
+    inv_freq[:, -1:] = 0
     return {
         "latent": normal(tokens, width),
         "k_pe": normal(tokens, groups, rope),
@@ -122,6 +123,45 @@ def test_no_tokens_and_no_pages():
     assert mla_append(**given).shape == (11, 9, 16)
 
 
+# Layouts that store no rotary keys, or none at all: no rope heads, no rotary width, and neither.
+WITHOUT_KEYS = [(4, 0, 48, 16, 1), (4, 2, 48, 0, 2), (4, 0, 80, 0, 1), (0, 0, 48, 16, 1)]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("combined", [False, True])
+@pytest.mark.parametrize("shape", WITHOUT_KEYS)
+def test_latents_are_kept_where_there_are_no_rotary_keys(shape, combined, device):
+    for tokens in (1, 11):
+        given = tensors(shape, tokens, combined=combined)
+        before = copied(given)
+        given = {name: tensor.to(device) for name, tensor in given.items()}
+        out = mla_append(**given)
+        assert_right(before, {name: tensor.cpu() for name, tensor in given.items()}, out.cpu())
+        assert tokens == 1 or not torch.equal(given["latent_cache"].cpu(), before["latent_cache"])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("shape", WITHOUT_KEYS)
+def test_eight_bit_latents_are_kept_where_there_are_no_rotary_keys(shape, device):
+    given = {name: tensor.to(device) for name, tensor in tensors(shape).items()}
+    given["latent_cache"] = torch.zeros(PAGES, PAGE, shape[2], device=device).to(torch.float8_e4m3fn)
+    given["latent_scale"] = torch.zeros(PAGES, PAGE, device=device)
+    out = mla_append(**given)
+    assert out.shape == given["q_pe"].shape
+    slots = given["slots"].cpu()
+    live = ((slots >= 0) & (slots < PAGES * PAGE)).nonzero().flatten()
+    codes, scale = quantize_latent(given["latent"].cpu())
+    found = given["latent_cache"].cpu().float().flatten(0, 1)[slots[live].long()]
+    assert torch.equal(found, codes.float()[live])
+    assert torch.equal(given["latent_scale"].cpu().flatten()[slots[live].long()], scale[live])
+
+
+def test_a_table_of_no_frequencies_is_refused():
+    given = tensors(SHAPES[0])
+    with pytest.raises(ValueError, match=r"inv_freq.shape is \(0, 8\); expected \[a divisor of 9"):
+        mla_append(**given | {"inv_freq": given["inv_freq"][:0]})
+
+
 def test_scores_depend_on_the_distance_alone():
     """The identity that RoPE exists for."""
     inv_freq = torch.tensor([[1.0, 0.1, 0.01]])
@@ -154,6 +194,23 @@ def test_slots_of_a_block_table():
     positions = torch.tensor([0, 5, 9, 3, 4, 0, 12], dtype=torch.int32)
     assert slots_of(table, sequences, positions, 4).tolist() == [12, 5, -1, 3, -1, -1, -1]
     assert slots_of(table[:, :0], sequences, positions, 4).tolist() == [-1] * 7
+
+
+def test_slots_do_not_wrap_failure_4():
+    """A slot that int32 does not hold is none; computed in 32 bits it would be one of the first pages."""
+    table = torch.tensor([[2**25 - 1, 2**25, 2**26, 2**26 + 3, 2**31 - 1]], dtype=torch.int32)
+    positions = torch.tensor([62, 64, 128, 192, 256], dtype=torch.int32)
+    found = slots_of(table, torch.zeros(5, dtype=torch.int32), positions, 64)
+    assert found.dtype == torch.int32 and found.tolist() == [MAX_SLOTS - 1, -1, -1, -1, -1]
+
+
+def test_a_cache_beyond_int32_slots_is_refused_failure_4():
+    given = tensors((1, 1, 8, 8, 1))
+    huge = torch.zeros(8).as_strided((2**25, 64, 8), (0, 0, 1))
+    with pytest.raises(
+        ValueError, match=r"latent_cache.shape is \(33554432, 64, 8\); expected at most 2147483647 tokens"
+    ):
+        mla_append(**given | {"latent_cache": huge, "rope_cache": huge[:, :, None]})
 
 
 @pytest.mark.parametrize(
@@ -211,25 +268,27 @@ def static(shape):
 
 @pytest.mark.parametrize(
     ("shape", "interleaved", "vector"), [*itertools.product(SHAPES[:3], (False, True), (1,)), (SHAPES[4], False, 8),
-                                         (SHAPES[0], True, 8), (SHAPES[2], False, 4)]
+                                         (SHAPES[0], True, 8), (SHAPES[2], False, 4), (WITHOUT_KEYS[0], False, 4)]
 )  # fmt: skip
 def test_kernel_on_the_cpu_target(shape, interleaved, vector):
     kernel = compiled_for_cpu(shape, interleaved, vector)
     for tokens in (1, 4, 11):
         given = tensors(shape, tokens)
         before, out = copied(given), torch.full_like(given["q_pe"], torch.nan)
+        keys, rope_cache = given["k_pe"], given["rope_cache"].flatten(2)
+        if not shape[1]:  # what is left out is passed as anything
+            keys, rope_cache = given["q_pe"][:, :1].contiguous(), torch.zeros(PAGES, PAGE, shape[3])
         kernel(
-            *(given[name] for name in ("latent", "k_pe", "q_pe", "positions", "slots", "inv_freq", "latent_cache")),
-            given["rope_cache"].flatten(2),
-            out,
-            1.3,
-        )
+            given["latent"], keys, *(given[name] for name in ("q_pe", "positions", "slots", "inv_freq")),
+            given["latent_cache"], rope_cache, out, 1.3,
+        )  # fmt: skip
         assert_right(before, given, out, 1.3, interleaved)
 
 
 @pytest.mark.parametrize(
     ("shape", "interleaved"),
     [((32, 32, 512, 16, 32), False), ((128, 1, 512, 64, 1), False), ((9, 0, 0, 16, 3), True)]
+    + [((4, 0, 48, 16, 1), False), ((0, 0, 80, 8, 1), False)]
     + [(shape, True) for shape in SHAPES],
 )
 def test_kernel_compiles_for_hopper(shape, interleaved):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mha2mla.kernels.attention_combine.kernel import make_attention_combine
 from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
+from mha2mla.kernels.layouts import aligned
 
 
 @cache
@@ -40,5 +41,5 @@ def launch_attention_combine(
         num_splits = torch.full((batch,), splits, dtype=torch.int32, device=out.device)
     with torch.cuda.device(out.device):
         compile_attention_combine(capability, out.shape[-1], partial_dtype, dtype)(
-            partial_out.contiguous(), partial_lse.contiguous(), num_splits.contiguous(), out, lse
+            aligned(partial_out), partial_lse.contiguous(), num_splits.contiguous(), out, lse
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
 from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH, VarlenShape
 from mha2mla.kernels.devices import BACKENDS, capability, dtype_name
+from mha2mla.kernels.layouts import check_aligned
 from mha2mla.kernels.rope_append.api import mla_append
 
 _COMPILED_DTYPES = (torch.bfloat16, torch.float16)
@@ -32,7 +33,7 @@ def attention_varlen(
 
     Args:
         q: [T_q, H, d_qk] of all sequences; like ``k`` and ``v`` with contiguous rows and otherwise any strides that are
-            multiples of 16 bytes.
+            multiples of 16 bytes, as is where they begin (kernels only).
         k: [T_k, h_kv, d_qk]; query head h sees head h // (H / h_kv).
         v: [T_k, h_v, d_v]; h_v is usually h_kv.
         cu_seqlens_q: [B+1] int32, where each sequence's queries begin, and where the last one's end; not read on the
@@ -269,8 +270,6 @@ def _check_strides(name: str, x: Tensor) -> None:
         stride = x.stride(dim)
         if x.shape[dim] > 1 and (stride <= 0 or stride * x.element_size() % 16):
             raise ValueError(f"{name}.stride({dim}) is {stride}; expected a positive multiple of 8 elements (16 bytes)")
-    if x.data_ptr() % 16:
-        raise ValueError(f"{name}.data_ptr() is {x.data_ptr()}; expected a multiple of 16")
 
 
 def _attention_varlen_out(
@@ -290,6 +289,9 @@ def _attention_varlen_out(
         )
         out.copy_(result)
         return lse
+    # Here and not beside the strides: what torch.compile traces has no addresses.
+    first = ("q", "k") if q_pe is None else ("q_nope", "k_nope")
+    check_aligned(**{first[0]: q, "q_pe": q_pe, first[1]: k, "k_pe": k_pe, "v": v, "out": out})
     from mha2mla.kernels.attention_varlen.launch import launch_attention_varlen
 
     lse = _lse_fake(q)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.masking import weighted_sum
+
 
 def attention_varlen_reference(
     queries: list[Tensor],
@@ -25,7 +27,8 @@ def attention_varlen_reference(
         cu_seqlens_q, cu_seqlens_k, causal: as in :func:`mha2mla.kernels.attention_varlen`.
 
     The arithmetic is float64 for float64 inputs and float32 for all others; only ``out`` is rounded to the input's
-    dtype. Keys and values of other sequences, and behind the last one, are never used. Reads no tensor on the host.
+    dtype. Keys and values of other sequences, behind the last one, and that a query does not see are never used: NaN
+    stays in its request. Reads no tensor on the host (but of the CPU).
 
     Returns:
         ``out [T_q, H, d_v]`` and ``lse [H, T_q]`` (natural log) in the dtype of the arithmetic. A query that sees no
@@ -51,7 +54,7 @@ def attention_varlen_reference(
     score = torch.where(visible, score * softmax_scale, -torch.inf)
     lse = torch.logsumexp(score, -1) if tokens_k else score.new_full(score.shape[:2], -torch.inf)
     weight = torch.exp(score - torch.where(lse == -torch.inf, 0, lse)[..., None])
-    return torch.einsum("hqk,khd->qhd", weight, wide(v)).to(v.dtype), lse
+    return weighted_sum(weight, visible, wide(v)).to(v.dtype), lse
 
 
 def _places(bounds: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,8 +13,8 @@ from mha2mla.kernels.devices import BACKENDS, capability
 from mha2mla.kernels.gqa_decode.dispatch import dispatch
 from mha2mla.kernels.gqa_decode.plan import empty_plan
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
-from mha2mla.kernels.layouts import Layout, argument_error, check_data, check_index
-from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan
+from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_data, check_index
+from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, check_spans
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -80,20 +80,23 @@ def gqa_decode(
         k_cache: [P, page, G, d_qk] pages of rotated keys; G divides H, and H / G need not be a power of two.
         v_cache: [P, page, G, d_v] pages of values.
         block_table: [B, max_pages] int32, the pages of each sequence; entries past its length, or whose whole tile of
-            64 tokens no query sees, are never used.
+            64 tokens no query sees, are never used. Tokens of an entry that is no page, such as -1, count as zeros and
+            no other page is read; the reference on the CPU refuses it.
         cache_seqlens: [B] int32, tokens per sequence, the S_q new ones included; clamped to max_pages * page on the
             device. 0 gives zeros and lse -inf.
         softmax_scale: usually d_qk ** -0.5.
         causal: new token s sees tokens before ``cache_seqlens - S_q + 1 + s`` (bottom-right aligned); else all.
         cache_starts: [B] int32, first visible token (left padding); None means 0.
-        plan: from :func:`plan_gqa_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``; carries
-            the sliding window and the attention sinks, if any. None makes one for this call.
+        plan: from :func:`plan_gqa_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``: kernels
+            attend over the plan's, and the reference refuses other ones. Carries the sliding window and the attention
+            sinks, if any. None makes one for this call.
         out: [B, S_q, H, d_v] to write into; None allocates.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: "tilelang", "reference", or None: TileLang where :func:`explain_gqa_decode` has nothing against it.
 
     The three data tensors share a dtype (bfloat16 or float16; the reference also takes float32 and float64) and may be
-    strided views: last dimension contiguous, 16-bit rows on 16-byte boundaries.
+    strided views: last dimension contiguous, 16-bit rows on 16-byte boundaries. Kernels refuse a view that does not
+    begin at a multiple of 16 bytes.
 
     Returns:
         ``out [B, S_q, H, d_v]``, and with ``return_lse`` also ``lse [B, H, S_q]`` (natural log, float32; float64 from
@@ -160,6 +163,7 @@ def _decode_out(
     _, page_size, groups, v_head_dim = v_cache.shape
     shape = dispatch(backend, heads, groups, qk_head_dim, v_head_dim, page_size, q.dtype, q.device, seqlen_q)
     if shape is None:
+        check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * page_size)
         made = gqa_decode_reference(
             q, k_cache, v_cache, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=causal,
             cache_starts=cache_starts, window=None if window < 0 else window, sinks=sinks,
@@ -167,6 +171,7 @@ def _decode_out(
         out.copy_(made[0])
         lse.copy_(made[1])
         return
+    check_aligned(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     from mha2mla.kernels.gqa_decode.launch import launch_gqa_decode
 
     if schedule is None or splits is None or partial_out is None or partial_lse is None:

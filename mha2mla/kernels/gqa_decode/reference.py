@@ -36,7 +36,7 @@ def gqa_decode_reference(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     capacity = block_table.shape[1] * page_size if num_pages else 0
     visible = visible_tokens(cache_seqlens, cache_starts, capacity, q.shape[1], causal, window, sinks)
-    used, page, row = rows_of(visible, block_table, page_size)
+    used, page, row = rows_of(visible, block_table, page_size, num_pages)
     k, v = (torch.where(used[..., None, None], cache[page, row].to(dtype), 0) for cache in (k_cache, v_cache))
 
     score = torch.einsum("bsgrd,btgd->bgrst", q.to(dtype).unflatten(2, (groups, -1)), k).flatten(1, 2)

@@ -52,7 +52,8 @@ def mla_attention(
         rope_cache: [P, page, G, d_r], rotated; G divides H.
         k_up: [h_kv, d_n, d_c]; None exactly if d_n is 0.
         v_up: [h_kv, d_v, d_c]; h_kv divides H.
-        plan: of :func:`plan_mla_attention`, for this step's lengths.
+        plan: of :func:`plan_mla_attention`, for this step's lengths: kernels attend over those that it was made or
+            last refreshed for, and the reference refuses it where the batch's are others by now.
         softmax_scale: the source model's.
         latent_scale: [P, page] float32, of the latents where they are e4m3 numbers.
         backend: "tilelang", "reference", or None: TileLang where it serves the call.
@@ -181,6 +182,7 @@ def _mla_attention(
 ) -> Tensor:  # fmt: skip
     *fields, softmax_scale, backend = call
     parts = parts_of(*fields)
+    parts.check_lengths(fields[0], fields[2])
     heads, kv_heads, width = q_pe.shape[1], v_up.shape[0], latent_cache.shape[-1]
     out = _output(q_pe, parts, v_up.shape[1])
     for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
@@ -220,6 +222,7 @@ def _mla_attention(
 def _gqa_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *call: Any) -> Tensor:
     *fields, softmax_scale, backend = call
     parts = parts_of(*fields)
+    parts.check_lengths(fields[0], fields[2])
     heads, width = query.shape[1], value_cache.shape[3]
     out = _output(query, parts, width)
     for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):

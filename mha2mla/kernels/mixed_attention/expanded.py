@@ -20,14 +20,17 @@ Attend = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
 
 def gather_rows(cache: Tensor, slots: Tensor) -> Tensor:
-    """cache [P, page, ...] at slots [T]: [T, ...]. Never copies the whole cache, whatever its strides."""
+    """cache [P, page, ...] at slots [T]: [T, ...]; zeros for a negative slot, whose token has no page: it must not see
+    another sequence's. Never copies the whole cache, whatever its strides."""
     if cache.dtype == torch.float8_e4m3fn:  # not every device's indexing knows it; its bytes it does
         return gather_rows(cache.view(torch.uint8), slots).view(cache.dtype)
-    page = cache.shape[1]
+    page, known = cache.shape[1], slots.clamp_min(0)
     if cache.stride(0) == page * cache.stride(1):  # pages lie one behind the other
         rows = cache.as_strided((cache.shape[0] * page, *cache.shape[2:]), cache.stride()[1:], cache.storage_offset())
-        return rows.index_select(0, slots)
-    return cache[slots // page, slots % page]
+        rows = rows.index_select(0, known)
+    else:
+        rows = cache[known // page, known % page]
+    return rows.masked_fill_((slots < 0).view(-1, *[1] * (rows.ndim - 1)), 0)
 
 
 def expand(latent: Tensor, decoder: Tensor) -> Tensor:

@@ -118,7 +118,8 @@ class GroupPart(NamedTuple):
 
 
 class ChunkPart(NamedTuple):
-    """``slots [T]`` in the cache of a chunk's tokens, and ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
+    """``slots [T]`` in the cache of a chunk's tokens, -1 where there is no page (of rows that pad the batch), and
+    ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
 
     slots: Tensor
     cu_seqlens_k: Tensor
@@ -132,6 +133,23 @@ class Parts(NamedTuple):
     waves: tuple[tuple[Tensor, tuple[ChunkPart, ...]], ...]
     window: int
     capacity: int
+
+    def check_lengths(self, lengths: Tensor, cache_seqlens: Tensor) -> None:
+        """Raise ValueError if sequences whose calls were made from ``lengths`` have other lengths on the device by now.
+
+        On the CPU only, where looking costs nothing; the decode op looks after the others. 0 is a row of padding.
+        """
+        if cache_seqlens.device.type != "cpu":
+            return
+        rows = {row for group in self.layout.groups if group.first_token < 0 for row in group.rows}
+        rows.update(row for wave in self.layout.waves for row in range(wave.first, wave.stop))
+        for row in sorted(rows):
+            planned, is_now = int(lengths[:2, row].sum()), int(cache_seqlens[row])
+            if is_now not in (0, planned):
+                raise ValueError(
+                    f"plan was made for {planned} tokens of sequence {row}; expected {is_now}, its cache_seqlens: make"
+                    " a new plan"
+                )
 
     def decode_plan(self, group: int, heads: int, width: int) -> DecodePlan:
         """The decode op's plan for a group, whose queries are [B_g, S_q, heads, width]."""
@@ -336,8 +354,9 @@ def _plan(
             token = torch.arange(chunk.tokens, dtype=torch.int32, device=device)
             sequence = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
             position = token + (begins - bounds)[sequence.long()]
-            # Whoever built the batch has seen to it that there is a page; a wrong table must still not fault.
-            pieces.put(slots_of(table, sequence, position, page_size).clamp_min(0), bounds)
+            slots = slots_of(table, sequence, position, page_size)
+            _check_pages(slots, wave.first + sequence, position, cache_seqlens)
+            pieces.put(slots, bounds)
     nothing = cache_seqlens.new_empty(0)
     return MixedPlan(
         lengths, block_table, cache_seqlens, cache_starts, torch.cat([nothing, *pieces.index]),
@@ -345,6 +364,20 @@ def _plan(
         torch.tensor(pieces.shapes, dtype=torch.int64).view(-1, 6), short, max_expanded_tokens,
         -1 if window is None else window, page_size,
     )  # fmt: skip
+
+
+def _check_pages(slots: Tensor, sequence: Tensor, position: Tensor, cache_seqlens: Tensor) -> None:
+    """Raise ValueError, on the CPU, where a token of a sequence that is no padding has no page. Elsewhere, where nobody
+    waits to look, such tokens are read as zeros."""
+    if slots.device.type != "cpu":
+        return
+    lost = (slots < 0) & (cache_seqlens[sequence.long()] > 0)
+    if bool(lost.any()):
+        first = int(lost.nonzero()[0])
+        raise ValueError(
+            f"block_table has no page for token {int(position[first])} of sequence {int(sequence[first])}; expected one"
+            " for every cached and new token"
+        )
 
 
 def _cumulative(lengths: tuple[int, ...]) -> list[int]:

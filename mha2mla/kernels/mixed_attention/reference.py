@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.masking import weighted_sum
 from mha2mla.kernels.mixed_attention.expanded import expand
 
 
@@ -34,9 +35,9 @@ def attend_sequences(
         if window is not None:
             seen = seen & (token > last - window)
         score = torch.einsum("qhd,thd->hqt", mine, key) * softmax_scale
-        weight = torch.where(seen, score, -torch.inf).softmax(-1).nan_to_num(0.0)
+        weight = torch.where(seen, score, -torch.inf).softmax(-1)
         weight = torch.where(seen.any(-1, keepdim=True), weight, 0)
-        outs.append(torch.einsum("hqt,thd->qhd", weight, value))
+        outs.append(weighted_sum(weight, seen, value))
     width = keys_and_values[0][1].shape[-1] if keys_and_values else 0
     rest = query.new_zeros(query.shape[0] - begin, heads, width, dtype=arithmetic)
     return torch.cat([*outs, rest]).to(query.dtype)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mha2mla.kernels.devices import BACKENDS, capability
-from mha2mla.kernels.layouts import Layout, argument_error, check_data, check_index
+from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_data, check_index
 from mha2mla.kernels.mla_decode.dispatch import dispatch
-from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, empty_plan
+from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, check_spans, empty_plan
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 
@@ -90,20 +90,23 @@ def mla_decode(
         latent_cache: [P, page, d_c] pages of latents.
         rope_cache: [P, page, G, d_r] pages of rotated keys; G divides H.
         block_table: [B, max_pages] int32, the pages of each sequence; entries past its length, or whose whole tile of
-            64 tokens no query sees, are never used.
+            64 tokens no query sees, are never used. Tokens of an entry that is no page, such as -1, count as zeros and
+            no other page is read; the reference on the CPU refuses it.
         cache_seqlens: [B] int32, tokens per sequence, the S_q new ones included; clamped to max_pages * page on the
             device. 0 gives zeros and lse -inf.
         softmax_scale: the source model's, usually head_dim ** -0.5; never derived from d_c + d_r.
         causal: new token s sees tokens before ``cache_seqlens - S_q + 1 + s`` (bottom-right aligned); else all.
         cache_starts: [B] int32, first visible token (left padding); None means 0.
-        plan: from :func:`plan_mla_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``; carries
-            the sliding window and the attention sinks, if any. None makes one for this call.
+        plan: from :func:`plan_mla_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``: kernels
+            attend over the plan's, and the reference refuses other ones. Carries the sliding window and the attention
+            sinks, if any. None makes one for this call.
         out: [B, S_q, H, d_c] to write into; None allocates.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: "tilelang", "reference", or None: TileLang where :func:`explain_mla_decode` has nothing against it.
 
     The four data tensors share a dtype (bfloat16 or float16; the reference also takes float32 and float64) and may be
     strided views: last dimension contiguous, 16-bit rows on 16-byte boundaries, a token's G rope heads side by side.
+    Kernels refuse a view that does not begin at a multiple of 16 bytes.
 
     Returns:
         ``out [B, S_q, H, d_c]``, and with ``return_lse`` also ``lse [B, H, S_q]`` (natural log, float32; float64 from
@@ -174,6 +177,7 @@ def _decode_out(
 ) -> None:
     shape = _dispatch(backend, q_latent, q_pe, rope_cache)
     if shape is not None:
+        check_aligned(q_latent=q_latent, q_pe=q_pe, latent_cache=latent_cache, rope_cache=rope_cache, out=out)
         from mha2mla.kernels.mla_decode.launch import launch_mla_decode
 
         if schedule is None or splits is None or partial_out is None or partial_lse is None:
@@ -191,6 +195,7 @@ def _decode_out(
             causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse,
         )  # fmt: skip
     else:
+        check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * rope_cache.shape[1])
         reference_out, reference_lse = mla_decode_reference(
             q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens,
             softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts,

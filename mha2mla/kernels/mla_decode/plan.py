@@ -30,7 +30,8 @@ class DecodePlan:
         causal, window, sinks: as in :func:`plan_mla_decode`.
         schedule: [num_ctas + B, 16] int32; ``mha2mla/kernels/mla_decode/schedule.py`` describes it. Without rows where
             the reference backend serves.
-        splits: [B, 2] int32, fragments of each sequence and where their partials begin.
+        splits: [B, 2] int32, fragments of each sequence and where their partials begin; where the reference backend
+            serves, the first visible token and the length of each, by which it refuses a plan of other lengths.
         partial_out: [num_ctas, 2, S_q, H, d] float32 workspace.
         partial_lse: [num_ctas, 2, S_q, H] float32 workspace.
     """
@@ -88,6 +89,39 @@ class DecodePlan:
             cache_seqlens, cache_starts, self.capacity, self.shape[1], self.causal,
             -1 if self.window is None else self.window, self.sinks, self.schedule, self.splits,
         )  # fmt: skip
+
+
+def spans_of(cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int) -> Tensor:
+    """[B, 2] int32, first visible token and length of each sequence, clamped as the kernels clamp them."""
+    stop = cache_seqlens.clamp(0, capacity)
+    start = torch.zeros_like(stop) if cache_starts is None else cache_starts.clamp_min(0).minimum(stop)
+    return torch.stack((start, stop), -1)
+
+
+def check_spans(
+    schedule: Tensor | None,
+    splits: Tensor | None,
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    capacity: int,
+) -> None:
+    """What a reference asks of a plan that was made for it, since a kernel attends over the plan's lengths and not over
+    the call's: that they are the same. On the CPU; on other devices, where nobody waits, by an assertion there.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if schedule is None or splits is None or schedule.shape[0]:
+        return
+    wanted = spans_of(cache_seqlens, cache_starts, capacity)
+    if splits.device.type != "cpu":
+        torch._assert_async((splits == wanted).all(), "plan was last refreshed for other lengths")
+    elif not torch.equal(splits, wanted):
+        row = int((splits != wanted).any(-1).nonzero()[0])
+        raise ValueError(
+            f"plan was last refreshed for tokens {splits[row].tolist()} (first visible, length) of sequence {row};"
+            f" expected {wanted[row].tolist()}, those of cache_starts and cache_seqlens: refresh it once per step"
+        )
 
 
 def check_window(window: int | None, sinks: int) -> None:
@@ -157,7 +191,7 @@ def allocate_plan(
         window=window,
         sinks=sinks,
         schedule=torch.empty(num_ctas + batch if num_ctas else 0, FIELDS, dtype=torch.int32, device=device),
-        splits=torch.empty(batch, 2, dtype=torch.int32, device=device),
+        splits=torch.full((batch, 2), -1, dtype=torch.int32, device=device),  # not refreshed yet
         partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.float32, device=device),
         partial_lse=torch.empty(num_ctas, 2, seqlen_q, heads, dtype=torch.float32, device=device),
     )
@@ -214,6 +248,8 @@ def _plan(
         from mha2mla.kernels.mla_decode.launch import launch_plan
 
         launch_plan(cache_seqlens, cache_starts, capacity, seqlen_q, causal, window, sinks, schedule, splits)
+    else:
+        splits.copy_(spans_of(cache_seqlens, cache_starts, capacity))
 
 
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")

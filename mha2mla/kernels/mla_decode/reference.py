@@ -36,7 +36,7 @@ def mla_decode_reference(
     dtype = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
     capacity = block_table.shape[1] * page_size if num_pages else 0
     visible = visible_tokens(cache_seqlens, cache_starts, capacity, seqlen_q, causal, window, sinks)
-    used, page, row = rows_of(visible, block_table, page_size)
+    used, page, row = rows_of(visible, block_table, page_size, num_pages)
     latent = torch.where(used[..., None], latent_cache[page, row].to(dtype), 0)  # [B, T, d_c]
     k_pe = torch.where(used[..., None, None], rope_cache[page, row].to(dtype), 0)  # [B, T, G, d_r]
 
@@ -80,9 +80,24 @@ def visible_tokens(
     return visible
 
 
-def rows_of(visible: Tensor, block_table: Tensor, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, T] each: whether some query sees the token, and its page and row there (page 0 for tokens that none sees)."""
+def rows_of(visible: Tensor, block_table: Tensor, page_size: int, num_pages: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T] each: whether to read the token, and its page and row there (page 0 for tokens that are not read).
+
+    Tokens are read that some query sees and that have a page. One that is seen and has none counts as zeros, as where
+    TMA reads outside a tensor; on the CPU, where looking costs nothing, it is an error.
+
+    Raises:
+        ValueError: on the CPU, a token that a query sees has no page in ``block_table``.
+    """
     token = torch.arange(visible.shape[-1], device=visible.device)
-    used = visible.any(2)[:, 0]
-    page = torch.where(used, block_table.long()[:, token // page_size], 0)
-    return used, page, (token % page_size).expand_as(page)
+    seen = visible.any(2)[:, 0]
+    page = block_table.long()[:, token // page_size]
+    there = (page >= 0) & (page < num_pages)
+    if seen.device.type == "cpu" and bool((seen & ~there).any()):
+        row, first = (seen & ~there).nonzero()[0].tolist()
+        raise ValueError(
+            f"block_table[{row}, {first // page_size}] is {int(page[row, first])}, and token {first} of the sequence is"
+            f" visible; expected a page from 0 to {num_pages - 1}"
+        )
+    used = seen & there
+    return used, torch.where(used, page, 0), (token % page_size).expand_as(page)

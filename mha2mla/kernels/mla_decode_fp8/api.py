@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.devices import BACKENDS, capability, dtype_name, num_sms
+from mha2mla.kernels.layouts import check_aligned
 from mha2mla.kernels.mla_decode.dispatch import decode_shape
-from mha2mla.kernels.mla_decode.plan import DecodePlan, allocate_plan, check_window
+from mha2mla.kernels.mla_decode.plan import DecodePlan, allocate_plan, check_spans, check_window
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode_fp8.reference import CODES, mla_decode_fp8_reference
 from mha2mla.kernels.mla_decode_fp8.selection import CAPABILITY, refusal_fp8, select_fp8
@@ -237,6 +238,7 @@ def _decode_out(
     _, page, groups, d_r = rope_cache.shape
     shape = _dispatch(backend, heads, groups, d_c, d_r, page, seqlen_q, q_latent.dtype, q_latent.device)
     if shape is None:
+        check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * page)
         reference_out, reference_lse = mla_decode_fp8_reference(
             q_latent, q_pe, latent_cache, latent_scale, rope_cache, block_table, cache_seqlens,
             softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts,
@@ -245,6 +247,10 @@ def _decode_out(
         out.copy_(reference_out)
         lse.copy_(reference_lse)
         return
+    check_aligned(
+        q_latent=q_latent, q_pe=q_pe, latent_cache=latent_cache, latent_scale=latent_scale, rope_cache=rope_cache,
+        out=out,
+    )  # fmt: skip
     from mha2mla.kernels.mla_decode_fp8.launch import launch_mla_decode_fp8
 
     if schedule is None or splits is None or partial_out is None or partial_lse is None:

@@ -9,6 +9,7 @@ from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
 from mha2mla.kernels.mla_decode_fp8.reference import quantize_latent
 from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference, write_rows
 
+MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -31,7 +32,7 @@ def mla_append(
 
     Args:
         latent: [N, d_c] of the new tokens of all sequences, one behind the other.
-        k_pe: [N, G, d_r] before RoPE.
+        k_pe: [N, G, d_r] before RoPE; G or d_r may be 0, and then only latents are written.
         q_pe: [N, H, d_r] before RoPE; head h turns by the frequencies of rope head h // (H / G).
         latent_cache: [P, page, d_c], written; float8_e4m3fn to store latents as e4m3 numbers.
         rope_cache: [P, page, G, d_r], written; a token's rope heads side by side.
@@ -145,17 +146,18 @@ def rope_rotate(
     _check_rotation("x", x, x, inv_freq)
     _check_index("positions", positions, x)
     compiled = runs_compiled(backend, x.device, x.dtype)
-    empty = [x.new_empty(0) for _ in range(4)]
+    rows, keys = x.new_empty(len(x), 0), x[:, :0]
+    caches = x.new_empty(0, 1, 0), x.new_empty(0, 1, 0, x.shape[2])
     return torch.ops.mha2mla.rope_append(
-        *empty[:2], x, *empty[2:], positions, positions, inv_freq, attention_scaling, interleaved, compiled
+        rows, keys, x, *caches, positions, positions, inv_freq, attention_scaling, interleaved, compiled
     )
 
 
 def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_size: int) -> Tensor:
     """Slots [N] int32 of tokens at ``positions`` [N] of ``sequences`` [N] (rows of ``block_table`` [B, max_pages]).
 
-    -1 where the sequence is negative, the position lies outside the table, or the table has no page there. Everything
-    stays on the device.
+    -1 where the sequence is negative, the position lies outside the table, the table has no page there, or the slot
+    would be more than an int32 holds. Everything stays on the device.
     """
     page, max_pages = torch.div(positions, page_size, rounding_mode="floor"), block_table.shape[1]
     known = (sequences >= 0) & (positions >= 0) & (page < max_pages)
@@ -163,7 +165,7 @@ def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_siz
         return torch.full_like(positions, -1, dtype=torch.int32)
     entry = block_table[sequences.clamp_min(0).long(), page.clamp(0, max_pages - 1).long()]
     slot = entry.long() * page_size + positions % page_size
-    return torch.where(known & (entry >= 0), slot, -1).int()
+    return torch.where(known & (entry >= 0) & (slot < MAX_SLOTS), slot, -1).int()
 
 
 def _append(
@@ -193,13 +195,16 @@ def _check(
     if rows.ndim != 2 or rows.shape[0] != tokens:
         raise ValueError(f"{row_name}.shape is {tuple(rows.shape)}; expected {tokens} rows, as {key_name}")
     pages, page = (*row_cache.shape, 0, 0)[:2]
+    if pages * page > MAX_SLOTS:
+        raise ValueError(f"{row_cache_name}.shape is {tuple(row_cache.shape)}; expected at most {MAX_SLOTS} tokens")
     for name, cache, shape in (
         (row_cache_name, row_cache, (pages, page, rows.shape[1])),
         (rope_cache_name, rope_cache, (pages, page, groups, rope)),
     ):
         if cache.shape != shape:
             raise ValueError(f"{name}.shape is {tuple(cache.shape)}; expected {shape}")
-        if cache.stride(-1) != 1 or (cache.ndim == 4 and groups > 1 and cache.stride(2) != rope):
+        dense = cache.stride(-1) == 1 and (cache.ndim < 4 or groups < 2 or cache.stride(2) == rope)
+        if cache.numel() and not dense:
             raise ValueError(f"{name}.stride() is {cache.stride()}; expected the numbers of a token side by side")
     for name, tensor, dtype in (
         (row_name, rows, query.dtype),
@@ -220,7 +225,9 @@ def _check_rotation(name: str, x: Tensor, like: Tensor, inv_freq: Tensor) -> Non
         raise ValueError(f"{name}.dtype is {x.dtype}; expected bfloat16, float16, float32 or float64")
     if x.dtype != like.dtype or x.device != like.device:
         raise ValueError(f"{name} is {x.dtype} on {x.device}; expected {like.dtype} on {like.device}")
-    if inv_freq.ndim != 2 or inv_freq.shape[1] != x.shape[2] // 2 or x.shape[1] % max(1, inv_freq.shape[0]):
+    tables = inv_freq.shape[0] if inv_freq.ndim else 0
+    fits = x.shape[1] % tables == 0 if tables else not x.numel()
+    if inv_freq.ndim != 2 or inv_freq.shape[1] != x.shape[2] // 2 or not fits:
         raise ValueError(
             f"inv_freq.shape is {tuple(inv_freq.shape)}; expected [a divisor of {x.shape[1]}, {x.shape[2] // 2}]"
         )
@@ -253,8 +260,7 @@ def _rope_append(
     def rotate(x: Tensor) -> Tensor:
         return rotate_reference(x, positions, inv_freq, attention_scaling=attention_scaling, interleaved=interleaved)
 
-    if keys.numel():
-        append_reference(rows, rotate(keys), row_cache, rope_cache, slots)
+    append_reference(rows, rotate(keys), row_cache, rope_cache, slots)
     return rotate(query)
 
 

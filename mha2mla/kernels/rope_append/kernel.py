@@ -24,7 +24,7 @@ def make_rope_append(
 
     Args:
         heads: query heads H to rotate; 0 leaves the queries out.
-        num_rope_heads, row_width: G and the width of a row; with G = 0 nothing is written to a cache.
+        num_rope_heads, row_width: G and the width of a row; what is 0 is not written.
         qk_rope_head_dim: d_r.
         num_tables: rows of inv_freq; divides H and G.
         page_size: tokens per page.

@@ -67,36 +67,36 @@ def launch_rope_append(
     attention_scaling: float,
     interleaved: bool,
 ) -> None:
-    """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`, empty keys for rotation alone, rows [N, 0] and
-    row_cache [P, page, 0] where only keys are written."""
+    """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`. What is empty (queries, keys, rows, a cache) is
+    left out: rows alone are written, or keys alone, or nothing and only queries are rotated."""
     tokens, heads, rope = query.shape
-    writes = keys.numel() > 0 and rope_cache.numel() > 0
-    if tokens == 0 or rope == 0 or not (heads or writes):
+    heads = heads if rope else 0
+    groups = keys.shape[1] if keys.numel() and rope_cache.numel() else 0
+    width = rows.shape[1] if rows.numel() and row_cache.numel() else 0
+    if tokens == 0 or not (heads or groups or width):
         return
+    if not rope:  # nothing to turn, but the kernel has a table all the same
+        rope, inv_freq = 8, inv_freq.new_zeros(1, 4)
+    pages, page_size = row_cache.shape[:2] if width else rope_cache.shape[:2] if groups else (1, 1)
     with torch.cuda.device(query.device):
-        query = with_dense_rows(query) if heads else query.new_empty(tokens, 1, rope)
-        out = out if heads else torch.empty_like(query)
-        if writes:
-            keys, rows, rope_cache, width = (
-                with_dense_rows(keys),
-                with_dense_rows(rows),
-                rope_cache.flatten(2),
-                rows.shape[1],
-            )
-            if not width:
-                rows, row_cache = keys[:, 0, :1], rope_cache[:, :, :1]
-        else:
-            keys, rows, width = query[:, :1], query[:, 0, :1], 0
-            rope_cache = query.new_empty(1, 1, rope)  # its strides and those of a part of it are as aligned as rows are
-            row_cache = rope_cache[:, :, :1]
+        nothing = query.new_empty(tokens, 1, rope)  # stands in for what is left out
+        out = out if heads else nothing
+        query = with_dense_rows(query) if heads else nothing
+        keys = with_dense_rows(keys) if groups else nothing
+        rows = with_dense_rows(rows) if width else nothing[:, 0, :1]
+        if groups:
+            rope_cache = rope_cache.flatten(2)
+        else:  # only its shape is looked at, which must agree with the other cache's
+            rope_cache = nothing.as_strided((pages, page_size, rope), (0, 0, 1) if width else (rope, rope, 1))
+        row_cache = row_cache if width else rope_cache[:, :, :1]
         kernel = compile_rope_append(
             capability,
             heads=heads,
-            num_rope_heads=keys.shape[1] if writes else 0,
+            num_rope_heads=groups,
             row_width=width,
             qk_rope_head_dim=rope,
             num_tables=inv_freq.shape[0],
-            page_size=row_cache.shape[1],
+            page_size=page_size,
             dtype=dtype,
             interleaved=interleaved,
             vector=vector_of(rows, keys, query, row_cache, rope_cache, out),

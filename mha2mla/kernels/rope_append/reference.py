@@ -16,6 +16,8 @@ def rotate_reference(
     Angles are float32 products of position and frequency, as transformers' (float64 for float64 inputs); the result is
     rounded once, to the dtype of x. ``attention_scaling`` (YaRN, longrope) leaves pairs of frequency zero alone.
     """
+    if not x.numel():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
     arithmetic = torch.float64 if x.dtype == torch.float64 else torch.float32
     angle = positions.to(arithmetic)[:, None, None] * inv_freq.to(arithmetic)  # [N, G, d_r / 2]
     angle = angle.repeat_interleave(x.shape[1] // inv_freq.shape[0], dim=1)
@@ -47,7 +49,7 @@ def write_rows(pairs: Iterable[tuple[Tensor, Tensor]], slots: Tensor) -> None:
     # Tokens without a slot rewrite what the first token with one writes; if there is none, what is there already.
     chosen = valid.long().argmax()
     source = torch.where(valid, torch.arange(len(slots), device=slots.device), chosen)
-    slot = torch.where(valid, slots, slots[chosen].clamp(0, capacity - 1))
+    slot = torch.where(valid, slots, slots.index_select(0, chosen[None]).clamp(0, capacity - 1))
     for cache, new in pairs:
         where = slot // page, slot % page
         keep = valid.any().expand(len(slots)).view(-1, *[1] * (new.ndim - 1))

@@ -1,0 +1,369 @@
+"""PagedCache as a state machine over real attention: all or nothing wherever it raises, and no stale batch is run.
+
+Queries are zero, so attention is the mean of the values that a token sees: of its own sequence's, and of nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mha2mla.modeling import CacheCapacityError, PagedCache, SequenceBatch, StaleBatchError
+from mha2mla.modeling.backends import BUILT_IN, AttentionConstants, GQAGeometry
+from mha2mla.modeling.paged_cache import BatchStep
+
+PAGES, PAGE = 12, 4
+LAYERS = [(BUILT_IN["gqa_reference"], AttentionConstants(GQAGeometry(1, 1, 2, 1), 1.0))] * 2
+
+
+class Injected(RuntimeError):
+    """What a full memory would raise."""
+
+
+class RaiseAt(TorchDispatchMode):
+    """Raises instead of running the ``at``-th op from now on; None only counts."""
+
+    def __init__(self, at: int | None) -> None:
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count - 1 == self.at:
+            raise Injected(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def state_of(cache: PagedCache) -> tuple:
+    """Everything that must be as before after an error: the books, and what is in pages that somebody owns."""
+    owned = [page for page in range(cache.allocator.num_pages) if cache.allocator.owners(page)]
+    data = [tensor[owned].flatten().tolist() for tensors in cache.tensors for tensor in tensors.values()]
+    return copy.deepcopy(vars(cache.allocator)), repr(data)  # as text, NaN equals NaN
+
+
+def attend(step: BatchStep, values: torch.Tensor) -> torch.Tensor:
+    """Runs both layers; the new tokens' values are ``values`` [N] and keys and queries zero. [N]."""
+    zero = torch.zeros(len(values), 1, 2)
+    tensors = {"query": zero, "key": zero, "value": values[:, None, None], "inv_freq": torch.zeros(1, 1)}
+    outs = [step.attend(layer, tensors) for layer in range(len(LAYERS))]
+    assert torch.equal(*outs)
+    return outs[0][:, 0, 0]
+
+
+@dataclass(eq=False)
+class Pending:
+    """A batch of ``extend``, the sequences in it with the values of their new tokens, and whether it is out of date."""
+
+    batch: SequenceBatch
+    values: dict[int, list[float]]
+    begins: dict[int, int]
+    why: str = ""
+
+
+class PagedCacheMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PagedCache(LAYERS, PAGES, PAGE, dtype=torch.float32)
+        # Per sequence, the values of its tokens; None where a token was promised and never brought.
+        self.values: dict[int, list[float | None]] = {}
+        self.batches: list[Pending] = []
+        self.next_value = 1.0
+
+    @property
+    def sequences(self) -> list[int]:
+        return list(self.values)
+
+    def outdate(self, sequence: int, why: str) -> None:
+        for pending in self.batches:
+            if sequence in pending.values and pending.why != "was closed":
+                pending.why = why
+
+    @rule()
+    def open(self):
+        self.values[self.cache.open()] = []
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fork(self, data):
+        parent = data.draw(st.sampled_from(self.sequences))
+        self.values[self.cache.fork(parent)] = list(self.values[parent])
+        self.outdate(parent, "was extended, cropped or forked")
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def close(self, data):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        self.cache.close(sequence)
+        del self.values[sequence]
+        self.outdate(sequence, "was closed")
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def crop(self, data):
+        sequence = data.draw(st.sampled_from(self.sequences))
+        length = len(self.values[sequence])
+        wanted = data.draw(st.integers(-2, length + 2))
+        if not 0 <= wanted <= length:
+            before = state_of(self.cache)
+            with pytest.raises(ValueError, match=f"length is {wanted}; expected 0 to {length}"):
+                self.cache.crop(sequence, wanted)
+            assert state_of(self.cache) == before
+            return
+        self.cache.crop(sequence, wanted)
+        if wanted < length:
+            del self.values[sequence][wanted:]
+            self.outdate(sequence, "was extended, cropped or forked")
+
+    @rule(unknown=st.sampled_from(["close", "crop", "fork", "extend"]))
+    def unknown_sequence(self, unknown):
+        before = state_of(self.cache)
+        calls: dict[str, Callable] = {
+            "close": lambda: self.cache.close(10**6),
+            "crop": lambda: self.cache.crop(10**6, 0),
+            "fork": lambda: self.cache.fork(10**6),
+            "extend": lambda: self.cache.extend({**dict.fromkeys(self.sequences, 1), 10**6: 1}),
+        }
+        with pytest.raises(ValueError, match="sequence is 1000000"):
+            calls[unknown]()
+        assert state_of(self.cache) == before
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), keep=st.booleans())
+    def extend(self, data, keep):
+        """Any tokens for any sequences, sizes that may be too small, and a fault at any op; then mostly a step."""
+        some = data.draw(st.lists(st.sampled_from(self.sequences), unique=True, min_size=1, max_size=4))
+        new = {sequence: data.draw(st.integers(-1 if len(some) == 4 else 0, 10)) for sequence in some}
+        options = data.draw(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "num_sequences": st.integers(0, 6),
+                    "num_tokens": st.integers(0, 30),
+                    "max_pages": st.integers(0, 6),
+                },
+            )
+        )
+        fault = data.draw(st.none() | st.integers(0, 60))
+        before, alone = state_of(self.cache), copy.deepcopy(self.cache.allocator)
+        try:
+            with RaiseAt(fault):
+                batch = self.cache.extend(new, **options)
+        except (ValueError, Injected) as error:
+            assert state_of(self.cache) == before
+            if isinstance(error, CacheCapacityError) and "are free" in str(error):
+                with pytest.raises(RuntimeError):
+                    for sequence, count in new.items():
+                        alone.grow(sequence, count)
+            return
+        for sequence, count in new.items():
+            alone.grow(sequence, count)
+        assert alone.num_free == self.cache.allocator.num_free
+        values, begins = {}, {}
+        for sequence, count in new.items():
+            self.outdate(sequence, "was extended, cropped or forked")
+            begins[sequence] = len(self.values[sequence])
+            values[sequence] = [self.next_value + i for i in range(count)]
+            self.next_value += count
+            self.values[sequence] += [None] * count
+        self.batches.append(Pending(batch, values, begins))
+        if not keep:
+            self.run(self.batches[-1], fault)
+
+    @precondition(lambda self: self.batches)
+    @rule(data=st.data(), fault=st.none() | st.integers(0, 40))
+    def step(self, data, fault):
+        """Some batch, perhaps a stale one, perhaps once more."""
+        self.run(self.batches[data.draw(st.integers(0, len(self.batches) - 1))], fault)
+
+    def run(self, pending: Pending, fault: int | None) -> None:
+        before = state_of(self.cache)
+        if pending.why:
+            with pytest.raises(StaleBatchError, match=f"batch has sequence .* which {pending.why} since"):
+                self.cache.step(pending.batch)
+            assert state_of(self.cache) == before
+            self.batches.remove(pending)
+            return
+        try:
+            with RaiseAt(fault):
+                step = self.cache.step(pending.batch)
+        except Injected:
+            assert state_of(self.cache) == before
+            step = self.cache.step(pending.batch)
+        parts = [torch.tensor(values) for values in pending.values.values()]
+        if not sum(len(part) for part in parts):
+            return
+        for sequence, values in pending.values.items():
+            first = pending.begins[sequence]
+            self.values[sequence][first : first + len(values)] = values
+        self.poison()
+        try:
+            with RaiseAt(fault):
+                attend(step, pending.batch.flatten(parts))
+        except Injected:
+            pass  # some tokens are written, some not: they are when it is run again
+        outs = pending.batch.unflatten(attend(step, pending.batch.flatten(parts)))
+        for (sequence, values), mine in zip(pending.values.items(), outs, strict=True):
+            known, first = self.values[sequence], pending.begins[sequence]
+            if None not in known:
+                expected = [sum(known[: first + i + 1]) / (first + i + 1) for i in range(len(values))]
+                assert mine.tolist() == pytest.approx(expected, rel=1e-5)
+
+    def poison(self) -> None:
+        """Nobody may look at a page that is free, nor behind a sequence's end."""
+        allocator = self.cache.allocator
+        used = {slot for s in allocator.sequences for slot in allocator.slots(s, 0, allocator.length(s))}
+        others = [slot for slot in range(PAGES * PAGE) if slot not in used]
+        for tensors in self.cache.tensors:
+            for tensor in tensors.values():
+                tensor.view(PAGES * PAGE, -1)[others] = torch.nan
+
+    @invariant()
+    def every_page_is_owned_or_free(self):
+        allocator = self.cache.allocator
+        owned = [page for sequence in allocator.sequences for page in allocator.pages(sequence)]
+        assert [allocator.owners(page) for page in range(PAGES)] == [owned.count(page) for page in range(PAGES)]
+        assert allocator.num_free == PAGES - len(set(owned))
+        assert {s: allocator.length(s) for s in allocator.sequences} == {
+            s: len(values) for s, values in self.values.items()
+        }
+
+    @invariant()
+    def tokens_of_every_sequence_are_its_own(self):
+        allocator = self.cache.allocator
+        for sequence, values in self.values.items():
+            slots = allocator.slots(sequence, 0, len(values))
+            for tensors in self.cache.tensors:
+                found = tensors["value_cache"].flatten()[slots].tolist()
+                assert [a for a, b in zip(found, values, strict=True) if b is not None] == [
+                    b for b in values if b is not None
+                ]
+
+
+PagedCacheMachine.TestCase.settings = settings(
+    max_examples=50,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestPagedCacheMachine = PagedCacheMachine.TestCase
+
+
+def filled() -> tuple[PagedCache, int, int, int]:
+    """A cache with a sequence, its fork that has grown, and another fork; pages shared and not."""
+    cache = PagedCache(LAYERS, PAGES, PAGE, dtype=torch.float32)
+    parent = cache.open()
+    for count, value in ((6, 1.0), (3, 2.0)):
+        batch = cache.extend({parent: count})
+        attend(cache.step(batch), torch.full((count,), value))
+    return cache, parent, cache.fork(parent), cache.fork(parent)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_sequences": 2}, {"num_tokens": 3}, {"max_pages": 2}, {"num_sequences": 4, "num_tokens": 5}],
+    ids=lambda options: "-".join(options),
+)
+def test_extend_that_does_not_fit_takes_no_pages_failure_32(options):
+    cache, *sequences = filled()
+    before = state_of(cache)
+    with pytest.raises(ValueError, match="expected at (least|most)"):
+        cache.extend(dict.fromkeys(sequences, 2), **options)
+    assert state_of(cache) == before
+
+
+def test_extend_that_raises_at_any_point_changes_nothing_failure_32():
+    """At every op that it runs, of which there are some before and some after the pages are copied."""
+    cache, *sequences = filled()
+    new = dict.fromkeys(sequences, 2)
+    twin = copy.deepcopy(cache)
+    with RaiseAt(None) as counted:
+        twin.extend(new)
+    assert counted.count > 30
+    before = state_of(cache)
+    for at in range(counted.count):
+        with pytest.raises(Injected), RaiseAt(at):
+            cache.extend(new)
+        assert state_of(cache) == before
+    assert cache.extend(new).num_tokens == 6
+
+
+CHANGES: dict[str, Callable] = {
+    "close": lambda cache, sequence: cache.close(sequence),
+    "crop": lambda cache, sequence: cache.crop(sequence, 3),
+    "extend": lambda cache, sequence: cache.extend({sequence: 1}),
+    "fork": lambda cache, sequence: cache.fork(sequence),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_stale_batch_is_not_stepped_failure_35(change):
+    cache, sequence, twin, _ = filled()
+    batch = cache.extend({sequence: 2, twin: 1})
+    CHANGES[change](cache, sequence)
+    why = "closed" if change == "close" else "extended, cropped or forked"
+    before = state_of(cache)
+    with pytest.raises(StaleBatchError, match=f"batch has sequence 0, which was {why} since the batch was made"):
+        cache.step(batch)
+    assert state_of(cache) == before
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_step_does_not_outlive_its_sequences_failure_35(change):
+    """Planned while the batch was fresh; its pages may be somebody else's when it is run."""
+    cache, sequence, twin, _ = filled()
+    batch = cache.extend({sequence: 2, twin: 1})
+    step = cache.step(batch)
+    CHANGES[change](cache, sequence)
+    other = cache.open()
+    attend(cache.step(cache.extend({other: 4})), torch.full((4,), 9.0))
+    before = state_of(cache)
+    with pytest.raises(StaleBatchError, match="batch has sequence 0"):
+        attend(step, torch.ones(3))
+    assert state_of(cache) == before
+
+
+def test_a_batch_of_another_cache_is_not_stepped_failure_35():
+    one, sequence, *_ = filled()
+    two, *_ = filled()
+    with pytest.raises(StaleBatchError, match="sequence 0, which is of another cache"):
+        two.step(one.extend({sequence: 1}))
+
+
+def test_a_step_refuses_to_load_a_stale_batch_failure_35():
+    """What a CUDA graph is replayed over: no host code runs then, so what goes into its tensors is looked at before."""
+    cache, sequence, twin, _ = filled()
+    step = cache.step(SequenceBatch.maximum(2, 5, PAGE))
+    batch = cache.extend({sequence: 1, twin: 1}, max_pages=5)
+    cache.close(twin)
+    with pytest.raises(StaleBatchError, match=f"sequence {twin}, which was closed"):
+        step.load(batch)
+    assert not step.batch.cache_seqlens.any()
+    step.load(cache.extend({sequence: 1}, max_pages=5, num_sequences=2))
+    with pytest.raises(StaleBatchError, match="replaced after the plans were made; expected a call of refresh"):
+        attend(step, torch.ones(2))
+    step.refresh()
+    assert float(attend(step, torch.ones(2))[0]) == pytest.approx(13 / 11)  # ones, twos, a token never brought
+    cache.crop(sequence, 4)
+    with pytest.raises(StaleBatchError):
+        step.refresh()
+
+
+def test_crop_forgets_tokens_and_gives_pages_back():
+    cache, sequence, *twins = filled()
+    for twin in twins:
+        cache.close(twin)
+    cache.crop(sequence, 4)
+    assert cache.allocator.length(sequence) == 4 and cache.allocator.num_free == PAGES - 1
+    out = attend(cache.step(cache.extend({sequence: 1})), torch.tensor([6.0]))
+    assert float(out) == pytest.approx(2.0)
+    for length in (-1, 6):
+        with pytest.raises(ValueError, match=f"length is {length}; expected 0 to 5"):
+            cache.crop(sequence, length)
