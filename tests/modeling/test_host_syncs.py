@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mha2mla.modeling import LatentCache
+from mha2mla.kernels.mla_decode import api as mla_decode_api
+from mha2mla.modeling import LatentCache, step_choice
+from mha2mla.modeling.paged_cache import BatchStep
 from tests.modeling import models
 
 READS = ("item", "tolist", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__", "__contains__")
@@ -37,6 +39,23 @@ class _Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """What looks at values on a CPU, since it costs nothing there, does not: masks, and references, which are kernels
+    elsewhere. And what the host keeps for itself (a batch's tickets) is no tensor of the device."""
+
+    def unwatched(reference):
+        def call(*args, **keys):
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                return reference(*args, **keys)
+
+        return call
+
+    monkeypatch.setattr(step_choice, "host_may_look", lambda mask, query_length: query_length > 1)
+    monkeypatch.setattr(mla_decode_api, "mla_decode_reference", unwatched(mla_decode_api.mla_decode_reference))
+    monkeypatch.setattr(BatchStep, "check", unwatched(BatchStep.check))
+
+
 class NoHostReads:
     def __enter__(self):
         self.modes = (_Methods(), _Ops())
@@ -63,7 +82,7 @@ def test_the_watch_sees_a_read(read):
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "left padding"])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @torch.no_grad()
-def test_a_one_token_step_reads_nothing(static, masked, case):
+def test_a_one_token_step_reads_nothing(static, masked, case, as_on_a_gpu):
     """Positions are the model's own to find, as when a caller passes tokens and a cache and nothing else."""
     model = models.mla_model(case, mla_form="absorbed")
     ids, mask = models.tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
@@ -81,7 +100,7 @@ def test_a_one_token_step_reads_nothing(static, masked, case):
 
 
 @torch.no_grad()
-def test_a_batch_of_decodes_reads_nothing():
+def test_a_batch_of_decodes_reads_nothing(as_on_a_gpu):
     model = models.mla_model()
     cache = model.paged_cache(8, page_size=16)
     first, second = cache.open(), cache.open()
