@@ -1,7 +1,7 @@
 """What conversions cost in perplexity: our presets beside the peers', and what each key of a recipe gives.
 
     python benchmarks/conversion.py compare --json benchmarks/results/h200-conversion.json
-    python benchmarks/conversion.py compare --only 0.50 --device cpu
+    python benchmarks/conversion.py compare --only "0.5 quick" --device cpu
     python benchmarks/conversion.py ablation --json benchmarks/results/h200-conversion-ablation.json
 
 Every row is one call of ``mha2mla.convert``, whose checkpoint is read back and compared with the source on texts
@@ -28,18 +28,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
-from mha2mla.conversion.generated import generator_of
 from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.source_model import open_source
+from mha2mla.conversion.window_lengths import calibration_lengths
+from mha2mla.conversion.windows import calibration_windows
 from mha2mla.eval.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import evaluate_quality
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.sources import fetch_smollm2
-from mha2mla.texts import mixed_windows
 
 RATIOS = (0.5, 0.3125, 0.1875)
-# None of them is what a row calibrates on. The law is there on machines with Debian's licences.
-TEXTS = ("builtin:prose", "builtin:stdlib", "/usr/share/common-licenses/GPL-3")
+# None of them is what a row calibrates on. The first is too short for long windows.
+LONG_TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")
+TEXTS = ("builtin:prose", *LONG_TEXTS)
+LENGTHS = (512, 2048, None)  # None: the longest that the source takes
 ROPE_ONLY = (64, 48, 32)
 _CHECK_TOKENS = 512  # of convert's own comparison, which these rows do not read
 
@@ -142,7 +145,7 @@ def compare(
     model: str | None = None,
     device: str | None = None,
     texts: list[str] | None = None,
-    max_tokens: int = 8192,
+    max_tokens: int = 24576,
     ratios: list[float] | None = None,
     seed: int = 0,
 ) -> bool:
@@ -170,7 +173,7 @@ def ablation(
     model: str | None = None,
     device: str | None = None,
     texts: list[str] | None = None,
-    max_tokens: int = 8192,
+    max_tokens: int = 24576,
     ratios: list[float] | None = None,
     seed: int = 0,
 ) -> bool:
@@ -209,19 +212,26 @@ class Calibration:
     Sampling text from the source takes longer than most rows.
     """
 
-    def __init__(self, source: str, tokenizer: Any, device: torch.device) -> None:
-        self.source, self.tokenizer, self.device = Path(source), tokenizer, device
-        self._drawn: dict[tuple[Any, ...], tuple[torch.Tensor, float]] = {}
+    def __init__(self, source: str, device: torch.device) -> None:
+        self.source, self.device = open_source(Path(source)), device
+        self._drawn: dict[tuple[Any, ...], tuple[list[torch.Tensor], float]] = {}
 
-    def windows(self, recipe: Recipe) -> tuple[torch.Tensor, float]:
-        """int64 [windows, length], as ``mha2mla.convert`` would draw them, and the seconds that drawing took."""
-        length = recipe.calibration_length
-        key = (recipe.calibration_text, recipe.calibration_tokens // length, length, recipe.seed)
+    def windows(self, recipe: Recipe) -> tuple[list[torch.Tensor], float]:
+        """int64 [windows, length] of every length, as ``mha2mla.convert`` would draw them, and the seconds it took."""
+        context = getattr(self.source.config, "max_position_embeddings", None)
+        lengths = calibration_lengths(self.source.spec, recipe.calibration_length, context)
+        key = (recipe.calibration_text, recipe.calibration_tokens, lengths, recipe.seed)
         if key not in self._drawn:
             started = time.perf_counter()
-            text, count, _, seed = key
-            generate = generator_of(self.source, self.tokenizer, length, seed=seed, device=self.device)
-            windows = mixed_windows(self.tokenizer, text, length, count, seed=seed, generate=generate)
+            blocks = calibration_windows(
+                self.source,
+                recipe.calibration_text,
+                lengths=lengths,
+                tokens=recipe.calibration_tokens,
+                seed=recipe.seed,
+                device=self.device,
+            )
+            windows = [blocks.tokens[list(blocks.of_length(length))].view(-1, length) for length in lengths]
             self._drawn[key] = windows, time.perf_counter() - started
         return self._drawn[key]
 
@@ -242,7 +252,7 @@ def _measure(
     chosen = [case for case in cases if case.is_base or case in named]
     if not named:
         raise ValueError(f"only is {only!r}; expected parts of {', '.join(case.name for case in cases)}")
-    texts = list(texts) if texts else [text for text in TEXTS if text.startswith("builtin:") or Path(text).is_file()]
+    texts = list(texts or TEXTS)
     environment = collect_environment()
     measured = {
         "model": Path(source).name,
@@ -253,21 +263,23 @@ def _measure(
     rows = _rows_of(json, measured)
     loaded = load_model(source, "source", device=device, dtype=torch.float32)
     tokenizer = load_tokenizer(source, "source")
-    drawn = Calibration(source, tokenizer, loaded.device)
+    drawn = Calibration(source, loaded.device)
     for case in chosen:
         if rows.get(case.name, {}).get("recipe") == case.recipe.to_dict() and rows[case.name]["status"] == "ok":
             continue
-        row = measure_case(case, source, loaded, tokenizer, drawn, texts=texts, max_tokens=max_tokens, device=device)
+        row = measure_case(
+            case, source, loaded, tokenizer, drawn, texts=texts, lengths=LENGTHS, max_tokens=max_tokens, device=device
+        )
         rows[case.name] = row
-        print(f"{case.name}: {row.get(texts[0], row['status'])} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
+        found = {key: round(value, 4) for key, value in row.items() if key.isdecimal()}
+        print(f"{case.name}: {found or row['status']} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
         if json:
             write_json(json, kind=kind, rows=list(rows.values()), environment=environment, measured=measured)
     shown = [rows[case.name] for case in chosen]
     columns = {"name": "recipe", "geometry": "geometry", "cache_ratio": "ratio"}
-    columns |= {text: f"x on {Path(text).name.removeprefix('builtin:')}" for text in texts}
+    columns |= {key: f"x at {key}" for row in shown for key in row if key.isdecimal()}
     columns |= {
-        "kl": "KL",
-        "top1_agreement": "top-1",
+        "kl": "largest KL",
         "calibration_seconds": "text s",
         "convert_seconds": "convert s",
         "status": "status",
@@ -297,6 +309,7 @@ def measure_case(
     calibration: Calibration,
     *,
     texts: Sequence[str],
+    lengths: Sequence[int | None],
     max_tokens: int,
     device: str | None,
 ) -> dict[str, Any]:
@@ -306,7 +319,8 @@ def measure_case(
         source: folder or hub id that is converted.
         loaded: the same, as the model that the result is compared with.
         calibration: where its windows come from.
-        texts: names for ``mha2mla.texts.load_text``; KL and top-1 agreement are of the first.
+        texts, lengths: what :func:`evaluate_quality` measures; a column of a length is the text that loses most, of
+            :data:`LONG_TEXTS`.
     """
     row: dict[str, Any] = {"name": case.name, "recipe": case.recipe.to_dict(), "status": "ok"}
     started = time.perf_counter()
@@ -333,22 +347,25 @@ def measure_case(
             "layer_ranks": report.recipe["layer_ranks"],
             "device": report.device,
         }
+        quality = evaluate_quality(
+            loaded,
+            load_model(folder / "converted", "converted", device=device, dtype=torch.float32),
+            texts=texts,
+            lengths=lengths,
+            max_tokens=max_tokens,
+            tokenizer=tokenizer,
+            progress=False,
+        )
+        row["quality"] = quality.to_dict()
         for text in texts:
-            seqlen = case.recipe.calibration_length
-            quality = evaluate_quality(
-                loaded,
-                load_model(folder / "converted", "converted", device=device, dtype=torch.float32),
-                texts=text,
-                lengths=(seqlen,),
-                max_tokens=max_tokens,
-                tokenizer=tokenizer,
-                progress=False,
-            ).rows[0]
-            row[text] = quality.perplexity_ratio
-            row[f"{text} perplexity"] = [quality.perplexity_source, quality.perplexity_converted]
-            row.setdefault("kl", quality.kl)
-            row.setdefault("top1_agreement", quality.top1_agreement)
-            row.setdefault("tokens", quality.num_tokens)
+            row[text] = [measured.perplexity_ratio for measured in quality.rows if measured.text == text]
+        for length in sorted({measured.seqlen for measured in quality.rows if measured.text in LONG_TEXTS}):
+            row[str(length)] = max(
+                measured.perplexity_ratio
+                for measured in quality.rows
+                if measured.seqlen == length and measured.text in LONG_TEXTS
+            )
+        row["kl"] = max(measured.kl for measured in quality.rows)
     except (ValueError, RuntimeError, OSError) as error:
         row["status"] = f"{type(error).__name__}: {error}"
     finally:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,8 @@ class ConversionReport:
         calibration_tokens: 0 when the recipe needs none.
         calibrated_length: of the longest sequence that the conversion was made for; None where nothing bounds it.
         parity: source against the checkpoint read back from disk.
+        long_evaluation_text, long_evaluation_length, long_parity: the same in one window of the longest length that was
+            calibrated; None where that is no longer, or the caller gave token windows.
         layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
         decode_backend: what will serve decoding on CUDA, by layers where they differ, and why it is no kernel.
         resumed_layers: how many of the layers an interrupted run had left.
@@ -111,6 +114,9 @@ class ConversionReport:
     weights_dtype: str
     device: str
     parity: ParityReport
+    long_evaluation_text: str
+    long_evaluation_length: int | None
+    long_parity: ParityReport | None
     layers: tuple[dict[str, Any], ...]
     decode_backend: str
     rope_note: str
@@ -129,17 +135,27 @@ class ConversionReport:
         ranks = [layer["kv_lora_rank"] for layer in self.layers]
         return f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(set(ranks)) > 1 else ""
 
+    def _long_ratio(self) -> str:
+        if self.long_parity is None:
+            return ""
+        return f", {self.long_parity.perplexity_ratio:.4f} x at {self.long_evaluation_length}"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; errors by layer are in ``layers`` only."""
-        parity = {key: value for key, value in self.parity.to_dict().items() if key != "layers"}
-        values = {**vars(self), "geometry": self.geometry.to_dict(), "parity": parity, "layers": list(self.layers)}
+        parity, long_parity = (
+            each and {key: value for key, value in each.to_dict().items() if key != "layers"}
+            for each in (self.parity, self.long_parity)
+        )
+        values = {**vars(self), "geometry": self.geometry.to_dict(), "layers": list(self.layers)}
+        values |= {"parity": parity, "long_parity": long_parity}
         return {**values, "cache_ratio": self.cache_ratio}
 
     def __str__(self) -> str:
         parity, seconds = self.parity, ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
         return (
             f"{self.name}: {self.geometry}{self._ranks()}, cache {self.cache_ratio:.4f} of the source's; perplexity"
-            f" {parity.perplexity_source:.3f} -> {parity.perplexity_converted:.3f} ({parity.perplexity_ratio:.4f} x),"
+            f" {parity.perplexity_source:.3f} -> {parity.perplexity_converted:.3f} ({parity.perplexity_ratio:.4f} x at"
+            f" {self.evaluation_length} tokens{self._long_ratio()}),"
             f" KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}, logits' relative error"
             f" {parity.logits_relative_error:.3g}; decode: {self.decode_backend}; peak memory"
             f" {self.peak_rss_bytes / 2**30:.2f} GiB; seconds: {seconds}; preset: {self.preset}"
@@ -163,6 +179,8 @@ class _Plan:
     calibration: TokenBlocks | None
     evaluation: torch.Tensor
     evaluation_text: str
+    long_evaluation: torch.Tensor | None
+    long_evaluation_text: str
     device: torch.device
     compute_dtype: torch.dtype
     weights_dtype: torch.dtype | None
@@ -306,9 +324,9 @@ def convert(
                 _write_companions(plan, folder)
             with _timed(seconds, "verify"):
                 check_unchanged(plan.source, {**weights, **others})
-                parity = _verify(plan, folder)
+                parity, long_parity = _verify(plan, folder)
             seconds["total"] = time.perf_counter() - started
-            report = _report(plan, parity, layers, resumed, seconds, weight_bytes)
+            report = _report(plan, parity, long_parity, layers, resumed, seconds, weight_bytes)
             _write_report(plan, folder, report)
             check_unchanged(plan.source, {**weights, **others})
     plan.say(str(report))
@@ -411,6 +429,10 @@ def _check(
     if evaluation == EVALUATION_TEXT and evaluation_length > EVALUATION_TOKENS:
         evaluation = LONG_EVALUATION_TEXT
     held_out = evaluation_windows(opened, evaluation, length=evaluation_length, tokens=evaluation_tokens)
+    long_text = LONG_EVALUATION_TEXT if evaluation == EVALUATION_TEXT else evaluation
+    long_held_out = None
+    if text is not None and isinstance(long_text, str) and lengths[-1] > evaluation_length:
+        long_held_out = evaluation_windows(opened, long_text, length=lengths[-1], tokens=lengths[-1])
     return _Plan(
         opened=opened,
         source_name=folder.name if Path(source).exists() else str(source),
@@ -425,6 +447,8 @@ def _check(
         calibration=None,
         evaluation=held_out,
         evaluation_text=evaluation if isinstance(evaluation, str) else "token windows of the caller",
+        long_evaluation=long_held_out,
+        long_evaluation_text=long_text if isinstance(long_text, str) else "",
         device=target,
         compute_dtype=compute_dtype,
         weights_dtype=dtype,
@@ -643,8 +667,8 @@ def _recorded_recipe(plan: _Plan) -> dict[str, Any]:
     return {**plan.recipe.to_dict(), "cache_ratio": plan.recipe.target_cache_ratio}
 
 
-def _verify(plan: _Plan, folder: Path) -> ParityReport:
-    """Reads ``folder`` back and compares it with the source.
+def _verify(plan: _Plan, folder: Path) -> tuple[ParityReport, ParityReport | None]:
+    """Reads ``folder`` back and compares it with the source, in short windows by layer and in one long window.
 
     Raises:
         CheckpointError: the written names are not the model's.
@@ -657,14 +681,11 @@ def _verify(plan: _Plan, folder: Path) -> ParityReport:
     if reader.names() != converted.expected_names():
         different = sorted(reader.names() ^ converted.expected_names())
         raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
-    parity = compare(
-        plan.model,
-        converted,
-        plan.evaluation,
-        folder=folder,
-        spill_bytes=plan.spill_bytes,
-        progress=plan.progress,
+    compared = partial(
+        compare, plan.model, converted, folder=folder, spill_bytes=plan.spill_bytes, progress=plan.progress
     )
+    parity = compared(plan.evaluation)
+    long_parity = None if plan.long_evaluation is None else compared(plan.long_evaluation, by_layer=False)
     reader.release()
     if plan.recipe.is_exact(plan.geometry):
         tolerance = parity_tolerance(plan)
@@ -675,12 +696,13 @@ def _verify(plan: _Plan, folder: Path) -> ParityReport:
                 f" (relative); expected at most {tolerance:.3g}"
             )
     guess = math.log(plan.model.vocab_size)
-    if not parity.kl <= guess:
-        raise ParityError(
-            f"the converted model's predictions are {parity.kl:.3g} nats a token from the source's (KL); expected at"
-            f" most {guess:.3g}, as far as a guess among {plan.model.vocab_size} tokens can be from certainty"
-        )
-    return parity
+    for measured in (parity, long_parity):
+        if measured is not None and not measured.kl <= guess:
+            raise ParityError(
+                f"the converted model's predictions are {measured.kl:.3g} nats a token from the source's (KL); expected"
+                f" at most {guess:.3g}, as far as a guess among {plan.model.vocab_size} tokens can be from certainty"
+            )
+    return parity, long_parity
 
 
 def parity_tolerance(plan: _Plan) -> float:
@@ -700,6 +722,7 @@ def _source_dtype(plan: _Plan) -> torch.dtype:
 def _report(
     plan: _Plan,
     parity: ParityReport,
+    long_parity: ParityReport | None,
     layers: FinishedLayers,
     resumed: int,
     seconds: dict[str, float],
@@ -731,6 +754,9 @@ def _report(
         weights_dtype=str(weights_dtype).removeprefix("torch."),
         device=str(plan.device),
         parity=parity,
+        long_evaluation_text=plan.long_evaluation_text,
+        long_evaluation_length=None if long_parity is None else plan.long_evaluation.shape[1],
+        long_parity=long_parity,
         layers=tuple(
             {**asdict(layer), "kv_lora_rank": geometries[layer.layer].kv_lora_rank, **layers.record(layer.layer)}
             for layer in parity.layers

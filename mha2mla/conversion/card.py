@@ -68,6 +68,7 @@ def model_card(
         "",
         f"Measured after writing, on the checkpoint read back from disk, in {report['compute_dtype']}, on"
         f" {parity['tokens']:,} tokens of `{report['evaluation_text']}` in windows of {report['evaluation_length']}.",
+        *_long_loss(report),
         "",
         "| | source | converted |",
         "|---|---|---|",
@@ -125,6 +126,17 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "| " + " | ".join(_LAYER_HEADINGS.get(key, key) for key in keys) + " |",
         "|" + "---|" * len(keys),
         *("| " + " | ".join(_cell(row.get(key)) for key in keys) + " |" for row in rows),
+    ]
+
+
+def _long_loss(report: Mapping[str, Any]) -> list[str]:
+    if report["long_parity"] is None:
+        return []
+    lost = report["long_parity"]
+    return [
+        f"In a window of {report['long_evaluation_length']:,} tokens of `{report['long_evaluation_text']}`: perplexity"
+        f" {lost['perplexity_source']:.4f} → {lost['perplexity_converted']:.4f} ({lost['perplexity_ratio']:.4f} ×), KL"
+        f" {lost['kl']:.3g}, same most likely token {lost['top1_agreement']:.4f}.",
     ]
 
 

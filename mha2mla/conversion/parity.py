@@ -59,7 +59,7 @@ class ParityReport:
         kl: mean KL(source ‖ converted) per token, nats.
         top1_agreement: share of tokens where both put the same token first.
         logits_relative_error: Frobenius norm of the difference of all logits, over the source's.
-        layers: errors by layer.
+        layers: errors by layer; empty if they were not asked for.
     """
 
     tokens: int
@@ -88,6 +88,7 @@ def compare(
     tokens: torch.Tensor,
     *,
     folder: Path,
+    by_layer: bool = True,
     spill_bytes: int = SPILL_BYTES,
     progress: bool = True,
 ) -> ParityReport:
@@ -95,6 +96,7 @@ def compare(
 
     Args:
         folder: where activations go when they exceed ``spill_bytes``.
+        by_layer: measure errors of every layer too; scores of long windows take their time.
     """
     stores: list[ActivationStore] = []
     try:
@@ -105,14 +107,22 @@ def compare(
                 )
             )
             model.embed(stores[-1])
+        pass_layer = _compare_layer if by_layer else _run_layer
         layers = [
-            _compare_layer(source, converted, index, stores)
+            pass_layer(source, converted, index, stores)
             for index in tqdm(range(source.num_layers), desc="verify", unit="layer", disable=not progress)
         ]
-        return _compare_logits(source, converted, stores, tokens, tuple(layers))
+        return _compare_logits(source, converted, stores, tokens, tuple(layers) if by_layer else ())
     finally:
         for store in stores:
             store.close()
+
+
+def _run_layer(source: StreamedModel, converted: StreamedModel, index: int, stores: list[ActivationStore]) -> None:
+    """Leaves the next layer's inputs in both ``stores``."""
+    for model, store in zip((source, converted), stores, strict=True):
+        model.run_layer(model.layer(index), index, store, tokens=_BATCH_TOKENS)
+        model.source.release()
 
 
 class _Error:

@@ -68,13 +68,13 @@ _TEXT = "generated+builtin:pydoc"
 # Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters. bfloat16 products cost nothing
 # that shows. Maps per query head and half a correction took 5 % of the divergence (benchmarks/NOTES.md).
 _RECONSTRUCTED: dict[str, Any] = {
-    "reconstruction_steps": 2500,
+    "reconstruction_steps": 2200,
     "reconstruction_tokens": 8192,
     "reconstruction_precision": "bfloat16",
     "reconstruction_correction": 0.5,
     "up_projections": "query-head",
     "calibration_text": _TEXT,
-    "calibration_tokens": 192 * 8192,
+    "calibration_tokens": 144 * 8192,
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
