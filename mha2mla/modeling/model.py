@@ -307,12 +307,20 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             ValueError: ``config.attention_backend`` is no backend's name, or it refuses a layer, with the reason.
         """
         registry, name = ATTENTION_BACKENDS, self.config.attention_backend
-        attentions = [layer.self_attn for layer in self.model.layers]
+        attentions, device = [layer.self_attn for layer in self.model.layers], self._execution_device()
         layers = [
-            (registry.choose(name, each.geometry, page_size, self.dtype, self.device), each.constants())
+            (registry.choose(name, each.geometry, page_size, self.dtype, device), each.constants())
             for each in attentions
         ]
-        return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=self.device)
+        return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=device)
+
+    def _execution_device(self) -> torch.device:
+        """Where the first layer runs; the device of a weight that is offloaded is "meta" until it does."""
+        attention = self.model.layers[0].self_attn
+        weight, hook = attention.v_b_proj, getattr(attention, "_hf_hook", None)
+        if weight.device.type == "meta" and getattr(hook, "execution_device", None) is not None:
+            return torch.device(hook.execution_device)
+        return weight.device
 
     @torch.no_grad()
     def forward_batch(self, input_ids: Tensor, step: BatchStep, *, all_logits: bool = False) -> Tensor:
@@ -350,8 +358,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             query_length: new tokens per sequence.
             page_size: of the LatentCache.
         """
-        weight = self.model.layers[0].self_attn.v_b_proj
-        return self._layer_kinds.report(self.config, query_length, page_size, weight.dtype, weight.device)
+        dtype = self.model.layers[0].self_attn.v_b_proj.dtype
+        return self._layer_kinds.report(self.config, query_length, page_size, dtype, self._execution_device())
 
 
 def _of_new_tokens(attention_mask: Any, cache: Cache | None, query_length: int) -> Tensor | None:
