@@ -163,9 +163,7 @@ def test_hidden_states_are_the_base_models():
     assert not isinstance(model(models.tokens(2, 5), return_dict=False), dict)
 
 
-@pytest.mark.parametrize(
-    "offloaded", [("model.embed_tokens",), ("model.layers.0",), ("model.embed_tokens", "model.layers")]
-)
+@pytest.mark.parametrize("offloaded", [("model.embed_tokens",), ("model.layers.0",), ("model.",)])
 @torch.no_grad()
 def test_offloaded_weights(offloaded, tmp_path):
     """They are on the device "meta" until their module runs; neither cache, positions nor masks are ever there."""
