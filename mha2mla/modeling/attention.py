@@ -188,12 +188,18 @@ class MLAAttention(nn.Module):
             "latent": latent[0],
             "k_pe": k_pe[0],
         }
-        # The cache has the weights' dtype, so attention has it too, and autocast ends where the projections do.
+        weights = {
+            "k_up": self.k_b_proj if self.geometry.qk_nope_head_dim else None,
+            "v_up": self.v_b_proj,
+            "inv_freq": self.inv_freq,
+        }
+        device = hidden_states.device.type
+        if not torch.is_autocast_enabled(device):
+            return step.attend(self.layer_idx, {**tensors, **weights})
+        # The cache has the weights' dtype, so attention has it too: autocast ends where the projections do.
         tensors = {name: tensor.to(self.v_b_proj.dtype) for name, tensor in tensors.items()}
-        tensors["k_up"] = self.k_b_proj if self.geometry.qk_nope_head_dim else None
-        tensors |= {"v_up": self.v_b_proj, "inv_freq": self.inv_freq}
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return step.attend(self.layer_idx, tensors)
+        with torch.autocast(device, enabled=False):
+            return step.attend(self.layer_idx, {**tensors, **weights})
 
     def _over_latent_layer(
         self, hidden_states: Tensor, layer: LatentLayer, step: DecodeStep, attention_mask: Tensor | None, **kwargs: Any

@@ -311,11 +311,20 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         Warns:
             UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
         """
-        backends = batch_backends(self.config, self.device, self.dtype, page_size)
+        device = self._execution_device()
+        backends = batch_backends(self.config, device, self.dtype, page_size)
         layers = [
             (backend, layer.self_attn.constants()) for backend, layer in zip(backends, self.model.layers, strict=True)
         ]
-        return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=self.device)
+        return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=device)
+
+    def _execution_device(self) -> torch.device:
+        """Where the first layer runs; the device of a weight that is offloaded is "meta" until it does."""
+        attention = self.model.layers[0].self_attn
+        weight, hook = attention.v_b_proj, getattr(attention, "_hf_hook", None)
+        if weight.device.type == "meta" and getattr(hook, "execution_device", None) is not None:
+            return torch.device(hook.execution_device)
+        return weight.device
 
     @torch.no_grad()
     def forward_batch(self, input_ids: Tensor, step: BatchStep, *, all_logits: bool = False) -> Tensor:
@@ -357,10 +366,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             query_length: new tokens per sequence.
             page_size: of the cache.
         """
-        weight = self.model.layers[0].self_attn.v_b_proj
-        return list(
-            what_serves(self.config, weight.device, weight.dtype, query_length=query_length, page_size=page_size)
-        )
+        device, dtype = self._execution_device(), self.model.layers[0].self_attn.v_b_proj.dtype
+        return list(what_serves(self.config, device, dtype, query_length=query_length, page_size=page_size))
 
 
 def _of_new_tokens(attention_mask: Any, cache: Cache | None, query_length: int) -> Tensor | None:

@@ -37,7 +37,8 @@ def test_growth_that_stops_between_layers_does_not_shift_the_next_tokens():
             break
     else:
         raise AssertionError("no such error")
-    for stop in (50, 51):
+    # Three pages: of one page twice as many would be too few, of two pages four are taken.
+    for stop in (40, 41):
         start = int(cache.get_seq_length())
         logits = model(ids[:, start:stop], past_key_values=cache).logits
         assert models.relative_error(logits, expected[:, start:stop]) < models.TOLERANCE
@@ -52,6 +53,30 @@ def test_reordering_takes_its_memory_first():
         assert broken_off(lambda cache=cache: cache.reorder_cache(torch.tensor([2, 0, 0])), cache) > 0
         with pytest.raises(ValueError, match=r"beam_idx.shape is \(1,\); expected \(3,\)"):
             cache.reorder_cache(torch.tensor([1]))
+
+
+@torch.no_grad()
+def test_selecting_changes_all_layers_or_none():
+    model = models.mla_model("per layer")
+    cache = LatentCache(model.config)
+    model(models.tokens(3, 9), past_key_values=cache)
+    assert broken_off(lambda: cache.batch_select_indices(torch.tensor([2, 0])), cache) > 4
+    assert broken_off(lambda: cache.batch_repeat_interleave(2), cache) > 4
+    assert cache.batch_size == 4
+
+
+@torch.no_grad()
+def test_a_step_whose_loss_fails_has_not_happened():
+    """Counting is the last thing that a step does."""
+    model = models.mla_model()
+    for cached in (0, 9):
+        cache = LatentCache(model.config)
+        if cached:
+            model(models.tokens(2, cached), past_key_values=cache)
+        before = contents(cache)
+        with pytest.raises((ValueError, RuntimeError)):
+            model(models.tokens(2, 3), labels=models.tokens(2, 7), past_key_values=cache)
+        assert same(before, contents(cache))
 
 
 @pytest.mark.parametrize("max_cache_len", [None, 32])

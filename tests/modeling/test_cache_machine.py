@@ -198,4 +198,4 @@ class LatentCacheMachine(RuleBasedStateMachine):
 
 
 TestLatentCacheMachine = LatentCacheMachine.TestCase
-TestLatentCacheMachine.settings = settings(max_examples=20, stateful_step_count=12, deadline=None)
+TestLatentCacheMachine.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)

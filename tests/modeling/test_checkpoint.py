@@ -161,3 +161,29 @@ def test_hidden_states_are_the_base_models():
     out = model(models.tokens(2, 5), output_hidden_states=True)
     assert len(out.hidden_states) == 3
     assert not isinstance(model(models.tokens(2, 5), return_dict=False), dict)
+
+
+@pytest.mark.parametrize("offloaded", [("model.embed_tokens",), ("model.layers.0",), ("model.",)])
+@torch.no_grad()
+def test_offloaded_weights(offloaded, tmp_path):
+    """They are on the device "meta" until their module runs; neither cache, positions nor masks are ever there."""
+    model = models.mla_model()
+    model.save_pretrained(tmp_path / "model")
+    parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
+    device_map = {part: "disk" if part.startswith(offloaded) else "cpu" for part in parts}
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offloaded"
+    )
+    assert any(parameter.is_meta for parameter in again.parameters())
+    assert [line.form for line in again.attention_report()] == [line.form for line in model.attention_report()]
+    ids, mask = models.tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :3] = 0
+    for kind in ("dynamic", "static"):
+        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "cache_implementation": kind}
+        assert torch.equal(again.generate(ids, **options), model.generate(ids, **options))
+    logits = []
+    for each in (model, again):
+        pages = each.paged_cache(num_pages=2, page_size=16)
+        step = pages.step(pages.extend({pages.open(): 9}))
+        logits.append(each.forward_batch(ids[0], step))
+    assert torch.equal(*logits)

@@ -1,6 +1,9 @@
 """The model on a GPU: the TileLang kernel behind it, CUDA graphs, compilation, no look at the device."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -157,3 +160,45 @@ def test_generate_with_a_static_cache(model):
     compiled = model.generate(ids, cache_implementation="static", output_logits=True, **options)
     assert models.relative_error(compiled.logits[1], expected.logits[1]) < 0.05
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_flex_attention_compiled(model):
+    """By transformers; where keys are wider than values, and over a static cache."""
+    ids, mask, position = batch(70, 0, 20)
+    keep = {"attention_mask": mask, "position_ids": position}
+    expected = model(ids, **keep, use_cache=False).logits
+    step = decode(model, (ids, mask, position), 60, "expanded", max_cache_len=128)
+    model.set_attn_implementation("flex_attention")
+    assert models.relative_error(model(ids, **keep, use_cache=False).logits[0], expected[0]) < 0.05
+    flex = decode(model, (ids, mask, position), 60, "expanded", max_cache_len=128)
+    assert models.relative_error(flex, step) < 0.05
+    torch._dynamo.reset()
+
+
+HOLE = """
+import torch
+from tests.modeling import models
+from mha2mla.modeling import LatentCache
+model = models.mla_model("no nope", mla_form="absorbed", decode_backend="reference").cuda()
+ids, mask = models.tokens(2, 12).cuda(), torch.ones(2, 12, dtype=torch.long, device="cuda")
+mask[1, 4:6] = 0
+with torch.no_grad():
+    cache = LatentCache(model.config)
+    model(ids[:, :11], past_key_values=cache)
+    model(ids[:, 11:], attention_mask=torch.ones_like(mask), past_key_values=cache)
+    torch.cuda.synchronize()
+    cache.crop(-1)
+    print("no hole, no error", flush=True)
+    model(ids[:, 11:], attention_mask=mask, past_key_values=cache)
+    torch.cuda.synchronize()
+print("not refused", flush=True)
+"""
+
+
+def test_a_hole_in_a_one_token_step_is_refused_by_the_device():
+    """In a process of its own, whose CUDA context does not survive it."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", HOLE], cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and "no hole, no error" in done.stdout and "not refused" not in done.stdout
+    assert "attention_mask hides tokens between visible ones" in done.stderr
