@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from mha2mla.kernels import mla_decode
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import explain_mla_decode, mla_decode
+
+SMALLEST_PAGE, STAGED_PAGE = 16, 64  # of what kernels take, and of a copy that is made for them
 
 
 def mla_decode_dense(
@@ -23,9 +29,11 @@ def mla_decode_dense(
     """:func:`mla_decode` for caches without pages, heads before tokens.
 
     A head-major tensor that is a transposed view of token-major memory (``torch.empty(B, T, G, d_r).transpose(1, 2)``)
-    is used where it lies; any other is copied, 2 G d_r bytes a token and call: keep such a cache token-major. T is one
-    page where it is a power of two from 16 on, else tokens are read as pages of the largest power of two that divides
-    T; a kernel serves those from 16 on.
+    is used where it lies; any other is copied, 2 G d_r bytes a token and call: keep such a cache token-major.
+
+    Tokens are read as pages of the largest power of two that divides T, at most 128. Kernels take pages from 16 on:
+    where T is no multiple of 16 (8191, 2050) and a kernel would serve the call, both caches are copied to pages of 64
+    every time, and a UserWarning says so: allocate room for a multiple of 16 and give ``cache_seqlens``.
 
     Args:
         q_latent: [B, H, S_q, d_c]. q_pe: [B, H, S_q, d_r], rotated.
@@ -41,8 +49,18 @@ def mla_decode_dense(
     """
     batch, tokens = latent.shape[:2]
     page = min(tokens & -tokens, 128) if tokens else 1
-    pages = tokens // page
     keys = k_pe.transpose(1, 2)  # [B, T, G, d_r]
+    if tokens and page < SMALLEST_PAGE and backend != "reference" and _kernel_serves(q_latent, q_pe, keys):
+        warnings.warn(
+            f"latent has {tokens} tokens of room; kernels take multiples of {SMALLEST_PAGE}: both caches are copied in"
+            " every call",
+            stacklevel=2,
+        )
+        # What lies behind the tokens must stay invisible.
+        cache_seqlens = None if cache_seqlens is None else cache_seqlens.clamp(max=tokens)
+        page, behind = STAGED_PAGE, -tokens % STAGED_PAGE
+        latent, keys = F.pad(latent, (0, 0, 0, behind)), F.pad(keys, (0, 0, 0, 0, 0, behind))
+    pages = latent.shape[1] // page
     keys = keys if keys.stride()[2:] == (keys.shape[3], 1) or keys.shape[2] == 1 else keys.contiguous()
     block_table = torch.arange(batch * pages, dtype=torch.int32, device=latent.device).view(batch, pages)
     if cache_seqlens is None:
@@ -52,6 +70,13 @@ def mla_decode_dense(
         cache_seqlens, softmax_scale=softmax_scale, causal=causal, return_lse=True, backend=backend,
     )  # fmt: skip
     return (out.transpose(1, 2), lse) if return_lse else out.transpose(1, 2)
+
+
+def _kernel_serves(q_latent: Tensor, q_pe: Tensor, keys: Tensor) -> bool:
+    """Whether a kernel would take the caches in pages of STAGED_PAGE tokens. keys: [B, T, G, d_r]."""
+    heads, seqlen_q, latent = q_latent.shape[1:]
+    geometry = MLAGeometry(heads, keys.shape[2], latent, q_pe.shape[3])
+    return explain_mla_decode(geometry, STAGED_PAGE, q_latent.dtype, q_latent.device, seqlen_q) is None
 
 
 def _paged(cache: Tensor, page: int) -> Tensor:

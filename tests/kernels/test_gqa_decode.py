@@ -365,6 +365,23 @@ def test_shapes_failures_2_3_6(problem):
 
 
 @pytest.mark.usefixtures("one_product_after_another")
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_no_page_inside_a_length_reads_no_other_page(page_size):
+    """Such tokens are zeros, whatever lies on the page that stands in for theirs."""
+    problem = GQAProblem(4, 2, 16, 8, (70, 200), page_size=page_size)
+    inputs = problem.inputs(torch.float32)
+    split, merge = compiled_for_cpu(problem.shape(torch.float32), 32, 64, 64)
+    filled, holes = inputs["block_table"].clone(), inputs["block_table"].clone()
+    for (row, entry), hole in {(0, 0): -1, (1, 1): 10**6, (1, 64 // page_size + 1): -(2**31)}.items():
+        holes[row, entry], filled[row, entry] = hole, len(inputs["k_cache"])
+    caches = {name: inputs[name] for name in ("k_cache", "v_cache")}
+    zeros = {name: torch.cat((cache, torch.zeros_like(cache[:1]))) for name, cache in caches.items()}
+    for num_ctas in (1, 3):
+        out, lse = run_kernels(problem, split, merge, inputs | {"block_table": holes}, num_ctas)
+        assert_right(problem, inputs | zeros | {"block_table": filled}, out, lse)
+
+
+@pytest.mark.usefixtures("one_product_after_another")
 @pytest.mark.parametrize("num_ctas", [1, 3, 17])
 def test_any_number_of_ctas_for_any_lengths_failures_1_15(num_ctas):
     for lengths in [(0, 1, 64, 200, 321), (0, 0, 0, 0, 0), (0, 0, 900, 0, 0), (1, 1, 1, 1, 1)]:

@@ -227,8 +227,11 @@ def test_a_plan_that_was_never_refreshed_is_refused_failure_35():
 
 def test_lengths_that_are_clamped_alike_are_the_same():
     inputs = BASE.inputs(torch.float32)
-    plan = make_plan(inputs | {"cache_seqlens": torch.tensor([96, 200, -3], dtype=torch.int32)})
-    call(inputs | {"cache_seqlens": torch.tensor([96, 96, 0], dtype=torch.int32)}, plan=plan)
+    table = inputs["block_table"].clone()
+    table[0] = torch.arange(table.shape[1])  # for a length of more than the table's
+    inputs |= {"block_table": table}
+    plan = make_plan(inputs | {"cache_seqlens": torch.tensor([200, -3, 70], dtype=torch.int32)})
+    call(inputs | {"cache_seqlens": torch.tensor([96, 0, 70], dtype=torch.int32)}, plan=plan)
 
 
 BAD_PLANS = {

@@ -175,6 +175,22 @@ def test_tokens_tile_when_rows_do_not_fit():
     run(Problem(5, 1, 64, 8, (3, 70, 140), seqlen_q=8, window=66, sinks=2), 5, max_rows=16)
 
 
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_no_page_inside_a_length_reads_no_other_page(page_size):
+    """Such tokens are zeros, whatever lies on the page that stands in for theirs."""
+    problem = Problem(6, 2, 64, 8, (70, 200), page_size=page_size)
+    inputs = problem.inputs(torch.float32)
+    split, merge = compiled_split(problem.shape("float32"), 32, 8, 64), compiled_merge(6, 64, max(MERGES))
+    filled, holes = inputs["block_table"].clone(), inputs["block_table"].clone()
+    for (row, entry), hole in {(0, 0): -1, (1, 1): 10**6, (1, 64 // page_size + 1): -(2**31)}.items():
+        holes[row, entry], filled[row, entry] = hole, len(inputs["latent_cache"])
+    caches = {name: inputs[name] for name in ("latent_cache", "rope_cache")}
+    zeros = {name: torch.cat((cache, torch.zeros_like(cache[:1]))) for name, cache in caches.items()}
+    for num_ctas in (1, 3):
+        out, lse = run_kernels(split, merge, inputs | {"block_table": holes}, num_ctas)
+        assert_right(inputs | zeros | {"block_table": filled}, out, lse, torch.float32)
+
+
 def test_left_padding():
     for num_ctas in (1, 3, 9):
         run(Problem(6, 2, 64, 8, (70, 140, 64, 200, 90), starts=(1, 64, 63, 199, 90)), num_ctas)

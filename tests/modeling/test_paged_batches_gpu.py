@@ -86,7 +86,7 @@ def test_a_decode_step_in_a_cuda_graph_with_padding_rows(model):
         before = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in cache.tensors]
         batch = cache.extend(dict.fromkeys(sequences, 1), max_pages=3, num_sequences=4)
         new = batch.flatten([ids[s, t : t + 1] for s in sequences])
-        largest.copy_(batch)
+        step.load(batch)
         token.copy_(new)
         graph.replay()
         written = batch.slots[batch.slots >= 0].long()

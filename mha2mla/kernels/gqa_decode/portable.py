@@ -132,6 +132,7 @@ def make_gqa_decode_portable(
             span = T.alloc_local([SPAN_FIELDS], T.int32)
             work = T.alloc_local([2], T.int32)  # fragments, row of the second one less 1
             pages = T.alloc_local([pieces], T.int32)
+            holes = T.alloc_local([pieces + 1], T.int32)
             work[0] = schedule[cta, COUNT]
             work[1] = schedule[cta, NEXT]  # no pdl_trigger: there is none before sm_90
 
@@ -160,10 +161,13 @@ def make_gqa_decode_portable(
                 for k in T.serial(span[TILES] * steps):
                     t0 = first_token(span, k // steps) + k % steps * block
                     T.sync_threads()
-                    # A tile may lie on pages that no query sees, whose table entries may be anything: some page stands
-                    # in for them.
+                    # Table entries may be anything, of pages that no query sees and by mistake: some page stands in for
+                    # what is none, and `holes` says so, the last one for all together.
+                    holes[pieces] = 0
                     for u in list(range(pieces)):
                         pages[u] = block_table[span[SEQUENCE], T.min(t0 // page_size + u, last_page(span, page_size))]
+                        holes[u] = T.if_then_else((pages[u] < 0) | (pages[u] >= num_pages), 1, 0)
+                        holes[pieces] += holes[u]
                         pages[u] = T.max(0, T.min(pages[u], num_pages - 1))
                     load_tile(k_cache, qk_panels, kv_head, k_tile, t0, pages)
                     load_tile(v_cache, v_panels, kv_head, v_tile, t0, pages)
@@ -173,6 +177,16 @@ def make_gqa_decode_portable(
                             for i, d in parallel(block, 64):
                                 if unseen(span, t0 + i):
                                     v_tile[i, c + d] = T.cast(0, dtype)
+                        T.sync_threads()
+                    if holes[pieces] > 0:  # what has no page must not show another sequence's
+                        for u in list(range(pieces)):
+                            if holes[u] > 0:
+                                for c in qk_panels:
+                                    for i, d in parallel(piece, 64):
+                                        k_tile[u * piece + i, c + d] = T.cast(0, dtype)
+                                for c in v_panels:
+                                    for i, d in parallel(piece, 64):
+                                        v_tile[u * piece + i, c + d] = T.cast(0, dtype)
                         T.sync_threads()
                     T.gemm(k_tile, q_tile, s, transpose_B=True, clear_accum=True, policy=by_row)
                     if needs_mask(span, t0, block, tail):

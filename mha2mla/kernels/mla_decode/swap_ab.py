@@ -115,11 +115,14 @@ def make_swap_ab(
                 )
 
     @T.macro
-    def load_step(latent_cache, rope_cache, block_table, num_pages, span, pages, t0, column, c_tile, k_tile):
-        """Tokens ``t0 ...`` of the cache. A tile may lie on pages that no query sees, whose table entries may be
-        anything: some page stands in for them."""
+    def load_step(latent_cache, rope_cache, block_table, num_pages, span, pages, holes, t0, column, c_tile, k_tile):
+        """Tokens ``t0 ...`` of the cache. Table entries may be anything, of pages that no query sees and by mistake:
+        some page stands in for what is none, and ``holes`` says so, the last one for all together."""
+        holes[pieces] = 0
         for u in list(range(pieces)):
             pages[u] = block_table[span[SEQUENCE], T.min(t0 // page_size + u, last_page(span, page_size))]
+            holes[u] = T.if_then_else((pages[u] < 0) | (pages[u] >= num_pages), 1, 0)
+            holes[pieces] += holes[u]
             pages[u] = T.max(0, T.min(pages[u], num_pages - 1))
         for u in list(range(pieces)):
             for c in panels:  # panels of the swizzled tile are contiguous per page
@@ -220,6 +223,7 @@ def make_swap_ab(
             span = T.alloc_local([SPAN_FIELDS], T.int32)
             work = T.alloc_local([2], T.int32)  # fragments, row of the second one less 1
             pages = T.alloc_local([pieces], T.int32)
+            holes = T.alloc_local([pieces + 1], T.int32)
             work[0] = schedule[cta, COUNT]
             work[1] = schedule[cta, NEXT]  # no pdl_trigger: there is none before sm_90
 
@@ -237,13 +241,24 @@ def make_swap_ab(
                 for k in T.serial(span[TILES] * steps):
                     t0 = first_token(span, k // steps) + k % steps * block
                     T.sync_threads()
-                    load_step(latent_cache, rope_cache, block_table, num_pages, span, pages, t0, column, c_tile, k_tile)
+                    load_step(
+                        latent_cache, rope_cache, block_table, num_pages, span, pages, holes, t0, column, c_tile, k_tile
+                    )
                     T.sync_threads()
                     if holds_unseen(span, t0, block):  # a weight of 0 does not clean a NaN
                         for c in panels:
                             for i, d in parallel(block, 64):
                                 if unseen(span, t0 + i):
                                     c_tile[i, c + d] = T.cast(0, dtype)
+                        T.sync_threads()
+                    if holes[pieces] > 0:  # what has no page must not show another sequence's
+                        for u in list(range(pieces)):
+                            if holes[u] > 0:
+                                for c in panels:
+                                    for i, d in parallel(piece, 64):
+                                        c_tile[u * piece + i, c + d] = T.cast(0, dtype)
+                                for i, d in parallel(piece, rope_cols):
+                                    k_tile[u * piece + i, d] = T.cast(0, dtype)
                         T.sync_threads()
                     attend(
                         span, t0, tail, limit, window, sinks, scale, q_tile, qp_tile, c_tile, k_tile, p_tile, stage,

@@ -1,0 +1,61 @@
+"""32 heads are the main case, and elsewhere a cliff (failure 19: 2.75 ms against 0.3 ms at 16 or 64 heads)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha2mla.eval.problems import Problem
+from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
+
+HEADS = (8, 16, 24, 32, 40, 48, 64)
+# num_rope_heads for a number of heads
+LAYOUTS = {"shared": lambda heads: 1, "8 groups": lambda heads: 8, "per head": lambda heads: heads}
+MULTIPROCESSORS = 132
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+@pytest.mark.parametrize(("kv_lora_rank", "rope"), [(128, 16), (256, 32), (256, 64), (512, 16), (512, 64)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_32_heads_are_served_as_their_neighbours_failure_19(layout, kv_lora_rank, rope, gpu):
+    """What a decode step reads is the cache, once for each tile of heads: more heads never take fewer tiles, 32 take no
+    more than 64 do, by kernels that stream, on every multiprocessor."""
+    for batch in (1, 8, 64):
+        choices = {
+            heads: select_kernel(
+                DecodeShape(heads, LAYOUTS[layout](heads), kv_lora_rank, rope, 64, 1, "bfloat16"), 90, gpu, batch
+            )
+            for heads in HEADS
+        }
+        tiles = {heads: choice.tiling.num_tiles for heads, choice in choices.items()}
+        assert tiles[16] <= tiles[32] <= tiles[64], tiles
+        for heads in (16, 32, 64):
+            choice = choices[heads]
+            assert choice.kernel in ("swap_ab_ws", "heads_on_m") and choice.num_stages >= 2, (heads, choice.reason)
+            working = choice.num_ctas(MULTIPROCESSORS) * choice.tiling.num_tiles
+            assert working >= MULTIPROCESSORS - choice.tiling.num_tiles, (heads, choice.reason)
+        # No more padded rows than a power of two brings: a tile of 32 rows for 32 heads, not one of 64.
+        rows = choices[32].tiling.rows * tiles[32]
+        assert rows < 2 * 32 or LAYOUTS[layout](32) > 1, choices[32].reason
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_cliff_at_32_heads_failure_19(layout):
+    """Time at 32 heads beside 16 and 64, over the same latents: between the two, with room for noise."""
+    from mha2mla.eval.latency import time_callable
+    from mha2mla.kernels import mla_decode
+
+    times = {}
+    for heads in (16, 32, 64):
+        problem = Problem(heads, LAYOUTS[layout](heads), 512, 16, (4096,) * 32)
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        plan, out = problem.plan(inputs), torch.empty_like(inputs["q_latent"])
+
+        def call(inputs=inputs, plan=plan, out=out):
+            return mla_decode(**inputs, plan=plan, out=out, backend="tilelang")
+
+        call()
+        times[heads] = time_callable(call, "cuda").p50
+    assert times[32] < 1.25 * times[64] and times[32] < 2.5 * times[16], times

@@ -1,0 +1,103 @@
+"""What split-KV decoding hands from kernel to kernel is float32, whatever the model's dtype (failure 11)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha2mla.eval.gqa_problems import GQAProblem
+from mha2mla.kernels import plan_gqa_attention, plan_mla_attention, plan_mla_decode_fp8
+from mha2mla.kernels.gqa_decode import plan as gqa_planning
+from mha2mla.kernels.gqa_decode.selection import list_kernels as list_gqa_kernels
+from mha2mla.kernels.mla_decode import plan as planning
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
+from mha2mla.kernels.mla_decode_fp8 import api as fp8
+
+DTYPES = [torch.bfloat16, torch.float16]
+CTAS = 7
+
+
+@pytest.fixture
+def ctas(monkeypatch):
+    """Plans as where there is a GPU: with blocks, and without anybody to run the planner."""
+    monkeypatch.setattr(planning, "num_ctas_for", lambda *_: CTAS)
+    monkeypatch.setattr(gqa_planning, "num_ctas_for", lambda *_: CTAS)
+    monkeypatch.setattr(fp8, "_num_ctas", lambda *_: CTAS)
+    monkeypatch.setattr(planning.DecodePlan, "refresh", lambda *_: None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plans_workspace_is_float32_failure_11(ctas, dtype):
+    q, rope, table = torch.zeros(2, 1, 4, 32, dtype=dtype), torch.zeros(3, 16, 2, 8, dtype=dtype), torch.zeros(2, 3)
+    seqlens = torch.ones(2, dtype=torch.int32)
+    table, lengths = table.int(), torch.tensor([[1, 1], [4, 4], [0, 0]], dtype=torch.int32)
+    kv = torch.zeros(3, 16, 2, 32, dtype=dtype)
+    plans = [
+        planning.plan_mla_decode(q, rope, table, seqlens, qk_rope_head_dim=8),
+        gqa_planning.plan_gqa_decode(q, kv, table, seqlens),
+        plan_mla_decode_fp8(q, rope, table, seqlens, qk_rope_head_dim=8),
+    ]
+    for plan in plans:
+        assert plan.partial_out.dtype == plan.partial_lse.dtype == torch.float32
+        assert plan.partial_out.shape == (CTAS, 2, 1, 4, 32) and plan.partial_lse.shape == (CTAS, 2, 1, 4)
+    latent = torch.zeros(3, 16, 32, dtype=dtype)
+    widths = {"num_attention_heads": 4, "num_key_value_heads": 2, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    mixed = [
+        plan_mla_attention(latent, rope, table, seqlens, lengths, **widths),
+        plan_gqa_attention(kv, kv, table, seqlens, lengths, num_attention_heads=4),
+    ]
+    for plan in mixed:
+        assert plan.workspace.dtype == torch.float32 and plan.workspace.numel() >= CTAS * 2 * 4 * 33
+
+
+def dtypes_of(function) -> dict[str, str]:
+    """Of a TileLang function's tensors, by name."""
+    return {buffer.name: str(buffer.dtype) for buffer in function.buffer_map.values()}
+
+
+def functions(dtype: str) -> dict:
+    """Every kernel that writes or merges partials, as TileLang functions that nobody compiles."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.gqa_decode.launch import make_split as make_gqa
+    from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_split
+    from mha2mla.kernels.mla_decode_fp8.launch import make_split_fp8
+    from mha2mla.kernels.mla_decode_fp8.selection import select_fp8
+
+    shape = DecodeShape(64, 1, 128, 64, 64, 1, dtype)
+    made = {}
+    for kernel in ("swap_ab", "swap_ab_ws", "heads_on_m"):
+        choice = next(choice for choice in list_kernels(shape, 90) if choice.kernel == kernel)
+        made[kernel] = make_split(shape, choice)
+    gqa = GQAProblem(8, 2, 64, 64, (1,)).shape(getattr(torch, dtype))
+    for kernel in ("streamed", "portable"):
+        choice = next(choice for choice in list_gqa_kernels(gqa, 90) if choice.kernel == kernel)
+        made[f"gqa {kernel}"] = make_gqa(gqa, choice)
+    made["fp8"] = make_split_fp8(shape, select_fp8(shape))
+    made["merge"] = make_merge(shape, max(MERGES))
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernels_write_and_merge_float32_partials_failure_11(dtype):
+    for name, function in functions(dtype).items():
+        found = dtypes_of(function)
+        kinds = {tensor: found[tensor] for tensor in ("partial_out", "partial_lse", "lse", "out")}
+        assert kinds == dict.fromkeys(("partial_out", "partial_lse", "lse"), "float32") | {"out": dtype}, (name, kinds)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_splits_cost_no_digits_failure_11(dtype):
+    """One sequence in as many pieces as there are CTAs: rounded partials would show in the log-sum-exp and the sum."""
+    from mha2mla.eval.problems import Problem, judge
+    from mha2mla.kernels import mla_decode
+
+    problem = Problem(32, 8, 512, 16, (64 * 500,))
+    inputs = problem.inputs(dtype, "cuda")
+    plan = problem.plan(inputs, "tilelang")
+    assert plan.partial_out.dtype == plan.partial_lse.dtype == torch.float32
+    out, lse = mla_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
+    assert int(plan.splits[0, 0]) > 50
+    judgement = judge(inputs, out, lse, dtype)
+    assert judgement.ok, judgement.reason
