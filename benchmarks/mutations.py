@@ -42,8 +42,9 @@ def copy_tree(root: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / name)
 
 
-def run_tests(tree: Path, fault: Fault, timeout: float) -> tuple[str, str]:
-    """What the tests of a fault say of a tree: "pass", "fail", "hang" or "error", and their last lines."""
+def run_tests(tree: Path, fault: Fault, timeout: float) -> tuple[str, str, float]:
+    """What the tests of a fault say of a tree: "pass", "fail", "hang" or "error"; their last lines; their seconds."""
+    started = time.perf_counter()
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests]
     command += ["-k", fault.only] if fault.only else []
     # A copy whose bytecode was cached a moment ago may be taken for the file that was changed since.
@@ -53,12 +54,12 @@ def run_tests(tree: Path, fault: Fault, timeout: float) -> tuple[str, str]:
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
-        return "hang", f"no end within {timeout:g} s"
+        return "hang", f"no end within {timeout:g} s", timeout
     last = " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
-    return {0: "pass", 1: "fail"}.get(done.returncode, "error"), last
+    return {0: "pass", 1: "fail"}.get(done.returncode, "error"), last, time.perf_counter() - started
 
 
-def try_fault(tree: Path, fault: Fault, timeout: float, sound: dict[tuple, tuple[str, str]]) -> dict[str, Any]:
+def try_fault(tree: Path, fault: Fault, timeout: float, sound: dict[tuple, tuple[str, str, float]]) -> dict[str, Any]:
     """Puts a fault into a tree, runs its tests, and takes it out again.
 
     Args:
@@ -68,7 +69,7 @@ def try_fault(tree: Path, fault: Fault, timeout: float, sound: dict[tuple, tuple
     key = (fault.tests, fault.only)
     if key not in sound:
         sound[key] = run_tests(tree, fault, timeout)
-    result, last = sound[key]
+    result, last, usual = sound[key]
     if result != "pass":
         status = f"unsound: without the fault its tests {result}: {last}"
     else:
@@ -76,11 +77,15 @@ def try_fault(tree: Path, fault: Fault, timeout: float, sound: dict[tuple, tuple
         right = path.read_text(encoding="utf-8")
         try:
             path.write_text(put_in(fault, right), encoding="utf-8")
-            result, last = run_tests(tree, fault, timeout)
+            result, last, _ = run_tests(tree, fault, timeout)
         finally:
             path.write_text(right, encoding="utf-8")
-        status = {"pass": SURVIVED, "fail": CAUGHT, "hang": f"{CAUGHT}: the tests hang"}.get(result)
-        status = status or f"unsound: pytest did not run: {last}"
+        if result == "hang" and usual > timeout / 3:
+            status = f"unsound: {last}, and {usual:.0f} s without the fault"
+        elif result == "error":
+            status = f"unsound: pytest did not run: {last}"
+        else:
+            status = {"pass": SURVIVED, "fail": CAUGHT, "hang": f"{CAUGHT}: the tests hang"}[result]
     return {
         "fault": fault.name,
         "file": fault.file,

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -435,6 +436,18 @@ def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_pat
 
     monkeypatch.setattr(sequence, "convert_layer", wrong)
     with pytest.raises(ParityError, match="differ from the source's"):
+        convert(source, tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_rank_conversion_whose_error_is_nan_is_thrown_away(source, tmp_path, monkeypatch):
+    from mha2mla import pipeline
+
+    measure = pipeline.compare
+    monkeypatch.setattr(
+        pipeline, "compare", lambda *args, **keys: replace(measure(*args, **keys), logits_relative_error=math.nan)
+    )
+    with pytest.raises(ParityError, match="differ from the source's by nan"):
         convert(source, tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
     assert list(tmp_path.iterdir()) == []
 
