@@ -105,6 +105,57 @@ def eval_quality(
         write_json(json, kind="quality", source=source, converted=converted, environment=environment, **found)
 
 
+def eval_tasks(
+    source: str,
+    converted: str,
+    task: list[str] | None = None,
+    folder: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    device: Device = None,
+    dtype: Dtype | None = None,
+    json: str | None = None,
+) -> None:
+    """Tasks of lm-eval on source and converted, and how much of each score is kept.
+
+    Args:
+        source: folder or hub id of the source checkpoint.
+        converted: folder or hub id of the converted checkpoint.
+        task: one or several names of lm-eval or of the folder; default every task of the folder.
+        folder: YAML files that describe further tasks, such as ones with local data.
+        num_fewshot: examples before each question; default the task's own.
+        limit: documents of each task at most.
+        batch_size: requests at a time.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        dtype: what the models compute in; default what the checkpoints hold.
+        json: also write the rows to this file.
+    """
+    import torch
+
+    from mha2mla.eval import collect_environment, tasks
+    from mha2mla.eval.environment import describe_environment
+    from mha2mla.eval.report import print_table, write_json
+
+    found = tasks.evaluate_tasks(
+        source,
+        converted,
+        task,
+        folder=folder,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+    )
+    environment = collect_environment()
+    rows = [row.to_dict() for row in found]
+    caption = describe_environment(environment)
+    print_table(rows, title=f"{source} → {converted}", columns=tasks.COLUMNS, caption=caption)
+    if json:
+        write_json(json, kind="tasks", source=source, converted=converted, environment=environment, rows=rows)
+
+
 def eval_latency(
     source: str,
     converted: str,
@@ -373,6 +424,7 @@ def build_parser() -> ArgumentParser:
     verbs.add_subcommand("eval", evaluations, help=evaluations.description)
     kinds = evaluations.add_subcommands(required=True, dest="kind")
     kinds.add_subcommand("quality", _function_parser(eval_quality, several=("text",)), help=_first_line(eval_quality))
+    kinds.add_subcommand("tasks", _function_parser(eval_tasks, several=("task",)), help=_first_line(eval_tasks))
     kinds.add_subcommand("latency", _function_parser(eval_latency), help=_first_line(eval_latency))
     checks = _parser("Checks this machine's kernels against float64.")
     verbs.add_subcommand("check", checks, help=checks.description)
@@ -493,6 +545,7 @@ def _run(arguments: Namespace) -> int:
         verb, chosen = f"{verb} {chosen.kind}", chosen[chosen.kind]
     functions = {
         "eval quality": eval_quality,
+        "eval tasks": eval_tasks,
         "eval latency": eval_latency,
         "check kernels": check_kernels,
         "tune": tune,

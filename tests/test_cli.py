@@ -33,7 +33,16 @@ def test_help_names_every_verb(capsys):
 
 @pytest.mark.parametrize(
     "verb",
-    [("convert",), ("eval", "quality"), ("eval", "latency"), ("check", "kernels"), ("demo",), ("inspect",), ("env",)],
+    [
+        ("convert",),
+        ("eval", "quality"),
+        ("eval", "tasks"),
+        ("eval", "latency"),
+        ("check", "kernels"),
+        ("demo",),
+        ("inspect",),
+        ("env",),
+    ],
 )
 def test_every_option_is_explained(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
