@@ -7,6 +7,7 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
@@ -62,9 +63,12 @@ def eval_quality(
     text: list[str] | None = None,
     lengths: str = "512,2048,longest",
     max_tokens: int = 24576,
+    probes: bool = False,
+    generation: bool = False,
     device: Device = None,
     dtype: Dtype = "float32",
     json: str | None = None,
+    plot: str | None = None,
 ) -> None:
     """Perplexity of source and converted by window length and by position, and how far apart their predictions are.
 
@@ -75,13 +79,18 @@ def eval_quality(
             hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]], or a file.
         lengths: tokens per window, joined by commas; "longest" is the most that both models take.
         max_tokens: tokens of each text to read at most.
+        probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again.
+        generation: also compare greedy continuations.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: what the models compute in.
         json: also write everything to this file.
+        plot: also draw the ratio by position, and the probes, to this PNG file.
     """
     import torch
 
     from mha2mla.eval import collect_environment, evaluate_quality, quality
+    from mha2mla.eval import generation as generating
+    from mha2mla.eval import probes as probing
     from mha2mla.eval.environment import describe_environment
     from mha2mla.eval.report import print_table, write_json
 
@@ -91,6 +100,8 @@ def eval_quality(
         texts=text or quality.TEXTS,
         lengths=quality.parse_lengths(lengths),
         max_tokens=max_tokens,
+        probes=probes,
+        generation=generation,
         device=device,
         dtype=getattr(torch, dtype),
     )
@@ -99,10 +110,20 @@ def eval_quality(
     found = report.to_dict()
     print_table(found["rows"], title=f"{source} → {converted}", columns=quality.COLUMNS, caption=caption)
     print_table(found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS)
+    for rows, title, columns in (
+        (found["probes"], "probes of far context", probing.COLUMNS),
+        (found["generation"], "greedy continuations", generating.COLUMNS),
+    ):
+        if rows:
+            print_table(rows, title=title, columns=columns)
     for reason in report.skipped:
         print(f"not measured: {reason}")
     if json:
         write_json(json, kind="quality", source=source, converted=converted, environment=environment, **found)
+    if plot:
+        from mha2mla.eval.plots import plot_quality
+
+        plot_quality(found, plot, title=f"{Path(source).name} → {Path(converted).name}")
 
 
 def eval_tasks(
@@ -483,6 +504,8 @@ def _function_parser(function: Any, repeated: Sequence[str] = (), several: Seque
             parser.add_argument(name, type=hints[name], help=texts[name])
         elif name in repeated:
             parser.add_argument("--" + name, type=str, action="append", help=_with_default(texts[name], None))
+        elif hints[name] is bool:
+            parser.add_argument("--" + name.replace("_", "-"), action="store_true", help=texts[name])
         elif name in several:
             parser.add_argument("--" + name, type=str, nargs="+", help=_with_default(texts[name], None))
         else:

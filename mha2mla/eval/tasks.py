@@ -17,6 +17,8 @@ import torch
 from mha2mla.eval.loading import load_model, load_tokenizer
 
 MODEL_NAME = "mha2mla"
+_FEWSHOT_SEED = 1234  # lm-eval's own
+_BOOTSTRAP_SAMPLES = 1000  # for standard errors that have no formula
 COLUMNS = {
     "task": "task",
     "metric": "metric",
@@ -139,7 +141,7 @@ def evaluate_tasks(
         FileNotFoundError: no such folder.
     """
     model_class = register()
-    from lm_eval import simple_evaluate
+    from lm_eval.evaluator import evaluate
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not Path(folder).is_dir():
@@ -160,20 +162,23 @@ def evaluate_tasks(
     results = []
     for model, name in ((source, "source"), (converted, "converted")):
         own_tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model, name)
-        loaded = load_model(model, name, device=device, dtype=dtype)
-        results.append(
-            simple_evaluate(
-                model_class(loaded, own_tokenizer, batch_size=batch_size),
-                tasks=tasks,
-                task_manager=manager,
-                num_fewshot=num_fewshot,
-                limit=limit,
-                log_samples=False,
-                bootstrap_iters=1000,
-            )
-        )
+        loaded = model_class(load_model(model, name, device=device, dtype=dtype), own_tokenizer, batch_size=batch_size)
+        # lm-eval's simple_evaluate would seed the process, and list its packages for seconds at every call.
+        found = manager.load(tasks)
+        for task in found["tasks"].values():
+            _set_fewshot(task, num_fewshot)
+        results.append(evaluate(loaded, found, limit=limit, log_samples=False, bootstrap_iters=_BOOTSTRAP_SAMPLES))
         del loaded
     return _rows(*results)
+
+
+def _set_fewshot(task: Any, count: int | None) -> None:
+    """As ``simple_evaluate`` does: the same examples for both models, and none where a task rules them out."""
+    own = task.get_config("num_fewshot")
+    task.set_config(key="num_fewshot", value=own if own == 0 or count is None else count)
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=_FEWSHOT_SEED)
 
 
 def _rows(source: Mapping[str, Any], converted: Mapping[str, Any]) -> list[TaskRow]:

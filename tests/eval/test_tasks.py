@@ -10,8 +10,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mha2mla.cli import main
+from mha2mla.eval import tasks
 from mha2mla.eval.tasks import TaskRow, evaluate_tasks, register
-from mha2mla.sources import tiny_checkpoint
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -24,7 +25,7 @@ DOCUMENTS = [
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with a task of choices and one of perplexity, whose documents lie beside it."""
+    """A folder with a task of choices, one of perplexity and one that generates; their documents lie beside them."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     data = folder / "documents.jsonl"
@@ -50,7 +51,15 @@ def folder(tmp_path):
         "doc_to_target": "{{question}} a or b or c",
         "metric_list": [{"metric": "byte_perplexity"}],
     }
-    for task in (choices, reading):
+    writing = {
+        "task": "local_writing",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    for task in (choices, reading, writing):
         (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**task, **source}))
     return folder
 
@@ -72,24 +81,23 @@ def _accuracy(checkpoint):
     return right / len(DOCUMENTS)
 
 
-def test_a_folder_of_tasks_is_run_on_both_models_without_a_network(tiny_source, tmp_path, folder):
-    other = tiny_checkpoint(tmp_path / "other", seed=3)
-    rows = evaluate_tasks(tiny_source, other, folder=folder, device="cpu")
+def test_a_folder_of_tasks_is_run_on_both_models_without_a_network(tiny_source, tiny_converted, folder):
+    rows = evaluate_tasks(tiny_source, tiny_converted, folder=folder, device="cpu")
     by_name = {(row.task, row.metric): row for row in rows}
-    assert set(by_name) == {("local_choices", "acc"), ("local_reading", "byte_perplexity")}
+    assert set(by_name) == {
+        ("local_choices", "acc"),
+        ("local_reading", "byte_perplexity"),
+        ("local_writing", "exact_match"),
+    }
+    # Noise never spells an answer: a score of nothing has no recovery.
+    assert by_name["local_writing", "exact_match"].recovery is None
     accuracy = by_name["local_choices", "acc"]
     assert accuracy.num_samples == len(DOCUMENTS) and accuracy.higher_is_better is True
-    assert (accuracy.source, accuracy.converted) == (_accuracy(tiny_source), _accuracy(other))
-    assert accuracy.recovery == accuracy.converted / accuracy.source
+    assert (accuracy.source, accuracy.converted) == (_accuracy(tiny_source), _accuracy(tiny_converted))
+    assert accuracy.recovery == accuracy.converted / accuracy.source and accuracy.stderr_source is not None
     reading = by_name["local_reading", "byte_perplexity"]
     assert reading.higher_is_better is False and reading.source != reading.converted
     assert all(math.isfinite(value) and value > 1 for value in (reading.source, reading.converted))
-
-
-def test_a_converted_model_is_scored_like_any_other(tiny_source, tiny_converted, folder):
-    (row,) = evaluate_tasks(tiny_source, tiny_converted, ["local_choices"], folder=folder, limit=5, device="cpu")
-    assert row.num_samples == 5
-    assert 0 <= row.converted <= 1 and row.stderr_source is not None
 
 
 def test_lm_eval_itself_knows_the_model_once_it_is_registered(tiny_converted, folder):
@@ -138,12 +146,20 @@ def test_what_is_not_there_is_named(tiny_source, tmp_path, folder, monkeypatch, 
         evaluate_tasks(tiny_source, tiny_source, device="cpu", **arguments)
 
 
-def test_the_verb_prints_and_writes_recovery(tiny_source, folder, tmp_path, capsys):
-    from mha2mla.cli import main
+def test_the_verb_prints_and_writes_recovery(monkeypatch, tmp_path, capsys):
+    asked = []
 
+    def evaluate(*arguments, **keywords):
+        asked.append((arguments, keywords))
+        return [TaskRow("local_choices", "acc", "none", True, 4, 0.5, 0.25, 0.1, None)]
+
+    monkeypatch.setattr(tasks, "evaluate_tasks", evaluate)
     report = tmp_path / "tasks.json"
-    flags = ["--task", "local_choices", "--folder", str(folder), "--limit", "4", "--device", "cpu"]
-    assert main(["eval", "tasks", str(tiny_source), str(tiny_source), *flags, "--json", str(report)]) == 0
+    flags = ["--task", "one", "two", "--folder", "here", "--limit", "4", "--dtype", "bfloat16"]
+    assert main(["eval", "tasks", "from", "to", *flags, "--json", str(report)]) == 0
     (row,) = json.loads(report.read_text())["rows"]
-    assert row["task"] == "local_choices" and row["source"] == row["converted"]
+    assert (row["task"], row["recovery"]) == ("local_choices", 0.5)
     assert "recovery" in capsys.readouterr().out
+    ((arguments, keywords),) = asked
+    assert arguments == ("from", "to", ["one", "two"])
+    assert (keywords["folder"], keywords["limit"], keywords["dtype"]) == ("here", 4, torch.bfloat16)
