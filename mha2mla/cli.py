@@ -88,12 +88,14 @@ def eval_quality(
     """
     import torch
 
-    from mha2mla.eval import collect_environment, evaluate_quality, quality
+    from mha2mla.eval import collect_environment, evaluate_quality, plots, quality
     from mha2mla.eval import generation as generating
     from mha2mla.eval import probes as probing
     from mha2mla.eval.environment import describe_environment
     from mha2mla.eval.report import print_table, write_json
 
+    if plot:
+        plots.check_installed()
     report = evaluate_quality(
         source,
         converted,
@@ -121,9 +123,7 @@ def eval_quality(
     if json:
         write_json(json, kind="quality", source=source, converted=converted, environment=environment, **found)
     if plot:
-        from mha2mla.eval.plots import plot_quality
-
-        plot_quality(found, plot, title=f"{Path(source).name} → {Path(converted).name}")
+        plots.plot_quality(found, plot, title=f"{Path(source).name} → {Path(converted).name}")
 
 
 def eval_tasks(

@@ -14,10 +14,11 @@ from mha2mla.predictions import Predictor
 from mha2mla.texts import load_text, start_tokens
 
 TAIL = 64  # tokens at the end of a continuation, where a loop shows
-LONGEST_PERIOD = 8
+LONGEST_PERIOD = 16  # small models repeat a clause, of nine to sixteen tokens, as often as a word
 _PROMPTS_AT_ONCE = 16
 
 COLUMNS = {
+    "text": "text",
     "prompt_tokens": "prompt",
     "new_tokens": "new tokens",
     "num_prompts": "prompts",
@@ -62,7 +63,8 @@ class GenerationRow:
     """Greedy continuations of prompts of one length.
 
     Attributes:
-        prompt_tokens, new_tokens, num_prompts: what was asked for. A continuation that ends itself is shorter.
+        text, prompt_tokens, new_tokens, num_prompts, seed: what was asked for. A continuation that ends itself is
+            shorter.
         same_tokens: mean number of tokens before the first that differs.
         identical: share of prompts where none differs.
         agreement: share of the source's tokens that the converted model would also have chosen, had it said the same so
@@ -70,9 +72,11 @@ class GenerationRow:
         degenerate_source, degenerate_converted: share of continuations that end in a loop (:func:`is_loop`).
     """
 
+    text: str
     prompt_tokens: int
     new_tokens: int
     num_prompts: int
+    seed: int
     same_tokens: float
     identical: float
     agreement: float
@@ -146,9 +150,11 @@ def _row(
     said = [_continuations(model, prompts, settings.new_tokens) for model in (source, converted)]
     same = [_same_tokens(*pair) for pair in zip(*said, strict=True)]
     return GenerationRow(
+        text=settings.text,
         prompt_tokens=prompts.shape[1],
         new_tokens=settings.new_tokens,
         num_prompts=len(prompts),
+        seed=settings.seed,
         same_tokens=sum(same) / len(same),
         identical=sum(first == second for first, second in zip(*said, strict=True)) / len(said[0]),
         agreement=_agreement(prompts, said[0], converted),

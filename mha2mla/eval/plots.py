@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _COLORS = 64
+
+
+def check_installed() -> None:
+    """Raises ImportError, which says what to install, where nothing can be drawn: before a measurement, not after."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("a plot needs matplotlib: pip install 'mha2mla[plots]'")
 
 
 def plot_quality(report: Mapping[str, Any], path: str | os.PathLike[str], *, title: str | None = None) -> None:
@@ -23,12 +30,11 @@ def plot_quality(report: Mapping[str, Any], path: str | os.PathLike[str], *, tit
         ImportError: matplotlib is not installed.
         ValueError: the report has neither positions nor probes.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install 'mha2mla[plots]'") from error
+    check_installed()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+
     choices = [row for row in report.get("probes", []) if row["measure"] == "accuracy"]
     gains = [row for row in report.get("probes", []) if row["measure"] == "gain"]
     drawings = [(_draw_positions, report.get("by_position", [])), (_draw_probes, choices), (_draw_probes, gains)]

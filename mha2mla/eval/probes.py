@@ -50,6 +50,7 @@ COLUMNS = {
     "nll_source": "NLL of the answer, source",
     "nll_converted": "converted",
     "num_items": "items",
+    "text": "text",
     "counts": "counts",
 }
 
@@ -88,7 +89,7 @@ class ProbeRow:
         probe: what is asked.
         length: tokens of the context, or of the gap between two occurrences.
         measure: "accuracy", the share of right choices, or "gain", nats per token of the repeated span.
-        num_items: questions or spans.
+        num_items: questions or spans; text, seed: what they were made of.
         chance: what guessing gives.
         source, converted: what the models reach.
         source_by_depth, converted_by_depth: the same for the first, middle and last third of the depths at which the
@@ -110,6 +111,8 @@ class ProbeRow:
     nll_source: float | None
     nll_converted: float | None
     counts: bool
+    text: str
+    seed: int
 
     @property
     def retained(self) -> float | None:
@@ -186,7 +189,7 @@ def run_probes(
                 except ProbeError as error:
                     skipped.append(f"{name} in {length} tokens: {error}")
                 else:
-                    rows.append(_choice_row(name, length, questions, predictors))
+                    rows.append(_choice_row(name, length, questions, predictors, settings))
                 bar.update()
         for gap in gaps:
             try:
@@ -194,7 +197,7 @@ def run_probes(
             except ProbeError as error:
                 skipped.append(f"{REPEATED} after {gap} tokens: {error}")
             else:
-                rows.append(_gain_row(gap, *contexts, predictors))
+                rows.append(_gain_row(gap, *contexts, predictors, settings))
             bar.update()
     return rows, skipped
 
@@ -308,7 +311,13 @@ QUESTIONS: dict[str, Ask] = {
 REPEATED = "repeated span"
 
 
-def _choice_row(name: str, length: int, questions: Sequence[Question], predictors: Iterable[Predictor]) -> ProbeRow:
+def _choice_row(
+    name: str,
+    length: int,
+    questions: Sequence[Question],
+    predictors: Iterable[Predictor],
+    settings: ProbeSettings,
+) -> ProbeRow:
     ids = torch.tensor([question.ids for question in questions])
     candidates = torch.tensor([question.candidates for question in questions])
     answers = torch.tensor([question.answer for question in questions])
@@ -335,6 +344,8 @@ def _choice_row(name: str, length: int, questions: Sequence[Question], predictor
         nll_source=nll[0],
         nll_converted=nll[1],
         counts=_by_chance(int(right[0].sum()), len(questions), chance) < _SIGNIFICANCE,
+        text=settings.text,
+        seed=settings.seed,
     )
 
 
@@ -367,7 +378,9 @@ def _repetitions(gap: int, writer: _Writer, draw: random.Random, items: int) -> 
     return torch.tensor(other), torch.tensor(again)
 
 
-def _gain_row(gap: int, other: torch.Tensor, again: torch.Tensor, predictors: Iterable[Predictor]) -> ProbeRow:
+def _gain_row(
+    gap: int, other: torch.Tensor, again: torch.Tensor, predictors: Iterable[Predictor], settings: ProbeSettings
+) -> ProbeRow:
     items = len(again)
     gains = []
     for predictor in predictors:
@@ -388,6 +401,8 @@ def _gain_row(gap: int, other: torch.Tensor, again: torch.Tensor, predictors: It
         nll_source=None,
         nll_converted=None,
         counts=source > _GAIN_ERRORS * error,
+        text=settings.text,
+        seed=settings.seed,
     )
 
 

@@ -64,7 +64,7 @@ def test_a_continuation_ends_where_the_model_ends_it(tiny_source, tokenizer):
     assert shorter == said[: said.index(said[10]) + 1]
 
 
-@pytest.mark.parametrize("period", [1, 2, 7, 8])
+@pytest.mark.parametrize("period", [1, 2, 9, 16])
 def test_a_loop_is_a_loop(period):
     loop = [*range(100), *(place % period for place in range(64))]
     assert is_loop(loop)
@@ -72,7 +72,7 @@ def test_a_loop_is_a_loop(period):
 
 
 def test_what_does_not_loop_is_none():
-    assert not is_loop([place % 9 for place in range(200)]) and not is_loop(range(200)) and not is_loop([])
+    assert not is_loop([place % 17 for place in range(200)]) and not is_loop(range(200)) and not is_loop([])
 
 
 def test_a_prompt_that_does_not_fit_is_named(tiny_source, tokenizer):

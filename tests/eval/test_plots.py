@@ -2,6 +2,8 @@ import math
 
 import pytest
 
+from mha2mla.cli import main
+from mha2mla.eval import plots
 from mha2mla.eval.plots import plot_quality
 
 pytest.importorskip("matplotlib")
@@ -57,3 +59,9 @@ def test_a_broken_model_is_drawn_too(tmp_path):
 def test_nothing_to_draw_is_said(tmp_path):
     with pytest.raises(ValueError, match="neither by_position nor probes"):
         plot_quality({"by_position": [], "probes": []}, tmp_path / "plot.png")
+
+
+def test_what_is_missing_is_said_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    assert main(["eval", "quality", "/no/such/a", "/no/such/b", "--plot", "plot.png"]) == 2
+    assert "a plot needs matplotlib" in capsys.readouterr().err
