@@ -7,6 +7,7 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
@@ -62,9 +63,12 @@ def eval_quality(
     text: list[str] | None = None,
     lengths: str = "512,2048,longest",
     max_tokens: int = 24576,
+    probes: bool = False,
+    generation: bool = False,
     device: Device = None,
     dtype: Dtype = "float32",
     json: str | None = None,
+    plot: str | None = None,
 ) -> None:
     """Perplexity of source and converted by window length and by position, and how far apart their predictions are.
 
@@ -75,22 +79,31 @@ def eval_quality(
             hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]], or a file.
         lengths: tokens per window, joined by commas; "longest" is the most that both models take.
         max_tokens: tokens of each text to read at most.
+        probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again.
+        generation: also compare greedy continuations.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: what the models compute in.
         json: also write everything to this file.
+        plot: also draw the ratio by position, and the probes, to this PNG file.
     """
     import torch
 
-    from mha2mla.eval import collect_environment, evaluate_quality, quality
+    from mha2mla.eval import collect_environment, evaluate_quality, plots, quality
+    from mha2mla.eval import generation as generating
+    from mha2mla.eval import probes as probing
     from mha2mla.eval.environment import describe_environment
     from mha2mla.eval.report import print_table, write_json
 
+    if plot:
+        plots.check_installed()
     report = evaluate_quality(
         source,
         converted,
         texts=text or quality.TEXTS,
         lengths=quality.parse_lengths(lengths),
         max_tokens=max_tokens,
+        probes=probes,
+        generation=generation,
         device=device,
         dtype=getattr(torch, dtype),
     )
@@ -99,10 +112,69 @@ def eval_quality(
     found = report.to_dict()
     print_table(found["rows"], title=f"{source} → {converted}", columns=quality.COLUMNS, caption=caption)
     print_table(found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS)
+    for rows, title, columns in (
+        (found["probes"], "probes of far context", probing.COLUMNS),
+        (found["generation"], "greedy continuations", generating.COLUMNS),
+    ):
+        if rows:
+            print_table(rows, title=title, columns=columns)
     for reason in report.skipped:
         print(f"not measured: {reason}")
     if json:
         write_json(json, kind="quality", source=source, converted=converted, environment=environment, **found)
+    if plot:
+        plots.plot_quality(found, plot, title=f"{Path(source).name} → {Path(converted).name}")
+
+
+def eval_tasks(
+    source: str,
+    converted: str,
+    task: list[str] | None = None,
+    folder: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    device: Device = None,
+    dtype: Dtype | None = None,
+    json: str | None = None,
+) -> None:
+    """Tasks of lm-eval on source and converted, and how much of each score is kept.
+
+    Args:
+        source: folder or hub id of the source checkpoint.
+        converted: folder or hub id of the converted checkpoint.
+        task: one or several names of lm-eval or of the folder; default every task of the folder.
+        folder: YAML files that describe further tasks, such as ones with local data.
+        num_fewshot: examples before each question; default the task's own.
+        limit: documents of each task at most.
+        batch_size: requests at a time.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        dtype: what the models compute in; default what the checkpoints hold.
+        json: also write the rows to this file.
+    """
+    import torch
+
+    from mha2mla.eval import collect_environment, tasks
+    from mha2mla.eval.environment import describe_environment
+    from mha2mla.eval.report import print_table, write_json
+
+    found = tasks.evaluate_tasks(
+        source,
+        converted,
+        task,
+        folder=folder,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+    )
+    environment = collect_environment()
+    rows = [row.to_dict() for row in found]
+    caption = describe_environment(environment)
+    print_table(rows, title=f"{source} → {converted}", columns=tasks.COLUMNS, caption=caption)
+    if json:
+        write_json(json, kind="tasks", source=source, converted=converted, environment=environment, rows=rows)
 
 
 def eval_latency(
@@ -378,6 +450,7 @@ def build_parser() -> ArgumentParser:
     verbs.add_subcommand("eval", evaluations, help=evaluations.description)
     kinds = evaluations.add_subcommands(required=True, dest="kind")
     kinds.add_subcommand("quality", _function_parser(eval_quality, several=("text",)), help=_first_line(eval_quality))
+    kinds.add_subcommand("tasks", _function_parser(eval_tasks, several=("task",)), help=_first_line(eval_tasks))
     kinds.add_subcommand("latency", _function_parser(eval_latency), help=_first_line(eval_latency))
     checks = _parser("Checks this machine's kernels against float64.")
     verbs.add_subcommand("check", checks, help=checks.description)
@@ -436,6 +509,8 @@ def _function_parser(function: Any, repeated: Sequence[str] = (), several: Seque
             parser.add_argument(name, type=hints[name], help=texts[name])
         elif name in repeated:
             parser.add_argument("--" + name, type=str, action="append", help=_with_default(texts[name], None))
+        elif hints[name] is bool:
+            parser.add_argument("--" + name.replace("_", "-"), action="store_true", help=texts[name])
         elif name in several:
             parser.add_argument("--" + name, type=str, nargs="+", help=_with_default(texts[name], None))
         else:
@@ -501,6 +576,7 @@ def _run(arguments: Namespace) -> int:
         verb, chosen = f"{verb} {chosen.kind}", chosen[chosen.kind]
     functions = {
         "eval quality": eval_quality,
+        "eval tasks": eval_tasks,
         "eval latency": eval_latency,
         "check kernels": check_kernels,
         "tune": tune,

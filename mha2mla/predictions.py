@@ -88,6 +88,14 @@ class Predictor:
         logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
         return lambda part: logits[part]
 
+    @torch.inference_mode()
+    def last_token(self, ids: Tensor) -> Tensor:
+        """Logits [B, vocabulary] of what follows windows of ids [B, L]."""
+        ids = ids.to(self.model.device)
+        if self._by_slices:
+            return self.model.get_output_embeddings()(self._hidden(ids)[:, -1])
+        return self.model(input_ids=ids, use_cache=False).logits[:, -1]
+
     def _hidden(self, ids: Tensor) -> Tensor:
         return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 

@@ -34,7 +34,16 @@ def test_help_names_every_verb(capsys):
 
 @pytest.mark.parametrize(
     "verb",
-    [("convert",), ("eval", "quality"), ("eval", "latency"), ("check", "kernels"), ("demo",), ("inspect",), ("env",)],
+    [
+        ("convert",),
+        ("eval", "quality"),
+        ("eval", "tasks"),
+        ("eval", "latency"),
+        ("check", "kernels"),
+        ("demo",),
+        ("inspect",),
+        ("env",),
+    ],
 )
 def test_every_option_is_explained(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -118,8 +127,10 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
 
     report = tmp_path / "quality.json"
     quick = ("--text", "builtin:prose", "builtin:pydoc", "--lengths", "32,64", "--max-tokens", 256, "--device", "cpu")
+    quick += ("--plot", tmp_path / "quality.png")
     capsys.readouterr()
     assert run("eval", "quality", tiny_source, destination, *quick, "--json", report) == 0
+    assert (tmp_path / "quality.png").is_file()
     written = json.loads(report.read_text())
     assert [(row["text"], row["seqlen"], row["num_tokens"]) for row in written["rows"]] == [
         ("builtin:prose", 32, 8 * 31),

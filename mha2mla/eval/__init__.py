@@ -4,6 +4,7 @@ from mha2mla.eval.environment import collect_environment
 from mha2mla.eval.latency import attention_latency, decode_step_latency, model_latency
 from mha2mla.eval.quality import QualityReport, evaluate_quality
 from mha2mla.eval.report import print_table, write_json
+from mha2mla.eval.tasks import evaluate_tasks
 
 __all__ = [
     "QualityReport",
@@ -11,6 +12,7 @@ __all__ = [
     "collect_environment",
     "decode_step_latency",
     "evaluate_quality",
+    "evaluate_tasks",
     "model_latency",
     "print_table",
     "write_json",

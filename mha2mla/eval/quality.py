@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_generation
 from mha2mla.eval.loading import load_model, load_tokenizer
+from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
 from mha2mla.predictions import Comparison, Predictor, compare_predictions
 from mha2mla.texts import load_text, token_windows
 
@@ -94,12 +96,15 @@ class QualityReport:
     Attributes:
         rows: per text and window length, whole windows.
         by_position: per text, the eighths of the longest windows that it fills.
-        skipped: why a text has no row for a length that was asked for; one sentence each.
+        probes, generation: what was asked for of them.
+        skipped: why something that was asked for has no row; one sentence each.
         dtype, device: what the models computed in, and on.
     """
 
     rows: tuple[QualityRow, ...]
     by_position: tuple[QualityRow, ...]
+    probes: tuple[ProbeRow, ...]
+    generation: tuple[GenerationRow, ...]
     skipped: tuple[str, ...]
     dtype: str
     device: str
@@ -121,6 +126,8 @@ class QualityReport:
         return {
             "rows": [row.to_dict() for row in self.rows],
             "by_position": [row.to_dict() for row in self.by_position],
+            "probes": [row.to_dict() for row in self.probes],
+            "generation": [row.to_dict() for row in self.generation],
             "skipped": list(self.skipped),
             "dtype": self.dtype,
             "device": self.device,
@@ -134,6 +141,8 @@ def evaluate_quality(
     texts: str | Sequence[str] = TEXTS,
     lengths: Sequence[int | None] = LENGTHS,
     max_tokens: int = MAX_TOKENS,
+    probes: bool | ProbeSettings = False,
+    generation: bool | GenerationSettings = False,
     tokenizer: Any = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype = torch.float32,
@@ -152,6 +161,9 @@ def evaluate_quality(
         lengths: tokens of a window, at least 2; None stands for the most that both models take. What a model does not
             take, or a text does not fill, is left out and named in ``skipped``.
         max_tokens: tokens of each text to read at most, rounded down to whole windows, but to no less than one.
+        probes: also ask what needs far context (:mod:`mha2mla.eval.probes`); True takes the window lengths that were
+            measured, and the last text.
+        generation: also compare greedy continuations (:mod:`mha2mla.eval.generation`); True takes the last text.
         tokenizer: needed when ``source`` is a loaded model; otherwise the source folder's.
         device: where to compute; default CUDA when there is one.
         dtype: what folders are loaded as. float32 compares the conversions, not the rounding.
@@ -178,7 +190,8 @@ def evaluate_quality(
     converted = load_model(converted, "converted", device=device, dtype=dtype)
     _check_same_vocabulary(source, converted)
 
-    windows, skipped = _all_windows(tokenizer, contents, lengths, longest_window(source, converted), max_tokens)
+    longest = longest_window(source, converted)
+    windows, skipped = _all_windows(tokenizer, contents, lengths, longest, max_tokens)
     if not windows:
         raise ValueError(f"lengths is {list(lengths)}: nothing can be measured; {'; '.join(skipped)}")
     rows: list[QualityRow] = []
@@ -193,9 +206,23 @@ def evaluate_quality(
             rows.append(whole)
             if length == max(other for text, other in windows if text == name):
                 by_position += [_row(name, digest, part, sums, first, stop, whole) for first, stop in _parts(length)]
+    settings = {"longest": longest, "progress": progress}
+    asked: list[ProbeRow] = []
+    if probes:
+        if probes is True:
+            probes = ProbeSettings(lengths=tuple(sorted({row.seqlen for row in rows})), text=texts[-1])
+        asked, missing = run_probes(source, converted, tokenizer, probes, **settings)
+        skipped += missing
+    said: list[GenerationRow] = []
+    if generation:
+        generation = GenerationSettings(text=texts[-1]) if generation is True else generation
+        said, missing = compare_generation(source, converted, tokenizer, generation, **settings)
+        skipped += missing
     return QualityReport(
         rows=tuple(rows),
         by_position=tuple(by_position),
+        probes=tuple(asked),
+        generation=tuple(said),
         skipped=tuple(skipped),
         dtype=str(converted.dtype).removeprefix("torch."),
         device=str(converted.device),

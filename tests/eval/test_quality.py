@@ -8,7 +8,9 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from mha2mla import predictions
-from mha2mla.eval import evaluate_quality
+from mha2mla.eval import evaluate_quality, quality
+from mha2mla.eval.generation import GenerationSettings
+from mha2mla.eval.probes import QUESTIONS, ProbeSettings
 from mha2mla.sources import tiny_checkpoint
 from mha2mla.texts import load_text
 
@@ -206,3 +208,34 @@ def test_a_loaded_source_needs_a_tokenizer(tiny_source):
     model = AutoModelForCausalLM.from_pretrained(tiny_source)
     with pytest.raises(ValueError, match="tokenizer is None; expected one"):
         evaluate_quality(model, tiny_source, **SETTINGS)
+
+
+def test_probes_and_generation_are_measured_where_windows_are(tiny_source, other):
+    settings = SETTINGS | {"texts": ["builtin:prose"], "lengths": (128, 640), "max_tokens": 640}
+    small = {"generation": GenerationSettings(prompt_lengths=(16,), prompts=1, new_tokens=64, text="builtin:prose")}
+    report = evaluate_quality(
+        tiny_source, other, probes=ProbeSettings((640,), (), 2, text="builtin:prose"), **small, **settings
+    )
+    assert {(row.probe, row.length) for row in report.probes} == {(name, 640) for name in QUESTIONS}
+    assert [row.prompt_tokens for row in report.generation] == [16]
+    written = report.to_dict()
+    assert written["probes"][0]["retained"] is None and written["generation"][0]["num_prompts"] == 1
+    assert not evaluate_quality(tiny_source, other, **settings).probes
+
+
+def test_probes_by_default_follow_the_lengths_and_the_last_text(tiny_source, other, monkeypatch):
+    asked = []
+
+    def record(*models_and_tokenizer, **keywords):
+        asked.append((models_and_tokenizer[3], keywords["longest"]))
+        return [], ["nothing"]
+
+    monkeypatch.setattr(quality, "run_probes", record)
+    monkeypatch.setattr(quality, "compare_generation", record)
+    settings = SETTINGS | {"texts": ["builtin:pydoc", "builtin:prose"], "lengths": (32, 48)}
+    report = evaluate_quality(tiny_source, other, probes=True, generation=True, **settings)
+    assert asked == [
+        (ProbeSettings(lengths=(32, 48), text="builtin:prose"), 4096),
+        (GenerationSettings(text="builtin:prose"), 4096),
+    ]
+    assert report.skipped == ("nothing", "nothing")

@@ -1,0 +1,207 @@
+"""Greedy generation: how far a converted model says what its source says, and how often either of them degenerates."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from mha2mla.predictions import Predictor
+from mha2mla.texts import load_text, start_tokens
+
+TAIL = 64  # tokens at the end of a continuation, where a loop shows
+LONGEST_PERIOD = 16  # small models repeat a clause, of nine to sixteen tokens, as often as a word
+_PROMPTS_AT_ONCE = 16
+
+COLUMNS = {
+    "text": "text",
+    "prompt_tokens": "prompt",
+    "new_tokens": "new tokens",
+    "num_prompts": "prompts",
+    "same_tokens": "same tokens before the first difference",
+    "identical": "identical",
+    "agreement": "agreement, told the source's",
+    "degenerate_source": "loops, source",
+    "degenerate_converted": "loops, converted",
+}
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """What is generated.
+
+    Attributes:
+        prompt_lengths: tokens of running text that are continued.
+        new_tokens: tokens of a continuation, at least ``TAIL``.
+        prompts: of each length.
+        seed: draws the prompts.
+        text: where they come from; a name for :func:`mha2mla.texts.load_text`.
+    """
+
+    prompt_lengths: tuple[int, ...] = (64, 2048)
+    new_tokens: int = 128
+    prompts: int = 16
+    seed: int = 0
+    text: str = "builtin:opticks"
+
+    def __post_init__(self) -> None:
+        if self.new_tokens < TAIL:
+            raise ValueError(f"new_tokens is {self.new_tokens}; expected at least {TAIL}, in which a loop shows")
+        if self.prompts < 1:
+            raise ValueError(f"prompts is {self.prompts}; expected at least 1")
+        for length in self.prompt_lengths:
+            if length < 1:
+                raise ValueError(f"prompt_lengths has {length}; expected at least 1")
+
+
+@dataclass(frozen=True)
+class GenerationRow:
+    """Greedy continuations of prompts of one length.
+
+    Attributes:
+        text, prompt_tokens, new_tokens, num_prompts, seed: what was asked for. A continuation that ends itself is
+            shorter.
+        same_tokens: mean number of tokens before the first that differs.
+        identical: share of prompts where none differs.
+        agreement: share of the source's tokens that the converted model would also have chosen, had it said the same so
+            far: one difference is counted once, not for all that follows from it.
+        degenerate_source, degenerate_converted: share of continuations that end in a loop (:func:`is_loop`).
+    """
+
+    text: str
+    prompt_tokens: int
+    new_tokens: int
+    num_prompts: int
+    seed: int
+    same_tokens: float
+    identical: float
+    agreement: float
+    degenerate_source: float
+    degenerate_converted: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.inference_mode()
+def compare_generation(
+    source: torch.nn.Module,
+    converted: torch.nn.Module,
+    tokenizer: Any,
+    settings: GenerationSettings | None = None,
+    *,
+    longest: int | None = None,
+    progress: bool = True,
+) -> tuple[list[GenerationRow], list[str]]:
+    """Continues the same prompts with both models, greedily, each with the cache that it is served with.
+
+    Args:
+        source, converted: loaded causal language models of one vocabulary.
+        tokenizer: of both.
+        settings: default :class:`GenerationSettings`.
+        longest: tokens that both models take; longer prompts are left out.
+
+    Returns:
+        Rows, and why others are missing.
+
+    Raises:
+        ValueError: the text is shorter than a prompt.
+    """
+    settings = settings or GenerationSettings()
+    tokens = tokenizer(load_text(settings.text), add_special_tokens=False, verbose=False)["input_ids"]
+    rows, skipped = [], []
+    for length in tqdm(settings.prompt_lengths, desc="generation", unit="length", disable=not progress):
+        if longest is not None and length + settings.new_tokens > longest:
+            skipped.append(f"continuations of {length} tokens: the models take at most {longest}")
+            continue
+        prompts = _prompts(tokens, start_tokens(tokenizer), length, settings)
+        rows.append(_row(prompts, settings, source, converted))
+    return rows, skipped
+
+
+def is_loop(tokens: Sequence[int]) -> bool:
+    """Whether the last ``TAIL`` tokens repeat with a period of at most ``LONGEST_PERIOD``. Shorter texts do not."""
+    tail = list(tokens[-TAIL:])
+    if len(tail) < TAIL:
+        return False
+    return any(tail[period:] == tail[:-period] for period in range(1, LONGEST_PERIOD + 1))
+
+
+def _prompts(tokens: Sequence[int], start: Sequence[int], length: int, settings: GenerationSettings) -> torch.Tensor:
+    """int64 [prompts, length], drawn from the whole text."""
+    body = length - len(start)
+    if body < 1 or len(tokens) < body:
+        raise ValueError(
+            f"prompt_lengths has {length}; expected more than {len(start)} start tokens, and at most the {len(tokens)}"
+            f" tokens of text {settings.text!r}"
+        )
+    draw = random.Random(f"{settings.seed} {length}")
+    firsts = [draw.randint(0, len(tokens) - body) for _ in range(settings.prompts)]
+    return torch.tensor([[*start, *tokens[first : first + body]] for first in firsts])
+
+
+def _row(
+    prompts: torch.Tensor, settings: GenerationSettings, source: torch.nn.Module, converted: torch.nn.Module
+) -> GenerationRow:
+    said = [_continuations(model, prompts, settings.new_tokens) for model in (source, converted)]
+    same = [_same_tokens(*pair) for pair in zip(*said, strict=True)]
+    return GenerationRow(
+        text=settings.text,
+        prompt_tokens=prompts.shape[1],
+        new_tokens=settings.new_tokens,
+        num_prompts=len(prompts),
+        seed=settings.seed,
+        same_tokens=sum(same) / len(same),
+        identical=sum(first == second for first, second in zip(*said, strict=True)) / len(said[0]),
+        agreement=_agreement(prompts, said[0], converted),
+        degenerate_source=sum(map(is_loop, said[0])) / len(prompts),
+        degenerate_converted=sum(map(is_loop, said[1])) / len(prompts),
+    )
+
+
+def _continuations(model: torch.nn.Module, prompts: torch.Tensor, new_tokens: int) -> list[list[int]]:
+    """What ``generate`` adds to each prompt, up to and with the token that ends it."""
+    ends = model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    said = []
+    for part in prompts.split(_PROMPTS_AT_ONCE):
+        ids = part.to(model.device)
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            pad_token_id=min(ends, default=0),
+            # Greedy, whatever the checkpoint's own generation config prefers.
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+        )
+        for row in made[:, part.shape[1] :].tolist():
+            end = next((place for place, token in enumerate(row) if token in ends), len(row) - 1)
+            said.append(row[: end + 1])
+    return said
+
+
+def _same_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _agreement(prompts: torch.Tensor, said: Sequence[Sequence[int]], converted: torch.nn.Module) -> float:
+    """Share of the tokens ``said`` that ``converted`` puts first, given the prompt and what was said before."""
+    predictor = Predictor(converted)
+    agreeing = total = 0
+    for prompt, tokens in zip(prompts, said, strict=True):
+        tokens = torch.tensor(tokens)
+        logits_of = predictor.next_tokens(torch.cat([prompt, tokens])[None])
+        chosen = logits_of(slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))).argmax(-1).cpu()
+        agreeing += int((chosen == tokens).sum())
+        total += len(tokens)
+    return agreeing / total
