@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
 from mha2mla.conversion.adapters.config_check import check_config
@@ -30,6 +30,7 @@ from mha2mla.conversion.streaming import StreamedModel
 
 _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_GENERATION_CONFIG = "generation_config.json"
 _MAPPED_BYTES = 1 << 30  # of the source that stay in memory while it is looked at
 
 
@@ -156,7 +157,14 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
     with _by_transformers(f"{folder / CONFIG_FILE} describes no {model_type} that can be converted"):
         spec = adapter.specify(config, longrope_table=longrope_table)
     _check_spec(spec)
-    return Source(folder, config, adapter, spec, reader, tuple(companions(folder)))
+    found = companions(folder)
+    for name in found:
+        if name.endswith(".json"):
+            read_json(folder, name)
+    if _GENERATION_CONFIG in found:
+        with _by_transformers(f"{folder / _GENERATION_CONFIG} is no generation config"):
+            GenerationConfig.from_pretrained(folder)
+    return Source(folder, config, adapter, spec, reader, tuple(found))
 
 
 @contextmanager
