@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
+from mha2mla.streams import forgiving_streams
+
 Device = str | None
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -497,7 +499,15 @@ def _run(arguments: Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns 0; 1 after a check that failed; 2 after a user's mistake, said in one line on stderr."""
+    """Runs one verb. Returns 0; 1 after a check that failed; 2 after a user's mistake, said in one line on stderr.
+
+    What a verb did does not fail because nobody reads what it prints, or because the terminal has no such letters.
+    """
+    with forgiving_streams():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = build_parser().parse_args(None if argv is None else list(argv))
     try:
         return _run(arguments)

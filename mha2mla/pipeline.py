@@ -55,6 +55,12 @@ EVALUATION_TOKENS = 2048
 PAGE_SIZE = 64
 RESUME = ("auto", "never")
 _TEXT, _RECIPE = "text", "recipe"  # pieces of the work
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_KINDS = {
+    **dict.fromkeys(("source", "destination"), "a path"),
+    **dict.fromkeys(("evaluation", "calibration"), "the name of a text or token windows"),
+    **dict.fromkeys(("overwrite", "progress"), "True or False"),
+}
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 
 
@@ -348,11 +354,22 @@ def _check(
     for name, value in (("dtype", dtype), ("compute_dtype", compute_dtype)):
         if value is None and name == "dtype":
             continue
-        if not isinstance(value, torch.dtype) or not value.is_floating_point:
-            raise ValueError(f"{name} is {value!r}; expected a floating-point torch.dtype")
-    for name, size in (("spill_bytes", spill_bytes), ("max_shard_bytes", max_shard_bytes)):
-        if size < 0:
-            raise ValueError(f"{name} is {size}; expected a number of bytes")
+        if value not in _DTYPES:
+            raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(str, _DTYPES))}")
+    sizes = (("spill_bytes", spill_bytes, 0), ("max_shard_bytes", max_shard_bytes, 0))
+    for name, value, least in (*sizes, ("evaluation_tokens", evaluation_tokens, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} is {value!r:.80}; expected an int of at least {least}")
+    for name, value, kinds in (
+        ("source", source, (str, os.PathLike)),
+        ("destination", destination, (str, os.PathLike)),
+        ("evaluation", evaluation, (str, os.PathLike, torch.Tensor)),
+        ("calibration", calibration, (str, os.PathLike, torch.Tensor, type(None))),
+        ("overwrite", overwrite, bool),
+        ("progress", progress, bool),
+    ):
+        if not isinstance(value, kinds):
+            raise ValueError(f"{name} is {value!r:.80}; expected {_KINDS[name]}")
     target = _device(device)
     folder = _source_folder(source)
     check_destination(destination, folder, overwrite=overwrite)
@@ -445,8 +462,10 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device is {str(device)!r}, which cannot be used here: {error}") from error
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device is {str(device)!r:.80}, which cannot be used here: {error}") from error
+    if target.type == "meta":
+        raise ValueError("device is 'meta', which computes nothing; expected cpu or cuda")
     return target
 
 
