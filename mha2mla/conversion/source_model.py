@@ -79,7 +79,7 @@ class Source:
             CheckpointError: there is none, it is damaged, or it needs code of its own.
         """
         try:
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+            return _without_cache(AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False))
         except Exception as error:  # whatever damaged files make of other people's parsers
             own = "auto_map" in read_json(self.folder, _TOKENIZER_CONFIG) if self._has(_TOKENIZER_CONFIG) else False
             reason = f"auto_map in {_TOKENIZER_CONFIG} names code of the source's, which is never run" if own else error
@@ -177,6 +177,14 @@ def _by_transformers(what: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"{what}: {type(error).__name__}: {text:.400}") from error
+
+
+def _without_cache(tokenizer: Any) -> Any:
+    """The words that a tokenizer (tokenizers 0.23) remembers are never freed: megabytes a conversion to save little."""
+    resize = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "_resize_cache", None)
+    if resize is not None:
+        resize(0)
+    return tokenizer
 
 
 def _check_spec(spec: SourceSpec) -> None:
