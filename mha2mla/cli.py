@@ -444,7 +444,7 @@ def _convert_parser() -> ArgumentParser:
     parser.add_argument("destination", type=str, help="folder to write; appears whole or not at all")
     parser.add_argument("--device", type=Device, default=None, help="cpu, cuda, …; default CUDA when there is one")
     parser.add_argument("--dtype", type=Dtype | None, default=None, help="of the written weights; default the source's")
-    parser.add_argument("--overwrite", action="store_true", help="replace a destination that is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace a destination that is empty or converted")
     order = "flags win over the file, the file over the preset, the preset over the defaults"
     text = "auto goes on from the layers that a killed run of the same conversion left, never discards them [auto]"
     parser.add_argument("--resume", type=Literal["auto", "never"], default="auto", help=text)

@@ -277,11 +277,11 @@ def convert(
             weights, others = plan.opened.identity()
             work = _open_work(plan, folder / WORK_FOLDER, weights, resume)
         with _faults_of_the_source_named(plan, {**weights, **others}, work):
-            with _timed(seconds, "prepare"):
+            with _timed(seconds, "prepare"), _degenerate_named():
                 plan = _prepare(plan, work, folder)
             layers = FinishedLayers(work, _inputs_of_layers(plan))
             resumed = len(layers)
-            with _timed(seconds, "convert"):
+            with _timed(seconds, "convert"), _degenerate_named():
                 _convert_layers(plan, folder, layers)
             with _timed(seconds, "write"):
                 weight_bytes = _write_weights(plan, folder, layers)
@@ -324,6 +324,18 @@ def _faults_of_the_source_named(plan: _Plan, files: dict[str, FileIdentity], wor
                 work.discard()
                 raise changed from error
         raise
+
+
+@contextmanager
+def _degenerate_named() -> Iterator[None]:
+    """Weights may be numbers one by one and no model together."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        raise CheckpointError(
+            "a layer's inputs, queries, keys or values are zero or too large everywhere on the calibration text:"
+            f" nothing can be fitted to them ({error})"
+        ) from error
 
 
 @contextmanager

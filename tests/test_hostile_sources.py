@@ -204,6 +204,10 @@ WEIGHTS = [
     *((f"{value} in {part}", lambda tensors, part=part, value=value: {**tensors, part: tensors[part] * value}, part)
       for part in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight", ATTENTION + "v_proj.weight")
       for value in (NAN, INF)),
+    ("zero embedding", lambda tensors: {**tensors, "model.embed_tokens.weight": torch.zeros(264, 48)},
+     "model.embed_tokens.weight"),
+    ("huge", lambda tensors: {**tensors, ATTENTION + "q_proj.weight": tensors[ATTENTION + "q_proj.weight"] * 1e25},
+     ATTENTION + "q_proj.weight has a value of"),
     ("a scalar", lambda tensors: {**tensors, "model.norm.weight": torch.tensor(1.0)}, "model.norm.weight"),
     ("no rows", lambda tensors: {**tensors, "lm_head.weight": torch.zeros(0, 48)}, "lm_head.weight"),
     ("transposed", lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"].T}, "lm_head.weight"),
@@ -334,3 +338,10 @@ def test_a_tokenizer_that_is_let_go_of_leaves_no_memory_behind(source):
         gc.collect()
         grown.append(resident_bytes() - before)
     assert sum(grown[2:]) < 2 << 20
+
+
+def test_what_is_degenerate_only_on_text_is_an_error_by_name(damaged, tmp_path):
+    rewritten(damaged, lambda tensors: {**tensors, "model.layers.1.input_layernorm.weight": torch.zeros(48)})
+    recipe = mha2mla.Recipe(calibration_tokens=256, calibration_length=64)
+    with pytest.raises(CheckpointError, match="zero or too large everywhere on the calibration text"):
+        mha2mla.convert(damaged, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)

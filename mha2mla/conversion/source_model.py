@@ -31,6 +31,7 @@ from mha2mla.conversion.streaming import StreamedModel
 _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
+_LARGEST = 1e15  # sums of squares of larger ones overflow float32
 _MAPPED_BYTES = 1 << 30  # of the source that stay in memory while it is looked at
 
 
@@ -87,7 +88,7 @@ class Source:
 
     def identity(self) -> tuple[dict[str, FileIdentity], dict[str, FileIdentity]]:
         """Of config and weights, and of the other files that end up in the result; reads them whole."""
-        index = [INDEX_FILE] if INDEX_FILE in self.companions or self._has(INDEX_FILE) else []
+        index = [INDEX_FILE] if self._has(INDEX_FILE) else []
         return (
             identify(self.folder, [CONFIG_FILE, *self.reader.files()]),
             identify(self.folder, [*index, *self.companions]),
@@ -100,13 +101,15 @@ class Source:
         """Reads every tensor once.
 
         Raises:
-            CheckpointError: a tensor is not of floating-point numbers, or has a NaN or infinite one.
-            UnsupportedSourceError: a projection of an attention is zero everywhere.
+            CheckpointError: a tensor is not of floating-point numbers, or has a NaN, infinite or absurdly large one.
+            UnsupportedSourceError: the embedding or a projection of an attention is zero everywhere.
         """
         names, mapped = sorted(self.reader.names()), 0
         for name in tqdm(names, desc="check", unit="tensor", disable=not progress):
             if not name.endswith("rotary_emb.inv_freq"):  # computed from the config, whatever is stored
-                mapped += self.reader.tensor(name).nbytes
+                tensor = self.reader.tensor(name)
+                mapped += tensor.nbytes
+                _check_magnitude(name, tensor)
             if mapped > _MAPPED_BYTES:
                 self.reader.release()
                 mapped = 0
@@ -144,8 +147,6 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
         raise UnsupportedSourceError(f"model_type is {model_type!r:.80} in the source's config; expected a string")
     adapter = adapter_for(values)
     check_config(values)
-    reader = CheckpointReader(folder)
-    check_config(values, reader.names())
     if (folder / _ADAPTER_FILE).exists():
         raise UnsupportedSourceError(
             f"{folder / _ADAPTER_FILE} says that an adapter changes the weights; merge it before conversion"
@@ -153,10 +154,12 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
     with _by_transformers(f"{folder / CONFIG_FILE} is not the config of a {model_type}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         made = config.to_dict()
-    check_config(made, reader.names())
+    check_config(made)
     with _by_transformers(f"{folder / CONFIG_FILE} describes no {model_type} that can be converted"):
         spec = adapter.specify(config, longrope_table=longrope_table)
     _check_spec(spec)
+    reader = CheckpointReader(folder)
+    check_config(made, reader.names())
     found = companions(folder)
     for name in found:
         if name.endswith(".json"):
@@ -177,6 +180,14 @@ def _by_transformers(what: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"{what}: {type(error).__name__}: {text:.400}") from error
+
+
+def _check_magnitude(name: str, tensor: torch.Tensor) -> None:
+    largest = max(map(float, tensor.aminmax()), key=abs) if tensor.numel() else 0.0
+    if abs(largest) > _LARGEST:
+        raise CheckpointError(f"tensor {name} has a value of {largest:.3g}; expected at most {_LARGEST:g} of a weight")
+    if largest == 0 and name == "model.embed_tokens.weight":
+        raise UnsupportedSourceError(f"tensor {name} is zero everywhere; a model that sees no tokens is none")
 
 
 def _without_cache(tokenizer: Any) -> Any:
