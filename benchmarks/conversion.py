@@ -200,7 +200,7 @@ def ablation(
 def _kv_width(source: str) -> int:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return (getattr(config, "num_key_value_heads", None) or heads) * width

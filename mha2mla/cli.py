@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
+from mha2mla.streams import forgiving_streams
+
 Device = str | None
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -529,7 +531,7 @@ def _convert_parser() -> ArgumentParser:
     parser.add_argument("destination", type=str, help="folder to write; appears whole or not at all")
     parser.add_argument("--device", type=Device, default=None, help="cpu, cuda, …; default CUDA when there is one")
     parser.add_argument("--dtype", type=Dtype | None, default=None, help="of the written weights; default the source's")
-    parser.add_argument("--overwrite", action="store_true", help="replace a destination that is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace a destination that is empty or converted")
     order = "flags win over the file, the file over the preset; in brackets what auto takes on any machine"
     text = "auto goes on from the layers that a killed run of the same conversion left, never discards them [auto]"
     parser.add_argument("--resume", type=Literal["auto", "never"], default="auto", help=text)
@@ -588,7 +590,15 @@ def _run(arguments: Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb. Returns 0; 1 after a check that failed; 2 after a user's mistake, said in one line on stderr."""
+    """Runs one verb. Returns 0; 1 after a check that failed; 2 after a user's mistake, said in one line on stderr.
+
+    What a verb did does not fail because nobody reads what it prints, or because the terminal has no such letters.
+    """
+    with forgiving_streams():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = build_parser().parse_args(None if argv is None else list(argv))
     try:
         return _run(arguments)

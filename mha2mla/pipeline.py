@@ -63,6 +63,12 @@ EVALUATION_TOKENS = 2048
 LONG_EVALUATION_TEXT = "builtin:stdlib"  # where windows must be longer than those tokens
 RESUME = ("auto", "never")
 _TEXT, _RECIPE = "text", "recipe"  # pieces of the work
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_KINDS = {
+    **dict.fromkeys(("source", "destination"), "a path"),
+    **dict.fromkeys(("evaluation", "calibration"), "the name of a text or token windows"),
+    **dict.fromkeys(("overwrite", "progress"), "True or False"),
+}
 
 
 class ParityError(ValueError):
@@ -312,12 +318,12 @@ def convert(
             weights, others = plan.opened.identity()
             work = _open_work(plan, folder / WORK_FOLDER, weights, resume)
         with _faults_of_the_source_named(plan, {**weights, **others}, work):
-            with _timed(seconds, "prepare"):
+            with _timed(seconds, "prepare"), _degenerate_named():
                 plan = _prepare(plan, work, folder)
                 _warn_of_slow_layers(plan)
             layers = FinishedLayers(work, _inputs_of_layers(plan))
             resumed = len(layers)
-            with _timed(seconds, "convert"):
+            with _timed(seconds, "convert"), _degenerate_named():
                 _convert_layers(plan, folder, layers)
             with _timed(seconds, "write"):
                 weight_bytes = _write_weights(plan, folder, layers)
@@ -363,6 +369,18 @@ def _faults_of_the_source_named(plan: _Plan, files: dict[str, FileIdentity], wor
 
 
 @contextmanager
+def _degenerate_named() -> Iterator[None]:
+    """Weights may be numbers one by one and no model together."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        raise CheckpointError(
+            "a layer's inputs, queries, keys or values are zero or too large everywhere on the calibration text:"
+            f" nothing can be fitted to them ({error})"
+        ) from error
+
+
+@contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
@@ -397,11 +415,22 @@ def _check(
     for name, value in (("dtype", dtype), ("compute_dtype", compute_dtype)):
         if value is None and name == "dtype":
             continue
-        if not isinstance(value, torch.dtype) or not value.is_floating_point:
-            raise ValueError(f"{name} is {value!r}; expected a floating-point torch.dtype")
-    for name, size in (("spill_bytes", spill_bytes), ("max_shard_bytes", max_shard_bytes)):
-        if size < 0:
-            raise ValueError(f"{name} is {size}; expected a number of bytes")
+        if value not in _DTYPES:
+            raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(str, _DTYPES))}")
+    sizes = (("spill_bytes", spill_bytes, 0), ("max_shard_bytes", max_shard_bytes, 0))
+    for name, value, least in (*sizes, ("evaluation_tokens", evaluation_tokens, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} is {value!r:.80}; expected an int of at least {least}")
+    for name, value, kinds in (
+        ("source", source, (str, os.PathLike)),
+        ("destination", destination, (str, os.PathLike)),
+        ("evaluation", evaluation, (str, os.PathLike, torch.Tensor)),
+        ("calibration", calibration, (str, os.PathLike, torch.Tensor, list, tuple, type(None))),
+        ("overwrite", overwrite, bool),
+        ("progress", progress, bool),
+    ):
+        if not isinstance(value, kinds):
+            raise ValueError(f"{name} is {value!r:.80}; expected {_KINDS[name]}")
     target = _device(device)
     choice = choose_preset(recipe.preset, recipe.given(), target.type)
     recipe = recipe.with_preset(choice.preset)
@@ -508,8 +537,10 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device is {str(device)!r}, which cannot be used here: {error}") from error
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device is {str(device)!r:.80}, which cannot be used here: {error}") from error
+    if target.type == "meta":
+        raise ValueError("device is 'meta', which computes nothing; expected cpu or cuda")
     return target
 
 

@@ -47,7 +47,8 @@ BATCH_SIZES = [1, 16, 64] if DEVICE == "cuda" else [1, 4]
 SEQLENS = [1024, 4096, 16384] if DEVICE == "cuda" else [64, 256, 1024]
 RECIPE = mha2mla.Recipe(cache_ratio=0.5)  # by the best preset for DEVICE; preset="quick" takes minutes anywhere
 
-folder = Path(tempfile.mkdtemp(prefix="mha2mla-"))
+workplace = tempfile.TemporaryDirectory(prefix="mha2mla-")  # removed when the kernel ends
+folder = Path(workplace.name)
 if MODEL is None:
     source = tiny_checkpoint(
         folder / "source", num_attention_heads=8, num_key_value_heads=8, head_dim=32, hidden_size=256

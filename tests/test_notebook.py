@@ -39,9 +39,13 @@ def test_the_notebook_runs(name, tmp_path, monkeypatch):
     monkeypatch.delenv("MHA2MLA_NOTEBOOK_MODEL", raising=False)
     # The kernel is another process in another folder: it finds what this one finds, installed or not.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=170, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs), "a plot was drawn"
     text = "".join(output.get("text", "") for output in outputs if output.output_type == "stream")
     assert "MLA (converted):" in text
+    assert not list(scratch.glob("mha2mla-*")), "checkpoints are left in the temporary folder"

@@ -19,6 +19,7 @@ import mha2mla
 from mha2mla.conversion.adapters import UnsupportedSourceError
 from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, rope_selections
 from mha2mla.conversion.source import CheckpointError
+from mha2mla.conversion.source_files import SourceChangedError
 from mha2mla.conversion.writer import DestinationError
 from mha2mla.pipeline import ParityError
 from tests.conversion import tiny
@@ -360,11 +361,27 @@ def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
         ({"evaluation": "LATIN"}, ValueError, "evaluation .*is not UTF-8"),
         ({"device": "cuda:77"}, ValueError, "device is 'cuda:77'"),
         ({"device": "gpu"}, ValueError, "device is 'gpu'"),
+        ({"device": "meta"}, ValueError, "device is 'meta'"),
+        ({"device": [0]}, ValueError, r"device is '\[0\]'"),
         ({"dtype": torch.int8}, ValueError, "dtype is torch.int8"),
         ({"recipe": ["layout"]}, ValueError, "recipe is a list; expected a Recipe or a mapping of its keys"),
         ({"recipe": {"layot": "shared"}}, ValueError, "recipe key 'layot' is unknown"),
         ({"recipe": {"preset": "quick"}, "preset": "shared"}, ValueError, "preset is 'shared' beside a recipe of pres"),
         ({"recipe": {}, "preset": "best"}, ValueError, "preset is 'best'; expected one of 'auto'"),
+        ({"dtype": "bfloat16"}, ValueError, "dtype is 'bfloat16'"),
+        ({"compute_dtype": torch.float8_e4m3fn}, ValueError, "compute_dtype is torch.float8_e4m3fn"),
+        ({"evaluation_tokens": 0}, ValueError, "evaluation_tokens is 0"),
+        ({"evaluation_tokens": "256"}, ValueError, "evaluation_tokens is '256'"),
+        ({"evaluation": None}, ValueError, "evaluation is None"),
+        ({"evaluation": [[1, 2]]}, ValueError, "evaluation is"),
+        ({"evaluation": torch.zeros(2, 1, dtype=torch.int64)}, ValueError, "evaluation is torch.int64"),
+        ({"calibration": 5}, ValueError, "calibration is 5"),
+        ({"calibration": torch.full((1, 8), -1)}, ValueError, "calibration has token -1"),
+        ({"spill_bytes": "1G"}, ValueError, "spill_bytes is '1G'"),
+        ({"spill_bytes": -1}, ValueError, "spill_bytes is -1"),
+        ({"max_shard_bytes": None}, ValueError, "max_shard_bytes is None"),
+        ({"overwrite": "no"}, ValueError, "overwrite is 'no'"),
+        ({"progress": 1}, ValueError, "progress is 1"),
         ({"recipe": "TOO WIDE"}, ValueError, "qk_rope_head_dim is 18"),
     ],
 )
@@ -382,6 +399,107 @@ def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_pat
     with pytest.raises(error, match=named):
         convert(source, tmp_path / "out", **keys)
     assert sorted(path.name for path in tmp_path.iterdir()) == texts
+
+
+def test_a_head_of_zeros_is_converted(tmp_path):
+    """Pruned heads are; where every other pair rotates, all that is left for the latent's keys is zero."""
+    source = tiny.checkpoint(tmp_path / "source")
+    edit_weights(source, lambda tensors: tensors["model.layers.1.self_attn.k_proj.weight"][:16].zero_())
+    convert(source, tmp_path / "out", mha2mla.Recipe(rope_share="auto", cache_ratio=0.5, **SHORT))
+
+
+@pytest.mark.parametrize("name", [None, 5, b"x"])
+def test_a_path_that_is_none_is_named(name, source, tmp_path):
+    with pytest.raises(ValueError, match="source is"):
+        convert(name, tmp_path / "out")
+    with pytest.raises(ValueError, match="destination is"):
+        convert(source, name)
+
+
+def replace_weights(folder):
+    tiny.model(seed=9).save_pretrained(folder / "new")
+    os.replace(folder / "new" / "model.safetensors", folder / "model.safetensors")
+
+
+def cut_weights(folder):
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def flip_a_bit_in_place(folder):
+    path = folder / "model.safetensors"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-4, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def change_the_tokenizer(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 17}))
+
+
+STAGES = ("_convert_layers", "_write_weights", "compare", "_write_report")
+CHANGES = (replace_weights, cut_weights, flip_a_bit_in_place, change_the_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "when"), [(replace_weights, "choose_rope_share"), *itertools.product(CHANGES, STAGES)]
+)
+def test_a_source_that_changes_during_the_run_is_never_published(change, when, tmp_path, monkeypatch):
+    """Half of the layers from one model and half from another: KL 16 and no error."""
+    from mha2mla import pipeline
+
+    source = tiny.checkpoint(tmp_path / "source")
+    usual = getattr(pipeline, when)
+
+    def changed(*arguments, **keys):
+        change(source)
+        return usual(*arguments, **keys)
+
+    monkeypatch.setattr(pipeline, when, changed)
+    searched = mha2mla.Recipe(rope_share="auto", cache_ratio=0.5, **SHORT)
+    recipe = searched if when == "choose_rope_share" else None
+    with pytest.raises(SourceChangedError, match="changed during the conversion"):
+        convert(source, tmp_path / "out", recipe)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_predictions_worse_than_a_guess_are_an_error_and_not_a_number(source, tmp_path, monkeypatch):
+    from mha2mla.conversion import sequence
+
+    right = sequence.convert_layer
+
+    def wrong(*arguments):
+        return {name: tensor * 1e3 if name == "o_proj.weight" else tensor for name, tensor in right(*arguments).items()}
+
+    monkeypatch.setattr(sequence, "convert_layer", wrong)
+    with pytest.raises(ParityError, match=r"nats a token from the source's \(KL\); expected at most 5.58"):
+        convert(source, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_other_names_than_the_models_is_never_published(source, tmp_path, monkeypatch):
+    from mha2mla import pipeline
+
+    class OneMore(pipeline.ShardedWriter):
+        def finish(self):
+            self.add("model.layers.0.self_attn.extra", torch.ones(1))
+            super().finish()
+
+    class OneLess(pipeline.ShardedWriter):
+        def add(self, name, tensor):
+            if name != "model.norm.weight":
+                super().add(name, tensor)
+
+    for writer, named in ((OneMore, "self_attn.extra"), (OneLess, "model.norm.weight")):
+        monkeypatch.setattr(pipeline, "ShardedWriter", writer)
+        with pytest.raises(CheckpointError, match=f"written tensors are not the model's: .*{named}"):
+            convert(source, tmp_path / writer.__name__)
+        assert not (tmp_path / writer.__name__).exists()
 
 
 def test_a_source_that_is_no_folder_is_named(tmp_path):

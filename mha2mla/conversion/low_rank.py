@@ -153,7 +153,7 @@ def _whitened(problem: LatentProblem, rank: int, recipe: Recipe) -> tuple[torch.
             for part, metric in ((key, covariance), (value, value_covariance))
         )
         gain = float((recipe.key_weight * value_energy / key_energy).sqrt())
-    if recipe.attended and key.shape[0]:
+    if recipe.attended and key.any():  # un-rotated keys may all be those of a head that is zero
         decoder, encoder = _alternate(gain * key, covariance, value, value_covariance, rank)
     else:
         decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)

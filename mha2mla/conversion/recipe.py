@@ -482,6 +482,16 @@ def _check_layer_ranks(ranks: list[int] | str) -> None:
             raise ValueError(f"layer_ranks[{layer}] is {rank!r}; expected an int >= 1")
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases: a few lines of them stand for more values than there is memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.constructor.ConstructorError(None, None, "aliases are not read in recipes", mark)
+        return super().compose_node(parent, index)
+
+
 def given_fields() -> tuple[Field[Any], ...]:
     """The keys of a recipe that a user gives, as opposed to what a conversion writes into its record."""
     return tuple(each for each in fields(Recipe) if each.name not in RECORDS)
@@ -493,10 +503,13 @@ def recipe_values(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is no YAML mapping.
     """
+    if Path(path).exists() and not Path(path).is_file():  # opening a pipe would wait for a writer
+        raise ValueError(f"recipe file {path} is no regular file")
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.load(file, _PlainLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise ValueError(f"recipe file {path} is not YAML: {error}") from error
     if values is not None and not isinstance(values, dict):
-        raise ValueError(f"recipe file {path} is {values!r}; expected a mapping of recipe keys")
+        raise ValueError(f"recipe file {path} is {values!r:.80}; expected a mapping of recipe keys")
     return values or {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
 from mha2mla.conversion.adapters.config_check import check_config
@@ -30,6 +30,8 @@ from mha2mla.conversion.streaming import StreamedModel
 
 _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
+_GENERATION_CONFIG = "generation_config.json"
+_LARGEST = 1e15  # sums of squares of larger ones overflow float32
 _MAPPED_BYTES = 1 << 30  # of the source that stay in memory while it is looked at
 
 
@@ -78,7 +80,7 @@ class Source:
             CheckpointError: there is none, it is damaged, or it needs code of its own.
         """
         try:
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+            return _without_cache(AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False))
         except Exception as error:  # whatever damaged files make of other people's parsers
             own = "auto_map" in read_json(self.folder, _TOKENIZER_CONFIG) if self._has(_TOKENIZER_CONFIG) else False
             reason = f"auto_map in {_TOKENIZER_CONFIG} names code of the source's, which is never run" if own else error
@@ -86,7 +88,7 @@ class Source:
 
     def identity(self) -> tuple[dict[str, FileIdentity], dict[str, FileIdentity]]:
         """Of config and weights, and of the other files that end up in the result; reads them whole."""
-        index = [INDEX_FILE] if INDEX_FILE in self.companions or self._has(INDEX_FILE) else []
+        index = [INDEX_FILE] if self._has(INDEX_FILE) else []
         return (
             identify(self.folder, [CONFIG_FILE, *self.reader.files()]),
             identify(self.folder, [*index, *self.companions]),
@@ -99,13 +101,15 @@ class Source:
         """Reads every tensor once.
 
         Raises:
-            CheckpointError: a tensor is not of floating-point numbers, or has a NaN or infinite one.
-            UnsupportedSourceError: a projection of an attention is zero everywhere.
+            CheckpointError: a tensor is not of floating-point numbers, or has a NaN, infinite or absurdly large one.
+            UnsupportedSourceError: the embedding or a projection of an attention is zero everywhere.
         """
         names, mapped = sorted(self.reader.names()), 0
         for name in tqdm(names, desc="check", unit="tensor", disable=not progress):
             if not name.endswith("rotary_emb.inv_freq"):  # computed from the config, whatever is stored
-                mapped += self.reader.tensor(name).nbytes
+                tensor = self.reader.tensor(name)
+                mapped += tensor.nbytes
+                _check_magnitude(name, tensor)
             if mapped > _MAPPED_BYTES:
                 self.reader.release()
                 mapped = 0
@@ -143,8 +147,6 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
         raise UnsupportedSourceError(f"model_type is {model_type!r:.80} in the source's config; expected a string")
     adapter = adapter_for(values)
     check_config(values)
-    reader = CheckpointReader(folder)
-    check_config(values, reader.names())
     if (folder / _ADAPTER_FILE).exists():
         raise UnsupportedSourceError(
             f"{folder / _ADAPTER_FILE} says that an adapter changes the weights; merge it before conversion"
@@ -152,11 +154,20 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
     with _by_transformers(f"{folder / CONFIG_FILE} is not the config of a {model_type}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         made = config.to_dict()
-    check_config(made, reader.names())
+    check_config(made)
     with _by_transformers(f"{folder / CONFIG_FILE} describes no {model_type} that can be converted"):
         spec = adapter.specify(config, longrope_table=longrope_table)
     _check_spec(spec)
-    return Source(folder, config, adapter, spec, reader, tuple(companions(folder)))
+    reader = CheckpointReader(folder)
+    check_config(made, reader.names())
+    found = companions(folder)
+    for name in found:
+        if name.endswith(".json"):
+            read_json(folder, name)
+    if _GENERATION_CONFIG in found:
+        with _by_transformers(f"{folder / _GENERATION_CONFIG} is no generation config"):
+            GenerationConfig.from_pretrained(folder)
+    return Source(folder, config, adapter, spec, reader, tuple(found))
 
 
 @contextmanager
@@ -169,6 +180,22 @@ def _by_transformers(what: str) -> Iterator[None]:
     except Exception as error:
         text = " ".join(str(error).split())
         raise CheckpointError(f"{what}: {type(error).__name__}: {text:.400}") from error
+
+
+def _check_magnitude(name: str, tensor: torch.Tensor) -> None:
+    largest = max(map(float, tensor.aminmax()), key=abs) if tensor.numel() else 0.0
+    if abs(largest) > _LARGEST:
+        raise CheckpointError(f"tensor {name} has a value of {largest:.3g}; expected at most {_LARGEST:g} of a weight")
+    if largest == 0 and name == "model.embed_tokens.weight":
+        raise UnsupportedSourceError(f"tensor {name} is zero everywhere; a model that sees no tokens is none")
+
+
+def _without_cache(tokenizer: Any) -> Any:
+    """The words that a tokenizer (tokenizers 0.23) remembers are never freed: megabytes a conversion to save little."""
+    resize = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "_resize_cache", None)
+    if resize is not None:
+        resize(0)
+    return tokenizer
 
 
 def _check_spec(spec: SourceSpec) -> None:

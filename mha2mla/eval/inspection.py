@@ -71,7 +71,7 @@ def inspect_checkpoint(
     import mha2mla  # noqa: F401  registers model_type "mha2mla"
 
     folder = check_folder(checkpoint, "checkpoint")
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type != "mha2mla":
         raise ValueError(
             f"checkpoint has model_type {config.model_type!r}; expected 'mha2mla', a checkpoint that was converted"

@@ -37,7 +37,8 @@ def load_model(
 
     device = check_device(device)
     model = check_folder(model, name)
-    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto").to(device).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", trust_remote_code=False)
+    return loaded.to(device).eval()
 
 
 def load_tokenizer(model: Any, name: str) -> Any:
@@ -48,7 +49,7 @@ def load_tokenizer(model: Any, name: str) -> Any:
 
     import mha2mla  # noqa: F401  a converted folder's tokenizer is looked up through its config
 
-    return AutoTokenizer.from_pretrained(check_folder(model, name))
+    return AutoTokenizer.from_pretrained(check_folder(model, name), trust_remote_code=False)
 
 
 def check_folder(model: str | os.PathLike[str], name: str) -> str:

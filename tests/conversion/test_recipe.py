@@ -1,4 +1,5 @@
 import dataclasses
+import os
 import re
 
 import pytest
@@ -186,3 +187,36 @@ def test_deepseeks_shape_refuses_a_source_that_caches_less():
 def test_an_unknown_preset_is_refused_by_name():
     with pytest.raises(ValueError, match="preset is 'tiny'; expected one of 'auto', 'minimal'"):
         Recipe.from_preset("tiny")
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (BOMB, "aliases are not read"),
+        ("- &a [x]\n- *a\n", "aliases are not read"),
+        ("[" * 100_000, "is not YAML"),
+        ("seed: !!python/object/apply:os.system ['true']", "is not YAML"),
+        ("a: b: c", "is not YAML"),
+        ("\x00", "is not YAML"),
+        ("x" * 10_000, "expected a mapping"),
+    ],
+)
+def test_a_recipe_file_that_is_a_trap_ends_within_seconds(text, named, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=named) as caught:
+        Recipe.from_yaml(path)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.timeout(20)
+def test_a_recipe_that_is_a_pipe_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "recipe.yaml")
+    with pytest.raises(ValueError, match="no regular file"):
+        Recipe.from_yaml(tmp_path / "recipe.yaml")

@@ -76,6 +76,7 @@ _TOKENS = Rule("an int or a list of ints", lambda value: _TOKEN.allows(value) or
 _ACTIVATION = Rule("an activation that transformers knows", lambda value: isinstance(value, str) and value in ACT2FN)
 _OBJECT = Rule("an object", lambda value: isinstance(value, Mapping)).or_none()
 _TYPE = Rule("a string", lambda value: isinstance(value, str)).or_none()
+_DTYPE = _one_of("float32", "bfloat16", "float16", "float64", "auto").or_none()
 
 # A field that is absent has the architecture's default, which is looked at, too.
 FIELDS: Mapping[str, Rule] = MappingProxyType(
@@ -126,6 +127,8 @@ FIELDS: Mapping[str, Rule] = MappingProxyType(
         "bos_token_id": _TOKENS,
         "eos_token_id": _TOKENS,
         "model_type": _TYPE,
+        "dtype": _DTYPE,
+        "torch_dtype": _DTYPE,
         "quantization_config": _OBJECT,
         "transformers_weights": Rule("null: model.safetensors or its index is read", lambda value: value is None),
     }
@@ -213,9 +216,9 @@ def _check_rope(values: Mapping[str, Any], name: str) -> None:
     low, high = values.get("low_freq_factor"), values.get("high_freq_factor")
     if low and high and low >= high:
         _refuse(f"{name}.high_freq_factor", high, f"more than low_freq_factor={low}")
-    fast, slow = values.get("beta_fast"), values.get("beta_slow")
-    if fast and slow and fast <= slow:
-        _refuse(f"{name}.beta_fast", fast, f"more than beta_slow={slow}")
+    fast, slow = values.get("beta_fast") or 32, values.get("beta_slow") or 1
+    if rope_type == "yarn" and fast <= slow:
+        _refuse(f"{name}.beta_slow", slow, f"less than beta_fast={fast}")
 
 
 def _check_fields(values: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str) -> None:

@@ -71,6 +71,11 @@ def rotary_table(
         raise UnsupportedSourceError(f"rope_type is {rope_type!r}; expected default, linear, llama3, yarn or longrope")
     note, length, lengths = "", None, (1, None)
     if rope_type == "longrope":
+        for key in ("short_factor", "long_factor"):
+            if len(parameters[key]) != rotary_dim // 2:
+                raise UnsupportedSourceError(
+                    f"{key} has {len(parameters[key])} factors; expected {rotary_dim // 2}, one per rotated pair"
+                )
         original = parameters["original_max_position_embeddings"]
         length = original + 1 if longrope_table == "long" else None
         lengths = (1, original) if length is None else (length, None)

@@ -1,0 +1,62 @@
+"""Standard streams that nothing fails over: a reader that went away, or one that knows no arrows, undoes no work."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from typing import Any, TextIO
+
+
+class ForgivingStream:
+    """A text stream that writes what its encoding lacks as ``?``, and drops what cannot be written at all."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            self.write(text.encode(encoding, "replace").decode(encoding))
+        except (OSError, ValueError):  # a pipe without a reader, a full disk, a closed file
+            pass
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def forgiving_streams() -> Iterator[None]:
+    """Standard output and error of a command: inside, writing to them never raises, and neither does leaving."""
+    # Where one is closed, the next file that is opened, a checkpoint's perhaps, would take its number and get its text.
+    for _ in range(3):
+        number = os.open(os.devnull, os.O_RDWR)
+        if number > 2:
+            os.close(number)
+            break
+    with open(os.devnull, "w") as nowhere:
+        streams = [ForgivingStream(nowhere if stream is None else stream) for stream in (sys.stdout, sys.stderr)]
+        try:
+            with redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+                yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                _empty(stream, nowhere)
+
+
+def _empty(stream: TextIO | None, nowhere: TextIO) -> None:
+    """Nothing is left that the interpreter could fail to write when it ends."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):
+            os.dup2(nowhere.fileno(), stream.fileno())

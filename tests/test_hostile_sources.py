@@ -1,0 +1,347 @@
+"""Configs and weights that no model has: one sentence that names the field or tensor, before any work."""
+
+import ctypes
+import gc
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mha2mla
+from mha2mla.conversion.adapters import UnsupportedSourceError
+from mha2mla.conversion.source import CheckpointError
+from mha2mla.conversion.source_model import open_source
+from mha2mla.eval.loading import load_tokenizer
+from tests.conversion import tiny
+
+NAN, INF = float("nan"), float("inf")
+DEEP = json.loads("[" * 500 + "]" * 500)
+
+
+def rope(**keys):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **keys}}
+
+
+LLAMA3 = {**tiny.LLAMA3}
+YARN = {**tiny.YARN}
+
+# (config keys, what the message must name); a key with the value ... is removed.
+CONFIGS = [
+    *((f"{field}={value!r:.20}", {field: value}, field) for field, values in {
+        "num_attention_heads": (0, -4, "4", 4.0, None, True, [4], 1 << 40, 3),
+        "num_key_value_heads": (0, -2, "2", 2.0, False, {"a": 1}, 3),
+        "num_hidden_layers": (0, -1, "2", 2.5, None, 100_000, 10**12, 10**30, [2]),
+        "hidden_size": (0, -48, "48", 48.5, None, 10**12, NAN),
+        "intermediate_size": (0, "80", -1, 10**15),
+        "head_dim": (0, -16, "16", 16.0, 15, 1),
+        "vocab_size": (0, -1, "264", 1.5, 10**12, None),
+        "max_position_embeddings": (0, -1, "256", 1e3, None),
+        "rms_norm_eps": (NAN, INF, -1e-6, "1e-6", None, 0, 5, True, []),
+        "hidden_act": ("sillu", 3, None, ["silu"], {}),
+        "initializer_range": (NAN, "0.02", -1),
+        "attention_dropout": (NAN, "0", 1.5, -0.1),
+        "attention_bias": (1, "true", None),
+        "mlp_bias": ("no", 0),
+        "tie_word_embeddings": ("false", 2),
+        "pad_token_id": (264, "0", -999, 1.5, [0]),
+        "eos_token_id": ("1", 1.5, ["1"], {"a": 1}),
+        "bos_token_id": ("0", {}),
+        "rope_parameters": ("default", 3, [1]),
+        "rope_scaling": ("linear", 7),
+        "model_type": (None, 3, ["llama"], {}, "lama", "gpt2"),
+        "quantization_config": ("awq", 5, {"quant_method": "awq"}),
+        "transformers_weights": ("../other.safetensors",),
+        "attn_logit_softcapping": (50.0,),
+    }.items() for value in values),
+    *((f"rope {key}={value!r:.20}", rope(**{key: value}), f"rope_parameters.{key}") for key, values in {
+        "rope_theta": (NAN, INF, 0, -1e4, "10000", None, True, [1e4]),
+        "rope_type": (3, ["yarn"]),
+        "partial_rotary_factor": (NAN, 0, -1, "0.5", 2),
+    }.items() for value in values),
+    *((f"llama3 {key}={value!r:.20}", {"rope_parameters": {**LLAMA3, key: value}}, key) for key, values in {
+        "factor": (0, NAN, "8", None, -1),
+        "low_freq_factor": (0, NAN, "1", 4.0, None),
+        "high_freq_factor": (INF, [], None),
+        "original_max_position_embeddings": (0, -1, "64", 1.5),
+    }.items() for value in values),
+    *((f"yarn {key}={value!r:.20}", {"rope_parameters": {**YARN, key: value}}, key) for key, values in {
+        "factor": (None, NAN, 0, "4"),
+        "beta_fast": (NAN, 0, "32"),
+        "beta_slow": (NAN, 64, "1"),
+        "attention_factor": (NAN, 0, -1, "1"),
+        "original_max_position_embeddings": (0, "64", -5),
+    }.items() for value in values),
+    *((f"longrope {key}={value!r:.20}", {"rope_parameters": {**tiny.LONGROPE, key: value}}, key) for key, values in {
+        "short_factor": ([], [1.0], [NAN] * 8, [0] * 8, "short", None, ["1"] * 8),
+        "long_factor": (3, {"a": 1}),
+    }.items() for value in values),
+    ("unknown rope", rope(rope_type="alibi"), "rope_type"),
+    ("dynamic rope", rope(rope_type="dynamic", factor=2.0), "rope_type"),
+    ("rope by layer", {"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention"),
+    ("hidden is no multiple", {"head_dim": None, "hidden_size": 50}, "hidden_size"),
+    ("deep", {"num_hidden_layers": DEEP}, "num_hidden_layers"),
+    *((f"dtype={value!r}", {"dtype": value}, "dtype") for value in ("float33", 5, "int8", "Tensor")),
+    ("labels", {"id2label": 5}, "config.json"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("source") / "tiny")
+
+
+@pytest.fixture
+def damaged(source, tmp_path):
+    """A copy whose big files are links: writing one anew leaves the original alone."""
+    folder = tmp_path / "source"
+    shutil.copytree(source, folder, copy_function=os.link)
+    return folder
+
+
+def edit(folder, **keys):
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **keys}
+    path.unlink()
+    path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+
+
+def refused(folder):
+    """What is said before any work; fails if nothing is."""
+    with pytest.raises((UnsupportedSourceError, CheckpointError)) as caught:
+        open_source(folder).model(torch.device("cpu"), torch.float32)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 800
+    return message
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("keys", "named"), [pytest.param(*rest, id=name) for name, *rest in CONFIGS])
+def test_a_config_that_no_model_has_is_refused_by_the_fields_name(keys, named, damaged):
+    edit(damaged, **keys)
+    assert named in refused(damaged)
+
+
+FAMILIES = [
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
+    ("smollm3", {"no_rope_layers": "10"}, "no_rope_layers"),
+    ("mistral-sliding", {"sliding_window": 0}, "sliding_window"),
+    ("mistral-sliding", {"sliding_window": -9}, "sliding_window"),
+    ("mistral-sliding", {"sliding_window": "9"}, "sliding_window"),
+    ("mistral-sliding", {"sliding_window": NAN}, "sliding_window"),
+    ("qwen2-sliding", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("qwen2-sliding", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+    ("qwen2-sliding", {"layer_types": "full_attention"}, "layer_types"),
+    ("qwen2-sliding", {"layer_types": [1, 2]}, "layer_types"),
+    ("qwen2-sliding", {"use_sliding_window": "yes"}, "use_sliding_window"),
+    ("mixtral", {"num_local_experts": 10**9}, "num_local_experts"),
+    ("mixtral", {"num_local_experts": "4"}, "num_local_experts"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
+    ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+    ("qwen3-moe", {"mlp_only_layers": "0"}, "mlp_only_layers"),
+    ("qwen3-moe", {"moe_intermediate_size": 0}, "moe_intermediate_size"),
+    ("qwen2-moe", {"qkv_bias": "yes"}, "qkv_bias"),
+    ("qwen2-moe", {"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size"),
+    ("olmoe", {"clip_qkv": "8"}, "clip_qkv"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("phi3-partial", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": NAN}},
+     "partial_rotary_factor"),
+    ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    ("gemma3", {"query_pre_attn_scalar": NAN}, "query_pre_attn_scalar"),
+    ("gemma3", {"query_pre_attn_scalar": "24"}, "query_pre_attn_scalar"),
+    ("gemma3", {"hidden_activation": "gelu_nope"}, "hidden_activation"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": NAN},
+                                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+     "rope_parameters.full_attention.rope_theta"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    made = {}
+
+    def of_case(case):
+        if case not in made:
+            family, keys = tiny.CASES[case]
+            made[case] = tiny.checkpoint(tmp_path_factory.mktemp("family") / case, family, **keys)
+        return made[case]
+
+    return of_case
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("case", "keys", "named"), FAMILIES)
+def test_a_familys_own_fields_are_looked_at(case, keys, named, sources, tmp_path):
+    folder = tmp_path / "source"
+    shutil.copytree(sources(case), folder, copy_function=os.link)
+    open_source(folder).model(torch.device("cpu"), torch.float32)
+    edit(folder, **keys)
+    assert named in refused(folder)
+
+
+def rewritten(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, path, metadata={"format": "pt"})
+
+
+ATTENTION = "model.layers.1.self_attn."
+WEIGHTS = [
+    *((f"{part} {dtype}".replace("torch.", ""),
+       lambda tensors, part=part, dtype=dtype: {**tensors, part: tensors[part].to(dtype)}, part)
+      for part in (ATTENTION + "k_proj.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight")
+      for dtype in (torch.bool, torch.int8, torch.uint8, torch.int64, torch.complex64, torch.float8_e4m3fn)),
+    *((f"zero {part}", lambda tensors, part=part: {**tensors, part: torch.zeros_like(tensors[part])}, part)
+      for part in (f"{ATTENTION}{letter}_proj.weight" for letter in "qkvo")),
+    *((f"{value} in {part}", lambda tensors, part=part, value=value: {**tensors, part: tensors[part] * value}, part)
+      for part in ("model.layers.1.mlp.down_proj.weight", "model.norm.weight", ATTENTION + "v_proj.weight")
+      for value in (NAN, INF)),
+    ("zero embedding", lambda tensors: {**tensors, "model.embed_tokens.weight": torch.zeros(264, 48)},
+     "model.embed_tokens.weight"),
+    ("huge", lambda tensors: {**tensors, ATTENTION + "q_proj.weight": tensors[ATTENTION + "q_proj.weight"] * 1e25},
+     ATTENTION + "q_proj.weight has a value of"),
+    ("a scalar", lambda tensors: {**tensors, "model.norm.weight": torch.tensor(1.0)}, "model.norm.weight"),
+    ("no rows", lambda tensors: {**tensors, "lm_head.weight": torch.zeros(0, 48)}, "lm_head.weight"),
+    ("transposed", lambda tensors: {**tensors, "lm_head.weight": tensors["lm_head.weight"].T}, "lm_head.weight"),
+    ("nothing at all", lambda tensors: {}, "is absent"),
+    ("only one", lambda tensors: {"model.norm.weight": tensors["model.norm.weight"]}, "is absent"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "named"), [pytest.param(*rest, id=name) for name, *rest in WEIGHTS])
+def test_weights_that_no_model_has_are_refused_by_the_tensors_name(change, named, damaged):
+    rewritten(damaged, change)
+    with pytest.raises((UnsupportedSourceError, CheckpointError), match=named):
+        source = open_source(damaged)
+        source.model(torch.device("cpu"), torch.float32)
+        source.check_weights()
+
+
+def cut_at(place):
+    def change(path):
+        content = path.read_bytes()
+        return content[:place] if isinstance(place, int) else content[: int(place * len(content))]
+
+    return change
+
+
+def header(text):
+    def change(path):
+        raw = text.encode()
+        return len(raw).to_bytes(8, "little") + raw + b"\0" * 64
+
+    return change
+
+
+FILES = {
+    "empty": lambda path: b"",
+    **{f"cut at {place}": cut_at(place) for place in (4, 8, 100, 0.5, 0.999)},
+    "longer": lambda path: path.read_bytes() + b"\0" * 9,
+    "zeros": lambda path: b"\0" * 4096,
+    "huge header": lambda path: (1 << 62).to_bytes(8, "little") + b"{}",
+    "header is a list": header("[]"),
+    "header is deep": header("[" * 50_000),
+    "no dtype": header('{"model.norm.weight": {"shape": [48], "data_offsets": [0, 64]}}'),
+    "unknown dtype": header('{"model.norm.weight": {"dtype": "F7", "shape": [16], "data_offsets": [0, 64]}}'),
+    "other size": header('{"model.norm.weight": {"dtype": "F32", "shape": [48], "data_offsets": [0, 64]}}'),
+    "beyond the file": header('{"model.norm.weight": {"dtype": "F32", "shape": [48], "data_offsets": [0, 192]}}'),
+    "negative shape": header('{"model.norm.weight": {"dtype": "F32", "shape": [-16], "data_offsets": [0, 64]}}'),
+    "a pickle": lambda path: b"\x80\x04\x95" + b"x" * 50,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("change", FILES)
+def test_a_file_of_weights_that_is_none_is_named(change, damaged):
+    path = damaged / "model.safetensors"
+    content = FILES[change](path)
+    path.unlink()
+    path.write_bytes(content)
+    assert "model.safetensors" in refused(damaged)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '"x"', "{}", '{"version": "1.0"}', "\0", "[" * 99_999])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"])
+def test_a_damaged_file_of_json_is_named_and_never_a_traceback(name, content, damaged):
+    path = damaged / name
+    path.unlink(missing_ok=True)
+    path.write_text(content)
+    try:
+        open_source(damaged).tokenizer()
+    except (CheckpointError, UnsupportedSourceError) as error:
+        assert name in str(error) or "tokenizer" in str(error) or "model_type" in str(error)
+    else:
+        assert content.startswith("{") and name != "config.json"
+
+
+OWN_CODE = """
+import pathlib
+pathlib.Path({marker!r}).write_text("ran")
+from transformers import PreTrainedTokenizer
+class OwnTokenizer(PreTrainedTokenizer):
+    pass
+"""
+
+
+@pytest.mark.parametrize("answer", ["y\n", ""])
+def test_code_of_the_sources_is_never_run_nor_asked_about(answer, damaged, tmp_path, monkeypatch):
+    """transformers asks on standard input, and runs it when the answer is y."""
+    marker = tmp_path / "ran"
+    (damaged / "tokenization_own.py").write_text(OWN_CODE.format(marker=str(marker)))
+    for name, values in {
+        "tokenizer_config.json": {"tokenizer_class": "OwnTokenizer", "auto_map": {
+            "AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}},
+    }.items():  # fmt: skip
+        (damaged / name).unlink()
+        (damaged / name).write_text(json.dumps(values))
+    edit(damaged, auto_map={"AutoModelForCausalLM": "tokenization_own.OwnTokenizer"})
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    with pytest.raises(CheckpointError, match="auto_map in tokenizer_config.json names code .* never run"):
+        mha2mla.convert(damaged, tmp_path / "out", device="cpu", progress=False)
+    with pytest.raises(ValueError, match="custom code"):
+        load_tokenizer(str(damaged), "source")
+    assert not marker.exists() and not (tmp_path / "out").exists()
+
+
+def test_links_and_pipes_of_a_source_are_refused_before_they_are_opened(damaged, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    for name in ("LICENSE", "generation_config.json", "chat_template.jinja"):
+        (damaged / name).unlink(missing_ok=True)
+        (damaged / name).symlink_to(tmp_path / "secret")
+        assert f"{name} is a link to" in refused(damaged)
+        (damaged / name).unlink()
+    os.mkfifo(damaged / "chat_template.jinja")
+    assert "chat_template.jinja is no regular file" in refused(damaged)
+
+
+def resident_bytes():
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_tokenizer_that_is_let_go_of_leaves_no_memory_behind(source):
+    """2.5 MiB a conversion, for a text of 700 kB."""
+    text = " ".join(f"{number:x}w{number * 7919:x}" for number in range(20_000))
+    opened = open_source(source)
+    grown = []
+    for _ in range(6):
+        before = resident_bytes()
+        opened.tokenizer()(text)
+        gc.collect()
+        grown.append(resident_bytes() - before)
+    assert sum(grown[2:]) < 2 << 20
+
+
+def test_what_is_degenerate_only_on_text_is_an_error_by_name(damaged, tmp_path):
+    rewritten(damaged, lambda tensors: {**tensors, "model.layers.1.input_layernorm.weight": torch.zeros(48)})
+    recipe = mha2mla.Recipe(calibration_tokens=256, calibration_length=64)
+    with pytest.raises(CheckpointError, match="zero or too large everywhere on the calibration text"):
+        mha2mla.convert(damaged, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)

@@ -1,0 +1,88 @@
+"""Commands whose output nobody can take: the work is done all the same, and the exit status says so."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mha2mla
+
+# The module by itself: importing the package takes longer than all that is tested here.
+PLACE = str(Path(mha2mla.__file__).parent)
+COMMAND = """
+import sys
+from streams import forgiving_streams
+def main():
+    with forgiving_streams():
+        print("π → " + "x" * {size})
+        print("progress…", file=sys.stderr)
+        open({file!r}, "w").write("done")
+    return 0
+sys.exit(main())
+"""
+
+
+def run(tmp_path, redirection, size=1, **environment):
+    """Exit status, what came out, and whether the work was done, under a redirection of the shell's."""
+    file, script = tmp_path / "done", tmp_path / "script.py"
+    script.write_text(COMMAND.format(size=size, file=str(file)))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} {script} {redirection}"],
+        env={**os.environ, "PYTHONPATH": PLACE, **environment},
+        capture_output=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr, file.exists() and file.read_text() == "done"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "size", "environment"),
+    [
+        ("", 1, {"PYTHONIOENCODING": "ascii"}),
+        ("", 1, {"PYTHONIOENCODING": "latin-1"}),
+        (">&-", 1, {}),
+        ("2>&-", 1, {}),
+        (">&- 2>&-", 1, {}),
+        ("<&- >&- 2>&-", 1, {}),
+        ("| true", 1 << 20, {}),
+        ("> /dev/full", 1 << 20, {}),
+        ("> /dev/full", 1, {}),
+        ("2> /dev/full", 1, {}),
+    ],
+)
+def test_what_was_done_is_success_whatever_becomes_of_its_output(redirection, size, environment, tmp_path):
+    status, output, done = run(tmp_path, redirection, size, **environment)
+    assert status == 0 and done, output
+    assert b"Traceback" not in output and b"Error" not in output
+    if not redirection:
+        assert b" ? x" in output or b"? ? x" in output
+
+
+def test_a_closed_standard_stream_does_not_become_a_file_of_the_checkpoint(tmp_path):
+    """The lowest free number goes to the next file, and what libraries print would be written into it."""
+    script = f"""
+import os
+from streams import forgiving_streams
+with forgiving_streams():
+    with open({str(tmp_path / "weights")!r}, "wb") as file:
+        os.write(2, b"a warning of a library")
+        assert file.fileno() > 2
+"""
+    (tmp_path / "script.py").write_text(script)
+    command = ["bash", "-c", f"{sys.executable} {tmp_path / 'script.py'} <&- >&- 2>&-"]
+    environment = {**os.environ, "PYTHONPATH": PLACE}
+    assert subprocess.run(command, env=environment, check=False).returncode == 0
+    assert (tmp_path / "weights").read_bytes() == b""
+
+
+@pytest.mark.slow
+def test_a_conversion_under_a_closed_standard_error_is_a_conversion(tiny_source, tmp_path):
+    command = f"{sys.executable} -m mha2mla convert {tiny_source} {tmp_path / 'out'} --device cpu"
+    command += " --calibration-tokens 256 --calibration-length 64 >&- 2>&-"
+    environment = {**os.environ, "PYTHONPATH": str(Path(mha2mla.__file__).parents[1])}
+    assert subprocess.run(["bash", "-c", command], env=environment, check=False).returncode == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "mha2mla"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
