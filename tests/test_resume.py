@@ -176,6 +176,10 @@ def stop(*arguments, **keys):
     raise KeyboardInterrupt
 
 
+def repeated(*arguments, **keys):
+    raise AssertionError("what was finished is done again")
+
+
 def test_an_interrupt_before_anything_is_finished_leaves_nothing(source, tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "mixed_windows", stop)
     with pytest.raises(KeyboardInterrupt):
@@ -193,9 +197,9 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(pipeline, name, stop)
             convert(source, tmp_path / "out", recipe=recipe)
-        monkeypatch.setattr(pipeline, "mixed_windows", stop)
+        monkeypatch.setattr(pipeline, "mixed_windows", repeated)
     for name in ("choose_rope_share", "choose_layer_ranks"):
-        monkeypatch.setattr(pipeline, name, stop)
+        monkeypatch.setattr(pipeline, name, repeated)
     report = convert(source, tmp_path / "out", recipe=recipe)
     assert report.recipe == whole.recipe and report.resumed_layers == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")

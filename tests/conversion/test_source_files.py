@@ -142,6 +142,18 @@ def test_files_whose_times_prove_that_they_stayed_are_not_read_again(folder, mon
     check_unchanged(folder, before)
 
 
+def test_files_of_a_moment_ago_are_read_again_whatever_their_times_say(folder, monkeypatch):
+    """Two writes within one tick of the clock have one time."""
+    monkeypatch.setattr(
+        "mha2mla.conversion.source_files._state", lambda path: (1, 2, 3, time.time_ns(), time.time_ns())
+    )
+    before = identify(folder, ["config.json"])
+    monkeypatch.setattr("mha2mla.conversion.source_files._state", lambda path: before["config.json"].state)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(SourceChangedError):
+        check_unchanged(folder, before)
+
+
 def test_files_of_one_basename_are_told_apart(folder):
     for name in ("a", "b"):
         (folder / name).mkdir()
