@@ -447,9 +447,11 @@ def _check(
     text = None
     if geometry is None or recipe.searches_layer_ranks or recipe.needs_calibration(geometry):
         text = calibration if calibration is not None else recipe.calibration_text
-    context = getattr(opened.config, "max_position_embeddings", None)
-    asked = recipe.calibration_length if text is not None else "auto"
-    lengths = calibration_lengths(spec, asked, context)
+    if text is None or isinstance(text, str):
+        asked = recipe.calibration_length if text is not None else "auto"
+        lengths = calibration_lengths(spec, asked, getattr(opened.config, "max_position_embeddings", None))
+    else:
+        lengths = tuple(sorted({windows.shape[-1] for windows in listed(text)}))
     for name, given in (("calibration", text), ("evaluation", evaluation)):
         for windows in () if given is None or isinstance(given, str) else listed(given):
             if windows.ndim == 2:  # others are refused where they are read

@@ -88,7 +88,7 @@ def test_every_recipe_runs_and_reloads_as_measured(layout, selection, low_rank, 
     ],
 )
 def test_convert_takes_the_preset_that_it_is_told_or_chooses_and_says_so(arguments, preset, says, source, tmp_path):
-    arguments = {"recipe": None, "calibration": tiny.some_tokens(4, 32), "evaluation_tokens": 64, **arguments}
+    arguments = {"recipe": None, "calibration": tiny.some_tokens(64, 32), "evaluation_tokens": 64, **arguments}
     report = mha2mla.convert(source, tmp_path / "out", **arguments, device="cpu", progress=False)
     given = {**(arguments["recipe"] or {}), "preset": preset}
     expected = mha2mla.Recipe(**given)

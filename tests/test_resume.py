@@ -15,6 +15,7 @@ import torch
 
 import mha2mla
 from mha2mla import pipeline
+from mha2mla.conversion import windows
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.conversion.writer import DestinationError
 from tests.conversion import tiny
@@ -181,7 +182,7 @@ def repeated(*arguments, **keys):
 
 
 def test_an_interrupt_before_anything_is_finished_leaves_nothing(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "mixed_windows", stop)
+    monkeypatch.setattr(windows, "mixed_windows", stop)
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -197,7 +198,7 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(pipeline, name, stop)
             convert(source, tmp_path / "out", recipe=recipe)
-        monkeypatch.setattr(pipeline, "mixed_windows", repeated)
+        monkeypatch.setattr(windows, "mixed_windows", repeated)
     for name in ("choose_rope_share", "choose_layer_ranks"):
         monkeypatch.setattr(pipeline, name, repeated)
     report = convert(source, tmp_path / "out", recipe=recipe)

@@ -32,7 +32,7 @@ _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _LARGEST = 1e15  # sums of squares of larger ones overflow float32
-_MAPPED_BYTES = 1 << 30  # of the source that stay in memory while it is looked at
+_MAPPED_BYTES = 1 << 26  # of the source that stay in memory while it is looked at
 
 
 @dataclass(frozen=True)

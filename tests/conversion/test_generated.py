@@ -52,5 +52,6 @@ def test_after_the_end_of_a_document_comes_the_next_prompt():
 def test_a_folder_writes_as_its_model_does(tmp_path):
     folder = tiny.checkpoint(tmp_path / "tiny")
     tokenizer = tiny.loaded_tokenizer(folder)
-    generate = generator_of(folder, tokenizer, 32, seed=1, device=torch.device("cpu"))
-    assert torch.equal(generate(3), generate_windows(tiny.model(), tokenizer, 32, 3, seed=1))
+    generate = generator_of(folder, tokenizer, seed=1, device=torch.device("cpu"))
+    for length in (32, 48):  # windows of other lengths begin with other prompts
+        assert torch.equal(generate(length, 3), generate_windows(tiny.model(), tokenizer, length, 3, seed=1 + length))

@@ -81,7 +81,7 @@ def test_a_recipe_takes_one_preset():
 
 
 def test_another_layout_does_not_get_the_rotary_share_found_for_the_presets():
-    assert Recipe(preset="quick").rope_share == 0.17
+    assert Recipe(preset="quick").rope_share == 0.21
     assert Recipe(preset="quick", layout="per-group").rope_share == DEFAULTS["rope_share"]
     assert Recipe(preset="quick", layout="per-group", rope_share=0.3).rope_share == 0.3
 

@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 from mha2mla.conversion import recipe as recipes
 from mha2mla.conversion import search
 from mha2mla.conversion.adapters import ADAPTERS
+from mha2mla.conversion.blocks import TokenBlocks
+from mha2mla.conversion.calibration import SPILL_BYTES
 from mha2mla.conversion.sequence import LayerSequence
 from mha2mla.conversion.source import CheckpointReader
 from mha2mla.conversion.streaming import StreamedModel
@@ -36,16 +38,19 @@ class Layers:
         )
         fitted = token_windows(tokenizer, load_text("builtin:pydoc"), 256, 8, seed=0)
         held = token_windows(tokenizer, load_text("builtin:prose"), 256, 2)
-        self.inputs = list(search._inputs(self.model, fitted, held, folder))[::2]
+        self.windows = TokenBlocks.of(fitted)
+        parts = (self.windows, TokenBlocks.of(held))
+        self.inputs = list(search._inputs(self.model, parts, folder, SPILL_BYTES))[::2]
 
     def losses(self, recipe: Recipe) -> list[float]:
         """Relative squared error of the attention's output on held-out text, by layer."""
         geometry = recipe.geometry(self.spec)
-        sequence = LayerSequence(self.model, self.adapter, self.spec, geometry, recipe, None, Path())
+        sequence = LayerSequence(self.model, self.adapter, self.spec, geometry, recipe, self.windows, Path())
         found = []
         for layer, inputs, held in self.inputs:
             collector = sequence.collector(layer)
-            collector.add(inputs)
+            for batch in inputs:
+                collector.add(batch)
             found.append(search._loss(sequence, layer, sequence.convert(layer, collector.finish()), held))
         return found
 

@@ -85,10 +85,10 @@ def test_an_output_that_cannot_be_mended_is_left_alone():
         spec, weights, layer.statistics.sample, basis, torch.zeros_like(keys), 1e-9 * values, offset
     )
     assert torch.isfinite(change).all() and torch.isfinite(bias).all()
-    features = torch.randn(64, 16, dtype=torch.float64)
-    _, mean, target_mean = refit._ridge_regression(features, features[:, :3], 0.0, True)
+    features, share = torch.randn(64, 16, dtype=torch.float64), torch.ones(64, 1, dtype=torch.float64)
+    _, mean, target_mean = refit._ridge_regression(features, features[:, :3], share, 0.0, True)
     assert torch.equal(mean, features.mean(0)) and torch.equal(target_mean, features[:, :3].mean(0))
-    exact, _, _ = refit._ridge_regression(features, features[:, :3], 0.0, False)
+    exact, _, _ = refit._ridge_regression(features, features[:, :3], share, 0.0, False)
     assert torch.allclose(exact, torch.eye(3, 16, dtype=torch.float64))
 
 
