@@ -61,10 +61,11 @@ ABLATIONS: dict[str, tuple[Any, ...]] = {
     "refit_queries": (False,),
     "refit_output": (False, True),
     "sequential": (True,),
-    "rope_share": (0.17, 0.25, 0.34, "auto"),
+    "rope_share": (0.17, 0.21, 0.25, 0.34, "auto"),
     "layer_ranks": ("measured",),
-    "calibration_tokens": (2048, 32768),
-    "calibration_text": ("builtin:pydoc",),
+    "calibration_tokens": (24576, 98304),
+    "calibration_text": ("builtin:pydoc", "generated"),
+    "calibration_length": (512, 8192, [512, 8192]),
 }
 RECONSTRUCTION_ABLATIONS: dict[str, tuple[Any, ...]] = {
     "reconstruction_steps": (0, 150),
