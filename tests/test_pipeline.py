@@ -22,6 +22,7 @@ from mha2mla.conversion.source import CheckpointError
 from mha2mla.conversion.source_files import SourceChangedError
 from mha2mla.conversion.writer import DestinationError
 from mha2mla.pipeline import ParityError
+from mha2mla.texts import load_text, token_windows
 from tests.conversion import tiny
 
 SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
@@ -96,6 +97,23 @@ def test_convert_takes_the_preset_that_it_is_told_or_chooses_and_says_so(argumen
     assert report.preset.startswith(says) and report.preset in str(report)
     assert f"Preset: {report.preset}." in (tmp_path / "out" / "README.md").read_text()
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["preset"] == report.preset
+
+
+def test_a_conversion_over_lengths_is_verified_at_both_ends(source, tmp_path):
+    recipe = mha2mla.Recipe(preset="minimal", calibration_tokens=2048, calibration_length=[32, 128])
+    report = mha2mla.convert(source, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
+    assert report.calibration_tokens == 2048 and report.calibrated_length == 128
+    assert (report.evaluation_text, report.evaluation_length) == ("builtin:prose", 32)
+    assert (report.long_evaluation_text, report.long_evaluation_length) == ("builtin:stdlib", 128)
+    assert report.long_parity.tokens == 127 and report.long_parity.kl > 0 and not report.long_parity.layers
+    text = load_text("builtin:stdlib")
+    window = token_windows(tiny.loaded_tokenizer(source), text, 128, 1)
+    p, q = (tiny.logits(folder, window)[:, :-1].double().log_softmax(-1) for folder in (source, tmp_path / "out"))
+    assert report.long_parity.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    assert f"{report.long_parity.perplexity_ratio:.4f} x at 128" in str(report)
+    assert "In a window of 128 tokens of `builtin:stdlib`" in (tmp_path / "out" / "README.md").read_text()
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["long_parity"]["kl"] == report.long_parity.kl
 
 
 def test_the_report_measures_what_the_models_say(source, tmp_path):

@@ -4,6 +4,7 @@ import random
 
 import torch
 
+from mha2mla.conversion import generated
 from mha2mla.conversion.generated import _cut, generate_windows, generator_of
 from mha2mla.texts import prompts
 from tests.conversion import tiny
@@ -55,3 +56,13 @@ def test_a_folder_writes_as_its_model_does(tmp_path):
     generate = generator_of(folder, tokenizer, seed=1, device=torch.device("cpu"))
     for length in (32, 48):  # windows of other lengths begin with other prompts
         assert torch.equal(generate(length, 3), generate_windows(tiny.model(), tokenizer, length, 3, seed=1 + length))
+
+
+def test_a_long_window_is_rows_behind_one_another(monkeypatch):
+    monkeypatch.setattr(generated, "ROW", 16)
+    monkeypatch.setattr(generated, "_CUT_SHARE", 0.0)
+    tokenizer, model = tiny.tokenizer(), tiny.model()
+    long = generate_windows(model, tokenizer, 40, 2, seed=3)
+    rows = generate_windows(model, tokenizer, 16, 6, seed=3)
+    assert long.shape == (2, 40)
+    assert torch.equal(long[:, :32].reshape(4, 16), rows[[0, 1, 3, 4]]) and torch.equal(long[:, 32:], rows[[2, 5], :8])

@@ -151,6 +151,27 @@ def test_activations_on_disk_give_the_same_bits_and_only_batches_are_read(tmp_pa
     assert max(largest) == 4
 
 
+def test_lengths_take_turns_and_each_is_held_out(tmp_path):
+    made, start = problem(tmp_path)
+    blocks = TokenBlocks(made.inputs.blocks.tokens, (4,) * 10 + (8,) * 30)
+    stores = []
+    for store_of in (made.inputs, made.targets):
+        stores.append(ActivationStore(blocks, WIDTH, dtype=torch.float32, folder=tmp_path))
+        stores[-1].write(slice(0, 40), store_of.read(slice(0, 40), CPU))
+    made = replace(made, inputs=stores[0], targets=stores[1])
+    fit = reconstruction._Fit(made, start, recipe(reconstruction_tokens=16), 0)
+    assert {length: held.tolist() for length, held in fit.held_out.items()} == {4: [0], 8: [10]}
+    order = fit._order(200)
+    counts = {length: sum(of == length for of, _ in order) for length in (4, 8)}
+    assert 40 <= counts[4] <= 55 and counts[4] + counts[8] == 200  # 9 of 38 blocks
+    for length, chosen in order:
+        assert all(blocks.lengths[block] == length and block not in (0, 10) for block in chosen.tolist())
+    once = torch.cat([chosen for length, chosen in order if length == 8][:14]).tolist()
+    assert len(once) == 28 and len(set(once)) == 28
+    result = reconstruct(made, start, recipe(reconstruction_tokens=16), layer=0)
+    assert result.loss_after < 0.7 * result.loss_before
+
+
 def test_settings_of_torch_are_put_back(tmp_path):
     made, start = problem(tmp_path)
     precision = torch.get_float32_matmul_precision()

@@ -119,6 +119,22 @@ def test_a_resumed_walk_goes_on_to_the_bit(keys, finished, sources, tmp_path):
     same(resumed, undisturbed[len(finished) :])
 
 
+@pytest.mark.parametrize("keys", [{}, {"reconstruction_steps": 24, "reconstruction_correction": 0.5}])
+def test_a_walk_over_several_lengths_resumes_to_the_bit(keys, sources, tmp_path):
+    recipe = Fitted(**{"reconstruction_steps": 0, **keys})
+    windows = TokenBlocks.of([tiny.some_tokens(64, 16), tiny.some_tokens(16, 64)])
+    walk = functools.partial(sequence, sources("llama"), recipe, tmp_path)
+    undisturbed = list(replace(walk(), windows=windows))
+    resumed = list(replace(walk(done={0: undisturbed[0].tensors}), windows=windows))
+    same(resumed, undisturbed[1:])
+    same(undisturbed, list(replace(walk(spill_bytes=0), windows=windows)))
+    for one in ([tiny.some_tokens(64, 16)], [tiny.some_tokens(16, 64)]):
+        alone = list(replace(walk(), windows=TokenBlocks.of(one)))
+        assert not torch.equal(alone[0].tensors["v_b_proj"], undisturbed[0].tensors["v_b_proj"])
+    if recipe.reconstruction_steps:
+        assert all(layer.record.loss_after < layer.record.loss_before for layer in undisturbed)
+
+
 def test_the_converted_stream_passes_the_stored_tensors(sources, tmp_path):
     """Layer 1 is fitted behind layer 0 as it is stored: in bfloat16, not as it was fitted."""
     recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=24, sequential=True)
