@@ -57,11 +57,21 @@ def test_full_rank_reproduces_the_source(case, layout, tmp_path):
     assert torch.equal(converted.generate(**prompt, **options), source.generate(**prompt, **options))
 
 
+def soften(folder):
+    """Random models are so sure of their predictions that at half rank some are further from them than a guess, which
+    convert refuses to publish."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    if "lm_head.weight" in tensors:
+        save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] / 10}, path, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", FAMILIES)
 def test_half_rank_reloads_as_measured(case, layout, tmp_path):
     folder = made(case, tmp_path / "source")
     held_out = tiny.some_tokens(2, 32)
+    soften(folder)
     report = convert(folder, tmp_path / "out", mha2mla.Recipe(layout=layout, **SHORT), evaluation=held_out)
     expected, actual = (tiny.logits(path, held_out)[:, :-1] for path in (folder, tmp_path / "out"))
     assert relative(actual, expected) == pytest.approx(report.parity.logits_relative_error, rel=1e-3)

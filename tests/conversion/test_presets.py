@@ -61,7 +61,7 @@ def test_auto_is_the_best_that_the_device_can_run(given, device, chosen):
 def test_without_a_gpu_it_says_what_one_would_give_and_where_that_was_measured(layout):
     reason = choose_preset("auto", {"layout": layout}, "cpu").reason
     assert f"{layout} (needs a GPU)" in reason and f"{layout} 1.0" in reason
-    assert "builtin:prose, windows of 512 tokens" in reason
+    assert "windows of 512 / 8192 tokens" in reason
 
 
 def test_auto_refuses_at_once_what_no_preset_takes_and_nothing_else():
