@@ -28,7 +28,7 @@ from mha2mla.kernels.mla_decode.tuning import (
 
 GPU = "NVIDIA H200"
 SHAPE = DecodeShape(32, 8, 512, 16, 64, 1, "bfloat16")
-COMPILED = 6  # kernels of the package's table that every run of the tests compiles
+COMPILED = 4  # kernels of the package's table that every run of the tests compiles
 PACKAGE_ROWS = list(read_table(PACKAGE_TABLE).values())
 
 
