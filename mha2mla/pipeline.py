@@ -193,6 +193,7 @@ class _Plan:
     spill_bytes: int
     max_shard_bytes: int
     progress: bool
+    notes: tuple[str, ...]  # for people, once, before any work
 
     @property
     def calibrated_length(self) -> int | None:
@@ -309,6 +310,8 @@ def convert(
             spill_bytes=spill_bytes,
             max_shard_bytes=max_shard_bytes,
         )
+    for note in plan.notes:
+        plan.say(note)
     with (
         _leftovers_named(plan),
         temporary_folder(plan.destination, overwrite=overwrite, worth_keeping=has_pieces) as folder,
@@ -435,8 +438,7 @@ def _check(
     choice = choose_preset(recipe.preset, recipe.given(), target.type)
     recipe = recipe.with_preset(choice.preset)
     changed = ", ".join(f"{name}={value!r}" for name, value in recipe.changes().items())
-    if progress:
-        tqdm.write(f"preset: {choice.reason}", file=sys.stderr)
+    notes = [f"preset: {choice.reason}"]
     folder = _source_folder(source)
     check_destination(destination, folder, overwrite=overwrite)
     opened = open_source(folder, longrope_table=recipe.longrope_table)
@@ -463,7 +465,10 @@ def _check(
     long_text = LONG_EVALUATION_TEXT if evaluation == EVALUATION_TEXT else evaluation
     long_held_out = None
     if text is not None and isinstance(long_text, str) and lengths[-1] > evaluation_length:
-        long_held_out = evaluation_windows(opened, long_text, length=lengths[-1], tokens=lengths[-1])
+        try:
+            long_held_out = evaluation_windows(opened, long_text, length=lengths[-1], tokens=lengths[-1])
+        except ValueError as error:  # long enough for short windows, and no reason to refuse a conversion
+            notes.append(f"not compared with the source in a window of {lengths[-1]} tokens: {error}")
     return _Plan(
         opened=opened,
         source_name=folder.name if Path(source).exists() else str(source),
@@ -486,6 +491,7 @@ def _check(
         spill_bytes=spill_bytes,
         max_shard_bytes=max_shard_bytes,
         progress=progress,
+        notes=tuple(notes),
     )
 
 

@@ -116,6 +116,20 @@ def test_a_conversion_over_lengths_is_verified_at_both_ends(source, tmp_path):
     assert record["long_parity"]["kl"] == report.long_parity.kl
 
 
+def test_an_evaluation_text_too_short_for_the_long_window_is_said_and_no_refusal(source, tmp_path, capsys):
+    (tmp_path / "text").write_text(
+        "Some ninety tokens, each of which is a letter. " * 2
+    )
+    recipe = mha2mla.Recipe(preset="minimal", calibration_tokens=2048, calibration_length=[32, 128])
+    report = mha2mla.convert(
+        source, tmp_path / "out", recipe, evaluation=str(tmp_path / "text"), evaluation_tokens=64, device="cpu"
+    )
+    assert report.parity.tokens == 62 and report.long_parity is None
+    said = capsys.readouterr().err
+    assert said.count("not compared with the source in a window of 128 tokens") == 1
+    assert "In a window of" not in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_the_report_measures_what_the_models_say(source, tmp_path):
     held_out = tiny.some_tokens(3, 50)
     report = convert(source, tmp_path / "out", evaluation=held_out)

@@ -248,12 +248,12 @@ def _divergences(model: StreamedModel, clean: ActivationStore, perturbed: Sequen
     def predictions(hidden: torch.Tensor) -> torch.Tensor:
         return (norm(hidden) @ head.T).float().log_softmax(-1)
 
-    totals = torch.zeros(len(perturbed), dtype=torch.float64)
+    totals = torch.zeros(len(perturbed), dtype=torch.float64, device=model.device)
     parts = range(0, clean.blocks.size, _PREDICTED_TOKENS)
     for block, start in itertools.product(range(len(clean)), parts):
         here = block, slice(start, start + _PREDICTED_TOKENS), model.device
         expected = predictions(clean.tokens(*here))
         for index, store in enumerate(perturbed):
             difference = expected - predictions(store.tokens(*here))
-            totals[index] += (expected.exp() * difference).sum(dtype=torch.float64).cpu()
+            totals[index] += (expected.exp() * difference).sum(dtype=torch.float64)
     return (totals / clean.blocks.tokens.numel()).tolist()
