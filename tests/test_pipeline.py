@@ -117,9 +117,7 @@ def test_a_conversion_over_lengths_is_verified_at_both_ends(source, tmp_path):
 
 
 def test_an_evaluation_text_too_short_for_the_long_window_is_said_and_no_refusal(source, tmp_path, capsys):
-    (tmp_path / "text").write_text(
-        "Some ninety tokens, each of which is a letter. " * 2
-    )
+    (tmp_path / "text").write_text("Some ninety tokens, each of which is a letter. " * 2)
     recipe = mha2mla.Recipe(preset="minimal", calibration_tokens=2048, calibration_length=[32, 128])
     report = mha2mla.convert(
         source, tmp_path / "out", recipe, evaluation=str(tmp_path / "text"), evaluation_tokens=64, device="cpu"
