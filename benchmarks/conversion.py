@@ -32,7 +32,7 @@ from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source_model import open_source
 from mha2mla.conversion.window_lengths import calibration_lengths
 from mha2mla.conversion.windows import calibration_windows
-from mha2mla.eval.environment import collect_environment, describe_environment
+from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import evaluate_quality
 from mha2mla.eval.report import print_table, write_json

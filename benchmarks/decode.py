@@ -35,14 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.peers import flash_attention_3_mha, load_peer, mla_peers
 from benchmarks.shapes import PEERS, SpeedCase, choose, target_us, variant_cases
-from mha2mla.eval import tune
-from mha2mla.eval.environment import collect_environment, describe_environment
-from mha2mla.eval.judgement import verdict
-from mha2mla.eval.kernel_check import COMPILE_TIMEOUT, Case, check_cases, compile_shapes
+from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.latency import Timing, time_callable
-from mha2mla.eval.problems import Problem, exact, torch_at
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.eval.workers import run_in_workers
+from mha2mla.kernel_testing import tune
+from mha2mla.kernel_testing.check import COMPILE_TIMEOUT, Case, check_cases, compile_shapes
+from mha2mla.kernel_testing.judgement import verdict
+from mha2mla.kernel_testing.problems import Problem, exact, torch_at
+from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels import DecodePlan, mla_decode
 from mha2mla.kernels.devices import capability, device_name, num_sms
 from mha2mla.kernels.mla_decode.selection import KernelChoice, list_kernels, select_kernel

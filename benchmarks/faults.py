@@ -31,6 +31,7 @@ class Fault:
 
 
 KERNELS, MODELING, CONVERSION, EVAL = "mha2mla/kernels", "mha2mla/modeling", "mha2mla/conversion", "mha2mla/eval"
+KERNEL_TESTING = "mha2mla/kernel_testing"
 
 CACHES = (
     Fault(
@@ -198,28 +199,28 @@ OPS = (
         f"{KERNELS}/mla_decode/reference.py",
         "limit = limit - (seqlen_q - 1) + torch.arange(seqlen_q, device=token.device)",
         "limit = torch.arange(seqlen_q, device=token.device) + 1 + 0 * limit",
-        ("tests/eval/test_problems.py",),
+        ("tests/kernel_testing/test_problems.py",),
     ),
     Fault(
         "a window is one token too long",
         f"{KERNELS}/mla_decode/reference.py",
         "(token >= limit[..., None] - window)",
         "(token >= limit[..., None] - window - 1)",
-        ("tests/eval/test_problems.py",),
+        ("tests/kernel_testing/test_problems.py",),
     ),
     Fault(
         "NaN in a page that nobody reads reaches the output",
         f"{KERNELS}/mla_decode/reference.py",
         "latent = torch.where(used[..., None], latent_cache[page, row].to(dtype), 0)",
         "latent = latent_cache[page, row].to(dtype)",
-        ("tests/eval/test_problems.py",),
+        ("tests/kernel_testing/test_problems.py",),
     ),
     Fault(
         "weights lose digits to the log-sum-exp's rounding",
         f"{KERNELS}/mla_decode/reference.py",
         "torch.softmax(score, dim=-1))",
         "torch.exp(score.float() - lse.half().float()[..., None]).to(score))",
-        ("tests/eval/test_problems.py", "tests/eval/test_latency.py"),
+        ("tests/kernel_testing/test_problems.py", "tests/eval/test_latency.py"),
     ),
     Fault(
         "a partial without weight may make the merge NaN",
@@ -449,28 +450,28 @@ RUNS = (
 JUDGES = (
     Fault(
         "the judge allows ten times torch's error",
-        f"{EVAL}/judgement.py",
+        f"{KERNEL_TESTING}/judgement.py",
         "ERROR_FACTOR = 2.0",
         "ERROR_FACTOR = 10.0",
         ("tests/eval/test_latency.py",),
     ),
     Fault(
         "one far number is not seen",
-        f"{EVAL}/judgement.py",
+        f"{KERNEL_TESTING}/judgement.py",
         "elif not largest <= highest:",
         "elif not largest <= 1e3 * highest:",
         ("tests/eval/test_latency.py",),
     ),
     Fault(
         "NaN is not seen by the judge",
-        f"{EVAL}/judgement.py",
+        f"{KERNEL_TESTING}/judgement.py",
         "if not (torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())):",
         "if not torch.equal(out.isinf(), expected.isinf()):",
-        ("tests/eval/test_latency.py", "tests/eval/test_problems.py"),
+        ("tests/eval/test_latency.py", "tests/kernel_testing/test_problems.py"),
     ),
     Fault(
         "rounding is expected to be a thousand times what it is",
-        f"{EVAL}/plain.py",
+        f"{KERNEL_TESTING}/plain.py",
         "UNIT = torch.finfo(torch.float32).eps / 2",
         "UNIT = torch.finfo(torch.float32).eps * 500",
         ("tests/eval/test_latency.py",),
@@ -492,10 +493,10 @@ JUDGES = (
     ),
     Fault(
         "what nobody may see is not poisoned",
-        f"{EVAL}/problems.py",
+        f"{KERNEL_TESTING}/problems.py",
         "buffer.masked_fill_(hidden[..., None], torch.nan)",
         "buffer.masked_fill_(hidden[..., None], 0)",
-        ("tests/eval/test_problems.py",),
+        ("tests/kernel_testing/test_problems.py",),
     ),
 )
 

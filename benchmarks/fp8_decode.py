@@ -21,11 +21,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decode import time_in_turn
-from mha2mla.eval.environment import collect_environment, describe_environment
-from mha2mla.eval.judgement import errors
-from mha2mla.eval.problems import Problem, exact, judge
+from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.eval.workers import run_in_workers
+from mha2mla.kernel_testing.judgement import errors
+from mha2mla.kernel_testing.problems import Problem, exact, judge
+from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels import (
     dequantize_latent,
     mla_append,

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decode import PIPE_WIDTH, TIMEOUT, is_text, read_rate, start_measuring, time_in_turn, time_planning
 from benchmarks.peers import flash_attention_3_gqa
-from mha2mla.eval.environment import collect_environment, describe_environment
-from mha2mla.eval.gqa_problems import GQAProblem, exact_gqa, torch_gqa_at
-from mha2mla.eval.judgement import verdict
+from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.eval.workers import run_in_workers
+from mha2mla.kernel_testing.gqa_problems import GQAProblem, exact_gqa, torch_gqa_at
+from mha2mla.kernel_testing.judgement import verdict
+from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape, list_kernels, select_kernel

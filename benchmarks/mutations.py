@@ -24,7 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.faults import FAULTS, Fault
-from mha2mla.eval import collect_environment, print_table, write_json
+from mha2mla.environment import collect_environment
+from mha2mla.eval import print_table, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = ("mha2mla", "tests", "benchmarks", "notebooks", "docs", "README.md", "LICENSE", "Makefile", "pyproject.toml")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import PEERS
-from mha2mla.eval.gqa_problems import GQAProblem
-from mha2mla.eval.judgement import errors
-from mha2mla.eval.problems import Problem
+from mha2mla.kernel_testing.gqa_problems import GQAProblem
+from mha2mla.kernel_testing.judgement import errors
+from mha2mla.kernel_testing.problems import Problem
 
 Peer = Callable[[], Tensor] | str
 WRONG = 1e-2  # relative error from which on a peer's result is no rounding

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.decode import PIPE_WIDTH, start_measuring, time_in_turn
 from benchmarks.peers import checked, flash_attention_3_prefill, torch_prefill
-from mha2mla.eval.environment import collect_environment, describe_environment
-from mha2mla.eval.prefill_problems import PrefillProblem, judge, sample
+from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.eval.workers import run_in_workers
+from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge, sample
+from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.devices import capability
 

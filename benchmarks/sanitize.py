@@ -27,9 +27,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mha2mla.eval.judgement import errors
-from mha2mla.eval.kernel_check import compile_shapes
-from mha2mla.eval.problems import Problem, exact, torch_at
+from mha2mla.kernel_testing.check import compile_shapes
+from mha2mla.kernel_testing.judgement import errors
+from mha2mla.kernel_testing.problems import Problem, exact, torch_at
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.devices import capability, device_name
 from mha2mla.kernels.mla_decode.dispatch import decode_shape

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mha2mla.eval.problems import Problem
+from mha2mla.kernel_testing.problems import Problem
 
 PEERS = ("FlashMLA_us", "FA3_MLA_us", "Triton_us", "torch_us")  # the same attention; FA3_MHA_us is another model's
 

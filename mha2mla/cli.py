@@ -90,10 +90,10 @@ def eval_quality(
     """
     import torch
 
-    from mha2mla.eval import collect_environment, evaluate_quality, plots, quality
+    from mha2mla.environment import collect_environment, describe_environment
+    from mha2mla.eval import evaluate_quality, plots, quality
     from mha2mla.eval import generation as generating
     from mha2mla.eval import probes as probing
-    from mha2mla.eval.environment import describe_environment
     from mha2mla.eval.report import print_table, write_json
 
     if plot:
@@ -156,8 +156,8 @@ def eval_tasks(
     """
     import torch
 
-    from mha2mla.eval import collect_environment, tasks
-    from mha2mla.eval.environment import describe_environment
+    from mha2mla.environment import collect_environment, describe_environment
+    from mha2mla.eval import tasks
     from mha2mla.eval.report import print_table, write_json
 
     found = tasks.evaluate_tasks(
@@ -213,8 +213,7 @@ def eval_latency(
     """
     import torch
 
-    from mha2mla.eval import collect_environment
-    from mha2mla.eval.environment import describe_environment
+    from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.latency import COLUMNS, model_latency, wrong_rows
     from mha2mla.eval.report import print_table, write_json
 
@@ -289,9 +288,9 @@ def check_kernels(
         resume: file that an earlier run wrote; what it has a verdict on is not repeated.
         json: also write all rows to this file, while they come in and at the end.
     """
-    from mha2mla.eval import collect_environment, kernel_check
-    from mha2mla.eval.environment import describe_environment
+    from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.report import print_table, write_json
+    from mha2mla.kernel_testing import check as kernel_check
 
     environment = collect_environment()
     settings = {"count": count, "seed": seed, "calls": calls, "device": device or "cuda"}
@@ -350,10 +349,9 @@ def tune(
         timeout: seconds after which a configuration counts as hung.
         json: also write a row per configuration to this file.
     """
-    from mha2mla.eval import collect_environment
-    from mha2mla.eval import tune as tuner
-    from mha2mla.eval.environment import describe_environment
+    from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.report import print_table, write_json
+    from mha2mla.kernel_testing import tune as tuner
 
     rows = tuner.tune(
         None if geometry is None else [tuner.parse_geometry(text) for text in geometry],
@@ -389,7 +387,7 @@ def env(json: str | None = None) -> None:
     Args:
         json: also write them to this file.
     """
-    from mha2mla.eval import collect_environment
+    from mha2mla.environment import collect_environment
     from mha2mla.eval.report import print_table, write_json
 
     environment = collect_environment()

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mha2mla.conversion.presets import choose_preset
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.eval.environment import collect_environment, describe_environment
+from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.latency import cache_bytes_per_token, decode_step_latency
 from mha2mla.eval.loading import check_device, check_folder, load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json

@@ -812,7 +812,7 @@ def _report(
 
 def _write_report(plan: _Plan, folder: Path, report: ConversionReport) -> None:
     """conversion.json, the model card, and its plot where matplotlib is installed."""
-    from mha2mla.eval.environment import collect_environment, describe_environment
+    from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.inspection import RECORD_FILE
     from mha2mla.eval.report import write_json
 

@@ -36,8 +36,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mha2mla
-from mha2mla.eval import attention_latency, collect_environment, decode_step_latency
-from mha2mla.eval.environment import describe_environment
+from mha2mla.environment import collect_environment, describe_environment
+from mha2mla.eval import attention_latency, decode_step_latency
 from mha2mla.sources import fetch_smollm2, tiny_checkpoint
 
 MODEL = os.environ.get("MHA2MLA_NOTEBOOK_MODEL")

@@ -182,7 +182,7 @@ def test_check_kernels_without_a_gpu(tmp_path, capsys, monkeypatch):
     assert [row["status"] for row in content["rows"]] == ["ok"] * 6
     assert content["environment"]["torch"]
 
-    from mha2mla.eval import kernel_check
+    from mha2mla.kernel_testing import check as kernel_check
 
     rows = [row | {"status": "wrong: by far"} for row in content["rows"]]
     monkeypatch.setattr(kernel_check, "check_kernels", lambda *_, **__: rows)

@@ -35,7 +35,7 @@ SERVER = """
 import json, os, sys
 import matplotlib.backends.backend_agg, matplotlib.figure
 import torch
-import mha2mla, mha2mla.modeling, mha2mla.pipeline, mha2mla.eval.environment
+import mha2mla, mha2mla.modeling, mha2mla.pipeline, mha2mla.environment
 source, recipe = sys.argv[1], mha2mla.Recipe(**json.loads(sys.argv[2]))
 print(flush=True)
 for line in sys.stdin:

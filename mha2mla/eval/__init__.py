@@ -1,6 +1,5 @@
 """Evaluation: what a conversion cost in quality, and what it gained in memory and speed."""
 
-from mha2mla.eval.environment import collect_environment
 from mha2mla.eval.latency import attention_latency, decode_step_latency, model_latency
 from mha2mla.eval.quality import QualityReport, evaluate_quality
 from mha2mla.eval.report import print_table, write_json
@@ -9,7 +8,6 @@ from mha2mla.eval.tasks import evaluate_tasks
 __all__ = [
     "QualityReport",
     "attention_latency",
-    "collect_environment",
     "decode_step_latency",
     "evaluate_quality",
     "evaluate_tasks",

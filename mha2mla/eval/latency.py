@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.eval.judgement import Judgement, verdict
 from mha2mla.eval.loading import check_device, load_model
-from mha2mla.eval.plain import plain_attention, plain_mla, rounding_of_attention, rounding_of_mla
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernel_testing.judgement import Judgement, verdict
+from mha2mla.kernel_testing.plain import plain_attention, plain_mla, rounding_of_attention, rounding_of_mla
 from mha2mla.kernels import (
     explain_gqa_decode,
     explain_mla_decode,
@@ -120,7 +120,7 @@ def compare(
     """Judges an output beside plain torch's at the same dtype and a float64 reference, all of the same shape.
 
     Args:
-        rounding, factor: as in :func:`mha2mla.eval.judgement.verdict`.
+        rounding, factor: as in :func:`mha2mla.kernel_testing.judgement.verdict`.
     """
     return verdict(
         out, None, reference, None, torch_out, rounding=rounding, units=0.0, floor=ERROR_FLOOR, factor=factor

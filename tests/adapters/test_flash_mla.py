@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.adapters.flash_mla import flash_mla_varlen_func, flash_mla_with_kvcache, get_mla_metadata
-from mha2mla.eval.problems import Problem, exact, judge
+from mha2mla.kernel_testing.problems import Problem, exact, judge
 
 
 def combined(inputs: dict) -> dict:

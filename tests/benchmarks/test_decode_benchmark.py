@@ -11,7 +11,7 @@ import torch
 from benchmarks import decode
 from benchmarks.peers import checked
 from benchmarks.shapes import SpeedCase, Target, choose, speed_cases, target_us
-from mha2mla.eval.problems import Problem
+from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.mla_decode.selection import refusal
 
 
@@ -100,7 +100,7 @@ def test_the_sanitizer_runs_every_kernel_family_of_hopper():
 def test_variants_are_checked_then_timed_in_turn(monkeypatch, tmp_path, capsys):
     """With compiling and measuring pretended: one variant wrong, one hung, peers missing; the others are ranked."""
     from mha2mla.eval.latency import Timing
-    from mha2mla.eval.workers import Outcome
+    from mha2mla.kernel_testing.workers import Outcome
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(decode, "capability", lambda _: 90)

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("rich")
 
 from benchmarks import fp8_decode
-from mha2mla.eval.problems import Problem
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.mla_decode_fp8.selection import refusal_fp8, select_fp8
 
 

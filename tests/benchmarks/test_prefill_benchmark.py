@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import prefill
-from mha2mla.eval.prefill_problems import PrefillProblem, judge, sample
+from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge, sample
 from mha2mla.kernels.attention_varlen.tiling import hopper_tiling
 
 

@@ -17,8 +17,8 @@ from mha2mla.eval.latency import (
     sdpa_baseline,
     time_callable,
 )
-from mha2mla.eval.plain import plain_attention, plain_mla, rounding_of_attention, rounding_of_mla
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernel_testing.plain import plain_attention, plain_mla, rounding_of_attention, rounding_of_mla
 from mha2mla.kernels import mla_decode
 from mha2mla.modeling import MHA2MLAForCausalLM
 

@@ -8,8 +8,8 @@ import random
 
 import torch
 
-from mha2mla.eval.judgement import errors
-from mha2mla.eval.problems import UNUSED_PAGE, Problem, exact, judge, torch_at
+from mha2mla.kernel_testing.judgement import errors
+from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, judge, torch_at
 from mha2mla.kernels.mla_decode.schedule import (
     COUNT,
     FIELDS,
@@ -55,7 +55,7 @@ def assert_right(
     window: int | None = None,
     sinks: int = 0,
 ) -> tuple[float, float]:
-    """Asserts what :func:`mha2mla.eval.problems.judge` finds; returns the relative error and torch's at ``dtype``."""
+    """Asserts what ``judge`` finds; returns the relative error and torch's at ``dtype``."""
     judgement = judge(inputs, out, lse, dtype, window, sinks)
     assert judgement.ok, judgement.reason
     return judgement.error, judgement.torch_error

@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.eval.prefill_problems import PrefillProblem, judge
+from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
+from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge
 from mha2mla.kernels import attention_varlen, mla_prefill_append, mla_prefill_varlen
 from mha2mla.kernels.attention_varlen.tiling import (
     ROWS,
@@ -20,7 +21,6 @@ from mha2mla.kernels.attention_varlen.tiling import (
     portable_tiling,
     shared_bytes,
 )
-from mha2mla.kernels.compile_gate import compile_only, find_tool
 
 # Every boundary of a tile of 16, 64 and 128, both ways round; sequences without queries, without keys, without either.
 MIXED = ((0, 0), (1, 1), (5, 0), (0, 7), (63, 64), (65, 17), (2, 130), (129, 128))
@@ -339,7 +339,7 @@ def run_on_cpu(problem: PrefillProblem, rows: int = 16, keys: int = 16, section:
 @pytest.fixture
 def one_product_after_another(monkeypatch):
     """The C target adds the products of a score in order, torch in blocks."""
-    monkeypatch.setattr("mha2mla.eval.judgement.ERROR_FACTOR", 4.0)
+    monkeypatch.setattr("mha2mla.kernel_testing.judgement.ERROR_FACTOR", 4.0)
 
 
 @pytest.mark.usefixtures("one_product_after_another")

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
+from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
 from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS
-from mha2mla.kernels.compile_gate import compile_only, find_tool
 from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_planner, make_split
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,

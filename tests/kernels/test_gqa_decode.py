@@ -10,9 +10,9 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.eval.gqa_problems import GQAProblem, judge_gqa, torch_gqa_at
-from mha2mla.eval.judgement import errors
-from mha2mla.eval.problems import UNUSED_PAGE
+from mha2mla.kernel_testing.gqa_problems import GQAProblem, judge_gqa, torch_gqa_at
+from mha2mla.kernel_testing.judgement import errors
+from mha2mla.kernel_testing.problems import UNUSED_PAGE
 from mha2mla.kernels import explain_gqa_decode, gqa_decode, mla_decode
 from mha2mla.kernels.gqa_decode.selection import (
     GQAShape,
@@ -274,7 +274,7 @@ def test_packed_tiles_hold_every_row_once():
 @pytest.fixture
 def one_product_after_another(monkeypatch):
     """The C target adds the products of a score in order, torch in blocks: over 256 of them that is 2.8 times worse."""
-    monkeypatch.setattr("mha2mla.eval.judgement.ERROR_FACTOR", 4.0)
+    monkeypatch.setattr("mha2mla.kernel_testing.judgement.ERROR_FACTOR", 4.0)
 
 
 @cache
@@ -445,8 +445,8 @@ GATED = [
 
 
 def gate(shape: GQAShape, choice, capability: int):
+    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.compilation import PASS_CONFIGS
-    from mha2mla.kernels.compile_gate import compile_only, find_tool
     from mha2mla.kernels.gqa_decode.launch import make_split
 
     if find_tool("nvcc") is None:

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from mha2mla.eval.gqa_problems import GQAProblem, exact_gqa, judge_gqa
-from mha2mla.eval.judgement import errors
+from mha2mla.kernel_testing.gqa_problems import GQAProblem, exact_gqa, judge_gqa
+from mha2mla.kernel_testing.judgement import errors
 from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import num_sms
 from mha2mla.kernels.gqa_decode.selection import GQAChoice, list_kernels, select_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.eval.problems import Problem
+from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
 
 HEADS = (8, 16, 24, 32, 40, 48, 64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.eval.gqa_problems import GQAProblem
-from mha2mla.eval.problems import Problem
+from mha2mla.kernel_testing.gqa_problems import GQAProblem
+from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels import (
     attention_varlen,
     gqa_decode,

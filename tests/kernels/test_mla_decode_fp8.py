@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from mha2mla.eval.problems import Problem, exact, judge, torch_at
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernel_testing.problems import Problem, exact, judge, torch_at
 from mha2mla.kernels import (
     dequantize_latent,
     explain_mla_decode_fp8,
@@ -319,7 +319,7 @@ GATED = [
 )
 def test_compiles_for_hopper_failure_9(shape):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compile_gate import compile_only, find_tool
+    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.mla_decode_fp8.launch import PASS_CONFIGS, make_split_fp8
     from mha2mla.kernels.mla_decode_fp8.selection import shared_memory
 
@@ -340,7 +340,7 @@ def test_compiles_for_hopper_failure_9(shape):
 @pytest.mark.parametrize("row_width", [512, 80])
 def test_quantising_kernel_compiles_for_hopper(row_width):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compile_gate import compile_only, find_tool
+    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.rope_append.launch import PASS_CONFIGS
     from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.eval.gqa_problems import GQAProblem
+from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernels import plan_gqa_attention, plan_mla_attention, plan_mla_decode_fp8
 from mha2mla.kernels.gqa_decode import plan as gqa_planning
 from mha2mla.kernels.gqa_decode.selection import list_kernels as list_gqa_kernels
@@ -90,7 +90,7 @@ def test_kernels_write_and_merge_float32_partials_failure_11(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_splits_cost_no_digits_failure_11(dtype):
     """One sequence in as many pieces as there are CTAs: rounded partials would show in the log-sum-exp and the sum."""
-    from mha2mla.eval.problems import Problem, judge
+    from mha2mla.kernel_testing.problems import Problem, judge
     from mha2mla.kernels import mla_decode
 
     problem = Problem(32, 8, 512, 16, (64 * 500,))

@@ -293,7 +293,7 @@ def test_kernel_on_the_cpu_target(shape, interleaved, vector):
 )
 def test_kernel_compiles_for_hopper(shape, interleaved):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compile_gate import compile_only, find_tool
+    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.rope_append.kernel import make_rope_append
     from mha2mla.kernels.rope_append.launch import PASS_CONFIGS
 

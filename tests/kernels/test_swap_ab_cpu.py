@@ -28,7 +28,7 @@ PASS_CONFIGS = {"tirx.disable_vectorize": True}
 @pytest.fixture(autouse=True)
 def one_product_after_another(monkeypatch):
     """The C target adds the products of a score in order, torch in blocks: over 256 of them that is 2.8 times worse."""
-    monkeypatch.setattr("mha2mla.eval.judgement.ERROR_FACTOR", 4.0)
+    monkeypatch.setattr("mha2mla.kernel_testing.judgement.ERROR_FACTOR", 4.0)
 
 
 def compile_for_cpu(function):

@@ -320,7 +320,7 @@ def gate_cases() -> list:
 @pytest.mark.parametrize("row", gate_cases())
 def test_a_row_of_the_package_compiles_failure_9(row, request):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compile_gate import find_tool
+    from mha2mla.kernel_testing.compile_gate import find_tool
     from tests.kernels.test_compile_gate import gate
 
     if find_tool("nvcc") is None:

@@ -20,8 +20,16 @@ from typing import Any
 
 import torch
 
-from mha2mla.eval.problems import UNUSED_PAGE, Problem, judge
-from mha2mla.eval.workers import OUT_OF_TIME, Outcome, Stage, Tally, progress_bar, run_in_stages, run_in_workers
+from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, judge
+from mha2mla.kernel_testing.workers import (
+    OUT_OF_TIME,
+    Outcome,
+    Stage,
+    Tally,
+    progress_bar,
+    run_in_stages,
+    run_in_workers,
+)
 from mha2mla.kernels import DecodePlan, explain_mla_decode, mla_decode
 from mha2mla.kernels.devices import capability, device_name, num_sms
 from mha2mla.kernels.mla_decode.dispatch import decode_shape
@@ -182,7 +190,7 @@ def check_kernels(
 ) -> list[dict[str, Any]]:
     """Checks the decode op on ``count`` random geometries, ``calls`` random calls and plans each.
 
-    A call is right when :func:`mha2mla.eval.problems.judge` says so, its plan is the one that the oracle in
+    A call is right when :func:`mha2mla.kernel_testing.problems.judge` says so, its plan is the one that the oracle in
     ``schedule.py`` makes, and repeating plan and call gives the same bits. Everything nobody may read is poisoned:
     unused cache, page table, workspace, unused rows of the schedule.
 
@@ -310,7 +318,7 @@ def read_known(
     Args:
         path: the file.
         settings: ``seed``, ``calls`` and ``device`` of this run.
-        environment: of this run, as :func:`mha2mla.eval.collect_environment` gives it.
+        environment: of this run, as :func:`mha2mla.environment.collect_environment` gives it.
 
     Raises:
         ValueError: it is no such file, or is about other calls, another GPU, other software or another commit: what

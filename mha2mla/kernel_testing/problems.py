@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.eval.judgement import Judgement, verdict
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernel_testing.judgement import Judgement, verdict
 from mha2mla.kernels.mla_decode.plan import DecodePlan, plan_mla_decode
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.schedule import TILE_TOKENS, Span, attended_span
@@ -295,7 +295,7 @@ def judge(
 ) -> Judgement:
     """Compares an output of the decode op with float64, and plain torch at ``dtype`` with float64.
 
-    What right means, :func:`mha2mla.eval.judgement.verdict` says.
+    What right means, :func:`mha2mla.kernel_testing.judgement.verdict` says.
 
     Args:
         inputs: as :meth:`Problem.inputs` makes them.

@@ -5,8 +5,8 @@ import os
 import subprocess
 from importlib.metadata import version
 
-from mha2mla.eval import environment as module
-from mha2mla.eval.environment import collect_environment, describe_environment
+from mha2mla import environment as module
+from mha2mla.environment import collect_environment, describe_environment
 
 
 def test_it_is_flat_json_with_versions():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.eval import problems
-from mha2mla.eval.judgement import errors
-from mha2mla.eval.problems import UNUSED_PAGE, Problem, exact, judge, torch_at
+from mha2mla.kernel_testing import problems
+from mha2mla.kernel_testing.judgement import errors
+from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, judge, torch_at
 from mha2mla.kernels import mla_decode
 
 STREAMING = Problem(

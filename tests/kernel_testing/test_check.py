@@ -10,11 +10,11 @@ from functools import cache, partial
 import pytest
 import torch
 
-from mha2mla.eval import kernel_check
-from mha2mla.eval.kernel_check import Case, check_case, check_kernels, draw_cases, plan_error, plan_for, summarize
-from mha2mla.eval.problems import Problem
 from mha2mla.eval.report import write_json
-from mha2mla.eval.workers import Stage, run_in_stages, run_in_workers
+from mha2mla.kernel_testing import check as kernel_check
+from mha2mla.kernel_testing.check import Case, check_case, check_kernels, draw_cases, plan_error, plan_for, summarize
+from mha2mla.kernel_testing.problems import Problem
+from mha2mla.kernel_testing.workers import Stage, run_in_stages, run_in_workers
 from mha2mla.kernels.mla_decode.schedule import FIELDS, plan_fragments, write_schedule
 from mha2mla.kernels.mla_decode.selection import refusal
 

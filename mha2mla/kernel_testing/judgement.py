@@ -66,7 +66,7 @@ def verdict(
         lse, expected_lse: [..., heads, rows]. ``lse`` is None where an implementation has none; without
             ``expected_lse`` every row sees a token.
         rounding: as ``expected``: root mean square of each number's error in a formula that is right
-            (:func:`mha2mla.eval.plain.rounding_of_mla`); None: torch's error alone says.
+            (:func:`mha2mla.kernel_testing.plain.rounding_of_mla`); None: torch's error alone says.
         units: in the last place, added to what is allowed: torch's rounding of a few numbers may be nothing by chance.
         floor: relative error that is always allowed.
         factor: default :data:`ERROR_FACTOR`.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.eval.judgement import Judgement, verdict
-from mha2mla.eval.problems import CHUNK_TOKENS, Problem, pages_and_visible, take
+from mha2mla.kernel_testing.judgement import Judgement, verdict
+from mha2mla.kernel_testing.problems import CHUNK_TOKENS, Problem, pages_and_visible, take
 from mha2mla.kernels.gqa_decode.dispatch import gqa_shape
 from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
@@ -161,5 +161,5 @@ def torch_gqa_at(inputs: dict[str, Any], dtype: torch.dtype, window: int | None 
 def judge_gqa(
     inputs: dict[str, Any], out: Tensor, lse: Tensor | None, window: int | None = None, sinks: int = 0
 ) -> Judgement:
-    """What :func:`mha2mla.eval.problems.judge` is for MLA: float64 against the output, and against plain torch's."""
+    """What ``problems.judge`` is for MLA: float64 against the output, and against plain torch's."""
     return verdict(out, lse, *exact_gqa(inputs, window, sinks), torch_gqa_at(inputs, inputs["q"].dtype, window, sinks))

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.eval.environment import collect_environment
-from mha2mla.eval.judgement import verdict
-from mha2mla.eval.kernel_check import COMPILE_TIMEOUT, plan_for
+from mha2mla.environment import collect_environment
 from mha2mla.eval.latency import time_callable
-from mha2mla.eval.problems import UNUSED_PAGE, Problem, exact, torch_at
-from mha2mla.eval.workers import Outcome, progress_bar, run_in_workers
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernel_testing.check import COMPILE_TIMEOUT, plan_for
+from mha2mla.kernel_testing.judgement import verdict
+from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, torch_at
+from mha2mla.kernel_testing.workers import Outcome, progress_bar, run_in_workers
 from mha2mla.kernels import DecodePlan, explain_mla_decode
 from mha2mla.kernels.devices import capability, device_name, num_sms
 from mha2mla.kernels.mla_decode.dispatch import decode_shape

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from mha2mla.cli import main
-from mha2mla.eval import tune as tuner
 from mha2mla.eval.latency import Timing
-from mha2mla.eval.problems import Problem
-from mha2mla.eval.tune import (
+from mha2mla.kernel_testing import tune as tuner
+from mha2mla.kernel_testing.problems import Problem
+from mha2mla.kernel_testing.tune import (
     GEOMETRIES,
     MARGIN,
     Candidate,
@@ -27,7 +27,7 @@ from mha2mla.eval.tune import (
     summarize,
     tune,
 )
-from mha2mla.eval.workers import Outcome
+from mha2mla.kernel_testing.workers import Outcome
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.mla_decode import dispatch, plan, tuning
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
@@ -253,7 +253,7 @@ def test_as_many_ctas_as_dispatch_plans(monkeypatch):
 def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):
     """Same compiled functions, same arguments: what is timed is what a call runs."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.eval.kernel_check import plan_for
+    from mha2mla.kernel_testing.check import plan_for
     from mha2mla.kernels.mla_decode import launch
 
     problem = Problem(4, 2, 32, 8, (70, 3), window=50, sinks=2)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.eval.judgement import Judgement, verdict
+from mha2mla.kernel_testing.judgement import Judgement, verdict
 from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape
 
@@ -135,7 +135,7 @@ def exact(problem: PrefillProblem, inputs: dict[str, Any]) -> tuple[Tensor, Tens
 def judge(problem: PrefillProblem, inputs: dict[str, Any], out: Tensor, lse: Tensor | None) -> Judgement:
     """Compares out [T_q, H, d_v] and lse [H, T_q] with float64, and plain torch at the inputs' dtype with float64.
 
-    What right means, :func:`mha2mla.eval.judgement.verdict` says. Rows behind the last sequence are not looked at.
+    What right means, ``judgement.verdict`` says. Rows behind the last sequence are not looked at.
     """
     tokens = sum(queries for queries, _ in problem.lengths)
     expected, expected_lse = (x[:tokens] if i == 0 else x[:, :tokens] for i, x in enumerate(exact(problem, inputs)))
