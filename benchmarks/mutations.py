@@ -2,6 +2,7 @@
 
     python benchmarks/mutations.py
     python benchmarks/mutations.py --only "fsync" --timeout 120
+    python benchmarks/mutations.py --workers 16 --json mutations.json
     python benchmarks/mutations.py --seed 1 --budget 1200 --json mutations.json
 
 Works on a copy of the tree in a temporary folder. The tests of each fault are run on the copy as it is, then with the
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,20 +110,34 @@ def put_in(fault: Fault, text: str) -> str:
 
 
 def run_faults(
-    faults: Sequence[Fault], root: Path, timeout: float, budget: float | None = None, save: Any = None
+    faults: Sequence[Fault],
+    root: Path,
+    timeout: float,
+    budget: float | None = None,
+    save: Any = None,
+    workers: int = 1,
 ) -> list[dict[str, Any]]:
-    """A row per fault that was tried before the budget, in seconds, ended; ``save(rows)`` after each."""
-    started, rows, sound = time.perf_counter(), [], {}
-    with tempfile.TemporaryDirectory(prefix="mha2mla-mutations-") as folder:
-        tree = Path(folder)
-        copy_tree(root, tree)
-        for fault in faults:
-            if budget is not None and time.perf_counter() - started > budget:
-                break
-            rows.append(try_fault(tree, fault, timeout, sound))
-            print(f"{rows[-1]['status'][:80]}: {fault.name} ({rows[-1]['seconds']:.0f} s)", file=sys.stderr, flush=True)
-            if save is not None:
-                save(rows)
+    """A row per fault that was tried before the budget, in seconds, ended; ``save(rows)`` after each.
+
+    Each of the ``workers`` has a tree of its own.
+    """
+    started, rows, sound, waiting = time.perf_counter(), [], {}, iter(faults)
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory(prefix="mha2mla-mutations-") as folder:
+            copy_tree(root, Path(folder))
+            for fault in waiting:
+                if budget is not None and time.perf_counter() - started > budget:
+                    break
+                row = try_fault(Path(folder), fault, timeout, sound)
+                rows.append(row)
+                print(f"{row['status'][:80]}: {fault.name} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
+                if save is not None:
+                    save(list(rows))
+
+    with ThreadPoolExecutor(workers) as pool:
+        for done in [pool.submit(work) for _ in range(workers)]:
+            done.result()
     return rows
 
 
@@ -131,6 +147,7 @@ def run(
     timeout: float = 600.0,
     budget: float | None = None,
     json: str | None = None,
+    workers: int = 1,
 ) -> int:
     """Tries the faults and prints what became of each; 1 if one survived or could not be tried.
 
@@ -140,6 +157,7 @@ def run(
         timeout: seconds after which the tests of a fault count as hung.
         budget: seconds after which no further fault is tried.
         json: also write the rows to this file, while they come in.
+        workers: faults that are tried at a time, each in a tree of its own.
     """
     faults = [fault for fault in FAULTS if only in fault.name or only in fault.file]
     if not faults:
@@ -152,7 +170,7 @@ def run(
         if json is not None:
             write_json(json, kind="mutations", rows=rows, environment=environment, seed=seed, listed=len(faults))
 
-    rows = run_faults(faults, ROOT, timeout, budget, save)
+    rows = run_faults(faults, ROOT, timeout, budget, save, workers)
     bad = [row for row in rows if not row["status"].startswith(CAUGHT)]
     title = f"{len(rows)} of {len(faults)} faults tried, {len(bad)} not caught"
     print_table(rows, title=title, columns=COLUMNS)
