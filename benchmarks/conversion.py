@@ -34,7 +34,7 @@ from mha2mla.conversion.window_lengths import calibration_lengths
 from mha2mla.conversion.windows import calibration_windows
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
-from mha2mla.eval.quality import evaluate_quality
+from mha2mla.eval.quality import evaluate_quality, parse_lengths
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.sources import fetch_smollm2
 
@@ -42,7 +42,7 @@ RATIOS = (0.5, 0.3125, 0.1875)
 # None of them is what a row calibrates on. The first is too short for long windows.
 LONG_TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")
 TEXTS = ("builtin:prose", *LONG_TEXTS)
-LENGTHS = (512, 2048, None)  # None: the longest that the source takes
+LENGTHS = "512,2048,longest"
 ROPE_ONLY = (64, 48, 32)
 _CHECK_TOKENS = 512  # of convert's own comparison, which these rows do not read
 
@@ -146,6 +146,7 @@ def compare(
     model: str | None = None,
     device: str | None = None,
     texts: list[str] | None = None,
+    lengths: str = LENGTHS,
     max_tokens: int = 24576,
     ratios: list[float] | None = None,
     seed: int = 0,
@@ -158,13 +159,14 @@ def compare(
         model: folder or hub id; default SmolLM2-135M-Instruct.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         texts: evaluation texts.
+        lengths: tokens of a window, joined by commas; "longest" is what the source takes.
         max_tokens: of each text.
         ratios: cached numbers after / before.
         seed: of every recipe.
     """
     source = model or str(fetch_smollm2())
     cases = comparison(ratios or RATIOS, kv_width=_kv_width(source), seed=seed)
-    return _measure(cases, only, json, source, device, texts, max_tokens, "conversion", "Conversions")
+    return _measure(cases, only, json, source, device, texts, lengths, max_tokens, "conversion", "Conversions")
 
 
 def ablation(
@@ -174,6 +176,7 @@ def ablation(
     model: str | None = None,
     device: str | None = None,
     texts: list[str] | None = None,
+    lengths: str = LENGTHS,
     max_tokens: int = 24576,
     ratios: list[float] | None = None,
     seed: int = 0,
@@ -187,6 +190,7 @@ def ablation(
         model: folder or hub id; default SmolLM2-135M-Instruct.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         texts: evaluation texts.
+        lengths: tokens of a window, joined by commas; "longest" is what the source takes.
         max_tokens: of each text.
         ratios: cached numbers after / before.
         seed: of every recipe.
@@ -194,7 +198,7 @@ def ablation(
     source = model or str(fetch_smollm2())
     cases = ablations(preset, ratios or (0.5, 0.3125), seed=seed)
     return _measure(
-        cases, only, json, source, device, texts, max_tokens, "conversion-ablation", f"Ablation of {preset}"
+        cases, only, json, source, device, texts, lengths, max_tokens, "conversion-ablation", f"Ablation of {preset}"
     )
 
 
@@ -244,6 +248,7 @@ def _measure(
     source: str,
     device: str | None,
     texts: Sequence[str] | None,
+    lengths: str,
     max_tokens: int,
     kind: str,
     title: str,
@@ -258,6 +263,7 @@ def _measure(
     measured = {
         "model": Path(source).name,
         "texts": texts,
+        "lengths": lengths,
         "max_tokens": max_tokens,
         "commit": environment.get("commit"),
     }
@@ -269,7 +275,15 @@ def _measure(
         if rows.get(case.name, {}).get("recipe") == case.recipe.to_dict() and rows[case.name]["status"] == "ok":
             continue
         row = measure_case(
-            case, source, loaded, tokenizer, drawn, texts=texts, lengths=LENGTHS, max_tokens=max_tokens, device=device
+            case,
+            source,
+            loaded,
+            tokenizer,
+            drawn,
+            texts=texts,
+            lengths=parse_lengths(lengths),
+            max_tokens=max_tokens,
+            device=device,
         )
         rows[case.name] = row
         found = {key: round(value, 4) for key, value in row.items() if key.isdecimal()}

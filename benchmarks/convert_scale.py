@@ -3,6 +3,8 @@
     python benchmarks/convert_scale.py --layers 2                # a taste; the time of 32 layers is extrapolated
     python benchmarks/convert_scale.py --layers 32 --json scale.json
     python benchmarks/convert_scale.py --layers 32 --device cuda --steps 150
+    python benchmarks/convert_scale.py --layers 3 --kv-heads 8 --intermediate 14336 --vocabulary 128256 \
+        --context 8192 --preset shared --device cuda --limit-gib 70        # Llama-3-8B's shape, all of the preset
 
 The source is written shard by shard (13.5 GB for 32 layers of the default, Llama-2-7B's shape, in bfloat16), converted
 with calibration windows of random tokens, verified as always, and removed. The peak is of this process's resident
@@ -27,6 +29,7 @@ from transformers import LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
+from mha2mla.conversion.blocks import default_lengths
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 
@@ -86,6 +89,26 @@ def build_source(folder: Path, config: LlamaConfig, *, layers_per_shard: int = 3
     return total
 
 
+def _random_tokens(vocabulary: int, windows: int, length: int, *, seed: int) -> torch.Tensor:
+    return torch.randint(vocabulary, (windows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _recipe_and_tokens(arguments: argparse.Namespace, config: LlamaConfig) -> tuple[mha2mla.Recipe, list[torch.Tensor]]:
+    """What is converted by, and random windows of every length that it calibrates on."""
+    lengths, tokens = (arguments.length,), arguments.windows * arguments.length
+    keys = {"calibration_tokens": tokens, "calibration_length": arguments.length}
+    keys = {"preset": "minimal", **keys, "reconstruction_steps": arguments.steps} | json.loads(arguments.recipe)
+    if arguments.preset is not None:
+        keys = {"preset": arguments.preset, "cache_ratio": 0.5} | json.loads(arguments.recipe)
+    recipe = mha2mla.Recipe.from_dict(keys)
+    if arguments.preset is not None:
+        lengths, tokens = default_lengths(config.max_position_embeddings), recipe.calibration_tokens
+    blocks = max(1, tokens // len(lengths) // max(lengths))
+    return recipe, [
+        _random_tokens(config.vocab_size, blocks * max(lengths) // length, length, seed=1) for length in lengths
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2)
@@ -96,6 +119,8 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--windows", type=int, default=4, help="of calibration and of evaluation")
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--context", type=int, default=4096, help="tokens that the model takes")
+    parser.add_argument("--preset", default=None, help="all of it, with its own number of tokens at its own lengths")
     parser.add_argument("--recipe", default="{}", help="recipe keys as JSON")
     parser.add_argument("--steps", type=int, default=0, help="of reconstruction")
     parser.add_argument("--shard-mib", type=int, default=1024, help="of the result; one is in memory")
@@ -112,7 +137,7 @@ def main() -> None:
         num_hidden_layers=arguments.layers,
         num_attention_heads=arguments.heads,
         num_key_value_heads=arguments.kv_heads,
-        max_position_embeddings=4096,
+        max_position_embeddings=arguments.context,
     )
     folder = Path(tempfile.mkdtemp(prefix="mha2mla-scale-", dir=arguments.folder))
     try:
@@ -125,25 +150,14 @@ def main() -> None:
         size = build_source(folder / "source", config)
         built, peak = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"source: {size / 1e9:.1f} GB, written in {built:.0f} s, peak {peak / 2**20:.2f} GiB", flush=True)
-        tokens = torch.randint(
-            arguments.vocabulary, (2, arguments.windows, arguments.length), generator=torch.Generator().manual_seed(1)
-        )
-        recipe = mha2mla.Recipe.from_dict(
-            {
-                "preset": "minimal",
-                "calibration_tokens": tokens[0].numel(),
-                "calibration_length": arguments.length,
-                "reconstruction_steps": arguments.steps,
-                **json.loads(arguments.recipe),
-            }
-        )
+        recipe, calibration = _recipe_and_tokens(arguments, config)
         before = resource.getrusage(resource.RUSAGE_SELF)
         report = mha2mla.convert(
             folder / "source",
             folder / "converted",
             recipe,
-            calibration=tokens[0],
-            evaluation=tokens[1],
+            calibration=calibration,
+            evaluation=_random_tokens(arguments.vocabulary, arguments.windows, arguments.length, seed=2),
             device=arguments.device,
             max_shard_bytes=arguments.shard_mib << 20,
         )

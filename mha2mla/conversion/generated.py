@@ -18,7 +18,7 @@ from mha2mla.texts import prompts, start_tokens
 _BLANK_SHARE = 1 / 3  # of the documents, that begin with any word
 _CUT_SHARE = 0.5  # of the windows, that begin within a document
 _LONGEST_CUT = 64  # tokens
-ROW = 512  # tokens that are written in one go
+ROW = 512  # tokens that are written in one go, unless said otherwise
 
 
 def generator_of(
@@ -42,36 +42,47 @@ def generator_of(
 
 @torch.inference_mode()
 def generate_windows(
-    model: torch.nn.Module, tokenizer: Any, length: int, count: int, *, seed: int, progress: bool = False
+    model: torch.nn.Module,
+    tokenizer: Any,
+    length: int,
+    count: int,
+    *,
+    seed: int,
+    row: int = ROW,
+    temperature: float = 1.0,
+    progress: bool = False,
 ) -> torch.Tensor:
-    """Samples windows at temperature 1 (as LLM-QAT, arXiv 2305.17888, does for its training data).
+    """Samples windows, at temperature 1 as LLM-QAT (arXiv 2305.17888) does for its training data.
 
     A window is one document after another, each begun by a prompt (``texts.prompts``), an instruction through the chat
     template where there is one, or the opening of a plain text; or by a word drawn from the vocabulary, for text that
     no prompt thought of. When the model ends a document, the next one begins. Half of the windows lose their first
     tokens: attention leans on the first token of a window, and in other text that may be any.
 
-    A window longer than :data:`ROW` tokens is put together of rows of that length: a small model rambles when it goes
-    on for long, and short texts behind one another are what it was trained on.
+    A window longer than ``row`` tokens is put together of rows of that length: a small model rambles when it goes on
+    for long, and short texts behind one another are what it was trained on (``benchmarks/written_text.py``).
 
     Args:
         model: causal language model of transformers.
         tokenizer: its own.
         length, count: tokens of a window, and windows.
         seed: of prompts and samples.
+        row: tokens that are written in one go.
+        temperature: of the samples.
 
     Returns:
         int64 [count, length] on the CPU.
     """
-    row = min(length, ROW)
+    row = min(length, row)
     pieces = -(-length // row)
     written = row + _LONGEST_CUT
     rows = rows_at_once(model, written)
     draw = random.Random(seed)
     starts = _documents(tokenizer, draw)
     generator = torch.Generator(model.device).manual_seed(seed)
+    write = functools.partial(_write, model, _ends(model, tokenizer), starts, written)
     made = [
-        _write(model, _ends(model, tokenizer), starts, written, min(rows, count * pieces - done), generator, progress)
+        write(min(rows, count * pieces - done), generator, temperature, progress)
         for done in range(0, count * pieces, rows)
     ]
     first = torch.tensor(start_tokens(tokenizer), dtype=torch.int64)
@@ -99,6 +110,7 @@ def _write(
     length: int,
     rows: int,
     generator: torch.Generator,
+    temperature: float,
     progress: bool,
 ) -> torch.Tensor:
     """int64 [rows, length]."""
@@ -107,7 +119,8 @@ def _write(
     written = [current]
     logits_of = decoder(model, rows, length)
     for _ in tqdm(range(length - 1), desc="generate", unit="token", disable=not progress):
-        sampled = torch.multinomial(logits_of(current).float().softmax(-1), 1, generator=generator)[:, 0].tolist()
+        chances = (logits_of(current).float() / temperature).softmax(-1)
+        sampled = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
         for row, queue in enumerate(forced):
             if queue:
                 sampled[row] = queue.pop(0)

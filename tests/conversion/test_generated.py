@@ -59,10 +59,9 @@ def test_a_folder_writes_as_its_model_does(tmp_path):
 
 
 def test_a_long_window_is_rows_behind_one_another(monkeypatch):
-    monkeypatch.setattr(generated, "ROW", 16)
     monkeypatch.setattr(generated, "_CUT_SHARE", 0.0)
     tokenizer, model = tiny.tokenizer(), tiny.model()
-    long = generate_windows(model, tokenizer, 40, 2, seed=3)
+    long = generate_windows(model, tokenizer, 40, 2, seed=3, row=16)
     rows = generate_windows(model, tokenizer, 16, 6, seed=3)
     assert long.shape == (2, 40)
     assert torch.equal(long[:, :32].reshape(4, 16), rows[[0, 1, 3, 4]]) and torch.equal(long[:, 32:], rows[[2, 5], :8])
