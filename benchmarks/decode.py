@@ -3,7 +3,6 @@
     python benchmarks/decode.py check --json benchmarks/results/h200-decode-check.json
     python benchmarks/decode.py speed --json benchmarks/results/h200-decode-speed.json
     python benchmarks/decode.py speed --only "H128"        # shapes.py has the names
-    python benchmarks/decode.py variants --json benchmarks/results/h200-decode-variants.json
     python benchmarks/decode.py host --profile true
 
 A speed is printed only after the same inputs, poisoned wherever nobody may look, gave the right result. The main
@@ -23,7 +22,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +32,17 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.peers import flash_attention_3_mha, load_peer, mla_peers
-from benchmarks.shapes import PEERS, SpeedCase, choose, target_us, variant_cases
+from benchmarks.shapes import PEERS, SpeedCase, choose, target_us
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.latency import Timing, time_callable
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.kernel_testing import tune
-from mha2mla.kernel_testing.check import COMPILE_TIMEOUT, Case, check_cases, compile_shapes
+from mha2mla.kernel_testing.check import Case, check_cases, compile_shapes
 from mha2mla.kernel_testing.judgement import verdict
 from mha2mla.kernel_testing.problems import Problem, exact, torch_at
 from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels import DecodePlan, mla_decode
-from mha2mla.kernels.devices import capability, device_name, num_sms
-from mha2mla.kernels.mla_decode.selection import KernelChoice, list_kernels, select_kernel
+from mha2mla.kernels.devices import capability, device_name
+from mha2mla.kernels.mla_decode.selection import select_kernel
 
 # heads -> kv heads of a model with so many heads (SmolLM2, Qwen2, Gemma, Llama and their kin)
 KV_HEADS = {9: 3, 14: 2, 16: 4, 24: 8, 32: 8, 40: 8, 64: 8, 128: 16}
@@ -350,167 +347,6 @@ def time_in_turn(
     }
 
 
-def variants(only: str | None = None, json: str | None = None, peers: bool = True, min_run_time: float = 0.15) -> bool:
-    """Times the variants of a kernel beside each other: four ways to compute rope scores, and those of 64-row tiles.
-
-    For every variant the configuration that the rule likes best; with many rope columns, for each number of rows a
-    tile.
-
-    Args:
-        only: measure shapes whose name contains this.
-        json: also write every row to this file.
-        peers: time the other implementations where a tile has 64 rows.
-        min_run_time: seconds of cold-L2 runs per variant and shape.
-    """
-    device = torch.device("cuda", torch.cuda.current_device())
-    major_minor, multiprocessors = capability(device), num_sms(device)
-    trials: dict[str, list[tune.Trial]] = {}
-    jobs: list[VariantJob] = []
-    for case, kernel, every_tile in variant_cases():
-        if only is not None and only not in case.name:
-            continue
-        choices = list_kernels(case.problem.shape(), major_minor)
-        trials[case.name] = [
-            tune.Trial(
-                case.problem, "bfloat16", (tune.Candidate(one, one.num_ctas(multiprocessors), one is choices[0]),)
-            )
-            for one in variants_of(choices, kernel, every_tile)
-        ]
-        jobs.append(VariantJob(case, (), peers and kernel == "heads_on_m", min_run_time))
-    everything = [trial for mine in trials.values() for trial in mine]
-    status: dict[tune.Trial, str] = {}
-    timed: dict[str, dict[str, Any]] = {}
-
-    def drawn():
-        failures = tune.compile_all(everything, major_minor, timeout=COMPILE_TIMEOUT, progress=True)
-        status.update({trial: f"not compiled: {failures[trial]}" for trial in failures})
-        for job in jobs:
-            yield from (trial for trial in trials[job.case.name] if trial not in status)
-            right = (trial.candidates[0] for trial in trials[job.case.name] if status[trial] == "ok")
-            yield replace(job, candidates=tuple(right))
-
-    environment = collect_environment()
-    for outcome in run_in_workers(measure_variants, drawn(), timeout=TIMEOUT / 4, prepare=start_measuring):
-        if isinstance(outcome.job, tune.Trial):
-            status[outcome.job] = outcome.failure or outcome.value["status"]
-            continue
-        timed[outcome.job.case.name] = outcome.value or {"status": outcome.failure}
-        rows = variant_rows(trials, status, timed)
-        if json:  # after every shape, so that a run that is cut short keeps what it has
-            write_json(json, kind="decode-variants", rows=rows, environment=environment)
-    rows = variant_rows(trials, status, timed)
-    print_table(
-        rows,
-        title="variants of the decode kernels, µs with dirty L2, and of replayed graphs",
-        columns=VARIANT_COLUMNS,
-        caption=describe_environment(environment),
-    )
-    return all(row["status"] == "ok" for row in rows if row["variant"] not in PEERS)
-
-
-VARIANT_COLUMNS = {
-    "name": "shape",
-    "variant": "variant",
-    "tiles": "tiles",
-    "rows": "rows",
-    "stages": "stages",
-    "us": "µs",
-    "us_graph_warm": "graph",
-    "against_rule": "against the rule's",
-    "best": "best",
-    "status": "status",
-}
-
-
-@dataclass(frozen=True)
-class VariantJob:
-    """A shape whose right variants are timed in turn, with the other implementations if ``peers``."""
-
-    case: SpeedCase
-    candidates: tuple[tune.Candidate, ...]
-    peers: bool
-    min_run_time: float
-
-
-def variants_of(choices: Sequence[KernelChoice], kernel: str, every_tile: bool) -> list[KernelChoice]:
-    """The first configuration of each variant, or of each variant and number of rows a tile."""
-    mine = [choice for choice in choices if choice.kernel == kernel]
-    rows = {choice.tiling.rows for choice in mine} if every_tile else {mine[0].tiling.rows}
-    found: dict[tuple[str, int], KernelChoice] = {}
-    for choice in mine:
-        if choice.tiling.rows in rows:
-            found.setdefault((choice.variant, choice.tiling.rows), choice)
-    return list(found.values())
-
-
-@torch.inference_mode()
-def measure_variants(job: tune.Trial | VariantJob) -> dict[str, Any]:
-    """Runs in a worker: whether a variant is right, or the times of those that are."""
-    device = "cuda:0"
-    here = torch.device(device)
-    if isinstance(job, tune.Trial):
-        return tune.measure(job, device=device, capability=capability(here), min_run_time=0.02)
-    problem = job.case.problem
-    calls: dict[Any, Callable[[], Any]] = {
-        candidate: tune.prepared_call(problem, "bfloat16", candidate, device, capability(here))[0]
-        for candidate in job.candidates
-    }
-    missing: dict[str, str] = {}
-    if job.peers:
-        inputs = problem.inputs(torch.bfloat16, device)
-        for name in ("latent_cache", "rope_cache"):
-            inputs[name].nan_to_num_()
-        table = inputs["block_table"]
-        table.masked_fill_(table >= inputs["latent_cache"].shape[0], 0)
-        expected, *_ = tune.expected_of(problem, "bfloat16", device)
-        for name, peer in mla_peers(problem, inputs, expected, ("FlashMLA_us", "FA3_MLA_us")).items():
-            (missing if isinstance(peer, str) else calls)[name] = peer
-    return {"status": "ok", "times": time_in_turn(calls, device, job.min_run_time), "missing": missing}
-
-
-def variant_rows(
-    trials: Mapping[str, Sequence[tune.Trial]],
-    status: Mapping[tune.Trial, str],
-    timed: Mapping[str, Mapping[str, Any]],
-) -> list[dict[str, Any]]:
-    """A row per shape and variant, and per peer; ``best`` marks the fastest variant of a shape."""
-    rows = []
-    for name, mine in trials.items():
-        outcome = timed.get(name, {"status": "not timed"})
-        times = {key: timing.p50 for key, timing in outcome.get("times", {}).items()}
-        rule = next((times[t.candidates[0]] for t in mine if t.candidates[0].rule and t.candidates[0] in times), None)
-        best = min((time for key, time in times.items() if not is_text(key)), default=None)
-        for trial in mine:
-            (candidate,) = trial.candidates
-            choice, us = candidate.choice, times.get(candidate)
-            why = status.get(trial, "not checked")
-            rows.append(
-                {
-                    "name": name,
-                    "kernel": choice.kernel,
-                    "variant": choice.variant,
-                    "tiles": choice.tiling.num_tiles,
-                    "rows": choice.tiling.rows,
-                    "stages": f"{choice.num_stages}+{choice.rope_stages}",
-                    "num_ctas": candidate.num_ctas,
-                    "rule": candidate.rule,
-                    "us": us,
-                    "us_graph_warm": outcome["times"][candidate].graph if us is not None else None,
-                    "against_rule": None if us is None or rule is None else f"{us / rule - 1:+.1%}",
-                    "best": us is not None and us == best,
-                    "status": why if why != "ok" or us is not None else outcome["status"],
-                    "reason": choice.reason,
-                }
-            )
-        others = {key: timing for key, timing in outcome.get("times", {}).items() if is_text(key)}
-        rows += [
-            {"name": name, "variant": key, "us": timing.p50, "us_graph_warm": timing.graph, "status": "ok"}
-            for key, timing in others.items()
-        ]
-        rows += [{"name": name, "variant": key, "status": why} for key, why in outcome.get("missing", {}).items()]
-    return rows
-
-
 @torch.inference_mode()
 def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bool:
     """Host microseconds of an eager call, on inputs so small that the GPU is never what is waited for.
@@ -572,4 +408,4 @@ if __name__ == "__main__":
 
     if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
         sys.exit("benchmarks/decode.py: no CUDA device is available")
-    sys.exit(0 if auto_cli([check, speed, variants, host]) else 1)
+    sys.exit(0 if auto_cli([check, speed, host]) else 1)

@@ -11,14 +11,13 @@ import inspect
 import lzma
 import os
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import PEERS
 from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernel_testing.judgement import errors
 from mha2mla.kernel_testing.problems import Problem
@@ -63,17 +62,14 @@ def checked(make: Callable[[], Peer], expected: Callable[[Tensor], tuple[Tensor,
     return call if error < WRONG else f"missing: wrong result (relative error {error:.1e})"
 
 
-def mla_peers(
-    problem: Problem, inputs: dict[str, Any], expected: Tensor, columns: Collection[str] = PEERS
-) -> dict[str, Peer]:
-    """Column → peer for the MLA call itself, of ``columns``; ``expected`` [B, S_q, H, d_c] is float64's result."""
+def mla_peers(problem: Problem, inputs: dict[str, Any], expected: Tensor) -> dict[str, Peer]:
+    """Column → peer for the MLA call itself; ``expected`` [B, S_q, H, d_c] is float64's result."""
     makers = {"FlashMLA_us": flash_mla, "FA3_MLA_us": flash_attention_3_mla, "Triton_us": triton_mla}
     peers = {}
     if (problem.num_rope_heads, problem.kv_lora_rank, problem.qk_rope_head_dim) == (1, 512, 64):
-        for column, maker in ((column, makers[column]) for column in makers if column in columns):
+        for column, maker in makers.items():
             peers[column] = checked(lambda maker=maker: maker(problem, inputs), lambda out: (out, expected))
-    if "torch_us" in columns:
-        peers["torch_us"] = checked(lambda: torch_mla(problem, inputs), lambda out: (out, expected))
+    peers["torch_us"] = checked(lambda: torch_mla(problem, inputs), lambda out: (out, expected))
     return peers
 
 

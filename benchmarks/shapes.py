@@ -122,30 +122,6 @@ def speed_cases() -> list[SpeedCase]:
     return cases
 
 
-def variant_cases() -> list[tuple[SpeedCase, str, bool]]:
-    """Shapes whose kernel has several variants (ways to compute rope scores, and those of 64 rows a tile), the kernel,
-    and whether to time other tiles than the rule's too: beside many rope columns not every variant fits the same."""
-    rope = [
-        (32, 32, 512, 16, 64, 2048),
-        (32, 8, 512, 16, 64, 4096),
-        (32, 8, 512, 64, 64, 2048),
-        (32, 4, 512, 32, 64, 4096),
-        (32, 1, 512, 64, 64, 4096),
-        (9, 3, 256, 16, 64, 8192),
-    ]
-    rows = [
-        (128, 1, 512, 64, 128, 8192),
-        (128, 1, 512, 64, 16, 8192),
-        (128, 1, 512, 64, 1, 8192),
-        (64, 1, 512, 64, 64, 4096),
-    ]
-    return [
-        (SpeedCase(_problem(*shape)), kernel, shape[1] >= 8)
-        for kernel, shapes in (("swap_ab_ws", rope), ("heads_on_m", rows))
-        for shape in shapes
-    ]
-
-
 def choose(only: str | None) -> list[SpeedCase]:
     """Cases whose name contains ``only``, and those that their targets refer to.
 

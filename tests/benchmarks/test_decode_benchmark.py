@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -95,54 +94,3 @@ def test_the_sanitizer_runs_every_kernel_family_of_hopper():
     assert kernels >= {"swap_ab_ws", "heads_on_m"}
     assert any(problem.window for problem in sanitize.PROBLEMS)
     assert {problem.seqlen_q for problem in sanitize.PROBLEMS} >= {1, 2, 3, 4}
-
-
-def test_variants_are_checked_then_timed_in_turn(monkeypatch, tmp_path, capsys):
-    """With compiling and measuring pretended: one variant wrong, one hung, peers missing; the others are ranked."""
-    from mha2mla.eval.latency import Timing
-    from mha2mla.kernel_testing.workers import Outcome
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(decode, "capability", lambda _: 90)
-    monkeypatch.setattr(decode, "num_sms", lambda _: 132)
-    monkeypatch.setattr(decode.tune, "compile_all", lambda *_, **__: {})
-    us = {"lazy": 20.0, "quarters": 15.0, "paired": 17.0}
-
-    def pretended(function, jobs, **_):
-        assert function is decode.measure_variants
-        for job in jobs:
-            if isinstance(job, decode.VariantJob):
-                times = {c: Timing(1.0, us[c.choice.variant], 30.0, 9.0, None) for c in job.candidates}
-                times["FlashMLA_us"] = Timing(1.0, 16.0, 30.0, 9.0, None)
-                yield Outcome(job, {"status": "ok", "times": times, "missing": {"FA3_MLA_us": "missing: none"}})
-                continue
-            variant = job.candidates[0].choice.variant
-            if variant == "plain":
-                yield Outcome(job, {"status": "wrong: by far"})
-            elif variant not in us:
-                yield Outcome(job, None, "hung: no answer")
-            else:
-                yield Outcome(job, {"status": "ok", "us": [us[variant]]})
-
-    monkeypatch.setattr(decode, "run_in_workers", pretended)
-    path = tmp_path / "rows.json"
-    assert not decode.variants(only="H128 G1 c512 r64 16x8192", json=str(path))
-    rows = {row["variant"]: row for row in json.loads(path.read_text())["rows"]}
-    assert rows["plain"]["status"] == "wrong: by far" and rows["plain"]["us"] is None
-    assert rows["paired+quarters+lazy"]["status"] == "hung: no answer"
-    assert [name for name, row in rows.items() if row.get("best")] == ["quarters"]
-    assert rows["quarters"]["against_rule"] == "-25.0%" and rows["lazy"]["rule"]
-    assert rows["FlashMLA_us"]["us"] == 16.0 and rows["FA3_MLA_us"]["status"] == "missing: none"
-    assert "quarters" in capsys.readouterr().out
-
-
-def test_variants_that_are_timed():
-    from benchmarks.shapes import variant_cases
-    from mha2mla.kernels.mla_decode.selection import list_kernels
-
-    for case, kernel, every_tile in variant_cases():
-        found = decode.variants_of(list_kernels(case.problem.shape(), 90), kernel, every_tile)
-        names = [choice.variant for choice in found]
-        assert "gemv" in names and "blocks" in names if kernel == "swap_ab_ws" else "plain" in names
-        assert every_tile or len(names) == len(set(names))
-        assert {choice.kernel for choice in found} == {kernel}

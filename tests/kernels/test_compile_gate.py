@@ -44,11 +44,9 @@ OTHERS = [
 # Ways to compute rope scores, and of 64 rows a tile, that only a tuning table chooses.
 VARIANTS = [
     pytest.param("plain", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16"), marks=EXHAUSTIVE),
-    pytest.param("paired+quarters+lazy", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16"), marks=EXHAUSTIVE),
-    ("paired+quarters+lazy", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
+    ("paired", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
     ("gemv", DecodeShape(9, 3, 256, 16, 64, 1, "bfloat16")),
     pytest.param("gemv", DecodeShape(64, 8, 128, 64, 64, 1, "float16"), marks=EXHAUSTIVE),
-    ("groups", DecodeShape(64, 4, 128, 32, 64, 1, "bfloat16")),
     ("octets", DecodeShape(32, 8, 128, 16, 64, 1, "bfloat16")),
 ]
 BEFORE_HOPPER = [

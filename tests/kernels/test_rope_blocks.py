@@ -68,18 +68,18 @@ def test_every_head_meets_its_own_keys_once():
         torch.testing.assert_close(found[: len(expected)], expected, msg=lambda text, case=case: f"{case.id}: {text}")
         assert (found[len(expected) :] == 0).all(), case.id
         seen.add(name)
-    assert seen == {"blocks", "octets", "groups", "gemv"}
+    assert seen == {"blocks", "octets", "gemv"}
 
 
 def test_variants_of_the_shapes_that_are_measured():
     """Heads, rope heads, width of a rope head -> what there is; the first is the rule's."""
     names = {
-        (32, 32, 16): ["octets", "blocks", "groups", "gemv"],
-        (32, 8, 16): ["blocks", "octets", "groups", "gemv"],
-        (32, 8, 64): ["octets", "blocks", "groups", "gemv"],
-        (32, 4, 32): ["blocks", "octets", "groups", "gemv"],
+        (32, 32, 16): ["octets", "blocks", "gemv"],
+        (32, 8, 16): ["blocks", "octets", "gemv"],
+        (32, 8, 64): ["octets", "blocks", "gemv"],
+        (32, 4, 32): ["blocks", "octets", "gemv"],
         (32, 1, 64): ["blocks", "gemv"],
-        (9, 3, 16): ["blocks", "groups", "gemv"],
+        (9, 3, 16): ["blocks", "gemv"],
     }
     for (heads, groups, d_r), expected in names.items():
         assert list(rope_variants(tile_rows(heads, groups, 1, 32, 128), d_r)) == expected
@@ -89,6 +89,6 @@ def test_the_rule_offers_every_variant_and_takes_its_own():
     for heads, groups, d_r in ((32, 32, 16), (32, 8, 64), (9, 3, 16)):
         choices = list_kernels(DecodeShape(heads, groups, 256, d_r, 64, 1, "bfloat16"), 90)
         mine = [choice for choice in choices if choice.kernel == "swap_ab_ws"]
-        assert {choice.variant for choice in mine} >= {"blocks", "groups", "gemv"}
+        assert {choice.variant for choice in mine} >= {"blocks", "gemv"}
         assert choices[0].variant == next(iter(rope_variants(choices[0].tiling, d_r)))
         assert all(f"rope scores by {choice.variant}" in choice.reason for choice in mine)

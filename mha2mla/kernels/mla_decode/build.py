@@ -36,7 +36,7 @@ def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = 
         return make_heads_on_m(
             **common,
             num_stages=choice.num_stages,
-            **{name: True for name in choice.variant.split("+") if name != "plain"},
+            **({} if choice.variant == "plain" else {choice.variant: True}),
         )
     return make_swap_ab(**common, block_tokens=choice.block_tokens, threads=choice.threads, on_cpu=on_cpu)
 

@@ -48,7 +48,6 @@ def make_heads_on_m(
     num_stages: int = 2,
     paired: bool = False,
     lazy: bool = False,
-    quarters: bool = False,
 ):
     """A TileLang function ``mla_decode_heads_on_m`` for one static shape; arguments as :func:`make_swap_ab` describes.
 
@@ -62,7 +61,6 @@ def make_heads_on_m(
             rope columns must be the same (``selection.can_pair``).
         lazy: the output is rescaled only when a row's maximum has grown by more than ``GROWTH``; until then weights are
             taken relative to the older maximum, which is exact: sum and logsumexp are relative to it too.
-        quarters: the latent is streamed, waited for and released by quarters of its columns, not by halves.
     """
     d_c, d_r = kv_lora_rank, qk_rope_head_dim
     groups, group = tiling.groups_per_tile, tiling.heads_per_group
@@ -86,8 +84,6 @@ def make_heads_on_m(
     token, head = tiling.token, tiling.head
 
     stream, stream_queries = make_streams(tiling, latent_cols, page_size, num_stages, 0b11 if paired else None)
-    barriers = 2 if quarters else 1  # of each half of the latent
-    order = [0, 2, 1, 3] if quarters else [0, 1, 2, 3]  # in which quarters arrive
     new_free = T.alloc_cluster_barrier if paired else T.alloc_barrier
     readers = 2 * WARPGROUP // 32 if paired else WARPGROUP  # that a slot waits for: warps of both CTAs, or threads
 
@@ -143,8 +139,7 @@ def make_heads_on_m(
             for k in T.serial(span[TILES]):
                 t0 = first_token(span, k)
                 n = work[2] + k
-                for u in list(range(barriers)):
-                    T.barrier_wait(full[u][n % num_stages], (n // num_stages) & 1)
+                T.barrier_wait(full[n % num_stages], (n // num_stages) & 1)
                 T.barrier_wait(p_full, n & 1)
                 T.copy(rescale, factor)
                 if lazy:
@@ -162,12 +157,9 @@ def make_heads_on_m(
                     T.sync_threads(barrier_id=BARRIER + 1 + w, arrive_count=WARPGROUP)
                 for u in list(range(2)):
                     T.wgmma_gemm(p_tile, pair[u][n % num_stages, :, :], o[u], policy=by_row)
-                if quarters:
-                    T.wait_wgmma(1)
-                    release(free[0], n % num_stages, thread)
                 T.wait_wgmma(0)
                 T.barrier_arrive(p_free)
-                release(free[barriers - 1], n % num_stages, thread)
+                release(free, n % num_stages, thread)
             work[2] += span[TILES]
             T.barrier_wait(end, f & 1)
             T.copy(inverses[f & 1, :], factor)
@@ -216,8 +208,8 @@ def make_heads_on_m(
             inverses = T.alloc_shared([2, ROWS], accum)  # of even and odd fragments
             q_full = T.alloc_barrier(1)
             q_free = T.alloc_barrier(WARPGROUP)
-            halves_full = [[T.alloc_barrier([1] * num_stages) for _ in range(barriers)] for _ in range(2)]
-            halves_free = [[new_free([readers] * num_stages) for _ in range(barriers)] for _ in range(2)]
+            halves_full = [T.alloc_barrier([1] * num_stages) for _ in range(2)]
+            halves_free = [new_free([readers] * num_stages) for _ in range(2)]
             k_full = T.alloc_barrier([1] * num_stages)
             k_free = new_free([readers] * num_stages)
             p_full = T.alloc_barrier(WARPGROUP)
@@ -272,9 +264,9 @@ def make_heads_on_m(
                     for k in T.serial(span[TILES]):
                         t0 = first_token(span, k)
                         n = work[2] + k
-                        for i in order:
-                            if i % 2 < barriers:
-                                T.barrier_wait(halves_full[i // 2][i % 2][n % num_stages], (n // num_stages) & 1)
+                        for i in list(range(4)):
+                            if i % 2 == 0:
+                                T.barrier_wait(halves_full[i // 2][n % num_stages], (n // num_stages) & 1)
                             T.wgmma_gemm(
                                 q_tile[:, i * quarter : (i + 1) * quarter],
                                 rings[i][n % num_stages, :, :],
@@ -346,7 +338,7 @@ def make_heads_on_m(
                     )  # fmt: skip
                 elif thread < consumers + 96:
                     stream(
-                        rope_cache, rope_cols, column, [k_ring], [k_full], [k_free], thread, consumers + 64,
+                        rope_cache, rope_cols, column, [k_ring], k_full, k_free, thread, consumers + 64,
                         block_table, schedule, cta, work, span, pages,
                     )  # fmt: skip
                 else:

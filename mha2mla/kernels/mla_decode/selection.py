@@ -170,30 +170,20 @@ def rope_variants(tiling: RowTiling, qk_rope_head_dim: int) -> dict[str, RopeBlo
     """Ways to compute a tile's rope scores by name, the rule's choice first.
 
     ``blocks``: one product of all rows with all columns of the tile. ``octets``: blocks of 8 rows, each with its own
-    columns only (N = 8 is the least that wgmma has). ``groups``: a product, and a chunk of the ring, for each rope
-    head; where fewer than 8 heads share one it is an octet's. ``gemv``: sums on CUDA cores, block by block.
+    columns only (N = 8 is the least that wgmma has). ``gemv``: sums on CUDA cores, block by block.
     """
     columns, group = tiling.groups_per_tile * qk_rope_head_dim, tiling.heads_per_group
-    whole_groups = tiling.tokens_per_tile == 1 and tiling.tiles_per_group == 1
-    by_octets = whole_groups and group in (1, 2, 4, 8)
+    by_octets = tiling.tokens_per_tile == 1 and tiling.tiles_per_group == 1 and group in (1, 2, 4, 8)
 
-    def cut(num_blocks: int, rows: int, columns: int, chunk: int | None = None, on_cuda_cores: bool = False):
-        if chunk is None:
-            chunk = padded_rope_columns(columns) if columns <= 64 else 128 if columns % 128 == 0 else 64
-        return RopeBlocks(num_blocks, rows, columns, -(-columns // chunk), chunk, on_cuda_cores)
+    def cut(num_blocks: int, rows: int, columns: int):
+        chunk = padded_rope_columns(columns) if columns <= 64 else 128 if columns % 128 == 0 else 64
+        return RopeBlocks(num_blocks, rows, columns, -(-columns // chunk), chunk)
 
     found = {"blocks": cut(1, tiling.rows, columns)}
     if by_octets:
         found["octets"] = cut(-(-tiling.heads_per_tile // 8), 8, 8 // group * qk_rope_head_dim)
         if columns > 128:
             found = {name: found[name] for name in ("octets", "blocks")}
-    if tiling.groups_per_tile > 1 and qk_rope_head_dim in (16, 32, 64, 128):
-        if whole_groups and group in (8, 16, 32):
-            found["groups"] = cut(tiling.groups_per_tile, group, qk_rope_head_dim)
-        elif by_octets:
-            found["groups"] = replace(found["octets"], chunks_per_block=8 // group, chunk_columns=qk_rope_head_dim)
-        else:
-            found["groups"] = cut(1, tiling.rows, columns, qk_rope_head_dim)
     base = found["octets"] if by_octets else found["blocks"]
     if tiling.tokens_per_tile == 1 and (base.chunks_per_block == 1 or base.chunk_columns % qk_rope_head_dim == 0):
         found["gemv"] = replace(base, on_cuda_cores=True)
@@ -267,13 +257,14 @@ def can_pair(tiling: RowTiling) -> bool:
 
 
 def heads_on_m_variants(tiling: RowTiling) -> tuple[str, ...]:
-    """The variants of ``heads_on_m`` by name, joined from those of its options that are on; the rule's choice first.
+    """The variants of ``heads_on_m`` by name, each an option of its that is on; the rule's choice first.
 
     With two tiles and more, which is where the matrix instructions bind and not the memory: ``lazy``. On an H200 it
     took 6.1 and 7.1 % less time than ``plain`` at H=128 d_c=512 d_r=64 128 x 8192, 1.7 at 16 x 8192, 0.5 at 1 x 8192.
+    ``paired`` is 0 to 9 % slower at d_c <= 512: it is kept for wider latents, whose tiles several CTAs have to share.
     """
-    alone = ("lazy", "plain", "quarters") if tiling.num_tiles > 1 else ("plain", "lazy", "quarters")
-    return (*alone, "paired", "paired+quarters+lazy") if can_pair(tiling) else (*alone, "quarters+lazy")
+    alone = ("lazy", "plain") if tiling.num_tiles > 1 else ("plain", "lazy")
+    return (*alone, "paired") if can_pair(tiling) else alone
 
 
 def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):

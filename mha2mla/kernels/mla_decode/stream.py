@@ -26,7 +26,7 @@ def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages
         source, columns, offset, pair, full, free, thread, leader, block_table, schedule, cta, work, span, pages
     ):
         """One warp: every tile of this CTA's fragments, ``columns`` of ``source`` from ``offset`` on for each ring of
-        ``pair``. ``full`` and ``free``: barriers of each ring, or of all rings together."""
+        ``pair``, whose slots share their barriers."""
         for f in T.serial(work[0]):
             read_fragment(span, schedule, cta, work, f)
             for k in T.serial(span[TILES]):
@@ -34,16 +34,15 @@ def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages
                 slot = (work[2] + k) % num_stages
                 for v in piece_list:
                     pages[v] = block_table[span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))]
+                T.barrier_wait(free[slot], (((work[2] + k) // num_stages) & 1) ^ 1)
                 for u in list(range(len(pair))):
-                    if u < len(free):
-                        T.barrier_wait(free[u][slot], (((work[2] + k) // num_stages) & 1) ^ 1)
                     for v in piece_list:
                         left = offset + u * columns
                         if pieces == 1:
                             T.tma_copy(
                                 source[pages[0], t0 % page_size : t0 % page_size + TILE_TOKENS, left : left + columns],
                                 pair[u][slot, :, :],
-                                barrier=full[min(u, len(full) - 1)][slot],
+                                barrier=full[slot],
                                 cluster_mask=cluster_mask,
                             )
                         else:
@@ -51,12 +50,11 @@ def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages
                                 T.tma_copy(
                                     source[pages[v], 0:page_size, left + c : left + c + min(64, columns)],
                                     pair[u][slot, v * page_size : (v + 1) * page_size, c : c + min(64, columns)],
-                                    barrier=full[min(u, len(full) - 1)][slot],
+                                    barrier=full[slot],
                                     cluster_mask=cluster_mask,
                                 )
-                    if u >= len(pair) - len(full):
-                        if thread == leader:
-                            T.barrier_arrive(full[u - len(pair) + len(full)][slot])
+                if thread == leader:
+                    T.barrier_arrive(full[slot])
             work[2] += span[TILES]
 
     @T.macro

@@ -383,7 +383,7 @@ def make_swap_ab_ws(
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < consumers + 32:
                     stream(
-                        latent_cache, latent_cols, 0, [c_ring], [c_full], [c_free], thread, consumers, block_table,
+                        latent_cache, latent_cols, 0, [c_ring], c_full, c_free, thread, consumers, block_table,
                         schedule, cta, work, span, pages,
                     )  # fmt: skip
                 elif thread < consumers + 64:
