@@ -1,31 +1,44 @@
 """Attention ops on tensors. Nothing here knows transformers; one op is one folder."""
 
 from mha2mla.kernels.attention_combine.api import attention_combine
-from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_append, mla_prefill_varlen
+from mha2mla.kernels.attention_varlen.api import (
+    attention_varlen,
+    explain_attention_varlen,
+    mla_prefill_append,
+    mla_prefill_varlen,
+)
 from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.gqa_decode.dispatch import explain_gqa_decode
 from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
+from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
+from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
 from mha2mla.kernels.mixed_attention.plan import MixedPlan, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mla_decode.api import mla_decode
 from mha2mla.kernels.mla_decode.dispatch import explain_mla_decode
 from mha2mla.kernels.mla_decode.plan import DecodePlan, plan_mla_decode
 from mha2mla.kernels.mla_decode_fp8.api import explain_mla_decode_fp8, mla_decode_fp8, plan_mla_decode_fp8
 from mha2mla.kernels.mla_decode_fp8.reference import dequantize_latent, quantize_latent
-from mha2mla.kernels.rope_append.api import gqa_append, mla_append, rope_rotate, slots_of
+from mha2mla.kernels.rope_append.api import MAX_SLOTS, gqa_append, mla_append, rope_rotate, slots_of
 
 __all__ = [
+    "MAX_DECODE_QUERY_LENGTH",
+    "MAX_SLOTS",
     "DecodePlan",
     "MixedPlan",
+    "absorbs_up_to",
     "attention_combine",
     "attention_varlen",
     "dequantize_latent",
+    "explain_attention_varlen",
     "explain_gqa_decode",
     "explain_mla_decode",
     "explain_mla_decode_fp8",
     "gqa_append",
     "gqa_attention",
     "gqa_decode",
+    "is_absorbed",
+    "mla_absorbed",
     "mla_append",
     "mla_attention",
     "mla_decode",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import (
     MixedPlan,
+    explain_attention_varlen,
     explain_gqa_decode,
     explain_mla_decode,
     explain_mla_decode_fp8,
@@ -24,9 +25,6 @@ from mha2mla.kernels import (
     plan_gqa_attention,
     plan_mla_attention,
 )
-from mha2mla.kernels.attention_varlen.api import explain_attention_varlen
-from mha2mla.kernels.attention_varlen.tiling import VarlenShape
-from mha2mla.kernels.devices import dtype_name
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, gqa_layout, latent_layout
 
@@ -283,17 +281,12 @@ def _mla_attend(
 def _explain_mla(
     explain: Callable[..., str | None], geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    heads = (geometry.num_up_projection_heads, geometry.num_rope_heads)
     widths = (geometry.qk_nope_head_dim, geometry.qk_rope_head_dim)
-    used = slice(None) if widths[0] else slice(1, None)
-    shape = VarlenShape(
-        geometry.num_attention_heads, widths[used], heads[used], heads[0], geometry.v_head_dim, True, dtype_name(dtype)
-    )
-    return explain(geometry, page_size, dtype, device) or _explain_long(shape, device)
+    return explain(geometry, page_size, dtype, device) or _explain_long(widths, geometry.v_head_dim, dtype, device)
 
 
-def _explain_long(shape: VarlenShape, device: torch.device) -> str | None:
-    why = explain_attention_varlen(shape, device)
+def _explain_long(widths: tuple[int, ...], v_head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    why = explain_attention_varlen(widths, v_head_dim, dtype, device)
     return None if why is None else f"long queries run attention_varlen, and {why}"
 
 
@@ -365,8 +358,7 @@ def _explain_gqa(geometry: GQAGeometry, page_size: int, dtype: torch.dtype, devi
     heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
     widths = geometry.qk_head_dim, geometry.v_head_dim
     why = explain_gqa_decode(heads, kv_heads, *widths, page_size, dtype, device)
-    shape = VarlenShape(heads, widths[:1], (kv_heads,), kv_heads, widths[1], True, dtype_name(dtype))
-    return why or _explain_long(shape, device)
+    return why or _explain_long(widths[:1], widths[1], dtype, device)
 
 
 def _serves_all(*_: object) -> None:

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ShapesCollection
 
-from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH
-from mha2mla.kernels.mixed_attention.plan import to_device
-from mha2mla.kernels.rope_append.api import MAX_SLOTS, slots_of
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, MAX_SLOTS, slots_of
 from mha2mla.modeling.pages import NO_PAGE
 
 
@@ -139,11 +137,8 @@ class SequenceBatch:
         for length in queries:
             cu_seqlens.append(cu_seqlens[-1] + length)
         device = torch.device(device)
-        packed = to_device([cu_seqlens, [*cached, 0], [*stops, 0], [*starts, 0]], device)
-        if device.type == "cuda":
-            table = table.pin_memory().to(device, non_blocking=True)
-        else:
-            table = table.to(device)
+        packed = torch.tensor([cu_seqlens, [*cached, 0], [*stops, 0], [*starts, 0]], dtype=torch.int32)
+        packed, table = _to_device(packed, device), _to_device(table, device)
         boundaries, cached_on, seqlens_on, starts_on = (row.clone() for row in packed)
         sequences, positions, slots = token_places(boundaries, cached_on[:-1], table, tokens, page_size)
         return cls(
@@ -296,6 +291,11 @@ class SequenceBatch:
                 first = 1 if field.name in ("lengths", "tickets") else 0
                 shapes[tensor] = dict.fromkeys(range(first, tensor.ndim), Dim.AUTO)
         return shapes
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy that the host does not wait for."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 torch.export.register_dataclass(SequenceBatch, serialized_type_name="mha2mla.modeling.SequenceBatch")

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.rope_append.api import MAX_SLOTS
+from mha2mla.kernels import MAX_SLOTS
 
 NO_PAGE = -1  # in a block table, behind a sequence's pages: no kernel looks there
 

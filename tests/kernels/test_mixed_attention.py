@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import attention_combine, gqa_attention, mla_attention, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
@@ -340,8 +341,8 @@ def test_layout_covers_every_query_once(sequences, short, limit, windowed):
 
 def test_the_form_follows_from_flop():
     """H=32, d_c=512, d_r=16, 112 + 128: 2·512·32·240 FLOP expand a token, (2·32·1040 − 2·32·256) a query costs more."""
-    assert absorbs_up_to(32, 32, 512, 16, 112, 128) == (512 * 32 * 240) // (32 * 1040 - 32 * 256) == 156
-    assert absorbs_up_to(4, 4, 4, 8, 8, 8) == 2**30  # a latent narrower than a head never needs expanding
+    assert absorbs_up_to(MLAGeometry(32, 32, 512, 16, 112, 128)) == (512 * 32 * 240) // (32 * 1040 - 32 * 256) == 156
+    assert absorbs_up_to(MLAGeometry(4, 4, 4, 8, 8, 8)) == 2**30  # a latent narrower than a head never needs expanding
 
 
 def gqa_problem(dtype=torch.float32, device="cpu", heads=6, kv_heads=2, width=16, value=8, page=16, lengths=LENGTHS):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -150,18 +152,28 @@ def mla_prefill_append(
     )  # fmt: skip
 
 
-def explain_attention_varlen(shape: VarlenShape, device: torch.device) -> str | None:
-    """Why TileLang does not serve a call on ``device``, or None."""
+def explain_attention_varlen(
+    widths: Sequence[int], v_head_dim: int, dtype: torch.dtype, device: torch.device | str
+) -> str | None:
+    """Why TileLang does not serve calls on ``device``, or None.
+
+    Args:
+        widths: of the parts that queries and keys come in: (d_qk,), or d_n and d_r of MLA; a part of width 0 is none.
+        v_head_dim: d_v.
+        dtype: of all tensors.
+        device: a CUDA device that this machine lacks is taken to be a Hopper.
+    """
+    device, widths = torch.device(device), [width for width in widths if width]
     if device.type != "cuda":
         return f"it runs on CUDA, not on {device}"
-    if shape.dtype not in ("bfloat16", "float16"):
-        return f"it takes bfloat16 and float16, not {shape.dtype}"
+    if dtype not in _COMPILED_DTYPES:
+        return f"it takes bfloat16 and float16, not {dtype_name(dtype)}"
     if capability(device) < 80:
         return f"it needs compute capability 8.0; {device} has {capability(device) / 10}"
-    for name, width in (("d_qk", sum(shape.widths)), ("d_v", shape.v_head_dim)):
+    for name, width in (("d_qk", sum(widths)), ("d_v", v_head_dim)):
         if width > MAX_WIDTH:
             return f"{name} is {width}; it takes up to {MAX_WIDTH}"
-    odd = [width for width in (*shape.widths, shape.v_head_dim) if width % 8]
+    odd = [width for width in (*widths, v_head_dim) if width % 8]
     return f"a width is {odd[0]}; it takes multiples of 8" if odd else None
 
 
@@ -218,7 +230,7 @@ def _attend(
                 f"out is {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}; expected contiguous"
                 f" {q.dtype} {expected} on {q.device}"
             )
-    compiled = _runs_compiled(queries, keys, v, causal, backend)
+    compiled = _runs_compiled([key.shape[2] for key in keys if key is not None], v, backend)
     if compiled:
         for name, x in named:
             _check_strides(name, x)
@@ -232,15 +244,12 @@ def _attend(
     return (out, lse) if return_lse else out
 
 
-def _runs_compiled(
-    queries: tuple[Tensor, Tensor | None], keys: tuple[Tensor, Tensor | None], v: Tensor, causal: bool,
-    backend: str | None,
-) -> bool:  # fmt: skip
+def _runs_compiled(widths: Sequence[int], v: Tensor, backend: str | None) -> bool:
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
     if backend == "reference":
         return False
-    why = explain_attention_varlen(varlen_shape(queries, keys, v, causal), v.device)
+    why = explain_attention_varlen(widths, v.shape[2], v.dtype, v.device)
     if backend == "tilelang" and why:
         raise ValueError(f"backend is 'tilelang', which does not serve this call: {why}")
     return why is None

@@ -11,11 +11,10 @@ from torch import Tensor
 from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.devices import BACKENDS
 from mha2mla.kernels.gqa_decode.api import gqa_decode
+from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.expanded import attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.layout import Group
 from mha2mla.kernels.mixed_attention.plan import GroupPart, MixedPlan, Parts, parts_of
-from mha2mla.kernels.mla_decode.api import mla_decode
-from mha2mla.kernels.mla_decode_fp8.api import mla_decode_fp8
 from mha2mla.kernels.mla_decode_fp8.reference import dequantize_latent
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -188,18 +187,11 @@ def _mla_attention(
     for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
         rows = (len(group.rows), group.seqlen_q)
         nope, rope = (_of_group(x, group, part, rows) for x in (q_nope, q_pe))
-        if k_up is None:
-            latent = rope.new_zeros(*rows, heads, width)
-        else:
-            latent = torch.einsum("bskrn,knc->bskrc", nope.unflatten(2, (kv_heads, -1)), k_up).flatten(2, 3)
-        cache = (latent_cache,) if latent_scale is None else (latent_cache, latent_scale)
-        decode = mla_decode if latent_scale is None else mla_decode_fp8
-        made = decode(
-            latent, rope, *cache, rope_cache, part.block_table, part.cache_seqlens, softmax_scale=softmax_scale,
-            cache_starts=part.cache_starts,
+        values = mla_absorbed(
+            nope, rope, latent_cache, rope_cache, k_up, v_up, part.block_table, part.cache_seqlens,
+            softmax_scale=softmax_scale, cache_starts=part.cache_starts, latent_scale=latent_scale,
             plan=parts.decode_plan(number, heads, width), backend=backend,
         )  # fmt: skip
-        values = torch.einsum("bskrc,kvc->bskrv", made.unflatten(2, (kv_heads, -1)), v_up).flatten(2, 3)
         _write_group(out, values, group, part)
 
     def attend(

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mha2mla.geometry import MLAGeometry
+
 MAX_DECODE_QUERY_LENGTH = 8  # what the decode kernels are compiled for
 MAX_GROUP = 2048  # sequences or pieces in one call of the decode op; a plan takes 4096
 
@@ -78,25 +80,31 @@ class BatchLayout:
     tokens: int
 
 
-def absorbs_up_to(
-    num_attention_heads: int,
-    num_key_value_heads: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    qk_nope_head_dim: int,
-    v_head_dim: int,
-) -> int:
+def absorbs_up_to(geometry: MLAGeometry) -> int:
     """Query length up to which the absorbed form needs fewer FLOP than the expanded one over the same cached tokens.
 
     Per cached token, absorbed attention costs ``2 H (2 d_c + d_r)`` for each query, expanded attention
-    ``2 H (d_n + d_r + d_v)`` for each query and ``2 h_kv d_c (d_n + d_v)`` once, for expanding the token.
+    ``2 H (d_n + d_r + d_v)`` for each query and ``2 h_up d_c (d_n + d_v)`` once, for expanding the token.
     """
-    absorbed = num_attention_heads * (2 * kv_lora_rank + qk_rope_head_dim)
-    expanded = num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim + v_head_dim)
-    expansion = num_key_value_heads * kv_lora_rank * (qk_nope_head_dim + v_head_dim)
+    heads, latent, rope = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.qk_rope_head_dim
+    absorbed = heads * (2 * latent + rope)
+    expanded = heads * (geometry.qk_nope_head_dim + rope + geometry.v_head_dim)
+    expansion = geometry.num_up_projection_heads * latent * (geometry.qk_nope_head_dim + geometry.v_head_dim)
     if absorbed <= expanded:
         return 2**30
     return max(MAX_DECODE_QUERY_LENGTH, expansion // (absorbed - expanded))
+
+
+def is_absorbed(query_length: int, cached_length: int, short: int, windowed: bool = False) -> bool:
+    """The form of a sequence's queries: absorbed, or expanded.
+
+    Args:
+        query_length, cached_length: new tokens, and tokens cached before them.
+        short: longest query that runs the absorbed form where at least as many tokens are cached before it
+            (:func:`absorbs_up_to`); queries of at most 8 tokens always do.
+        windowed: of a layer with a sliding window: all run the absorbed form, which reads the window alone.
+    """
+    return query_length <= max(MAX_DECODE_QUERY_LENGTH, min(short, cached_length)) or windowed
 
 
 @lru_cache(maxsize=64)  # asked by every layer of a step
@@ -113,10 +121,8 @@ def lay_out(
     Args:
         query_lengths, cached_lengths: per sequence. Of sequences with at most 8 new tokens the second is not looked at.
         starts: per sequence, the first visible cached token.
-        short: longest query that runs the absorbed form where at least as many tokens are cached before it
-            (:func:`absorbs_up_to`); queries of at most 8 tokens always do.
+        short, windowed: as in :func:`is_absorbed`.
         max_expanded_tokens: cached tokens expanded at a time; one sequence's query counts as fitting.
-        windowed: of a layer with a sliding window: all run the absorbed form, which reads the window alone.
     """
     tokens, offset = 0, []
     for length in query_lengths:
@@ -127,7 +133,7 @@ def lay_out(
         length = query_lengths[sequence]
         if length <= MAX_DECODE_QUERY_LENGTH:
             return "decode" if length else "none"
-        return "pieces" if windowed or length <= min(short, cached_lengths[sequence]) else "expanded"
+        return "pieces" if is_absorbed(length, cached_lengths[sequence], short, windowed) else "expanded"
 
     def visible(sequence: int) -> int:
         return max(0, cached_lengths[sequence] + query_lengths[sequence] - starts[sequence])

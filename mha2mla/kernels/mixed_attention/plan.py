@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.export import Dim, ShapesCollection
 from torch.nn import functional as F
 
+from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, BatchLayout, absorbs_up_to, lay_out
 from mha2mla.kernels.mla_decode.plan import DecodePlan, check_window, plan_mla_decode
@@ -274,7 +275,7 @@ def plan_mla_attention(
     check_window(window, 0)
     heads, width = num_attention_heads, latent_cache.shape[-1]
     rope = rope_cache.shape[-1]
-    short = absorbs_up_to(heads, num_key_value_heads, width, rope, qk_nope_head_dim, v_head_dim)
+    geometry = MLAGeometry(heads, rope_cache.shape[2], width, rope, qk_nope_head_dim, v_head_dim, num_key_value_heads)
     # A stand-in for queries, of which a plan looks at shape, dtype and device.
     query = rope_cache.new_empty(())
 
@@ -287,8 +288,8 @@ def plan_mla_attention(
         )  # fmt: skip
 
     return _plan(
-        rope_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, short, max_expanded_tokens,
-        decode_plan,
+        rope_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, absorbs_up_to(geometry),
+        max_expanded_tokens, decode_plan,
     )  # fmt: skip
 
 

@@ -201,7 +201,7 @@ def plan_mla_decode(
     q_latent: Tensor,
     rope_cache: Tensor,
     block_table: Tensor,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | None,
     *,
     qk_rope_head_dim: int,
     cache_starts: Tensor | None = None,
@@ -216,7 +216,7 @@ def plan_mla_decode(
         q_latent: [B, S_q, H, d_c]; only shape, dtype and device are looked at, here and in the next two.
         rope_cache: [P, page, G, d_r].
         block_table: [B, max_pages].
-        cache_seqlens: [B] int32.
+        cache_seqlens: [B] int32; None: the plan is not filled, and must be refreshed before a call.
         qk_rope_head_dim: d_r.
         cache_starts: [B] int32 or None.
         causal: as in :func:`mla_decode`.
@@ -229,7 +229,8 @@ def plan_mla_decode(
     """
     check_window(window, sinks)
     plan = empty_plan(q_latent, rope_cache, block_table, qk_rope_head_dim, causal, window, sinks, backend or "auto")
-    plan.refresh(cache_seqlens, cache_starts)
+    if cache_seqlens is not None:
+        plan.refresh(cache_seqlens, cache_starts)
     return plan
 
 

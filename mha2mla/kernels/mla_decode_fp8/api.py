@@ -74,7 +74,7 @@ def plan_mla_decode_fp8(
     q_latent: Tensor,
     rope_cache: Tensor,
     block_table: Tensor,
-    cache_seqlens: Tensor,
+    cache_seqlens: Tensor | None,
     *,
     qk_rope_head_dim: int,
     cache_starts: Tensor | None = None,
@@ -95,7 +95,8 @@ def plan_mla_decode_fp8(
     plan = allocate_plan(
         (batch, seqlen_q, heads, d_c), num_ctas, block_table.shape[1] * page, causal, window, sinks, q_latent.device
     )
-    plan.refresh(cache_seqlens, cache_starts)
+    if cache_seqlens is not None:
+        plan.refresh(cache_seqlens, cache_starts)
     return plan
 
 
