@@ -188,7 +188,7 @@ MODEL = (
 OPS = (
     Fault(
         "partials are kept in bfloat16",
-        f"{KERNELS}/mla_decode/plan.py",
+        f"{KERNELS}/split_kv/plan.py",
         "partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.float32, device=device)",
         "partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.bfloat16, device=device)",
         ("tests/kernels/test_mla_decode.py", "tests/kernels/test_mixed_attention.py"),
@@ -196,14 +196,14 @@ OPS = (
     ),
     Fault(
         "causality is aligned to the top left",
-        f"{KERNELS}/mla_decode/reference.py",
+        f"{KERNELS}/split_kv/reference.py",
         "limit = limit - (seqlen_q - 1) + torch.arange(seqlen_q, device=token.device)",
         "limit = torch.arange(seqlen_q, device=token.device) + 1 + 0 * limit",
         ("tests/kernel_testing/test_problems.py",),
     ),
     Fault(
         "a window is one token too long",
-        f"{KERNELS}/mla_decode/reference.py",
+        f"{KERNELS}/split_kv/reference.py",
         "(token >= limit[..., None] - window)",
         "(token >= limit[..., None] - window - 1)",
         ("tests/kernel_testing/test_problems.py",),
@@ -217,7 +217,7 @@ OPS = (
     ),
     Fault(
         "weights lose digits to the log-sum-exp's rounding",
-        f"{KERNELS}/mla_decode/reference.py",
+        f"{KERNELS}/split_kv/reference.py",
         "torch.softmax(score, dim=-1))",
         "torch.exp(score.float() - lse.half().float()[..., None]).to(score))",
         ("tests/kernel_testing/test_problems.py", "tests/eval/test_latency.py"),

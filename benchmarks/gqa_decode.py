@@ -193,7 +193,7 @@ def list_compilations(jobs: Sequence[CompileJob], here: int, sms: int) -> Iterat
     First all decode kernels, which take longest, then all that is small.
     """
     yield from ((job, ("compile_choice", (*job[:2], here))) for job in jobs)
-    from mha2mla.kernels.mla_decode.launch import merge_splits  # imports TileLang, while workers compile already
+    from mha2mla.kernels.split_kv.launch import merge_splits  # imports TileLang, while workers compile already
 
     yield from ((job, ("compile_planner", (here,))) for job in jobs)
     for job in jobs:
@@ -228,12 +228,12 @@ def compile_all(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[
 
 def compile_kernel(kernel: Kernel) -> None:
     """Compiles one kernel; runs in a worker process."""
-    from mha2mla.kernels.gqa_decode import launch
-    from mha2mla.kernels.mla_decode.launch import compile_planner
+    from mha2mla.kernels.gqa_decode.launch import compile_choice
+    from mha2mla.kernels.split_kv import launch
 
     quieten_tilelang()
     name, arguments = kernel
-    (compile_planner if name == "compile_planner" else getattr(launch, name))(*arguments)
+    (compile_choice if name == "compile_choice" else getattr(launch, name))(*arguments)
 
 
 def quieten_tilelang() -> None:
@@ -265,7 +265,7 @@ def measure_case(
     row: dict[str, Any] = {"name": case_name(problem), "MB": problem.cache_bytes() / 1e6, "kernel": backend}
     if backend == "tilelang":
         from mha2mla.kernels.gqa_decode.launch import compile_choice, launch_gqa_decode
-        from mha2mla.kernels.mla_decode.plan import allocate_plan
+        from mha2mla.kernels.split_kv.plan import allocate_plan
 
         quieten_tilelang()
         here = capability(torch.device(device))

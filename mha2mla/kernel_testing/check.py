@@ -33,7 +33,6 @@ from mha2mla.kernel_testing.workers import (
 from mha2mla.kernels import DecodePlan, explain_mla_decode, mla_decode
 from mha2mla.kernels.devices import capability, device_name, num_sms
 from mha2mla.kernels.mla_decode.dispatch import decode_shape
-from mha2mla.kernels.mla_decode.schedule import COUNT, plan_fragments, write_schedule
 from mha2mla.kernels.mla_decode.selection import (
     MAX_ROPE_PER_HEAD,
     MAX_ROPE_SHARED,
@@ -42,7 +41,8 @@ from mha2mla.kernels.mla_decode.selection import (
     refusal,
     select_kernel,
 )
-from mha2mla.kernels.mla_decode.tuning import BATCHES, batch_bucket
+from mha2mla.kernels.split_kv.schedule import COUNT, plan_fragments, write_schedule
+from mha2mla.kernels.split_kv.tuning import BATCHES, batch_bucket
 
 COMPILE_TIMEOUT = 300.0
 CHECKERS = 2  # processes that launch kernels: one that hangs takes its time-out, then a new one has to start
@@ -431,7 +431,7 @@ class CompileJob:
         shape: static part of the calls.
         capability: compute capability, 90 for Hopper.
         gpu: its name.
-        merges: sizes of combine kernels (``build.MERGES``); None: all.
+        merges: sizes of combine kernels (``split_kv.launch.MERGES``); None: all.
         buckets: of batch sizes (``tuning.BATCHES``); None: all.
     """
 
@@ -444,7 +444,7 @@ class CompileJob:
 
 def compile_job(shape: DecodeShape, cases: Sequence[Case], device: torch.device) -> CompileJob:
     """What has to be compiled for ``cases`` of a shape, and nothing else."""
-    from mha2mla.kernels.mla_decode.launch import merge_splits
+    from mha2mla.kernels.split_kv.launch import merge_splits
 
     buckets, merges = set(), set()
     for batch, case in ((len(case.problem.lengths), case) for case in cases if case.problem.lengths):
@@ -479,14 +479,14 @@ def _processes(jobs: int) -> int:
 
 def compile_shape(job: CompileJob) -> None:
     """Compiles what a job names."""
-    from mha2mla.kernels.mla_decode.build import MERGES
-    from mha2mla.kernels.mla_decode.launch import compile_merge, compile_mla_decode, compile_planner
+    from mha2mla.kernels.mla_decode.launch import compile_mla_decode
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_merge, compile_planner
 
     compile_planner(job.capability)
     for bucket in BATCHES if job.buckets is None else job.buckets:
         compile_mla_decode(job.shape, job.capability, job.gpu, bucket)
     for splits in MERGES if job.merges is None else job.merges:
-        compile_merge(job.shape, splits, job.capability)
+        compile_merge(job.shape.heads, job.shape.kv_lora_rank, job.shape.dtype, splits, job.capability)
 
 
 def start_checking(device: torch.device) -> None:

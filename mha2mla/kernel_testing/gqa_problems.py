@@ -14,7 +14,7 @@ from mha2mla.kernels.gqa_decode.dispatch import gqa_shape
 from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
 from mha2mla.kernels.gqa_decode.selection import GQAShape
-from mha2mla.kernels.mla_decode.plan import DecodePlan
+from mha2mla.kernels.split_kv.plan import DecodePlan
 
 _DATA = ("q", "k_cache", "v_cache")
 

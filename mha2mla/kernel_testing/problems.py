@@ -14,10 +14,11 @@ from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.judgement import Judgement, verdict
-from mha2mla.kernels.mla_decode.plan import DecodePlan, plan_mla_decode
+from mha2mla.kernels.mla_decode.plan import plan_mla_decode
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
-from mha2mla.kernels.mla_decode.schedule import TILE_TOKENS, Span, attended_span
 from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.split_kv.plan import DecodePlan
+from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, Span, attended_span
 
 UNUSED_PAGE = 2147480000  # what FlashMLA's tests put into table entries that nobody may read
 CHUNK_TOKENS = 2**17  # tokens that the float64 reference takes at a time: its gathers hold 8 bytes a number

@@ -30,8 +30,9 @@ from mha2mla.kernel_testing.workers import Outcome, progress_bar, run_in_workers
 from mha2mla.kernels import DecodePlan, explain_mla_decode
 from mha2mla.kernels.devices import capability, device_name, num_sms
 from mha2mla.kernels.mla_decode.dispatch import decode_shape
-from mha2mla.kernels.mla_decode.selection import DTYPES, DecodeShape, KernelChoice, list_kernels
-from mha2mla.kernels.mla_decode.tuning import configuration, shape_fields, user_table, write_rows
+from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, list_kernels
+from mha2mla.kernels.split_kv.limits import DTYPES
+from mha2mla.kernels.split_kv.tuning import configuration, shape_fields, user_table, write_rows
 
 Geometry = tuple[int, ...]  # H, G, d_c, d_r and, if it is not 1, S_q
 
@@ -281,12 +282,13 @@ def table_row(final: Trial, us: Sequence[float]) -> dict[str, Any]:
 def compile_candidate(job: tuple[DecodeShape, KernelChoice, int, int, int]) -> None:
     """Puts all that a candidate launches into TileLang's disk cache. ``job`` is (shape, choice, CTAs, batch, compute
     capability)."""
-    from mha2mla.kernels.mla_decode.launch import compile_choice, compile_merge, compile_planner, merge_splits
+    from mha2mla.kernels.mla_decode.launch import compile_choice
+    from mha2mla.kernels.split_kv.launch import compile_merge, compile_planner, merge_splits
 
     shape, choice, num_ctas, batch, major_minor = job
     compile_planner(major_minor)
     compile_choice(shape, choice, major_minor)
-    compile_merge(shape, merge_splits(num_ctas, batch), major_minor)
+    compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, merge_splits(num_ctas, batch), major_minor)
 
 
 def compile_all(trials: Sequence[Trial], major_minor: int, *, timeout: float, progress: bool) -> dict[Trial, str]:
@@ -363,10 +365,12 @@ def launcher(
 ) -> Callable[[], None]:
     """A call that launches a choice's decode kernel and the combine kernel, as ``launch.launch_mla_decode`` does with
     the kernel that dispatch chooses."""
-    from mha2mla.kernels.mla_decode import launch
+    from mha2mla.kernels.mla_decode.launch import compile_choice
+    from mha2mla.kernels.split_kv.launch import NO_WINDOW, compile_merge, merge_splits
 
-    split = launch.compile_choice(shape, choice, capability)
-    merge = launch.compile_merge(shape, launch.merge_splits(plan.num_ctas, plan.splits.shape[0]), capability)
+    split = compile_choice(shape, choice, capability)
+    splits = merge_splits(plan.num_ctas, plan.splits.shape[0])
+    merge = compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability)
     arguments = (
         inputs["q_latent"],
         inputs["q_pe"],
@@ -380,7 +384,7 @@ def launcher(
         lse,
         inputs["softmax_scale"],
         int(inputs["causal"]),
-        launch.NO_WINDOW if plan.window is None else plan.window,
+        NO_WINDOW if plan.window is None else plan.window,
         plan.sinks,
     )
 

@@ -16,10 +16,11 @@ from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, abso
 from mha2mla.kernels.mixed_attention.plan import MixedPlan, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mla_decode.api import mla_decode
 from mha2mla.kernels.mla_decode.dispatch import explain_mla_decode
-from mha2mla.kernels.mla_decode.plan import DecodePlan, plan_mla_decode
+from mha2mla.kernels.mla_decode.plan import plan_mla_decode
 from mha2mla.kernels.mla_decode_fp8.api import explain_mla_decode_fp8, mla_decode_fp8, plan_mla_decode_fp8
 from mha2mla.kernels.mla_decode_fp8.reference import dequantize_latent, quantize_latent
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, gqa_append, mla_append, rope_rotate, slots_of
+from mha2mla.kernels.split_kv.plan import DecodePlan
 
 __all__ = [
     "MAX_DECODE_QUERY_LENGTH",

@@ -15,8 +15,8 @@ from mha2mla.kernel_testing import check as kernel_check
 from mha2mla.kernel_testing.check import Case, check_case, check_kernels, draw_cases, plan_error, plan_for, summarize
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernel_testing.workers import Stage, run_in_stages, run_in_workers
-from mha2mla.kernels.mla_decode.schedule import FIELDS, plan_fragments, write_schedule
 from mha2mla.kernels.mla_decode.selection import refusal
+from mha2mla.kernels.split_kv.schedule import FIELDS, plan_fragments, write_schedule
 
 
 def test_what_is_drawn_is_within_the_contract_and_repeats():
@@ -181,12 +181,17 @@ def test_only_the_combine_kernels_that_are_launched_are_compiled(like_a_gpu):
 def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.mla_decode import launch
+    from mha2mla.kernels.split_kv import launch as shared
 
     compiled = []
-    monkeypatch.setattr(launch, "compile_for", lambda function, *_: compiled.append(function))
     # Caches of its own: what another test compiled counts for nothing here, nor this test's stand-ins for others.
-    for name in ("compile_choice", "compile_merge", "compile_planner", "compile_mla_decode"):
-        monkeypatch.setattr(launch, name, cache(getattr(launch, name).__wrapped__))
+    for module, names in (
+        (launch, ("compile_choice", "compile_mla_decode")),
+        (shared, ("compile_merge", "compile_planner")),
+    ):
+        monkeypatch.setattr(module, "compile_for", lambda function, *_: compiled.append(function))
+        for name in names:
+            monkeypatch.setattr(module, name, cache(getattr(module, name).__wrapped__))
     kernel_check.compile_shape(kernel_check.CompileJob(Problem(7, 1, 72, 8, ()).shape(), 90, "a GPU"))
     names = {function.attrs["global_symbol"] for function in compiled}
     assert names >= {"mla_decode_plan", "mla_decode_combine"}

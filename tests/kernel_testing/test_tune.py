@@ -29,9 +29,10 @@ from mha2mla.kernel_testing.tune import (
 )
 from mha2mla.kernel_testing.workers import Outcome
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.mla_decode import dispatch, plan, tuning
+from mha2mla.kernels.mla_decode import dispatch, plan
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
-from mha2mla.kernels.mla_decode.tuning import configuration, match, read_table
+from mha2mla.kernels.split_kv import tuning
+from mha2mla.kernels.split_kv.tuning import configuration, match, read_table
 
 GPU = "NVIDIA H200"
 LLAMA, DEEPSEEK = (32, 8, 512, 16), (128, 1, 512, 64)
@@ -255,6 +256,7 @@ def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.check import plan_for
     from mha2mla.kernels.mla_decode import launch
+    from mha2mla.kernels.split_kv import launch as shared
 
     problem = Problem(4, 2, 32, 8, (70, 3), window=50, sinks=2)
     inputs, launched = problem.inputs(torch.bfloat16), []
@@ -265,7 +267,8 @@ def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):
     shape = problem.shape()
     choice = list_kernels(shape, 90)[0]
     monkeypatch.setattr(launch, "compile_choice", lambda *key: compiled("split", *key))
-    monkeypatch.setattr(launch, "compile_merge", lambda *key: compiled("merge", *key))
+    for module in (launch, shared):
+        monkeypatch.setattr(module, "compile_merge", lambda *key: compiled("merge", *key))
     monkeypatch.setattr(launch, "select_kernel", lambda *_: choice)
     monkeypatch.setattr(launch, "device_name", lambda _: "a GPU of the test of tuning")
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -290,9 +293,11 @@ def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):
 def test_everything_a_candidate_launches_is_compiled_beforehand(monkeypatch):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.mla_decode import launch
+    from mha2mla.kernels.split_kv import launch as shared
 
     compiled = []
-    monkeypatch.setattr(launch, "compile_for", lambda function, *_, **__: compiled.append(function))
+    for module in (launch, shared):
+        monkeypatch.setattr(module, "compile_for", lambda function, *_, **__: compiled.append(function))
     shape = DecodeShape(7, 1, 104, 8, 64, 1, "bfloat16")
     tuner.compile_candidate((shape, list_kernels(shape, 90)[0], 132, 64, 90))
     names = {function.attrs["global_symbol"] for function in compiled}

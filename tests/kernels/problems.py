@@ -10,7 +10,7 @@ import torch
 
 from mha2mla.kernel_testing.judgement import errors
 from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, judge, torch_at
-from mha2mla.kernels.mla_decode.schedule import (
+from mha2mla.kernels.split_kv.schedule import (
     COUNT,
     FIELDS,
     FIRST,

@@ -10,14 +10,11 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
 from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS
-from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_planner, make_split
-from mha2mla.kernels.mla_decode.selection import (
-    DecodeShape,
-    KernelChoice,
-    list_kernels,
-    select_kernel,
-    shared_memory_limit,
-)
+from mha2mla.kernels.mla_decode.build import make_split
+from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, list_kernels, select_kernel
+from mha2mla.kernels.split_kv.launch import MERGES, make_merge
+from mha2mla.kernels.split_kv.limits import shared_memory_limit
+from mha2mla.kernels.split_kv.plan_kernel import make_plan
 
 pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is neither on PATH nor installed by pip")
 
@@ -112,19 +109,19 @@ def test_before_hopper(capability, shape):
 @pytest.mark.parametrize("splits", MERGES)
 @pytest.mark.parametrize("kv_lora_rank", [200, 512])
 def test_combine(splits, kv_lora_rank):
-    shape = DecodeShape(9, 3, kv_lora_rank, 16, 64, 1, "bfloat16")
-    (report,) = compile_only(make_merge(shape, splits), "sm_90a", SMALL_PASS_CONFIGS)
+    (report,) = compile_only(make_merge(9, kv_lora_rank, "bfloat16", splits), "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == []
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_planner(arch):
-    (report,) = compile_only(make_planner(), arch, SMALL_PASS_CONFIGS)
+    (report,) = compile_only(make_plan(), arch, SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(80 if arch == "sm_80" else 90)) == []
     assert report.shared_bytes <= shared_memory_limit(89), "the smallest of the GPUs that are served"
 
 
 def test_combine_before_hopper():
     """There is no programmatic dependent launch before sm_90."""
-    (report,) = compile_only(make_merge(CHOSEN[0], max(MERGES), dependent=False), "sm_80", SMALL_PASS_CONFIGS)
+    function = make_merge(CHOSEN[0].heads, CHOSEN[0].kv_lora_rank, CHOSEN[0].dtype, max(MERGES), dependent=False)
+    (report,) = compile_only(function, "sm_80", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(80)) == []

@@ -21,9 +21,9 @@ from mha2mla.kernels.gqa_decode.selection import (
     select_kernel,
     streamed_shared_memory,
 )
-from mha2mla.kernels.mla_decode.schedule import FIELDS, plan_fragments, write_schedule
-from mha2mla.kernels.mla_decode.selection import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
-from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, tile_rows
+from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
+from mha2mla.kernels.split_kv.schedule import FIELDS, plan_fragments, write_schedule
+from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
 from tests.kernels.problems import random_work, write_work
 
 BASE = GQAProblem(6, 2, 24, 16, (0, 1, 70), page_size=16, seqlen_q=2)
@@ -281,8 +281,8 @@ def one_product_after_another(monkeypatch):
 def compiled_for_cpu(shape: GQAShape, max_rows: int, block_tokens: int, splits: int):
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.gqa_decode.launch import make_split
-    from mha2mla.kernels.mla_decode.build import MERGES
-    from mha2mla.kernels.mla_decode.combine import make_combine
+    from mha2mla.kernels.split_kv.combine import make_combine
+    from mha2mla.kernels.split_kv.launch import MERGES
 
     tiling = tile_rows(shape.heads, shape.num_kv_heads, shape.seqlen_q, max_rows, 1, packed=True)
     choice = next(choice for choice in list_kernels(shape, 80) if choice.kernel == "portable")

@@ -96,8 +96,7 @@ def varied(problem: GQAProblem) -> list[GQAChoice]:
 
 def compile_rules_merge(problem: GQAProblem):
     """The combine that a call launches; a plan with more partials than it was made for makes it loop."""
-    from mha2mla.kernels.gqa_decode.launch import compile_merge
-    from mha2mla.kernels.mla_decode.launch import merge_splits
+    from mha2mla.kernels.split_kv.launch import compile_merge, merge_splits
 
     num_ctas = select_kernel(problem.shape(), capability()).num_ctas(num_sms(torch.device("cuda")))
     splits = merge_splits(num_ctas, len(problem.lengths))

@@ -14,16 +14,14 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode import dispatch as dispatching
 from mha2mla.kernels.mla_decode import plan as planning
-from mha2mla.kernels.mla_decode.schedule import FIELDS, MAX_BATCH
 from mha2mla.kernels.mla_decode.selection import (
-    MAX_SPLITS,
-    SHARED_MEMORY,
     DecodeShape,
     list_kernels,
     select_kernel,
-    shared_memory_limit,
 )
-from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, tile_rows
+from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
+from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
+from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
 from tests.kernels.problems import Problem, assert_right, errors, torch_at
 
 BASE = Problem(6, 3, 24, 8, (0, 1, 70), page_size=16, seqlen_q=2)

@@ -17,10 +17,11 @@ from mha2mla.kernels import (
     plan_mla_decode_fp8,
     quantize_latent,
 )
-from mha2mla.kernels.mla_decode.selection import DecodeShape, shared_memory_limit
+from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
 from mha2mla.kernels.mla_decode_fp8.reference import SMALLEST_SCALE
 from mha2mla.kernels.mla_decode_fp8.selection import select_fp8
+from mha2mla.kernels.split_kv.limits import shared_memory_limit
 
 
 def fp8_inputs(problem: Problem, dtype: torch.dtype, device="cpu") -> tuple[dict, dict]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from mha2mla.kernels import mla_decode, plan_mla_decode
-from mha2mla.kernels.mla_decode.schedule import MAX_BATCH
-from mha2mla.kernels.mla_decode.selection import MAX_SPLITS, heads_on_m_variants, list_kernels, rope_variants
-from mha2mla.kernels.mla_decode.tiling import tile_rows
+from mha2mla.kernels.mla_decode.selection import heads_on_m_variants, list_kernels, rope_variants
+from mha2mla.kernels.split_kv.limits import MAX_SPLITS
+from mha2mla.kernels.split_kv.schedule import MAX_BATCH
+from mha2mla.kernels.split_kv.tiling import tile_rows
 from tests.kernels.problems import (
     Problem,
     assert_right,
@@ -188,8 +189,8 @@ def variant_of_the_rule(choice, problem: Problem) -> str:
 
 def check_choice(problem: Problem, choice) -> None:
     """A configuration by plans of the planner and by plans no planner makes, twice, with and without a window."""
-    from mha2mla.kernels.mla_decode.build import MERGES
-    from mha2mla.kernels.mla_decode.launch import compile_choice, compile_merge
+    from mha2mla.kernels.mla_decode.launch import compile_choice
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_merge
 
     shape = problem.shape()
     split = compile_choice(shape, choice, capability())
@@ -201,7 +202,8 @@ def check_choice(problem: Problem, choice) -> None:
             work = random_work([span.tiles for span in case.spans()], num_ctas, random.Random(seed))
             plans.append((num_ctas, work))
         for i, (num_ctas, work) in enumerate(plans):
-            merge = compile_merge(shape, sorted(MERGES)[i % len(MERGES)], capability())
+            splits = sorted(MERGES)[i % len(MERGES)]
+            merge = compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability())
             first = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
             try:
                 assert_right(inputs, *first, torch.bfloat16, **case.visibility)
@@ -246,7 +248,7 @@ def test_a_sequence_in_one_fragment_is_written_at_once():
 
 
 def test_the_planner_on_the_gpu_does_what_the_oracle_says():
-    from mha2mla.kernels.mla_decode.launch import compile_planner
+    from mha2mla.kernels.split_kv.launch import compile_planner
 
     planner = compile_planner(capability())
     for seed in range(50):
@@ -358,8 +360,8 @@ def test_a_plan_is_for_the_lengths_it_was_refreshed_with():
 
 
 def test_one_compilation_for_all_lengths_and_batches_failure_17():
-    from mha2mla.kernels.mla_decode.build import MERGES
-    from mha2mla.kernels.mla_decode.launch import compile_choice, compile_merge, compile_planner
+    from mha2mla.kernels.mla_decode.launch import compile_choice
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_merge, compile_planner
 
     def misses() -> list[int]:
         return [cached.cache_info().misses for cached in (compile_choice, compile_planner, compile_merge)]
@@ -492,8 +494,9 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_
     import tilelang
 
     from mha2mla.kernels.compilation import PASS_CONFIGS, target_of
-    from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_split
+    from mha2mla.kernels.mla_decode.build import make_split
     from mha2mla.kernels.mla_decode.selection import select_kernel
+    from mha2mla.kernels.split_kv.launch import MERGES, make_merge
 
     shape = problem.shape()
     choice = select_kernel(shape, older_capability)
@@ -501,7 +504,10 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_
     older = PASS_CONFIGS | {"tl.disable_wgmma": True, "tl.disable_tma_lower": True}
     split, merge = (
         tilelang.compile(function, target=target_of(capability()), pass_configs=older)
-        for function in (make_split(shape, choice), make_merge(shape, max(MERGES)))
+        for function in (
+            make_split(shape, choice),
+            make_merge(shape.heads, shape.kv_lora_rank, shape.dtype, max(MERGES)),
+        )
     )
     assert "wgmma" not in split.get_kernel_source()
     for case in (problem, dataclasses.replace(problem, window=33, sinks=5)):

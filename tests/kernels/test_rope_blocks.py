@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.kernels.mla_decode.selection import DecodeShape, RopeBlocks, list_kernels, rope_blocks, rope_variants
-from mha2mla.kernels.mla_decode.tiling import RowTiling, tile_rows
+from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
 GEOMETRIES = [
     (32, 32, 16), (32, 8, 16), (32, 8, 64), (32, 4, 32), (32, 1, 64), (9, 3, 16), (9, 9, 72), (64, 4, 64), (48, 3, 16),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mha2mla.kernels.mla_decode.schedule import (
+from mha2mla.kernels.split_kv.schedule import (
     COUNT,
     FIELDS,
     FIRST,
@@ -137,10 +137,10 @@ def test_rows_hold_the_fragments(tiles, num_ctas):
 def planner():
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-    from mha2mla.kernels.mla_decode.build import make_planner
+    from mha2mla.kernels.split_kv.plan_kernel import make_plan
 
     return tilelang.compile(
-        make_planner(on_cpu=True),
+        make_plan(threads=1, on_cpu=True),
         target="c",
         target_host="c",
         execution_backend="cython",

@@ -18,9 +18,11 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 import tilelang
 
-from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_split
-from mha2mla.kernels.mla_decode.selection import MAX_SPLITS, DecodeShape, list_kernels
-from mha2mla.kernels.mla_decode.tiling import tile_rows
+from mha2mla.kernels.mla_decode.build import make_split
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
+from mha2mla.kernels.split_kv.launch import MERGES, make_merge
+from mha2mla.kernels.split_kv.limits import MAX_SPLITS
+from mha2mla.kernels.split_kv.tiling import tile_rows
 
 PASS_CONFIGS = {"tirx.disable_vectorize": True}
 
@@ -47,8 +49,7 @@ def compiled_split(shape: DecodeShape, max_rows: int, max_groups: int, block_tok
 
 @cache
 def compiled_merge(heads: int, kv_lora_rank: int, splits: int):
-    shape = DecodeShape(heads, 1, kv_lora_rank, 8, 64, 1, "float32")
-    return compile_for_cpu(make_merge(shape, splits, dtype="float32", on_cpu=True))
+    return compile_for_cpu(make_merge(heads, kv_lora_rank, "float32", splits, on_cpu=True))
 
 
 def run(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mha2mla.kernels.mla_decode import tuning
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
-from mha2mla.kernels.mla_decode.tuning import (
+from mha2mla.kernels.split_kv import tuning
+from mha2mla.kernels.split_kv.tuning import (
     FIELDS,
     PACKAGE_TABLE,
     configuration,
@@ -94,7 +94,7 @@ def test_a_process_killed_while_writing_leaves_the_old_table(tmp_path):
     before = path.read_text()
     code = (
         "import json, os, sys\n"
-        "from mha2mla.kernels.mla_decode.tuning import write_rows\n"
+        "from mha2mla.kernels.split_kv.tuning import write_rows\n"
         "os.replace = lambda *_: os._exit(9)\n"
         "write_rows(sys.argv[1], [json.loads(sys.argv[2])])\n"
     )
@@ -273,7 +273,8 @@ def test_selection_needs_neither_torch_nor_tilelang():
     code = (
         "import sys, types\n"
         "for name, folder in (('mha2mla', 'mha2mla'), ('mha2mla.kernels', 'mha2mla/kernels'),\n"
-        "                     ('mha2mla.kernels.mla_decode', 'mha2mla/kernels/mla_decode')):\n"
+        "                     ('mha2mla.kernels.mla_decode', 'mha2mla/kernels/mla_decode'),\n"
+        "                     ('mha2mla.kernels.split_kv', 'mha2mla/kernels/split_kv')):\n"
         "    sys.modules[name] = types.ModuleType(name)\n"
         "    sys.modules[name].__path__ = [folder]\n"
         "from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel\n"

@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode.fragment import LN2, LOG2E, MASKED
+from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED
 
 
 def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, on_cpu: bool = False):

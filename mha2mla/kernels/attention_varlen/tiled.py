@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape
-from mha2mla.kernels.mla_decode.fragment import LN2, LOG2E
+from mha2mla.kernels.split_kv.fragment import LN2, LOG2E
 
 
 def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64, on_cpu: bool = False):

@@ -9,7 +9,7 @@ causal triangle are started first.
 import tilelang.language as T
 
 from mha2mla.kernels.attention_varlen.tiling import WARPGROUP, VarlenShape, VarlenTiling, chunks
-from mha2mla.kernels.mla_decode.fragment import LN2, LOG2E
+from mha2mla.kernels.split_kv.fragment import LN2, LOG2E
 
 BARRIER = 8  # named barriers below 8 belong to the compiler
 TURN = 10  # and the next: whose turn it is at the score products

@@ -14,7 +14,7 @@ from mha2mla.kernels.gqa_decode.dispatch import dispatch
 from mha2mla.kernels.gqa_decode.plan import empty_plan
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
 from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_data, check_index
-from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, check_spans
+from mha2mla.kernels.split_kv.plan import LIBRARY, DecodePlan, check_spans
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -8,7 +8,7 @@ import torch
 
 from mha2mla.kernels.devices import capability, dtype_name
 from mha2mla.kernels.gqa_decode.selection import GQAShape, refusal, select_kernel
-from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q
+from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 
 
 def gqa_shape(

@@ -8,13 +8,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
+from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.gqa_decode.portable import make_gqa_decode_portable
 from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape, select_kernel
 from mha2mla.kernels.gqa_decode.streamed import make_gqa_decode_streamed
-from mha2mla.kernels.mla_decode.build import MERGES
-from mha2mla.kernels.mla_decode.combine import make_combine
-from mha2mla.kernels.mla_decode.launch import NO_WINDOW, merge_splits
+from mha2mla.kernels.split_kv.launch import NO_WINDOW, compile_merge, merge_splits
 
 
 def make_split(shape: GQAShape, choice: GQAChoice, *, dtype: str | None = None, on_cpu: bool = False):
@@ -37,22 +35,6 @@ def make_split(shape: GQAShape, choice: GQAChoice, *, dtype: str | None = None, 
 def compile_choice(shape: GQAShape, choice: GQAChoice, capability: int):
     """The compiled decode kernel of a choice. One compilation serves every batch, length, page count and plan."""
     return compile_for(make_split(shape, choice), capability)
-
-
-@cache
-def compile_merge(heads: int, v_head_dim: int, dtype: str, splits: int, capability: int):
-    """The compiled combine kernel, that of MLA decode, for about ``splits`` partials a sequence (one of MERGES)."""
-    columns, threads = MERGES[splits]
-    function = make_combine(
-        heads=heads,
-        kv_lora_rank=v_head_dim,
-        dtype=dtype,
-        block_columns=columns,
-        block_splits=splits,
-        threads=threads,
-        dependent=capability >= 90,
-    )
-    return compile_for(function, capability, SMALL_PASS_CONFIGS)
 
 
 def launch_gqa_decode(

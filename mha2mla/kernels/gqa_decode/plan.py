@@ -10,7 +10,7 @@ from torch import Tensor
 from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.gqa_decode.dispatch import dispatch
 from mha2mla.kernels.gqa_decode.selection import select_kernel
-from mha2mla.kernels.mla_decode.plan import DecodePlan, allocate_plan, check_window
+from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_window
 
 
 @torch.compiler.assume_constant_result

@@ -6,7 +6,7 @@ Sᵀ[tokens, rows] = K Qᵀ and Oᵀ[d_v, rows] += Vᵀ Pᵀ for the query rows 
 import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.selection import padded_columns
-from mha2mla.kernels.mla_decode.fragment import (
+from mha2mla.kernels.split_kv.fragment import (
     LN2,
     LOG2E,
     MASKED,
@@ -20,8 +20,8 @@ from mha2mla.kernels.mla_decode.fragment import (
     tile_origin,
     unseen,
 )
-from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILE_TOKENS, TILES
-from mha2mla.kernels.mla_decode.tiling import RowTiling
+from mha2mla.kernels.split_kv.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILE_TOKENS, TILES
+from mha2mla.kernels.split_kv.tiling import RowTiling
 
 THREADS = 128
 
@@ -49,7 +49,7 @@ def make_gqa_decode_portable(
         on_cpu: compile for TileLang's C target: thread-local buffers, one thread.
 
     The function's arguments: q [B,S_q,H,d_qk], k_cache [P,page,G,d_qk], v_cache [P,page,G,d_v] (all with run-time
-    strides), block_table [B,max_pages], schedule [num_ctas+B,FIELDS] (int32; ``mla_decode/schedule.py``), the outputs
+    strides), block_table [B,max_pages], schedule [num_ctas+B,FIELDS] (int32; ``split_kv/schedule.py``), the outputs
     partial_out [num_ctas,2,S_q,H,d_v] and partial_lse [num_ctas,2,S_q,H] (float32) for sequences in several fragments,
     out [B,S_q,H,d_v] (run-time strides, ``dtype``) and lse [B,H,S_q] (float32) for those in one; then softmax_scale,
     causal (0 or 1), window (2**30: none) and sinks. All lse are natural logs, -inf where a row sees none of the tokens;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.mla_decode.reference import rows_of, visible_tokens, weights
+from mha2mla.kernels.split_kv.reference import rows_of, visible_tokens, weights
 
 
 def gqa_decode_reference(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from mha2mla.kernels.mla_decode.selection import DTYPES, MAX_HEADS, MAX_SPLITS, shared_memory_limit
-from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, RowTiling, tile_rows
+from mha2mla.kernels.split_kv.limits import DTYPES, MAX_HEADS, MAX_SPLITS, shared_memory_limit
+from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, RowTiling, tile_rows
 
 MAX_HEAD_DIM = 256
 REGISTERS = 65536  # of a multiprocessor, and none that is served has fewer

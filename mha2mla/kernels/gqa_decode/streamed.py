@@ -9,7 +9,7 @@ softmax, and keys and values wait in rings that run on into the next sequence of
 import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.selection import padded_columns
-from mha2mla.kernels.mla_decode.fragment import (
+from mha2mla.kernels.split_kv.fragment import (
     LN2,
     LOG2E,
     MASKED,
@@ -23,8 +23,8 @@ from mha2mla.kernels.mla_decode.fragment import (
     tile_origin,
     unseen,
 )
-from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
-from mha2mla.kernels.mla_decode.tiling import RowTiling
+from mha2mla.kernels.split_kv.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
+from mha2mla.kernels.split_kv.tiling import RowTiling
 
 CONSUMERS = 128  # threads that compute: one warpgroup
 THREADS = CONSUMERS + 32

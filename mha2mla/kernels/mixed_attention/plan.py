@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, BatchLayout, absorbs_up_to, lay_out
-from mha2mla.kernels.mla_decode.plan import DecodePlan, check_window, plan_mla_decode
+from mha2mla.kernels.mla_decode.plan import plan_mla_decode
 from mha2mla.kernels.mla_decode_fp8.api import plan_mla_decode_fp8
 from mha2mla.kernels.rope_append.api import slots_of
+from mha2mla.kernels.split_kv.plan import DecodePlan, check_window
 
 MAX_EXPANDED_TOKENS = 16384  # 256 MiB of keys and values at 32 heads of 128 + 128 in bfloat16
 ALIGNMENT = 32  # numbers; pieces of the flat tensors begin at multiples of it, 128 bytes

@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from mha2mla.kernels.devices import BACKENDS, capability
 from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_data, check_index
 from mha2mla.kernels.mla_decode.dispatch import dispatch
-from mha2mla.kernels.mla_decode.plan import LIBRARY, DecodePlan, check_spans, empty_plan
+from mha2mla.kernels.mla_decode.plan import empty_plan
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.split_kv.plan import LIBRARY, DecodePlan, check_spans
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -9,7 +9,7 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.devices import capability, device_name, dtype_name
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
-from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q
+from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 
 
 def decode_shape(geometry: MLAGeometry, page_size: int, dtype: torch.dtype, seqlen_q: int) -> DecodeShape:

@@ -9,7 +9,8 @@ output, and registers suffice for a fourth warpgroup that streams the cache).
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode.fragment import (
+from mha2mla.kernels.mla_decode.selection import HEADS_ON_M_THREADS, padded_latent_columns, padded_rope_columns
+from mha2mla.kernels.split_kv.fragment import (
     LN2,
     LOG2E,
     MASKED,
@@ -22,10 +23,9 @@ from mha2mla.kernels.mla_decode.fragment import (
     tile_origin,
     unseen,
 )
-from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
-from mha2mla.kernels.mla_decode.selection import HEADS_ON_M_THREADS, padded_latent_columns, padded_rope_columns
-from mha2mla.kernels.mla_decode.stream import make_streams
-from mha2mla.kernels.mla_decode.tiling import RowTiling
+from mha2mla.kernels.split_kv.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
+from mha2mla.kernels.split_kv.stream import make_streams
+from mha2mla.kernels.split_kv.tiling import RowTiling
 
 WARPGROUP = 128  # threads
 BLOCK = 64  # cached tokens per tile

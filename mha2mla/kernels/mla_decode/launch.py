@@ -7,14 +7,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
-from mha2mla.kernels.devices import capability as capability_of
+from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.devices import device_name
-from mha2mla.kernels.mla_decode.build import MERGES, make_merge, make_planner, make_split
+from mha2mla.kernels.mla_decode.build import make_split
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, select_kernel
-from mha2mla.kernels.mla_decode.tuning import BATCHES, batch_bucket
-
-NO_WINDOW = 2**30  # longer than any sequence
+from mha2mla.kernels.split_kv.launch import NO_WINDOW, compile_merge, merge_splits
+from mha2mla.kernels.split_kv.tuning import BATCHES, batch_bucket
 
 
 @cache
@@ -24,57 +22,9 @@ def compile_choice(shape: DecodeShape, choice: KernelChoice, capability: int):
 
 
 @cache
-def compile_merge(shape: DecodeShape, splits: int, capability: int):
-    """The compiled combine kernel for about ``splits`` partials a sequence."""
-    return compile_for(make_merge(shape, splits, dependent=capability >= 90), capability, SMALL_PASS_CONFIGS)
-
-
-def merge_splits(num_ctas: int, batch: int) -> int:
-    """Which combine kernel: by the partials a sequence has if all are equally long."""
-    return next((splits for splits in MERGES if num_ctas // batch <= splits), max(MERGES))
-
-
-@cache
-def compile_planner(capability: int):
-    """The compiled planner, one for all shapes."""
-    return compile_for(make_planner(), capability, SMALL_PASS_CONFIGS)
-
-
-@cache
 def compile_mla_decode(shape: DecodeShape, capability: int, gpu: str | None = None, bucket: int = BATCHES[-1]):
     """The compiled decode kernel that dispatch chooses for a shape and a bucket of batch sizes."""
     return compile_choice(shape, select_kernel(shape, capability, gpu, bucket), capability)
-
-
-def launch_plan(
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
-    capacity: int,
-    seqlen_q: int,
-    causal: bool,
-    window: int,
-    sinks: int,
-    schedule: Tensor,
-    splits: Tensor,
-) -> None:
-    """Run the planner; arguments as ``plan_kernel`` describes them."""
-    batch = splits.shape[0]
-    if batch == 0:
-        return
-    with torch.cuda.device(splits.device):
-        compile_planner(capability_of(splits.device))(
-            cache_seqlens,
-            cache_seqlens if cache_starts is None else cache_starts,
-            schedule,
-            splits,
-            schedule.shape[0] - batch,
-            capacity,
-            seqlen_q,
-            int(causal),
-            int(cache_starts is not None),
-            window,
-            sinks,
-        )
 
 
 def launch_mla_decode(
@@ -125,6 +75,6 @@ def launch_mla_decode(
             NO_WINDOW if window < 0 else window,
             sinks,
         )
-        compile_merge(shape, merge_splits(partial_lse.shape[0], batch), capability)(
-            splits, partial_out, partial_lse, out, lse
-        )
+        compile_merge(
+            shape.heads, shape.kv_lora_rank, shape.dtype, merge_splits(partial_lse.shape[0], batch), capability
+        )(splits, partial_out, partial_lse, out, lse)

@@ -7,31 +7,16 @@ from functools import lru_cache
 from itertools import product
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.mla_decode.tiling import SEQLENS_Q, RowTiling, tile_rows
-from mha2mla.kernels.mla_decode.tuning import BATCHES, prefer
+from mha2mla.kernels.split_kv.limits import DTYPES, MAX_HEADS, shared_memory_limit
+from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, RowTiling, tile_rows
+from mha2mla.kernels.split_kv.tuning import BATCHES, prefer
 
-MAX_HEADS = 128
-MAX_SPLITS = 512  # partials of one sequence that the combine holds weights for; CTAs are never more
 MAX_LATENT = 512
 HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
 MAX_ROPE_SHARED = 256
 MAX_ROPE_PER_HEAD = 128
 MAX_ROPE_WIDTH = 2048
 OTHER_VARIANT = 3  # rank of configurations that only a tuning table chooses
-DTYPES = ("bfloat16", "float16")
-
-# Shared memory a block may use, bytes, by compute capability (CUDA C++ programming guide, "Technical Specifications").
-SHARED_MEMORY = {
-    80: 166912,
-    86: 101376,
-    87: 166912,
-    89: 101376,
-    90: 232448,
-    100: 232448,
-    103: 232448,
-    120: 101376,
-    121: 101376,
-}
 
 
 @dataclass(frozen=True)
@@ -117,11 +102,6 @@ def refusal(geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int) ->
         ),
     )
     return next((why for fits, why in checks if not fits), None)
-
-
-def shared_memory_limit(capability: int) -> int:
-    """Bytes of shared memory a block may use on a compute capability (90 for Hopper); 99 KiB if unknown."""
-    return SHARED_MEMORY.get(capability, 101376)
 
 
 def padded_rope_columns(columns: int) -> int:

@@ -7,7 +7,8 @@ compiled for sm_90 (wgmma, TMA), for sm_80 and newer (mma, cp.async) and, unpipe
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode.fragment import (
+from mha2mla.kernels.mla_decode.selection import padded_latent_columns, padded_rope_columns
+from mha2mla.kernels.split_kv.fragment import (
     LN2,
     LOG2E,
     MASKED,
@@ -21,9 +22,8 @@ from mha2mla.kernels.mla_decode.fragment import (
     tile_origin,
     unseen,
 )
-from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILE_TOKENS, TILES
-from mha2mla.kernels.mla_decode.selection import padded_latent_columns, padded_rope_columns
-from mha2mla.kernels.mla_decode.tiling import RowTiling
+from mha2mla.kernels.split_kv.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILE_TOKENS, TILES
+from mha2mla.kernels.split_kv.tiling import RowTiling
 
 
 def make_swap_ab(

@@ -9,7 +9,8 @@ they exchange nothing but turns at the tensor cores (not even these where ``sele
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode.fragment import (
+from mha2mla.kernels.mla_decode.selection import RopeBlocks, padded_latent_columns, takes_turns
+from mha2mla.kernels.split_kv.fragment import (
     LN2,
     LOG2E,
     MASKED,
@@ -23,10 +24,9 @@ from mha2mla.kernels.mla_decode.fragment import (
     tile_origin,
     unseen,
 )
-from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
-from mha2mla.kernels.mla_decode.selection import RopeBlocks, padded_latent_columns, takes_turns
-from mha2mla.kernels.mla_decode.stream import make_streams
-from mha2mla.kernels.mla_decode.tiling import RowTiling
+from mha2mla.kernels.split_kv.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
+from mha2mla.kernels.split_kv.stream import make_streams
+from mha2mla.kernels.split_kv.tiling import RowTiling
 
 WARPGROUP = 128  # threads
 BLOCK = 64  # cached tokens per tile: the M of one wgmma

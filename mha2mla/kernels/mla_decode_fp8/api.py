@@ -12,10 +12,10 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.devices import BACKENDS, capability, dtype_name, num_sms
 from mha2mla.kernels.layouts import check_aligned
 from mha2mla.kernels.mla_decode.dispatch import decode_shape
-from mha2mla.kernels.mla_decode.plan import DecodePlan, allocate_plan, check_spans, check_window
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode_fp8.reference import CODES, mla_decode_fp8_reference
 from mha2mla.kernels.mla_decode_fp8.selection import CAPABILITY, refusal_fp8, select_fp8
+from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_window
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -17,7 +17,8 @@ add up at the end of a fragment. (Schedule, fragments and partials are those of 
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from mha2mla.kernels.mla_decode.fragment import (
+from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
+from mha2mla.kernels.split_kv.fragment import (
     LN2,
     LOG2E,
     MASKED,
@@ -31,9 +32,8 @@ from mha2mla.kernels.mla_decode.fragment import (
     tile_origin,
     unseen,
 )
-from mha2mla.kernels.mla_decode.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
-from mha2mla.kernels.mla_decode.tiling import RowTiling
-from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
+from mha2mla.kernels.split_kv.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
+from mha2mla.kernels.split_kv.tiling import RowTiling
 
 WARPGROUP = 128  # threads
 CONSUMERS = 2 * WARPGROUP

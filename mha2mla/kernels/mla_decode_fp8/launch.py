@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
-from mha2mla.kernels.mla_decode.launch import NO_WINDOW, compile_merge, merge_splits
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode_fp8.kernel import make_mla_decode_fp8
 from mha2mla.kernels.mla_decode_fp8.selection import CAPABILITY, Fp8Choice, select_fp8
+from mha2mla.kernels.split_kv.launch import NO_WINDOW, compile_merge, merge_splits
 
 PASS_CONFIGS = SMALL_PASS_CONFIGS
 
@@ -68,6 +68,6 @@ def launch_mla_decode_fp8(
             q_latent, q_pe, latent_cache, latent_scale, rope_cache.flatten(2), block_table, schedule, partial_out,
             partial_lse, out, lse, softmax_scale, int(causal), NO_WINDOW if window < 0 else window, sinks,
         )  # fmt: skip
-        compile_merge(shape, merge_splits(partial_lse.shape[0], batch), CAPABILITY)(
-            splits, partial_out, partial_lse, out, lse
-        )
+        compile_merge(
+            shape.heads, shape.kv_lora_rank, shape.dtype, merge_splits(partial_lse.shape[0], batch), CAPABILITY
+        )(splits, partial_out, partial_lse, out, lse)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, shared_memory_limit
-from mha2mla.kernels.mla_decode.tiling import RowTiling, tile_rows
+from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal
+from mha2mla.kernels.split_kv.limits import shared_memory_limit
+from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
 CAPABILITY = 90  # wgmma with register operands exists there and nowhere else
 TILE_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes

@@ -2,8 +2,8 @@
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode.fragment import LN2, LOG2E, MASKED
-from mha2mla.kernels.mla_decode.selection import MAX_SPLITS
+from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED
+from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 
 
 def make_combine(

@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode.schedule import (
+from mha2mla.kernels.split_kv.schedule import (
     COUNT,
     FIELDS,
     FIRST,

@@ -2,9 +2,9 @@
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode.fragment import first_token, last_page, read_fragment
-from mha2mla.kernels.mla_decode.schedule import SEQUENCE, TILE_TOKENS, TILES
-from mha2mla.kernels.mla_decode.tiling import RowTiling
+from mha2mla.kernels.split_kv.fragment import first_token, last_page, read_fragment
+from mha2mla.kernels.split_kv.schedule import SEQUENCE, TILE_TOKENS, TILES
+from mha2mla.kernels.split_kv.tiling import RowTiling
 
 
 def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages: int, cluster_mask: int | None = None):

@@ -7,7 +7,7 @@ substituted into every index keep TileLang's simplifier busy for minutes.
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode.schedule import (
+from mha2mla.kernels.split_kv.schedule import (
     FIRST,
     LOW,
     SINK_STOP,
@@ -18,7 +18,7 @@ from mha2mla.kernels.mla_decode.schedule import (
     TILE_TOKENS,
     WINDOW_TILE,
 )
-from mha2mla.kernels.mla_decode.tiling import RowTiling
+from mha2mla.kernels.split_kv.tiling import RowTiling
 
 # Far below any real score in float32, and finite: differences of it are not NaN. Subtract before scaling: contracted
 # to a fused multiply-add, ``m * scale - m * scale`` is the rounding error of 1e30, and its exponential infinite.

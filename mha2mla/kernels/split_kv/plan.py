@@ -1,0 +1,181 @@
+"""The work split of a decode step: made on the device from the lengths, once for all layers that share a shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Which tokens each block of the decode kernel reads, and the workspace for what it hands to the combine kernel.
+
+    Made by :func:`plan_mla_decode` or :func:`mha2mla.kernels.plan_gqa_decode`. The lengths are read on the device when
+    the plan is made or refreshed, and a call with the plan attends over those; refresh it once per step, inside the
+    CUDA graph if there is one. All calls that share B, S_q, H, d, page table and lengths (the layers of a model) may
+    share a plan, one after another.
+
+    Attributes:
+        shape: (B, S_q, H, d) of the output that it was made for; d is d_c, or d_v of a GQA model.
+        capacity: tokens that a sequence's page table holds.
+        causal, window, sinks: as in :func:`plan_mla_decode`.
+        schedule: [num_ctas + B, 16] int32; ``mha2mla/kernels/split_kv/schedule.py`` describes it. Without rows where
+            the reference backend serves.
+        splits: [B, 2] int32, fragments of each sequence and where their partials begin; where the reference backend
+            serves, the first visible token and the length of each, by which it refuses a plan of other lengths.
+        partial_out: [num_ctas, 2, S_q, H, d] float32 workspace.
+        partial_lse: [num_ctas, 2, S_q, H] float32 workspace.
+    """
+
+    shape: tuple[int, int, int, int]
+    capacity: int
+    causal: bool
+    window: int | None
+    sinks: int
+    schedule: Tensor
+    splits: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+    @property
+    def num_ctas(self) -> int:
+        """Blocks of the decode kernel per tile of query rows; 0 where the reference backend serves."""
+        return self.partial_lse.shape[0]
+
+    def check(self, out: Tensor, block_table: Tensor, page_size: int, causal: bool) -> None:
+        """Raise ValueError if the plan was made for another shape, device, page table width or ``causal``.
+
+        Args:
+            out: [B, S_q, H, d], or anything of the output's shape and device.
+            block_table, page_size, causal: of the call.
+        """
+        if out.shape != self.shape:
+            raise ValueError(f"plan was made for [B, S_q, H, d] = {self.shape}; expected {tuple(out.shape)}")
+        if out.device != self.splits.device:
+            raise ValueError(f"plan was made on {self.splits.device}; expected {out.device}")
+        capacity = block_table.shape[1] * page_size
+        if capacity != self.capacity:
+            raise ValueError(f"plan was made for max_pages * page = {self.capacity}; expected {capacity}")
+        if bool(causal) != self.causal:
+            raise ValueError(f"plan was made for causal={self.causal}; expected {causal}")
+
+    def refresh(self, cache_seqlens: Tensor, cache_starts: Tensor | None = None) -> None:
+        """Plan again, in place, for other lengths. One small kernel; no allocation, nothing is read on the host.
+
+        Args:
+            cache_seqlens, cache_starts: [B] int32, as in :func:`mha2mla.kernels.mla_decode`.
+        """
+        for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_starts", cache_starts)):
+            if tensor is not None and (
+                tensor.shape != (self.shape[0],)
+                or tensor.dtype != torch.int32
+                or tensor.device != self.splits.device
+                or not tensor.is_contiguous()
+            ):
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; expected contiguous int32 "
+                    f"[{self.shape[0]}] on {self.splits.device}"
+                )
+        torch.ops.mha2mla.mla_decode_plan(
+            cache_seqlens, cache_starts, self.capacity, self.shape[1], self.causal,
+            -1 if self.window is None else self.window, self.sinks, self.schedule, self.splits,
+        )  # fmt: skip
+
+
+def spans_of(cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int) -> Tensor:
+    """[B, 2] int32, first visible token and length of each sequence, clamped as the kernels clamp them."""
+    stop = cache_seqlens.clamp(0, capacity)
+    start = torch.zeros_like(stop) if cache_starts is None else cache_starts.clamp_min(0).minimum(stop)
+    return torch.stack((start, stop), -1)
+
+
+def check_spans(
+    schedule: Tensor | None,
+    splits: Tensor | None,
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    capacity: int,
+) -> None:
+    """What a reference asks of a plan that was made for it, since a kernel attends over the plan's lengths and not over
+    the call's: that they are the same. On the CPU; on other devices, where nobody waits, by an assertion there.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if schedule is None or splits is None or schedule.shape[0]:
+        return
+    wanted = spans_of(cache_seqlens, cache_starts, capacity)
+    if splits.device.type != "cpu":
+        torch._assert_async((splits == wanted).all(), "plan was last refreshed for other lengths")
+    elif not torch.equal(splits, wanted):
+        row = int((splits != wanted).any(-1).nonzero()[0])
+        raise ValueError(
+            f"plan was last refreshed for tokens {splits[row].tolist()} (first visible, length) of sequence {row};"
+            f" expected {wanted[row].tolist()}, those of cache_starts and cache_seqlens: refresh it once per step"
+        )
+
+
+def check_window(window: int | None, sinks: int) -> None:
+    """Raise ValueError for a window that sees nothing, a negative number of sinks, or sinks without a window."""
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; expected None or at least 1 token")
+    if sinks < 0 or (sinks and window is None):
+        raise ValueError(f"sinks is {sinks} with window={window}; expected 0, or a positive number with a window")
+
+
+def allocate_plan(
+    shape: tuple[int, int, int, int],
+    num_ctas: int,
+    capacity: int,
+    causal: bool,
+    window: int | None,
+    sinks: int,
+    device: torch.device,
+) -> DecodePlan:
+    """The buffers of a plan for an output of a shape, not yet filled; arguments as the attributes of DecodePlan."""
+    batch, seqlen_q, heads, _ = shape
+    if num_ctas and batch > MAX_BATCH:
+        raise ValueError(f"shape[0] (batch) is {batch}; a plan takes at most {MAX_BATCH} sequences")
+    return DecodePlan(
+        shape=shape,
+        capacity=capacity,
+        causal=bool(causal),
+        window=window,
+        sinks=sinks,
+        schedule=torch.empty(num_ctas + batch if num_ctas else 0, FIELDS, dtype=torch.int32, device=device),
+        splits=torch.full((batch, 2), -1, dtype=torch.int32, device=device),  # not refreshed yet
+        partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.float32, device=device),
+        partial_lse=torch.empty(num_ctas, 2, seqlen_q, heads, dtype=torch.float32, device=device),
+    )
+
+
+def _plan(
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    capacity: int,
+    seqlen_q: int,
+    causal: bool,
+    window: int,
+    sinks: int,
+    schedule: Tensor,
+    splits: Tensor,
+) -> None:
+    if schedule.shape[0]:
+        from mha2mla.kernels.split_kv.launch import launch_plan
+
+        launch_plan(cache_seqlens, cache_starts, capacity, seqlen_q, causal, window, sinks, schedule, splits)
+    else:
+        splits.copy_(spans_of(cache_seqlens, cache_starts, capacity))
+
+
+LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
+LIBRARY.define(
+    "mla_decode_plan(Tensor cache_seqlens, Tensor? cache_starts, int capacity, int seqlen_q, bool causal, int window,"
+    " int sinks, Tensor(a!) schedule, Tensor(b!) splits) -> ()"
+)
+LIBRARY.impl("mla_decode_plan", _plan, "CompositeExplicitAutograd")
+torch.library.register_fake("mha2mla::mla_decode_plan", lambda *_: None, lib=LIBRARY)
