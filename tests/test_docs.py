@@ -1,0 +1,190 @@
+"""README and docs/ hold: their Python runs, their command lines and recipes parse, and what they point at is there."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import runpy
+import shlex
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonargparse
+import pytest
+
+import mha2mla
+from mha2mla.cli import build_parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+LANGUAGES = ("python", "bash", "yaml", "")  # without a language: nothing that anybody types
+# What stands in for the conversion of a real model: the same call, told to take seconds.
+CONVERTS = 'mha2mla.convert("path/to/llama", "path/to/llama-mla"'
+SHORT = ', {"preset": "minimal", "calibration_tokens": 256, "calibration_length": 64}'
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+BLOCKS = [
+    Block(page, text.count("\n", 0, found.start()) + 1, found[1], found[2])
+    for page, text in TEXTS.items()
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+]
+
+
+def blocks(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+COMMANDS = [
+    (block, shlex.split(line, comments=True))
+    for block in blocks("bash")
+    for line in block.text.splitlines()
+    if shlex.split(line, comments=True)
+]
+
+
+def test_every_block_is_of_a_language_that_is_checked():
+    assert {block.language for block in BLOCKS} <= set(LANGUAGES)
+    fences = sum(len(re.findall(r"^\s*```", text, re.M)) for text in TEXTS.values())
+    assert fences == 2 * len(BLOCKS), "a fence that is indented or never closed"
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_runs(block, tiny_source, tiny_converted, tmp_path, monkeypatch):
+    """As it stands, with a tiny model where it says path/to/llama, converted where it says path/to/llama-mla."""
+    monkeypatch.chdir(tmp_path)
+    Path("path/to").mkdir(parents=True)
+    Path("path/to/llama").symlink_to(tiny_source, target_is_directory=True)
+    converts = CONVERTS in block.text
+    if not converts:
+        Path("path/to/llama-mla").symlink_to(tiny_converted, target_is_directory=True)
+    code = block.text.replace(CONVERTS, CONVERTS + SHORT)
+    exec(compile(code, str(block), "exec"), {})
+    assert not converts or Path("path/to/llama-mla/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_recipe_is_read(block, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(block.text, encoding="utf-8")
+    mha2mla.Recipe.from_yaml(tmp_path / "recipe.yaml")
+
+
+class Captured(Exception):
+    """Carries the parser of a script out of it, at the moment when it would have read its arguments."""
+
+
+def parser_of(script: Path) -> argparse.ArgumentParser:
+    def capture(self, *_, **__):
+        raise Captured(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [str(script), "--help"])  # which no script refuses where there is no GPU
+        for kind in (argparse.ArgumentParser, jsonargparse.ArgumentParser):
+            patch.setattr(kind, "parse_args", capture)
+        with pytest.raises(Captured) as caught:
+            runpy.run_path(str(script), run_name="__main__")
+    return caught.value.args[0]
+
+
+def check(words: list[str]) -> None:
+    """Refuses a command line that does not exist, or whose arguments its own parser does not take."""
+    match words:
+        case ["make", target, *_]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        case ["mha2mla", *arguments]:
+            build_parser().parse_args(arguments)
+        case ["python", script, *arguments]:
+            assert (ROOT / script).is_file()
+            if re.search(r"auto_cli|ArgumentParser", (ROOT / script).read_text(encoding="utf-8")):
+                parser_of(ROOT / script).parse_args(arguments)
+            else:
+                assert not arguments
+        case ["pytest", *arguments]:
+            assert all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
+        case ["pip", "install", "-e", extra]:
+            assert re.search(rf"^{extra[2:-1]} = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+        case ["compute-sanitizer", *options] if "python" in options:
+            check(options[options.index("python") :])
+        case _:
+            pytest.fail(f"no check of {words[0]}")
+
+
+@pytest.mark.parametrize(
+    ("words", "block"), [(words, block) for block, words in COMMANDS], ids=[f"{b} {w[0]}" for b, w in COMMANDS]
+)
+def test_command_line_parses(words, block):
+    try:
+        check(words)
+    except SystemExit as refused:
+        pytest.fail(f"{block}: {shlex.join(words)}: exit code {refused.code}")
+
+
+def test_every_verb_is_described():
+    verbs = build_parser()._subcommands_action._name_parser_map
+    for verb in verbs:
+        assert f"mha2mla {verb}" in TEXTS["docs/command-line.md"]
+
+
+def test_ci_runs_the_readmes_test_command():
+    commands = [words[:2] for block, words in COMMANDS if block.page == "README.md"]
+    assert ["make", "test"] in commands and ["make", "demo"] in commands
+    assert re.search(r"^make test\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.M)
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", TEXTS[page]):
+        path, _, anchor = target.partition("#")
+        there = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_files_and_names_that_are_mentioned_exist(page):
+    for path in re.findall(r"`((?:mha2mla|tests|benchmarks|docs|notebooks)/[\w./-]*)[`\s]", TEXTS[page]):
+        assert (ROOT / path).exists(), path
+    for name in re.findall(r"`(mha2mla(?:\.\w+)+)`", TEXTS[page]):
+        parent, _, last = name.rpartition(".")
+        module = importlib.import_module(parent)
+        assert hasattr(module, last) or importlib.util.find_spec(name), name
+
+
+def test_the_house_has_every_room():
+    plan = next(block.text for block in BLOCKS if block.page == "docs/house.md" and not block.language)
+    rooms = {path.name for path in (ROOT / "mha2mla").iterdir() if path.name not in ("__pycache__", "data")}
+    rooms = {room for room in rooms if not room.startswith("__")}
+    missing = sorted(room for room in rooms if not re.search(rf"(?<!\w){re.escape(room)}(?!\w)", plan))
+    assert not missing, f"not in docs/house.md: {missing}"
+
+
+def test_the_picture_shows_the_recorded_rows():
+    picture = runpy.run_path(str(ROOT / "docs" / "picture.py"))
+    report = json.loads(picture["ROWS"].read_text(encoding="utf-8"))
+    svg = picture["PICTURE"].read_text(encoding="utf-8")
+    shown = {"".join(each.itertext()) for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
+    for name, ratios in picture["series"](report).items():
+        assert picture["label"](name, ratios[-1]) in shown, "run python docs/picture.py"
+    assert len(svg) < 60_000
