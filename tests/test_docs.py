@@ -172,6 +172,12 @@ def test_files_and_names_that_are_mentioned_exist(page):
         assert hasattr(module, last) or importlib.util.find_spec(name), name
 
 
+def test_every_file_of_rows_is_explained():
+    rows = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    named = {name for text in TEXTS.values() for name in re.findall(r"`benchmarks/results/([\w-]+\.json)`", text)}
+    assert rows == named
+
+
 def test_the_house_has_every_room():
     plan = next(block.text for block in BLOCKS if block.page == "docs/house.md" and not block.language)
     rooms = {path.name for path in (ROOT / "mha2mla").iterdir() if path.name not in ("__pycache__", "data")}
