@@ -28,15 +28,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
+from mha2mla.conversion.calibration.lengths import calibration_lengths
+from mha2mla.conversion.calibration.windows import calibration_windows
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.source_model import open_source
-from mha2mla.conversion.window_lengths import calibration_lengths
-from mha2mla.conversion.windows import calibration_windows
+from mha2mla.conversion.source.opening import open_source
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import evaluate_quality, parse_lengths
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.sources import fetch_smollm2
+from mha2mla.trial_models import fetch_smollm2
 
 RATIOS = (0.5, 0.3125, 0.1875)
 # None of them is what a row calibrates on. The first is too short for long windows.

@@ -29,7 +29,7 @@ from transformers import LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
-from mha2mla.conversion.blocks import default_lengths
+from mha2mla.conversion.calibration.blocks import default_lengths
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 

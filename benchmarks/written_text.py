@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.conversion import LENGTHS, TEXTS, Case, measure_case
-from mha2mla.conversion.blocks import default_lengths
-from mha2mla.conversion.generated import generate_windows
+from mha2mla.conversion.calibration.blocks import default_lengths
+from mha2mla.conversion.calibration.generated_text import generate_windows
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import parse_lengths
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.sources import fetch_smollm2
 from mha2mla.texts import mixed_windows
+from mha2mla.trial_models import fetch_smollm2
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion.presets import choose_preset
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import collect_environment, describe_environment
@@ -20,7 +21,7 @@ from mha2mla.eval.latency import cache_bytes_per_token, decode_step_latency
 from mha2mla.eval.loading import check_device, check_folder, load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.pipeline import convert
-from mha2mla.sources import cache_folder, fetch_smollm2
+from mha2mla.trial_models import fetch_smollm2
 
 PROMPT = "Explain in three sentences why the sky is blue."
 # Presets are left to the machine. Without gradient steps, per-group k_pe holds a conversation down to three quarters of

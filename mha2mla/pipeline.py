@@ -22,17 +22,26 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedConfig
 
-from mha2mla.conversion.adapters import FamilyAdapter, SourceSpec
-from mha2mla.conversion.blocks import TokenBlocks
-from mha2mla.conversion.calibration import SPILL_BYTES
-from mha2mla.conversion.card import PLOT_FILE, model_card
-from mha2mla.conversion.destination import WORK_FOLDER, check_destination, temporary_folder, temporary_path
+from mha2mla.conversion.calibration.activations import SPILL_BYTES
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.lengths import (
+    calibrated_length,
+    calibration_lengths,
+    check_length,
+    nearest_length,
+)
+from mha2mla.conversion.calibration.windows import Windows, calibration_windows, evaluation_windows, listed
+from mha2mla.conversion.families import FamilyAdapter, SourceSpec
+from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.layer import converted_config
-from mha2mla.conversion.layer_ranks import choose_layer_ranks
+from mha2mla.conversion.layer_walk import LayerRecord, LayerWalk
 from mha2mla.conversion.parity import ParityReport, compare
-from mha2mla.conversion.plot import plot_layers
 from mha2mla.conversion.presets import choose_preset
 from mha2mla.conversion.recipe import RECORDS, Recipe
+from mha2mla.conversion.result.card import PLOT_FILE, model_card
+from mha2mla.conversion.result.destination import WORK_FOLDER, check_destination, temporary_folder, temporary_path
+from mha2mla.conversion.result.plot import plot_layers
+from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES, ShardedWriter
 from mha2mla.conversion.resume import (
     FinishedLayers,
     ResumeError,
@@ -42,15 +51,11 @@ from mha2mla.conversion.resume import (
     source_identity,
     tensor_hash,
 )
-from mha2mla.conversion.search import choose_rope_share
-from mha2mla.conversion.sequence import LayerRecord, LayerSequence
-from mha2mla.conversion.source import CheckpointError, CheckpointReader
-from mha2mla.conversion.source_files import FileIdentity, SourceChangedError, check_unchanged, regular_file
-from mha2mla.conversion.source_model import Source, open_source
-from mha2mla.conversion.streaming import StreamedModel
-from mha2mla.conversion.window_lengths import calibrated_length, calibration_lengths, check_length, nearest_length
-from mha2mla.conversion.windows import Windows, calibration_windows, evaluation_windows, listed
-from mha2mla.conversion.writer import DEFAULT_SHARD_BYTES, ShardedWriter
+from mha2mla.conversion.rope.share_search import choose_rope_share
+from mha2mla.conversion.source.checkpoint import CheckpointError, CheckpointReader
+from mha2mla.conversion.source.files import FileIdentity, SourceChangedError, check_unchanged, regular_file
+from mha2mla.conversion.source.opening import Source, open_source
+from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 from mha2mla.texts import text_identity
 
@@ -625,7 +630,7 @@ def _convert_layers(plan: _Plan, folder: Path, layers: FinishedLayers) -> None:
     count, done = plan.spec.num_layers, len(layers)
     if done:
         plan.say(f"going on after {done} of {count} layers that an interrupted conversion left in {layers.work.folder}")
-    sequence = LayerSequence(
+    sequence = LayerWalk(
         plan.model,
         plan.adapter,
         plan.spec,

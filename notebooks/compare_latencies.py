@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mha2mla
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval import attention_latency, decode_step_latency
-from mha2mla.sources import fetch_smollm2, tiny_checkpoint
+from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 
 MODEL = os.environ.get("MHA2MLA_NOTEBOOK_MODEL")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

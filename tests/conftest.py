@@ -27,7 +27,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def tiny_source(tmp_path_factory: pytest.TempPathFactory):
     """Folder of a random two-layer Llama (4 query heads, 2 kv heads of width 16) with a byte-level tokenizer."""
-    from mha2mla.sources import tiny_checkpoint
+    from mha2mla.trial_models import tiny_checkpoint
 
     return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "source")
 

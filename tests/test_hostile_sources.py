@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mha2mla
-from mha2mla.conversion.adapters import UnsupportedSourceError
-from mha2mla.conversion.source import CheckpointError
-from mha2mla.conversion.source_model import open_source
+from mha2mla.conversion.families import UnsupportedSourceError
+from mha2mla.conversion.source.checkpoint import CheckpointError
+from mha2mla.conversion.source.opening import open_source
 from mha2mla.eval.loading import load_tokenizer
 from tests.conversion import tiny
 

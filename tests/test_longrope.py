@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mha2mla
-from mha2mla.conversion import windows
+from mha2mla.conversion.calibration import windows
 from tests.conversion import tiny
 
 ORIGINAL = tiny.LONGROPE["original_max_position_embeddings"]

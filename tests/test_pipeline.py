@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
-from mha2mla.conversion.adapters import UnsupportedSourceError
+from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, rope_selections
-from mha2mla.conversion.source import CheckpointError
-from mha2mla.conversion.source_files import SourceChangedError
-from mha2mla.conversion.writer import DestinationError
+from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.source.checkpoint import CheckpointError
+from mha2mla.conversion.source.files import SourceChangedError
 from mha2mla.pipeline import ParityError
 from mha2mla.texts import load_text, token_windows
 from tests.conversion import tiny
@@ -499,14 +499,14 @@ def test_a_source_that_changes_during_the_run_is_never_published(change, when, t
 
 
 def test_predictions_worse_than_a_guess_are_an_error_and_not_a_number(source, tmp_path, monkeypatch):
-    from mha2mla.conversion import sequence
+    from mha2mla.conversion import layer_walk
 
-    right = sequence.convert_layer
+    right = layer_walk.convert_layer
 
     def wrong(*arguments):
         return {name: tensor * 1e3 if name == "o_proj.weight" else tensor for name, tensor in right(*arguments).items()}
 
-    monkeypatch.setattr(sequence, "convert_layer", wrong)
+    monkeypatch.setattr(layer_walk, "convert_layer", wrong)
     with pytest.raises(ParityError, match=r"nats a token from the source's \(KL\); expected at most 5.58"):
         convert(source, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -574,15 +574,15 @@ def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else
 
 def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_path, monkeypatch):
     """FAILURES 29: loads, but talks nonsense."""
-    from mha2mla.conversion import sequence
+    from mha2mla.conversion import layer_walk
 
-    right = sequence.convert_layer
+    right = layer_walk.convert_layer
 
     def wrong(*arguments):
         tensors = right(*arguments)
         return {**tensors, "inv_freq": tensors["inv_freq"].flip(-1)}
 
-    monkeypatch.setattr(sequence, "convert_layer", wrong)
+    monkeypatch.setattr(layer_walk, "convert_layer", wrong)
     with pytest.raises(ParityError, match="differ from the source's"):
         convert(source, tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
     assert list(tmp_path.iterdir()) == []

@@ -15,9 +15,9 @@ import torch
 
 import mha2mla
 from mha2mla import pipeline
-from mha2mla.conversion import windows
+from mha2mla.conversion.calibration import windows
+from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.resume import ResumeError
-from mha2mla.conversion.writer import DestinationError
 from tests.conversion import tiny
 
 SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
@@ -194,7 +194,7 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
     recipe = {"calibration_text": "generated", "rope_share": "auto", "layer_ranks": "measured", "cache_ratio": 0.5}
     recipe["calibration_tokens"] = 256
     whole = convert(source, tmp_path / "whole", recipe=recipe)
-    for name in ("choose_layer_ranks", "LayerSequence"):  # once after the text, once after the searches
+    for name in ("choose_layer_ranks", "LayerWalk"):  # once after the text, once after the searches
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(pipeline, name, stop)
             convert(source, tmp_path / "out", recipe=recipe)
@@ -210,7 +210,7 @@ def test_saved_text_is_not_used_for_another_text_of_the_same_name(source, tmp_pa
     text = tmp_path / "text.txt"
     text.write_text("One text, which is long enough for some windows. " * 40)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(pipeline, "LayerSequence", stop)
+        patch.setattr(pipeline, "LayerWalk", stop)
         convert(source, tmp_path / "out", calibration=str(text))
     text.write_text("Another text, which is also long enough for windows. " * 40)
     convert(source, tmp_path / "out", calibration=str(text))
@@ -272,7 +272,7 @@ def test_layers_of_other_code_or_another_device_are_not_used(part, found, source
 
 def test_after_all_layers_only_writing_and_verifying_are_left(source, tmp_path, monkeypatch):
     convert(source, tmp_path / "out", LAYERS, monkeypatch)
-    monkeypatch.setattr(pipeline, "LayerSequence", lambda *arguments, **keys: None)  # not to be iterated over
+    monkeypatch.setattr(pipeline, "LayerWalk", lambda *arguments, **keys: None)  # not to be iterated over
     assert convert(source, tmp_path / "out").resumed_layers == LAYERS
 
 

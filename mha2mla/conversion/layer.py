@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig
 
-from mha2mla.conversion.adapters import AttentionWeights, SourceSpec
-from mha2mla.conversion.calibration import AttentionSample, LayerStatistics
-from mha2mla.conversion.low_rank import LatentFactors, LatentProblem, factorise
+from mha2mla.conversion.calibration.statistics import AttentionSample, LayerStatistics
+from mha2mla.conversion.families import AttentionWeights, SourceSpec
+from mha2mla.conversion.fit.closed_form import ScoreWindow, refit_output, refit_queries, score_windows
+from mha2mla.conversion.latent.rules import LatentFactors, LatentProblem, factorise
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.refit import ScoreWindow, refit_output, refit_queries, score_windows
-from mha2mla.conversion.rope_selection import select_rotary_basis
-from mha2mla.conversion.rotary_basis import RotaryBasis
+from mha2mla.conversion.rope.basis import RotaryBasis
+from mha2mla.conversion.rope.rules import select_rotary_basis
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from tqdm import tqdm
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from mha2mla.conversion.blocks import TokenBlocks
-from mha2mla.conversion.calibration import SPILL_BYTES, ActivationStore
-from mha2mla.conversion.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.streaming import StreamedModel
+from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
+from mha2mla.conversion.source.streaming import StreamedModel
 
 _BATCH_TOKENS = 2048  # that a layer sees at a time
 _BLOCK = 1 << 23  # numbers of one block of logits or scores

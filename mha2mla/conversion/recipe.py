@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from mha2mla.conversion.adapters import SourceSpec
+from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.presets import AUTO, AUTO_PRESETS, NO_PRESET, RENAMED, preset_values
 from mha2mla.geometry import MLAGeometry
 
@@ -68,9 +68,9 @@ class Recipe:
         kv_lora_rank: latent width d_c; needs ``qk_rope_head_dim``.
         qk_rope_head_dim: rotary width d_r of a rope head, even; needs ``kv_lora_rank``.
         rope_share: rotary share of a ``cache_ratio`` budget, or ``"auto"``: the share that loses least on held-out
-            calibration text (``conversion.search``), chosen before the conversion, which takes a minute or two.
+            calibration text (``rope.share_search``), chosen before the conversion, which takes a minute or two.
         layer_ranks: ``"uniform"``: ``kv_lora_rank`` is every layer's. ``"measured"``: layers get different ranks with
-            the same sum, by what each loses when it alone is converted (``conversion.layer_ranks``). Or the ranks
+            the same sum, by what each loses when it alone is converted (``latent.ranks``). Or the ranks
             themselves, one per layer.
         up_projections: whether W_UK and W_UV are given per ``"kv-head"``, as the source's maps are, or per
             ``"query-head"``, as DeepSeek's: the same cache and the same decode kernel, more weights and longer
@@ -108,7 +108,7 @@ class Recipe:
         sequential: statistics of a layer are taken on inputs that passed the converted layers before it. Implied by
             reconstruction.
         reconstruction_steps: gradient steps that fit a layer to what the source computes, on inputs that passed the
-            converted layers before it (``conversion.reconstruction``); 0 for none.
+            converted layers before it (``conversion.fit.reconstruction``); 0 for none.
         reconstruction_tokens: tokens of a step, all in windows of one length; at least the longest window's.
         reconstruction_learning_rate: Adam's, relative to the root mean square of each tensor; after a short rise it
             falls to zero along a cosine.

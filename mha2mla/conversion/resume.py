@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mha2mla.conversion.source_files import FileIdentity
-from mha2mla.conversion.writer import remove, save_tensors, write_whole
+from mha2mla.conversion.result.writer import remove, save_tensors, write_whole
+from mha2mla.conversion.source.files import FileIdentity
 
 REQUEST_FILE = "request.json"
 _SUFFIX = ".safetensors"

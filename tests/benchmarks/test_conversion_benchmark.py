@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import conversion
-from mha2mla.conversion.adapters import ADAPTERS
+from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny
 

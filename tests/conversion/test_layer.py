@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from mha2mla.conversion import recipe as recipes
-from mha2mla.conversion.adapters import ADAPTERS, AttentionWeights, SourceSpec
-from mha2mla.conversion.calibration import LayerStatistics, StatisticsCollector
+from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
+from mha2mla.conversion.families import ADAPTERS, AttentionWeights, SourceSpec
+from mha2mla.conversion.latent.rules import factorise
 from mha2mla.conversion.layer import convert_layer, latent_problem
-from mha2mla.conversion.low_rank import factorise
 from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, rope_selections
-from mha2mla.conversion.rope_selection import (
+from mha2mla.conversion.rope.basis import RotaryBasis
+from mha2mla.conversion.rope.rules import (
     folded_components,
     key_second_moment,
     rotation_cost,
     select_rotary_basis,
 )
-from mha2mla.conversion.rotary_basis import RotaryBasis
 from tests.conversion import tiny
 from tests.conversion.plain_mla import plain_mla_attention
 
@@ -374,7 +374,7 @@ def test_attended_statistics_are_those_of_the_formulas():
 
 def test_blocks_of_an_attention_map_add_up(monkeypatch):
     layer = Layer("mistral-sliding")
-    monkeypatch.setattr("mha2mla.conversion.calibration._MAP_ELEMENTS", 6 * 4 * 40 * 7)
+    monkeypatch.setattr("mha2mla.conversion.calibration.statistics._MAP_ELEMENTS", 6 * 4 * 40 * 7)
     collector = StatisticsCollector(layer.spec, layer.weights, window=9, phases=True)
     collector.add(layer.inputs)
     assert torch.allclose(collector.finish().mean_phase, layer.statistics.mean_phase)

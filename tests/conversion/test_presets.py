@@ -2,7 +2,7 @@
 
 import pytest
 
-from mha2mla.conversion.adapters import ADAPTERS
+from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.presets import AUTO_PRESETS, DEFAULTS, PRESETS, RENAMED, choose_preset, common_default
 from mha2mla.conversion.recipe import Recipe, given_fields
 from tests.conversion import tiny

@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion import recipe as recipes
-from mha2mla.conversion import search
-from mha2mla.conversion.adapters import ADAPTERS
-from mha2mla.conversion.blocks import TokenBlocks
-from mha2mla.conversion.calibration import SPILL_BYTES
-from mha2mla.conversion.sequence import LayerSequence
-from mha2mla.conversion.source import CheckpointReader
-from mha2mla.conversion.streaming import StreamedModel
-from mha2mla.sources import cache_folder
+from mha2mla.conversion.calibration.activations import SPILL_BYTES
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.families import ADAPTERS
+from mha2mla.conversion.layer_walk import LayerWalk
+from mha2mla.conversion.rope import share_search
+from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.texts import load_text, token_windows
 from tests.conversion.tiny import Recipe
 
@@ -40,18 +40,18 @@ class Layers:
         held = token_windows(tokenizer, load_text("builtin:prose"), 256, 2)
         self.windows = TokenBlocks.of(fitted)
         parts = (self.windows, TokenBlocks.of(held))
-        self.inputs = list(search._inputs(self.model, parts, folder, SPILL_BYTES))[::2]
+        self.inputs = list(share_search._inputs(self.model, parts, folder, SPILL_BYTES))[::2]
 
     def losses(self, recipe: Recipe) -> list[float]:
         """Relative squared error of the attention's output on held-out text, by layer."""
         geometry = recipe.geometry(self.spec)
-        sequence = LayerSequence(self.model, self.adapter, self.spec, geometry, recipe, self.windows, Path())
+        sequence = LayerWalk(self.model, self.adapter, self.spec, geometry, recipe, self.windows, Path())
         found = []
         for layer, inputs, held in self.inputs:
             collector = sequence.collector(layer)
             for batch in inputs:
                 collector.add(batch)
-            found.append(search._loss(sequence, layer, sequence.convert(layer, collector.finish()), held))
+            found.append(share_search._loss(sequence, layer, sequence.convert(layer, collector.finish()), held))
         return found
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mha2mla.conversion.adapters import ADAPTERS
+from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.presets import PRESETS
 from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from mha2mla.eval import probes
 from mha2mla.eval.probes import QUESTIONS, REPEATED, ProbeSettings, run_probes
-from mha2mla.sources import tiny_checkpoint
+from mha2mla.trial_models import tiny_checkpoint
 
 # A letter is a token here: contexts are short.
 SETTINGS = ProbeSettings(lengths=(900,), gaps=(128, 256), items=4, text="builtin:prose")

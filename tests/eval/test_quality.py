@@ -11,8 +11,8 @@ from mha2mla import predictions
 from mha2mla.eval import evaluate_quality, quality
 from mha2mla.eval.generation import GenerationSettings
 from mha2mla.eval.probes import QUESTIONS, ProbeSettings
-from mha2mla.sources import tiny_checkpoint
 from mha2mla.texts import load_text
+from mha2mla.trial_models import tiny_checkpoint
 
 SETTINGS = {"texts": "builtin:prose", "lengths": (48,), "max_tokens": 480, "device": "cpu", "progress": False}
 

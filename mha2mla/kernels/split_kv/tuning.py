@@ -28,7 +28,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mha2mla.sources import cache_folder
+from mha2mla.cache_folder import cache_folder
 
 if TYPE_CHECKING:
     from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice

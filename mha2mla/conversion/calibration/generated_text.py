@@ -1,0 +1,157 @@
+"""Calibration text that the source model writes itself: as diverse as its training, and nothing to download."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
+from mha2mla.texts import prompts, start_tokens
+
+_BLANK_SHARE = 1 / 3  # of the documents, that begin with any word
+_CUT_SHARE = 0.5  # of the windows, that begin within a document
+_LONGEST_CUT = 64  # tokens
+ROW = 512  # tokens that are written in one go, unless said otherwise
+
+
+def generator_of(
+    folder: Path, tokenizer: Any, *, seed: int, device: torch.device, progress: bool = False
+) -> Callable[[int, int], torch.Tensor]:
+    """Length and number of windows -> as many windows of generated tokens, for ``texts.mixed_windows``.
+
+    The whole model is loaded when it first writes, and kept for other lengths: bfloat16 on CUDA, float32 on a CPU.
+    """
+
+    @functools.cache
+    def model() -> torch.nn.Module:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval().to(device)
+
+    # Texts of different lengths begin with different prompts.
+    return lambda length, count: generate_windows(
+        model(), tokenizer, length, count, seed=seed + length, progress=progress
+    )
+
+
+@torch.inference_mode()
+def generate_windows(
+    model: torch.nn.Module,
+    tokenizer: Any,
+    length: int,
+    count: int,
+    *,
+    seed: int,
+    row: int = ROW,
+    temperature: float = 1.0,
+    progress: bool = False,
+) -> torch.Tensor:
+    """Samples windows, at temperature 1 as LLM-QAT (arXiv 2305.17888) does for its training data.
+
+    A window is one document after another, each begun by a prompt (``texts.prompts``), an instruction through the chat
+    template where there is one, or the opening of a plain text; or by a word drawn from the vocabulary, for text that
+    no prompt thought of. When the model ends a document, the next one begins. Half of the windows lose their first
+    tokens: attention leans on the first token of a window, and in other text that may be any.
+
+    A window longer than ``row`` tokens is put together of rows of that length: a small model rambles when it goes on
+    for long, and short texts behind one another are what it was trained on (``benchmarks/written_text.py``).
+
+    Args:
+        model: causal language model of transformers.
+        tokenizer: its own.
+        length, count: tokens of a window, and windows.
+        seed: of prompts and samples.
+        row: tokens that are written in one go.
+        temperature: of the samples.
+
+    Returns:
+        int64 [count, length] on the CPU.
+    """
+    row = min(length, row)
+    pieces = -(-length // row)
+    written = row + _LONGEST_CUT
+    rows = rows_at_once(model, written)
+    draw = random.Random(seed)
+    starts = _documents(tokenizer, draw)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    write = functools.partial(_write, model, _ends(model, tokenizer), starts, written)
+    made = [
+        write(min(rows, count * pieces - done), generator, temperature, progress)
+        for done in range(0, count * pieces, rows)
+    ]
+    first = torch.tensor(start_tokens(tokenizer), dtype=torch.int64)
+    windows = torch.cat(made).view(count, pieces, written)
+    return torch.stack([_cut(_joined(window, row), length, first, draw) for window in windows])
+
+
+def _joined(rows: torch.Tensor, row: int) -> torch.Tensor:
+    """Rows [pieces, written] behind one another, the last one whole."""
+    return torch.cat([rows[:-1, :row].flatten(), rows[-1]])
+
+
+def _cut(written: torch.Tensor, length: int, first: torch.Tensor, draw: random.Random) -> torch.Tensor:
+    """A window of what was written, from its beginning, or from within behind the start tokens ``first``."""
+    if draw.random() >= _CUT_SHARE:
+        return written[:length]
+    skipped = draw.randint(1, _LONGEST_CUT)
+    return torch.cat([first, written[skipped:]])[:length]
+
+
+def _write(
+    model: torch.nn.Module,
+    ends: frozenset[int],
+    starts: Iterator[list[int]],
+    length: int,
+    rows: int,
+    generator: torch.Generator,
+    temperature: float,
+    progress: bool,
+) -> torch.Tensor:
+    """int64 [rows, length]."""
+    forced = [next(starts) for _ in range(rows)]  # what each row must say next, before it may choose
+    current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
+    written = [current]
+    logits_of = decoder(model, rows, length)
+    for _ in tqdm(range(length - 1), desc="generate", unit="token", disable=not progress):
+        chances = (logits_of(current).float() / temperature).softmax(-1)
+        sampled = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
+        for row, queue in enumerate(forced):
+            if queue:
+                sampled[row] = queue.pop(0)
+            elif sampled[row] in ends:
+                queue.extend(next(starts))
+        current = torch.tensor(sampled, device=model.device)
+        written.append(current)
+    return torch.stack(written, 1).cpu()
+
+
+def _documents(tokenizer: Any, draw: random.Random) -> Iterator[list[int]]:
+    """Beginnings of documents, as tokens, without end."""
+    instructions, openings, topics = prompts()
+    start = start_tokens(tokenizer)
+    words = sorted(set(range(len(tokenizer))) - set(tokenizer.all_special_ids))
+    while True:
+        if draw.random() < _BLANK_SHARE:
+            yield [*start, draw.choice(words)]
+            continue
+        chat = tokenizer.chat_template is not None and draw.random() < 0.5
+        text = draw.choice(instructions if chat else openings).format(draw.choice(topics))
+        if chat:
+            message = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+            yield tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            yield start + tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _ends(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
+    """Tokens after which a document is over."""
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    return frozenset(ends + [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else ends)

@@ -1,0 +1,110 @@
+"""The token windows that a conversion is calibrated on and compared by, from texts by name or from the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.generated_text import generator_of
+from mha2mla.conversion.source.files import CheckpointError
+from mha2mla.conversion.source.opening import Source
+from mha2mla.texts import load_text, mixed_windows, token_windows
+
+Windows = torch.Tensor | Sequence[torch.Tensor]  # int64 [windows, length], or one of these per length
+
+
+def calibration_windows(
+    source: Source,
+    text: str | Windows,
+    *,
+    lengths: Sequence[int],
+    tokens: int,
+    seed: int,
+    device: torch.device,
+    progress: bool = False,
+) -> TokenBlocks:
+    """Windows of every length, the same number of tokens of each, drawn from ``text`` or written by the source.
+
+    Args:
+        source: whose tokenizer cuts the text, and which writes ``"generated"`` text.
+        text: what ``texts.mixed_windows`` takes; or windows, which are taken as they are.
+        lengths: of the windows; they divide the longest.
+        tokens: in all, but at least one block for every length.
+        seed: of the draw.
+        device: what the source writes on.
+
+    Raises:
+        CheckpointError: the source has no usable tokenizer.
+        ValueError: an unusable text or window, by name.
+    """
+    if not isinstance(text, str):
+        return TokenBlocks.of([_checked(part, "calibration", source) for part in listed(text)])
+    tokenizer, longest = _tokenizer_of(source, "calibration"), max(lengths)
+    generate = generator_of(source.folder, tokenizer, seed=seed, device=device, progress=progress)
+    blocks = max(1, tokens // len(lengths) // longest)
+    parts = []
+    for length in lengths:
+        per_block = longest // length
+        windows = _named("calibration", text, mixed_windows, tokenizer, text, length, blocks * per_block, seed=seed,
+                         generate=generate)  # fmt: skip
+        whole = len(windows) // per_block * per_block
+        if not whole:
+            raise ValueError(
+                f"calibration {text!r} has {windows.numel()} tokens; expected at least {longest}, the longest window"
+            )
+        parts.append(_checked(windows[:whole], "calibration", source))
+    return TokenBlocks.of(parts)
+
+
+def evaluation_windows(source: Source, text: str | torch.Tensor, *, length: int, tokens: int) -> torch.Tensor:
+    """The first windows of ``text``, int64 [windows, length]: at most so many ``tokens``, but at least one window.
+
+    Raises:
+        CheckpointError, ValueError: as :func:`calibration_windows`.
+    """
+    if not isinstance(text, str):
+        return _checked(text, "evaluation", source)
+    tokenizer, count = _tokenizer_of(source, "evaluation"), max(1, tokens // length)
+    windows = _named("evaluation", text, lambda: token_windows(tokenizer, load_text(text), length, count))
+    return _checked(windows, "evaluation", source)
+
+
+def _tokenizer_of(source: Source, name: str) -> Any:
+    try:
+        return source.tokenizer()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {name} must be token windows") from error
+
+
+def _named(name: str, text: str, make: Any, *args: Any, **keys: Any) -> torch.Tensor:
+    try:
+        return make(*args, **keys)
+    except ValueError as error:
+        raise ValueError(f"{name} {text!r}: {error}") from error
+
+
+def listed(windows: Windows) -> list[torch.Tensor]:
+    """A tensor for each length."""
+    return [windows] if isinstance(windows, torch.Tensor) else list(windows)
+
+
+def _checked(windows: torch.Tensor, name: str, source: Source) -> torch.Tensor:
+    """On the CPU.
+
+    Raises:
+        ValueError: no int64 [windows, length], or tokens that the model has not.
+    """
+    if windows.dtype != torch.int64 or windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
+        raise ValueError(
+            f"{name} is {windows.dtype} {tuple(windows.shape)}; expected int64 [windows >= 1, length >= 2]"
+        )
+    vocab_size, lowest, highest = source.config.vocab_size, int(windows.min()), int(windows.max())
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"{name} has token {lowest if lowest < 0 else highest}; expected tokens from 0, below"
+            f" vocab_size={vocab_size} of {source.spec.model_type}"
+        )
+    return windows.cpu()

@@ -1,0 +1,233 @@
+"""What the values of a source's ``config.json`` may be: one table, looked at before anything is made of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from transformers.activations import ACT2FN
+
+from mha2mla.conversion.families.spec import UnsupportedSourceError
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field may be: in words, and as a function of its value."""
+
+    expected: str
+    allows: Callable[[Any], bool]
+
+    def or_none(self) -> Rule:
+        return Rule(f"{self.expected}, or null", lambda value: value is None or self.allows(value))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1e300 and math.isfinite(value)
+
+
+def _int(least: int, most: int) -> Rule:
+    return Rule(f"an int from {least} to {most}", lambda value: _is_int(value) and least <= value <= most)
+
+
+def _number(least: float, most: float) -> Rule:
+    """Excluding ``least`` itself where that is 0."""
+    above = "above 0, at most" if least == 0 else f"from {least:g} to"
+    return Rule(
+        f"a number {above} {most:g}",
+        lambda value: _is_number(value) and least <= value <= most and (value > 0 or least < 0),
+    )
+
+
+def _each(rule: Rule, most: int = 1 << 16) -> Rule:
+    return Rule(
+        f"a list of which each is {rule.expected}",
+        lambda value: isinstance(value, list | tuple) and len(value) <= most and all(map(rule.allows, value)),
+    )
+
+
+def _one_of(*choices: Any) -> Rule:
+    return Rule(
+        f"one of {', '.join(map(repr, choices))}",
+        lambda value: any(value is each or (isinstance(each, str) and value == each) for each in choices),
+    )
+
+
+_BOOL = Rule("true or false", lambda value: isinstance(value, bool))
+_FLAG = Rule("0 or 1", lambda value: isinstance(value, bool) or (_is_int(value) and value in (0, 1)))
+_WIDTH = _int(1, 1 << 20)
+_COUNT = _int(1, 1 << 14)
+_LENGTH = _int(1, 1 << 31)
+_SHARE = Rule("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
+_EPS = _number(0, 1)
+_TOKEN = Rule("an int", lambda value: _is_int(value) and abs(value) < 1 << 31)
+_TOKENS = Rule("an int or a list of ints", lambda value: _TOKEN.allows(value) or _each(_TOKEN).allows(value)).or_none()
+_ACTIVATION = Rule("an activation that transformers knows", lambda value: isinstance(value, str) and value in ACT2FN)
+_OBJECT = Rule("an object", lambda value: isinstance(value, Mapping)).or_none()
+_TYPE = Rule("a string", lambda value: isinstance(value, str)).or_none()
+_DTYPE = _one_of("float32", "bfloat16", "float16", "float64", "auto").or_none()
+
+# A field that is absent has the architecture's default, which is looked at, too.
+FIELDS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "num_hidden_layers": _int(1, 4096),
+        "hidden_size": _WIDTH,
+        "intermediate_size": _WIDTH,
+        "num_attention_heads": _COUNT,
+        "num_key_value_heads": _COUNT.or_none(),
+        "head_dim": Rule(
+            "an even int from 2 to 16384", lambda value: _is_int(value) and 2 <= value <= 1 << 14 and value % 2 == 0
+        ).or_none(),
+        "vocab_size": _int(1, 1 << 24),
+        "max_position_embeddings": _LENGTH,
+        "original_max_position_embeddings": _LENGTH.or_none(),
+        "rms_norm_eps": _EPS,
+        "hidden_act": _ACTIVATION,
+        "hidden_activation": _ACTIVATION,
+        "initializer_range": _SHARE,
+        "attention_dropout": _SHARE,
+        "attention_bias": _BOOL,
+        "mlp_bias": _BOOL,
+        "qkv_bias": _BOOL,
+        "tie_word_embeddings": _BOOL,
+        "use_cache": _BOOL.or_none(),
+        "rope_theta": _number(0, 1e15).or_none(),
+        "rope_local_base_freq": _number(0, 1e15).or_none(),
+        "rope_scaling": _OBJECT,
+        "rope_parameters": _OBJECT,
+        "partial_rotary_factor": _SHARE.or_none(),
+        "query_pre_attn_scalar": _number(0, 1e6),
+        "sliding_window": _int(0, 1 << 31).or_none(),
+        "use_sliding_window": _BOOL.or_none(),
+        "max_window_layers": _int(0, 1 << 14),
+        "layer_types": _each(_one_of("full_attention", "sliding_attention")).or_none(),
+        "no_rope_layers": _each(_FLAG).or_none(),
+        "no_rope_layer_interval": _COUNT,
+        "mlp_only_layers": _each(_int(0, 1 << 14)).or_none(),
+        "num_experts": _int(0, 1 << 14).or_none(),
+        "num_local_experts": _int(0, 1 << 14).or_none(),
+        "num_experts_per_tok": _COUNT.or_none(),
+        "moe_intermediate_size": _WIDTH,
+        "shared_expert_intermediate_size": _WIDTH,
+        "decoder_sparse_step": _COUNT,
+        "norm_topk_prob": _BOOL,
+        "clip_qkv": _number(0, 1e6).or_none(),
+        "pad_token_id": _TOKEN.or_none(),
+        "bos_token_id": _TOKENS,
+        "eos_token_id": _TOKENS,
+        "model_type": _TYPE,
+        "dtype": _DTYPE,
+        "torch_dtype": _DTYPE,
+        "quantization_config": _OBJECT,
+        "transformers_weights": Rule("null: model.safetensors or its index is read", lambda value: value is None),
+    }
+)
+_ROPE_FIELDS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "rope_type": _TYPE,
+        "type": _TYPE,
+        "rope_theta": _number(0, 1e15),
+        "factor": _number(0, 1e6).or_none(),
+        "low_freq_factor": _number(0, 1e6),
+        "high_freq_factor": _number(0, 1e6),
+        "original_max_position_embeddings": _LENGTH.or_none(),
+        "beta_fast": _number(0, 1e6).or_none(),
+        "beta_slow": _number(0, 1e6).or_none(),
+        "attention_factor": _number(0, 1e3).or_none(),
+        "mscale": _number(0, 1e3).or_none(),
+        "mscale_all_dim": _number(0, 1e3).or_none(),
+        "truncate": _BOOL,
+        "short_factor": _each(_number(0, 1e6)),
+        "long_factor": _each(_number(0, 1e6)),
+        "partial_rotary_factor": _number(0, 1),
+    }
+)
+# What a rope type needs beside its base; transformers fails on their absence with a KeyError.
+_ROPE_NEEDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "yarn": ("factor",),
+        "longrope": ("short_factor", "long_factor"),
+    }
+)
+
+
+def check_config(values: Mapping[str, Any], tensors: Collection[str] = ()) -> None:
+    """Refuses values that no model has; fields that are absent are passed over.
+
+    Args:
+        values: of ``config.json``, or of the config that transformers made of it.
+        tensors: names of the checkpoint's tensors; empty when they are not known.
+
+    Raises:
+        UnsupportedSourceError: naming the field, its value and what was expected.
+    """
+    _check_fields(values, FIELDS, "")
+    for name in ("rope_parameters", "rope_scaling"):
+        if values.get(name):
+            _check_rope(values[name], name)
+    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        _refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    hidden = values.get("hidden_size")
+    if heads and hidden and values.get("head_dim") is None and (hidden % heads or hidden // heads % 2):
+        _refuse("hidden_size", hidden, f"an even multiple of num_attention_heads={heads}, where head_dim is absent")
+    vocabulary, padding = values.get("vocab_size"), values.get("pad_token_id")
+    if vocabulary and padding is not None and not -vocabulary <= padding < vocabulary:
+        _refuse("pad_token_id", padding, f"a token below vocab_size={vocabulary}")
+    layers = values.get("num_hidden_layers")
+    for name in ("layer_types", "no_rope_layers"):
+        if layers and values.get(name) is not None and len(values[name]) != layers:
+            _refuse(f"the length of {name}", len(values[name]), f"num_hidden_layers={layers}")
+    # A layer's modules cost time and memory even where its weights turn out to be missing.
+    stored = {int(match[1]) for match in map(_LAYER.match, tensors) if match is not None}
+    if layers and tensors and layers > 2 * len(stored) + 8:
+        _refuse("num_hidden_layers", layers, f"{len(stored)}, the layers that there are tensors of")
+    experts, chosen = values.get("num_experts", values.get("num_local_experts")), values.get("num_experts_per_tok")
+    if experts and chosen and chosen > experts:
+        _refuse("num_experts_per_tok", chosen, f"at most the {experts} experts")
+
+
+def _check_rope(values: Mapping[str, Any], name: str) -> None:
+    by_type = [key for key in ("full_attention", "sliding_attention") if key in values]
+    for key in by_type:
+        if not isinstance(values[key], Mapping):
+            _refuse(f"{name}.{key}", values[key], "an object")
+        _check_rope(values[key], f"{name}.{key}")
+    if by_type:
+        return
+    _check_fields(values, _ROPE_FIELDS, f"{name}.")
+    rope_type = values.get("rope_type", values.get("type"))
+    for key in _ROPE_NEEDS.get(rope_type, ()):
+        if values.get(key) is None and key != "original_max_position_embeddings":
+            _refuse(f"{name}.{key}", None, f"what rope_type {rope_type!r} needs: {_ROPE_FIELDS[key].expected}")
+    low, high = values.get("low_freq_factor"), values.get("high_freq_factor")
+    if low and high and low >= high:
+        _refuse(f"{name}.high_freq_factor", high, f"more than low_freq_factor={low}")
+    fast, slow = values.get("beta_fast") or 32, values.get("beta_slow") or 1
+    if rope_type == "yarn" and fast <= slow:
+        _refuse(f"{name}.beta_slow", slow, f"less than beta_fast={fast}")
+
+
+def _check_fields(values: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str) -> None:
+    for name, rule in rules.items():
+        if name in values and not rule.allows(values[name]):
+            _refuse(prefix + name, values[name], rule.expected)
+
+
+def _refuse(name: str, value: Any, expected: str) -> None:
+    shown = repr(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "an int of many digits"
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    raise UnsupportedSourceError(f"{name} is {shown} in the source's config; expected {expected}")

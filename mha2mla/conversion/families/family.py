@@ -1,0 +1,180 @@
+"""What one adapter does: describe a source model and read the attention of one of its layers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedConfig
+
+from mha2mla.conversion.families.rotary import RotaryTable, rotary_table
+from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, TensorSource, UnsupportedSourceError
+
+
+class FamilyAdapter:
+    """A family whose decoder layers look like Llama's: RoPE on halves, separate q/k/v/o, one rotary table.
+
+    A subclass states what differs. ``specify`` refuses what it cannot convert, before any weight is read. Only the
+    attention is described: MLPs, experts and norms around it are copied, and run by the source's own classes.
+    """
+
+    model_type: ClassVar[str] = ""
+    qk_norm: ClassVar[bool] = False
+    norm_per_head: ClassVar[bool] = True
+    norm_offset: ClassVar[float] = 0.0
+    mixture_of_experts: ClassVar[bool] = False
+    window_in_every_layer: ClassVar[bool] = False
+    table_by_layer_type: ClassVar[bool] = False  # rope_parameters holds parameters for each of layer_types
+    partial_rotary: ClassVar[bool] = False  # its code looks at partial_rotary_factor
+    neighbours_pair: ClassVar[bool] = False  # rotary pairs are (2j, 2j + 1) instead of halves
+
+    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
+        """Which of q, k, v, o have a bias."""
+        bias = bool(getattr(config, "attention_bias", False))
+        return {"q": bias, "k": bias, "v": bias, "o": bias}
+
+    def sliding_windows(self, config: PreTrainedConfig) -> tuple[int | None, ...]:
+        """Visible tokens per layer, None for all."""
+        window = getattr(config, "sliding_window", None)
+        if self.window_in_every_layer:
+            return (window,) * config.num_hidden_layers
+        # A family without layer_types does not look at a window that its config happens to name.
+        layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        for layer_type in layer_types:
+            if layer_type not in ("full_attention", "sliding_attention"):
+                raise UnsupportedSourceError(
+                    f"layer_types has {layer_type!r}; expected full_attention or sliding_attention"
+                )
+        return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+    def softmax_scale(self, config: PreTrainedConfig, head_dim: int) -> float:
+        """What the source multiplies q·k by."""
+        return head_dim**-0.5
+
+    def rotary_tables(self, config: PreTrainedConfig, head_dim: int, longrope_table: str) -> tuple[RotaryTable, ...]:
+        """The rotary table of every layer."""
+        if not self.table_by_layer_type:
+            table = rotary_table(config, head_dim, longrope_table=longrope_table, partial=self.partial_rotary)
+            return (table,) * config.num_hidden_layers
+        of_type = {
+            layer_type: rotary_table(config, head_dim, longrope_table=longrope_table, layer_type=layer_type)
+            for layer_type in dict.fromkeys(config.layer_types)
+        }
+        return tuple(of_type[layer_type] for layer_type in config.layer_types)
+
+    def specify(self, config: PreTrainedConfig, *, longrope_table: str = "short") -> SourceSpec:
+        """Everything conversion must know of this model.
+
+        Raises:
+            UnsupportedSourceError: naming what cannot be converted.
+        """
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        tables = self.rotary_tables(config, head_dim, longrope_table)
+        factors = tuple(table.attention_factor for table in tables)
+        # What the model card says of a model with several tables is what it says of its globally attending layers.
+        table, shared = tables[-1], all(table is tables[0] for table in tables)
+        for layer, window in enumerate(self.sliding_windows(config)):
+            if window is None:
+                table = tables[layer]
+        rotary_dim = 2 * table.inv_freq.numel()
+        note = "" if rotary_dim == head_dim else f"{rotary_dim} of {head_dim} dims of a head rotate"
+        biases = self.biases(config)
+        return SourceSpec(
+            model_type=self.model_type,
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            softmax_scale=self.softmax_scale(config, head_dim),
+            qk_norm=self.qk_norm,
+            norm_eps=config.rms_norm_eps,
+            q_bias=biases["q"],
+            k_bias=biases["k"],
+            v_bias=biases["v"],
+            o_bias=biases["o"],
+            inv_freq=_padded(table.inv_freq, head_dim),
+            attention_factor=table.attention_factor,
+            rope_type=table.rope_type,
+            rope_note="; ".join(filter(None, (table.note, note))),
+            sliding_windows=self.sliding_windows(config),
+            norm_per_head=self.norm_per_head,
+            norm_offset=self.norm_offset,
+            rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+            layer_inv_freq=None if shared else tuple(_padded(table.inv_freq, head_dim) for table in tables),
+            layer_attention_factors=None if len(set(factors)) == 1 else factors,
+            table_lengths=(
+                max(table.lengths[0] for table in tables),
+                min((table.lengths[1] for table in tables if table.lengths[1] is not None), default=None),
+            ),
+        )
+
+    def layer_prefix(self, layer: int) -> str:
+        """Prefix of a layer's tensor names, with its dot."""
+        return f"model.layers.{layer}."
+
+    def attention_names(self, spec: SourceSpec, layer: int) -> dict[str, str]:
+        """Field of ``AttentionWeights`` -> name of the tensor in the source; fused projections share a name."""
+        prefix = f"{self.layer_prefix(layer)}self_attn."
+        names = {f"{part}_weight": f"{prefix}{part}_proj.weight" for part in "qkvo"}
+        names |= {f"{part}_bias": f"{prefix}{part}_proj.bias" for part in "qkvo" if getattr(spec, f"{part}_bias")}
+        if spec.qk_norm:
+            names |= {f"{part}_norm": f"{prefix}{part}_norm.weight" for part in "qk"}
+        return names
+
+    def attention_shapes(self, spec: SourceSpec) -> dict[str, tuple[int, ...]]:
+        """Field of ``AttentionWeights`` -> its shape."""
+        query, key = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        return {
+            "q_weight": (query, spec.hidden_size),
+            "k_weight": (key, spec.hidden_size),
+            "v_weight": (key, spec.hidden_size),
+            "o_weight": (spec.hidden_size, query),
+            "q_bias": (query,),
+            "k_bias": (key,),
+            "v_bias": (key,),
+            "o_bias": (spec.hidden_size,),
+            "q_norm": (spec.head_dim if spec.norm_per_head else query,),
+            "k_norm": (spec.head_dim if spec.norm_per_head else key,),
+        }
+
+    def attention_weights(
+        self, source: TensorSource, spec: SourceSpec, layer: int, *, device: torch.device, dtype: torch.dtype
+    ) -> AttentionWeights:
+        """One layer's attention tensors on ``device`` in ``dtype``, shapes checked against ``spec``.
+
+        Raises:
+            ValueError: a tensor is absent or has another shape than the config says.
+        """
+        shapes = self.attention_shapes(spec)
+        fields_of: dict[str, list[str]] = {}
+        for field, name in self.attention_names(spec, layer).items():
+            fields_of.setdefault(name, []).append(field)
+        tensors = {}
+        for name, fields in fields_of.items():
+            tensor = source.tensor(name)
+            rows = [shapes[field][0] for field in fields]
+            expected = (sum(rows), *shapes[fields[0]][1:])
+            if tuple(tensor.shape) != expected:
+                raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}; expected {expected} by the config")
+            for field, part in zip(fields, tensor.split(rows), strict=True):
+                tensors[field] = part.to(device=device, dtype=dtype)
+        for field in ("q_weight", "k_weight", "q_bias", "k_bias"):
+            if field in tensors:
+                tensors[field] = self._pair_halves(tensors[field], spec)
+        return AttentionWeights(**tensors)
+
+    def _pair_halves(self, rows: torch.Tensor, spec: SourceSpec) -> torch.Tensor:
+        """Rows of q or k, [heads * head_dim, ...], with each head's rotary pairs first and second half of it."""
+        d, rotary = spec.head_dim, spec.rotary_dim or spec.head_dim
+        if rotary == d and not self.neighbours_pair:
+            return rows
+        turned = torch.arange(rotary).view(-1, 2).T if self.neighbours_pair else torch.arange(rotary).view(2, -1)
+        order = torch.cat([turned, torch.arange(rotary, d).view(2, -1)], 1).flatten()
+        return rows.unflatten(0, (-1, d))[:, order.to(rows.device)].flatten(0, 1)
+
+
+def _padded(inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """A table for whole heads: dims that do not rotate have a frequency of zero."""
+    return torch.nn.functional.pad(inv_freq, (0, head_dim // 2 - inv_freq.numel()))

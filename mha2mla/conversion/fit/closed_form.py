@@ -1,0 +1,301 @@
+"""Closed-form fits of one layer to the source's attention on a sample of its inputs: no gradient steps, no labels."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mha2mla.conversion.calibration.statistics import GOLDEN, AttentionSample
+from mha2mla.conversion.families import AttentionWeights, SourceSpec
+from mha2mla.conversion.rope.basis import RotaryBasis, rotate
+
+_PAIRS = 2**22  # of a query and a key in all windows of a length, at most, for each head: their scores are kept
+_STEPS = 2  # of conjugate gradients; more fit the sample and not the next text
+_RIDGE = 0.3  # keeps to the start, relative to the energy of a direction
+_OUTPUT_STRIDE = 2
+_OUTPUT_PAIRS = 2**22  # of one window, at most
+_OUTPUT_RIDGES = (0.003, 0.03, 0.3, 3.0)  # relative to the mean energy of a feature
+
+
+def refit_queries(
+    spec: SourceSpec, windows: Sequence[ScoreWindow], query_nope: torch.Tensor, key_map: torch.Tensor
+) -> torch.Tensor:
+    """What un-rotated queries should be for given un-rotated keys: [H, d_n, d], float64, in place of ``query_nope``.
+
+    Least squares on what rotary keys leave of the source's scores, e[s, t] = score − score of the rotary part. A query
+    s sees its errors under its own attention p, and softmax drops what is the same for all tokens, so the loss is
+    Σ_s Σ_t p[s,t] (q_s · M k_t − e[s,t])², both centred under p: twice the KL divergence of the attention to second
+    order. A mean phase is the solution in which queries, keys and distances are independent; this one knows how they
+    go together.
+
+    The normal equations of M are too large to form. Conjugate gradients start at ``query_nope``, preconditioned by the
+    second moment of the queries times the within-attention covariance of the keys.
+
+    Args:
+        windows: of a sample of the layer's inputs (:func:`score_windows`).
+        query_nope: [H, d_n, d], where to start.
+        key_map: [h_kv, d_n, E], un-rotated keys as linear functions of u (``LayerStatistics``); a constant may be left
+            out.
+    """
+    dtype, scale = windows[0].query.dtype, spec.softmax_scale
+    asked = [window.asked(window.keys(key_map)) for window in windows]
+    start = query_nope.to(dtype)
+    count = sum(window.query.shape[1] * window.share for window in windows)
+    query_moment = sum(window.query.mT @ window.query * window.share for window in windows) / count
+    key_moment = sum(window.key_covariance(keys) for window, keys in zip(windows, asked, strict=True)) / count
+    query_inverse, query_metric = _regularised(query_moment)
+    key_inverse, key_metric = _regularised(key_moment)
+
+    def normal(step: torch.Tensor) -> torch.Tensor:
+        image = sum(w.pull(w.scores(step, keys), keys) for w, keys in zip(windows, asked, strict=True))
+        return scale**2 * (image / count + _RIDGE * (key_metric @ step @ query_metric))
+
+    def precondition(vector: torch.Tensor) -> torch.Tensor:
+        return key_inverse @ vector @ query_inverse / scale**2
+
+    left = (w.pull(w.target - w.scores(start, keys) * scale, keys) for w, keys in zip(windows, asked, strict=True))
+    residual = sum(left) * scale / count
+    step, conjugate = torch.zeros_like(start), precondition(residual)
+    product = _inner(residual, conjugate)
+    for _ in range(_STEPS):
+        image = normal(conjugate)
+        length = product / _inner(conjugate, image).clamp_min(torch.finfo(dtype).tiny)
+        step, residual = step + length * conjugate, residual - length * image
+        turned = precondition(residual)
+        following = _inner(residual, turned)
+        conjugate = turned + following / product.clamp_min(torch.finfo(dtype).tiny) * conjugate
+        product = following
+    return (start + step).double()
+
+
+def refit_output(
+    spec: SourceSpec,
+    weights: AttentionWeights,
+    sample: AttentionSample,
+    basis: RotaryBasis,
+    key_map: torch.Tensor,
+    value_map: torch.Tensor,
+    value_offset: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Changes to W_O, and to the bias where there is a ``value_offset``, that bring the output back to the source's.
+
+    Ridge regression of the source attention's output, less the converted one's, on the converted heads' outputs; the
+    ridge is chosen by the last quarter of the sample.
+
+    Args:
+        key_map, value_map: [h_kv, d_n, E] and [h_kv, d_v, E], un-rotated keys and values after the latent.
+        value_offset: [H, d_v] of ``LatentFactors``.
+
+    Returns:
+        [hidden, H * d_v] and [hidden] or None, float64.
+    """
+    dtype = sample.hidden[0].dtype
+    out = weights.o_weight.to(dtype)
+    offset = 0 if value_offset is None else value_offset.to(dtype)
+    heads, errors, shares = [], [], []
+    value_weight = weights.v_weight.to(dtype).view(*value_map.shape[:2], -1)
+    for index, hidden in enumerate(sample.hidden):
+        stride = max(_OUTPUT_STRIDE, math.ceil(len(hidden) ** 2 / _OUTPUT_PAIRS))
+        window, rotary = _score_window(spec, weights, hidden, sample.window, basis, stride, index)
+        value = torch.einsum("ade,te->atd", value_weight, hidden)
+        approximate = torch.einsum("ade,te->atd", value_map.to(dtype), window.features)
+        converted = _converted(spec, window, rotary, basis.query_nope.to(dtype), key_map)
+        source = _attend(window.weight, value, spec).flatten(1)
+        found = _attend(converted, approximate, spec)
+        heads.append(found.flatten(1))
+        errors.append((source - (found + offset).flatten(1)) @ out.T)
+        shares.append(torch.full((len(found), 1), float(stride), dtype=torch.float64, device=found.device))
+    features, error, share = torch.cat(heads).double(), torch.cat(errors).double(), torch.cat(shares)
+    centred = value_offset is not None
+    kept = len(features) * 3 // 4
+    # A ridge that does not help the last quarter of the sample is no ridge to use; without any nothing changes.
+    fitted, judged = slice(None, kept), slice(kept, None)
+    plain = error[judged] - _mean(error[fitted], share[fitted], centred)
+    losses = {None: float((plain.square() * share[judged]).sum())}
+    for ridge in _OUTPUT_RIDGES:
+        change, mean, error_mean = _ridge_regression(features[fitted], error[fitted], share[fitted], ridge, centred)
+        left = error[judged] - error_mean - (features[judged] - mean) @ change.T
+        losses[ridge] = float((left.square() * share[judged]).sum())
+    best = min(losses, key=losses.__getitem__)
+    if best is None:
+        error_mean = _mean(error, share, centred)
+        return torch.zeros_like(weights.o_weight, dtype=torch.float64), error_mean if centred else None
+    change, mean, error_mean = _ridge_regression(features, error, share, best, centred)
+    return change, error_mean - change @ mean if centred else None
+
+
+def _mean(rows: torch.Tensor, share: torch.Tensor, centred: bool) -> torch.Tensor:
+    """Of rows [n, width], each as often as ``share`` [n, 1] says; zero unless ``centred``."""
+    return (rows * share).sum(0) / share.sum() if centred else torch.zeros_like(rows[0])
+
+
+def _ridge_regression(
+    features: torch.Tensor, target: torch.Tensor, share: torch.Tensor, ridge: float, centred: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Coefficients [targets, features] and both means (zero unless ``centred``)."""
+    mean, target_mean = (_mean(rows, share, centred) for rows in (features, target))
+    features, target = features - mean, target - target_mean
+    counted = features * share
+    gram = counted.T @ features
+    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    return torch.linalg.solve(gram, counted.T @ target).T, mean, target_mean
+
+
+@dataclass(frozen=True)
+class ScoreWindow:
+    """What some queries of one window ask of its keys, and what a rotary part leaves of it.
+
+    Attributes:
+        query: [H, queries, d], before RoPE.
+        features: [length, E], what un-rotated keys are linear functions of.
+        weight: [H, queries, length], the source's attention.
+        target: [H, queries, length], the source's scaled scores less the rotary part, centred under ``weight``.
+        share: how much a query counts: those of a window that has fewer stand for their neighbours.
+    """
+
+    query: torch.Tensor
+    features: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    share: float
+
+    def keys(self, key_map: torch.Tensor) -> torch.Tensor:
+        """Un-rotated keys [H, length, d_n], of maps [h_kv, d_n, E]."""
+        keys = torch.einsum("ane,te->atn", key_map.to(self.features.dtype), self.features)
+        return keys.repeat_interleave(self.query.shape[0] // keys.shape[0], 0)
+
+    def asked(self, keys: torch.Tensor) -> AskedKeys:
+        """The same with their means."""
+        return AskedKeys(keys, self.weight @ keys)
+
+    def scores(self, query_map: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
+        """Scores without their scale, centred under ``weight``, of query maps [H, d_n, d]."""
+        query = self.query @ query_map.mT
+        return torch.baddbmm((query * asked.mean).sum(-1, keepdim=True), query, asked.keys.mT, beta=-1)
+
+    def pull(self, errors: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
+        """The adjoint of :meth:`scores` under the weights, for errors that are centred: [H, d_n, d]."""
+        return ((self.weight * errors) @ asked.keys).mT @ self.query * self.share
+
+    def key_covariance(self, asked: AskedKeys) -> torch.Tensor:
+        """[H, d_n, d_n] of the keys under a query's attention, summed over queries."""
+        keys, mean = asked.keys, asked.mean
+        return ((keys * self.weight.sum(1)[..., None]).mT @ keys - mean.mT @ mean) * self.share
+
+
+@dataclass(frozen=True)
+class AskedKeys:
+    """Un-rotated keys [H, length, d_n] of a window, and their ``mean`` under each query's attention [H, queries, d_n].
+
+    Scores are linear in keys, so that the mean score of a query is its score with the mean key.
+    """
+
+    keys: torch.Tensor
+    mean: torch.Tensor
+
+
+def score_windows(
+    spec: SourceSpec, weights: AttentionWeights, sample: AttentionSample, basis: RotaryBasis
+) -> list[ScoreWindow]:
+    """Every window of a sample as :func:`refit_queries` sees it: the rotary part is ``basis``'s, the rest is free.
+
+    All queries, as long as there is room for their scores. Leaving out neighbours costs more than leaving out windows
+    (benchmarks/NOTES.md).
+    """
+    windows = Counter(map(len, sample.hidden))
+    strides = {length: math.ceil(count * length**2 / _PAIRS) for length, count in windows.items()}
+    return [
+        _score_window(spec, weights, hidden, sample.window, basis, strides[len(hidden)], index)[0]
+        for index, hidden in enumerate(sample.hidden)
+    ]
+
+
+def _score_window(
+    spec: SourceSpec,
+    weights: AttentionWeights,
+    hidden: torch.Tensor,
+    window: int | None,
+    basis: RotaryBasis,
+    stride: int,
+    index: int,
+) -> tuple[ScoreWindow, torch.Tensor]:
+    """Of the inputs [length, hidden] of window number ``index``, every ``stride``-th query; and the rotary part of its
+    scores [H, queries, length], minus infinity for what it does not see.
+
+    Windows begin at different queries, spread evenly: at the same positions in all of them, the turn of a pair between
+    a query and the first token, which many heads look at most, would be seen at a few angles only.
+    """
+    dtype, device, length = hidden.dtype, hidden.device, hidden.shape[0]
+    first = min(int(index * GOLDEN % 1 * stride), length - 1)
+    chosen = torch.arange(first, length, stride, device=device)
+    query = _project(spec, hidden[chosen], weights.q_weight, weights.q_bias, weights.q_norm)  # [H, queries, d]
+    key = _project(spec, hidden, weights.k_weight, weights.k_bias, weights.k_norm)  # [h_kv, length, d]
+    position = torch.arange(length, device=device)
+    turned, turned_key = (
+        rotate(x, spec.inv_freq[None], at, spec.attention_factor) for x, at in ((query, chosen), (key, position))
+    )
+    score = turned @ turned_key.repeat_interleave(spec.group_size, 0).mT * spec.softmax_scale
+    ahead = position[None] - chosen[:, None]
+    unseen = ahead > 0
+    if window is not None:
+        unseen |= ahead <= -window
+    weight = score.masked_fill(unseen, float("-inf")).softmax(-1)
+
+    groups = basis.inv_freq.shape[0]
+    stacked = key.transpose(0, 1).flatten(1)
+    k_pe = rotate((basis.key_rope.to(dtype) @ stacked.T).mT, basis.inv_freq, position, spec.attention_factor)
+    q_pe = query @ basis.query_rope.to(dtype).mT
+    q_pe = rotate(q_pe, basis.inv_freq.repeat_interleave(q_pe.shape[0] // groups, 0), chosen, spec.attention_factor)
+    rotary = q_pe @ k_pe.repeat_interleave(q_pe.shape[0] // groups, 0).mT * spec.softmax_scale
+    lost = score - rotary
+    scores = ScoreWindow(
+        query=query,
+        features=torch.cat([stacked, hidden], -1) if spec.qk_norm else hidden,
+        weight=weight,
+        target=lost - (weight * lost).sum(-1, keepdim=True),
+        share=float(stride),
+    )
+    return scores, rotary.masked_fill(unseen, float("-inf"))
+
+
+def _project(
+    spec: SourceSpec,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: torch.Tensor | None,
+) -> torch.Tensor:
+    """hidden [length, hidden] -> queries or keys before RoPE, [heads, length, d]."""
+    dtype = hidden.dtype
+    projected = torch.nn.functional.linear(hidden, weight.to(dtype), None if bias is None else bias.to(dtype))
+    return spec.split_heads(projected, None if norm is None else norm.to(dtype)).transpose(0, 1)
+
+
+def _converted(
+    spec: SourceSpec, window: ScoreWindow, rotary: torch.Tensor, query_map: torch.Tensor, key_map: torch.Tensor
+) -> torch.Tensor:
+    """The converted layer's attention [H, queries, length], of both results of :func:`_score_window`."""
+    un_rotated = window.query @ query_map.mT @ window.keys(key_map).mT
+    return (rotary + un_rotated * spec.softmax_scale).softmax(-1)
+
+
+def _attend(weight: torch.Tensor, value: torch.Tensor, spec: SourceSpec) -> torch.Tensor:
+    """weight [H, queries, length], value [h_kv, length, d_v] -> [queries, H, d_v]."""
+    return (weight @ value.repeat_interleave(spec.group_size, 0)).transpose(0, 1)
+
+
+def _inner(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Per head: heads are separate problems."""
+    return (first * second).sum((-2, -1), keepdim=True)
+
+
+def _regularised(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse and matrix of a positive semi-definite [H, n, n], its small eigenvalues lifted."""
+    energy, vectors = torch.linalg.eigh((moment + moment.mT).double() / 2)
+    energy = energy.clamp_min(0) + 1e-3 * energy[..., -1:] + torch.finfo(torch.float32).tiny
+    inverse, matrix = ((vectors * part[..., None, :]) @ vectors.mT for part in (1 / energy, energy))
+    return inverse.to(moment.dtype), matrix.to(moment.dtype)

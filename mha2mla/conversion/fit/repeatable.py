@@ -1,0 +1,72 @@
+"""Attention whose gradients on CUDA are the same bits every time, for what conversion differentiates through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from mha2mla.conversion.fit.numerics import deterministic
+
+REPEATABLE_ATTENTION = "mha2mla_repeatable"  # for ``config._attn_implementation``
+
+
+class _Attention(torch.autograd.Function):
+    """SDPA; the backward pass runs it again where PyTorch insists on kernels that repeat.
+
+    PyTorch chooses them in its strict deterministic mode only, not where it merely warns; and strict for a whole step
+    would ask every user for an environment variable of cuBLAS (torch.use_deterministic_algorithms).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.options = options
+        with deterministic(warn_only=False):
+            return F.scaled_dot_product_attention(query, key, value, **options)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with deterministic(warn_only=False), torch.enable_grad():
+            made = F.scaled_dot_product_attention(*inputs, **ctx.options)
+            return *torch.autograd.grad(made, inputs, gradient), None
+
+
+def repeatable_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' SDPA attention (the same arguments and result); on CUDA its gradients repeat to the bit.
+
+    cuDNN's backward pass, which PyTorch prefers on Hopper, adds up in any order. FlashAttention's can be told not to,
+    but takes values as wide as keys: they get columns of zeros.
+    """
+    if query.device.type != "cuda":
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    # Casts outside, where autograd sees them: the backward pass runs without autocast.
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
+    width = value.shape[-1]
+    padded = F.pad(value, (0, max(0, query.shape[-1] - width)))
+    options = {
+        "attn_mask": attention_mask,
+        "is_causal": attention_mask is None and query.shape[2] > 1,
+        "scale": scaling,
+    }
+    return _Attention.apply(query, key, padded, options)[..., :width].transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(REPEATABLE_ATTENTION, repeatable_attention)
+AttentionMaskInterface.register(REPEATABLE_ATTENTION, sdpa_mask)

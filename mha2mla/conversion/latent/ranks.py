@@ -1,0 +1,259 @@
+"""A rank for every layer: where a smaller latent hurts the source's predictions least, the cache is taken from.
+
+Layers differ in what a number of cache is worth. Each is converted alone, at a few ranks, in an otherwise untouched
+source, and the divergence of the predictions is what that rank loses there; the budget goes where it saves most.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore, device_for_activations
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.families import FamilyAdapter, SourceSpec
+from mha2mla.conversion.fit.reconstruction import ReconstructionProblem, reconstruct
+from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_energies
+from mha2mla.conversion.recipe import GRANULE, Recipe
+from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.geometry import MLAGeometry
+
+FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
+LEAST, MOST = 0.2, 2.0  # of the uniform rank that a layer may get
+STEPS = 100  # gradient steps of a measurement; closed forms alone flatter the layers that gradients help least
+_STEP_TOKENS = 2048  # of such a step, at most, but for a whole block
+_FITTED_TOKENS = 98304
+_JUDGED_TOKENS = 24576
+_BATCH_TOKENS = 16384
+_PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
+
+
+def choose_layer_ranks(
+    model: StreamedModel,
+    adapter: FamilyAdapter,
+    spec: SourceSpec,
+    recipe: Recipe,
+    windows: TokenBlocks,
+    *,
+    folder: Path,
+    spill_bytes: int = SPILL_BYTES,
+    progress: bool = False,
+) -> Recipe:
+    """The recipe with ``layer_ranks`` as measured, and ``layer_rank_losses`` saying what each rank loses where.
+
+    The ranks of all layers add up to what the recipe's uniform rank gives, at most. A loss is the Kullback-Leibler
+    divergence of the source's next-token predictions from those of the source with one layer converted (nats per token,
+    on held-out calibration windows). Between the measured ranks its logarithm is taken as linear; the budget is handed
+    out in steps to whichever layer saves most (the optimum where losses are convex, and add up).
+
+    Args:
+        model: the source.
+        windows: calibration tokens.
+        folder: where activations go that are together larger than ``spill_bytes``.
+        progress: show a bar on standard error.
+
+    Raises:
+        ValueError: the loss of a layer is not a number.
+    """
+    geometry = recipe.geometry(spec)
+    step = rank_step(geometry.kv_lora_rank)
+    full = geometry.full_kv_lora_rank
+    ranks = sorted({min(full, max(step, round(factor * geometry.kv_lora_rank / step) * step)) for factor in FACTORS})
+    fitted, judged = windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
+    losses = measure_losses(
+        model,
+        adapter,
+        spec,
+        geometry,
+        recipe,
+        fitted,
+        judged,
+        ranks,
+        folder=folder,
+        spill_bytes=spill_bytes,
+        progress=progress,
+    )
+    chosen = allocate(
+        losses,
+        geometry.kv_lora_rank * spec.num_layers,
+        step=step,
+        least=max(step, math.ceil(LEAST * geometry.kv_lora_rank / step) * step),
+        most=min(full, math.floor(MOST * geometry.kv_lora_rank / step) * step),
+    )
+    record = {str(rank): [layer[rank] for layer in losses] for rank in ranks}
+    return replace(recipe, layer_ranks=chosen, layer_rank_losses=record)
+
+
+def rank_step(kv_lora_rank: int) -> int:
+    """By what ranks differ: few steps make few geometries, and each is a compilation of the decode kernel."""
+    return next((step for step in (64, 32, 16) if kv_lora_rank >= 5 * step), GRANULE)
+
+
+def measure_losses(
+    model: StreamedModel,
+    adapter: FamilyAdapter,
+    spec: SourceSpec,
+    geometry: MLAGeometry,
+    recipe: Recipe,
+    windows: TokenBlocks,
+    judged: TokenBlocks,
+    ranks: Sequence[int],
+    *,
+    folder: Path,
+    spill_bytes: int = SPILL_BYTES,
+    progress: bool = False,
+) -> list[dict[int, float]]:
+    """Per layer, rank → divergence of the predictions on ``judged`` when that layer alone is converted to that rank, on
+    other ``windows``.
+
+    One pass over the source: what each conversion makes of the judged windows follows the source's own layers beside
+    the others, so that a layer's weights are read once.
+    """
+    short = replace(
+        recipe,
+        reconstruction_steps=min(STEPS, recipe.reconstruction_steps),
+        reconstruction_tokens=min(_STEP_TOKENS, recipe.reconstruction_tokens),
+        sequential=False,
+    )
+    sequences = {
+        rank: LayerWalk(
+            model,
+            adapter,
+            spec,
+            replace(geometry, kv_lora_rank=rank),
+            short,
+            windows,
+            folder,
+            spill_bytes=spill_bytes,
+        )
+        for rank in ranks
+    }
+    first = sequences[ranks[0]]
+    fitted, targets = first.new_stores(2, on_device=True)
+    new_store = _maker_of_stores(model, judged, folder, 1 + spec.num_layers * len(ranks), spill_bytes)
+    clean = new_store()
+    perturbed: list[tuple[int, int, ActivationStore]] = []
+    try:
+        model.embed(fitted)
+        model.embed(clean)
+        for layer in tqdm(range(spec.num_layers), desc="layer ranks", unit="layer", disable=not progress):
+            module = model.layer(layer)
+            for _, _, store in perturbed:
+                model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
+            _pass(lambda hidden: hidden, fitted, targets, model.device)
+            collector = first.collector(layer)
+            model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
+            prepared = first.prepare(layer, collector.finish())
+            weights = None
+            if short.reconstruction_steps:
+                weights = token_energies(targets, _BATCH_TOKENS, model.device).reciprocal()
+            for rank, sequence in sequences.items():
+                tensors = sequence.finish(layer, prepared)
+                forward = block_forward(sequence, layer, module)
+                if weights is not None and not short.is_exact(sequence.geometry):
+                    problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
+                    tensors = reconstruct(problem, tensors, short, layer=layer).tensors
+                perturbed.append((layer, rank, new_store()))
+                converted = partial(forward, computed(tensors, model))
+                _pass(converted, clean, perturbed[-1][2], model.device)
+            model.run_layer(module, layer, clean, tokens=_BATCH_TOKENS)
+            fitted, targets = targets, fitted
+            model.source.release()
+        found = _divergences(model, clean, [store for _, _, store in perturbed])
+    finally:
+        for store in (fitted, targets, clean, *(store for _, _, store in perturbed)):
+            store.close()
+    losses: list[dict[int, float]] = [{} for _ in range(spec.num_layers)]
+    for (layer, rank, _), loss in zip(perturbed, found, strict=True):
+        if not math.isfinite(loss):
+            raise ValueError(f"layer {layer} converted to rank {rank} gives a divergence of {loss}; expected a number")
+        losses[layer][rank] = loss
+    return losses
+
+
+def allocate(losses: Sequence[Mapping[int, float]], budget: int, *, step: int, least: int, most: int) -> list[int]:
+    """Ranks that add up to ``budget`` at most: every step of rank goes to the layer where it saves most.
+
+    Args:
+        losses: per layer, rank → loss; at least one rank each.
+        budget: sum of the ranks; at least ``least`` per layer.
+        step: ranks are ``least`` plus a multiple of it.
+        least, most: rank of a layer.
+    """
+    ranks = [least] * len(losses)
+    current = [loss_at(layer, least) for layer in losses]
+    following = [loss_at(layer, least + step) for layer in losses]
+    while sum(ranks) + step <= budget:
+        open_layers = [layer for layer, rank in enumerate(ranks) if rank + step <= most]
+        if not open_layers:
+            break
+        best = max(open_layers, key=lambda layer: current[layer] - following[layer])
+        ranks[best] += step
+        current[best], following[best] = following[best], loss_at(losses[best], ranks[best] + step)
+    return ranks
+
+
+def loss_at(losses: Mapping[int, float], rank: int) -> float:
+    """A layer's loss at any rank: log-linear between and beyond the measured ones, and never rising with the rank."""
+    known = sorted(losses)
+    logs = [math.log(max(losses[each], 1e-12)) for each in known]
+    logs = [min(logs[: index + 1]) for index in range(len(logs))]
+    if len(known) == 1:
+        return math.exp(logs[0]) * known[0] / max(rank, 1)
+    right = next((index for index in range(1, len(known)) if rank <= known[index]), len(known) - 1)
+    slope = (logs[right] - logs[right - 1]) / (known[right] - known[right - 1])
+    return math.exp(logs[right] + slope * (rank - known[right]))
+
+
+def _maker_of_stores(
+    model: StreamedModel, windows: TokenBlocks, folder: Path, count: int, spill_bytes: int
+) -> Callable[[], ActivationStore]:
+    """Makes stores with room for a hidden state per token, ``count`` of which will exist together, all in one place."""
+    size = count * windows.tokens.numel() * model.hidden_size * model.dtype.itemsize
+    return partial(
+        ActivationStore,
+        windows,
+        model.hidden_size,
+        dtype=model.dtype,
+        folder=folder,
+        spill_bytes=spill_bytes if size <= spill_bytes else 0,
+        device=device_for_activations(model.device, size),
+    )
+
+
+@torch.inference_mode()
+def _pass(
+    change: Callable[[torch.Tensor], torch.Tensor],
+    inputs: ActivationStore,
+    outputs: ActivationStore,
+    device: torch.device,
+) -> None:
+    """Writes ``change`` of the inputs to ``outputs``."""
+    for part in inputs.blocks.batches(_BATCH_TOKENS):
+        outputs.write(part, change(inputs.read(part, device)))
+
+
+@torch.inference_mode()
+def _divergences(model: StreamedModel, clean: ActivationStore, perturbed: Sequence[ActivationStore]) -> list[float]:
+    """KL(source ‖ perturbed) in nats per token, for every stream of last hidden states."""
+    norm, head = model.final_norm(), model.head_rows(0, model.vocab_size)
+
+    def predictions(hidden: torch.Tensor) -> torch.Tensor:
+        return (norm(hidden) @ head.T).float().log_softmax(-1)
+
+    totals = torch.zeros(len(perturbed), dtype=torch.float64, device=model.device)
+    parts = range(0, clean.blocks.size, _PREDICTED_TOKENS)
+    for block, start in itertools.product(range(len(clean)), parts):
+        here = block, slice(start, start + _PREDICTED_TOKENS), model.device
+        expected = predictions(clean.tokens(*here))
+        for index, store in enumerate(perturbed):
+            difference = expected - predictions(store.tokens(*here))
+            totals[index] += (expected.exp() * difference).sum(dtype=torch.float64)
+    return (totals / clean.blocks.tokens.numel()).tolist()

@@ -1,0 +1,373 @@
+"""The walk over the layers of a source: its activations and the converted model's, one layer's weights at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore, device_for_activations
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
+from mha2mla.conversion.families import AttentionWeights, FamilyAdapter, SourceSpec
+from mha2mla.conversion.fit.numerics import matmul_precision
+from mha2mla.conversion.fit.reconstruction import Forward, ReconstructionProblem, reconstruct
+from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
+from mha2mla.conversion.layer import PreparedLayer, convert_layer, converted_config, finish_layer, prepare_layer
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.geometry import MLAGeometry
+
+if TYPE_CHECKING:
+    from mha2mla.modeling.config import MHA2MLAConfig
+
+SAMPLE_TOKENS = 32768  # of a layer's inputs that closed-form fits look at
+FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow
+_BATCH_TOKENS = 2048  # tokens that a layer sees at a time
+_CUDA_BATCH_TOKENS = 16384  # the same where launches cost more than the work
+_STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text than the moments that it starts from
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """How one layer went.
+
+    Attributes:
+        layer: its index.
+        seconds: statistics, conversion, reconstruction and the streams.
+        loss_before, loss_after: of the reconstruction, relative squared errors on held-out windows; None without one.
+        note: how the reconstruction ran; empty without one.
+    """
+
+    layer: int
+    seconds: float
+    loss_before: float | None = None
+    loss_after: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """One layer of the result: tensors by their name below ``self_attn.``, in the dtypes that are stored."""
+
+    layer: int
+    tensors: dict[str, torch.Tensor]
+    record: LayerRecord
+
+
+@dataclass(frozen=True)
+class LayerWalk:
+    """The walk: iterating over it converts layer after layer.
+
+    Without ``recipe.sequential`` and reconstruction, statistics are the source's own, from one stream of activations.
+    With either, a second stream passes the converted layers (their stored, rounded tensors), and statistics are taken
+    of it; reconstruction fits each layer to the source's stream on the inputs of the converted one.
+
+    Attributes:
+        model: the source, streamed; device and dtype of the computation are its.
+        adapter, spec, geometry, recipe: what is converted, and how.
+        windows: calibration tokens; None when the recipe needs none.
+        folder: where activations go when they exceed ``spill_bytes``.
+        weights_dtype: of the result; None for the source's own. ``inv_freq`` and ``o_proj.bias`` are float32 always.
+        spill_bytes: a stream of activations that is larger lives in a file.
+        geometries: of each layer where they differ; None for ``geometry`` everywhere.
+        done: layers of an earlier, interrupted walk, as they were yielded: the streams pass them, nothing is computed
+            anew and they are not yielded again. The rest comes out as it would have.
+    """
+
+    model: StreamedModel
+    adapter: FamilyAdapter
+    spec: SourceSpec
+    geometry: MLAGeometry
+    recipe: Recipe
+    windows: TokenBlocks | None
+    folder: Path
+    weights_dtype: torch.dtype | None = None
+    spill_bytes: int = SPILL_BYTES
+    geometries: tuple[MLAGeometry, ...] | None = None
+    done: Mapping[int, Mapping[str, torch.Tensor]] | None = None
+
+    def __iter__(self) -> Iterator[ConvertedLayer]:
+        """Converts the layers in order.
+
+        Raises:
+            CheckpointError: a tensor of the source is absent or not finite.
+            ReconstructionError: a converted layer gives NaN.
+        """
+        if self.windows is None:
+            yield from self._walk_blind()
+        elif self.recipe.follows_conversion(self.geometry):
+            yield from _ConvertedWalk(self).layers()
+        else:
+            yield from self._walk_source()
+
+    def _walk_blind(self) -> Iterator[ConvertedLayer]:
+        for layer in self._missing():
+            started = time.perf_counter()
+            tensors = self.stored(layer, self.convert(layer, None))
+            yield ConvertedLayer(layer, tensors, LayerRecord(layer, time.perf_counter() - started))
+            self.model.source.release()
+
+    def _walk_source(self) -> Iterator[ConvertedLayer]:
+        missing, (store,) = self._missing(), self.new_stores(1)
+        try:
+            self.model.embed(store)
+            for layer in range(self.spec.num_layers):
+                started = time.perf_counter()
+                collector = self.collector(layer) if layer in missing else None
+                self.model.run_layer(
+                    self.model.layer(layer),
+                    layer,
+                    store,
+                    tokens=_BATCH_TOKENS,
+                    observe=None if collector is None else collector.add,
+                )
+                if collector is not None:
+                    tensors = self.stored(layer, self.convert(layer, collector.finish()))
+                    yield ConvertedLayer(layer, tensors, LayerRecord(layer, time.perf_counter() - started))
+                self.model.source.release()
+        finally:
+            store.close()
+
+    def geometry_of(self, layer: int) -> MLAGeometry:
+        """Shape of layer ``layer`` in the result."""
+        return self.geometry if self.geometries is None else self.geometries[layer]
+
+    def _missing(self) -> list[int]:
+        return [layer for layer in range(self.spec.num_layers) if layer not in (self.done or {})]
+
+    def new_stores(self, count: int, *, on_device: bool = False) -> list[ActivationStore]:
+        """Room for a hidden state per token each; ``on_device``: on the model's, where all of them fit there."""
+        size = self.windows.tokens.numel() * self.spec.hidden_size * self.model.dtype.itemsize
+        device = device_for_activations(self.model.device, count * size) if on_device else torch.device("cpu")
+        return [
+            ActivationStore(
+                self.windows,
+                self.spec.hidden_size,
+                dtype=self.model.dtype,
+                folder=self.folder,
+                spill_bytes=self.spill_bytes,
+                device=device,
+            )
+            for _ in range(count)
+        ]
+
+    def collector(self, layer: int) -> StatisticsCollector:
+        """An empty collector of one layer's statistics."""
+        # Activations may be narrow, what is learnt from them is not.
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        weights = self.adapter.attention_weights(
+            self.model.source, self.spec, layer, device=self.model.device, dtype=dtype
+        )
+        geometry = self.geometry_of(layer)
+        sampled = FIRST_SAMPLE_TOKENS if self.recipe.reconstruction_steps else SAMPLE_TOKENS
+        lengths = 1 if self.windows is None else len(self.windows.window_lengths)
+        return StatisticsCollector(
+            self.spec.of_layer(layer),
+            weights,
+            window=self.spec.sliding_windows[layer],
+            phases=self.recipe.needs_phases(geometry),
+            attended=self.recipe.needs_attended(geometry),
+            sample_tokens=sampled // lengths if self.recipe.needs_sample(geometry) else 0,
+        )
+
+    def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:
+        """The tensors that statistics alone give."""
+        return convert_layer(
+            self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, self._weights(layer), statistics
+        )
+
+    def prepare(self, layer: int, statistics: LayerStatistics | None) -> PreparedLayer:
+        """What :meth:`convert` does before it looks at the rank; sequences of other ranks finish it too."""
+        return prepare_layer(
+            self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, self._weights(layer), statistics
+        )
+
+    def finish(self, layer: int, prepared: PreparedLayer) -> dict[str, torch.Tensor]:
+        """The tensors at this sequence's rank."""
+        return finish_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, prepared)
+
+    def _weights(self, layer: int) -> AttentionWeights:
+        return self.adapter.attention_weights(
+            self.model.source, self.spec, layer, device=self.model.device, dtype=torch.float64
+        )
+
+    def empty_attention(self, layer: int) -> nn.Module:
+        """The converted attention of layer ``layer`` without memory; its gradients repeat to the bit."""
+        from mha2mla.modeling.attention import MLAAttention
+
+        replaced = deepcopy(self.model.skeleton.model.layers[layer].self_attn)
+        with torch.inference_mode(False), torch.device("meta"):
+            return MLAAttention(self._config, layer, replaced).eval().requires_grad_(False)
+
+    @cached_property
+    def _config(self) -> MHA2MLAConfig:
+        """Of the result, for attention that is computed here."""
+        config = converted_config(self.model.config, self.spec, self.geometry, self.recipe, self.geometries)
+        config._attn_implementation = REPEATABLE_ATTENTION
+        return config
+
+    def stored(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors in the dtypes of the checkpoint."""
+        dtype = self.weights_dtype
+        if dtype is None:
+            dtype = self.model.source.tensor(self.adapter.attention_names(self.spec, layer)["o_weight"]).dtype
+        full = ("inv_freq", "o_proj.bias")  # what the source adds in two places would lose its last bits in one
+        # Contiguous, as they come back from disk: strides choose kernels, and so the last bits of what follows.
+        return {
+            name: tensor.to(torch.float32 if name in full else dtype).contiguous() for name, tensor in tensors.items()
+        }
+
+
+class _Seen(Exception):
+    """An attention has been given its input; the rest of its layer need not run."""
+
+
+class _ConvertedWalk:
+    """The walk with a stream that passes the converted layers, and with reconstruction a second one of the source's,
+    which is a layer ahead: it stands where the layer that is fitted should get to."""
+
+    def __init__(self, sequence: LayerWalk) -> None:
+        self.sequence, self.model, self.recipe = sequence, sequence.model, sequence.recipe
+        self.num_layers = sequence.spec.num_layers
+        self.tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else _BATCH_TOKENS
+        self.fits = self.recipe.reconstruction_steps > 0
+        self.blends = self.fits and self.recipe.reconstruction_correction < 1
+
+    def layers(self) -> Iterator[ConvertedLayer]:
+        sequence, done = self.sequence, self.sequence.done or {}
+        stores = sequence.new_stores(1 + self.fits + self.blends, on_device=True)
+        self.stream, self.source, self.targets = (stores + [None] * 2)[:3]
+        try:
+            for store in stores[:2]:
+                self.model.embed(store)
+            for layer in range(self.num_layers):
+                started = time.perf_counter()
+                with torch.inference_mode(False):
+                    module = self.model.layer(layer)
+                if self.fits:
+                    self._run(module, layer, self.source)
+                if layer in done:
+                    tensors, record = {name: tensor.to(self.model.device) for name, tensor in done[layer].items()}, None
+                else:
+                    tensors, record = self._convert(module, layer)
+                module.self_attn = sequence.empty_attention(layer)
+                module.self_attn.load_state_dict(computed(tensors, self.model), assign=True, strict=True)
+                self._run(module, layer, self.stream)
+                self.model.source.release()
+                if record is not None:
+                    yield ConvertedLayer(layer, tensors, replace(record, seconds=time.perf_counter() - started))
+        finally:
+            for store in stores:
+                store.close()
+
+    def _convert(self, module: nn.Module, layer: int) -> tuple[dict[str, torch.Tensor], LayerRecord]:
+        collector = self.sequence.collector(layer)
+        self._observe(module, layer, collector.add)
+        tensors = self.sequence.convert(layer, collector.finish())
+        record = LayerRecord(layer, 0.0)
+        if self.fits and not self.recipe.is_exact(self.sequence.geometry_of(layer)):
+            with torch.inference_mode(False):
+                result = reconstruct(self._problem(module, layer), tensors, self.recipe, layer=layer)
+            tensors = result.tensors
+            record = LayerRecord(layer, 0.0, result.loss_before, result.loss_after, result.note)
+        return self.sequence.stored(layer, tensors), record
+
+    def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
+        with self._precision():
+            self.model.run_layer(module, layer, stream, tokens=self.tokens)
+
+    def _precision(self) -> AbstractContextManager[None]:
+        """Of the streams: TF32 on CUDA where the fits make do with less (errors of 1e-3, against 1e-2)."""
+        half = self.fits and self.recipe.reconstruction_precision == "bfloat16"
+        return matmul_precision("high" if half and self.model.device.type == "cuda" else None)
+
+    @torch.inference_mode()
+    def _blend(self, module: nn.Module, layer: int) -> ActivationStore:
+        """Targets between what the source's layer makes of the converted stream and what it made of the source's."""
+        share = self.recipe.reconstruction_correction
+        for part in self.stream.blocks.batches(self.tokens):
+            hidden = self.stream.read(part, self.model.device)
+            with self._precision():
+                hidden = self.model.forward_layer(module, layer, hidden)
+            self.targets.write(part, hidden.lerp(self.source.read(part, self.model.device), share))
+        return self.targets
+
+    @torch.inference_mode()
+    def _observe(self, module: nn.Module, layer: int, receive: Callable[[torch.Tensor], None]) -> None:
+        """Hands ``receive`` what the attention of layer ``layer`` is given in a part of the converted stream."""
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            receive(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+            raise _Seen
+
+        handle = module.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            for length, blocks in self.stream.blocks.spread(_STATISTICS_TOKENS).items():
+                for part in blocks.split(max(1, self.tokens // self.stream.blocks.size)):
+                    with suppress(_Seen):
+                        self.model.forward_layer(module, layer, self.stream.gather(part, self.model.device, length))
+        finally:
+            handle.remove()
+
+    def _problem(self, module: nn.Module, layer: int) -> ReconstructionProblem:
+        targets = self._blend(module, layer) if self.blends else self.source
+        weights = token_energies(self.source, self.tokens, self.model.device).reciprocal()
+        forward = block_forward(self.sequence, layer, module)
+        return ReconstructionProblem(self.stream, targets, weights, forward, self.model.device)
+
+
+def block_forward(sequence: LayerWalk, layer: int, module: nn.Module) -> Forward:
+    """The decoder layer ``module`` with the converted attention in its place, as a function of that attention's tensors
+    and of windows of the lengths that ``sequence`` has."""
+    model, block = sequence.model, _with_attention(module, sequence.empty_attention(layer))
+    # Made once: masks and positions serve every batch.
+    arguments = {
+        length: model.layer_arguments(
+            layer, torch.empty(1, length, model.hidden_size, dtype=model.dtype, device=model.device)
+        )
+        for length in sequence.windows.window_lengths
+    }
+
+    def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+        named = {f"self_attn.{name}": tensor for name, tensor in tensors.items()}
+        return _first(functional_call(block, named, (inputs,), arguments[inputs.shape[1]]))
+
+    return forward
+
+
+@torch.inference_mode()
+def token_energies(store: ActivationStore, tokens: int, device: torch.device) -> torch.Tensor:
+    """[blocks, size] mean square of every token, on the CPU; so many ``tokens`` at a time on ``device``."""
+    energy = torch.empty(store.blocks.tokens.shape, device=device)
+    for part in store.blocks.batches(tokens):
+        energy[part] = store.read(part, device).float().square().mean(-1).view(energy[part].shape)
+    return energy.cpu()
+
+
+def computed(tensors: Mapping[str, torch.Tensor], model: StreamedModel) -> dict[str, torch.Tensor]:
+    """A converted layer's tensors on the device and in the dtype that ``model`` computes in; frequencies in float32."""
+    return {
+        name: tensor.to(model.device, torch.float32 if name == "inv_freq" else model.dtype)
+        for name, tensor in tensors.items()
+    }
+
+
+def _first(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _with_attention(layer: nn.Module, attention: nn.Module) -> nn.Module:
+    """A decoder layer that shares everything with ``layer`` but its attention."""
+    block = layer.__class__.__new__(layer.__class__)
+    block.__dict__ = {**layer.__dict__, "_modules": {**layer._modules, "self_attn": attention}}
+    return block

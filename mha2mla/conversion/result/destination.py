@@ -1,0 +1,188 @@
+"""The folder that a conversion makes: held by a lock, worked on under another name, and renamed when it is complete."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mha2mla.conversion.result.writer import DestinationError, is_folder, remove, sync
+
+WORK_FOLDER = "work"
+MODEL_TYPE = "mha2mla"
+
+
+def check_destination(destination: str | os.PathLike[str], source: Path, *, overwrite: bool) -> None:
+    """Refuses a destination before any work; changes nothing.
+
+    Raises:
+        DestinationError: it is the current folder or holds it, is the source or lies in it (or the other way round),
+            is a file, exists without ``overwrite``, or is neither empty nor a converted checkpoint.
+    """
+    name, path = os.fspath(destination), Path(destination)
+    here, there = path.resolve(), source.resolve()
+    current = Path.cwd()
+    if name in ("", ".") or here == current or here in current.parents:
+        raise DestinationError(
+            f"destination {name!r} is the current folder, or holds it; expected the name of a folder to make"
+        )
+    if here == there or there in here.parents or here in there.parents:
+        raise DestinationError(f"destination {name!r} and source {str(source)!r} overlap; expected another folder")
+    check_replaceable(path, overwrite=overwrite)
+
+
+def check_replaceable(destination: Path, *, overwrite: bool) -> None:
+    """Refuses what is there already, unless it may be replaced.
+
+    Raises:
+        DestinationError: it is a file, exists without ``overwrite``, or is neither empty nor a converted checkpoint.
+    """
+    if not os.path.lexists(destination):
+        return
+    if not destination.is_dir():
+        raise DestinationError(f"destination {str(destination)!r} is a file; expected a folder name")
+    if not overwrite:
+        raise DestinationError(f"destination {str(destination)!r} exists; expected a new folder, or overwrite=True")
+    if any(destination.iterdir()) and not _is_converted(destination):
+        raise DestinationError(
+            f"destination {str(destination)!r} is neither empty nor a converted checkpoint; overwrite=True replaces"
+            " nothing else: remove it yourself, or take another name"
+        )
+
+
+def _is_converted(folder: Path) -> bool:
+    config = folder / "config.json"
+    try:
+        return config.is_file() and json.loads(config.read_text(encoding="utf-8"))["model_type"] == MODEL_TYPE
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def temporary_path(destination: Path) -> Path:
+    """Where ``temporary_folder`` works for ``destination``."""
+    return _sibling(destination.resolve(), "tmp")
+
+
+def _sibling(final: Path, what: str) -> Path:
+    return final.parent / f".{final.name}.mha2mla-{what}"
+
+
+@contextmanager
+def temporary_folder(
+    destination: Path, *, overwrite: bool, worth_keeping: Callable[[Path], bool] = lambda work: False
+) -> Iterator[Path]:
+    """A folder beside ``destination`` that takes its name when the block ends without an exception.
+
+    The name is fixed (``.NAME.mha2mla-tmp``) and held by a lock: the next run clears what a killed one left, and two
+    runs cannot write the same destination, which is looked at once more under the lock. With ``overwrite`` the old
+    folder is moved aside, and brought back if the process dies between the two renames.
+
+    Its folder ``work``, which the block may make, never becomes part of the destination. It is there again for the next
+    run, after whatever ended this one, a kill or an exception: all else that an unfinished run wrote is removed.
+
+    Args:
+        worth_keeping: whether what an exception leaves of ``work`` is of use to another run.
+
+    Raises:
+        DestinationError: another process is writing the same destination, which cannot be written or may not be
+            replaced.
+    """
+    final = destination.resolve()
+    made = [folder for folder in (final.parent, *final.parent.parents) if not folder.exists()]
+    try:
+        with _named(destination):
+            final.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(_sibling(final, "lock"), destination):
+            yield from _worked_on(final, destination, overwrite, worth_keeping)
+    finally:
+        for folder in made:  # innermost first; a folder that is not empty is of use
+            try:
+                folder.rmdir()
+            except OSError:
+                break
+
+
+def _worked_on(
+    final: Path, destination: Path, overwrite: bool, worth_keeping: Callable[[Path], bool]
+) -> Iterator[Path]:
+    temporary, old, done = (_sibling(final, what) for what in ("tmp", "old", "done"))
+    work = temporary / WORK_FOLDER
+    if is_folder(old) and not os.path.lexists(final):
+        old.rename(final)  # its replacement never came
+    check_replaceable(final, overwrite=overwrite)
+    with _named(destination):
+        remove(old)
+        if is_folder(done) and is_folder(temporary) and not os.path.lexists(work):
+            done.rename(work)  # killed between the two last renames
+        remove(done)
+        if not is_folder(temporary):
+            remove(temporary)  # a link that somebody put there is not followed
+        temporary.mkdir(exist_ok=True)
+        _clear(temporary)
+    try:
+        yield temporary
+        _sync_tree(temporary, work)
+        check_replaceable(final, overwrite=overwrite)
+        if is_folder(work):
+            work.rename(done)
+        if final.exists():
+            final.rename(old)
+        temporary.rename(final)
+        sync(final.parent)
+    except BaseException:
+        if is_folder(old) and not os.path.lexists(final):
+            old.rename(final)
+        if is_folder(temporary) and is_folder(done):
+            done.rename(work)
+        if is_folder(work) and worth_keeping(work):
+            _clear(temporary)
+        else:
+            remove(temporary)
+        raise
+    for path in (old, done):
+        remove(path)
+
+
+def _clear(temporary: Path) -> None:
+    """Removes everything but the work."""
+    for path in list(temporary.iterdir()):
+        if path.name != WORK_FOLDER or not is_folder(path):
+            remove(path)
+
+
+@contextmanager
+def _named(destination: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DestinationError(f"destination {str(destination)!r} cannot be written: {error}") from error
+
+
+def _sync_tree(folder: Path, work: Path) -> None:
+    for path in (*folder.rglob("*"), folder):
+        if path != work and work not in path.parents:
+            sync(path)
+
+
+@contextmanager
+def _lock(path: Path, destination: Path) -> Iterator[None]:
+    while True:
+        with _named(destination):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise DestinationError(f"another process is writing destination {str(destination)!r}") from error
+        # The holder unlinks the file: a lock on an unlinked file would exclude nobody.
+        if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+            break
+        os.close(handle)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)

@@ -1,0 +1,132 @@
+"""Writing weights: shards as they fill, files that are whole and on the disk before they have their names."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE
+
+DEFAULT_SHARD_BYTES = 1 << 30
+
+
+class DestinationError(ValueError):
+    """The destination cannot be written; the message says why."""
+
+
+def sync(path: Path) -> None:
+    """Returns when a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """A file that has its name only when it is whole and on the disk; ``write`` is given another name for it."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder itself, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def remove(path: Path) -> None:
+    """Removes a folder with all that is in it, a file, or a link (and not what it leads to), if it is there."""
+    if is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file of tensors that share no memory.
+
+    Raises:
+        DestinationError: the file system does not take it (full, for one); the message names the file.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+    except (SafetensorError, OSError) as error:
+        raise DestinationError(f"{path} cannot be written: {error}") from error
+
+
+class ShardedWriter:
+    """Tensors into ``model.safetensors``, or into numbered shards with an index when they are larger than one shard.
+
+    Args:
+        folder: existing folder.
+        max_shard_bytes: a shard is written when the next tensor would make it larger; also what waits in memory.
+    """
+
+    def __init__(self, folder: Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+        self.folder = folder
+        self.max_shard_bytes = max_shard_bytes
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._waiting_bytes = 0
+        self._shards: list[list[str]] = []
+        self._seen: set[str] = set()
+        self.total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes a tensor; it is on disk when its shard is full or at ``finish``.
+
+        Raises:
+            ValueError: the name was added before, or a value is NaN or infinite.
+        """
+        if name in self._seen:
+            raise ValueError(f"tensor {name} is written twice")
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"tensor {name} became NaN or infinite in the conversion")
+        size = tensor.numel() * tensor.element_size()
+        if self._waiting and self._waiting_bytes + size > self.max_shard_bytes:
+            self._flush()
+        tensor = tensor.detach().cpu().contiguous()
+        # A slice must not keep the larger tensor behind it alive while it waits.
+        self._waiting[name] = tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
+        self._waiting_bytes += size
+        self.total_bytes += size
+        self._seen.add(name)
+
+    def _shard_path(self, index: int) -> Path:
+        return self.folder / f"shard-{index:05d}.safetensors"
+
+    def _flush(self) -> None:
+        save_tensors(self._waiting, self._shard_path(len(self._shards)))
+        self._shards.append(list(self._waiting))
+        self._waiting, self._waiting_bytes = {}, 0
+
+    def finish(self) -> None:
+        """Writes what waits, gives the shards their final names and, for several, writes the index."""
+        if self._waiting:
+            self._flush()
+        if len(self._shards) == 1:
+            self._shard_path(0).rename(self.folder / SINGLE_FILE)
+            return
+        weight_map = {}
+        for index, names in enumerate(self._shards):
+            final = f"model-{index + 1:05d}-of-{len(self._shards):05d}.safetensors"
+            self._shard_path(index).rename(self.folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""The source checkpoint: its files, its tensors, what is refused of it, and running it layer by layer."""

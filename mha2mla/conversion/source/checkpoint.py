@@ -1,0 +1,130 @@
+"""Reading a checkpoint: read-only, one tensor at a time, single file or sharded; every defect named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mha2mla.conversion.source.files import CheckpointError, read_json, regular_file
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# safetensors' names of the dtypes that weights may have; others are quantised, or no numbers.
+DTYPES = ("F64", "F32", "F16", "BF16")
+__all__ = ["DTYPES", "INDEX_FILE", "SINGLE_FILE", "CheckpointError", "CheckpointReader"]
+
+
+class CheckpointReader:
+    """Tensors of a safetensors checkpoint by name.
+
+    Of a folder with both a single file and an index, transformers reads the single file, and so does this. Every
+    shard's header is read at construction, so that a missing or truncated shard shows before any work. Files are
+    mapped read-only, stay open until ``release``, and what is handed out is a copy.
+
+    Args:
+        folder: local Hugging Face folder.
+
+    Raises:
+        CheckpointError: no folder, no safetensors weights, an index that is no index, a shard that is missing,
+            truncated or outside the folder, or a tensor that the index promises and its shard lacks.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(f"source {str(self.folder)!r} is not a folder")
+        self._files: dict[str, Any] = {}
+        self._shard_of: dict[str, str] = {}
+        single, index = (os.path.lexists(self.folder / name) for name in (SINGLE_FILE, INDEX_FILE))
+        if not single and not index:
+            found = sorted(
+                path.name for path in self.folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf")
+            )
+            hint = f" ({found[0]} is not read: save it as safetensors first)" if found else ""
+            raise CheckpointError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+        promised = {} if single else _read_index(self.folder)
+        self._shards = [SINGLE_FILE] if single else sorted(set(promised.values()))
+        held = {shard: set(self._open(shard).keys()) for shard in self._shards}
+        for shard, names in held.items():
+            self._shard_of |= dict.fromkeys(names, shard)
+        for name, shard in promised.items():
+            if name not in held[shard]:
+                raise CheckpointError(
+                    f"{self.folder / INDEX_FILE} says that {name} is in {shard}, which does not hold it"
+                )
+        self._shard_of |= promised
+
+    def _open(self, shard: str) -> Any:
+        if shard not in self._files:
+            path = regular_file(self.folder, shard)
+            try:
+                self._files[shard] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"shard {path} is truncated or damaged: {error}") from error
+        return self._files[shard]
+
+    def release(self) -> None:
+        """Unmaps the files, so that what was read leaves this process's memory; reading opens them again."""
+        self._files.clear()
+
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._shard_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor without reading it."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """safetensors' name of a tensor's dtype, such as ``"BF16"``, without reading it."""
+        return self._slice(name).get_dtype()
+
+    def files(self) -> list[str]:
+        """Names of the weight files, relative to the folder."""
+        return list(self._shards)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor by name, on the CPU in its stored dtype.
+
+        Raises:
+            CheckpointError: absent, not of floating-point numbers, or a value is NaN or infinite.
+        """
+        if self.dtype(name) not in DTYPES:
+            raise CheckpointError(
+                f"tensor {name} in {self._shard_of[name]} has dtype {self.dtype(name)}; expected one of"
+                f" {', '.join(DTYPES)} (dequantise a quantised checkpoint before conversion)"
+            )
+        return self._finite(name, self._open(self._shard_of[name]).get_tensor(name).clone())
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop`` of a tensor, on the CPU in its stored dtype; the others are not read.
+
+        Raises:
+            CheckpointError: absent, or a value among them is NaN or infinite.
+        """
+        return self._finite(name, self._slice(name)[start:stop].clone())
+
+    def _finite(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise CheckpointError(f"tensor {name} in {self._shard_of[name]} has {bad} NaN or infinite values")
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._shard_of:
+            raise CheckpointError(f"tensor {name} is absent from {self.folder}")
+        return self._open(self._shard_of[name]).get_slice(name)
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    weight_map = read_json(folder, INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX_FILE} is not a safetensors index: weight_map is empty or absent")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CheckpointError(f"{folder / INDEX_FILE} is not a safetensors index: {name} is in {shard!r:.100}")
+    return weight_map

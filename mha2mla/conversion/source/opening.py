@@ -1,0 +1,232 @@
+"""A source folder whose files, config, names and weights have been looked at: what can be refused before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+
+from mha2mla.conversion.families import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
+from mha2mla.conversion.families.config_check import check_config
+from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
+from mha2mla.conversion.source.checkpoint import INDEX_FILE, CheckpointReader
+from mha2mla.conversion.source.files import (
+    CONFIG_FILE,
+    CheckpointError,
+    FileIdentity,
+    check_folder,
+    companions,
+    identify,
+    read_json,
+)
+from mha2mla.conversion.source.streaming import StreamedModel
+
+_ADAPTER_FILE = "adapter_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_GENERATION_CONFIG = "generation_config.json"
+_LARGEST = 1e15  # sums of squares of larger ones overflow float32
+_MAPPED_BYTES = 1 << 26  # of the source that stay in memory while it is looked at
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source folder and what it holds.
+
+    Attributes:
+        folder: where it is.
+        config: by transformers.
+        adapter, spec: what its attention is.
+        reader: its tensors.
+        companions: names of the files that belong to it beside weights and config.
+    """
+
+    folder: Path
+    config: PreTrainedConfig
+    adapter: FamilyAdapter
+    spec: SourceSpec
+    reader: CheckpointReader
+    companions: tuple[str, ...]
+
+    def model(self, device: torch.device, dtype: torch.dtype) -> StreamedModel:
+        """The model without weights.
+
+        Raises:
+            CheckpointError: transformers cannot make it, or a tensor is absent or has another shape.
+            UnsupportedSourceError: a tensor would be lost.
+        """
+        with _by_transformers(f"the {self.spec.model_type} of {self.folder / CONFIG_FILE} cannot be made"):
+            model = StreamedModel(
+                self.config,
+                self.reader,
+                self.spec.sliding_windows,
+                device=device,
+                dtype=dtype,
+                attn_implementation=REPEATABLE_ATTENTION,
+            )
+        _check_names(model, self.reader)
+        return model
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, by transformers' own classes: code of the source's never runs.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it needs code of its own.
+        """
+        try:
+            return _without_cache(AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False))
+        except Exception as error:  # whatever damaged files make of other people's parsers
+            own = "auto_map" in read_json(self.folder, _TOKENIZER_CONFIG) if self._has(_TOKENIZER_CONFIG) else False
+            reason = f"auto_map in {_TOKENIZER_CONFIG} names code of the source's, which is never run" if own else error
+            raise CheckpointError(f"source {str(self.folder)!r} has no usable tokenizer: {reason}") from error
+
+    def identity(self) -> tuple[dict[str, FileIdentity], dict[str, FileIdentity]]:
+        """Of config and weights, and of the other files that end up in the result; reads them whole."""
+        index = [INDEX_FILE] if self._has(INDEX_FILE) else []
+        return (
+            identify(self.folder, [CONFIG_FILE, *self.reader.files()]),
+            identify(self.folder, [*index, *self.companions]),
+        )
+
+    def _has(self, name: str) -> bool:
+        return (self.folder / name).is_file()
+
+    def check_weights(self, *, progress: bool = False) -> None:
+        """Reads every tensor once.
+
+        Raises:
+            CheckpointError: a tensor is not of floating-point numbers, or has a NaN, infinite or absurdly large one.
+            UnsupportedSourceError: the embedding or a projection of an attention is zero everywhere.
+        """
+        names, mapped = sorted(self.reader.names()), 0
+        for name in tqdm(names, desc="check", unit="tensor", disable=not progress):
+            if not name.endswith("rotary_emb.inv_freq"):  # computed from the config, whatever is stored
+                tensor = self.reader.tensor(name)
+                mapped += tensor.nbytes
+                _check_magnitude(name, tensor)
+            if mapped > _MAPPED_BYTES:
+                self.reader.release()
+                mapped = 0
+        for layer in range(self.spec.num_layers):
+            self._check_attention(layer)
+            self.reader.release()
+
+    def _check_attention(self, layer: int) -> None:
+        cpu = torch.device("cpu")
+        weights = self.adapter.attention_weights(self.reader, self.spec, layer, device=cpu, dtype=torch.float32)
+        names = self.adapter.attention_names(self.spec, layer)
+        for field in ("q_weight", "k_weight", "v_weight", "o_weight", "q_norm", "k_norm"):
+            tensor = getattr(weights, field)
+            offset = self.spec.norm_offset if field.endswith("norm") else 0.0
+            if tensor is not None and not (tensor + offset).any():
+                raise UnsupportedSourceError(
+                    f"tensor {names[field]} ({field} of layer {layer}) is zero everywhere; an attention without it"
+                    " cannot be converted"
+                )
+
+
+def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
+    """Looks at everything that can be refused without reading weights.
+
+    Raises:
+        UnsupportedSourceError: the source cannot be converted, by name of what stands in the way.
+        CheckpointError: it is incomplete or damaged, or a file of it is no regular file inside the folder.
+    """
+    if not (folder / CONFIG_FILE).exists():
+        raise CheckpointError(f"source {str(folder)!r} has no {CONFIG_FILE}")
+    check_folder(folder)
+    values = read_json(folder, CONFIG_FILE)
+    model_type = values.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise UnsupportedSourceError(f"model_type is {model_type!r:.80} in the source's config; expected a string")
+    adapter = adapter_for(values)
+    check_config(values)
+    if (folder / _ADAPTER_FILE).exists():
+        raise UnsupportedSourceError(
+            f"{folder / _ADAPTER_FILE} says that an adapter changes the weights; merge it before conversion"
+        )
+    with _by_transformers(f"{folder / CONFIG_FILE} is not the config of a {model_type}"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        made = config.to_dict()
+    check_config(made)
+    with _by_transformers(f"{folder / CONFIG_FILE} describes no {model_type} that can be converted"):
+        spec = adapter.specify(config, longrope_table=longrope_table)
+    _check_spec(spec)
+    reader = CheckpointReader(folder)
+    check_config(made, reader.names())
+    found = companions(folder)
+    for name in found:
+        if name.endswith(".json"):
+            read_json(folder, name)
+    if _GENERATION_CONFIG in found:
+        with _by_transformers(f"{folder / _GENERATION_CONFIG} is no generation config"):
+            GenerationConfig.from_pretrained(folder)
+    return Source(folder, config, adapter, spec, reader, tuple(found))
+
+
+@contextmanager
+def _by_transformers(what: str) -> Iterator[None]:
+    """Names what transformers was given when it fails, in whatever way it does."""
+    try:
+        yield
+    except (UnsupportedSourceError, CheckpointError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{what}: {type(error).__name__}: {text:.400}") from error
+
+
+def _check_magnitude(name: str, tensor: torch.Tensor) -> None:
+    largest = max(map(float, tensor.aminmax()), key=abs) if tensor.numel() else 0.0
+    if abs(largest) > _LARGEST:
+        raise CheckpointError(f"tensor {name} has a value of {largest:.3g}; expected at most {_LARGEST:g} of a weight")
+    if largest == 0 and name == "model.embed_tokens.weight":
+        raise UnsupportedSourceError(f"tensor {name} is zero everywhere; a model that sees no tokens is none")
+
+
+def _without_cache(tokenizer: Any) -> Any:
+    """The words that a tokenizer (tokenizers 0.23) remembers are never freed: megabytes a conversion to save little."""
+    resize = getattr(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), "_resize_cache", None)
+    if resize is not None:
+        resize(0)
+    return tokenizer
+
+
+def _check_spec(spec: SourceSpec) -> None:
+    tables = spec.layer_inv_freq or (spec.inv_freq,)
+    factors = spec.layer_attention_factors or (spec.attention_factor,)
+    checks = (
+        ("rope_parameters", "frequencies", all(bool(torch.isfinite(table).all()) for table in tables)),
+        ("rope_parameters", "attention factors", all(0 < factor < math.inf for factor in factors)),
+        ("query_pre_attn_scalar", "softmax scale", 0 < spec.softmax_scale < math.inf),
+        ("sliding_window", "windows", all(window is None or window >= 1 for window in spec.sliding_windows)),
+        ("head_dim", "rotary pairs", spec.head_dim % 2 == 0),
+    )
+    for field, what, right in checks:
+        if not right:
+            raise UnsupportedSourceError(f"{field} in the source's config gives no usable {what}")
+
+
+def _check_names(model: StreamedModel, reader: CheckpointReader) -> None:
+    """The source has every tensor of its model, in its shape, and none that would be lost."""
+    shapes = model.stored.shapes
+    missing = sorted(shapes.keys() - reader.names())
+    if missing:
+        raise CheckpointError(f"tensor {missing[0]} is absent from {reader.folder} ({len(missing)} absent in all)")
+    tied = set(model.skeleton._tied_weights_keys or {})
+    passed_over = {name for name in reader.names() if name in tied or name.endswith("rotary_emb.inv_freq")}
+    extra = sorted(reader.names() - set(shapes) - passed_over)
+    if extra:
+        raise UnsupportedSourceError(
+            f"tensor {extra[0]} of {reader.folder} is unknown to {type(model.skeleton).__name__}"
+            f" ({len(extra)} unknown in all); the conversion would lose it"
+        )
+    for name in sorted(shapes):
+        if reader.shape(name) != shapes[name]:
+            raise CheckpointError(f"tensor {name} has shape {reader.shape(name)}; the config says {shapes[name]}")

@@ -1,0 +1,168 @@
+"""Running a causal language model layer by layer, one layer's weights in memory at a time, source or converted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from mha2mla.conversion.calibration.activations import ActivationStore
+from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.parameters import StoredParameters
+
+_EMBEDDED_TOKENS = 8192  # at a time
+
+
+class StreamedModel:
+    """The modules of a Llama-shaped causal language model, filled from a checkpoint when they are needed.
+
+    The model class is transformers' own (or this package's), built without memory on the meta device, so that what
+    runs is what ``from_pretrained`` would run.
+
+    Args:
+        config: of a registered model with ``model.embed_tokens``, ``model.layers``, ``model.norm``,
+            ``model.rotary_emb`` and ``lm_head``.
+        source: its tensors.
+        sliding_windows: per layer, visible tokens or None.
+        device, dtype: of the computation; rotary tables stay float32.
+        attn_implementation: name in transformers' registry of attention functions.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        source: CheckpointReader,
+        sliding_windows: tuple[int | None, ...],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attn_implementation: str = "sdpa",
+    ) -> None:
+        self.config, self.source, self.sliding_windows = config, source, sliding_windows
+        self.device, self.dtype = device, dtype
+        with torch.device("meta"):
+            self.skeleton = AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).eval()
+        self.stored = StoredParameters(self.skeleton, source.names())
+        base = self.skeleton.model
+        # Its tables are computed from the config, never stored; on the meta device they would be lost.
+        rotary_config = getattr(base.rotary_emb, "config", config)
+        self._rotary = type(base.rotary_emb)(rotary_config).to(device)
+
+    def expected_names(self) -> frozenset[str]:
+        """Names of the stored tensors, without the ones tied to another."""
+        return frozenset(self.stored.shapes)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.skeleton.model.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.skeleton.model.embed_tokens.embedding_dim
+
+    @property
+    def vocab_size(self) -> int:
+        return self.skeleton.model.embed_tokens.num_embeddings
+
+    @torch.inference_mode()
+    def embed(self, store: ActivationStore) -> None:
+        """Writes the embeddings of its tokens to ``store``."""
+        table = self.source.tensor("model.embed_tokens.weight")
+        scale = torch.tensor(getattr(self.skeleton.model.embed_tokens, "scalar_embed_scale", 1.0))  # Gemma's
+        for part in store.blocks.batches(_EMBEDDED_TOKENS):
+            store.write(part, table[store.blocks.tokens[part]].to(self.dtype) * scale.to(self.dtype))
+
+    def layer(self, index: int) -> nn.Module:
+        """Decoder layer ``index`` with its weights."""
+        return self._fill(self.skeleton.model.layers[index], f"model.layers.{index}.")
+
+    @torch.inference_mode()
+    def run_layer(
+        self,
+        layer: nn.Module,
+        index: int,
+        store: ActivationStore,
+        *,
+        tokens: int,
+        observe: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """Replaces the activations in ``store`` by the output of ``layer``.
+
+        Args:
+            tokens: at a time, at most, but for a whole block.
+            observe: called with the normed input of the attention, [windows, length, hidden], of every batch.
+        """
+        handle = None
+        if observe is not None:
+
+            def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+                observe(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+            handle = layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            for part in store.blocks.batches(tokens):
+                store.write(part, self.forward_layer(layer, index, store.read(part, self.device)))
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def forward_layer(self, layer: nn.Module, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Output of ``layer``, number ``index``, for windows of hidden states [windows, length, hidden]."""
+        output = layer(hidden, **self.layer_arguments(index, hidden))
+        return output[0] if isinstance(output, tuple) else output
+
+    def layer_arguments(self, index: int, hidden: torch.Tensor) -> dict[str, Any]:
+        """What the model hands to layer ``index``, and the layer to its attention, beside ``hidden`` states of windows
+        [windows, length, hidden] that start at position 0."""
+        position = torch.arange(hidden.shape[1], device=self.device)[None]
+        return {
+            "attention_mask": self._mask(index, hidden.shape[1]),
+            "position_ids": position,
+            "position_embeddings": self._rotary(hidden, position, *self._rotary_kind(index)),
+            "past_key_values": None,
+            "use_cache": False,
+        }
+
+    def _rotary_kind(self, index: int) -> tuple[str, ...]:
+        """What the source's rotary module asks beside positions: the layer's type, where it has a table for each."""
+        by_type = isinstance(self._rotary.rope_type, dict)
+        return (self._rotary.config.layer_types[index],) if by_type else ()
+
+    def final_norm(self) -> nn.Module:
+        """What stands between the last layer and the head."""
+        return self._fill(self.skeleton.model.norm, "model.norm.")
+
+    def head_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows ``start:stop`` of the language-model head, [stop − start, hidden]: a logit is a normed state times one.
+
+        The head is the largest tensor of many models; slices of the vocabulary keep it out of memory.
+        """
+        name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+        return self.source.rows(name, start, stop).to(self.device, self.dtype)
+
+    def _mask(self, index: int, length: int) -> torch.Tensor | None:
+        window = self.sliding_windows[index]
+        if window is None or window >= length:
+            return None  # SDPA's own causal path
+        position = torch.arange(length, device=self.device)
+        distance = position[:, None] - position[None]
+        return ((distance >= 0) & (distance < window))[None, None]
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        # A bfloat16 frequency is off by whole turns.
+        dtype = torch.float32 if name.endswith("inv_freq") else self.dtype
+        return self.source.tensor(name).to(self.device, dtype)
+
+    def _fill(self, module: nn.Module, prefix: str) -> nn.Module:
+        # The meta module stays empty: a filled copy leaves memory when its user lets go of it.
+        filled = deepcopy(module)
+        state = {name: self.stored.assemble(prefix + name, self._tensor) for name in module.state_dict()}
+        filled.load_state_dict(state, assign=True, strict=True)
+        for name, tensor in [*filled.named_parameters(), *filled.named_buffers()]:
+            if tensor.is_meta:
+                raise ValueError(f"{prefix}{name} is not stored in the checkpoint")
+        return filled.eval().requires_grad_(False)

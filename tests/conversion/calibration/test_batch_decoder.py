@@ -1,0 +1,84 @@
+"""The decoder that writes calibration text: every way of running a step gives the model's own predictions."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from mha2mla.conversion.calibration import batch_decoder
+from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
+from tests.conversion import tiny
+
+LENGTH = 20
+
+
+def tokens(rows=3, length=LENGTH):
+    return torch.randint(0, tiny.model().config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def test_steps_predict_what_a_forward_pass_predicts():
+    model, given = tiny.model(), tokens()
+    step = decoder(model, *given.shape)
+    predicted = torch.stack([step(column).clone() for column in given.T], 1)
+    torch.testing.assert_close(predicted, model(given).logits, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_cache_of_which_only_the_filled_part_is_shown_predicts_the_same():
+    model, given = tiny.model(), tokens()
+    usual = model.config._attn_implementation
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+    cache.layers = [batch_decoder._FilledLayer(max_cache_len=LENGTH) for _ in cache.layers]
+    predicted = []
+    try:
+        model.set_attn_implementation(batch_decoder._GROUPED)
+        for place in range(LENGTH):
+            for layer in cache.layers:
+                layer.visible = min(LENGTH, -(-(place + 1) // 8) * 8)
+            step = model(given[:, place : place + 1], past_key_values=cache, use_cache=True)
+            predicted.append(step.logits[:, -1])
+    finally:
+        model.set_attn_implementation(usual)
+    torch.testing.assert_close(torch.stack(predicted, 1), model(given).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_attention_is_attention_with_repeated_keys(kv_heads, masked):
+    query, key, value = torch.randn(2, 6, 1, 16), torch.randn(2, kv_heads, 9, 16), torch.randn(2, kv_heads, 9, 8)
+    mask = (torch.arange(9) < 5).expand(2, 1, 1, 9) if masked else None
+    module = SimpleNamespace(num_key_value_groups=6 // kv_heads, is_causal=True)
+    output, _ = batch_decoder._grouped_attention(module, query, key, value, mask, scaling=0.3)
+    repeated = [each.repeat_interleave(6 // kv_heads, 1) for each in (key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(output, expected.transpose(1, 2))
+
+
+def test_rows_follow_the_memory_and_not_what_is_free(monkeypatch):
+    memory = SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    config = SimpleNamespace(
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, hidden_size=4096, vocab_size=32000
+    )
+    config.get_text_config = lambda decoder: config
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=config)
+    per_row = 2 * 32 * 4096 * 512 * 2 + 32000 * 14
+    assert rows_at_once(model, 512) == int(0.25 * (80 << 30) / per_row) == 79
+    memory.total_memory = 1 << 20
+    assert rows_at_once(model, 512) == 1
+    model.device = torch.device("cpu")
+    assert rows_at_once(model, 512) == 64
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_captured_steps_predict_what_a_forward_pass_predicts():
+    model, given = tiny.model().to("cuda"), tokens(rows=5, length=1100).cuda()  # three graphs of 192 columns and more
+    usual = model.config._attn_implementation
+    step = decoder(model, *given.shape)
+    assert isinstance(step, batch_decoder._CapturedDecoder) and len(step.stages) == 6
+    assert model.config._attn_implementation == usual
+    predicted = torch.stack([step(column).clone() for column in given.T], 1)
+    torch.testing.assert_close(predicted, model(given).logits, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,148 @@
+"""Windows of several lengths in blocks of equally many tokens: what is walked, chosen, sampled and weighed."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mha2mla.conversion.calibration import statistics
+from mha2mla.conversion.calibration.activations import ActivationStore
+from mha2mla.conversion.calibration.blocks import LENGTHS, TokenBlocks, default_lengths
+from mha2mla.conversion.calibration.statistics import StatisticsCollector
+from tests.conversion import tiny
+from tests.conversion.rope.test_share_search import arguments
+
+CPU = torch.device("cpu")
+
+
+def numbered(counts):
+    """Length -> number of windows, as blocks whose tokens are all different."""
+    total, parts = 0, []
+    for length, count in counts.items():
+        parts.append(torch.arange(total, total + length * count).view(count, length))
+        total += length * count
+    return TokenBlocks.of(parts), parts
+
+
+def test_blocks_are_whole_windows_of_one_length():
+    blocks, parts = numbered({4: 8, 16: 2, 8: 4})
+    assert blocks.size == 16 and len(blocks) == 6 and blocks.lengths == (4, 4, 8, 8, 16, 16)
+    assert blocks.window_lengths == (4, 8, 16)
+    for part in parts:
+        mine = blocks.of_length(part.shape[1])
+        assert torch.equal(blocks.tokens[mine.start : mine.stop].view(part.shape), part)
+    assert TokenBlocks.of(torch.arange(12).view(3, 4)).lengths == (4, 4, 4)
+
+
+@pytest.mark.parametrize("counts", [{4: 3, 16: 1}, {6: 2, 16: 1}])
+def test_windows_that_do_not_fill_blocks_are_refused(counts):
+    with pytest.raises(ValueError, match="expected whole blocks of 16 tokens"):
+        numbered(counts)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 200))
+def test_every_block_is_in_one_batch_of_its_own_length(short, long, tokens):
+    blocks, _ = numbered({4: 4 * short, 16: long})
+    seen = []
+    for part in blocks.batches(tokens):
+        inside = list(range(len(blocks)))[part]
+        assert len({blocks.lengths[block] for block in inside}) == 1
+        assert len(inside) * blocks.size <= max(tokens, blocks.size)
+        seen += inside
+    assert seen == list(range(len(blocks)))
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 300), st.integers(1, 100))
+def test_lengths_have_the_same_share_of_what_is_chosen(short, long, fitted, judged):
+    blocks, _ = numbered({4: 4 * short, 16: long})
+    spread = blocks.spread(fitted)
+    assert set(spread) == {4, 16}
+    for length, chosen in spread.items():
+        assert len(chosen) * blocks.size >= min(fitted / 2, len(blocks.of_length(length)) * blocks.size)
+    fit, judge = blocks.divided(fitted, judged)
+    assert fit.window_lengths == judge.window_lengths == (4, 16)
+    for length, count in ((4, short), (16, long)):
+        mine, theirs = (
+            {row.tolist()[0] for row, of in zip(part.tokens, part.lengths, strict=True) if of == length}
+            for part in (fit, judge)
+        )
+        assert mine and theirs and (count == 1 or not mine & theirs)
+
+
+@given(st.integers(2, 300_000))
+def test_default_lengths_reach_the_context_and_divide_the_longest(context):
+    lengths = default_lengths(context)
+    assert lengths[-1] <= min(context, LENGTHS[-1]) and list(lengths) == sorted(set(lengths))
+    assert all(lengths[-1] % length == 0 for length in lengths)
+    assert lengths[-1] > 0.6 * min(context, LENGTHS[-1])
+
+
+def test_default_lengths():
+    assert default_lengths(None) == default_lengths(32768) == (512, 2048, 8192)
+    assert default_lengths(4096) == (512, 2048, 4096) and default_lengths(300) == (300,)
+
+
+def test_a_store_gives_windows_of_the_length_of_its_blocks(tmp_path):
+    blocks, _ = numbered({4: 4, 16: 2})
+    store = ActivationStore(blocks, 3, dtype=torch.float32, folder=tmp_path)
+    values = torch.randn(3, 16, 3)
+    for part in blocks.batches(16):
+        store.write(part, values[part].view(-1, blocks.lengths[part.start], 3))
+    assert torch.equal(store.read(slice(0, 1), CPU), values[:1].view(4, 4, 3))
+    assert torch.equal(store.read(slice(1, 3), CPU), values[1:])
+    assert torch.equal(store.gather(torch.tensor([2, 1]), CPU, 16), values[[2, 1]])
+    assert torch.equal(store.tokens(2, slice(5, 7), CPU), values[2, 5:7])
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    """A collector of the first layer of a tiny model, and inputs by length."""
+    folder = tiny.checkpoint(tmp_path_factory.mktemp("source"), head_dim=32)
+    model, adapter, spec = arguments(folder)
+    weights = adapter.attention_weights(model.source, spec, 0, device=CPU, dtype=torch.float64)
+
+    def collect(*inputs):
+        collector = StatisticsCollector(
+            spec.of_layer(0), weights, window=None, phases=True, attended=True, sample_tokens=64
+        )
+        for hidden in inputs:
+            collector.add(hidden)
+        return collector.finish()
+
+    generator = torch.Generator().manual_seed(0)
+    short, long = (torch.randn(*shape, spec.hidden_size, generator=generator) for shape in ((16, 16), (2, 128)))
+    return collect, short.double(), long.double()
+
+
+def test_a_query_of_a_long_window_counts_for_its_neighbours(collected, monkeypatch):
+    """256 tokens of each length weigh the same, though of the long windows every fourth query is looked at."""
+    collect, short, long = collected
+    monkeypatch.setattr(statistics, "_QUERIES", 32)
+    monkeypatch.setattr(statistics, "GOLDEN", 0.0)  # windows begin alike, wherever they come
+    apart, together = [collect(short), collect(long)], collect(short, long)
+    for name in ("attended_mean", "attention_covariance", "covariance"):
+        mean = sum(getattr(each, name) for each in apart) / 2
+        found = getattr(together, name)
+        if name == "covariance":  # about the common mean
+            shift = (apart[0].mean - apart[1].mean) / 2
+            mean = mean + torch.outer(shift, shift)
+        assert torch.allclose(found, mean, rtol=1e-6, atol=1e-9), name
+
+
+def test_fewer_queries_of_a_long_window_say_nearly_the_same(collected, monkeypatch):
+    collect, _, long = collected
+    every = collect(long)
+    monkeypatch.setattr(statistics, "_QUERIES", 32)
+    fewer = collect(long)
+    assert not torch.equal(every.mean_phase, fewer.mean_phase)
+    assert (every.mean_phase - fewer.mean_phase).abs().mean() < 0.1
+    difference = every.attended_covariance - fewer.attended_covariance
+    assert difference.norm() < 0.35 * every.attended_covariance.norm()
+
+
+def test_a_sample_has_several_windows_of_every_length_in_turns(collected):
+    collect, short, long = collected
+    sample = collect(*short.split(4), *long.split(1), *long.split(1), *long.split(1)).sample.hidden
+    lengths = [len(window) for window in sample]
+    assert lengths.count(128) == 3 and lengths.count(16) == 4
+    assert lengths != sorted(lengths) and lengths != sorted(lengths, reverse=True)

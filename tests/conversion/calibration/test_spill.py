@@ -1,0 +1,72 @@
+"""Activations that wait on disk: nobody else's, gone with the process, there when the caller's limit says so."""
+
+import os
+
+import pytest
+import torch
+
+from mha2mla.conversion.calibration.activations import ActivationStore
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.latent.ranks import choose_layer_ranks
+from mha2mla.conversion.rope import share_search
+from tests.conversion import tiny
+from tests.conversion.rope.test_share_search import arguments
+from tests.conversion.tiny import Recipe
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("source"), head_dim=32, num_hidden_layers=3)
+
+
+BLOCKS = TokenBlocks.of(torch.zeros(3, 4, dtype=torch.int64))
+ALL = slice(0, 3)
+
+
+def spilt(folder, dtype=torch.float32):
+    return ActivationStore(BLOCKS, 8, dtype=dtype, folder=folder, spill_bytes=0)
+
+
+def test_forked_runs_do_not_share_what_they_spill(tmp_path):
+    """Twins may have their objects at the same addresses: a file named after one is the other's, too."""
+    wrote, may_read = os.pipe(), os.pipe()
+    store = ActivationStore.__new__(ActivationStore)
+    twin = os.fork()
+    store.__init__(BLOCKS, 8, dtype=torch.float32, folder=tmp_path, spill_bytes=0)
+    own = 1.0 if twin else 2.0
+    if twin:
+        os.read(wrote[0], 1)
+        store.write(ALL, torch.full((3, 4, 8), own))
+        os.write(may_read[1], b"x")
+        status = os.waitpid(twin, 0)[1]
+        assert status == 0, "the twin read what it did not write"
+        assert (store.read(ALL, torch.device("cpu")) == own).all()
+    else:
+        store.write(ALL, torch.full((3, 4, 8), own))
+        os.write(wrote[1], b"x")
+        os.read(may_read[0], 1)
+        os._exit(0 if (store.read(ALL, torch.device("cpu")) == own).all() else 1)
+    for end in (*wrote, *may_read):
+        os.close(end)
+
+
+def test_what_is_spilled_has_no_name_that_a_killed_run_could_leave(tmp_path):
+    stores = [spilt(tmp_path, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for store in stores:
+        store.write(slice(1, 2), torch.ones(1, 4, 8, dtype=store.dtype))
+        assert float(store.read(slice(1, 2), torch.device("cpu")).sum()) == 32
+    assert list(tmp_path.iterdir()) == []
+    assert tiny.spilt_files(tmp_path) == 2
+    for store in stores:
+        store.close()
+    assert tiny.spilt_files(tmp_path) == 0
+
+
+@pytest.mark.parametrize("choose", [share_search.choose_rope_share, choose_layer_ranks])
+def test_a_search_obeys_the_limit_of_memory(choose, source, tmp_path):
+    recipe = Recipe(rope_share="auto") if choose is share_search.choose_rope_share else Recipe(layer_ranks="measured")
+    windows, absent = TokenBlocks.of(tiny.some_tokens(8, 40)), tmp_path / "absent"
+    kept = choose(*arguments(source), recipe, windows, folder=absent, spill_bytes=1 << 30)
+    assert choose(*arguments(source), recipe, windows, folder=tmp_path, spill_bytes=0) == kept
+    with pytest.raises(FileNotFoundError, match="absent"):
+        choose(*arguments(source), recipe, windows, folder=absent, spill_bytes=0)

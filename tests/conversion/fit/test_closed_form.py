@@ -1,0 +1,202 @@
+"""Closed-form fits to the source's attention: against the same problem written out, and what they must not break."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from mha2mla.conversion.calibration.statistics import AttentionSample, StatisticsCollector
+from mha2mla.conversion.fit import closed_form
+from mha2mla.conversion.layer import convert_layer, finish_layer, prepare_layer, un_rotated_keys
+from mha2mla.conversion.rope.rules import select_rotary_basis
+from tests.conversion.plain_mla import plain_mla_attention
+from tests.conversion.test_layer import Layer, relative
+from tests.conversion.tiny import Recipe
+
+CASES = ["llama", "qwen2", "qwen3-biases-yarn", "mistral-sliding", "olmo2", "gemma3"]
+
+
+class SampledLayer(Layer):
+    """A layer whose statistics hold all its inputs."""
+
+    def __init__(self, case: str, **keys):
+        super().__init__(case, **keys)
+        sample = AttentionSample(self.inputs, self.spec.sliding_windows[0])
+        self.statistics = dataclasses.replace(self.statistics, sample=sample)
+
+    def error(self, recipe: Recipe) -> float:
+        tensors = convert_layer(self.spec, recipe.geometry(self.spec), recipe, self.weights, self.statistics)
+        return relative(self.output(recipe, tensors), self.source_output())
+
+
+def basis_and_keys(layer: Layer, **keys):
+    recipe = Recipe(**{"qk_rope_head_dim": 8, "kv_lora_rank": 40, **keys})
+    geometry = recipe.geometry(layer.spec)
+    basis = select_rotary_basis(layer.spec, geometry, recipe, layer.statistics, layer.weights)
+    return basis, un_rotated_keys(layer.spec, layer.weights, basis)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-biases-yarn"])
+def test_conjugate_gradients_reach_the_least_squares_solution(case, monkeypatch):
+    """Every query, no ridge, many steps: the solution of the normal equations, written out."""
+    layer = SampledLayer(case)
+    monkeypatch.setattr(closed_form, "_RIDGE", 0.0)
+    monkeypatch.setattr(closed_form, "_STEPS", 30)
+    basis, keys = basis_and_keys(layer)
+    windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
+    found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, keys)
+    head, scale = 1, layer.spec.softmax_scale
+    rows, targets = [], []
+    for window in windows:
+        outer = torch.einsum("qd,tn->qtnd", window.query[head], window.keys(keys)[head]).flatten(2) * scale
+        weight = window.weight[head][..., None]
+        centred = outer - (weight * outer).sum(1, keepdim=True)
+        rows.append((weight.sqrt() * centred).flatten(0, 1))
+        targets.append((weight[..., 0].sqrt() * window.target[head]).flatten())
+    rows, targets = torch.cat(rows), torch.cat(targets)
+    best = targets - rows @ torch.linalg.lstsq(rows, targets[:, None], driver="gelsd").solution[:, 0]
+    reached = targets - rows @ found[head].flatten()
+    start = targets - rows @ basis.query_nope[head].flatten()
+    losses = [float(part.square().sum()) for part in (best, reached, start)]
+    assert losses[0] * (1 - 1e-9) <= losses[1] <= losses[0] + 1e-2 * (losses[2] - losses[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", ["shared", "per-group"])
+def test_refits_bring_the_output_nearer_to_the_source(case, layout, monkeypatch):
+    monkeypatch.setattr(closed_form, "_OUTPUT_STRIDE", 1)  # the sample is small
+    layer = SampledLayer(case)
+    keys = {"layout": layout, "qk_rope_head_dim": 4}
+    assert layer.error(Recipe(kv_lora_rank=28, **keys)) < layer.error(
+        Recipe(kv_lora_rank=28, refit_queries=False, **keys)
+    )
+    # Where more is lost, more can be won back by the output.
+    assert layer.error(Recipe(kv_lora_rank=8, refit_output=True, **keys)) < layer.error(Recipe(kv_lora_rank=8, **keys))
+
+
+def test_an_output_that_cannot_be_mended_is_left_alone():
+    """Errors that have nothing to do with the heads' outputs: no ridge helps the held-out part, only the mean does."""
+    layer = SampledLayer("llama")
+    basis, keys = basis_and_keys(layer)
+    spec, weights = layer.spec, layer.weights
+    values = weights.v_weight.view(spec.num_key_value_heads, spec.head_dim, -1)
+    offset = torch.zeros(spec.num_attention_heads, spec.head_dim, dtype=torch.float64)
+    change, bias = closed_form.refit_output(
+        spec, weights, layer.statistics.sample, basis, torch.zeros_like(keys), 1e-9 * values, offset
+    )
+    assert torch.isfinite(change).all() and torch.isfinite(bias).all()
+    features, share = torch.randn(64, 16, dtype=torch.float64), torch.ones(64, 1, dtype=torch.float64)
+    _, mean, target_mean = closed_form._ridge_regression(features, features[:, :3], share, 0.0, True)
+    assert torch.equal(mean, features.mean(0)) and torch.equal(target_mean, features[:, :3].mean(0))
+    exact, _, _ = closed_form._ridge_regression(features, features[:, :3], share, 0.0, False)
+    assert torch.allclose(exact, torch.eye(3, 16, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_that_need_no_fit_keep_their_queries(case):
+    """Without rotation the un-rotated part is exact, and least squares has nothing to add."""
+    layer = SampledLayer(case)
+    layer.spec = dataclasses.replace(layer.spec, inv_freq=torch.zeros_like(layer.spec.inv_freq))
+    basis, keys = basis_and_keys(layer, mean_phase=0.0)
+    windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
+    found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, keys)
+    assert torch.allclose(found, basis.query_nope, atol=1e-9)
+
+
+def test_an_uncentred_refit_makes_no_bias():
+    layer = SampledLayer("llama")
+    # A latent that knows nothing of the inputs leaves the output something to mend.
+    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=8, low_rank="svd-joint", centered=False, refit_output=True)
+    tensors = convert_layer(layer.spec, recipe.geometry(layer.spec), recipe, layer.weights, layer.statistics)
+    assert "o_proj.bias" not in tensors
+    assert layer.error(recipe) < layer.error(dataclasses.replace(recipe, refit_output=False))
+
+
+def test_windows_ask_from_different_positions(monkeypatch):
+    """At one stride from one position, pairs whose turn divides it would look as if they stood still."""
+    layer = SampledLayer("llama")
+    basis, _ = basis_and_keys(layer)
+    rounds, length = 5, layer.inputs.shape[1]
+    for stride in (1, 4, 7):
+        inputs = layer.inputs[:1].expand(rounds * stride, -1, -1)
+        monkeypatch.setattr(closed_form, "_PAIRS", rounds * length**2)
+        seen = torch.zeros(length, dtype=torch.int64)
+        for window in closed_form.score_windows(layer.spec, layer.weights, AttentionSample(inputs, None), basis):
+            positions = (window.weight[0] > 0).sum(-1) - 1
+            assert torch.equal(positions.diff(), torch.full_like(positions[1:], stride))
+            assert positions[0] < stride and positions[-1] >= length - stride
+            seen[positions] += 1
+        assert (seen - rounds).abs().max() <= 2  # each position about as often
+
+
+def test_a_window_shorter_than_the_stride_still_asks(monkeypatch):
+    monkeypatch.setattr(closed_form, "_PAIRS", 1)
+    layer = SampledLayer("llama")
+    basis, _ = basis_and_keys(layer)
+    short = AttentionSample(layer.inputs[:1, :2].expand(12, -1, -1), None)
+    for window in closed_form.score_windows(layer.spec, layer.weights, short, basis):
+        assert window.weight.shape[1] == 1 and torch.isfinite(window.target).all()
+
+
+@pytest.mark.parametrize("layout", ["shared", "per-group"])
+def test_what_is_prepared_serves_every_rank(layout):
+    layer = SampledLayer("qwen3-biases-yarn")
+    recipes = [Recipe(layout=layout, qk_rope_head_dim=4, kv_lora_rank=rank, refit_output=True) for rank in (8, 24)]
+    prepared = prepare_layer(layer.spec, recipes[0].geometry(layer.spec), recipes[0], layer.weights, layer.statistics)
+    for recipe in recipes:
+        geometry = recipe.geometry(layer.spec)
+        alone = convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
+        shared = finish_layer(layer.spec, geometry, recipe, prepared)
+        assert (
+            all(torch.equal(shared[name], tensor) for name, tensor in alone.items()) and shared.keys() == alone.keys()
+        )
+
+
+def test_the_written_scores_are_those_of_the_layer():
+    """The source's attention and the converted one, as the fits see them, are the layers' own."""
+    layer = SampledLayer("qwen3-biases-yarn")
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=56, refit_queries=False, centered=False)
+    geometry = recipe.geometry(layer.spec)
+    tensors = convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
+    basis, keys = basis_and_keys(layer, kv_lora_rank=56, refit_queries=False, centered=False)
+    values = layer.weights.v_weight.view(layer.spec.num_key_value_heads, layer.spec.head_dim, -1)
+    outputs, sources = [], []
+    visible = layer.statistics.sample.window
+    for index, inputs in enumerate(layer.inputs):
+        window, rotary = closed_form._score_window(layer.spec, layer.weights, inputs, visible, basis, 1, index)
+        value = torch.einsum("ade,te->atd", values, inputs)
+        for weight, found in (
+            (closed_form._converted(layer.spec, window, rotary, basis.query_nope, keys), outputs),
+            (window.weight, sources),
+        ):
+            attended = closed_form._attend(weight, value, layer.spec).flatten(1) @ layer.weights.o_weight.T
+            found.append(attended + plain_bias(layer, tensors))
+    assert relative(torch.stack(sources), layer.source_output()) < 2e-6
+    full = plain_mla_attention(layer.inputs, tensors, geometry, layer.spec, layer.mask)
+    assert relative(torch.stack(outputs), full) < 1e-3  # a latent of full rank that a ridge of 1e-9 was solved with
+
+
+def plain_bias(layer: Layer, tensors) -> torch.Tensor:
+    return tensors["o_proj.bias"] if "o_proj.bias" in tensors else torch.zeros(layer.spec.hidden_size)
+
+
+def test_a_sample_is_spread_over_all_that_was_added():
+    layer = Layer("llama")
+    collector = StatisticsCollector(layer.spec, layer.weights, window=None, sample_tokens=3 * 40)
+    inputs = torch.randn(11, 40, layer.spec.hidden_size, dtype=torch.float64)
+    for part in inputs.split(2):
+        collector.add(part)
+    sample = collector.finish().sample
+    assert torch.equal(torch.stack(sample.hidden), inputs[::4]) and sample.window is None
+    assert StatisticsCollector(layer.spec, layer.weights, window=None).sample_tokens == 0
+
+
+def test_recipes_say_whether_inputs_are_needed():
+    layer = Layer("llama")
+    for recipe, expected in (
+        (Recipe(), True),
+        (Recipe(refit_queries=False), False),
+        (Recipe(refit_queries=False, refit_output=True), True),
+        (Recipe(cache_ratio=1.0, refit_output=True), False),
+    ):
+        assert recipe.needs_sample(recipe.geometry(layer.spec)) is expected

@@ -1,0 +1,163 @@
+"""Ranks per layer: the hand-out is optimal and keeps the budget, what is measured repeats, a checkpoint has them."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+import mha2mla
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.latent import ranks as layer_ranks
+from mha2mla.conversion.latent.ranks import allocate, choose_layer_ranks, loss_at
+from tests.conversion import tiny
+from tests.conversion.rope.test_share_search import SHORT, arguments
+from tests.conversion.tiny import Recipe
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return tiny.checkpoint(tmp_path_factory.mktemp("source"), head_dim=32, num_hidden_layers=LAYERS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(1e-4, 1.0), st.floats(1e-3, 0.1)), min_size=1, max_size=4),
+    st.integers(0, 12),
+)
+def test_the_hand_out_is_the_best_there_is(curves, extra):
+    step, least, most = 8, 16, 64
+    losses = [{rank: scale * math.exp(-rate * rank) for rank in (16, 32, 64)} for scale, rate in curves]
+    budget = len(losses) * least + extra * step
+    found = allocate(losses, budget, step=step, least=least, most=most)
+    assert sum(found) <= budget and all(least <= rank <= most and (rank - least) % step == 0 for rank in found)
+    assert sum(found) == min(budget, most * len(losses))
+    choices = range(least, most + 1, step)
+    best = min(
+        sum(loss_at(layer, rank) for layer, rank in zip(losses, ranks, strict=True))
+        for ranks in itertools.product(choices, repeat=len(losses))
+        if sum(ranks) <= budget
+    )
+    assert sum(map(loss_at, losses, found)) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_loss_never_rises_with_the_rank():
+    noisy = {16: 0.1, 32: 0.12, 64: 0.01}
+    ranks = range(8, 96, 8)
+    found = [loss_at(noisy, rank) for rank in ranks]
+    assert found == sorted(found, reverse=True)
+    assert loss_at(noisy, 16) == pytest.approx(0.1) and loss_at(noisy, 64) == pytest.approx(0.01)
+    assert loss_at({16: 0.1}, 32) < loss_at({16: 0.1}, 16)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("layout", ["shared", "per-group"])
+def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source):
+    recipe = Recipe(layout=layout, cache_ratio=0.5, layer_ranks="measured", reconstruction_steps=steps, **SHORT)
+    windows = TokenBlocks.of(tiny.some_tokens(8, 40))
+    first, second = (choose_layer_ranks(*arguments(source), recipe, windows, folder=source) for _ in range(2))
+    assert first == second
+    spec = arguments(source)[2]
+    geometries = first.geometries(spec)
+    uniform = recipe.geometry(spec)
+    assert len(geometries) == LAYERS
+    assert sum(each.cache_numel_per_token for each in geometries) <= LAYERS * uniform.cache_numel_per_token
+    losses = {int(rank): values for rank, values in first.layer_rank_losses.items()}
+    assert len(losses) >= 2
+    for layer in range(LAYERS):
+        by_rank = [losses[rank][layer] for rank in sorted(losses)]
+        assert all(0 < loss < 5 for loss in by_rank) and by_rank[-1] < by_rank[0]
+    assert mha2mla.Recipe.from_dict(json.loads(json.dumps(first.to_dict()))) == first
+
+
+def test_a_converted_layer_alone_loses_what_its_model_says(source):
+    """The divergence from streams is the one between whole models, of which one has that layer converted."""
+    model, adapter, spec = arguments(source)
+    windows = TokenBlocks.of(tiny.some_tokens(8, 40))
+    recipe = Recipe(cache_ratio=0.5, layer_ranks="measured", **SHORT)
+    geometry = recipe.geometry(spec)
+    fitted, judged = windows.divided(32768, 8192)
+    rank = 16
+    found = layer_ranks.measure_losses(model, adapter, spec, geometry, recipe, fitted, judged, [rank], folder=source)
+    expected_model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    from mha2mla.conversion.layer_walk import LayerWalk
+    from mha2mla.geometry import MLAGeometry
+
+    of_rank = MLAGeometry(**{**geometry.to_dict(), "kv_lora_rank": rank})
+    sequence = LayerWalk(model, adapter, spec, of_rank, Recipe(cache_ratio=0.5, **SHORT), fitted, source)
+    tensors = {made.layer: made.tensors for made in sequence}
+    for layer in range(LAYERS):
+        changed = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        attention = sequence.empty_attention(layer)
+        attention.load_state_dict(
+            {name: tensor.float() for name, tensor in tensors[layer].items()}, assign=True, strict=True
+        )
+        changed.model.layers[layer].self_attn = attention
+        with torch.no_grad():
+            clean, other = (each(judged.tokens).logits.log_softmax(-1) for each in (expected_model, changed))
+        divergence = float((clean.exp() * (clean - other)).sum(-1).mean())
+        assert found[layer][rank] == pytest.approx(divergence, rel=2e-2)
+
+
+def test_a_checkpoint_with_measured_ranks_generates(source, tmp_path):
+    recipe = Recipe(cache_ratio=0.5, layer_ranks="measured", **SHORT)
+    report = mha2mla.convert(
+        source,
+        tmp_path / "out",
+        recipe,
+        calibration=tiny.some_tokens(8, 40),
+        evaluation=tiny.some_tokens(2, 40),
+        device="cpu",
+        progress=False,
+    )
+    ranks = report.recipe["layer_ranks"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert [model.config.layer_geometry(layer).kv_lora_rank for layer in range(LAYERS)] == ranks
+    assert report.cache_numel_per_token == sum(
+        model.config.layer_geometry(layer).cache_numel_per_token for layer in range(LAYERS)
+    )
+    assert report.cache_ratio <= 0.5
+    assert [row["kv_lora_rank"] for row in report.layers] == ranks
+    assert (f"ranks {min(ranks)} to {max(ranks)} by layer" in str(report)) == (len(set(ranks)) > 1)
+    assert ("another by layer" in (tmp_path / "out" / "README.md").read_text()) == (len(set(ranks)) > 1)
+    tokens = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
+    assert tokens.shape == (1, 8)
+
+
+def test_ranks_may_be_given(source, tmp_path):
+    given_ranks = [24, 16, 40]
+    recipe = Recipe(kv_lora_rank=24, qk_rope_head_dim=8, layer_ranks=given_ranks, low_rank="svd-joint", mean_phase=0.0,
+                    rope_selection="high", centered=False, attended=False, refit_queries=False)  # fmt: skip
+    mha2mla.convert(source, tmp_path / "out", recipe, evaluation=tiny.some_tokens(2, 40), device="cpu", progress=False)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["kv_lora_rank"] == given_ranks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ("most", "layer_ranks is 'most'; expected 'uniform', 'measured' or a list"),
+        ([], r"layer_ranks is \[\]"),
+        ([8, 0], r"layer_ranks\[1\] is 0; expected an int >= 1"),
+        ([8, True], r"layer_ranks\[1\] is True"),
+    ],
+)
+def test_bad_ranks_are_refused(ranks, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe(layer_ranks=ranks)
+
+
+def test_ranks_must_fit_the_source(source):
+    spec = arguments(source)[2]
+    with pytest.raises(ValueError, match="layer_ranks has 2 ranks; expected 3, one per layer"):
+        Recipe(cache_ratio=0.5, layer_ranks=[8, 8]).geometries(spec)
+    with pytest.raises(ValueError, match=r"layer_ranks\[2\] is 4096; expected at most"):
+        Recipe(cache_ratio=0.5, layer_ranks=[8, 8, 4096]).geometries(spec)
+    with pytest.raises(ValueError, match="layer_ranks is 'measured'; expected ranks"):
+        Recipe(cache_ratio=0.5, layer_ranks="measured").geometries(spec)

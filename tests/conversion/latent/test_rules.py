@@ -1,0 +1,123 @@
+import itertools
+
+import pytest
+import torch
+
+from mha2mla.conversion.latent.rules import LatentProblem, _alternate, _principal, factorise
+from mha2mla.conversion.recipe import LOW_RANKS
+from tests.conversion.tiny import Recipe
+
+
+def covariance(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.randn(size, size, generator=generator, dtype=torch.float64) * torch.logspace(0, -2, size).double()
+    return root @ root.T
+
+
+def loss(decoder, encoder, target, metric):
+    error = target - decoder @ encoder
+    return float(torch.einsum("me,ef,mf->", error, metric, error))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(12, 20), (30, 20)])
+@pytest.mark.parametrize("whitened", [False, True])
+def test_principal_components_are_the_whitened_svd_on_either_side(rows, columns, whitened):
+    target = torch.randn(rows, columns, dtype=torch.float64)
+    metric = covariance(columns, 1) if whitened else torch.eye(columns, dtype=torch.float64)
+    decoder, encoder = _principal(target, metric if whitened else None, 5)
+    root = torch.linalg.cholesky(metric)
+    u, s, v = torch.linalg.svd(target @ root, full_matrices=False)
+    best = (u[:, :5] * s[:5]) @ v[:5] @ torch.linalg.inv(root)
+    assert torch.allclose(decoder @ encoder, best, atol=1e-4 if whitened and rows > columns else 1e-8)
+    latent = encoder @ metric @ encoder.T
+    assert torch.allclose(latent, torch.eye(5, dtype=torch.float64), atol=1e-5)
+
+
+def test_the_alternating_solve_is_principal_components_when_both_metrics_agree():
+    key, value, metric = (*torch.randn(2, 10, 16, dtype=torch.float64), covariance(16, 2))
+    both = torch.cat([key, value])
+    alternating = loss(*_alternate(key, metric, value, metric, 6), both, metric)
+    assert alternating == pytest.approx(loss(*_principal(both, metric, 6), both, metric), rel=1e-4)
+
+
+def test_the_alternating_solve_beats_either_metric_alone():
+    key, value = torch.randn(2, 10, 16, dtype=torch.float64)
+    first, second = covariance(16, 3), covariance(16, 4)
+
+    def total(decoder, encoder):
+        return loss(decoder[:10], encoder, key, first) + loss(decoder[10:], encoder, value, second)
+
+    solved = total(*_alternate(key, first, value, second, 6))
+    for metric in (first, second, (first + second) / 2):
+        assert solved < total(*_principal(torch.cat([key, value]), metric, 6))
+    # A stationary point: no small step from it is better.
+    decoder, encoder = _alternate(key, first, value, second, 6)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        step = 1e-2 * torch.randn(encoder.shape, generator=generator, dtype=torch.float64) * encoder.norm() / 10
+        assert total(decoder, encoder + step) > solved * 0.999
+
+
+def problem(kv_heads=2, nope=6, width=8, features=24):
+    values = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=values, dtype=torch.float64)
+
+    def metric(size):
+        root = draw(kv_heads, size, size)
+        return root @ root.mT
+
+    return LatentProblem(
+        key=draw(kv_heads, nope, features),
+        value=draw(kv_heads, width, features),
+        key_metric=metric(nope),
+        value_metric=metric(width),
+        covariance=covariance(features, 5),
+        mean=draw(features),
+        value_covariance=covariance(features, 6),
+        value_mean=draw(4, features),
+    )
+
+
+@pytest.mark.parametrize("low_rank", LOW_RANKS)
+@pytest.mark.parametrize("attended", [False, True])
+def test_the_own_objective_falls_with_the_rank_to_nothing(low_rank, attended):
+    given = problem(features=40)
+    losses = []
+    for rank in (2, 8, 16, 24, 28):
+        factors = factorise(given, rank, Recipe(low_rank=low_rank, attended=attended))
+        assert factors.encoder.shape == (rank, 40) and factors.key_decoder.shape == (2, 6, rank)
+        identity = torch.eye(40, dtype=torch.float64)
+        losses.append(
+            loss(
+                torch.cat([factors.key_decoder.flatten(0, 1), factors.value_decoder.flatten(0, 1)]),
+                factors.encoder,
+                torch.cat([given.key.flatten(0, 1), given.value.flatten(0, 1)]),
+                identity,
+            )
+        )
+    assert losses[-1] < 1e-18
+    if low_rank == "svd-joint":
+        assert all(later < earlier for earlier, later in itertools.pairwise(losses))
+    assert losses[-2] < 0.5 * losses[0]
+
+
+def test_more_rank_than_there_is_makes_empty_channels():
+    factors = factorise(problem(), 40, Recipe())
+    assert factors.encoder.shape == (40, 24) and float(factors.encoder[28:].abs().max()) == 0.0
+    assert torch.equal(factors.value_decoder[0], torch.eye(28, 40, dtype=torch.float64)[12:20])
+
+
+def test_a_latent_as_wide_as_the_input_holds_it():
+    given = problem(nope=8, features=20)  # 32 rows
+    for recipe in (Recipe(), Recipe(low_rank="svd-joint"), Recipe(low_rank="svd-split")):
+        factors = factorise(given, 21, recipe)
+        assert torch.allclose(factors.value_decoder @ factors.encoder, given.value)
+        assert factors.value_offset is None
+
+
+def test_a_split_rank_goes_to_keys_and_values_by_width():
+    factors = factorise(problem(), 14, Recipe(low_rank="svd-split"))
+    assert (factors.key_decoder[..., 6:] == 0).all() and (factors.value_decoder[..., :6] == 0).all()
+    assert (factors.key_decoder[..., :6] != 0).any(1).all()

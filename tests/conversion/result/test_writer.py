@@ -1,0 +1,76 @@
+import json
+import os
+
+import pytest
+import torch
+
+from mha2mla.conversion.result.writer import DestinationError, ShardedWriter, write_whole
+from mha2mla.conversion.source.checkpoint import CheckpointReader
+
+
+def listing(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_small_checkpoint_is_one_file_without_an_index(tmp_path):
+    writer = ShardedWriter(tmp_path)
+    writer.add("a", torch.arange(4.0))
+    writer.finish()
+    assert listing(tmp_path) == ["model.safetensors"]
+    assert torch.equal(CheckpointReader(tmp_path).tensor("a"), torch.arange(4.0))
+
+
+def test_shards_fill_up_and_an_index_leads_to_them(tmp_path):
+    writer = ShardedWriter(tmp_path, max_shard_bytes=100)
+    tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}  # 40 bytes each: two to a shard
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.finish()
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 200
+    assert index["weight_map"]["t0"] == "model-00001-of-00003.safetensors"
+    assert len(listing(tmp_path)) == 4
+    reader = CheckpointReader(tmp_path)
+    assert all(torch.equal(reader.tensor(name), tensor) for name, tensor in tensors.items())
+
+
+def test_slices_of_one_tensor_are_written_apart(tmp_path):
+    whole = torch.arange(8.0)
+    writer = ShardedWriter(tmp_path)
+    writer.add("a", whole[:4])
+    writer.add("b", whole[4:])
+    writer.finish()
+    assert torch.equal(CheckpointReader(tmp_path).tensor("b"), whole[4:])
+    assert os.path.getsize(tmp_path / "model.safetensors") < 300
+
+
+def test_a_tensor_that_became_nan_or_comes_twice_is_named(tmp_path):
+    writer = ShardedWriter(tmp_path)
+    writer.add("a", torch.ones(1))
+    with pytest.raises(ValueError, match="tensor a is written twice"):
+        writer.add("a", torch.ones(1))
+    with pytest.raises(ValueError, match="tensor b became NaN"):
+        writer.add("b", torch.tensor([float("nan")]))
+
+
+def test_a_file_has_its_name_only_when_it_is_whole_and_on_the_disk(tmp_path, monkeypatch):
+    """A power cut after the rename must not find an empty file; one during the write must not find half of it."""
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def recorded(handle):
+        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("replace", str(a))), replace(a, b))[1])
+    write_whole(tmp_path / "file", lambda temporary: temporary.write_text("x"))
+    (first, temporary), (second, replaced), (third, folder) = events
+    assert (first, second, third) == ("sync", "replace", "sync") and temporary == replaced and folder == str(tmp_path)
+
+    def fails(temporary):
+        temporary.write_text("half")
+        raise DestinationError("full")
+
+    with pytest.raises(DestinationError):
+        write_whole(tmp_path / "file", fails)
+    assert listing(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "x"

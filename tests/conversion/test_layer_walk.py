@@ -1,0 +1,242 @@
+"""The walk over the layers: streams, targets, resuming, and what it leaves alone."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from mha2mla.conversion import layer_walk
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.families import adapter_for
+from mha2mla.conversion.fit import reconstruction
+from mha2mla.conversion.layer import converted_config
+from mha2mla.conversion.layer_walk import LayerWalk
+from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.streaming import StreamedModel
+from tests.conversion import tiny
+from tests.conversion.tiny import Recipe
+
+CPU = torch.device("cpu")
+TARGETS = {
+    "corrected": {},
+    "half corrected": {"reconstruction_correction": 0.5, "up_projections": "query-head"},
+    "not corrected": {"reconstruction_correction": 0.0},
+}
+Fitted = functools.partial(
+    Recipe, reconstruction_steps=64, reconstruction_learning_rate=0.01, qk_rope_head_dim=8, kv_lora_rank=24
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folder of a tiny checkpoint by the name of its case, made once."""
+
+    @functools.cache
+    def folder(case):
+        family, keys = tiny.CASES[case]
+        return tiny.checkpoint(tmp_path_factory.mktemp("source") / case, family, **{**keys, "num_hidden_layers": 3})
+
+    return folder
+
+
+def sequence(source, recipe, scratch, dtype=torch.float32, windows=16, **keys):
+    config = AutoConfig.from_pretrained(source)
+    adapter = adapter_for(config.to_dict())
+    spec = adapter.specify(config)
+    model = StreamedModel(config, CheckpointReader(source), spec.sliding_windows, device=CPU, dtype=dtype)
+    tokens = TokenBlocks.of(tiny.some_tokens(windows, 32))
+    return LayerWalk(model, adapter, spec, recipe.geometry(spec), recipe, tokens, scratch, **keys)
+
+
+def same(one, other):
+    assert len(one) == len(other)
+    for left, right in zip(one, other, strict=True):
+        assert left.layer == right.layer and list(left.tensors) == list(right.tensors)
+        for name, tensor in left.tensors.items():
+            assert tensor.dtype == right.tensors[name].dtype and torch.equal(tensor, right.tensors[name]), name
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "target"),
+    [("llama", "shared", target) for target in TARGETS]
+    + list(itertools.product(["qwen3-biases-yarn", "qwen2-sliding"], ["shared", "per-group"], ["corrected"])),
+)
+def test_every_target_lowers_the_loss_of_every_layer(case, layout, target, sources, tmp_path):
+    # Fewer windows would be overfitted: then the start is the best on held-out ones, and stays.
+    made = list(sequence(sources(case), Fitted(layout=layout, **TARGETS[target]), tmp_path, windows=160))
+    assert [layer.layer for layer in made] == [0, 1, 2]
+    for layer in made:
+        assert 0 < layer.record.loss_after < layer.record.loss_before
+        assert layer.record.seconds > 0 and layer.record.note.startswith("eager")
+    assert not list(tmp_path.iterdir())
+
+
+def test_reconstruction_brings_the_logits_closer(sources, tmp_path):
+    source = sources("llama")
+    recipe = Fitted(layout="shared", reconstruction_learning_rate=0.01, reconstruction_steps=100)
+    tokens = tiny.some_tokens(4, 32)
+    reference = tiny.logits(source, tokens)
+
+    def error(recipe):
+        walk = sequence(source, recipe, tmp_path, windows=160)
+        model = converted_model(source, walk)
+        with torch.inference_mode():
+            return float((model(tokens).logits - reference).norm() / reference.norm())
+
+    plain = error(Recipe(layout="shared", qk_rope_head_dim=8, kv_lora_rank=24))
+    assert error(recipe) < 0.9 * plain
+
+
+def converted_model(source, walk):
+    """The converted model in memory."""
+    from transformers import AutoModelForCausalLM
+
+    config = converted_config(walk.model.config, walk.spec, walk.geometry, walk.recipe)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    original = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    state = {name: tensor for name, tensor in original.items() if ".self_attn." not in name}
+    for layer in walk:
+        state |= {f"model.layers.{layer.layer}.self_attn.{name}": tensor for name, tensor in layer.tensors.items()}
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"sequential": True}, {"reconstruction_steps": 5}, {"reconstruction_steps": 5, **TARGETS["half corrected"]}],
+)
+@pytest.mark.parametrize("finished", [(0,), (0, 1), (0, 1, 2)])
+def test_a_resumed_walk_goes_on_to_the_bit(keys, finished, sources, tmp_path):
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=24, **keys)
+    walk = functools.partial(sequence, sources("llama"), recipe, tmp_path, weights_dtype=torch.bfloat16)
+    undisturbed = list(walk())
+    again = list(walk())
+    same(undisturbed, again)
+    resumed = list(walk(done={index: undisturbed[index].tensors for index in finished}))
+    same(resumed, undisturbed[len(finished) :])
+
+
+@pytest.mark.parametrize("keys", [{}, {"reconstruction_steps": 24, "reconstruction_correction": 0.5}])
+def test_a_walk_over_several_lengths_resumes_to_the_bit(keys, sources, tmp_path):
+    recipe = Fitted(**{"reconstruction_steps": 0, **keys})
+    windows = TokenBlocks.of([tiny.some_tokens(64, 16), tiny.some_tokens(16, 64)])
+    walk = functools.partial(sequence, sources("llama"), recipe, tmp_path)
+    undisturbed = list(replace(walk(), windows=windows))
+    resumed = list(replace(walk(done={0: undisturbed[0].tensors}), windows=windows))
+    same(resumed, undisturbed[1:])
+    same(undisturbed, list(replace(walk(spill_bytes=0), windows=windows)))
+    for one in ([tiny.some_tokens(64, 16)], [tiny.some_tokens(16, 64)]):
+        alone = list(replace(walk(), windows=TokenBlocks.of(one)))
+        assert not torch.equal(alone[0].tensors["v_b_proj"], undisturbed[0].tensors["v_b_proj"])
+    if recipe.reconstruction_steps:
+        assert all(layer.record.loss_after < layer.record.loss_before for layer in undisturbed)
+
+
+def test_the_converted_stream_passes_the_stored_tensors(sources, tmp_path):
+    """Layer 1 is fitted behind layer 0 as it is stored: in bfloat16, not as it was fitted."""
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=24, sequential=True)
+    wide, narrow = (
+        list(sequence(sources("llama"), recipe, tmp_path, weights_dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert torch.equal(wide[0].tensors["kv_a_proj.weight"].bfloat16(), narrow[0].tensors["kv_a_proj.weight"])
+    handed = {0: {name: tensor.float() for name, tensor in narrow[0].tensors.items()}}
+    follows = list(sequence(sources("llama"), recipe, tmp_path, done=handed))
+    assert torch.equal(follows[0].tensors["v_b_proj"].bfloat16(), narrow[1].tensors["v_b_proj"])
+
+
+def test_sequential_statistics_are_those_of_the_converted_stream(sources, tmp_path):
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=24)
+    plain, followed = (
+        list(sequence(sources("llama"), Recipe(**{**vars(recipe), "sequential": flag}), tmp_path))
+        for flag in (False, True)
+    )
+    # Nothing is converted before the first layer.
+    assert torch.equal(plain[0].tensors["kv_a_proj.weight"], followed[0].tensors["kv_a_proj.weight"])
+    assert not torch.equal(plain[1].tensors["kv_a_proj.weight"], followed[1].tensors["kv_a_proj.weight"])
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_a_full_rank_layer_is_left_alone(case, sources, tmp_path):
+    fitted, plain = (
+        list(sequence(sources(case), Recipe(cache_ratio=1.0, reconstruction_steps=steps), tmp_path)) for steps in (5, 0)
+    )
+    same(fitted, plain)
+    assert all(layer.record.loss_before is None for layer in fitted)
+
+
+@pytest.mark.parametrize("correction", [0.0, 0.25])
+def test_a_correction_lies_between_the_two_streams(correction, sources, tmp_path, monkeypatch):
+    seen = []
+
+    def observed(problem, tensors, recipe, *, layer):
+        if layer == 1:
+            seen.append([store.read(slice(0, len(store)), CPU) for store in (problem.inputs, problem.targets)])
+        return reconstruction.reconstruct(problem, tensors, recipe, layer=layer)
+
+    monkeypatch.setattr(layer_walk, "reconstruct", observed)
+    recipe = Fitted(reconstruction_steps=2)
+    walk = sequence(sources("llama"), replace(recipe, reconstruction_correction=correction), tmp_path)
+    list(walk)
+    list(sequence(sources("llama"), recipe, tmp_path))
+    (inputs, blended), (_, theirs) = seen
+    # Layer 0 was fitted to the same target in both walks: with it nothing was lost yet.
+    with torch.inference_mode():
+        own = walk.model.forward_layer(walk.model.layer(1), 1, inputs)
+    assert torch.equal(blended, own.lerp(theirs, correction))
+    assert not torch.equal(own, theirs)
+
+
+def test_spilt_streams_give_the_same_bits_and_leave_no_file(sources, tmp_path):
+    recipe = Fitted(reconstruction_steps=4)
+    kept = list(sequence(sources("llama"), recipe, tmp_path))
+    spilt = []
+    for layer in sequence(sources("llama"), recipe, tmp_path, spill_bytes=0):
+        spilt.append(layer)
+        assert tiny.spilt_files(tmp_path) == 2  # one file per stream
+    same(kept, spilt)
+    assert tiny.spilt_files(tmp_path) == 0
+
+
+def test_an_abandoned_walk_frees_its_streams(sources, tmp_path):
+    walk = iter(sequence(sources("llama"), Fitted(reconstruction_steps=1), tmp_path, spill_bytes=0))
+    next(walk)
+    assert tiny.spilt_files(tmp_path)
+    walk.close()
+    assert not tiny.spilt_files(tmp_path)
+
+
+def test_a_bfloat16_computation_fits_float32_weights(sources, tmp_path):
+    made = list(sequence(sources("llama"), Fitted(), tmp_path, dtype=torch.bfloat16, windows=160))
+    assert all(layer.record.loss_after < layer.record.loss_before for layer in made)
+    assert all(tensor.dtype == torch.float32 for layer in made for tensor in layer.tensors.values())
+
+
+def test_a_walk_inside_inference_mode_still_has_gradients(sources, tmp_path):
+    recipe = Fitted(reconstruction_steps=4)
+    expected = list(sequence(sources("llama"), recipe, tmp_path))
+    with torch.inference_mode():
+        inside = list(sequence(sources("llama"), recipe, tmp_path))
+    same(expected, inside)
+
+
+def test_layers_may_differ_in_geometry(sources, tmp_path):
+    wide, narrow = Fitted(), Fitted(kv_lora_rank=16)
+    spec = sequence(sources("llama"), wide, tmp_path).spec
+    geometries = (wide.geometry(spec), narrow.geometry(spec), wide.geometry(spec))
+    walk = sequence(sources("llama"), wide, tmp_path, geometries=geometries)
+    made = list(walk)
+    assert [layer.tensors["v_b_proj"].shape[-1] for layer in made] == [24, 16, 24]
+    config = converted_config(walk.model.config, walk.spec, walk.geometry, walk.recipe, geometries)
+    assert [config.layer_geometry(index) for index in range(3)] == list(geometries)
+
+
+def test_bfloat16_products_fit_float32_weights(sources, tmp_path):
+    made = list(sequence(sources("llama"), Fitted(reconstruction_precision="bfloat16"), tmp_path, windows=160))
+    assert all(layer.record.loss_after < layer.record.loss_before for layer in made)
+    full = list(sequence(sources("llama"), Fitted(), tmp_path, windows=160))
+    assert made[0].record.loss_after == pytest.approx(full[0].record.loss_after, rel=0.02)
+    assert made[0].record.loss_after != full[0].record.loss_after
