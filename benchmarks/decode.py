@@ -34,11 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.peers import flash_attention_3_mha, load_peer, mla_peers
 from benchmarks.shapes import PEERS, SpeedCase, choose, target_us
 from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.latency import Timing, time_callable
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.kernel_testing.check import Case, check_cases, compile_shapes
+from mha2mla.kernel_testing.cases import Case
+from mha2mla.kernel_testing.check import check_cases
+from mha2mla.kernel_testing.compiling import compile_shapes
 from mha2mla.kernel_testing.judgement import verdict
-from mha2mla.kernel_testing.problems import Problem, exact, torch_at
+from mha2mla.kernel_testing.problems import Problem, expected
+from mha2mla.kernel_testing.timing import Timing, time_callable
 from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels import DecodePlan, mla_decode
 from mha2mla.kernels.devices import capability, device_name
@@ -266,8 +268,8 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
         return mla_decode(**inputs, plan=plan, out=out, backend=backend)
 
     _, lse = mla_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
-    expected, expected_lse = exact(inputs, **problem.visibility)
-    judgement = verdict(out, lse, expected, expected_lse, torch_at(inputs, torch.bfloat16, **problem.visibility))
+    right = expected(inputs, **problem.visibility)
+    judgement = verdict(out, lse, *right)
     row: dict[str, Any] = {
         "name": case.name,
         **problem.columns,
@@ -294,7 +296,7 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
 
     calls: dict[str, Callable[[], Any]] = {"us": ours}
     if peers:
-        others = mla_peers(problem, inputs, expected)
+        others = mla_peers(problem, inputs, right[0])
         if case.mha_head_dim is not None:
             batch = len(problem.lengths)
             others["FA3_MHA_us"] = flash_attention_3_mha(problem.heads, case.mha_head_dim, batch, problem.lengths[0])

@@ -112,9 +112,7 @@ def measure(job: tuple[Any, ...], device: str = "cuda") -> dict[str, Any]:
         inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"], qk_rope_head_dim=d_r
     )
     out, lse = mla_decode_fp8(**stored, plan=plan_fp8, return_lse=True)
-    judgement = judge(
-        inputs | {"latent_cache": dequantize_latent(codes, scale, torch.float64)}, out, lse, torch.bfloat16
-    )
+    judgement = judge(inputs | {"latent_cache": dequantize_latent(codes, scale, torch.float64)}, out, lse)
     original, _ = exact(inputs)
     plain = mla_decode(**inputs, plan=plan)
     small, large = (problem.tokens_seen() * width for width in (d_c + 4 + 2 * groups * d_r, 2 * (d_c + groups * d_r)))

@@ -28,8 +28,9 @@ from benchmarks.decode import PIPE_WIDTH, TIMEOUT, is_text, read_rate, start_mea
 from benchmarks.peers import flash_attention_3_gqa
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.kernel_testing.gqa_problems import GQAProblem, exact_gqa, torch_gqa_at
+from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernel_testing.judgement import verdict
+from mha2mla.kernel_testing.problems import expected
 from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import capability, num_sms
@@ -295,8 +296,8 @@ def measure_case(
         ours()
     else:
         _, lse = gqa_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
-    expected, expected_lse = exact_gqa(inputs, **problem.visibility)
-    judgement = verdict(out, lse, expected, expected_lse, torch_gqa_at(inputs, inputs["q"].dtype, **problem.visibility))
+    right = expected(inputs, **problem.visibility)
+    judgement = verdict(out, lse, *right)
     row |= {
         "num_ctas": plan.num_ctas,
         "splits": int(plan.splits[:, 0].max()) if plan.num_ctas else None,
@@ -311,7 +312,7 @@ def measure_case(
         for name in ("k_cache", "v_cache"):  # a peer promises nothing about a cache that holds NaN
             inputs[name].nan_to_num_()
         inputs["block_table"].masked_fill_(inputs["block_table"] >= inputs["k_cache"].shape[0], 0)
-        peer = flash_attention_3_gqa(problem, inputs, expected)
+        peer = flash_attention_3_gqa(problem, inputs, right[0])
         if is_text(peer):
             row["FA3_us"] = peer
         else:

@@ -26,9 +26,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.latency import time_callable
 from mha2mla.eval.report import format_value, print_table, write_json
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernel_testing.timing import time_callable
 from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionConstants, GQAGeometry
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.paged_cache import PagedCache

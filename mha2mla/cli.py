@@ -214,7 +214,8 @@ def eval_latency(
     import torch
 
     from mha2mla.environment import collect_environment, describe_environment
-    from mha2mla.eval.latency import COLUMNS, model_latency, wrong_rows
+    from mha2mla.eval.latency import model_latency
+    from mha2mla.eval.measurement import COLUMNS, wrong_rows
     from mha2mla.eval.report import print_table, write_json
 
     rows = model_latency(
@@ -258,7 +259,7 @@ def demo(
         json: also write the rows to this file.
     """
     from mha2mla.demo import run_demo
-    from mha2mla.eval.latency import wrong_rows
+    from mha2mla.eval.measurement import wrong_rows
 
     rows = run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=json)
     return int(bool(wrong_rows(rows)))
@@ -290,32 +291,33 @@ def check_kernels(
     """
     from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.report import print_table, write_json
-    from mha2mla.kernel_testing import check as kernel_check
+    from mha2mla.kernel_testing import check as checking
+    from mha2mla.kernel_testing import check_rows
 
     environment = collect_environment()
     settings = {"count": count, "seed": seed, "calls": calls, "device": device or "cuda"}
-    known = [] if resume is None else kernel_check.read_known(resume, settings, environment)
+    known = [] if resume is None else check_rows.read_known(resume, settings, environment)
 
     def save(rows: list[dict[str, Any]]) -> None:
         if json:
-            write_json(json, kind=kernel_check.KIND, rows=rows, environment=environment, **settings)
+            write_json(json, kind=check_rows.KIND, rows=rows, environment=environment, **settings)
 
-    rows = kernel_check.check_kernels(
+    rows = checking.check_kernels(
         count, seed, device, calls=calls, timeout=timeout, budget=budget, known=known, save=save
     )
     save(rows)
-    wrong, unchecked = kernel_check.not_right(rows), kernel_check.not_checked(rows)
+    wrong, unchecked = check_rows.not_right(rows), check_rows.not_checked(rows)
     print_table(
-        kernel_check.summarize(rows),
+        check_rows.summarize(rows),
         title=f"{count} random geometries, {len(rows)} calls, {len(wrong)} not right (seed {seed})",
-        columns=kernel_check.COLUMNS,
+        columns=check_rows.COLUMNS,
         caption=describe_environment(environment),
     )
     if wrong:
         shown = ("H", "G", "d_c", "d_r", "page", "S_q", "dtype", "kernel", "batch", "window", "num_ctas", "status")
         print_table(wrong[:20], title="not right", columns=shown)
     if unchecked:
-        print(f"{len(unchecked)} calls {unchecked[0]['status']}; {kernel_check.whole_geometries(rows)}")
+        print(f"{len(unchecked)} calls {unchecked[0]['status']}; {check_rows.whole_geometries(rows)}")
     return int(bool(wrong) or len(unchecked) == len(rows))
 
 

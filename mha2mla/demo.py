@@ -17,9 +17,9 @@ from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion.presets import choose_preset
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.latency import cache_bytes_per_token, decode_step_latency
 from mha2mla.eval.loading import check_device, check_folder, load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
+from mha2mla.eval.step_latency import cache_bytes_per_token, decode_step_latency
 from mha2mla.pipeline import convert
 from mha2mla.trial_models import fetch_smollm2
 

@@ -150,17 +150,17 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
 
 
 def test_a_wrong_latency_row_is_exit_code_1(tiny_source, tiny_converted, tmp_path, capsys, monkeypatch):
-    from mha2mla.eval import latency
+    from mha2mla.eval import op_latency
 
     def wrong(inputs):
-        right = latency.sdpa_baseline(inputs)
+        right = op_latency.sdpa_baseline(inputs)
         return lambda: right() * 1.01
 
     report = tmp_path / "latency.json"
     quick = ("--op", "attention", "--batch-sizes", "[1]", "--seqlens", "[32]", "--min-run-time", 0.002)
     command = ("eval", "latency", tiny_source, tiny_converted, *quick, "--device", "cpu", "--json", report)
     assert run(*command) == 0
-    monkeypatch.setitem(latency.BASELINES, "torch SDPA", wrong)
+    monkeypatch.setitem(op_latency.BASELINES, "torch SDPA", wrong)
     assert run(*command) == 1
     assert "wrong" in capsys.readouterr().out
     row = next(row for row in json.loads(report.read_text())["rows"] if row["implementation"] == "torch SDPA")
@@ -182,10 +182,10 @@ def test_check_kernels_without_a_gpu(tmp_path, capsys, monkeypatch):
     assert [row["status"] for row in content["rows"]] == ["ok"] * 6
     assert content["environment"]["torch"]
 
-    from mha2mla.kernel_testing import check as kernel_check
+    from mha2mla.kernel_testing import check
 
     rows = [row | {"status": "wrong: by far"} for row in content["rows"]]
-    monkeypatch.setattr(kernel_check, "check_kernels", lambda *_, **__: rows)
+    monkeypatch.setattr(check, "check_kernels", lambda *_, **__: rows)
     assert run("check", "kernels", "--device", "cpu") == 1
     assert "by far" in capsys.readouterr().out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernel_testing.judgement import Judgement, verdict
+from mha2mla.kernel_testing.textbook import Sequence, yardstick
 from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape
 
@@ -99,24 +101,19 @@ class PrefillProblem:
         }
 
 
-def torch_at(problem: PrefillProblem, inputs: dict[str, Any]) -> Tensor:
-    """The formula in plain torch, every intermediate in the inputs' dtype: what "twice torch's error" refers to."""
-    v, heads = inputs["v"], problem.heads
-    outs, first_q, first_k = [], 0, 0
+def sequences(problem: PrefillProblem, inputs: dict[str, Any]) -> Iterator[Sequence]:
+    """The sequences of a call one by one."""
+    first_q = first_k = 0
     for queries, keys in problem.lengths:
         rows, columns = slice(first_q, first_q + queries), slice(first_k, first_k + keys)
-        score = sum(
-            torch.einsum("qhd,khd->hqk", q[rows], k[columns].repeat_interleave(heads // k.shape[1], 1))
-            for q, k in zip(inputs["queries"], inputs["keys"], strict=True)
-        )
-        score = score * problem.softmax_scale
+        visible = None
         if problem.causal:
-            hidden = torch.ones(queries, keys, dtype=torch.bool, device=v.device).triu(keys - queries + 1)
-            score = score.masked_fill(hidden, -torch.inf)
-        weight = torch.softmax(score, -1).nan_to_num(0)  # rows that see nothing
-        outs.append(torch.einsum("hqk,khd->qhd", weight, v[columns].repeat_interleave(heads // v.shape[1], 1)))
+            visible = torch.ones(queries, keys, dtype=torch.bool, device=inputs["v"].device).tril(keys - queries)
+        yield Sequence(
+            tuple(q[rows] for q in inputs["queries"]), tuple(k[columns] for k in inputs["keys"]),
+            inputs["v"][columns], visible, problem.softmax_scale,
+        )  # fmt: skip
         first_q, first_k = first_q + queries, first_k + keys
-    return torch.cat(outs) if outs else v.new_zeros(0, heads, problem.v_head_dim)
 
 
 def exact(problem: PrefillProblem, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -138,9 +135,13 @@ def judge(problem: PrefillProblem, inputs: dict[str, Any], out: Tensor, lse: Ten
     What right means, ``judgement.verdict`` says. Rows behind the last sequence are not looked at.
     """
     tokens = sum(queries for queries, _ in problem.lengths)
-    expected, expected_lse = (x[:tokens] if i == 0 else x[:, :tokens] for i, x in enumerate(exact(problem, inputs)))
-    out, lse = out[:tokens], None if lse is None else lse[:, :tokens]
-    return verdict(out, lse, expected, expected_lse, torch_at(problem, inputs))
+    expected, expected_lse = exact(problem, inputs)
+    expected, expected_lse = expected[:tokens], expected_lse[:, :tokens]
+    outs, roundings = yardstick(sequences(problem, inputs), inputs["v"].dtype)
+    return verdict(
+        out[:tokens], None if lse is None else lse[:, :tokens], expected, expected_lse,
+        torch.cat(outs) if outs else expected.to(out.dtype), torch.cat(roundings) if roundings else None,
+    )  # fmt: skip
 
 
 def sample(

@@ -5,7 +5,7 @@ Tests, benchmarks and ``mha2mla check kernels`` all draw from here; everything r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.judgement import Judgement, verdict
+from mha2mla.kernel_testing.textbook import Sequence, yardstick
+from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
 from mha2mla.kernels.mla_decode.plan import plan_mla_decode
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.selection import DecodeShape
@@ -22,7 +24,6 @@ from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, Span, attended_span
 
 UNUSED_PAGE = 2147480000  # what FlashMLA's tests put into table entries that nobody may read
 CHUNK_TOKENS = 2**17  # tokens that the float64 reference takes at a time: its gathers hold 8 bytes a number
-_DATA = ("q_latent", "q_pe", "latent_cache", "rope_cache")
 
 
 @dataclass(frozen=True)
@@ -201,107 +202,118 @@ class Problem:
         )
 
 
+@dataclass(frozen=True)
+class _PagedOp:
+    """What judging a decode op takes: its reference, and the names of its queries and caches in the order of parts."""
+
+    reference: Callable[..., Any]
+    queries: tuple[str, ...]
+    caches: tuple[str, ...]
+
+    def to(self, inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        return inputs | {name: inputs[name].to(dtype) for name in (*self.queries, *self.caches)}
+
+
+_MLA = _PagedOp(mla_decode_reference, ("q_latent", "q_pe"), ("latent_cache", "rope_cache"))
+_GQA = _PagedOp(gqa_decode_reference, ("q",), ("k_cache", "v_cache"))
+
+
+def _op_of(inputs: dict[str, Any]) -> _PagedOp:
+    return _GQA if "k_cache" in inputs else _MLA
+
+
 def exact(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> tuple[Tensor, Tensor]:
     """The reference in float64 on the same (rounded) inputs, a few sequences at a time where they are long.
 
+    Args:
+        inputs: as :meth:`Problem.inputs` or :meth:`GQAProblem.inputs` makes them.
+        window, sinks: of the plan.
+
     Returns:
-        out [B, S_q, H, d_c] and lse [B, H, S_q], float64.
+        out [B, S_q, H, d] and lse [B, H, S_q], float64.
     """
-    batch, capacity = inputs["block_table"].shape[0], inputs["block_table"].shape[1] * inputs["latent_cache"].shape[1]
-    step = max(1, CHUNK_TOKENS // max(1, capacity))
+    op = _op_of(inputs)
+    batch, pages = inputs["block_table"].shape
+    rows = max(inputs[name].shape[1:-1].numel() for name in op.caches)  # that a page's tokens have of the caches
+    step = max(1, CHUNK_TOKENS // max(1, pages * rows))
     if batch <= step:
-        return mla_decode_reference(**_cast(inputs, torch.float64), window=window, sinks=sinks)
-    parts = [exact(take(inputs, slice(b, b + step), _DATA), window, sinks) for b in range(0, batch, step)]
+        return op.reference(**op.to(inputs, torch.float64), window=window, sinks=sinks)
+    parts = [exact(_take(inputs, slice(b, b + step)), window, sinks) for b in range(0, batch, step)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def take(inputs: dict[str, Any], rows: slice, data: Sequence[str]) -> dict[str, Any]:
-    """Some sequences of a call, with only their pages: the rest of a large cache need not be cast.
-
-    Args:
-        data: names of the queries and of the caches, which end in ``_cache``.
-    """
-    caches = [name for name in data if name.endswith("_cache")]
-    table, num_pages = inputs["block_table"][rows], inputs[caches[0]].shape[0]
+def _take(inputs: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """Some sequences of a call, with only their pages: the rest of a large cache need not be cast."""
+    op = _op_of(inputs)
+    table, num_pages = inputs["block_table"][rows], inputs[op.caches[0]].shape[0]
     valid = (table >= 0) & (table < num_pages)
     pages, renamed = torch.unique(table[valid], return_inverse=True)
     if not pages.numel():
         pages = torch.zeros(1, dtype=torch.long, device=table.device)  # the reference wants a page to point at
     small = torch.full_like(table, UNUSED_PAGE)
     small[valid] = renamed.int()
-    taken = {name: inputs[name][rows] for name in ("cache_seqlens", *data) if name not in caches}
-    taken |= {name: inputs[name][pages.long()] for name in caches}
+    taken = {name: inputs[name][rows] for name in ("cache_seqlens", *op.queries)}
+    taken |= {name: inputs[name][pages.long()] for name in op.caches}
     starts = inputs["cache_starts"]
     return inputs | taken | {"block_table": small, "cache_starts": None if starts is None else starts[rows]}
 
 
-def _cast(inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {name: value.to(dtype) if name in _DATA else value for name, value in inputs.items()}
+def sequences(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> Iterator[Sequence]:
+    """The sequences of a call one by one, without pages; tokens that no query sees are 0."""
+    op = _op_of(inputs)
+    num_pages, page = inputs[op.caches[0]].shape[:2]
+    seqlen_q, device = inputs[op.queries[0]].shape[1], inputs["block_table"].device
+    back = torch.arange(seqlen_q - 1, -1, -1, device=device) * bool(inputs["causal"])
+    for b, length in enumerate(inputs["cache_seqlens"].tolist()):
+        start = 0 if inputs["cache_starts"] is None else int(inputs["cache_starts"][b])
+        pages = inputs["block_table"][b, : -(-length // page)].long()
+        pages = torch.where(pages < num_pages, pages, 0)
+        token, limit = torch.arange(length, device=device), (length - back)[:, None]
+        visible = (token >= start) & (token < limit)
+        if window is not None:
+            visible &= (token >= limit - window) | (token < start + sinks)
+        cached = []
+        for name in op.caches:
+            rows = inputs[name][pages].flatten(0, 1)[:length]
+            rows = rows.unflatten(1, (1, -1)) if rows.dim() == 2 else rows  # [length, G, d]
+            cached.append(torch.where(visible.any(0)[:, None, None], rows, 0))
+        keys, values = (cached[:1], cached[1]) if op is _GQA else (cached, cached[0])
+        queries = tuple(inputs[name][b] for name in op.queries)
+        yield Sequence(queries, tuple(keys), values, visible, inputs["softmax_scale"])
 
 
 def torch_at(inputs: dict[str, Any], dtype: torch.dtype, window: int | None = None, sinks: int = 0) -> Tensor:
     """The same formula in plain torch, every intermediate held in ``dtype``: what "twice torch's error" refers to.
 
     Returns:
-        out [B, S_q, H, d_c] in ``dtype``.
+        out [B, S_q, H, d] in ``dtype``.
     """
-    inputs = _cast(inputs, dtype)
-    q_latent, q_pe, latent_cache, rope_cache = (inputs[name] for name in _DATA)
-    num_pages, page, heads, seqlen_q = *latent_cache.shape[:2], q_latent.shape[2], q_latent.shape[1]
-    outs = []
-    for b, length in enumerate(inputs["cache_seqlens"].tolist()):
-        pages, visible = pages_and_visible(inputs, b, length, num_pages, page, seqlen_q, window, sinks)
-        used = visible.any(0)
-        latent = torch.where(used[:, None], latent_cache[pages].flatten(0, 1)[:length], 0)
-        k_pe = torch.where(used[:, None, None], rope_cache[pages].flatten(0, 1)[:length], 0)
-        k_pe = k_pe.repeat_interleave(heads // rope_cache.shape[2], 1)
-        score = torch.einsum("shd,td->hst", q_latent[b], latent) + torch.einsum("shd,thd->hst", q_pe[b], k_pe)
-        score = (score * inputs["softmax_scale"]).masked_fill(~visible, -torch.inf)
-        weight = torch.softmax(score, -1).nan_to_num(0)  # rows that see nothing
-        outs.append(torch.einsum("hst,td->shd", weight, latent))
-    return torch.stack(outs) if outs else torch.zeros_like(q_latent)
-
-
-def pages_and_visible(
-    inputs: dict[str, Any],
-    b: int,
-    length: int,
-    num_pages: int,
-    page: int,
-    seqlen_q: int,
-    window: int | None,
-    sinks: int,
-) -> tuple[Tensor, Tensor]:
-    """Of sequence ``b``: its pages, with 0 for those that are none, and which tokens each query sees, [S_q, length]."""
-    device = inputs["block_table"].device
-    start = 0 if inputs["cache_starts"] is None else int(inputs["cache_starts"][b])
-    pages = inputs["block_table"][b, : -(-length // page)].long()
-    pages = torch.where(pages < num_pages, pages, 0)
-    token = torch.arange(length, device=device)
-    back = torch.arange(seqlen_q - 1, -1, -1, device=device) * bool(inputs["causal"])
-    limit = (length - back)[:, None]
-    visible = (token >= start) & (token < limit)
-    if window is not None:
-        visible &= (token >= limit - window) | (token < start + sinks)
-    return pages, visible
+    outs = [sequence.to(dtype).attend() for sequence in sequences(inputs, window, sinks)]
+    return torch.stack(outs) if outs else exact(inputs)[0].to(dtype)
 
 
 def judge(
-    inputs: dict[str, Any],
-    out: Tensor,
-    lse: Tensor | None,
-    dtype: torch.dtype,
-    window: int | None = None,
-    sinks: int = 0,
+    inputs: dict[str, Any], out: Tensor, lse: Tensor | None, window: int | None = None, sinks: int = 0
 ) -> Judgement:
-    """Compares an output of the decode op with float64, and plain torch at ``dtype`` with float64.
+    """Compares an output of a decode op with float64, and plain torch at the queries' dtype with float64.
 
     What right means, :func:`mha2mla.kernel_testing.judgement.verdict` says.
 
     Args:
-        inputs: as :meth:`Problem.inputs` makes them.
-        out: [B, S_q, H, d_c]. lse: [B, H, S_q], or None where an implementation has none.
-        dtype: of the inputs.
+        inputs: as :meth:`Problem.inputs` or :meth:`GQAProblem.inputs` makes them.
+        out: [B, S_q, H, d]. lse: [B, H, S_q], or None where an implementation has none.
         window, sinks: of the plan.
     """
-    return verdict(out, lse, *exact(inputs, window, sinks), torch_at(inputs, dtype, window, sinks))
+    return verdict(out, lse, *expected(inputs, window, sinks))
+
+
+def expected(
+    inputs: dict[str, Any], window: int | None = None, sinks: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What :func:`verdict` compares an output with: float64's out and lse, plain torch's out, expected rounding."""
+    dtype = inputs[_op_of(inputs).queries[0]].dtype
+    out, lse = exact(inputs, window, sinks)
+    if not out.shape[0]:
+        return out, lse, out.to(dtype), None
+    outs, roundings = yardstick(sequences(inputs, window, sinks), dtype)
+    return out, lse, torch.stack(outs), None if roundings is None else torch.stack(roundings)

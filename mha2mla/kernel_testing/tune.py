@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from mha2mla.environment import collect_environment
-from mha2mla.eval.latency import time_callable
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernel_testing.check import COMPILE_TIMEOUT, plan_for
+from mha2mla.kernel_testing.case_check import plan_for
+from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, processes_for
 from mha2mla.kernel_testing.judgement import verdict
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, torch_at
+from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, expected
+from mha2mla.kernel_testing.timing import time_callable
 from mha2mla.kernel_testing.workers import Outcome, progress_bar, run_in_workers
 from mha2mla.kernels import DecodePlan, explain_mla_decode
 from mha2mla.kernels.devices import capability, device_name, num_sms
@@ -297,8 +298,7 @@ def compile_all(trials: Sequence[Trial], major_minor: int, *, timeout: float, pr
     for trial in trials:
         (candidate,) = trial.candidates
         jobs[trial.shape, candidate.choice, candidate.num_ctas, len(trial.problem.lengths), major_minor] = trial
-    processes = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
-    outcomes = run_in_workers(compile_candidate, list(jobs), workers=processes, timeout=timeout)
+    outcomes = run_in_workers(compile_candidate, list(jobs), workers=processes_for(len(jobs)), timeout=timeout)
     bar = progress_bar(outcomes, len(jobs), "compiling", progress)
     return {jobs[outcome.job]: outcome.failure for outcome in bar if outcome.failure is not None}
 
@@ -348,10 +348,10 @@ def _prepared(problem: Problem, dtype: str, device: str) -> tuple[dict[str, Any]
 
 
 @lru_cache(maxsize=1)
-def expected_of(problem: Problem, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Float64's out and lse for those inputs, and plain torch's out: the same for every configuration of the shape."""
+def expected_of(problem: Problem, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What an output is compared with: the same for every configuration of the shape."""
     inputs, _ = _prepared(problem, dtype, device)
-    return *exact(inputs, **problem.visibility), torch_at(inputs, getattr(torch, dtype), **problem.visibility)
+    return expected(inputs, **problem.visibility)
 
 
 def launcher(

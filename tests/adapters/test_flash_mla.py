@@ -73,7 +73,7 @@ def test_metadata_that_outlives_its_lengths_is_planned_again_on_the_gpu_failure_
     call, inputs = metadata_for(problem, "cuda", torch.bfloat16)
     inputs["cache_seqlens"].sub_(torch.tensor([3, 600, 1], dtype=torch.int32, device="cuda"))
     out, lse = flash_mla_with_kvcache(**call)
-    judgement = judge(inputs, out, lse, torch.bfloat16)
+    judgement = judge(inputs, out, lse)
     assert judgement.ok, judgement.reason
 
 
@@ -145,7 +145,7 @@ def test_against_flash_mla_on_the_gpu(seqlen_q):
     inputs = problem.inputs(torch.bfloat16, "cuda")
     call = combined(inputs)
     out, lse = flash_mla_with_kvcache(**call, tile_scheduler_metadata=get_mla_metadata()[0])
-    judgement = judge(inputs, out, lse, torch.bfloat16)
+    judgement = judge(inputs, out, lse)
     assert judgement.ok, judgement.reason
     if why := load_peer("_flashmla_C", "dense_decode_fwd"):
         pytest.skip(why)

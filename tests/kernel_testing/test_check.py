@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from mha2mla.eval.report import write_json
-from mha2mla.kernel_testing import check as kernel_check
-from mha2mla.kernel_testing.check import Case, check_case, check_kernels, draw_cases, plan_error, plan_for, summarize
+from mha2mla.kernel_testing import case_check, check, check_rows, compiling
+from mha2mla.kernel_testing.case_check import check_case, plan_error, plan_for
+from mha2mla.kernel_testing.cases import Case, draw_cases
+from mha2mla.kernel_testing.check import check_kernels
+from mha2mla.kernel_testing.check_rows import summarize
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernel_testing.workers import Stage, run_in_stages, run_in_workers
 from mha2mla.kernels.mla_decode.selection import refusal
@@ -47,13 +50,13 @@ def test_the_reference_passes():
 
 
 def test_wrong_numbers_are_reported(monkeypatch):
-    right = kernel_check.mla_decode
+    right = case_check.mla_decode
 
     def slightly_off(**arguments):
         out, lse = right(**arguments)
         return out * 1.05, lse
 
-    monkeypatch.setattr(kernel_check, "mla_decode", slightly_off)
+    monkeypatch.setattr(case_check, "mla_decode", slightly_off)
     case = Case(0, Problem(4, 2, 32, 8, (70, 3)), "bfloat16")
     assert check_case(case, torch.device("cpu"))["status"].startswith("wrong: relative error")
 
@@ -93,10 +96,11 @@ def pretend_to_compile(job):
 @pytest.fixture
 def like_a_gpu(monkeypatch):
     """check_cases(..., in_processes=True) on the CPU: compile, then check in a worker, as on a GPU."""
-    monkeypatch.setattr(kernel_check, "compile_shape", pretend_to_compile)
+    monkeypatch.setattr(check, "compile_shape", pretend_to_compile)
     for name, value in {"capability": 90, "device_name": "a GPU", "num_sms": 132}.items():
-        monkeypatch.setattr(kernel_check, name, lambda _, value=value: value)
-    return partial(kernel_check.check_cases, device=torch.device("cpu"), progress=False, in_processes=True)
+        for module in (compiling, check_rows):
+            monkeypatch.setattr(module, name, lambda _, value=value: value, raising=False)
+    return partial(check.check_cases, device=torch.device("cpu"), progress=False, in_processes=True)
 
 
 def statuses(rows, group):
@@ -121,12 +125,12 @@ def test_a_budget_leaves_rows_that_say_so_and_a_later_run_goes_on_from_them(like
     cases = [Case(group, problem, "bfloat16", call=call) for group in range(3) for call in range(2)]
     rows = like_a_gpu(cases, budget=1e-9)
     assert [row["status"] for row in rows] == ["not checked: budget of 1e-09 s"] * 6
-    assert kernel_check.whole_geometries(rows) == "no geometry was checked with all its calls"
+    assert check_rows.whole_geometries(rows) == "no geometry was checked with all its calls"
     rows[1] |= {"status": "ok", "error": 7.0, "torch_error": 8.0}
     again = like_a_gpu(cases, known=rows)
     assert [row["status"] for row in again] == ["ok"] * 6
     assert again[1] == rows[1], "what has a verdict is not repeated"
-    assert kernel_check.whole_geometries(again) == "geometries 0-2 were checked"
+    assert check_rows.whole_geometries(again) == "geometries 0-2 were checked"
     with pytest.raises(ValueError, match="geometry 0, call 1 is .*'d_c': 32.*other seed"):
         like_a_gpu([replace(cases[1], problem=replace(problem, kv_lora_rank=40))], known=again)
     with pytest.raises(ValueError, match="same group and call"):
@@ -135,7 +139,7 @@ def test_a_budget_leaves_rows_that_say_so_and_a_later_run_goes_on_from_them(like
 
 def test_a_budget_holds_where_a_job_hangs(like_a_gpu, monkeypatch):
     """Compiling for minutes must not keep a run from writing what it has."""
-    monkeypatch.setattr(kernel_check, "compile_shape", sleep_for_long)
+    monkeypatch.setattr(check, "compile_shape", sleep_for_long)
     began = time.monotonic()
     rows = like_a_gpu([Case(0, Problem(4, 2, 32, 8, (70,)), "bfloat16")], budget=1.0)
     assert time.monotonic() - began < 30
@@ -147,7 +151,7 @@ def sleep_for_long(job):
 
 
 def test_rows_are_saved_while_they_come_in(monkeypatch):
-    monkeypatch.setattr(kernel_check, "SAVE_INTERVAL", 0.0)
+    monkeypatch.setattr(check, "SAVE_INTERVAL", 0.0)
     saved = []
     rows = check_kernels(2, device="cpu", calls=2, progress=False, save=saved.append)
     assert [sum(row["status"] == "ok" for row in mine) for mine in saved] == [1, 2, 3, 4]
@@ -159,22 +163,22 @@ def test_a_file_of_another_machine_or_seed_is_not_gone_on_from(tmp_path):
     settings = {"count": 2, "seed": 3, "calls": 1, "device": "cuda"}
     environment = {"gpu": "A", "torch": "2", "tilelang": "0.1", "commit": "c"}
     path = write_json(tmp_path / "rows.json", kind="kernel-check", rows=[{}], environment=environment, **settings)
-    assert kernel_check.read_known(path, settings, environment) == [{}]
-    assert kernel_check.read_known(path, settings | {"count": 9}, environment) == [{}], "a run may become longer"
+    assert check_rows.read_known(path, settings, environment) == [{}]
+    assert check_rows.read_known(path, settings | {"count": 9}, environment) == [{}], "a run may become longer"
     with pytest.raises(ValueError, match="is of seed 3; expected 4 and commit 'c'; expected 'd'"):
-        kernel_check.read_known(path, settings | {"seed": 4}, environment | {"commit": "d"})
+        check_rows.read_known(path, settings | {"seed": 4}, environment | {"commit": "d"})
     write_json(path, kind="tuning", rows=[])
     with pytest.raises(ValueError, match="not what `mha2mla check kernels --json` writes"):
-        kernel_check.read_known(path, settings, environment)
+        check_rows.read_known(path, settings, environment)
 
 
 def test_only_the_combine_kernels_that_are_launched_are_compiled(like_a_gpu):
     problem = Problem(4, 1, 32, 8, (70,))
     many = replace(problem, lengths=(70,) * 64)
     cases = [Case(0, many, "bfloat16"), Case(0, problem, "bfloat16", share=0.001, call=1)]
-    job = kernel_check.compile_job(problem.shape(), cases[:1], torch.device("cpu"))
+    job = compiling.compile_job(problem.shape(), cases[:1], torch.device("cpu"))
     assert job.merges == (4,)
-    job = kernel_check.compile_job(problem.shape(), cases, torch.device("cpu"))
+    job = compiling.compile_job(problem.shape(), cases, torch.device("cpu"))
     assert job.merges == (4, 64), "one CTA by its plan, all of them in the call without one"
 
 
@@ -192,7 +196,7 @@ def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
         monkeypatch.setattr(module, "compile_for", lambda function, *_: compiled.append(function))
         for name in names:
             monkeypatch.setattr(module, name, cache(getattr(module, name).__wrapped__))
-    kernel_check.compile_shape(kernel_check.CompileJob(Problem(7, 1, 72, 8, ()).shape(), 90, "a GPU"))
+    compiling.compile_shape(compiling.CompileJob(Problem(7, 1, 72, 8, ()).shape(), 90, "a GPU"))
     names = {function.attrs["global_symbol"] for function in compiled}
     assert names >= {"mla_decode_plan", "mla_decode_combine"}
     assert len(names) == 3

@@ -49,11 +49,11 @@ def test_reference_and_plain_torch_agree(window, sinks, causal):
 def test_the_reference_is_right_and_the_op_takes_the_plan(dtype):
     inputs = STREAMING.inputs(dtype)
     out, lse = mla_decode(**inputs, plan=STREAMING.plan(inputs), return_lse=True)
-    judgement = judge(inputs, out, lse, dtype, **STREAMING.visibility)
+    judgement = judge(inputs, out, lse, **STREAMING.visibility)
     assert judgement.ok, judgement.reason
     assert judgement.error <= 2 * judgement.torch_error
     wider = {"window": STREAMING.window, "sinks": STREAMING.sinks - 1}
-    assert not judge(inputs, out, lse, dtype, **wider).ok, "with one sink less the output is another one"
+    assert not judge(inputs, out, lse, **wider).ok, "with one sink less the output is another one"
 
 
 def test_what_is_wrong_is_said():
@@ -61,7 +61,7 @@ def test_what_is_wrong_is_said():
     out, lse = mla_decode(**inputs, plan=STREAMING.plan(inputs), return_lse=True)
 
     def reason(out, lse=lse):
-        return judge(inputs, out, lse, torch.float32, **STREAMING.visibility).reason
+        return judge(inputs, out, lse, **STREAMING.visibility).reason
 
     assert reason(out) == ""
     assert "NaN" in reason(out.clone().index_fill_(0, torch.tensor([3]), torch.nan))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mha2mla.cli import main
-from mha2mla.eval.latency import Timing
 from mha2mla.kernel_testing import tune as tuner
 from mha2mla.kernel_testing.problems import Problem
+from mha2mla.kernel_testing.timing import Timing
 from mha2mla.kernel_testing.tune import (
     GEOMETRIES,
     MARGIN,
@@ -254,7 +254,7 @@ def test_as_many_ctas_as_dispatch_plans(monkeypatch):
 def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):
     """Same compiled functions, same arguments: what is timed is what a call runs."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernel_testing.check import plan_for
+    from mha2mla.kernel_testing.case_check import plan_for
     from mha2mla.kernels.mla_decode import launch
     from mha2mla.kernels.split_kv import launch as shared
 

@@ -56,7 +56,7 @@ def assert_right(
     sinks: int = 0,
 ) -> tuple[float, float]:
     """Asserts what ``judge`` finds; returns the relative error and torch's at ``dtype``."""
-    judgement = judge(inputs, out, lse, dtype, window, sinks)
+    judgement = judge(inputs, out, lse, window, sinks)
     assert judgement.ok, judgement.reason
     return judgement.error, judgement.torch_error
 

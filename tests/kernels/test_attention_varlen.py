@@ -336,13 +336,6 @@ def run_on_cpu(problem: PrefillProblem, rows: int = 16, keys: int = 16, section:
     return out
 
 
-@pytest.fixture
-def one_product_after_another(monkeypatch):
-    """The C target adds the products of a score in order, torch in blocks."""
-    monkeypatch.setattr("mha2mla.kernel_testing.judgement.ERROR_FACTOR", 4.0)
-
-
-@pytest.mark.usefixtures("one_product_after_another")
 class TestOnCPU:
     @pytest.mark.parametrize("problem", SMALL, ids=name)
     def test_shapes_failures_1_2_5_6(self, problem):

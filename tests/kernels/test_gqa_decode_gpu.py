@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 
-from mha2mla.kernel_testing.gqa_problems import GQAProblem, exact_gqa, judge_gqa
+from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernel_testing.judgement import errors
+from mha2mla.kernel_testing.problems import exact, judge
 from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import num_sms
 from mha2mla.kernels.gqa_decode.selection import GQAChoice, list_kernels, select_kernel
@@ -51,7 +52,7 @@ def check(problem: GQAProblem, dtype: torch.dtype = torch.bfloat16, planned: boo
         plan.partial_lse.fill_(torch.nan)
     out = inputs["q"].new_full((*inputs["q"].shape[:3], problem.v_head_dim), torch.nan)
     _, lse = gqa_decode(**inputs, plan=plan, out=out, return_lse=True, backend="tilelang")
-    judgement = judge_gqa(inputs, out, lse, **problem.visibility)
+    judgement = judge(inputs, out, lse, **problem.visibility)
     if not judgement.ok:
         again, _ = gqa_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
         repeats = torch.equal(again.view(torch.int16), out.view(torch.int16))
@@ -65,7 +66,7 @@ def check(problem: GQAProblem, dtype: torch.dtype = torch.bfloat16, planned: boo
 
 def worst_rows(problem: GQAProblem, inputs: dict, out: torch.Tensor, lse: torch.Tensor, plan=None) -> str:
     """The rows farthest from float64, with what they are and in how many pieces their sequence was read."""
-    expected, expected_lse = exact_gqa(inputs, **problem.visibility)
+    expected, expected_lse = exact(inputs, **problem.visibility)
     distance = (out.double() - expected).abs().amax(-1).nan_to_num(nan=torch.inf)  # [B, S_q, H]
     shown = []
     for row in distance.flatten().topk(min(6, distance.numel())).indices.tolist():
@@ -124,7 +125,7 @@ def test_every_kernel_under_any_plan_failures_1_8_20(problem):
                 plans.append((num_ctas, random_work(tiles, num_ctas, random.Random(seed))))
             for i, (num_ctas, work) in enumerate(plans):
                 first = run_kernels(case, split, merge, inputs, num_ctas, work)
-                judgement = judge_gqa(inputs, *first, **case.visibility)
+                judgement = judge(inputs, *first, **case.visibility)
                 assert judgement.ok, f"{choice.reason}; {num_ctas} CTAs, plan {i}: {judgement.reason}"
                 second = run_kernels(case, split, merge, inputs, num_ctas, work)
                 assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), choice.reason
@@ -158,14 +159,14 @@ def test_an_mla_plan_serves_a_call_of_the_same_output_shape():
         inputs["q"], inputs["k_cache"][:, :, :1], inputs["block_table"], inputs["cache_seqlens"], qk_rope_head_dim=64
     )
     out, lse = gqa_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
-    assert judge_gqa(inputs, out, lse).ok
+    assert judge(inputs, out, lse).ok
 
 
 def test_large_scores_failure_12():
     problem = dataclasses.replace(SHAPES[0], lengths=(65, 1000), scale=1e5)
     inputs = problem.inputs(torch.bfloat16, "cuda")
     out, lse = gqa_decode(**inputs, return_lse=True, backend="tilelang")
-    expected, expected_lse = exact_gqa(inputs)
+    expected, expected_lse = exact(inputs)
     assert float(expected_lse.abs().max()) > 3e5
     assert not torch.isnan(out).any()
     assert errors(out, expected)[0] < 2e-2
@@ -237,7 +238,7 @@ def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
         plan.splits.fill_(-7)
         graph.replay()
         seen = inputs["cache_seqlens"].clamp(max=problem.storage.capacity)
-        judgement = judge_gqa(inputs | {"cache_seqlens": seen}, out, lse)
+        judgement = judge(inputs | {"cache_seqlens": seen}, out, lse)
         assert judgement.ok, judgement.reason
 
 
@@ -313,5 +314,5 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem):
         inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
         work = random_work([span.tiles for span in case.storage.spans()], 7, random.Random(0))
         for num_ctas, plan in ((1, None), (40, None), (7, work)):
-            judgement = judge_gqa(inputs, *run_kernels(case, split, merge, inputs, num_ctas, plan), **case.visibility)
+            judgement = judge(inputs, *run_kernels(case, split, merge, inputs, num_ctas, plan), **case.visibility)
             assert judgement.ok, judgement.reason

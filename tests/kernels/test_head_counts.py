@@ -44,7 +44,7 @@ def test_32_heads_are_served_as_their_neighbours_failure_19(layout, kv_lora_rank
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_cliff_at_32_heads_failure_19(layout):
     """Time at 32 heads beside 16 and 64, over the same latents: between the two, with room for noise."""
-    from mha2mla.eval.latency import time_callable
+    from mha2mla.kernel_testing.timing import time_callable
     from mha2mla.kernels import mla_decode
 
     times = {}

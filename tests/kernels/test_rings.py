@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from mha2mla.kernel_testing.check import draw_cases
+from mha2mla.kernel_testing.cases import draw_cases
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, list_kernels, rope_blocks, takes_turns
 
 TILES = 5

@@ -1,0 +1,86 @@
+"""The rule of "how wrong may it be", and the textbook formula and rounding that it takes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from mha2mla.kernel_testing.judgement import verdict
+from mha2mla.kernel_testing.textbook import Sequence
+
+
+def mla(q: torch.Tensor, latent: torch.Tensor, scale: float) -> Sequence:
+    """One token of MLA without rotary part: q [H, d_c], latent [T, d_c]."""
+    return Sequence((q[None],), (latent[:, None],), latent[:, None], None, scale)
+
+
+def test_the_textbook_is_torchs_attention():
+    q, k, v = torch.randn(5, 6, 16), torch.randn(40, 3, 16), torch.randn(40, 3, 16)
+    visible = torch.ones(5, 40, dtype=torch.bool).tril(35)
+    expected = scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=visible, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(Sequence((q,), (k,), v, visible, 0.3).attend(), expected.transpose(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "passes"),
+    [
+        (lambda x, error: x + error, True),
+        (lambda x, error: x + 1.9 * error, True),
+        (lambda x, error: x + 2.1 * error, False),
+        (lambda x, error: x.clone().index_fill_(0, torch.tensor([3]), math.inf), False),
+    ],
+)
+def test_twice_torchs_error_is_right_and_more_is_wrong(change, passes):
+    reference = torch.randn(100, 1, 1).double()
+    error = 1e-3 * torch.randn(100, 1, 1).double()
+    judgement = verdict(change(reference, error), None, reference, None, reference + error)
+    assert judgement.ok is passes
+    assert (judgement.reason == "") is passes
+
+
+def test_one_far_number_is_wrong_even_where_the_norm_is_small():
+    reference = torch.randn(100_000, 1, 1).double()
+    error = 1e-3 * torch.randn(100_000, 1, 1).double()
+    out = reference + error
+    out[5] += 0.05
+    judgement = verdict(out, None, reference, None, reference + error)
+    assert judgement.error < 2 * judgement.torch_error
+    assert not judgement.ok and judgement.reason.startswith("largest error")
+
+
+@pytest.mark.parametrize(("tokens", "scale"), [(3, 10.0), (300, 1.0), (300, 6.0), (2048, 1.0)])
+def test_expected_rounding_is_that_of_a_running_sum(tokens, scale):
+    """Neither much less, or rounding is called wrong, nor much more, or what is wrong is called rounding."""
+    ratios = []
+    for _ in range(8):
+        q, latent = torch.randn(4, 24) * scale, torch.randn(tokens, 24)
+        exact = mla(q, latent, 0.2).to(torch.float64)
+        weight = torch.softmax(sum(q[:, None, i] * latent[:, i] for i in range(24)) * 0.2, -1)
+        out = torch.zeros_like(q)
+        for token in range(tokens):
+            out = out + weight[:, token, None] * latent[token]
+        ratios.append(float((out.double() - exact.attend()[0]).norm() / exact.rounding().norm()))
+    assert min(ratios) > 0.2 and max(ratios) < 2, ratios
+
+
+def test_rows_that_see_nothing_round_to_nothing():
+    q, k, v = torch.randn(3, 4, 8).double(), torch.randn(2, 1, 8).double(), torch.randn(2, 1, 8).double()
+    sequence = Sequence((q,), (k,), v, torch.ones(3, 2, dtype=torch.bool).tril(-1), 0.3)
+    assert not sequence.attend()[0].any() and not sequence.rounding()[0].any()
+    assert sequence.rounding()[1:].all() and sequence.rounding().isfinite().all()
+    empty = Sequence((q,), (k[:0],), v[:0], None, 0.3)
+    assert not empty.attend().any() and not empty.rounding().any()
+
+
+def test_one_lost_token_in_100_000_is_wrong():
+    q, k, v = torch.randn(1, 4, 16), torch.randn(100_000, 1, 16), torch.randn(100_000, 1, 16)
+    sequence, exact = (Sequence((q,), (k,), v, None, 0.25).to(dtype) for dtype in (torch.float32, torch.float64))
+    right, short = sequence.attend(), Sequence((q,), (k[1:],), v[1:], None, 0.25).attend()
+    expected = exact.attend(), None, right, exact.rounding()
+    assert verdict(right, None, *expected).ok
+    assert not verdict(short, None, *expected).ok
