@@ -353,10 +353,11 @@ def tune(
     """
     from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.report import print_table, write_json
+    from mha2mla.kernel_testing import trials
     from mha2mla.kernel_testing import tune as tuner
 
     rows = tuner.tune(
-        None if geometry is None else [tuner.parse_geometry(text) for text in geometry],
+        None if geometry is None else [trials.parse_geometry(text) for text in geometry],
         batches=[batch] if isinstance(batch, int) else batch,
         seqlen=seqlen,
         page_size=page_size,

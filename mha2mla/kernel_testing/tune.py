@@ -8,40 +8,32 @@ and heat are the same for all; that decides. What hangs, crashes or is wrong is 
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mha2mla.environment import collect_environment
-from mha2mla.geometry import MLAGeometry
-from mha2mla.kernel_testing.case_check import plan_for
 from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, processes_for
-from mha2mla.kernel_testing.judgement import verdict
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, expected
-from mha2mla.kernel_testing.timing import time_callable
+from mha2mla.kernel_testing.trial_run import compile_candidate, measure
+from mha2mla.kernel_testing.trials import (
+    Candidate,
+    Geometry,
+    Trial,
+    choose_candidates,
+    choose_finalists,
+    choose_winner,
+    make_problem,
+    table_row,
+)
 from mha2mla.kernel_testing.workers import Outcome, progress_bar, run_in_workers
-from mha2mla.kernels import DecodePlan, explain_mla_decode
 from mha2mla.kernels.devices import capability, device_name, num_sms
-from mha2mla.kernels.mla_decode.dispatch import decode_shape
-from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, list_kernels
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
 from mha2mla.kernels.split_kv.limits import DTYPES
-from mha2mla.kernels.split_kv.tuning import configuration, shape_fields, user_table, write_rows
-
-Geometry = tuple[int, ...]  # H, G, d_c, d_r and, if it is not 1, S_q
-
-FINALISTS = 3  # that are timed again in turn, beside the rule's choice
-ROUNDS = 3
-MARGIN = 0.01  # the rule's choice is kept where nothing else is faster by more
-CACHE_BYTES = 280e6  # of a shape whose length nobody gives: many times an L2, so that reading it is what is timed
-SMALL_CACHE_BYTES = 67e6  # the same for fewer than 16 sequences
+from mha2mla.kernels.split_kv.tuning import configuration, user_table, write_rows
 
 GEOMETRIES: tuple[Geometry, ...] = (
     (32, 32, 512, 16),
@@ -81,58 +73,6 @@ COLUMNS = {
     "candidates": "candidates",
     "status": "status",
 }
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration of a shape. ``num_ctas``: of the plan, per tile of query rows. ``rule``: whether it is the rule's
-    choice."""
-
-    choice: KernelChoice
-    num_ctas: int
-    rule: bool
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What a worker measures at a time: one candidate that is checked first, or (the final) several, in turn."""
-
-    problem: Problem
-    dtype: str
-    candidates: tuple[Candidate, ...]
-    final: bool = False
-
-    @property
-    def shape(self) -> DecodeShape:
-        return self.problem.shape(self.dtype)
-
-
-def parse_geometry(text: str) -> Geometry:
-    """ "H,G,d_c,d_r" or "H,G,d_c,d_r,S_q" as numbers.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if len(numbers) not in (4, 5):
-        raise ValueError(f"geometry is {text!r}; expected H,G,d_c,d_r or H,G,d_c,d_r,S_q, such as 32,8,512,16")
-    return numbers
-
-
-def choose_candidates(choices: Sequence[KernelChoice], count: int) -> list[KernelChoice]:
-    """The rule's choice, the best of each family by the rule (kernel, warpgroups, rows, CTAs a multiprocessor) and of
-    each variant, then what the rule likes best of the others: ``count`` in all, or as many as those are."""
-    families: dict[tuple[Any, ...], KernelChoice] = {}
-    for choice in choices:
-        family = (choice.kernel, choice.warpgroups, choice.tiling.rows, choice.ctas_per_sm)
-        families.setdefault(family, choice)
-        families.setdefault((choice.kernel, choice.variant), choice)
-    best = list(dict.fromkeys(families.values()))
-    others = [choice for choice in choices if choice not in best]
-    return best + others[: max(0, count - len(best))]
 
 
 def tune(
@@ -184,11 +124,8 @@ def tune(
     path = user_table() if table is None else Path(table).expanduser()
     if path is None:
         raise ValueError("there is no home folder to keep a tuning table in; name a file with table")
-    major_minor, gpu, sms = capability(device), device_name(device), num_sms(device)
-    environment = collect_environment()
-    origin = {"tilelang": environment["tilelang"], "date": environment["date"][:10], "commit": environment["commit"]}
-
-    entered: dict[tuple[DecodeShape, int], list[Trial]] = {}
+    major_minor, sms = capability(device), num_sms(device)
+    entered: Entered = {}
     for geometry, batch in itertools.product(GEOMETRIES if geometries is None else geometries, batches):
         problem = make_problem(geometry, batch, seqlen, page_size, dtype, device)
         shape = problem.shape(dtype)
@@ -198,12 +135,38 @@ def tune(
             for choice in choose_candidates(choices, candidates)
         ]
     write_rows(path, [])  # before anything is measured: it can be written, and what is there is a table
-    trials = [trial for mine in entered.values() for trial in mine]
-    failures = compile_all(trials, major_minor, timeout=COMPILE_TIMEOUT, progress=progress)
+    failures = compile_all(
+        [trial for mine in entered.values() for trial in mine], major_minor, timeout=COMPILE_TIMEOUT, progress=progress
+    )
+    run = partial(measure, device=str(device), capability=major_minor, min_run_time=min_run_time)
+    environment = collect_environment()
+    origin = {"tilelang": environment["tilelang"], "date": environment["date"][:10], "commit": environment["commit"]}
+
+    def keep(row: dict[str, Any]) -> None:
+        write_rows(path, [{"gpu": device_name(device)} | row | origin])
+
+    return _measure_all(entered, failures, run, keep, timeout=timeout, progress=progress)
+
+
+Entered = dict[tuple[DecodeShape, int], list[Trial]]
+"""(shape, batch) -> a trial of each of its candidates."""
+
+
+def _measure_all(
+    entered: Entered,
+    failures: Mapping[Trial, str],
+    run: Callable[[Trial], dict[str, Any]],
+    keep: Callable[[dict[str, Any]], None],
+    *,
+    timeout: float,
+    progress: bool,
+) -> list[dict[str, Any]]:
+    """:func:`tune`'s rows; ``run`` measures a trial in a worker, and ``keep`` takes a shape's row for the table."""
     results: dict[Trial, dict[str, Any]] = {
-        trial: {"status": f"not compiled: {failures[trial]}"} for trial in trials if trial in failures
+        trial: {"status": f"not compiled: {why}"} for trial, why in failures.items()
     }
     finals: dict[tuple[DecodeShape, int], Outcome] = {}
+    total = sum(map(len, entered.values())) - len(failures) + len(entered)
 
     def jobs() -> Iterator[Trial]:
         for mine in entered.values():
@@ -212,84 +175,15 @@ def tune(
             if final is not None:
                 yield final
 
-    measuring = run_in_workers(
-        partial(measure, device=str(device), capability=major_minor, min_run_time=min_run_time),
-        jobs(),
-        timeout=timeout,
-    )
-    for outcome in progress_bar(measuring, len(trials) - len(failures) + len(entered), "measuring", progress):
+    for outcome in progress_bar(run_in_workers(run, jobs(), timeout=timeout), total, "measuring", progress):
         trial = outcome.job
         if not trial.final:
             results[trial] = outcome.value or {"status": outcome.failure}
             continue
         finals[trial.shape, len(trial.problem.lengths)] = outcome
         if outcome.failure is None:
-            write_rows(path, [{"gpu": gpu} | table_row(trial, outcome.value["us"]) | origin])
+            keep(table_row(trial, outcome.value["us"]))
     return [_result_row(trial, results[trial], finals.get(key)) for key, mine in entered.items() for trial in mine]
-
-
-def make_problem(
-    geometry: Geometry, batch: int, seqlen: int | None, page_size: int, dtype: str, device: torch.device
-) -> Problem:
-    """The call that a geometry is timed with; S_q is what is compiled for it.
-
-    Raises:
-        ValueError: no kernel serves it.
-    """
-    if len(geometry) not in (4, 5):
-        raise ValueError(f"geometry is {geometry}; expected (H, G, d_c, d_r) or (H, G, d_c, d_r, S_q)")
-    mla, seqlen_q = MLAGeometry(*geometry[:4]), geometry[4] if len(geometry) == 5 else 1
-    why = explain_mla_decode(mla, page_size, getattr(torch, dtype), device, seqlen_q)
-    if why is not None:
-        raise ValueError(f"geometry {','.join(map(str, geometry))}: {why}")
-    shape = decode_shape(mla, page_size, getattr(torch, dtype), seqlen_q)
-    if seqlen is None:
-        size = CACHE_BYTES if batch >= 16 else SMALL_CACHE_BYTES
-        seqlen = max(1, math.ceil(size / (batch * mla.cache_bytes_per_token(2)) / 1024)) * 1024
-    return Problem(*geometry[:4], (seqlen,) * batch, page_size=page_size, seqlen_q=shape.seqlen_q, slack=0)
-
-
-def choose_finalists(trials: Sequence[Trial], results: dict[Trial, dict[str, Any]]) -> Trial | None:
-    """The fastest right ones of a shape and the rule's choice if it is right, to be timed in turn; None if there are
-    none."""
-    right = sorted((trial for trial in trials if results[trial]["status"] == "ok"), key=lambda t: results[t]["us"][0])
-    if not right:
-        return None
-    last = right[:FINALISTS] + [trial for trial in right[FINALISTS:] if trial.candidates[0].rule]
-    return Trial(right[0].problem, right[0].dtype, tuple(trial.candidates[0] for trial in last), final=True)
-
-
-def choose_winner(final: Trial, us: Sequence[float]) -> int:
-    """Place of the fastest candidate; of the rule's choice if that is slower by no more than :data:`MARGIN`."""
-    fastest = min(range(len(us)), key=us.__getitem__)
-    rule = next((place for place, candidate in enumerate(final.candidates) if candidate.rule), fastest)
-    return rule if us[rule] <= us[fastest] * (1 + MARGIN) else fastest
-
-
-def table_row(final: Trial, us: Sequence[float]) -> dict[str, Any]:
-    """A row of the table, without the GPU and where the numbers come from."""
-    winner = choose_winner(final, us)
-    rule = next((time for candidate, time in zip(final.candidates, us, strict=True) if candidate.rule), None)
-    return {
-        **shape_fields(final.shape),
-        **configuration(final.candidates[winner].choice),
-        "us": round(us[winner], 2),
-        "rule_us": None if rule is None else round(rule, 2),
-        "batch": len(final.problem.lengths),
-        "seqlen": final.problem.lengths[0],
-    }
-
-
-def compile_candidate(job: tuple[DecodeShape, KernelChoice, int, int, int]) -> None:
-    """Puts all that a candidate launches into TileLang's disk cache. ``job`` is (shape, choice, CTAs, batch, compute
-    capability)."""
-    from mha2mla.kernels.mla_decode.launch import compile_choice
-    from mha2mla.kernels.split_kv.launch import compile_merge, compile_planner, merge_splits
-
-    shape, choice, num_ctas, batch, major_minor = job
-    compile_planner(major_minor)
-    compile_choice(shape, choice, major_minor)
-    compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, merge_splits(num_ctas, batch), major_minor)
 
 
 def compile_all(trials: Sequence[Trial], major_minor: int, *, timeout: float, progress: bool) -> dict[Trial, str]:
@@ -301,98 +195,6 @@ def compile_all(trials: Sequence[Trial], major_minor: int, *, timeout: float, pr
     outcomes = run_in_workers(compile_candidate, list(jobs), workers=processes_for(len(jobs)), timeout=timeout)
     bar = progress_bar(outcomes, len(jobs), "compiling", progress)
     return {jobs[outcome.job]: outcome.failure for outcome in bar if outcome.failure is not None}
-
-
-@torch.inference_mode()
-def measure(trial: Trial, device: str, capability: int, min_run_time: float) -> dict[str, Any]:
-    """Runs in a worker: ``status`` and, if that is "ok", ``us``, the median of each candidate with a cold L2."""
-    with torch.cuda.device(device):
-        calls = []
-        for candidate in trial.candidates:
-            call, out, lse = prepared_call(trial.problem, trial.dtype, candidate, device, capability)
-            calls.append(call)
-            if not trial.final:
-                call()
-                judgement = verdict(out, lse, *expected_of(trial.problem, trial.dtype, device))
-                if not judgement.ok:
-                    return {"status": f"wrong: {judgement.reason}"}
-        rounds = ROUNDS if trial.final else 1
-        times: list[list[float]] = [[] for _ in calls]
-        for _ in range(rounds):
-            for call, mine in zip(calls, times, strict=True):
-                mine.append(time_callable(call, device, min_run_time=min_run_time, graph=False).p50)
-        return {"status": "ok", "us": [statistics.median(mine) for mine in times]}
-
-
-def prepared_call(
-    problem: Problem, dtype: str, candidate: Candidate, device: str, capability: int
-) -> tuple[Callable[[], None], Tensor, Tensor]:
-    """What launches a candidate, planned for the problem over poisoned buffers, and the out and lse that it fills."""
-    inputs, plan = _prepared(problem, dtype, device)
-    mine = plan_for(plan, candidate.num_ctas)
-    for workspace in (mine.partial_out, mine.partial_lse):
-        workspace.fill_(torch.nan)
-    mine.schedule.fill_(UNUSED_PAGE)
-    mine.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
-    out = torch.full_like(inputs["q_latent"], torch.nan)
-    batch, seqlen_q, heads, _ = out.shape
-    lse = torch.full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32, device=device)
-    return launcher(problem.shape(dtype), candidate.choice, capability, inputs, mine, out, lse), out, lse
-
-
-@lru_cache(maxsize=1)
-def _prepared(problem: Problem, dtype: str, device: str) -> tuple[dict[str, Any], DecodePlan]:
-    """Inputs of a shape and a plan to take buffers after; kept while a worker measures the shape."""
-    inputs = problem.inputs(getattr(torch, dtype), device)
-    return inputs, problem.plan(inputs, "tilelang")
-
-
-@lru_cache(maxsize=1)
-def expected_of(problem: Problem, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What an output is compared with: the same for every configuration of the shape."""
-    inputs, _ = _prepared(problem, dtype, device)
-    return expected(inputs, **problem.visibility)
-
-
-def launcher(
-    shape: DecodeShape,
-    choice: KernelChoice,
-    capability: int,
-    inputs: dict[str, Any],
-    plan: DecodePlan,
-    out: Tensor,
-    lse: Tensor,
-) -> Callable[[], None]:
-    """A call that launches a choice's decode kernel and the combine kernel, as ``launch.launch_mla_decode`` does with
-    the kernel that dispatch chooses."""
-    from mha2mla.kernels.mla_decode.launch import compile_choice
-    from mha2mla.kernels.split_kv.launch import NO_WINDOW, compile_merge, merge_splits
-
-    split = compile_choice(shape, choice, capability)
-    splits = merge_splits(plan.num_ctas, plan.splits.shape[0])
-    merge = compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability)
-    arguments = (
-        inputs["q_latent"],
-        inputs["q_pe"],
-        inputs["latent_cache"],
-        inputs["rope_cache"].flatten(2),
-        inputs["block_table"],
-        plan.schedule,
-        plan.partial_out,
-        plan.partial_lse,
-        out,
-        lse,
-        inputs["softmax_scale"],
-        int(inputs["causal"]),
-        NO_WINDOW if plan.window is None else plan.window,
-        plan.sinks,
-    )
-
-    def call() -> None:
-        split(*arguments)
-        merge(plan.splits, plan.partial_out, plan.partial_lse, out, lse)
-
-    return call
 
 
 def _result_row(trial: Trial, result: dict[str, Any], final: Outcome | None) -> dict[str, Any]:

@@ -10,23 +10,21 @@ import pytest
 import torch
 
 from mha2mla.cli import main
+from mha2mla.kernel_testing import trial_run, trials
 from mha2mla.kernel_testing import tune as tuner
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernel_testing.timing import Timing
-from mha2mla.kernel_testing.tune import (
-    GEOMETRIES,
+from mha2mla.kernel_testing.trial_run import launcher, measure
+from mha2mla.kernel_testing.trials import (
     MARGIN,
     Candidate,
     Trial,
     choose_candidates,
     choose_winner,
-    launcher,
     make_problem,
-    measure,
     parse_geometry,
-    summarize,
-    tune,
 )
+from mha2mla.kernel_testing.tune import GEOMETRIES, summarize, tune
 from mha2mla.kernel_testing.workers import Outcome
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.mla_decode import dispatch, plan
@@ -54,7 +52,7 @@ class FakeGpu:
 
     def run_in_workers(self, function, jobs, *, workers=1, timeout=0.0):
         for job in jobs:
-            if function is tuner.compile_candidate:
+            if function is trial_run.compile_candidate:
                 self.compiled.append(job)
                 failure = "hung: no answer" if configuration(job[1])["kernel"] in self.compile_failures else None
                 yield Outcome(job, None, failure)
@@ -78,7 +76,7 @@ def gpu(monkeypatch, tmp_path) -> FakeGpu:
     monkeypatch.setattr(tuner, "capability", lambda _: 90)
     monkeypatch.setattr(tuner, "device_name", lambda _: GPU)
     monkeypatch.setattr(tuner, "num_sms", lambda _: 132)
-    monkeypatch.setattr(tuner, "explain_mla_decode", lambda *_: None)
+    monkeypatch.setattr(trials, "explain_mla_decode", lambda *_: None)
     monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "cache"))
     tuning.user_table.cache_clear()
     yield fake
@@ -209,7 +207,7 @@ def test_candidates_of_the_default_geometries(geometry):
 
 
 def test_the_default_length_makes_a_cache_that_no_l2_holds(monkeypatch):
-    monkeypatch.setattr(tuner, "explain_mla_decode", lambda *_: None)
+    monkeypatch.setattr(trials, "explain_mla_decode", lambda *_: None)
     for geometry, batch, size in (
         (LLAMA, 64, 280e6),
         (DEEPSEEK, 128, 280e6),
@@ -299,7 +297,7 @@ def test_everything_a_candidate_launches_is_compiled_beforehand(monkeypatch):
     for module in (launch, shared):
         monkeypatch.setattr(module, "compile_for", lambda function, *_, **__: compiled.append(function))
     shape = DecodeShape(7, 1, 104, 8, 64, 1, "bfloat16")
-    tuner.compile_candidate((shape, list_kernels(shape, 90)[0], 132, 64, 90))
+    trial_run.compile_candidate((shape, list_kernels(shape, 90)[0], 132, 64, 90))
     names = {function.attrs["global_symbol"] for function in compiled}
     assert "mla_decode_combine" in names and len(names) >= 2  # the planner may have been compiled by a test before
 
@@ -332,9 +330,9 @@ def test_a_candidate_is_timed_only_if_it_is_right(monkeypatch, factor):
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(plan.DecodePlan, "refresh", lambda self, *_: planned.append(self.schedule.shape))
-    monkeypatch.setattr(tuner, "_prepared", lambda *_: (inputs, empty))
-    monkeypatch.setattr(tuner, "launcher", fake_launcher)
-    monkeypatch.setattr(tuner, "time_callable", fake_time)
+    monkeypatch.setattr(trial_run, "_prepared", lambda *_: (inputs, empty))
+    monkeypatch.setattr(trial_run, "launcher", fake_launcher)
+    monkeypatch.setattr(trial_run, "time_callable", fake_time)
     first, second = (Candidate(choice, 5, False) for choice in list_kernels(problem.shape(), 90)[:2])
     answer = measure(Trial(problem, "bfloat16", (first,)), "cpu", 90, 0.1)
     assert planned == [(5 + 2, 16)]
