@@ -66,6 +66,12 @@ def print_table(
         console.print(Text(caption, style="dim"))
 
 
+def print_values(values: Mapping[str, Any], title: str | None = None) -> None:
+    """Prints names beside their values, as a table of two columns without headings."""
+    rows = [{"name": name.replace("_", " "), "value": value} for name, value in values.items()]
+    print_table(rows, title=title, columns={"name": "", "value": ""})
+
+
 def format_value(value: Any) -> str:
     """Text of one cell: four significant digits for a float, grouped digits for an int, a dash for nothing."""
     if value is None:

@@ -1,0 +1,125 @@
+"""A tuning trial in a process of its own: compile it, check it against float64, time it with a cold L2."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernel_testing.case_check import plan_for
+from mha2mla.kernel_testing.judgement import verdict
+from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, expected
+from mha2mla.kernel_testing.timing import time_callable
+from mha2mla.kernel_testing.trials import Candidate, Trial
+from mha2mla.kernels import DecodePlan
+from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
+
+ROUNDS = 3
+
+
+def compile_candidate(job: tuple[DecodeShape, KernelChoice, int, int, int]) -> None:
+    """Puts all that a candidate launches into TileLang's disk cache. ``job`` is (shape, choice, CTAs, batch, compute
+    capability)."""
+    from mha2mla.kernels.mla_decode.launch import compile_choice
+    from mha2mla.kernels.split_kv.launch import compile_merge, compile_planner, merge_splits
+
+    shape, choice, num_ctas, batch, major_minor = job
+    compile_planner(major_minor)
+    compile_choice(shape, choice, major_minor)
+    compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, merge_splits(num_ctas, batch), major_minor)
+
+
+@torch.inference_mode()
+def measure(trial: Trial, device: str, capability: int, min_run_time: float) -> dict[str, Any]:
+    """Runs in a worker: ``status`` and, if that is "ok", ``us``, the median of each candidate with a cold L2."""
+    with torch.cuda.device(device):
+        calls = []
+        for candidate in trial.candidates:
+            call, out, lse = prepared_call(trial.problem, trial.dtype, candidate, device, capability)
+            calls.append(call)
+            if not trial.final:
+                call()
+                judgement = verdict(out, lse, *expected_of(trial.problem, trial.dtype, device))
+                if not judgement.ok:
+                    return {"status": f"wrong: {judgement.reason}"}
+        rounds = ROUNDS if trial.final else 1
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(rounds):
+            for call, mine in zip(calls, times, strict=True):
+                mine.append(time_callable(call, device, min_run_time=min_run_time, graph=False).p50)
+        return {"status": "ok", "us": [statistics.median(mine) for mine in times]}
+
+
+def prepared_call(
+    problem: Problem, dtype: str, candidate: Candidate, device: str, capability: int
+) -> tuple[Callable[[], None], Tensor, Tensor]:
+    """What launches a candidate, planned for the problem over poisoned buffers, and the out and lse that it fills."""
+    inputs, plan = _prepared(problem, dtype, device)
+    mine = plan_for(plan, candidate.num_ctas)
+    for workspace in (mine.partial_out, mine.partial_lse):
+        workspace.fill_(torch.nan)
+    mine.schedule.fill_(UNUSED_PAGE)
+    mine.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+    out = torch.full_like(inputs["q_latent"], torch.nan)
+    batch, seqlen_q, heads, _ = out.shape
+    lse = torch.full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32, device=device)
+    return launcher(problem.shape(dtype), candidate.choice, capability, inputs, mine, out, lse), out, lse
+
+
+@lru_cache(maxsize=1)
+def _prepared(problem: Problem, dtype: str, device: str) -> tuple[dict[str, Any], DecodePlan]:
+    """Inputs of a shape and a plan to take buffers after; kept while a worker measures the shape."""
+    inputs = problem.inputs(getattr(torch, dtype), device)
+    return inputs, problem.plan(inputs, "tilelang")
+
+
+@lru_cache(maxsize=1)
+def expected_of(problem: Problem, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What an output is compared with: the same for every configuration of the shape."""
+    inputs, _ = _prepared(problem, dtype, device)
+    return expected(inputs, **problem.visibility)
+
+
+def launcher(
+    shape: DecodeShape,
+    choice: KernelChoice,
+    capability: int,
+    inputs: dict[str, Any],
+    plan: DecodePlan,
+    out: Tensor,
+    lse: Tensor,
+) -> Callable[[], None]:
+    """A call that launches a choice's decode kernel and the combine kernel, as ``launch.launch_mla_decode`` does with
+    the kernel that dispatch chooses."""
+    from mha2mla.kernels.mla_decode.launch import compile_choice
+    from mha2mla.kernels.split_kv.launch import NO_WINDOW, compile_merge, merge_splits
+
+    split = compile_choice(shape, choice, capability)
+    splits = merge_splits(plan.num_ctas, plan.splits.shape[0])
+    merge = compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability)
+    arguments = (
+        inputs["q_latent"],
+        inputs["q_pe"],
+        inputs["latent_cache"],
+        inputs["rope_cache"].flatten(2),
+        inputs["block_table"],
+        plan.schedule,
+        plan.partial_out,
+        plan.partial_lse,
+        out,
+        lse,
+        inputs["softmax_scale"],
+        int(inputs["causal"]),
+        NO_WINDOW if plan.window is None else plan.window,
+        plan.sinks,
+    )
+
+    def call() -> None:
+        split(*arguments)
+        merge(plan.splits, plan.partial_out, plan.partial_lse, out, lse)
+
+    return call

