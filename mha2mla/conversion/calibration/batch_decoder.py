@@ -69,15 +69,24 @@ class _FilledLayer(StaticLayer):
         return self.visible, 0
 
 
+def filled_cache(model: nn.Module, length: int) -> StaticCache:
+    """A static cache, sliding layers as long as the others.
+
+    transformers' sliding layers count their tokens on the host to know when to shift: a graph that was captured with
+    few of them would write behind the end. The mask hides what has left the window.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    cache.layers = [
+        _FilledLayer(max_cache_len=length) if isinstance(layer, StaticLayer) else layer for layer in cache.layers
+    ]
+    return cache
+
+
 class _CapturedDecoder:
     """Graphs of one step over one cache."""
 
     def __init__(self, model: nn.Module, rows: int, length: int) -> None:
-        self.cache = StaticCache(config=model.config, max_cache_len=length)
-        # A sliding layer is as short as its window anyway.
-        self.cache.layers = [
-            _FilledLayer(max_cache_len=length) if type(layer) is StaticLayer else layer for layer in self.cache.layers
-        ]
+        self.cache = filled_cache(model, length)
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
         self.stage = -(-length // (_STAGES * _ALIGNMENT)) * _ALIGNMENT
         self.calls = 0

@@ -8,6 +8,7 @@ they exchange nothing but turns at the tensor cores (not even these where ``sele
 """
 
 import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.mla_decode.selection import RopeBlocks, padded_latent_columns, takes_turns
 from mha2mla.kernels.split_kv.fragment import (
@@ -347,6 +348,8 @@ def make_swap_ab_ws(
             qp_tile = T.alloc_shared([rope.num_blocks * rope.block_rows, chunks * chunk], dtype)
             c_ring = T.alloc_shared([num_stages, BLOCK, latent_cols], dtype)
             k_ring = T.alloc_shared([rope_stages, BLOCK, chunk], dtype)
+            if rope.on_cuda_cores:  # no product swizzles the ring, and a panel of a page's rows has to be contiguous
+                T.annotate_layout({k_ring: make_full_bank_swizzled_layout(k_ring)})
             p_tile = T.alloc_shared([warpgroups, BLOCK, rows], dtype)
             stage = T.alloc_shared([warpgroups, warps, rows], accum)
             q_full = T.alloc_barrier(1)

@@ -368,6 +368,8 @@ def make_mla_decode_fp8(
                 for i in list(range(2)):
                     at = warp * 16 + g + 8 * i
                     scale_of[i] = s_ring[w, slot, at // piece_rows, at % piece_rows]
+                    # 0 is what stands where a table has no page, with codes of 0
+                    scale_of[i] = T.if_then_else(scale_of[i] == 0, 1.0, scale_of[i])
                     if holds_unseen(span, t0, BLOCK):
                         scale_of[i] = T.if_then_else(unseen(span, t0 + warp * 16 + g + 8 * i), 1.0, scale_of[i])
                     log_of[i] = T.log2(scale_of[i])

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import StaticCache
 
 from mha2mla.conversion.calibration import batch_decoder
-from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
+from mha2mla.conversion.calibration.batch_decoder import decoder, filled_cache, rows_at_once
 from tests.conversion import tiny
 
 LENGTH = 20
@@ -25,12 +24,16 @@ def test_steps_predict_what_a_forward_pass_predicts():
     torch.testing.assert_close(predicted, model(given).logits, rtol=1e-4, atol=1e-5)
 
 
+SLIDING = [{}, {"family": "mistral", "sliding_window": 7}]
+
+
+@pytest.mark.parametrize("kind", SLIDING)
 @torch.inference_mode()
-def test_a_cache_of_which_only_the_filled_part_is_shown_predicts_the_same():
-    model, given = tiny.model(), tokens()
+def test_a_cache_of_which_only_the_filled_part_is_shown_predicts_the_same(kind):
+    """With sliding windows that end before the text does, too."""
+    model, given = tiny.model(**kind), tokens()
     usual = model.config._attn_implementation
-    cache = StaticCache(config=model.config, max_cache_len=LENGTH)
-    cache.layers = [batch_decoder._FilledLayer(max_cache_len=LENGTH) for _ in cache.layers]
+    cache = filled_cache(model, LENGTH)
     predicted = []
     try:
         model.set_attn_implementation(batch_decoder._GROUPED)
@@ -73,9 +76,13 @@ def test_rows_follow_the_memory_and_not_what_is_free(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.inference_mode()
-def test_captured_steps_predict_what_a_forward_pass_predicts():
-    model, given = tiny.model().to("cuda"), tokens(rows=5, length=1100).cuda()  # three graphs of 192 columns and more
+def test_captured_steps_predict_what_a_forward_pass_predicts(family):
+    model, given = (
+        tiny.model(family).to("cuda"),
+        tokens(rows=5, length=1100).cuda(),
+    )  # three graphs of 192 columns and more
     usual = model.config._attn_implementation
     step = decoder(model, *given.shape)
     assert isinstance(step, batch_decoder._CapturedDecoder) and len(step.stages) == 6
