@@ -376,7 +376,7 @@ LAYERS = (
 RUNS = (
     Fault(
         "NaN passes the proof of full rank",
-        "mha2mla/pipeline.py",
+        "mha2mla/pipeline/verify.py",
         "if not parity.logits_relative_error <= tolerance:",
         "if parity.logits_relative_error > tolerance:",
         ("tests/test_pipeline.py",),
@@ -384,7 +384,7 @@ RUNS = (
     ),
     Fault(
         "the names that were written are not compared",
-        "mha2mla/pipeline.py",
+        "mha2mla/pipeline/verify.py",
         "if reader.names() != converted.expected_names():",
         "if not reader.names():",
         ("tests/test_pipeline.py",),
@@ -392,7 +392,7 @@ RUNS = (
     ),
     Fault(
         "a geometry that no kernel serves is converted without a word",
-        "mha2mla/pipeline.py",
+        "mha2mla/pipeline/report.py",
         "slow = [layer for layer in layers if not layer.compiled]",
         "slow = [layer for layer in layers if layer.compiled]",
         ("tests/test_pipeline.py",),
@@ -400,7 +400,7 @@ RUNS = (
     ),
     Fault(
         "resuming does not ask for the code",
-        "mha2mla/pipeline.py",
+        "mha2mla/pipeline/prepare.py",
         '"code": code_hash(),',
         '"code": "",',
         ("tests/test_resume.py", "tests/conversion/test_resume.py"),
@@ -408,8 +408,8 @@ RUNS = (
     ),
     Fault(
         "resuming does not ask for the device",
-        "mha2mla/pipeline.py",
-        '"device": _device_name(plan.device),',
+        "mha2mla/pipeline/prepare.py",
+        '"device": _device_name(plan.model.device),',
         '"device": "",',
         ("tests/test_resume.py", "tests/conversion/test_resume.py"),
         "code or device or fingerprint or request or another or differ",

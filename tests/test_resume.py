@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import mha2mla
-from mha2mla import pipeline
 from mha2mla.conversion.calibration import windows
 from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.resume import ResumeError
+from mha2mla.pipeline import ParityError, prepare, run, verify, write
 from tests.conversion import tiny
 
 SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
@@ -148,14 +148,14 @@ def convert(source, destination, stop_after=None, monkeypatch=None, **keys):
     if stop_after is None:
         return mha2mla.convert(source, destination, recipe, **keys)
 
-    class Interrupted(pipeline.FinishedLayers):
+    class Interrupted(write.FinishedLayers):
         def add(self, *arguments):
             super().add(*arguments)
             if len(self) == stop_after:
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(pipeline, "FinishedLayers", Interrupted)
+        patch.setattr(write, "FinishedLayers", Interrupted)
         mha2mla.convert(source, destination, recipe, **keys)
     return None
 
@@ -194,13 +194,16 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
     recipe = {"calibration_text": "generated", "rope_share": "auto", "layer_ranks": "measured", "cache_ratio": 0.5}
     recipe["calibration_tokens"] = 256
     whole = convert(source, tmp_path / "whole", recipe=recipe)
-    for name in ("choose_layer_ranks", "LayerWalk"):  # once after the text, once after the searches
+    stages = (  # one that is interrupted, and what is finished by then
+        (prepare, "choose_rope_share", windows, "mixed_windows"),
+        (prepare, "choose_layer_ranks", prepare, "choose_rope_share"),
+        (write, "LayerWalk", prepare, "choose_layer_ranks"),
+    )
+    for module, name, finished_in, finished_name in stages:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(pipeline, name, stop)
+            patch.setattr(module, name, stop)
             convert(source, tmp_path / "out", recipe=recipe)
-        monkeypatch.setattr(windows, "mixed_windows", repeated)
-    for name in ("choose_rope_share", "choose_layer_ranks"):
-        monkeypatch.setattr(pipeline, name, repeated)
+        monkeypatch.setattr(finished_in, finished_name, repeated)
     report = convert(source, tmp_path / "out", recipe=recipe)
     assert report.recipe == whole.recipe and report.resumed_layers == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
@@ -210,7 +213,7 @@ def test_saved_text_is_not_used_for_another_text_of_the_same_name(source, tmp_pa
     text = tmp_path / "text.txt"
     text.write_text("One text, which is long enough for some windows. " * 40)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(pipeline, "LayerWalk", stop)
+        patch.setattr(write, "LayerWalk", stop)
         convert(source, tmp_path / "out", calibration=str(text))
     text.write_text("Another text, which is also long enough for windows. " * 40)
     convert(source, tmp_path / "out", calibration=str(text))
@@ -218,29 +221,36 @@ def test_saved_text_is_not_used_for_another_text_of_the_same_name(source, tmp_pa
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
-class OutOfMemory(pipeline.FinishedLayers):
+class OutOfMemory(write.FinishedLayers):
     def add(self, *arguments):
         if len(self) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         super().add(*arguments)
 
 
-class FullDisk(pipeline.ShardedWriter):
+def no_parity(*arguments):
+    raise ParityError("predictions are far from the source's")
+
+
+class FullDisk(write.ShardedWriter):
     def finish(self):
         raise DestinationError("No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("name", "fault", "error", "kept"),
+    ("place", "fault", "error", "kept"),
     [
-        ("FinishedLayers", OutOfMemory, torch.OutOfMemoryError, 3),
-        ("ShardedWriter", FullDisk, DestinationError, LAYERS),
-        ("compare", stop, KeyboardInterrupt, LAYERS),
+        ((write, "FinishedLayers"), OutOfMemory, torch.OutOfMemoryError, 3),
+        ((write, "ShardedWriter"), FullDisk, DestinationError, LAYERS),
+        ((verify, "compare"), stop, KeyboardInterrupt, LAYERS),
+        ((run, "verify"), no_parity, ParityError, LAYERS),
     ],
 )
-def test_an_error_keeps_finished_layers_as_a_kill_does(name, fault, error, kept, source, tmp_path, monkeypatch, capsys):
+def test_an_error_keeps_finished_layers_as_a_kill_does(
+    place, fault, error, kept, source, tmp_path, monkeypatch, capsys
+):
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(pipeline, name, fault)
+        patch.setattr(*place, fault)
         convert(source, tmp_path / "out", progress=True)
     assert "the same command goes on from there" in capsys.readouterr().err
     assert finished(tmp_path) == kept and not list((tmp_path / ".out.mha2mla-tmp").glob("*.safetensors"))
@@ -264,7 +274,7 @@ def test_a_damaged_layer_is_made_anew_and_said_so(source, tmp_path, monkeypatch,
 @pytest.mark.parametrize(("part", "found"), [("code_hash", "code"), ("_device_name", "device")])
 def test_layers_of_other_code_or_another_device_are_not_used(part, found, source, tmp_path, monkeypatch):
     convert(source, tmp_path / "out", 2, monkeypatch)
-    monkeypatch.setattr(pipeline, part, lambda *arguments: "another")
+    monkeypatch.setattr(prepare, part, lambda *arguments: "another")
     with pytest.raises(ResumeError, match=rf"differs in {found}"):
         convert(source, tmp_path / "out")
     assert finished(tmp_path) == 2
@@ -272,7 +282,7 @@ def test_layers_of_other_code_or_another_device_are_not_used(part, found, source
 
 def test_after_all_layers_only_writing_and_verifying_are_left(source, tmp_path, monkeypatch):
     convert(source, tmp_path / "out", LAYERS, monkeypatch)
-    monkeypatch.setattr(pipeline, "LayerWalk", lambda *arguments, **keys: None)  # not to be iterated over
+    monkeypatch.setattr(write, "LayerWalk", lambda *arguments, **keys: None)  # not to be iterated over
     assert convert(source, tmp_path / "out").resumed_layers == LAYERS
 
 

@@ -18,7 +18,7 @@ from mha2mla.conversion.source.files import FileIdentity
 REQUEST_FILE = "request.json"
 _SUFFIX = ".safetensors"
 _LAYER = re.compile(r"layer-(\d{5})")
-_CODE = ("conversion", "modeling", "data", "texts.py", "geometry.py", "pipeline.py")
+_CODE = ("conversion", "modeling", "data", "texts.py", "geometry.py", "pipeline")
 
 
 class ResumeError(ValueError):

@@ -1,0 +1,261 @@
+"""First stage: everything about a conversion that can be refused before any work. Fast; writes nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from mha2mla.conversion.calibration.lengths import calibration_lengths, check_length, nearest_length
+from mha2mla.conversion.calibration.windows import Windows, evaluation_windows, listed
+from mha2mla.conversion.families import SourceSpec
+from mha2mla.conversion.presets import choose_preset
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.result.destination import check_destination
+from mha2mla.conversion.source.checkpoint import CheckpointError
+from mha2mla.conversion.source.opening import Source, open_source
+from mha2mla.conversion.source.streaming import StreamedModel
+
+EVALUATION_TEXT = "builtin:prose"
+EVALUATION_TOKENS = 2048
+LONG_EVALUATION_TEXT = "builtin:stdlib"  # where windows must be longer than those tokens
+RESUME = ("auto", "never")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_PATH, _FLAG = ((str, os.PathLike), "a path"), (bool, "True or False")
+_TEXT = "the name of a text or token windows"
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "source": _PATH,
+    "destination": _PATH,
+    "evaluation": ((str, os.PathLike, torch.Tensor), _TEXT),
+    "calibration": ((str, os.PathLike, torch.Tensor, list, tuple, type(None)), _TEXT),
+    "overwrite": _FLAG,
+    "progress": _FLAG,
+}
+_LEAST = {"spill_bytes": 0, "max_shard_bytes": 0, "evaluation_tokens": 2}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What ``convert`` was called with, under the names that it documents.
+
+    Raises:
+        ValueError: one of them is of a wrong kind, by name.
+    """
+
+    source: str | os.PathLike[str]
+    destination: str | os.PathLike[str]
+    recipe: Recipe
+    calibration: str | Windows | None
+    evaluation: str | torch.Tensor
+    evaluation_tokens: int
+    device: str | torch.device | None
+    dtype: torch.dtype | None
+    compute_dtype: torch.dtype
+    overwrite: bool
+    resume: str
+    progress: bool
+    spill_bytes: int
+    max_shard_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.resume not in RESUME:
+            raise ValueError(f"resume is {self.resume!r}; expected one of {', '.join(map(repr, RESUME))}")
+        for name in ("dtype", "compute_dtype"):
+            value = getattr(self, name)
+            if value not in _DTYPES and (value is not None or name != "dtype"):
+                raise ValueError(f"{name} is {value!r:.80}; expected one of {', '.join(map(str, _DTYPES))}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r:.80}; expected an int of at least {least}")
+        for name, (kinds, expected) in _KINDS.items():
+            if not isinstance(getattr(self, name), kinds):
+                raise ValueError(f"{name} is {getattr(self, name)!r:.80}; expected {expected}")
+
+    def say(self, text: str) -> None:
+        """On standard error, where there is one: nobody's listening is no reason to lose a conversion."""
+        if self.progress:
+            with suppress(OSError, ValueError, AttributeError):
+                tqdm.write(text, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Text that source and result are compared on.
+
+    Attributes:
+        text: its name.
+        tokens: int64 [windows, length].
+    """
+
+    text: str
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion after all refusals and before any work.
+
+    Attributes:
+        arguments: of the caller.
+        opened: the source.
+        source_name: what the caller called it, a hub id or a folder's last part.
+        recipe: with its preset named.
+        preset: which one, why, and the keys that were changed from it.
+        model: the source, streamed.
+        calibration: text by name or token windows; None where nothing depends on them.
+        lengths: of the calibration windows.
+        evaluation: in short windows. ``long_evaluation``: in one of the longest length, or None.
+        notes: for people, once.
+    """
+
+    arguments: Arguments
+    opened: Source
+    source_name: str
+    recipe: Recipe
+    preset: str
+    model: StreamedModel
+    calibration: str | Windows | None
+    lengths: tuple[int, ...]
+    evaluation: HeldOut
+    long_evaluation: HeldOut | None
+    notes: tuple[str, ...]
+
+    @property
+    def spec(self) -> SourceSpec:
+        return self.opened.spec
+
+    @property
+    def destination(self) -> Path:
+        return Path(self.arguments.destination)
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        """Of the source's projections."""
+        return self.opened.reader.tensor(self.opened.adapter.attention_names(self.spec, 0)["o_weight"]).dtype
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the converted projections: the one that was asked for, else the source's."""
+        return self.arguments.dtype or self.source_dtype
+
+
+def check(arguments: Arguments) -> Plan:
+    """Refuses what cannot be converted as it was asked for.
+
+    Raises:
+        UnsupportedSourceError, CheckpointError, DestinationError, ValueError: as ``convert``.
+    """
+    device = _device(arguments.device)
+    choice = choose_preset(arguments.recipe.preset, arguments.recipe.given(), device.type)
+    recipe = arguments.recipe.with_preset(choice.preset)
+    changed = ", ".join(f"{name}={value!r}" for name, value in recipe.changes().items())
+    folder = _source_folder(arguments.source)
+    check_destination(arguments.destination, folder, overwrite=arguments.overwrite)
+    opened = open_source(folder, longrope_table=recipe.longrope_table)
+    calibration = _calibration(arguments, recipe, opened.spec)
+    model = opened.model(device, arguments.compute_dtype)
+    lengths = _lengths(opened, recipe, calibration)
+    for name, given in (("calibration", calibration), ("evaluation", arguments.evaluation)):
+        for windows in () if given is None or isinstance(given, str) else listed(given):
+            if windows.ndim == 2:  # others are refused where they are read
+                check_length(opened.spec, windows.shape[1], f"{name} has windows of {windows.shape[1]} tokens")
+    evaluation, long_evaluation, notes = _held_out(arguments, opened, lengths, with_long=calibration is not None)
+    return Plan(
+        arguments=arguments,
+        opened=opened,
+        source_name=folder.name if Path(arguments.source).exists() else str(arguments.source),
+        recipe=recipe,
+        preset=choice.reason + (f"; with {changed}" if changed else ""),
+        model=model,
+        calibration=calibration,
+        lengths=lengths,
+        evaluation=evaluation,
+        long_evaluation=long_evaluation,
+        notes=(f"preset: {choice.reason}", *notes),
+    )
+
+
+def asked_recipe(recipe: Recipe | Mapping[str, Any] | None, preset: str | None) -> Recipe:
+    """The recipe of ``convert``'s two arguments; its preset may still be ``"auto"``."""
+    if recipe is None or isinstance(recipe, Mapping):
+        recipe = Recipe.from_dict(recipe or {})
+    elif not isinstance(recipe, Recipe):
+        raise ValueError(f"recipe is a {type(recipe).__name__}; expected a Recipe or a mapping of its keys")
+    return recipe if preset is None else recipe.with_preset(preset)
+
+
+def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str | Windows | None:
+    """What the recipe's statistics are taken of, where any are; refuses a target that does not fit the source."""
+    if not recipe.searches_rope_share:
+        geometry = recipe.geometry(spec)
+        if not recipe.searches_layer_ranks:
+            recipe.geometries(spec)
+            if not recipe.needs_calibration(geometry):
+                return None
+    return recipe.calibration_text if arguments.calibration is None else arguments.calibration
+
+
+def _lengths(opened: Source, recipe: Recipe, calibration: str | Windows | None) -> tuple[int, ...]:
+    if calibration is None or isinstance(calibration, str):
+        asked = "auto" if calibration is None else recipe.calibration_length
+        return calibration_lengths(opened.spec, asked, getattr(opened.config, "max_position_embeddings", None))
+    return tuple(sorted({windows.shape[-1] for windows in listed(calibration)}))
+
+
+def _held_out(
+    arguments: Arguments, opened: Source, lengths: tuple[int, ...], *, with_long: bool
+) -> tuple[HeldOut, HeldOut | None, list[str]]:
+    """Text in short windows, in one long one where any was calibrated on, and why there is none."""
+    text, tokens = arguments.evaluation, arguments.evaluation_tokens
+    length = nearest_length(opened.spec, min(lengths[0], tokens))
+    if text == EVALUATION_TEXT and length > EVALUATION_TOKENS:
+        text = LONG_EVALUATION_TEXT
+    name = text if isinstance(text, str) else "token windows of the caller"
+    short = HeldOut(name, evaluation_windows(opened, text, length=length, tokens=tokens))
+    long_text = LONG_EVALUATION_TEXT if text == EVALUATION_TEXT else text
+    if not with_long or not isinstance(long_text, str) or lengths[-1] <= length:
+        return short, None, []
+    try:
+        windows = evaluation_windows(opened, long_text, length=lengths[-1], tokens=lengths[-1])
+    except ValueError as error:  # long enough for short windows, and no reason to refuse a conversion
+        return short, None, [f"not compared with the source in a window of {lengths[-1]} tokens: {error}"]
+    return short, HeldOut(long_text, windows), []
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device is {str(device)!r:.80}, which cannot be used here: {error}") from error
+    if target.type == "meta":
+        raise ValueError("device is 'meta', which computes nothing; expected cpu or cuda")
+    return target
+
+
+def _source_folder(source: str | os.PathLike[str]) -> Path:
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(source)
+    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise CheckpointError(f"source {name!r} is no folder; expected a Hugging Face folder or a hub id OWNER/NAME")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        # Mistral's repositories hold the weights a second time, under names of another library.
+        unread = ["*.bin", "*.pth", "*.pt", "*.gguf", "*.onnx", "*.h5", "consolidated*"]
+        return Path(snapshot_download(name, ignore_patterns=unread))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise CheckpointError(f"source {name!r} is no folder and cannot be fetched from the hub: {error}") from error

@@ -1,0 +1,212 @@
+"""Last stage: what the conversion did and measured, as a report, a record, and a model card with a picture."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mha2mla.conversion.parity import ParityReport
+from mha2mla.conversion.result.card import PLOT_FILE, model_card
+from mha2mla.conversion.result.plot import plot_layers
+from mha2mla.conversion.resume import FinishedLayers
+from mha2mla.geometry import MLAGeometry
+from mha2mla.pipeline.prepare import Prepared, version
+
+if TYPE_CHECKING:
+    from mha2mla.modeling import LayerAttention
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What ``convert`` did and measured.
+
+    Attributes:
+        name: last part of the destination.
+        source, destination: folders.
+        source_name: what the caller called the source, a hub id or a folder's last part.
+        geometry: of every layer; but for the rank, where ``recipe["layer_ranks"]`` says so.
+        cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
+        recipe: with the target ratio filled in.
+        preset: which one, why, what would be better, and the keys that were changed from it.
+        calibration_tokens: 0 when the recipe needs none.
+        calibrated_length: of the longest sequence that the conversion was made for; None where nothing bounds it.
+        parity: source against the checkpoint read back from disk.
+        long_evaluation_text, long_evaluation_length, long_parity: the same in one window of the longest length that was
+            calibrated; None where that is no longer, or the caller gave token windows.
+        layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
+        decode_backend: what will serve decoding on CUDA, by layers where they differ, and why it is no kernel.
+        resumed_layers: how many of the layers an interrupted run had left.
+        seconds: of the phases of this run (``prepare`` has the calibration text and the searches), and in total.
+        peak_rss_bytes: largest resident memory of this process so far.
+        weight_bytes: of the written tensors.
+    """
+
+    name: str
+    source: str
+    source_name: str
+    destination: str
+    model_type: str
+    num_layers: int
+    geometry: MLAGeometry
+    cache_numel_per_token: int
+    source_cache_numel_per_token: int
+    recipe: dict[str, Any]
+    preset: str
+    calibration_tokens: int
+    calibrated_length: int | None
+    evaluation_text: str
+    evaluation_length: int
+    compute_dtype: str
+    weights_dtype: str
+    device: str
+    parity: ParityReport
+    long_evaluation_text: str
+    long_evaluation_length: int | None
+    long_parity: ParityReport | None
+    layers: tuple[dict[str, Any], ...]
+    decode_backend: str
+    rope_note: str
+    resumed_layers: int
+    seconds: dict[str, float]
+    peak_rss_bytes: int
+    weight_bytes: int
+    mha2mla_version: str
+
+    @property
+    def cache_ratio(self) -> float:
+        """Cached numbers after / before."""
+        return self.cache_numel_per_token / self.source_cache_numel_per_token
+
+    def _ranks(self) -> str:
+        ranks = [layer["kv_lora_rank"] for layer in self.layers]
+        return f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(set(ranks)) > 1 else ""
+
+    def _long_ratio(self) -> str:
+        if self.long_parity is None:
+            return ""
+        return f", {self.long_parity.perplexity_ratio:.4f} x at {self.long_evaluation_length}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; errors by layer are in ``layers`` only."""
+        parity, long_parity = (
+            each and {key: value for key, value in each.to_dict().items() if key != "layers"}
+            for each in (self.parity, self.long_parity)
+        )
+        values = {**vars(self), "geometry": self.geometry.to_dict(), "layers": list(self.layers)}
+        values |= {"parity": parity, "long_parity": long_parity}
+        return {**values, "cache_ratio": self.cache_ratio}
+
+    def __str__(self) -> str:
+        parity, seconds = self.parity, ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
+        return (
+            f"{self.name}: {self.geometry}{self._ranks()}, cache {self.cache_ratio:.4f} of the source's; perplexity"
+            f" {parity.perplexity_source:.3f} -> {parity.perplexity_converted:.3f} ({parity.perplexity_ratio:.4f} x at"
+            f" {self.evaluation_length} tokens{self._long_ratio()}),"
+            f" KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}, logits' relative error"
+            f" {parity.logits_relative_error:.3g}; decode: {self.decode_backend}; peak memory"
+            f" {self.peak_rss_bytes / 2**30:.2f} GiB; seconds: {seconds}; preset: {self.preset}"
+        )
+
+
+def make_report(
+    prepared: Prepared,
+    parities: tuple[ParityReport, ParityReport | None],
+    layers: FinishedLayers,
+    *,
+    resumed: int,
+    seconds: dict[str, float],
+    weight_bytes: int,
+) -> ConversionReport:
+    """The report of a conversion whose ``parities``, in short windows and a long one, were measured."""
+    from mha2mla.modeling.served import describe
+
+    plan, (parity, long_parity) = prepared.plan, parities
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    geometry, count = prepared.geometry, plan.spec.num_layers
+    geometries = prepared.geometries or (geometry,) * count
+    return ConversionReport(
+        name=plan.destination.resolve().name,
+        source=str(plan.opened.folder),
+        source_name=plan.source_name,
+        destination=str(plan.destination),
+        model_type=plan.spec.model_type,
+        num_layers=count,
+        geometry=geometry,
+        cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
+        source_cache_numel_per_token=count * geometry.source_cache_numel_per_token,
+        recipe=prepared.recorded_recipe(),
+        preset=plan.preset,
+        calibration_tokens=0 if prepared.calibration is None else prepared.calibration.tokens.numel(),
+        calibrated_length=prepared.calibrated_length,
+        evaluation_text=plan.evaluation.text,
+        evaluation_length=plan.evaluation.tokens.shape[1],
+        compute_dtype=str(plan.arguments.compute_dtype).removeprefix("torch."),
+        weights_dtype=str(plan.stored_dtype).removeprefix("torch."),
+        device=str(plan.model.device),
+        parity=parity,
+        long_evaluation_text="" if plan.long_evaluation is None else plan.long_evaluation.text,
+        long_evaluation_length=None if plan.long_evaluation is None else plan.long_evaluation.tokens.shape[1],
+        long_parity=long_parity,
+        layers=tuple(
+            {**asdict(layer), "kv_lora_rank": geometries[layer.layer].kv_lora_rank, **layers.record(layer.layer)}
+            for layer in parity.layers
+        ),
+        decode_backend=f"on CUDA {describe(_what_serves(prepared))}",
+        rope_note=plan.spec.rope_note,
+        resumed_layers=resumed,
+        seconds=seconds,
+        peak_rss_bytes=peak if sys.platform == "darwin" else peak * 1024,
+        weight_bytes=weight_bytes,
+        mha2mla_version=version(),
+    )
+
+
+def write_report(prepared: Prepared, folder: Path, report: ConversionReport) -> None:
+    """conversion.json, the model card, and its plot where matplotlib is installed."""
+    from mha2mla.environment import collect_environment, describe_environment
+    from mha2mla.eval.inspection import RECORD_FILE
+    from mha2mla.eval.report import write_json
+
+    environment = collect_environment(prepared.plan.model.device.index or 0)
+    values = report.to_dict()
+    fields = {key: value for key, value in values.items() if key != "layers"}
+    write_json(folder / RECORD_FILE, kind="conversion", rows=values["layers"], environment=environment, **fields)
+    plot: str | None = PLOT_FILE
+    try:
+        plot_layers(values["layers"], folder / PLOT_FILE)
+    except ImportError as error:
+        plot = None
+        prepared.plan.arguments.say(f"the model card has no plot: {error}")
+    base_model = None if Path(report.source_name).exists() or "/" not in report.source_name else report.source_name
+    card = model_card(
+        values, base_model=base_model, plot=plot, record=RECORD_FILE, environment=describe_environment(environment)
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def warn_of_slow_layers(prepared: Prepared) -> None:
+    """Warns of geometries that no kernel will serve, once they are known and before they cost any work."""
+    layers = _what_serves(prepared)
+    slow = [layer for layer in layers if not layer.compiled]
+    if slow:
+        warnings.warn(
+            f"no kernel will serve {len(slow)} of {len(layers)} converted layers on a GPU ({slow[0]}): {slow[0].why}; a"
+            " smaller cache_ratio, or kv_lora_rank and qk_rope_head_dim, give a geometry that one serves"
+            " (docs/limits.md)",
+            stacklevel=4,
+        )
+
+
+def _what_serves(prepared: Prepared) -> tuple[LayerAttention, ...]:
+    """What will serve the layers on CUDA, where that is worth a question, in the 16 bits that kernels take."""
+    from mha2mla.modeling import what_serves
+
+    written, device = prepared.plan.stored_dtype, prepared.plan.model.device
+    half = written if written in (torch.bfloat16, torch.float16) else torch.bfloat16
+    return what_serves(prepared.config(), device if device.type == "cuda" else "cuda", half)

@@ -1,0 +1,196 @@
+"""``convert``: the stages in their order, and what holds around them — time, leftovers, faults of the source."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mha2mla.conversion.calibration.activations import SPILL_BYTES
+from mha2mla.conversion.calibration.windows import Windows
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.result.destination import WORK_FOLDER, temporary_folder, temporary_path
+from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
+from mha2mla.conversion.resume import WorkFolder, has_pieces
+from mha2mla.conversion.source.checkpoint import CheckpointError
+from mha2mla.conversion.source.files import FileIdentity, SourceChangedError, check_unchanged
+from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, Arguments, Plan, asked_recipe, check
+from mha2mla.pipeline.prepare import open_work, prepare
+from mha2mla.pipeline.report import ConversionReport, make_report, warn_of_slow_layers, write_report
+from mha2mla.pipeline.verify import verify
+from mha2mla.pipeline.write import convert_layers, finished_layers, write_companions, write_weights
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    recipe: Recipe | Mapping[str, Any] | None = None,
+    *,
+    preset: str | None = None,
+    calibration: str | Windows | None = None,
+    evaluation: str | torch.Tensor = EVALUATION_TEXT,
+    evaluation_tokens: int = EVALUATION_TOKENS,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    overwrite: bool = False,
+    resume: str = "auto",
+    progress: bool = True,
+    spill_bytes: int = SPILL_BYTES,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> ConversionReport:
+    """Converts an MHA/GQA checkpoint to MLA and proves what came out.
+
+    Everything that can be refused is refused before any work. Layers are read, calibrated, converted and put on disk
+    one at a time; the result is read back from a temporary folder, compared with the source on held-out text, and only
+    then renamed. The source is never opened for writing.
+
+    A run that was killed, interrupted, or ended by an error leaves what it had finished (calibration text, measured
+    ranks, layers) beside the destination, and the same call goes on from there: activations are computed anew, and the
+    weights are those of a run that nothing disturbed. Where it had finished nothing, it leaves nothing.
+
+    Args:
+        source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
+        destination: folder to create.
+        recipe: what to do, or a mapping of its keys; default ``Recipe()``: half the cache, by the best preset that the
+            device can run.
+        preset: of a recipe that names none.
+        calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows,
+            length], or one of these for each length.
+        evaluation: held-out text or token windows of the comparison.
+        evaluation_tokens: at most so many of that text.
+        device: of the computation; default CUDA where there is one, else the CPU.
+        dtype: of the written weights; default the source's own. ``inv_freq`` and the bias that conversion folds into
+            ``o_proj`` stay float32: what the source adds in two places would lose its last bits in one.
+        compute_dtype: of the layers that are run. Statistics and factorisations are float64.
+        overwrite: replace a destination that is empty or a converted checkpoint, after the new one is complete.
+        resume: ``"auto"`` goes on from what an interrupted run finished if recipe, source, calibration text, dtypes,
+            device, and the versions of this package and torch are the same, and refuses to lose layers if one is not;
+            ``"never"`` discards it.
+        progress: show progress bars and the summary on standard error.
+        spill_bytes: activations at a layer boundary go to disk when they are larger.
+        max_shard_bytes: size of a weight file.
+
+    Raises:
+        UnsupportedSourceError: the source cannot be converted, by name.
+        CheckpointError: the source is incomplete or damaged.
+        SourceChangedError: a file of the source changed meanwhile.
+        DestinationError: the destination overlaps the source, exists, may not be replaced, or cannot be written.
+        ResumeError: an interrupted run of another conversion left finished layers.
+        ParityError: a full-rank conversion is not the source to rounding, or any conversion's predictions are further
+            from the source's than a guess.
+        ValueError: any other argument, by name.
+
+    Warns:
+        UserWarning: on a GPU no kernel will serve a layer's geometry, with the limit that it exceeds.
+    """
+    started = time.perf_counter()
+    seconds: dict[str, float] = {}
+    with _timed(seconds, "prepare"):
+        arguments = Arguments(
+            source=source,
+            destination=destination,
+            recipe=asked_recipe(recipe, preset),
+            calibration=calibration,
+            evaluation=evaluation,
+            evaluation_tokens=evaluation_tokens,
+            device=device,
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            overwrite=overwrite,
+            resume=resume,
+            progress=progress,
+            spill_bytes=spill_bytes,
+            max_shard_bytes=max_shard_bytes,
+        )
+        plan = check(arguments)
+    for note in plan.notes:
+        arguments.say(note)
+    return _run(plan, started, seconds)
+
+
+def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionReport:
+    arguments, opened = plan.arguments, plan.opened
+    with (
+        _leftovers_named(plan),
+        temporary_folder(plan.destination, overwrite=arguments.overwrite, worth_keeping=has_pieces) as folder,
+    ):
+        with _timed(seconds, "prepare"):
+            opened.check_weights(progress=arguments.progress)
+            weights, others = opened.identity()
+            work = open_work(plan, folder / WORK_FOLDER, weights)
+        files = {**weights, **others}
+        with _faults_of_the_source_named(plan, files, work):
+            with _timed(seconds, "prepare"), _degenerate_named():
+                prepared = prepare(plan, work, folder)
+                warn_of_slow_layers(prepared)
+            layers = finished_layers(prepared, work)
+            resumed = len(layers)
+            with _timed(seconds, "convert"), _degenerate_named():
+                convert_layers(prepared, folder, layers)
+            with _timed(seconds, "write"):
+                weight_bytes = write_weights(plan, folder, layers)
+                write_companions(prepared, folder)
+            with _timed(seconds, "verify"):
+                check_unchanged(opened.folder, files)
+                parities = verify(prepared, folder)
+            seconds["total"] = time.perf_counter() - started
+            report = make_report(
+                prepared, parities, layers, resumed=resumed, seconds=seconds, weight_bytes=weight_bytes
+            )
+            write_report(prepared, folder, report)
+            check_unchanged(opened.folder, files)
+    arguments.say(str(report))
+    return report
+
+
+@contextmanager
+def _leftovers_named(plan: Plan) -> Iterator[None]:
+    """Says after an interrupt or an error how to go on."""
+    try:
+        yield
+    except BaseException:
+        work = temporary_path(plan.destination) / WORK_FOLDER
+        if has_pieces(work):
+            plan.arguments.say(f"what was finished is kept in {work}: the same command goes on from there")
+        raise
+
+
+@contextmanager
+def _faults_of_the_source_named(plan: Plan, files: dict[str, FileIdentity], work: WorkFolder) -> Iterator[None]:
+    """Whatever a source that changes does to a conversion is said to be its doing, and nothing of that is kept."""
+    try:
+        yield
+    except SourceChangedError:
+        work.discard()
+        raise
+    except Exception as error:
+        try:
+            check_unchanged(plan.opened.folder, files)
+        except SourceChangedError as changed:
+            work.discard()
+            raise changed from error
+        raise
+
+
+@contextmanager
+def _degenerate_named() -> Iterator[None]:
+    """Weights may be numbers one by one and no model together."""
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        raise CheckpointError(
+            "a layer's inputs, queries, keys or values are zero or too large everywhere on the calibration text:"
+            f" nothing can be fitted to them ({error})"
+        ) from error
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - started

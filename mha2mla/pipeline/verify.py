@@ -1,0 +1,74 @@
+"""Fourth stage: the written folder, read back from disk and compared with the source."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from mha2mla.conversion.parity import ParityReport, compare
+from mha2mla.conversion.source.checkpoint import CheckpointError, CheckpointReader
+from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.pipeline.check import Plan
+from mha2mla.pipeline.prepare import Prepared
+
+FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
+
+
+class ParityError(ValueError):
+    """A conversion that must be exact is not, or one that must resemble its source does not at all; nothing was
+    written under the destination's name."""
+
+
+def verify(prepared: Prepared, folder: Path) -> tuple[ParityReport, ParityReport | None]:
+    """Reads ``folder`` back and compares it with the source, in short windows by layer and in one long window.
+
+    Raises:
+        CheckpointError: the written names are not the model's.
+        ParityError: full rank was asked for, and the logits differ by more than rounding; or the predictions are
+            further from the source's than a guess.
+    """
+    plan, arguments = prepared.plan, prepared.plan.arguments
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    reader = CheckpointReader(folder)
+    converted = StreamedModel(
+        config, reader, plan.spec.sliding_windows, device=plan.model.device, dtype=plan.model.dtype
+    )
+    if reader.names() != converted.expected_names():
+        different = sorted(reader.names() ^ converted.expected_names())
+        raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
+    compared = partial(
+        compare, plan.model, converted, folder=folder, spill_bytes=arguments.spill_bytes, progress=arguments.progress
+    )
+    parity = compared(plan.evaluation.tokens)
+    long_parity = None
+    if plan.long_evaluation is not None:
+        long_parity = compared(plan.long_evaluation.tokens, by_layer=False)
+    reader.release()
+    if prepared.recipe.is_exact(prepared.geometry):
+        tolerance = parity_tolerance(plan)
+        # Written so that NaN fails.
+        if not parity.logits_relative_error <= tolerance:
+            raise ParityError(
+                f"logits of the full-rank conversion differ from the source's by {parity.logits_relative_error:.3g}"
+                f" (relative); expected at most {tolerance:.3g}"
+            )
+    guess = math.log(plan.model.vocab_size)
+    for measured in (parity, long_parity):
+        if measured is not None and not measured.kl <= guess:
+            raise ParityError(
+                f"the converted model's predictions are {measured.kl:.3g} nats a token from the source's (KL); expected"
+                f" at most {guess:.3g}, as far as a guess among {plan.model.vocab_size} tokens can be from certainty"
+            )
+    return parity, long_parity
+
+
+def parity_tolerance(plan: Plan) -> float:
+    """Largest relative error of logits at full rank: 1e-4 in float32; a few roundings where numbers are narrower."""
+    computed, written, source = (
+        torch.finfo(dtype).eps for dtype in (plan.arguments.compute_dtype, plan.stored_dtype, plan.source_dtype)
+    )
+    return max(FULL_RANK_TOLERANCE, 8 * computed, 8 * written if written > source else 0)
