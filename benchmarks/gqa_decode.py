@@ -34,6 +34,7 @@ from mha2mla.kernel_testing.problems import expected
 from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import capability, num_sms
+from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape, list_kernels, select_kernel
 
 # What a time may be at most, as a multiple of FlashAttention-3's in the same run.
@@ -185,7 +186,7 @@ def compile_job(case: GQAProblem, choice: GQAChoice | None = None) -> CompileJob
 
 
 Kernel = tuple[str, tuple[Any, ...]]
-"""The name of a function that compiles one kernel, in gqa_decode's or mla_decode's launch, and its arguments."""
+"""The name of a function of split_kv's launch that compiles one kernel, and its arguments."""
 
 
 def list_compilations(jobs: Sequence[CompileJob], here: int, sms: int) -> Iterator[tuple[CompileJob, Kernel]]:
@@ -229,12 +230,11 @@ def compile_all(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[
 
 def compile_kernel(kernel: Kernel) -> None:
     """Compiles one kernel; runs in a worker process."""
-    from mha2mla.kernels.gqa_decode.launch import compile_choice
     from mha2mla.kernels.split_kv import launch
 
     quieten_tilelang()
     name, arguments = kernel
-    (compile_choice if name == "compile_choice" else getattr(launch, name))(*arguments)
+    getattr(launch, name)(*((GQA, *arguments) if name == "compile_choice" else arguments))
 
 
 def quieten_tilelang() -> None:
@@ -265,7 +265,7 @@ def measure_case(
 
     row: dict[str, Any] = {"name": case_name(problem), "MB": problem.cache_bytes() / 1e6, "kernel": backend}
     if backend == "tilelang":
-        from mha2mla.kernels.gqa_decode.launch import compile_choice, launch_gqa_decode
+        from mha2mla.kernels.split_kv.launch import compile_choice, launch
         from mha2mla.kernels.split_kv.plan import allocate_plan
 
         quieten_tilelang()
@@ -282,15 +282,12 @@ def measure_case(
         num_ctas = choice.num_ctas(num_sms(torch.device(device)))
         plan = allocate_plan(plan.shape, num_ctas, plan.capacity, plan.causal, plan.window, plan.sinks, device)
         plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
-        split = compile_choice(problem.shape(), choice, here)
+        split = compile_choice(GQA, problem.shape(), choice, here)
         lse = torch.empty(len(problem.lengths), problem.heads, problem.seqlen_q, device=device)
-        arguments = (
-            inputs["q"], inputs["k_cache"], inputs["v_cache"], inputs["block_table"], problem.softmax_scale, True, -1,
-            0, plan.schedule, plan.splits, plan.partial_out, plan.partial_lse, out, lse,
-        )  # fmt: skip
+        data = tuple(inputs[name] for name in ("q", "k_cache", "v_cache", "block_table"))
 
         def ours() -> torch.Tensor:
-            launch_gqa_decode(problem.shape(), here, *arguments, split=split)
+            launch(GQA, problem.shape(), data, problem.softmax_scale, True, *plan.buffers, out, lse, split=split)
             return out
 
         ours()

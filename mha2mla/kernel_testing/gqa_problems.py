@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from mha2mla.kernel_testing.problems import Problem
-from mha2mla.kernels.gqa_decode.dispatch import gqa_shape
-from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
+from mha2mla.kernels.devices import dtype_name
+from mha2mla.kernels.gqa_decode.api import plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape
+from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 
@@ -61,10 +62,11 @@ class GQAProblem:
 
     def shape(self, dtype: torch.dtype = torch.bfloat16, seqlen_q: int | None = None) -> GQAShape:
         """What is compiled for it."""
-        return gqa_shape(
-            self.heads, self.num_kv_heads, self.qk_head_dim, self.v_head_dim, self.page_size, dtype,
-            seqlen_q or self.seqlen_q,
+        shape = GQAShape(
+            self.heads, self.num_kv_heads, self.qk_head_dim, self.v_head_dim, self.page_size, seqlen_q or self.seqlen_q,
+            dtype_name(dtype),
         )  # fmt: skip
+        return compiled_shape(shape)
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Bytes of keys and values that a call has to read, once."""

@@ -7,9 +7,7 @@ from mha2mla.kernels.attention_varlen.api import (
     mla_prefill_append,
     mla_prefill_varlen,
 )
-from mha2mla.kernels.gqa_decode.api import gqa_decode
-from mha2mla.kernels.gqa_decode.dispatch import explain_gqa_decode
-from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
+from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed

@@ -139,7 +139,7 @@ BAD = {
     r"q.stride\(-1\)": lambda i: {"q": i["q"].mT.contiguous().mT},
     "block_table.dtype": lambda i: {"block_table": i["block_table"].long()},
     "block_table.shape": lambda i: {"block_table": i["block_table"][:1]},
-    r"block_table.stride\(\)": lambda i: {"block_table": i["block_table"].T.contiguous().T},
+    r"block_table.stride\(-1\)": lambda i: {"block_table": i["block_table"].T.contiguous().T},
     "cache_seqlens.shape": lambda i: {"cache_seqlens": i["cache_seqlens"][:2]},
     "cache_starts.dtype": lambda i: {"cache_starts": i["cache_seqlens"].float()},
     "softmax_scale": lambda i: {"softmax_scale": float("nan")},
@@ -191,11 +191,11 @@ def test_a_plan_for_other_lengths_is_refused_by_the_reference_failure_35():
 def test_opcheck_failure_22():
     inputs = BASE.inputs(torch.float32)
     tensors = [inputs[name] for name in ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cache_starts")]
-    torch.library.opcheck(torch.ops.mha2mla.gqa_decode.default, (*tensors, 0.3, True, "auto"))
+    torch.library.opcheck(torch.ops.mha2mla.gqa_decode.default, (*tensors, 0.3, True, None))
     out, lse = torch.empty(3, 2, 6, 16), torch.empty(3, 6, 2)
     torch.library.opcheck(
         torch.ops.mha2mla.gqa_decode_out.default,
-        (*tensors, 0.3, True, "auto", -1, 0, None, None, None, None, out, lse),
+        (*tensors, 0.3, True, None, -1, 0, None, None, None, None, out, lse),
     )
 
 
@@ -232,7 +232,7 @@ def test_every_shape_of_the_contract_is_served():
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"heads": 129, "num_kv_heads": 129}, "query heads is 129"),
+        ({"heads": 129, "num_kv_heads": 129}, "num_attention_heads is 129"),
         ({"qk_head_dim": 12}, "qk_head_dim is 12"),
         ({"v_head_dim": 264}, "v_head_dim is 264"),
         ({"page_size": 8}, "page_size is 8"),
@@ -274,18 +274,13 @@ def test_packed_tiles_hold_every_row_once():
 @cache
 def compiled_for_cpu(shape: GQAShape, max_rows: int, block_tokens: int, splits: int):
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.gqa_decode.launch import make_split
-    from mha2mla.kernels.split_kv.combine import make_combine
-    from mha2mla.kernels.split_kv.launch import MERGES
+    from mha2mla.kernels.gqa_decode.build import make_split
+    from mha2mla.kernels.split_kv.launch import make_merge
 
     tiling = tile_rows(shape.heads, shape.num_kv_heads, shape.seqlen_q, max_rows, 1, packed=True)
     choice = next(choice for choice in list_kernels(shape, 80) if choice.kernel == "portable")
     choice = dataclasses.replace(choice, tiling=tiling, block_tokens=block_tokens)
-    columns, threads = MERGES[splits]
-    merge = make_combine(
-        heads=shape.heads, kv_lora_rank=shape.v_head_dim, dtype="float32", block_columns=columns, block_splits=splits,
-        threads=threads, on_cpu=True,
-    )  # fmt: skip
+    merge = make_merge(shape.heads, shape.v_head_dim, "float32", splits, on_cpu=True)
     return [
         tilelang.compile(
             function, target="c", target_host="c", execution_backend="cython",
@@ -435,7 +430,7 @@ GATED = [
 def gate(shape: GQAShape, choice, capability: int):
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.compilation import PASS_CONFIGS
-    from mha2mla.kernels.gqa_decode.launch import make_split
+    from mha2mla.kernels.gqa_decode.build import make_split
 
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")

@@ -112,11 +112,12 @@ def test_float16(problem):
 @pytest.mark.parametrize("problem", SHAPES[:4], ids=name)
 def test_every_kernel_under_any_plan_failures_1_8_20(problem):
     """Not only the rule's choice; plans for any number of CTAs and plans no planner makes; the same bits twice."""
-    from mha2mla.kernels.gqa_decode.launch import compile_choice
+    from mha2mla.kernels.gqa_decode.api import GQA
+    from mha2mla.kernels.split_kv.launch import compile_choice
 
     merge = compile_rules_merge(problem)
     for choice in varied(problem):
-        split = compile_choice(problem.shape(), choice, capability())
+        split = compile_choice(GQA, problem.shape(), choice, capability())
         for case in (problem, dataclasses.replace(problem, window=40, sinks=3, starts=(0, 0, 2, 30, 5))):
             inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
             plans = [(1, None), (2, None), (132, None)]
@@ -243,7 +244,7 @@ def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
 
 
 def test_one_compilation_for_all_lengths_and_batches_failure_17():
-    from mha2mla.kernels.gqa_decode.launch import compile_choice
+    from mha2mla.kernels.split_kv.launch import compile_choice
 
     before = compile_choice.cache_info().misses
     for i in range(1, 31):
@@ -301,7 +302,7 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem):
     import tilelang
 
     from mha2mla.kernels.compilation import PASS_CONFIGS, target_of
-    from mha2mla.kernels.gqa_decode.launch import make_split
+    from mha2mla.kernels.gqa_decode.build import make_split
 
     shape = problem.shape()
     choice = select_kernel(shape, 80)

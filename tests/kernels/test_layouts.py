@@ -72,11 +72,11 @@ NAMES = [(name, argument) for name, make in OPS.items() for argument in (*make("
 def kernels_serve(monkeypatch):
     """Dispatch as where there is a GPU, so that a call comes as far as the kernel's own checks."""
     from mha2mla.kernels.attention_varlen import api as varlen_api
-    from mha2mla.kernels.gqa_decode import api as gqa_api
     from mha2mla.kernels.mla_decode import api as mla_api
     from mha2mla.kernels.mla_decode_fp8 import api as fp8_api
+    from mha2mla.kernels.split_kv import op
 
-    for module, name in ((mla_api, "dispatch"), (gqa_api, "dispatch"), (fp8_api, "_dispatch")):
+    for module, name in ((mla_api, "dispatch"), (op, "dispatch"), (fp8_api, "_dispatch")):
         monkeypatch.setattr(module, name, lambda *_: object())
     monkeypatch.setattr(varlen_api, "_runs_compiled", lambda *_: True)
 

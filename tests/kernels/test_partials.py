@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from mha2mla.kernel_testing.gqa_problems import GQAProblem
-from mha2mla.kernels import plan_gqa_attention, plan_mla_attention, plan_mla_decode_fp8
-from mha2mla.kernels.gqa_decode import plan as gqa_planning
+from mha2mla.kernels import plan_gqa_attention, plan_gqa_decode, plan_mla_attention, plan_mla_decode_fp8
 from mha2mla.kernels.gqa_decode.selection import list_kernels as list_gqa_kernels
 from mha2mla.kernels.mla_decode import plan as planning
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
 from mha2mla.kernels.mla_decode_fp8 import api as fp8
+from mha2mla.kernels.split_kv.op import PagedOp
 
 DTYPES = [torch.bfloat16, torch.float16]
 CTAS = 7
@@ -21,7 +21,7 @@ CTAS = 7
 def ctas(monkeypatch):
     """Plans as where there is a GPU: with blocks, and without anybody to run the planner."""
     monkeypatch.setattr(planning, "num_ctas_for", lambda *_: CTAS)
-    monkeypatch.setattr(gqa_planning, "num_ctas_for", lambda *_: CTAS)
+    monkeypatch.setattr(PagedOp, "num_ctas", lambda *_: CTAS)
     monkeypatch.setattr(fp8, "_num_ctas", lambda *_: CTAS)
     monkeypatch.setattr(planning.DecodePlan, "refresh", lambda *_: None)
 
@@ -34,7 +34,7 @@ def test_a_plans_workspace_is_float32_failure_11(ctas, dtype):
     kv = torch.zeros(3, 16, 2, 32, dtype=dtype)
     plans = [
         planning.plan_mla_decode(q, rope, table, seqlens, qk_rope_head_dim=8),
-        gqa_planning.plan_gqa_decode(q, kv, table, seqlens),
+        plan_gqa_decode(q, kv, table, seqlens),
         plan_mla_decode_fp8(q, rope, table, seqlens, qk_rope_head_dim=8),
     ]
     for plan in plans:
@@ -58,7 +58,7 @@ def dtypes_of(function) -> dict[str, str]:
 def functions(dtype: str) -> dict:
     """Every kernel that writes or merges partials, as TileLang functions that nobody compiles."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.gqa_decode.launch import make_split as make_gqa
+    from mha2mla.kernels.gqa_decode.build import make_split as make_gqa
     from mha2mla.kernels.mla_decode.build import make_split
     from mha2mla.kernels.mla_decode_fp8.launch import make_split_fp8
     from mha2mla.kernels.mla_decode_fp8.selection import select_fp8

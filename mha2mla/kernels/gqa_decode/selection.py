@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from mha2mla.kernels.split_kv.limits import DTYPES, MAX_HEADS, MAX_SPLITS, shared_memory_limit
-from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, RowTiling, tile_rows
+from mha2mla.kernels.split_kv.limits import MAX_SPLITS, rank_choices, refusals, shared_memory_limit
+from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
 MAX_HEAD_DIM = 256
 REGISTERS = 65536  # of a multiprocessor, and none that is served has fewer
@@ -63,28 +63,20 @@ def padded_columns(width: int) -> int:
     return -(-width // 64) * 64
 
 
-def refusal(
-    heads: int, num_kv_heads: int, qk_head_dim: int, v_head_dim: int, page_size: int, dtype: str, seqlen_q: int
-) -> str | None:
+def refusal(shape: GQAShape) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None."""
     checks = (
-        (dtype in DTYPES, f"dtype is {dtype}; TileLang kernels take {' and '.join(DTYPES)}"),
-        (heads <= MAX_HEADS, f"the number of query heads is {heads}; TileLang kernels take at most {MAX_HEADS}"),
-        (heads % num_kv_heads == 0, f"the number of kv heads is {num_kv_heads}; expected a divisor of H={heads}"),
+        *refusals(shape),
+        (
+            shape.heads % shape.num_kv_heads == 0,
+            f"the number of kv heads is {shape.num_kv_heads}; expected a divisor of H={shape.heads}",
+        ),
         *(
             (
                 width % 8 == 0 and 0 < width <= MAX_HEAD_DIM,
                 f"{name} is {width}; TileLang kernels take multiples of 8 up to {MAX_HEAD_DIM}",
             )
-            for name, width in (("qk_head_dim", qk_head_dim), ("v_head_dim", v_head_dim))
-        ),
-        (
-            page_size >= 16 and page_size & (page_size - 1) == 0,
-            f"page_size is {page_size}; TileLang kernels take powers of two from 16",
-        ),
-        (
-            1 <= seqlen_q <= SEQLENS_Q[-1],
-            f"seqlen_q is {seqlen_q}; decode kernels take 1 to {SEQLENS_Q[-1]} new tokens (longer queries are prefill)",
+            for name, width in (("qk_head_dim", shape.qk_head_dim), ("v_head_dim", shape.v_head_dim))
         ),
     )
     return next((why for fits, why in checks if not fits), None)
@@ -167,16 +159,7 @@ def list_kernels(shape: GQAShape, capability: int) -> list[GQAChoice]:
         if capability == 90:
             candidates += _streamed(shape, tiling, limit)
         candidates += _portable(shape, tiling, limit)
-    fitting = {}
-    for rank, choice, _ in sorted(candidates, key=lambda entry: entry[0]):
-        if choice is not None:
-            fitting.setdefault(choice, rank)
-    if not fitting:
-        raise ValueError(
-            f"{shape} needs at least {min(used for *_, used in candidates)} bytes of shared memory a block; "
-            f"sm_{capability} has {limit}"
-        )
-    return [replace(choice, reason=f"{choice.reason} of {limit} on sm_{capability}") for choice in fitting]
+    return rank_choices(shape, capability, candidates)
 
 
 @lru_cache(maxsize=1024)

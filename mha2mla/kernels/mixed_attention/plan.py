@@ -13,7 +13,7 @@ from torch.export import Dim, ShapesCollection
 from torch.nn import functional as F
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.gqa_decode.plan import plan_gqa_decode
+from mha2mla.kernels.gqa_decode.api import plan_gqa_decode
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, BatchLayout, absorbs_up_to, lay_out
 from mha2mla.kernels.mla_decode.plan import plan_mla_decode
 from mha2mla.kernels.mla_decode_fp8.api import plan_mla_decode_fp8

@@ -1,15 +1,19 @@
-"""Compiles and launches what every split-KV op shares: the planner, and the kernel that merges partials."""
+"""Compiles the kernels of a paged op once per static shape and launches them on torch's current stream."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
+from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS, compile_for
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.split_kv.combine import make_combine
+from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
 
 NO_WINDOW = 2**30  # longer than any sequence
@@ -83,3 +87,61 @@ def launch_plan(
             window,
             sinks,
         )
+
+
+@cache
+def compile_choice(op: PagedOp, shape: Any, choice: Any, capability: int):
+    """The compiled decode kernel of a choice. One compilation serves every batch, length, page count and plan."""
+    function = resolve_name(op.make_split)(shape, choice)
+    return compile_for(function, capability, SMALL_PASS_CONFIGS if op.guards_indices else PASS_CONFIGS)
+
+
+@cache
+def compile_chosen(op: PagedOp, shape: Any, device: torch.device, batch: int, width: int, num_ctas: int):
+    """The compiled decode kernel that dispatch chooses, and the combine kernel for its partials."""
+    capability = capability_of(device)
+    split = compile_choice(op, shape, op.choose(shape, device, batch), capability)
+    return split, compile_merge(shape.heads, width, shape.dtype, merge_splits(num_ctas, batch), capability)
+
+
+def launch(
+    op: PagedOp,
+    shape: Any,
+    data: tuple[Tensor, ...],
+    softmax_scale: float,
+    causal: bool,
+    window: int,
+    sinks: int,
+    schedule: Tensor,
+    splits: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    split: Callable[..., None] | None = None,
+) -> None:
+    """Run decode and combine kernel. Nothing is allocated, nothing synchronises.
+
+    Args:
+        op, shape: what to run, and what was compiled for it.
+        data: the op's arguments and the block table, as kernels take them.
+        split: a compiled decode kernel in place of the chosen one.
+        softmax_scale, causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse: as in the op's
+            schema.
+    """
+    batch, seqlen_q, _, width = out.shape
+    if batch == 0 or seqlen_q == 0:
+        return
+    cache, block_table = data[-2], data[-1]
+    if block_table.shape[1] == 0 or cache.shape[0] == 0:  # no page to point a tensor map at
+        out.zero_()
+        lse.fill_(-torch.inf)
+        return
+    device = out.device
+    chosen, merge = compile_chosen(op, shape, device, batch, width, partial_lse.shape[0])
+    with torch.cuda.device(device):
+        (split or chosen)(
+            *data, schedule, partial_out, partial_lse, out, lse, softmax_scale, int(causal),
+            NO_WINDOW if window < 0 else window, sinks,
+        )  # fmt: skip
+        merge(splits, partial_out, partial_lse, out, lse)

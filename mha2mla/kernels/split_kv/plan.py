@@ -46,6 +46,12 @@ class DecodePlan:
         """Blocks of the decode kernel per tile of query rows; 0 where the reference backend serves."""
         return self.partial_lse.shape[0]
 
+    @property
+    def buffers(self) -> tuple[int, int, Tensor, Tensor, Tensor, Tensor]:
+        """What a decode op takes of a plan, as its schema has it; a window of -1 is none."""
+        window = -1 if self.window is None else self.window
+        return window, self.sinks, self.schedule, self.splits, self.partial_out, self.partial_lse
+
     def check(self, out: Tensor, block_table: Tensor, page_size: int, causal: bool) -> None:
         """Raise ValueError if the plan was made for another shape, device, page table width or ``causal``.
 

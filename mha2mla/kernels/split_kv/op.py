@@ -1,0 +1,311 @@
+"""One way to declare an attention op over a paged cache: schemas, fakes, checks, plan, dispatch and launch follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from mha2mla.kernels.devices import BACKENDS, capability, device_name, dtype_name, num_sms
+from mha2mla.kernels.layouts import Layout, argument_error, check_aligned
+from mha2mla.kernels.split_kv.arguments import INDICES, Argument
+from mha2mla.kernels.split_kv.plan import LIBRARY, DecodePlan, allocate_plan, check_spans, check_window
+from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# What every op takes behind its own tensors, and what its form that writes into given tensors takes behind that.
+_CALL = "Tensor block_table, Tensor cache_seqlens, Tensor? cache_starts, float softmax_scale, bool causal, str? backend"
+_PLAN = (
+    "int window, int sinks, Tensor? schedule, Tensor? splits, Tensor(a!)? partial_out, Tensor(b!)? partial_lse,"
+    " Tensor(c!) out, Tensor(d!) lse"
+)
+_NO_PLAN = (-1, 0, None, None, None, None)
+
+
+class Sizes(NamedTuple):
+    """What a call's tensors say: the output's shape, those of a compiled kernel, tokens of a page, and all by name."""
+
+    out: tuple[int, ...]
+    static: tuple[int, ...]
+    page: int
+    by_name: dict[str, int]
+
+
+@dataclass(frozen=True, eq=False)
+class PagedOp:
+    """An attention op over a paged cache, declared: ``mha2mla::name`` and ``mha2mla::name_out`` are registered by it.
+
+    Sizes that each op has, by these names: B sequences, S_q new tokens, H query heads, P pages of ``page`` tokens. G,
+    if there is one, divides H.
+
+    Attributes:
+        name: of the op.
+        arguments: its tensors, the query first; ``block_table``, ``cache_seqlens`` and ``cache_starts`` follow.
+        out: of the output; beside it there is ``lse`` [B, H, S_q].
+        shape: makes what one compilation is for of the sizes ``static`` and the query's dtype by name. A dataclass with
+            the fields ``heads``, ``seqlen_q`` and ``dtype``.
+        static: names of sizes, as ``shape`` takes them.
+        refusal: why no kernel serves a shape on any GPU, or None.
+        select: the kernel, and its static arguments, for a shape, a compute capability, a GPU's name or None, and a
+            batch; raises ValueError where there is none. The choice has ``num_ctas(number of multiprocessors)``.
+        make_split: "module:function" that makes the TileLang function of a shape and a choice.
+        reference: "module:function", the oracle. Both are imported when they are needed.
+        batches: upper ends of the ranges of batches that ``select`` tells apart; none: all batches are alike.
+        guards_indices: kernels guard their own indices, so that TileLang need not.
+    """
+
+    name: str
+    arguments: tuple[Argument, ...]
+    out: Argument
+    shape: Callable[..., Any]
+    static: tuple[str, ...]
+    refusal: Callable[[Any], str | None]
+    select: Callable[[Any, int, str | None, int], Any]
+    make_split: str
+    reference: str
+    batches: tuple[int, ...] = ()
+    guards_indices: bool = False
+    # Names of the arguments; where a size stands first; those whose last dimensions are one to kernels, with the first.
+    names: tuple[str, ...] = field(init=False)
+    places: dict[str, tuple[int, int]] = field(init=False)
+    joined: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        places: dict[str, tuple[int, int]] = {}
+        for index, argument in enumerate(self.arguments):
+            for dim, name in enumerate(argument.names):
+                places.setdefault(name, (index, dim))
+        joined = tuple((i, a.strided) for i, a in enumerate(self.arguments) if a.strided < len(a.names) - 1)
+        object.__setattr__(self, "names", tuple(argument.name for argument in self.arguments))
+        object.__setattr__(self, "places", places)
+        object.__setattr__(self, "joined", joined)
+        tensors = ", ".join(f"Tensor {argument.name}" for argument in self.arguments)
+        for name, schema, call, fake in (
+            (self.name, f"({tensors}, {_CALL}) -> (Tensor, Tensor)", self._decode, self._empty),
+            (f"{self.name}_out", f"({tensors}, {_CALL}, {_PLAN}) -> ()", self._decode_out, lambda *_: None),
+        ):
+            LIBRARY.define(name + schema)
+            LIBRARY.impl(name, call, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"mha2mla::{name}", fake, lib=LIBRARY)
+
+    def __call__(
+        self,
+        data: tuple[Tensor, ...],
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+        cache_starts: Tensor | None,
+        softmax_scale: float,
+        causal: bool,
+        backend: str | None,
+        plan: DecodePlan | None,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Checks and runs the op; ``data`` as ``arguments``, the others as in :func:`mha2mla.kernels.mla_decode`."""
+        _check_backend(backend)
+        if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
+            raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number")
+        tensors = (*data, block_table, cache_seqlens, cache_starts)
+        layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, out)]
+        compiling = torch.compiler.is_compiling()
+        # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
+        sizes = (_check if compiling else _check_once)(self, *layouts)
+        call = (*tensors, softmax_scale, causal, backend)
+        if plan is None and out is None:
+            out, lse = getattr(torch.ops.mha2mla, self.name)(*call)
+            return (out, lse) if return_lse else out
+        out = data[0].new_empty(sizes.out) if out is None else out
+        lse = _empty_lse(out)
+        buffers = _NO_PLAN
+        if plan is not None:
+            plan.check(out, block_table, sizes.page, causal)
+            buffers = plan.buffers
+        # The dispatcher costs as much as the kernel's launch; plain tensors in plain eager mode need it not.
+        if not compiling and type(data[0]) is Tensor and not is_in_torch_dispatch_mode():
+            self._run(sizes, *call, *buffers, out, lse)
+        else:
+            getattr(torch.ops.mha2mla, f"{self.name}_out")(*call, *buffers, out, lse)
+        return (out, lse) if return_lse else out
+
+    def plan(
+        self,
+        sizes: dict[str, int],
+        query: Tensor,
+        block_table: Tensor,
+        cache_seqlens: Tensor | None,
+        cache_starts: Tensor | None,
+        causal: bool,
+        window: int | None,
+        sinks: int,
+        backend: str | None,
+    ) -> DecodePlan:
+        """A plan for calls of these ``sizes``, by name; of the query, dtype and device are looked at. Not filled where
+        ``cache_seqlens`` is None."""
+        _check_backend(backend)
+        check_window(window, sinks)
+        num_ctas = self.num_ctas(
+            self._range_of(sizes["B"]), backend, *[sizes[name] for name in self.static], query.dtype, query.device
+        )
+        plan = allocate_plan(
+            tuple([sizes[name] for name in self.out.names]), num_ctas, block_table.shape[1] * sizes["page"], causal,
+            window, sinks, query.device,
+        )  # fmt: skip
+        if cache_seqlens is not None:
+            plan.refresh(cache_seqlens, cache_starts)
+        return plan
+
+    @torch.compiler.assume_constant_result
+    def num_ctas(self, batch: int, backend: str | None, *call: Any) -> int:
+        """Blocks of the kernel per tile of query rows: what is resident at once; 0 where the reference serves. ``call``
+        as in :func:`dispatch`. Dynamo takes the answer and does not trace how it was found."""
+        shape, device = dispatch(self, backend, *call), call[-1]
+        return 0 if shape is None else self.choose(shape, device, batch).num_ctas(num_sms(device))
+
+    def choose(self, shape: Any, device: torch.device, batch: int) -> Any:
+        """What ``select`` chooses for a device. Raises ValueError as it does."""
+        return self.select(shape, capability(device), device_name(device), self._range_of(batch))
+
+    def explain(self, shape: Any, device: torch.device | str) -> str | None:
+        """Why TileLang would refuse a shape on a device, or None. A CUDA device that this machine lacks is taken to be
+        a Hopper."""
+        device = torch.device(device)
+        why = self.refusal(shape)
+        if why is None and device.type != "cuda":
+            why = f"device is {device}; TileLang kernels run on CUDA devices"
+        if why is None:
+            try:
+                self.choose(compiled_shape(shape), device, self._range_of(2**30))
+            except ValueError as error:
+                return str(error)
+        return why
+
+    def _range_of(self, batch: int) -> int:
+        """The upper end of a batch's range. Comparisons only: Dynamo guards a range of batches, not every one."""
+        for end in self.batches[:-1]:
+            if batch <= end:
+                return end
+        return self.batches[-1] if self.batches else 0
+
+    def _sizes(self, by_name: dict[str, int]) -> Sizes:
+        out, static = ([by_name[name] for name in names] for names in (self.out.names, self.static))
+        return Sizes(tuple(out), tuple(static), by_name["page"], by_name)
+
+    def _sizes_of(self, data: tuple[Any, ...]) -> Sizes:
+        """The sizes of ``arguments``, which have been checked; what follows them is not looked at."""
+        return self._sizes({name: data[index].shape[dim] for name, (index, dim) in self.places.items()})
+
+    def _empty(self, *call: Any) -> tuple[Tensor, Tensor]:
+        out = call[0].new_empty(self._sizes_of(call).out)
+        return out, _empty_lse(out)
+
+    def _decode(self, *call: Any) -> tuple[Tensor, Tensor]:
+        made = self._empty(*call)
+        self._decode_out(*call, *_NO_PLAN, *made)
+        return made
+
+    def _decode_out(self, *call: Any) -> None:
+        self._run(self._sizes_of(call), *call)
+
+    def _run(self, sizes: Sizes, *call: Any) -> None:
+        data, count = list(call[: len(self.arguments)]), len(self.arguments)
+        (
+            block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, window, sinks, schedule, splits,
+            partial_out, partial_lse, out, lse,
+        ) = call[count:]  # fmt: skip
+        query = data[0]
+        shape = dispatch(self, backend, *sizes.static, query.dtype, query.device)
+        if shape is None:
+            check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * sizes.page)
+            made = resolve_name(self.reference)(
+                *data, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=causal,
+                cache_starts=cache_starts, window=None if window < 0 else window, sinks=sinks,
+            )  # fmt: skip
+            out.copy_(made[0])
+            lse.copy_(made[1])
+            return
+        check_aligned(out=out, **dict(zip(self.names, data, strict=True)))
+        if schedule is None:
+            plan = self.plan(sizes.by_name, query, block_table, cache_seqlens, cache_starts, causal, None, 0, backend)
+            window, sinks, schedule, splits, partial_out, partial_lse = plan.buffers
+        elif schedule.shape[0] == 0:
+            raise ValueError(
+                "plan was made for the reference backend; expected one for TileLang, which serves this call"
+            )
+        for index, first in self.joined:
+            data[index] = data[index].flatten(first)
+        _launch()(
+            self, shape, (*data, block_table), softmax_scale, causal, window, sinks, schedule, splits, partial_out,
+            partial_lse, out, lse,
+        )  # fmt: skip
+
+
+def _empty_lse(out: Tensor) -> Tensor:
+    batch, seqlen_q, heads, _ = out.shape
+    return out.new_empty(batch, heads, seqlen_q, dtype=torch.float64 if out.dtype == torch.float64 else torch.float32)
+
+
+def _check(op: PagedOp, *layouts: tuple | None) -> Sizes:
+    """Everything that the host can know of an op's tensors, each given as the fields of Layout: its arguments,
+    block_table, cache_seqlens, cache_starts and out."""
+    query, name, sizes = Layout(*layouts[0]), op.arguments[0].name, {}
+    if query.dtype not in _DTYPES:
+        raise argument_error(f"{name}.dtype", query.dtype, "bfloat16, float16, float32 or float64")
+    for argument, layout in zip((*op.arguments, *INDICES, op.out), layouts, strict=True):
+        if layout is not None:
+            argument.check(Layout(*layout), query, name, sizes)
+    if "G" in op.places and (sizes["G"] < 1 or sizes["H"] % sizes["G"]):
+        index, dim = op.places["G"]
+        was = f"{op.arguments[index].name}.shape[{dim}] (G)"
+        raise argument_error(was, sizes["G"], f"a divisor of H={sizes['H']}")
+    return op._sizes(sizes)
+
+
+_check_once = lru_cache(maxsize=4096)(_check)  # a decode loop asks in every layer
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise argument_error("backend", repr(backend), f"None or one of {BACKENDS}")
+
+
+@lru_cache(maxsize=1)
+def _launch() -> Callable[..., None]:
+    from mha2mla.kernels.split_kv.launch import launch  # imports TileLang
+
+    return launch
+
+
+def compiled_shape(shape: Any) -> Any:
+    """The shape whose kernels serve ``shape``: S_q is rounded up to a number that kernels are compiled for."""
+    return replace(shape, seqlen_q=next(size for size in SEQLENS_Q if size >= shape.seqlen_q))
+
+
+@lru_cache(maxsize=4096)
+def dispatch(op: PagedOp, backend: str | None, *call: Any) -> Any | None:
+    """The shape to compile for, or None where the reference serves; remembered, since a decode loop asks every step.
+
+    Args:
+        op: that is called.
+        backend: "reference", "tilelang", or None: TileLang where it serves the call.
+        call: the sizes ``op.static``, the query's dtype and device.
+
+    Raises:
+        ValueError: with the reason, if ``backend`` is "tilelang" and no kernel serves the call.
+    """
+    if backend == "reference":
+        return None
+    *sizes, dtype, device = call
+    shape = op.shape(*sizes, dtype_name(dtype))
+    why = op.explain(shape, device)
+    if why is None:
+        return compiled_shape(shape)
+    if backend == "tilelang":
+        raise ValueError(f"backend is 'tilelang', which refuses this call: {why}")
+    return None
