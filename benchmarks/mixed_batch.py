@@ -29,9 +29,10 @@ from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import format_value, print_table, write_json
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.timing import time_callable
-from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionConstants, GQAGeometry
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.paged_cache import PagedCache
+from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, GQAGeometry
 
 LAYERS: dict[str, MLAGeometry | GQAGeometry] = {
     # Llama-2-7B's heads, one shared rotary key
@@ -112,9 +113,12 @@ class Step:
             self.cache.allocator.grow(sequence, length)
         tokens = sum(queries)
         self.weights: dict[str, Tensor] = {}
-        (_, (shape, _)), *_ = backend.buffers(geometry).items()
-        self.weights["inv_freq"] = torch.rand(shape, generator=make, device=device)
+
+        def frequencies(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=make, device=device)
+
         if isinstance(geometry, GQAGeometry):
+            self.weights["inv_freq"] = frequencies(1, geometry.qk_head_dim // 2)
             heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
             self.tensors = {
                 "query": normal(tokens, heads, geometry.qk_head_dim),
@@ -122,6 +126,7 @@ class Step:
                 "value": normal(tokens, kv_heads, geometry.v_head_dim),
             }
         else:
+            self.weights["inv_freq"] = frequencies(geometry.num_rope_heads, geometry.qk_rope_head_dim // 2)
             heads, kv_heads, latent = geometry.num_attention_heads, geometry.num_key_value_heads, geometry.kv_lora_rank
             self.tensors = {
                 "q_nope": normal(tokens, heads, geometry.qk_nope_head_dim),

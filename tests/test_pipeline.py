@@ -624,13 +624,11 @@ def test_a_geometry_that_no_kernel_serves_is_said_at_conversion_in_the_card_and_
     with pytest.warns(UserWarning, match="no kernel will serve 2 of 2 converted layers on a GPU") as caught:
         report = convert(source, tmp_path / "out", recipe)
     assert reason in str(caught[0].message)
-    assert report.decode_backend.startswith("on CUDA expanded, sdpa; batches: mla_reference (") and reason in str(
-        report
-    )
+    assert report.decode_backend.startswith("on CUDA expanded, sdpa; batches: refused (") and reason in str(report)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "expanded, sdpa; batches: mla_reference" in card and reason in card
+    assert "expanded, sdpa; batches: refused" in card and reason in card
     rows = inspect_checkpoint(tmp_path / "out").geometries
-    assert [row["decode_on_cuda"] for row in rows] == ["expanded, sdpa; batches: mla_reference"]
+    assert [row["decode_on_cuda"] for row in rows] == ["expanded, sdpa; batches: refused"]
     assert reason in rows[0]["no_kernel_because"]
 
 
@@ -640,6 +638,6 @@ def test_a_geometry_that_a_kernel_serves_is_converted_without_a_warning(source, 
     recipe = mha2mla.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=8, **SHORT)
     report = convert(source, tmp_path / "out", recipe)
     assert not [warning for warning in recwarn if "kernel" in str(warning.message)]
-    assert report.decode_backend == "on CUDA absorbed, tilelang; batches: mla_paged"
+    assert report.decode_backend == "on CUDA absorbed, mla_paged; batches: mla_paged"
     row = inspect_checkpoint(tmp_path / "out").geometries[0]
-    assert row["decode_on_cuda"] == "absorbed, tilelang; batches: mla_paged" and row["no_kernel_because"] is None
+    assert row["decode_on_cuda"] == "absorbed, mla_paged; batches: mla_paged" and row["no_kernel_because"] is None

@@ -73,7 +73,8 @@ def model_latency(
         )
     if op in ("step", "both"):
         source = load_model(source, "source", device=device, dtype=dtype)
-        converted.config.decode_backend = backend
+        names = {None: None, "tilelang": "mla_paged", "reference": "mla_reference"}
+        converted.config.attention_backend = names[backend]
         rows += decode_step_latency(
             {"source": source, "converted": converted},
             batch_sizes=batch_sizes,

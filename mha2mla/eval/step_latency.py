@@ -137,12 +137,12 @@ def _check_step(step: _DecodeStep, sequences: list[int], yardstick: Tensor, exac
     across_forms = _judge_logits(out, yardstick, exact, ACROSS_FORMS_FACTOR)
     if not across_forms.ok:
         return across_forms
-    backend = config.decode_backend
-    config.decode_backend = "reference"
+    backend = config.attention_backend
+    config.attention_backend = "mla_reference"
     try:
         same_form = _judge_logits(out, step()[sequences], exact)
     finally:
-        config.decode_backend = backend
+        config.attention_backend = backend
     # The reference keeps its softmax weights in float32, a kernel in the model's dtype like torch's own attention: in
     # 16 bits the expanded form is the fairer yardstick, in 32 bits the reference.
     return max(same_form, other_form, key=lambda check: check.torch_error)

@@ -3,13 +3,14 @@
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mha2mla.modeling.attention import MLAAttention
-from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionRegistry
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.model import MHA2MLAForCausalLM, MHA2MLAPreTrainedModel
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.modeling.pages import StaleBatchError
+from mha2mla.modeling.registry import AttentionBackend, AttentionRegistry
 from mha2mla.modeling.served import LayerAttention, what_serves
 
 AutoConfig.register(MHA2MLAConfig.model_type, MHA2MLAConfig, exist_ok=True)

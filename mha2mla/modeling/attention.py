@@ -14,13 +14,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from mha2mla.kernels import DecodePlan, mla_append, mla_decode
-from mha2mla.modeling.backends import AttentionConstants
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.decode_step import DecodeStep
-from mha2mla.modeling.latent_layer import LatentLayer
-from mha2mla.modeling.paged_cache import BatchStep
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
+from mha2mla.modeling.step import AttentionStep
 
 
 class MLAAttention(nn.Module):
@@ -109,7 +105,7 @@ class MLAAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
-        mla_step: DecodeStep | BatchStep | None = None,
+        mla_step: AttentionStep | None = None,
         mla_attentions: dict[int, Tensor | None] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -121,9 +117,9 @@ class MLAAttention(nn.Module):
             attention_mask: 4-D mask of the expanded form; the absorbed form does not look at it.
             past_key_values: a :class:`~mha2mla.modeling.LatentCache`, or any transformers cache for the expanded form.
             position_ids: [B or 1, S].
-            mla_step: what the model's forward pass decided for a LatentCache, whose tokens it counts afterwards;
-                without it the layer runs the expanded form, differentiable. A :class:`BatchStep` for a ragged batch,
-                whose N tokens come as [1, N, hidden].
+            mla_step: what the model's forward pass decided for a LatentCache, whose tokens it counts afterwards, or for
+                a ragged batch, whose N tokens come as [1, N, hidden]; without it the layer runs the expanded form,
+                differentiable.
             mla_attentions: gets the attention weights by layer.
 
         Returns:
@@ -134,12 +130,8 @@ class MLAAttention(nn.Module):
         """
         if position_ids is None:
             raise ValueError("position_ids is None; expected [B, S] token positions")
-        if isinstance(mla_step, BatchStep):
-            return self.o_proj(self.attend_batch(hidden_states[0], mla_step).flatten(1))[None], None
         if mla_step is not None:
-            out, weights = self._over_latent_layer(
-                hidden_states, past_key_values.layers[self.layer_idx], mla_step, attention_mask, **kwargs
-            )
+            out, weights = self._over_pages(hidden_states, mla_step, attention_mask, **kwargs)
         else:
             out, weights = self._differentiable(hidden_states, attention_mask, past_key_values, position_ids, **kwargs)
         if mla_attentions is not None:
@@ -169,68 +161,38 @@ class MLAAttention(nn.Module):
             latent, k_pe = latent[:, 0], k_pe[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1))
         return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
 
-    def constants(self) -> AttentionConstants:
-        """What a backend is told of this layer."""
-        return AttentionConstants(
-            self.geometry,
-            self.config.softmax_scale,
-            self.config.layer_rope_scaling(self.layer_idx),
-            self.sliding_window,
-        )
-
-    def attend_batch(self, hidden_states: Tensor, step: BatchStep) -> Tensor:
-        """Attention of a ragged batch's new tokens [N, hidden] over a paged cache and themselves: [N, H, d_v]."""
-        q_nope, q_pe = self._raw_query(hidden_states[None])
-        latent, k_pe = self._raw_latent(hidden_states[None])
-        tensors = {
-            "q_nope": q_nope[0],
-            "q_pe": q_pe[0],
-            "latent": latent[0],
-            "k_pe": k_pe[0],
-        }
-        weights = {
-            "k_up": self.k_b_proj if self.geometry.qk_nope_head_dim else None,
-            "v_up": self.v_b_proj,
-            "inv_freq": self.inv_freq,
-        }
-        device = hidden_states.device.type
-        if not torch.is_autocast_enabled(device):
-            return step.attend(self.layer_idx, {**tensors, **weights})
-        # The cache has the weights' dtype, so attention has it too: autocast ends where the projections do.
-        tensors = {name: tensor.to(self.v_b_proj.dtype) for name, tensor in tensors.items()}
-        with torch.autocast(device, enabled=False):
-            return step.attend(self.layer_idx, {**tensors, **weights})
-
-    def _over_latent_layer(
-        self, hidden_states: Tensor, layer: LatentLayer, step: DecodeStep, attention_mask: Tensor | None, **kwargs: Any
+    def _over_pages(
+        self, hidden_states: Tensor, step: AttentionStep, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotates and writes the new tokens in one kernel, then attends in the form that the step chose.
+        """Rotates and writes the new tokens, then attends, by the layer's backend or in the expanded form.
 
         Returns:
             [B, S, H, d_v], and attention weights as :meth:`_expanded`.
         """
-        places, plan = step.places[self.layer_idx], step.plans[self.layer_idx]
         q_nope, q_pe = self._raw_query(hidden_states)
         latent, k_pe = self._raw_latent(hidden_states)
-        q_pe = mla_append(
-            latent.flatten(0, 1),
-            k_pe.flatten(0, 1),
-            q_pe.flatten(0, 1),
-            layer.latent_cache,
-            layer.rope_cache,
-            places.positions,
-            places.slots,
-            self.inv_freq,
-            attention_scaling=self.config.layer_rope_scaling(self.layer_idx),
-            backend="reference" if self.config.decode_backend == "reference" else None,
-        ).view_as(q_pe)
-        if plan is not None:
-            return self._absorbed(q_nope, q_pe, layer, plan, places.cache_seqlens, step.cache_starts), None
-        cached, rope = layer.tokens_with(hidden_states.shape[1])
-        latent = latent if layer.is_empty else cached[:, 0]
-        return self._expanded(
-            q_nope, q_pe, latent, rope[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1)), attention_mask, **kwargs
-        )
+        tensors = {
+            "q_nope": q_nope.flatten(0, 1),
+            "q_pe": q_pe.flatten(0, 1),
+            "latent": latent.flatten(0, 1),
+            "k_pe": k_pe.flatten(0, 1),
+            "k_up": self.k_b_proj if self.geometry.qk_nope_head_dim else None,
+            "v_up": self.v_b_proj,
+        }
+        device, layer = hidden_states.device.type, step.layers[self.layer_idx]
+        if torch.is_autocast_enabled(device):
+            # What is cached has a dtype, so attention has it too: autocast ends where the projections do.
+            dtype = layer.tensors["rope_cache"].dtype
+            tensors = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
+            with torch.autocast(device, enabled=False):
+                rotated, out = step.run(self.layer_idx, {**tensors, "inv_freq": self.inv_freq})
+        else:
+            rotated, out = step.run(self.layer_idx, {**tensors, "inv_freq": self.inv_freq})
+        if out is not None:
+            return out.unflatten(0, hidden_states.shape[:2]), None
+        cached, k_pe = layer.tokens_with(hidden_states.shape[1])
+        latent = latent if layer.is_empty else cached
+        return self._expanded(q_nope, rotated["q_pe"].view_as(q_pe), latent, k_pe, attention_mask, **kwargs)
 
     def _raw_query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """q_nope [B, S, H, d_n] and q_pe [B, S, H, d_r] before RoPE."""
@@ -305,42 +267,6 @@ class MLAAttention(nn.Module):
             **kwargs,
         )
         return out[..., :value_dim], weights
-
-    def _absorbed(
-        self,
-        q_nope: Tensor,
-        q_pe: Tensor,
-        layer: LatentLayer,
-        plan: DecodePlan,
-        cache_seqlens: Tensor,
-        cache_starts: Tensor | None,
-    ) -> Tensor:
-        """W_UK goes to the query and W_UV to the output, so that attention runs over the cached c itself.
-
-        Returns:
-            [B, S, H, d_v].
-        """
-        geometry = self.geometry
-        up_heads = geometry.num_up_projection_heads
-        if geometry.qk_nope_head_dim:
-            q_latent = torch.einsum("bskrn,knc->bskrc", q_nope.unflatten(2, (up_heads, -1)), self.k_b_proj).flatten(
-                2, 3
-            )
-        else:
-            q_latent = q_pe.new_zeros(*q_pe.shape[:3], geometry.kv_lora_rank)
-        out = mla_decode(
-            q_latent,
-            q_pe,
-            layer.latent_cache,
-            layer.rope_cache,
-            layer.block_table,
-            cache_seqlens,
-            softmax_scale=self.config.softmax_scale,
-            cache_starts=None if cache_starts is None else cache_starts.to(q_pe.device),
-            plan=plan,
-            backend=self.config.decode_backend,
-        )
-        return torch.einsum("bskrc,kvc->bskrv", out.unflatten(2, (up_heads, -1)), self.v_b_proj).flatten(2, 3)
 
 
 def _decode_latent(latent: Tensor, decoder: Tensor) -> Tensor:

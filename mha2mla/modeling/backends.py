@@ -1,18 +1,18 @@
-"""Attention backends by name: which ops serve a layer over a ragged batch, what they are given, what they refuse."""
+"""The attention backends that there are: ops of :mod:`mha2mla.kernels` by the names that configs give them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import (
+    DecodePlan,
     MixedPlan,
     explain_attention_varlen,
     explain_gqa_decode,
@@ -20,209 +20,28 @@ from mha2mla.kernels import (
     explain_mla_decode_fp8,
     gqa_append,
     gqa_attention,
+    mla_absorbed,
     mla_append,
     mla_attention,
     plan_gqa_attention,
     plan_mla_attention,
+    plan_mla_decode,
+    plan_mla_decode_fp8,
 )
 from mha2mla.modeling.batch import SequenceBatch
-from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, gqa_layout, latent_layout
-
-Tensors = Mapping[str, "Tensor | None"]
-
-
-@dataclass(frozen=True)
-class GQAGeometry:
-    """Static shape of a layer that caches keys and values: H, h_kv, d_k and d_v."""
-
-    num_attention_heads: int
-    num_key_value_heads: int
-    qk_head_dim: int
-    v_head_dim: int
+from mha2mla.modeling.cache_layout import fp8_layout, gqa_layout, latent_layout
+from mha2mla.modeling.registry import (
+    AttentionBackend,
+    AttentionConstants,
+    AttentionRegistry,
+    Batch,
+    GQAGeometry,
+    Plan,
+    Tensors,
+)
 
 
-@dataclass(frozen=True)
-class AttentionConstants:
-    """What a layer's attention is told beside tensors.
-
-    Attributes:
-        geometry: of the layer; its type says which backends can serve it.
-        softmax_scale: the source model's.
-        attention_scaling: factor on cos and sin (YaRN, longrope).
-        window: tokens that a query sees, itself included; None: all.
-        interleaved: rotary pairs are neighbours; else halves.
-    """
-
-    geometry: MLAGeometry | GQAGeometry
-    softmax_scale: float
-    attention_scaling: float = 1.0
-    window: int | None = None
-    interleaved: bool = False
-
-
-@dataclass(frozen=True)
-class AttentionBackend:
-    """Ops that serve attention over a ragged batch, and everything that a caller must know to call them.
-
-    Attributes:
-        name: in the registry and in configs.
-        geometry: type of the geometries that it serves.
-        queries, keys, values: names of the arguments per new token: [N, heads, width], a latent [N, width].
-        weights: names of the layer's own weights that the ops take.
-        buffers: per name, shape and dtype of tensors that live as long as the layer, from its geometry.
-        cache_layout: from geometry, page size and the model's dtype, what its cache is made of.
-        plan: the metadata op: ``plan(cache, batch, constants)``, once per step for all layers that share constants.
-        append: ``append(tensors, cache, batch, constants)`` rotates the queries, which it returns by name, and writes
-            keys and values of the new tokens to their slots.
-        attend: ``attend(tensors, cache, plan, constants)`` gives [N, H, d_v].
-        explain: ``explain(geometry, page_size, dtype, device)``: what it refuses and why, or None.
-        cache_dtype: of the cache; None: the model's.
-        paged: the cache comes in pages with a page table.
-        automatic: may be chosen where nobody asked for it by name: gives the numbers that the model's dtype promises.
-    """
-
-    name: str
-    geometry: type
-    queries: tuple[str, ...]
-    keys: tuple[str, ...]
-    values: tuple[str, ...]
-    weights: tuple[str, ...]
-    buffers: Callable[[Any], Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
-    cache_layout: Callable[[Any, int, torch.dtype], CacheLayout]
-    plan: Callable[[Tensors, SequenceBatch, AttentionConstants], MixedPlan]
-    append: Callable[[Tensors, Tensors, SequenceBatch, AttentionConstants], dict[str, Tensor]]
-    attend: Callable[[Tensors, Tensors, MixedPlan, AttentionConstants], Tensor]
-    explain: Callable[[Any, int, torch.dtype, torch.device], str | None]
-    cache_dtype: torch.dtype | None = None
-    paged: bool = True
-    automatic: bool = True
-
-    def refusal(self, geometry: Any, page_size: int, dtype: torch.dtype, device: torch.device | str) -> str | None:
-        """Why it does not serve a layer, or None."""
-        if not isinstance(geometry, self.geometry):
-            return f"it serves {self.geometry.__name__}, not {type(geometry).__name__}"
-        return self.explain(geometry, page_size, dtype, torch.device(device))
-
-    def run(
-        self,
-        tensors: Tensors,
-        cache: Tensors,
-        batch: SequenceBatch,
-        plan: MixedPlan,
-        constants: AttentionConstants,
-    ) -> Tensor:
-        """Appends the new tokens and attends: [N, H, d_v]. ``tensors``: queries, keys, values, weights, buffers."""
-        rotated = self.append(tensors, cache, batch, constants)
-        return self.attend({**tensors, **rotated}, cache, plan, constants)
-
-
-class AttentionRegistry:
-    """Backends by name.
-
-    Args:
-        backends: what is in it from the beginning, in the order in which :meth:`choose` tries them.
-    """
-
-    def __init__(self, backends: Iterable[AttentionBackend] = ()) -> None:
-        self._backends: dict[str, AttentionBackend] = {}
-        for backend in backends:
-            self.register(backend)
-
-    @property
-    def backends(self) -> Mapping[str, AttentionBackend]:
-        """All of them, read-only."""
-        return MappingProxyType(self._backends)
-
-    def register(self, backend: AttentionBackend) -> AttentionBackend:
-        """Adds a backend, behind those that are there.
-
-        Raises:
-            ValueError: its name is taken.
-        """
-        if backend.name in self._backends:
-            raise ValueError(f"backend.name is {backend.name!r}; expected none of {sorted(self._backends)}")
-        self._backends[backend.name] = backend
-        return backend
-
-    def get(self, name: str) -> AttentionBackend:
-        """The backend of that name.
-
-        Raises:
-            ValueError: there is none.
-        """
-        if name not in self._backends:
-            raise ValueError(f"attention backend is {name!r}; expected one of {sorted(self._backends)}")
-        return self._backends[name]
-
-    def choose(
-        self, name: str | None, geometry: Any, page_size: int, dtype: torch.dtype, device: torch.device | str
-    ) -> AttentionBackend:
-        """The backend called ``name``, or, for None, the first that may be chosen and refuses nothing.
-
-        Raises:
-            ValueError: it, or every one of them, refuses; with the reasons.
-        """
-        backend, why = self.find(name, geometry, page_size, dtype, device)
-        if backend is None:
-            refusing = (
-                f"no attention backend serves {geometry}" if name is None else f"attention backend {name!r} refuses"
-            )
-            raise ValueError(f"{refusing}: {why}")
-        return backend
-
-    def find(
-        self, name: str | None, geometry: Any, page_size: int, dtype: torch.dtype, device: torch.device | str
-    ) -> tuple[AttentionBackend | None, str]:
-        """The backend that :meth:`choose` takes, and what those before it refuse; None and the reasons where it raises.
-
-        Raises:
-            ValueError: there is no backend of that name.
-        """
-        if name is not None:
-            backend = self.get(name)
-            why = backend.refusal(geometry, page_size, dtype, device)
-            return (backend, "") if why is None else (None, why)
-        reasons = []
-        for backend in self._backends.values():
-            if backend.automatic and isinstance(geometry, backend.geometry):
-                why = backend.refusal(geometry, page_size, dtype, device)
-                if why is None:
-                    return backend, "; ".join(reasons)
-                reasons.append(f"{backend.name}: {why}")
-        return None, "; ".join(reasons) or "none is registered"
-
-
-class AttentionLayer(nn.Module):
-    """One layer's attention by a backend, with its buffers: for tracing, exporting and comparing backends.
-
-    Args:
-        backend: what serves it.
-        constants: of the layer.
-        device: of the buffers, which are zero: load or set them.
-
-    ``forward(tensors, cache, batch, plan)`` takes queries, keys, values and weights by the backend's names, the cache's
-    tensors by the layout's, and what is prepared once per step; it gives [N, H, d_v].
-    """
-
-    def __init__(
-        self, backend: AttentionBackend, constants: AttentionConstants, device: torch.device | str = "cpu"
-    ) -> None:
-        super().__init__()
-        self.backend, self.constants = backend, constants
-        for name, (shape, dtype) in backend.buffers(constants.geometry).items():
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device))
-
-    def forward(
-        self, tensors: dict[str, Tensor], cache: dict[str, Tensor], batch: SequenceBatch, plan: MixedPlan
-    ) -> Tensor:
-        return self.backend.run({**tensors, **dict(self.named_buffers())}, cache, batch, plan, self.constants)
-
-
-def _mla_buffers(geometry: MLAGeometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {"inv_freq": ((geometry.num_rope_heads, geometry.qk_rope_head_dim // 2), torch.float32)}
-
-
-def _mla_plan(backend: str | None, cache: Tensors, batch: SequenceBatch, constants: AttentionConstants) -> MixedPlan:
+def _mla_plan(backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants) -> MixedPlan:
     geometry = constants.geometry
     return plan_mla_attention(
         cache["latent_cache"],
@@ -240,10 +59,26 @@ def _mla_plan(backend: str | None, cache: Tensors, batch: SequenceBatch, constan
     )
 
 
+def _mla_plan_decode(
+    backend: str | None, cache: Tensors, block_table: Tensor, query_length: int, constants: AttentionConstants
+) -> DecodePlan:
+    geometry, rope = constants.geometry, cache["rope_cache"]
+    plan = plan_mla_decode if "latent_scale" not in cache else plan_mla_decode_fp8
+    shape = (block_table.shape[0], query_length, geometry.num_attention_heads, geometry.kv_lora_rank)
+    return plan(
+        rope.new_empty(()).expand(shape),  # stands in for queries, of which shape, dtype and device are looked at
+        rope,
+        block_table,
+        None,
+        qk_rope_head_dim=geometry.qk_rope_head_dim,
+        window=constants.window,
+        backend=backend,
+    )
+
+
 def _mla_append(
-    backend: str | None, tensors: Tensors, cache: Tensors, batch: SequenceBatch, constants: AttentionConstants
+    backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, constants: AttentionConstants
 ) -> dict[str, Tensor]:
-    scale = {"latent_scale": cache["latent_scale"]} if "latent_scale" in cache else {}
     rotated = mla_append(
         tensors["latent"],
         tensors["k_pe"],
@@ -253,62 +88,68 @@ def _mla_append(
         batch.positions,
         batch.slots,
         tensors["inv_freq"],
+        latent_scale=cache.get("latent_scale"),
         attention_scaling=constants.attention_scaling,
         interleaved=constants.interleaved,
         backend=backend,
-        **scale,
     )
     return {"q_pe": rotated}
 
 
 def _mla_attend(
-    backend: str | None, tensors: Tensors, cache: Tensors, plan: MixedPlan, constants: AttentionConstants
+    backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, plan: Plan, constants: AttentionConstants
 ) -> Tensor:
-    return mla_attention(
-        tensors["q_nope"],
-        tensors["q_pe"],
-        cache["latent_cache"],
-        cache["rope_cache"],
-        tensors.get("k_up"),
-        tensors["v_up"],
-        plan,
-        softmax_scale=constants.softmax_scale,
-        latent_scale=cache.get("latent_scale"),
-        backend=backend,
+    q_nope, q_pe = tensors["q_nope"], tensors["q_pe"]
+    layer = (cache["latent_cache"], cache["rope_cache"], tensors["k_up"], tensors["v_up"])
+    options = {
+        "softmax_scale": constants.softmax_scale,
+        "latent_scale": cache.get("latent_scale"),
+        "backend": backend,
+    }
+    if not isinstance(plan, DecodePlan):
+        return mla_attention(q_nope, q_pe, *layer, plan, **options)
+    rows = plan.shape[:2]
+    out = mla_absorbed(
+        q_nope.unflatten(0, rows),
+        q_pe.unflatten(0, rows),
+        *layer,
+        batch.block_table,
+        batch.cache_seqlens,
+        cache_starts=batch.cache_starts,
+        plan=plan,
+        **options,
     )
+    return out.flatten(0, 1)
 
 
-def _explain_mla(
-    explain: Callable[..., str | None], geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    widths = (geometry.qk_nope_head_dim, geometry.qk_rope_head_dim)
-    return explain(geometry, page_size, dtype, device) or _explain_long(widths, geometry.v_head_dim, dtype, device)
+def _long_mla(geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    return _long((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), geometry.v_head_dim, dtype, device)
 
 
-def _explain_long(widths: tuple[int, ...], v_head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def _long_gqa(geometry: GQAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    return _long((geometry.qk_head_dim,), geometry.v_head_dim, dtype, device)
+
+
+def _long(widths: tuple[int, ...], v_head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
     why = explain_attention_varlen(widths, v_head_dim, dtype, device)
     return None if why is None else f"long queries run attention_varlen, and {why}"
 
 
-def _fp8_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype) -> CacheLayout:
-    """``latent_cache`` as e4m3 numbers with ``latent_scale`` per token, and ``rope_cache`` in the model's dtype."""
-    tensors = (
-        CacheTensor("latent_cache", (geometry.kv_lora_rank,), torch.float8_e4m3fn),
-        CacheTensor("latent_scale", (), torch.float32),
-        CacheTensor("rope_cache", (geometry.num_rope_heads, geometry.qk_rope_head_dim), dtype),
+def _rows(latent: int, geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What a reference refuses too, since it is the same op: 16-bit rows that are no multiples of 16 bytes."""
+    if dtype.itemsize != 2 or not (geometry.kv_lora_rank % latent or geometry.qk_rope_head_dim % 8):
+        return None
+    return (
+        f"kv_lora_rank is {geometry.kv_lora_rank} and qk_rope_head_dim {geometry.qk_rope_head_dim}; in 16 bits the op"
+        f" takes multiples of {latent} and 8"
     )
-    return CacheLayout("mla_fp8", tensors, page_size)
 
 
-def _gqa_buffers(geometry: GQAGeometry) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {"inv_freq": ((1, geometry.qk_head_dim // 2), torch.float32)}
-
-
-def _gqa_layout(geometry: GQAGeometry, page_size: int, dtype: torch.dtype) -> CacheLayout:
+def _gqa_layout(geometry: GQAGeometry, page_size: int, dtype: torch.dtype):
     return gqa_layout(geometry.num_key_value_heads, geometry.qk_head_dim, geometry.v_head_dim, page_size, dtype)
 
 
-def _gqa_plan(backend: str | None, cache: Tensors, batch: SequenceBatch, constants: AttentionConstants) -> MixedPlan:
+def _gqa_plan(backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants) -> MixedPlan:
     return plan_gqa_attention(
         cache["key_cache"],
         cache["value_cache"],
@@ -323,7 +164,7 @@ def _gqa_plan(backend: str | None, cache: Tensors, batch: SequenceBatch, constan
 
 
 def _gqa_append(
-    backend: str | None, tensors: Tensors, cache: Tensors, batch: SequenceBatch, constants: AttentionConstants
+    backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, constants: AttentionConstants
 ) -> dict[str, Tensor]:
     rotated = gqa_append(
         tensors["query"],
@@ -342,7 +183,12 @@ def _gqa_append(
 
 
 def _gqa_attend(
-    backend: str | None, tensors: Tensors, cache: Tensors, plan: MixedPlan, constants: AttentionConstants
+    backend: str | None,
+    tensors: Tensors,
+    cache: Tensors,
+    batch: SequenceBatch,
+    plan: MixedPlan,
+    constants: AttentionConstants,
 ) -> Tensor:
     return gqa_attention(
         tensors["query"],
@@ -355,76 +201,68 @@ def _gqa_attend(
 
 
 def _explain_gqa(geometry: GQAGeometry, page_size: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
-    widths = geometry.qk_head_dim, geometry.v_head_dim
-    why = explain_gqa_decode(heads, kv_heads, *widths, page_size, dtype, device)
-    return why or _explain_long(widths[:1], widths[1], dtype, device)
+    heads = (geometry.num_attention_heads, geometry.num_key_value_heads)
+    return explain_gqa_decode(*heads, geometry.qk_head_dim, geometry.v_head_dim, page_size, dtype, device)
 
 
 def _serves_all(*_: object) -> None:
     """Nothing is refused."""
 
 
-def _mla(name: str, backend: str | None, explain: Callable, layout: Callable, **options: Any) -> AttentionBackend:
+def _one_call(*_: object) -> str:
+    return "it serves a LatentCache, whose sequences all bring as many tokens"
+
+
+def _mla(name: str, backend: str | None, explain: Callable, explain_long: Callable, **options: Any) -> AttentionBackend:
+    ops = {
+        "cache_layout": latent_layout,
+        "plan": partial(_mla_plan, backend),
+        "plan_decode": partial(_mla_plan_decode, backend),
+        "append": partial(_mla_append, backend),
+        "attend": partial(_mla_attend, backend),
+    }
     return AttentionBackend(
         name=name,
         geometry=MLAGeometry,
-        queries=("q_nope", "q_pe"),
-        keys=("k_pe",),
-        values=("latent",),
-        weights=("k_up", "v_up"),
-        buffers=_mla_buffers,
-        cache_layout=layout,
-        plan=partial(_mla_plan, backend),
-        append=partial(_mla_append, backend),
-        attend=partial(_mla_attend, backend),
+        per_token=("q_nope", "q_pe", "latent", "k_pe"),
+        weights=("k_up", "v_up", "inv_freq"),
         explain=explain,
+        explain_long=explain_long,
+        **{**ops, **options},
+    )
+
+
+def _gqa(name: str, backend: str | None, explain: Callable, explain_long: Callable, **options: Any) -> AttentionBackend:
+    return AttentionBackend(
+        name=name,
+        geometry=GQAGeometry,
+        per_token=("query", "key", "value"),
+        weights=("inv_freq",),
+        cache_layout=_gqa_layout,
+        plan=partial(_gqa_plan, backend),
+        plan_decode=None,
+        append=partial(_gqa_append, backend),
+        attend=partial(_gqa_attend, backend),
+        explain=explain,
+        explain_long=explain_long,
         **options,
     )
 
 
-def _gqa(name: str, backend: str | None, explain: Callable) -> AttentionBackend:
-    return AttentionBackend(
-        name=name,
-        geometry=GQAGeometry,
-        queries=("query",),
-        keys=("key",),
-        values=("value",),
-        weights=(),
-        buffers=_gqa_buffers,
-        cache_layout=_gqa_layout,
-        plan=partial(_gqa_plan, backend),
-        append=partial(_gqa_append, backend),
-        attend=partial(_gqa_attend, backend),
-        explain=explain,
-    )
-
-
+_EIGHT_BITS = {"cache_layout": fp8_layout, "automatic": False}
 BUILT_IN: Mapping[str, AttentionBackend] = MappingProxyType(
     {
         backend.name: backend
         for backend in (
-            _mla("mla_paged", None, partial(_explain_mla, explain_mla_decode), latent_layout),
-            _gqa("gqa_paged", None, _explain_gqa),
-            _mla(
-                "mla_fp8",
-                None,
-                partial(_explain_mla, explain_mla_decode_fp8),
-                _fp8_layout,
-                cache_dtype=torch.float8_e4m3fn,
-                automatic=False,
-            ),
-            _mla(
-                "mla_fp8_reference",
-                "reference",
-                _serves_all,
-                _fp8_layout,
-                cache_dtype=torch.float8_e4m3fn,
-                automatic=False,
-            ),
+            _mla("mla_paged", None, explain_mla_decode, _long_mla),
+            _gqa("gqa_paged", None, _explain_gqa, _long_gqa),
+            _mla("mla_fp8", None, explain_mla_decode_fp8, _long_mla, **_EIGHT_BITS),
+            _mla("mla_fp8_reference", "reference", partial(_rows, 16), _serves_all, compiled=False, **_EIGHT_BITS),
+            # No op of its own attends: the model's attn_implementation does.
+            _mla("mla_expanded", None, _serves_all, _one_call, compiled=False, automatic=False, attend=None, plan=None),
             # Last: what serves where nothing else does.
-            _mla("mla_reference", "reference", _serves_all, latent_layout),
-            _gqa("gqa_reference", "reference", _serves_all),
+            _mla("mla_reference", "reference", partial(_rows, 8), _serves_all, compiled=False),
+            _gqa("gqa_reference", "reference", _serves_all, _serves_all, compiled=False),
         )
     }
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,21 @@ from mha2mla.modeling.pages import NO_PAGE
 
 class CacheCapacityError(ValueError):
     """New tokens have no place in the cache; nothing was changed."""
+
+
+class UniformBatch(NamedTuple):
+    """B sequences that bring S new tokens each, as a LatentCache has them: what backends read of a SequenceBatch.
+
+    ``positions`` and ``slots`` [B * S], ``block_table`` [B, max_pages], ``cache_seqlens`` and ``cache_starts`` [B] are
+    as there; ``lengths`` too, where a plan needs them: of queries of more than 8 tokens.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    cache_seqlens: Tensor
+    cache_starts: Tensor | None
+    lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
+from mha2mla.modeling.batch import UniformBatch
+from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.latent_layer import PAGE_SIZE, LatentLayer
-
-if TYPE_CHECKING:
-    from mha2mla.modeling.decode_step import LayerPlans
+from mha2mla.modeling.latent_layer import LatentLayer
+from mha2mla.modeling.registry import Plan
+from mha2mla.modeling.step import DecodePlans, mixed_plans
 
 
 class LatentCache(Cache):
-    """Cache of a converted model: pages of c and k_pe per layer, which :func:`mha2mla.kernels.mla_decode` reads.
+    """Cache of a converted model for transformers: pages of c and k_pe per layer, served by attention backends.
 
     Every verb, a model's step included, is done in all layers or in none: after an error (out of memory included) the
     cache holds the tokens that it held before.
 
     Args:
-        config: of the model.
+        config: of the model; what its ``attention_backend`` names serves.
         max_cache_len: tokens per sequence, padding included, of a static cache (CUDA graphs, ``torch.compile``); None
             for a dynamic one, which doubles its pages when they are full.
         page_size: tokens per page, a power of two >= 16.
@@ -33,7 +34,7 @@ class LatentCache(Cache):
         padding_is_left: whether the last attention mask that the host looked at was zeros, then ones
             (``visibility.py``). Steps whose mask the host does not look at go by it.
         plans: of the decode op, with their workspace, which steps reuse; by what they were made for, beside
-            ``plans_for``, the batch size, capacity, dtype and device of the pages. See ``decode_step.py``.
+            ``plans_for``, the batch size, capacity, dtype and device of the pages.
 
     Raises:
         ValueError: naming the argument.
@@ -46,11 +47,11 @@ class LatentCache(Cache):
             raise ValueError(f"max_cache_len is {max_cache_len}; expected None or a positive number of tokens")
         self.page_size = page_size
         self.padding_is_left = True
-        self.plans: dict[tuple, LayerPlans] = {}
+        self.plans: dict[tuple, DecodePlans] = {}
         self.plans_for: tuple | None = None
         super().__init__(
             layers=[
-                LatentLayer(config.layer_geometry(index), page_size, max_cache_len)
+                LatentLayer(config.attention_constants(index), page_size, max_cache_len, config.attention_backend)
                 for index in range(config.num_hidden_layers)
             ]
         )
@@ -102,6 +103,80 @@ class LatentCache(Cache):
                     layer.cache_seqlens.zero_()
             self.padding_is_left = padding_is_left
             raise
+
+    def serve_by(self, name: str | None) -> None:
+        """What is cached, and what comes, is served by the backend of that name (``config.attention_backend``).
+
+        Raises:
+            ValueError: it refuses a layer, or its cache is made of other tensors than what is cached.
+        """
+        if name == self.layers[0].backend_name:
+            return
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        for layer, chosen in [(layer, layer.choose(name, layer.dtype, layer.device)) for layer in layers]:
+            layer.serve_by(chosen)
+        for layer in self.layers:
+            layer.backend_name = name
+        self.plans = {}
+
+    def attends(self, query_length: int, obeys_mask: bool) -> tuple[bool, ...]:
+        """Per layer, whether its backend attends in a step that brings so many tokens: :meth:`LatentLayer.attends`."""
+        return tuple([obeys_mask and layer.attends(query_length) for layer in self.layers])
+
+    def place(self, position_ids: Tensor, starts: Tensor | None) -> tuple[UniformBatch, ...]:
+        """Per layer, where it puts the new tokens: one object per device, since all layers cache the same tokens.
+
+        Args:
+            position_ids: [B or 1, S].
+            starts: [B] int32, first visible token of each sequence; None: all are.
+        """
+        on_device: dict[torch.device, UniformBatch] = {}
+        for layer in self.layers:
+            if layer.device not in on_device:
+                on_device[layer.device] = layer.place(position_ids, starts)
+        return tuple([on_device[layer.device] for layer in self.layers])
+
+    def plan(
+        self,
+        attends: tuple[bool, ...],
+        batches: Sequence[UniformBatch],
+        query_length: int,
+        starts: Sequence[int] | None = None,
+    ) -> tuple[Plan | None, ...]:
+        """Per layer a plan for its backend, None where it does not attend; call before any layer appends its tokens.
+
+        Of up to 8 tokens the cache keeps the plans' buffers from step to step, so that a captured CUDA graph finds them
+        where they were. Inside ``torch.compile`` they are temporaries of the compiled step instead, which places (and
+        captures) them itself.
+
+        Args:
+            attends: per layer.
+            batches: of :meth:`place`.
+            query_length: S.
+            starts: first visible tokens as the host knows them; looked at for longer queries, None: 0.
+        """
+        if not any(attends):
+            return (None,) * len(attends)
+        if query_length > MAX_DECODE_QUERY_LENGTH:
+            cached, batch = self.layers[0].get_seq_length(), self.batch_size
+            lengths = torch.tensor([[query_length] * batch, [cached] * batch, starts or [0] * batch], dtype=torch.int32)
+            return mixed_plans(self.layers, attends, [batch._replace(lengths=lengths) for batch in batches])
+        tables = [layer.block_table for layer in self.layers]
+        if torch.compiler.is_compiling():
+            plans = DecodePlans.allocate(self.layers, attends, tables, query_length)
+        else:
+            first = self.layers[0]
+            pages, key = (first.batch_size, first.capacity, first.dtype, first.device), (query_length, attends)
+            if self.plans_for != pages:
+                # The pages have moved, so no CUDA graph that was captured over them is of use any more.
+                self.plans_for, self.plans = pages, {}
+            if key not in self.plans:
+                # Not inference tensors, which could not be refreshed outside inference_mode.
+                with torch.inference_mode(False):
+                    self.plans[key] = DecodePlans.allocate(self.layers, attends, tables, query_length)
+            plans = self.plans[key]
+        plans.refresh(batches)
+        return plans.of_layer
 
     def next_positions(self, new_tokens: int, device: torch.device) -> Tensor:
         """[1, S] int64, positions of ``new_tokens`` more tokens; padding counts."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.pages import PageCopy
 
+PAGE_SIZE = 64
+
 
 @dataclass(frozen=True)
 class CacheTensor:
@@ -33,17 +35,14 @@ class CacheLayout:
         name: of the layout, for messages and reports.
         tensors: each is stored as [num_pages, page_size, *shape].
         page_size: tokens per page.
-        combined: all tensors are views of one buffer [num_pages, page_size, numbers per token], one behind the other
-            within a token (FlashMLA's layout); they must have one dtype.
 
     Raises:
-        ValueError: ``page_size`` is less than 1, two tensors share a name, or a combined layout has several dtypes.
+        ValueError: ``page_size`` is less than 1, or two tensors share a name.
     """
 
     name: str
     tensors: tuple[CacheTensor, ...]
     page_size: int
-    combined: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -53,9 +52,6 @@ class CacheLayout:
             raise ValueError(
                 f"tensors are called {', '.join(names) or 'nothing'}; expected different names, one at least"
             )
-        if self.combined and len({tensor.dtype for tensor in self.tensors}) > 1:
-            dtypes = ", ".join(f"{tensor.name} {tensor.dtype}" for tensor in self.tensors)
-            raise ValueError(f"combined is True for {dtypes}; expected one dtype")
 
     @property
     def bytes_per_token(self) -> int:
@@ -65,34 +61,20 @@ class CacheLayout:
     def bytes_per_page(self) -> int:
         return self.page_size * self.bytes_per_token
 
-    def num_pages(self, nbytes: int, num_layers: int = 1) -> int:
-        """Whole pages that fit into ``nbytes`` if ``num_layers`` layers have as many each."""
-        return nbytes // (num_layers * self.bytes_per_page)
-
-    def make(self, num_pages: int, device: torch.device | str = "cpu", fill: float = 0.0) -> dict[str, Tensor]:
-        """The tensors by name, filled with ``fill``.
+    def make(self, num_pages: int, device: torch.device | str = "cpu", fill: float | None = 0.0) -> dict[str, Tensor]:
+        """The tensors by name, filled with ``fill``; None: with whatever is there.
 
         Zeros by default: the expanded form multiplies masked values by zero, and NaN times zero is NaN.
         """
+        made = {}
         # Not inference tensors, which nothing outside inference_mode could append to.
         with torch.inference_mode(False):
-            return self._make(num_pages, device, fill)
-
-    def _make(self, num_pages: int, device: torch.device | str, fill: float) -> dict[str, Tensor]:
-        if not self.combined:
-            return {
-                tensor.name: torch.full(
-                    (num_pages, self.page_size, *tensor.shape), fill, dtype=tensor.dtype, device=device
-                )
-                for tensor in self.tensors
-            }
-        widths = [torch.Size(tensor.shape).numel() for tensor in self.tensors]
-        shape = (num_pages, self.page_size, sum(widths))
-        parts = torch.full(shape, fill, dtype=self.tensors[0].dtype, device=device).split(widths, dim=-1)
-        return {
-            tensor.name: part.unflatten(-1, tensor.shape) if tensor.shape else part.squeeze(-1)
-            for tensor, part in zip(self.tensors, parts, strict=True)
-        }
+            for tensor in self.tensors:
+                shape = (num_pages, self.page_size, *tensor.shape)
+                made[tensor.name] = torch.empty(shape, dtype=tensor.dtype, device=device)
+                if fill is not None:
+                    made[tensor.name].fill_(fill)
+        return made
 
     def copy_pages(self, cache: Mapping[str, Tensor], copies: Iterable[PageCopy]) -> None:
         """Carries out what :meth:`PageAllocator.grow` asked for, in every tensor of ``cache``."""
@@ -101,20 +83,33 @@ class CacheLayout:
             return
         sources, targets = torch.tensor(pairs).T
         for tensor in self.tensors:
-            data = cache[tensor.name]
+            data = in_bytes(cache[tensor.name])
             data[targets.to(data.device)] = data[sources.to(data.device)]
 
 
-def latent_layout(
-    geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16, *, combined: bool = False
-) -> CacheLayout:
+def in_bytes(tensor: Tensor) -> Tensor:
+    """``tensor`` to be moved about: e4m3 numbers as uint8, since not every device's indexing knows them."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def latent_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:
     """``latent_cache`` [.., d_c] and ``rope_cache`` [.., G, d_r], as ``mla_decode`` takes them."""
-    rope = (geometry.num_rope_heads, geometry.qk_rope_head_dim)
+    latent = CacheTensor("latent_cache", (geometry.kv_lora_rank,), dtype)
+    return CacheLayout("mla", (latent, _rope(geometry, dtype)), page_size)
+
+
+def fp8_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:
+    """``latent_cache`` as e4m3 numbers with ``latent_scale`` per token, and ``rope_cache`` in the model's dtype."""
     tensors = (
-        CacheTensor("latent_cache", (geometry.kv_lora_rank,), dtype),
-        CacheTensor("rope_cache", rope, dtype),
+        CacheTensor("latent_cache", (geometry.kv_lora_rank,), torch.float8_e4m3fn),
+        CacheTensor("latent_scale", (), torch.float32),
+        _rope(geometry, dtype),
     )
-    return CacheLayout("mla", tensors, page_size, combined)
+    return CacheLayout("mla_fp8", tensors, page_size)
+
+
+def _rope(geometry: MLAGeometry, dtype: torch.dtype) -> CacheTensor:
+    return CacheTensor("rope_cache", (geometry.num_rope_heads, geometry.qk_rope_head_dim), dtype)
 
 
 def gqa_layout(

@@ -10,10 +10,14 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.modeling.registry import AttentionConstants
 
 SCHEMA_VERSION = 1
-MLA_FORMS = ("auto", "expanded", "absorbed")
-DECODE_BACKENDS = (None, "tilelang", "reference")
+# What older configs say by two keys that are no more, as attention_backend.
+_OLDER_KEYS = {
+    "mla_form": {"auto": None, "absorbed": None, "expanded": "mla_expanded"},
+    "decode_backend": {None: None, "tilelang": "mla_paged", "reference": "mla_reference"},
+}
 
 # What transformers, generation and serving tools read from the top level of a config. Taken from the source unless
 # given, and handed back to the source's base model: the top level is what counts (resized embeddings, fewer layers, …).
@@ -63,20 +67,18 @@ class MHA2MLAConfig(PreTrainedConfig):
             one beyond. None: nothing bounds it (an exact conversion), or it was not recorded (older checkpoints).
         recipe: how the checkpoint was converted; a record, never read here.
         schema_version: of the checkpoint's layout; a newer one than this package knows is refused.
-        mla_form: "auto" (absorbed for decode where a kernel serves it), "expanded", or "absorbed"; may be changed at
-            run time.
-        decode_backend: passed to :func:`mha2mla.kernels.mla_decode`; may be changed at run time.
-        attention_backend: name in :data:`mha2mla.modeling.backends.ATTENTION_BACKENDS` of what serves ragged batches
-            over a :class:`~mha2mla.modeling.PagedCache`; None: the first that refuses no layer. One's own backend is
-            registered before it is named here. (What transformers calls ``attn_implementation`` computes the expanded
-            form over other caches.)
+        attention_backend: name in :data:`mha2mla.modeling.backends.ATTENTION_BACKENDS` of what serves the caches of the
+            package, in ``generate`` and in ragged batches; may be changed at run time. None: what serves a layer best,
+            while prompts in ``generate`` are left to what transformers calls ``attn_implementation``; that computes the
+            expanded form over other caches, while training, for masks that the backend cannot obey, and by the name
+            "mla_expanded" always. One's own backend is registered before it is named here.
 
     The other fields repeat the source's, for readers that expect them at the top level; where they differ from
     ``source_config`` they win.
 
     Raises:
-        ValueError: naming the field, its value and what was expected; of ``mla_form`` and the two backends also when
-            they are assigned.
+        ValueError: naming the field, its value and what was expected; of ``attention_backend`` also when it is
+            assigned.
     """
 
     model_type = "mha2mla"
@@ -99,8 +101,6 @@ class MHA2MLAConfig(PreTrainedConfig):
     calibrated_length: int | None = None
     recipe: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
-    mla_form: str = "auto"
-    decode_backend: str | None = None
     attention_backend: str | None = None
 
     vocab_size: int | None = None
@@ -129,6 +129,12 @@ class MHA2MLAConfig(PreTrainedConfig):
                 f"schema_version is {self.schema_version}; expected at most {SCHEMA_VERSION}: the checkpoint was "
                 "written by a newer mha2mla, please upgrade"
             )
+        for name, meanings in _OLDER_KEYS.items():
+            if name in kwargs:
+                value = kwargs.pop(name)
+                if value not in meanings:
+                    raise ValueError(f"{name} is {value!r}; expected one of {tuple(meanings)}")
+                self.attention_backend = self.attention_backend or meanings[value]
         source = self._source_from_dict()
         for name in _MIRRORED:
             if getattr(self, name) is None and hasattr(source, name):
@@ -141,14 +147,12 @@ class MHA2MLAConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses names of forms and backends that there are not, at construction and whenever they change."""
-        choices = {
-            "mla_form": lambda: MLA_FORMS,
-            "decode_backend": lambda: DECODE_BACKENDS,
-            "attention_backend": lambda: (None, *ATTENTION_BACKENDS.backends),
-        }
-        if name in choices and value not in choices[name]():
-            raise ValueError(f"{name} is {value!r}; expected one of {choices[name]()}")
+        """Refuses names of backends that there are not, at construction and whenever they change."""
+        names = (None, *ATTENTION_BACKENDS.backends)
+        if name == "attention_backend" and value not in names:
+            raise ValueError(f"{name} is {value!r}; expected one of {names}")
+        if name in _OLDER_KEYS:
+            raise ValueError(f"{name} is no key any more; expected attention_backend, one of {names}")
         super().__setattr__(name, value)
 
     def _source_from_dict(self) -> PreTrainedConfig:
@@ -204,6 +208,15 @@ class MHA2MLAConfig(PreTrainedConfig):
             num_up_projection_heads=self.num_up_projection_heads,
             v_head_dim=self.v_head_dim,
             **{name: value[layer_idx] if isinstance(value, list) else value for name, value in values.items()},
+        )
+
+    def attention_constants(self, layer_idx: int) -> AttentionConstants:
+        """What a backend is told of layer ``layer_idx`` beside tensors."""
+        return AttentionConstants(
+            self.layer_geometry(layer_idx),
+            self.softmax_scale,
+            self.layer_rope_scaling(layer_idx),
+            self.layer_sliding_window(layer_idx),
         )
 
     def layer_rope_scaling(self, layer_idx: int) -> float:

@@ -8,27 +8,27 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from mha2mla.geometry import MLAGeometry
-
-PAGE_SIZE = 64
-
-
-class Places(NamedTuple):
-    """Where the new tokens of a step go: ``positions`` and ``slots`` [B * S] int32, as ``mla_append`` takes them, and
-    ``cache_seqlens`` [B] int32, the lengths once they are there."""
-
-    positions: Tensor
-    slots: Tensor
-    cache_seqlens: Tensor
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, dequantize_latent, is_absorbed
+from mha2mla.modeling.batch import UniformBatch
+from mha2mla.modeling.cache_layout import PAGE_SIZE, CacheLayout, in_bytes
+from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
+from mha2mla.modeling.served import backend_over_cache
 
 
 class Pages(NamedTuple):
     """The tensors of a layer, as :class:`LatentLayer` has them by these names."""
 
-    latent_cache: Tensor
-    rope_cache: Tensor
+    tensors: dict[str, Tensor]
     block_table: Tensor
     cache_seqlens: Tensor
+
+
+class LayerBackend(NamedTuple):
+    """What serves a layer, what its cache is made of, and whether prompts are its own too."""
+
+    backend: AttentionBackend
+    layout: CacheLayout
+    prefills: bool
 
 
 class LatentLayer(CacheLayerMixin):
@@ -37,9 +37,15 @@ class LatentLayer(CacheLayerMixin):
     Sequence ``b`` owns pages ``b * max_pages … (b + 1) * max_pages - 1``, so that a sequence's tokens also lie side by
     side and the expanded form reads them as a view.
 
+    Args:
+        constants: of the model's layer.
+        page_size: tokens per page.
+        max_cache_len: as in LatentCache.
+        backend_name: of what serves it: :meth:`choose`.
+
     Attributes:
-        latent_cache: [B * max_pages, page, d_c].
-        rope_cache: [B * max_pages, page, G, d_r], rotated.
+        backend: what serves the layer; once it has pages.
+        tensors: of the backend's cache layout, [B * max_pages, page, ...]: latents, rotated keys.
         block_table: [B, max_pages] int32, an arange.
         cache_seqlens: [B] int32, tokens per sequence, padding included; the same for all sequences.
         is_compileable: the capacity is fixed, so addresses and shapes stay what they are.
@@ -48,10 +54,19 @@ class LatentLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, geometry: MLAGeometry, page_size: int = PAGE_SIZE, max_cache_len: int | None = None) -> None:
+    def __init__(
+        self,
+        constants: AttentionConstants,
+        page_size: int = PAGE_SIZE,
+        max_cache_len: int | None = None,
+        backend_name: str | None = None,
+    ) -> None:
         super().__init__()
-        self.geometry = geometry
+        self.constants, self.geometry = constants, constants.geometry
         self.page_size = page_size
+        self.backend_name = backend_name
+        self.backend: AttentionBackend | None = None
+        self._absorbs_up_to = absorbs_up_to(self.geometry)
         self.max_cache_len = max_cache_len
         self.is_compileable = max_cache_len is not None
         self.max_pages = 0 if max_cache_len is None else -(-max_cache_len // page_size)
@@ -73,41 +88,58 @@ class LatentLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of the allocated pages."""
-        return self.latent_cache.nbytes + self.rope_cache.nbytes if self.is_initialized else 0
+        return sum(tensor.nbytes for tensor in self.tensors.values()) if self.is_initialized else 0
+
+    def choose(self, name: str | None, dtype: torch.dtype, device: torch.device) -> LayerBackend:
+        """What serves the layer by the backend of that name; None: by what serves it best.
+
+        Raises:
+            ValueError: it refuses the layer, or its cache is made of other tensors than what is cached.
+        """
+        backend, long_queries = backend_over_cache(name, self.geometry, self.page_size, dtype, device)
+        layout = backend.cache_layout(self.geometry, self.page_size, dtype)
+        if self.is_initialized and layout != self._layout:
+            raise ValueError(
+                f"attention backend {backend.name!r} has a cache of layout {layout.name!r}; expected"
+                f" {self._layout.name!r}, that of the cached tokens: make a new cache"
+            )
+        # Asked for by name it serves prompts too, if it can; else the attention implementation does.
+        return LayerBackend(backend, layout, name is not None and long_queries)
+
+    def serve_by(self, chosen: LayerBackend) -> None:
+        """Sets what :meth:`choose` gave."""
+        self.backend, self._layout, self._prefills = chosen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates a static layer's pages; a dynamic one starts without.
 
         ``key_states [B, ...]`` gives batch, dtype and device; the widths are the geometry's.
         """
-        self._set(self._allocated(key_states.shape[0], self.max_pages, key_states.dtype, key_states.device))
+        self.serve_by(self.choose(self.backend_name, key_states.dtype, key_states.device))
+        self._set(self._allocated(key_states.shape[0], self.max_pages, key_states.device))
         # As transformers' StaticLayer: a compiled step may then mutate these in place inside a CUDA graph.
         if self.is_compileable and not torch.compiler.is_compiling():
-            for tensor in self._pages():
+            for tensor in (*self.tensors.values(), self.block_table, self.cache_seqlens):
                 torch._dynamo.mark_static_address(tensor)
 
-    def _allocated(self, batch: int, max_pages: int, dtype: torch.dtype, device: torch.device) -> Pages:
+    def _allocated(self, batch: int, max_pages: int, device: torch.device) -> Pages:
         """New pages. Not filled: nothing reads what lies behind a sequence's tokens."""
-        geometry, pages = self.geometry, batch * max_pages
-        kind = {"dtype": dtype, "device": device}
+        pages = batch * max_pages
         # Not inference tensors, which nothing outside inference_mode could append to.
         with torch.inference_mode(False):
             return Pages(
-                torch.empty(pages, self.page_size, geometry.kv_lora_rank, **kind),
-                torch.empty(pages, self.page_size, geometry.num_rope_heads, geometry.qk_rope_head_dim, **kind),
+                self._layout.make(pages, device, fill=None),
                 torch.arange(pages, dtype=torch.int32, device=device).view(batch, max_pages),
                 torch.full((batch,), self._length, dtype=torch.int32, device=device),
             )
 
     def _set(self, pages: Pages) -> None:
         """Makes these the layer's pages. Nothing here can fail: a layer has its old pages or its new ones."""
-        self.latent_cache, self.rope_cache, self.block_table, self.cache_seqlens = pages
+        self.tensors, self.block_table, self.cache_seqlens = pages
         self.batch_size, self.max_pages = pages.block_table.shape
-        self.dtype, self.device = pages.latent_cache.dtype, pages.latent_cache.device
+        # Latents may be stored in fewer bits.
+        self.dtype, self.device = pages.tensors["rope_cache"].dtype, pages.block_table.device
         self.is_initialized = True
-
-    def _pages(self) -> Pages:
-        return Pages(self.latent_cache, self.rope_cache, self.block_table, self.cache_seqlens)
 
     def forget_pages(self) -> None:
         """As it was before :meth:`lazy_initialization`."""
@@ -118,21 +150,20 @@ class LatentLayer(CacheLayerMixin):
         if not self.is_compileable:
             self.max_pages = 0
 
-    def tokens(self) -> tuple[Tensor, Tensor]:
-        """Views [B, 1, capacity, d_c] and [B, 1, capacity, G * d_r] of the pages."""
-        batch, capacity = self.batch_size, self.capacity
-        latent = self.latent_cache.view(batch, 1, capacity, self.geometry.kv_lora_rank)
-        return latent, self.rope_cache.view(batch, 1, capacity, self.geometry.rope_width)
+    def rows(self) -> list[Tensor]:
+        """Views [B, capacity, ...] of the pages, to be moved about."""
+        shape = (self.batch_size, self.capacity)
+        return [in_bytes(tensor.view(*shape, *tensor.shape[2:])) for tensor in self.tensors.values()]
 
     def grow(self, max_pages: int) -> None:
         """Makes a dynamic layer's sequences ``max_pages`` long, if they are shorter; tokens stay."""
         if max_pages <= self.max_pages:
             return
-        pages = self._allocated(self.batch_size, max_pages, self.dtype, self.device)
+        pages = self._allocated(self.batch_size, max_pages, self.device)
         if self._length:
-            for new, old in zip(pages[:2], self.tokens(), strict=True):
-                new = new.view(self.batch_size, 1, max_pages * self.page_size, -1)
-                new[:, :, : self._length] = old[:, :, : self._length]
+            for new, old in zip(pages.tensors.values(), self.rows(), strict=True):
+                new = in_bytes(new.view(self.batch_size, max_pages * self.page_size, *new.shape[2:]))
+                new[:, : self._length] = old[:, : self._length]
         self._set(pages)
 
     def pages_for(self, new_tokens: int) -> int:
@@ -167,14 +198,29 @@ class LatentLayer(CacheLayerMixin):
                 raise ValueError(
                     f"key_states has batch size {batch}; expected {self.batch_size}, that of the cached tokens"
                 )
-            self._set(self._allocated(batch, self.max_pages, dtype, device))
+            self._set(self._allocated(batch, self.max_pages, device))
         self.grow(self.pages_for(new_tokens) if max_pages is None else max_pages)
 
-    def places(self, position_ids: Tensor) -> Places:
+    def attends(self, query_length: int) -> bool:
+        """Whether the backend attends in a step that brings so many tokens, and not the attention implementation.
+
+        Over what is cached it does in the absorbed form; over new tokens alone, which it is cheaper to expand, and over
+        longer queries, where it was asked for by name.
+        """
+        if self.backend.attend is None or (self.is_empty and not self._prefills):
+            return False
+        if query_length <= MAX_DECODE_QUERY_LENGTH:
+            return True
+        if self.is_compileable and not self.is_empty:
+            return False  # plans for more are made on the host, which does not know the length
+        return self._prefills or is_absorbed(query_length, self._length, self._absorbs_up_to)
+
+    def place(self, position_ids: Tensor, starts: Tensor | None = None) -> UniformBatch:
         """Where S new tokens of every sequence go, once :meth:`open` has made room; on the device.
 
         Args:
             position_ids: [B or 1, S], for RoPE.
+            starts: [B] int32, first visible token of each sequence.
         """
         token = self.cache_seqlens[:, None]
         if position_ids.shape[1] > 1:
@@ -186,7 +232,13 @@ class LatentLayer(CacheLayerMixin):
             torch._assert_async(inside[0, -1], f"past_key_values is full: it holds {self.capacity} tokens a sequence")
             slots = torch.where(inside, slots, -1)
         positions = position_ids.to(self.device).expand(self.batch_size, -1)
-        return Places(positions.flatten().int(), slots.flatten(), self.cache_seqlens + position_ids.shape[1])
+        return UniformBatch(
+            positions.flatten().int(),
+            slots.flatten(),
+            self.block_table,
+            self.cache_seqlens + position_ids.shape[1],
+            None if starts is None else starts.to(self.device),
+        )
 
     def count(self, tokens: int) -> None:
         """What the host knows after ``tokens`` more (or fewer, below 0); the device's part is the cache's."""
@@ -198,19 +250,19 @@ class LatentLayer(CacheLayerMixin):
 
     def tokens_with(self, new_tokens: int) -> tuple[Tensor, Tensor]:
         """What the expanded form attends over once ``new_tokens`` were written, before they are counted:
-        [B, 1, T, d_c] and [B, 1, T, G * d_r], as wide as :meth:`get_mask_sizes` says."""
-        if self.is_compileable and not self.is_empty:
-            return self._tokens_or_zeros(self.cache_seqlens[0] + new_tokens)
+        latents [B, T, d_c] and rotated keys [B, T, G, d_r], as many as :meth:`get_mask_sizes` says."""
         width, _ = self.get_mask_sizes(new_tokens)
-        latent, rope = self.tokens()
-        return latent[:, :, :width], rope[:, :, :width]
-
-    def _tokens_or_zeros(self, length: Tensor) -> tuple[Tensor, Tensor]:
-        """All of a static layer's tokens, with zeros behind the first ``length`` []: the expanded form multiplies
-        masked values by zero, and what was never written, or was cropped, may be NaN."""
-        there = (torch.arange(self.capacity, device=self.device) < length)[:, None]
-        latent, rope = self.tokens()
-        return torch.where(there, latent, 0.0), torch.where(there, rope, 0.0)
+        shape = (self.batch_size, self.capacity)
+        stored = {name: tensor.view(*shape, *tensor.shape[2:])[:, :width] for name, tensor in self.tensors.items()}
+        latent, rope = stored["latent_cache"], stored["rope_cache"]
+        if "latent_scale" in stored:
+            latent = dequantize_latent(latent, stored["latent_scale"], self.dtype)
+        if not self.is_compileable or self.is_empty:
+            return latent, rope
+        # All of a static layer's, with zeros behind those that are there: the expanded form multiplies masked values by
+        # zero, and what was never written, or was cropped, may be NaN.
+        there = (torch.arange(self.capacity, device=self.device) < self.cache_seqlens[0] + new_tokens)[:, None]
+        return torch.where(there, latent, 0.0), torch.where(there[..., None], rope, 0.0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Appends S tokens to every sequence.
@@ -232,16 +284,21 @@ class LatentLayer(CacheLayerMixin):
         """
         batch, _, new_tokens, _ = key_states.shape
         self.open(batch, new_tokens, key_states.dtype, key_states.device)
-        first_call, stored = self.is_empty, (key_states.detach(), value_states.detach())
-        if self.is_compileable:
-            # Positions are computed on the device: nothing here depends on the length's value.
-            positions = torch.arange(new_tokens, device=self.device) + self.cache_seqlens[:1]
-            for tokens, new in zip(self.tokens(), stored, strict=True):
-                tokens.index_copy_(2, positions, new)
+        rotated = value_states.detach()[:, 0].flatten(0, 1).unflatten(-1, (self.geometry.num_rope_heads, -1))
+        given = {
+            "latent": key_states.detach()[:, 0].flatten(0, 1),
+            "k_pe": rotated,
+            "q_pe": rotated[:, :0],
+            # Frequencies of zero leave keys alone that are rotated already.
+            "inv_freq": rotated.new_zeros(1, rotated.shape[-1] // 2, dtype=torch.float32),
+        }
+        position_ids = torch.zeros(1, new_tokens, dtype=torch.int32, device=self.device)
+        self.backend.append(given, self.tensors, self.place(position_ids), self.constants)
+        if self.is_empty:
+            returned = key_states, value_states
         else:
-            for tokens, new in zip(self.tokens(), stored, strict=True):
-                tokens[:, :, self._length : self._length + new_tokens] = new
-        returned = (key_states, value_states) if first_call else self.tokens_with(new_tokens)
+            latent, rope = self.tokens_with(new_tokens)
+            returned = latent[:, None], rope.flatten(2)[:, None]
         self.cache_seqlens.add_(new_tokens)
         self.count(new_tokens)
         return returned
@@ -262,22 +319,19 @@ class LatentLayer(CacheLayerMixin):
         """Tokens that a static layer holds; -1 for a dynamic one, which grows."""
         return self.capacity if self.is_compileable else -1
 
-    def used(self) -> tuple[Tensor, Tensor]:
-        """Views [B, 1, T, d_c] and [B, 1, T, G * d_r] of what the host must take for tokens: a static layer's whole
-        capacity."""
-        latent, rope = self.tokens()
+    def used(self) -> list[Tensor]:
+        """As :meth:`rows`, of what the host must take for tokens: a static layer's whole capacity."""
         width = self.capacity if self.is_compileable else self._length
-        return latent[:, :, :width], rope[:, :, :width]
+        return [rows[:, :width] for rows in self.rows()]
 
     def selected(self, indices: Tensor) -> Pages:
         """The pages as they would be with sequences ``indices`` only, in that order; repetitions allowed."""
         indices = indices.to(self.device)
         with torch.inference_mode(False):
-            latent, rope = (tokens[indices] for tokens in self.tokens())
-            pages = torch.arange(latent.shape[0] * self.max_pages, dtype=torch.int32, device=self.device)
-            return Pages(
-                latent.view(-1, *self.latent_cache.shape[1:]),
-                rope.view(-1, *self.rope_cache.shape[1:]),
-                pages.view(-1, self.max_pages),
-                self.cache_seqlens[indices],
-            )
+            rows = [rows[indices] for rows in self.rows()]
+            tensors = {
+                name: kept.view(tensor.dtype).view(-1, *tensor.shape[1:])
+                for kept, (name, tensor) in zip(rows, self.tensors.items(), strict=True)
+            }
+            pages = torch.arange(len(rows[0]) * self.max_pages, dtype=torch.int32, device=self.device)
+            return Pages(tensors, pages.view(-1, self.max_pages), self.cache_seqlens[indices])

@@ -14,14 +14,14 @@ from transformers.utils import can_return_tuple
 
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.cache import LatentCache
+from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.decode_step import DecodeStep
 from mha2mla.modeling.generation import LatentGenerationMixin
-from mha2mla.modeling.latent_layer import PAGE_SIZE
 from mha2mla.modeling.outputs import load_balancing_loss, refuse_gradients
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.modeling.served import LayerAttention, batch_backends, what_serves
-from mha2mla.modeling.step_choice import LayerKinds, choose_step
+from mha2mla.modeling.step import AttentionStep
+from mha2mla.modeling.step_choice import choose_step
 from mha2mla.modeling.valid_length import LengthWatch
 from mha2mla.modeling.visibility import check_mask, is_padding_mask
 
@@ -63,9 +63,9 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
     ``model`` is an instance of the source's own base class (``LlamaModel``, …) in which every ``layers[i].self_attn``
     is an :class:`MLAAttention`; names in the state dict differ from the source's below ``self_attn`` only.
 
-    Prefill and long queries run the expanded form; up to 8 new tokens over a :class:`LatentCache` run the absorbed form
-    where a kernel serves it (``config.mla_form``, ``attention_report``). Other caches of transformers work too, in the
-    expanded form.
+    Prefill and long queries run the expanded form; few new tokens over a :class:`LatentCache` run the absorbed form
+    where an attention backend serves it (``config.attention_backend``, ``attention_report``). Other caches of
+    transformers work too, in the expanded form.
 
     Raises:
         ValueError: the source's architecture has no ``layers[i].self_attn`` to replace.
@@ -87,7 +87,6 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             )
         for layer_idx, layer in enumerate(layers):
             layer.self_attn = MLAAttention(config, layer_idx, layer.self_attn)
-        self._layer_kinds = LayerKinds.of(layer.self_attn for layer in layers)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._length_watch = LengthWatch(config)
@@ -136,7 +135,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
 
         Raises:
             ValueError: not exactly one of ``input_ids`` and ``inputs_embeds``; ``attention_mask`` has too few sequences
-                or tokens; ``config.mla_form`` is "absorbed", and this call cannot be served so; ``output_attentions``
+                or tokens; what ``config.attention_backend`` names refuses the model; ``output_attentions``
                 without eager attention; or a LatentCache that holds tokens is given while training, or to a compiled
                 model where gradients are enabled.
             RuntimeError: where the host may not look at ``attention_mask`` (one token at a time on a GPU, compiled
@@ -208,7 +207,6 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         with torch.no_grad() if no_history else nullcontext():
             step = choose_step(
                 self.config,
-                self._layer_kinds,
                 [layer.self_attn for layer in self.model.layers],
                 cache,
                 attention_mask,
@@ -279,7 +277,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         self,
         attention_mask: Any,
         cache: LatentCache | None,
-        step: DecodeStep | None,
+        step: AttentionStep | None,
         query_length: int,
         device: torch.device,
     ) -> Any:
@@ -313,9 +311,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         """
         device = self._execution_device()
         backends = batch_backends(self.config, device, self.dtype, page_size)
-        layers = [
-            (backend, layer.self_attn.constants()) for backend, layer in zip(backends, self.model.layers, strict=True)
-        ]
+        layers = [(backend, self.config.attention_constants(index)) for index, backend in enumerate(backends)]
         return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=device)
 
     def _execution_device(self) -> torch.device:

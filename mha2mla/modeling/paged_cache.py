@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mha2mla.kernels import MixedPlan
-from mha2mla.modeling.backends import AttentionBackend, AttentionConstants
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
+from mha2mla.modeling.cache_layout import CacheLayout
 from mha2mla.modeling.pages import OutOfPagesError, PageAllocator, StaleBatchError
+from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
+from mha2mla.modeling.step import AttentionStep, mixed_plans
+
+
+class PagedLayer(NamedTuple):
+    """One layer of a PagedCache: what serves it, what its cache is made of, and that by the layout's names, each tensor
+    [num_pages, page_size, ...]."""
+
+    backend: AttentionBackend
+    constants: AttentionConstants
+    layout: CacheLayout
+    tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class BatchStep:
+class BatchStep(AttentionStep):
     """What a forward pass over a ragged batch hands to its layers.
 
     Attributes:
-        batch: the step's sequences.
-        backends, constants, caches, plans: per layer; layers that can share a plan do.
+        batch: the step's sequences, the same for all layers.
         allocator: of the cache, which knows whether the batch's sequences are still what they were.
         planned_for: [2, B] int64 on the CPU, the batch's tickets when the plans were made.
     """
 
     batch: SequenceBatch
-    backends: tuple[AttentionBackend, ...]
-    constants: tuple[AttentionConstants, ...]
-    caches: tuple[Mapping[str, Tensor], ...]
-    plans: tuple[MixedPlan, ...]
     allocator: PageAllocator
     planned_for: Tensor
 
@@ -66,18 +73,15 @@ class BatchStep:
             plan.refresh()
         self.planned_for.copy_(self.batch.tickets)
 
-    def attend(self, layer_idx: int, tensors: Mapping[str, Tensor | None]) -> Tensor:
-        """Appends a layer's new tokens and attends; ``tensors`` by the backend's names. [N, H, d_v].
+    def run(self, layer_idx: int, tensors: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """As of any step.
 
         Raises:
             StaleBatchError: as :meth:`check`, which the first layer asks.
         """
         if layer_idx == 0 and not torch.compiler.is_compiling():
             self.check()
-        backend = self.backends[layer_idx]
-        return backend.run(
-            tensors, self.caches[layer_idx], self.batch, self.plans[layer_idx], self.constants[layer_idx]
-        )
+        return super().run(layer_idx, tensors)
 
 
 class PagedCache:
@@ -92,8 +96,7 @@ class PagedCache:
 
     Attributes:
         allocator: who owns which page.
-        layouts: per layer, what its cache is made of.
-        tensors: per layer, by the layout's names, [num_pages, page_size, ...].
+        layers: what serves them, and their pages.
     """
 
     def __init__(
@@ -106,17 +109,22 @@ class PagedCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.allocator = PageAllocator(num_pages, page_size)
-        self.layers = tuple(layers)
         self.device = torch.device(device)
-        self.layouts = tuple(
-            backend.cache_layout(constants.geometry, page_size, dtype) for backend, constants in self.layers
+        layouts = [backend.cache_layout(constants.geometry, page_size, dtype) for backend, constants in layers]
+        self.layers = tuple(
+            PagedLayer(*served, layout, layout.make(num_pages, self.device))
+            for served, layout in zip(layers, layouts, strict=True)
         )
-        self.tensors = tuple(layout.make(num_pages, self.device) for layout in self.layouts)
+
+    @property
+    def tensors(self) -> tuple[dict[str, Tensor], ...]:
+        """Per layer, its pages by the layout's names."""
+        return tuple(layer.tensors for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pages."""
-        return self.allocator.num_pages * sum(layout.bytes_per_page for layout in self.layouts)
+        return self.allocator.num_pages * sum(layer.layout.bytes_per_page for layer in self.layers)
 
     def open(self) -> int:
         """A new, empty sequence."""
@@ -183,8 +191,8 @@ class PagedCache:
             tickets=[(sequence, growth.generation) for sequence in new_tokens],
             device=self.device,
         )
-        for layout, tensors in zip(self.layouts, self.tensors, strict=True):
-            layout.copy_pages(tensors, growth.copies)
+        for layer in self.layers:
+            layer.layout.copy_pages(layer.tensors, growth.copies)
         allocator.commit(growth)
         return batch
 
@@ -195,25 +203,6 @@ class PagedCache:
             StaleBatchError: a sequence of the batch was closed, extended, cropped or forked since.
         """
         self.allocator.check_generations(*batch.tickets.tolist())
-        plans: dict[tuple, MixedPlan] = {}
-        keys = [(backend.name, constants.geometry, constants.window) for backend, constants in self.layers]
-        for key, (backend, constants), tensors in zip(keys, self.layers, self.tensors, strict=True):
-            if key not in plans:
-                plans[key] = backend.plan(tensors, batch, constants)
-        shared = dict(zip(plans, with_one_workspace(plans.values()), strict=True))
-        return BatchStep(
-            batch,
-            tuple(backend for backend, _ in self.layers),
-            tuple(constants for _, constants in self.layers),
-            self.tensors,
-            tuple([shared[key] for key in keys]),
-            self.allocator,
-            batch.tickets.clone(),
-        )
-
-
-def with_one_workspace(plans: Iterable[MixedPlan]) -> list[MixedPlan]:
-    """The plans over the largest workspace among them: layers run one after another."""
-    plans = list(plans)
-    largest = max((plan.workspace for plan in plans), key=Tensor.numel, default=None)
-    return [replace(plan, workspace=largest[: plan.workspace.numel()]) for plan in plans]
+        batches = (batch,) * len(self.layers)
+        plans = mixed_plans(self.layers, (True,) * len(self.layers), batches)
+        return BatchStep(self.layers, batches, plans, batch, self.allocator, batch.tickets.clone())

@@ -1,6 +1,6 @@
-"""What will serve the layers of a config on a device, and why: the one answer to that question.
+"""What serves the layers of a config on a device, and why: the one answer to that question.
 
-``attention_report``, ``paged_cache``, the converter, its model card and ``inspect`` all ask here.
+The caches of a model, ``attention_report``, the converter, its model card and ``inspect`` all ask here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,45 @@ from dataclasses import dataclass
 import torch
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionBackend, AttentionRegistry
+from mha2mla.kernels import absorbs_up_to
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.forms import choose_form
-from mha2mla.modeling.latent_layer import PAGE_SIZE
+from mha2mla.modeling.registry import AttentionBackend, AttentionRegistry, refused
+
+
+def find_over_cache(
+    name: str | None,
+    geometry: MLAGeometry,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    registry: AttentionRegistry = ATTENTION_BACKENDS,
+) -> tuple[AttentionBackend | None, str]:
+    """What serves a layer over a LatentCache, and what is not served, in words; None: the one called ``name`` refuses.
+
+    With no name given the attention implementation serves what no kernel does on a GPU, where plain torch is slow.
+    """
+    backend, why = registry.find(name, geometry, page_size, dtype, device, long_queries=False)
+    if name is None and (backend is None or (device.type == "cuda" and not backend.compiled)):
+        return registry.get("mla_expanded"), why
+    return backend, why
+
+
+@torch.compiler.assume_constant_result
+def backend_over_cache(
+    name: str | None, geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[AttentionBackend, bool]:
+    """The backend of :func:`find_over_cache`, and whether it serves queries of any length. Dynamo takes the answer and
+    does not trace how it was found.
+
+    Raises:
+        ValueError: it refuses the layer, with the reason.
+    """
+    backend, why = find_over_cache(name, geometry, page_size, dtype, device)
+    if backend is None:
+        raise ValueError(f"{refused(name, geometry)}: {why}")
+    return backend, backend.refusal(geometry, page_size, dtype, device) is None
 
 
 @dataclass(frozen=True)
@@ -23,11 +58,12 @@ class LayerAttention:
     """What serves layer ``layer_idx``, and why.
 
     Attributes:
-        form, backend, reason: of ``generate`` and ``forward`` over a LatentCache: "absorbed" or "expanded"; "tilelang",
-            "reference" or the attention implementation; in words.
+        form, backend, reason: of ``generate`` and ``forward`` over a LatentCache: "absorbed" or "expanded"; the name of
+            a backend, or the attention implementation; what those refuse that come before it, empty if nothing.
         batch_backend: of ``forward_batch`` over a PagedCache; None: the backend that the config names refuses.
         batch_reason: what those refuse that come before it, or what it refuses itself; empty if nothing.
         device: that was asked for.
+        compiled: decode runs a kernel that was written for it, in both ways of calling the model.
     """
 
     layer_idx: int
@@ -39,18 +75,12 @@ class LayerAttention:
     batch_backend: AttentionBackend | None
     batch_reason: str
     device: torch.device
-
-    @property
-    def compiled(self) -> bool:
-        """Whether decode runs a kernel that was written for it, in both ways of calling the model."""
-        return self.backend == "tilelang" and self.batch_backend is not None and not self.batch_reason
+    compiled: bool
 
     @property
     def why(self) -> str:
         """What no kernel serves, in words; empty if nothing."""
-        if self.backend == "tilelang":
-            return self.batch_reason
-        return self.reason
+        return self.reason or self.batch_reason
 
     def __str__(self) -> str:
         batches = "refused" if self.batch_backend is None else self.batch_backend.name
@@ -69,33 +99,34 @@ def what_serves(
     """What will serve every layer of a model with this config.
 
     Args:
-        config: its ``mla_form``, ``decode_backend``, ``attention_backend`` and attention implementation count.
+        config: its ``attention_backend`` and attention implementation count.
         device: of the model. A CUDA device that this machine lacks is taken to be a Hopper.
         dtype: of the model.
-        query_length: new tokens per sequence.
+        query_length: new tokens per sequence, over a cache that holds more than these.
         page_size: tokens per page of the cache.
-        registry: of the backends for batches.
+        registry: of the backends.
     """
-    device = torch.device(device)
+    device, name = torch.device(device), config.attention_backend
+    expanded = config._attn_implementation or "sdpa"
     served = {}
     for index in range(config.num_hidden_layers):
         geometry = config.layer_geometry(index)
-        if geometry not in served:
-            form = choose_form(
-                geometry.num_attention_heads,
-                geometry.num_rope_heads,
-                geometry.kv_lora_rank,
-                geometry.qk_rope_head_dim,
-                mla_form=config.mla_form,
-                decode_backend=config.decode_backend,
-                attn_implementation=config._attn_implementation or "sdpa",
-                query_length=query_length,
-                page_size=page_size,
-                dtype=dtype,
-                device=device,
-            )
-            batches = registry.find(config.attention_backend, geometry, page_size, dtype, device)
-            served[geometry] = (*vars(form).values(), *batches, device)
+        if geometry in served:
+            continue
+        where = (page_size, dtype, device)
+        backend, reason = find_over_cache(name, geometry, *where, registry)
+        batches, batch_reason = registry.find(name, geometry, *where)
+        short = absorbs_up_to(geometry)
+        if backend is None or backend.attend is None:
+            form = ("expanded", expanded, reason)
+        elif query_length <= short:
+            form = ("absorbed", backend.name, reason)
+        elif name is not None and batches is not None:
+            form = ("expanded", backend.name, reason)
+        else:
+            form = ("expanded", expanded, f"{query_length} new tokens; the absorbed form costs less for up to {short}")
+        compiled = all(each is not None and each.compiled for each in (backend, batches))
+        served[geometry] = (*form, batches, batch_reason, device, compiled)
     geometries = map(config.layer_geometry, range(config.num_hidden_layers))
     return tuple(
         LayerAttention(index, geometry, config.layer_sliding_window(index), *served[geometry])
@@ -118,7 +149,7 @@ def batch_backends(
     for layer in layers:
         if layer.batch_backend is None:
             raise ValueError(
-                f"layer {layer.layer_idx}: attention backend {config.attention_backend!r} refuses: {layer.batch_reason}"
+                f"layer {layer.layer_idx}: {refused(config.attention_backend, layer.geometry)}: {layer.batch_reason}"
             )
     slow = [layer for layer in layers if layer.batch_reason and layer.device.type == "cuda"]
     if slow:

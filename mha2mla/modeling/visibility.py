@@ -4,10 +4,10 @@ The absorbed form attends, in every sequence, to one run of tokens: from a first
 mask [B, T] if in every sequence the tokens that it shows lie side by side: padding in front of them, padding behind
 them (queries that are padding themselves mean nothing), but no hole. The expanded form obeys every mask.
 
-Where the host may look at the mask, it looks, and a step over a mask with a hole runs the expanded form (with mla_form
-"absorbed": is refused). It may look on a CPU, and once a call where several tokens come together. A single token on an
-accelerator, a captured CUDA graph and a compiled step are not worth a synchronisation: after a look that found zeros
-behind ones they run the expanded form, else the absorbed one, and the device asserts that there is no hole.
+Where the host may look at the mask, it looks, and a step over a mask with a hole runs the expanded form. It may look on
+a CPU, and once a call where several tokens come together. A single token on an accelerator, a captured CUDA graph and a
+compiled step are not worth a synchronisation: after a look that found zeros behind ones they run the expanded form,
+else the absorbed one, and the device asserts that there is no hole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mha2mla.modeling.cache import LatentCache
 
 REFUSED_MASK = (
     "attention_mask hides tokens between visible ones, and the absorbed form cannot; expected left padding at most, or "
-    "mla_form 'expanded'"
+    "attention_backend 'mla_expanded'"
 )
 
 
@@ -59,14 +59,18 @@ def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleToken
     )
 
 
+def is_recorded(device: torch.device) -> bool:
+    """Whether what runs is compiled or captured now, to be replayed without the host."""
+    if torch.compiler.is_compiling():
+        return True
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def host_may_look(attention_mask: Tensor, query_length: int) -> bool:
     """Whether a step of ``query_length`` new tokens may wait for the mask's values."""
-    if torch.compiler.is_compiling():
+    if is_recorded(attention_mask.device):
         return False
-    if attention_mask.device.type == "cpu":
-        return True
-    capturing = attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()
-    return query_length > 1 and not capturing
+    return query_length > 1 or attention_mask.device.type == "cpu"
 
 
 def check_mask(attention_mask: Tensor, batch: int, query_length: int, cache: LatentCache | None) -> Tensor:

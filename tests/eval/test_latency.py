@@ -149,9 +149,9 @@ def test_a_converted_model_whose_cached_step_is_wrong_gets_no_speed(tiny_convert
 
 def test_the_check_leaves_the_backend_as_it_was(tiny_converted):
     model = MHA2MLAForCausalLM.from_pretrained(tiny_converted)
-    model.config.decode_backend = None
+    model.config.attention_backend = None
     decode_step_latency({"converted": model}, seqlens=(8,), **QUICK)
-    assert model.config.decode_backend is None
+    assert model.config.attention_backend is None
 
 
 def test_model_latency_joins_both_measurements(tiny_source, tiny_converted):

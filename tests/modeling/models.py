@@ -42,6 +42,8 @@ YARN = {
 WINDOW = 9
 # Between two ways of computing the same in float32.
 TOLERANCE = 2e-5
+# What config.attention_backend is for each form on a CPU; with None a LatentCache prefills in the expanded form.
+FORMS = {"auto": None, "absorbed": "mla_reference", "expanded": "mla_expanded"}
 FAMILIES = {
     "llama": LlamaConfig,
     "qwen2": Qwen2Config,

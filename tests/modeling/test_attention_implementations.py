@@ -29,7 +29,7 @@ def check(model, padded):
     model.config._attn_implementation = model.model.config._attn_implementation = implementation
     logits = model(ids, attention_mask=mask, use_cache=False).logits
     assert models.relative_error(logits[:, 4:], expected[:, 4:]) < models.TOLERANCE
-    model.config.mla_form = "expanded"
+    model.config.attention_backend = "mla_expanded"
     for max_cache_len in (None, 32):
         cache = LatentCache(model.config, max_cache_len=max_cache_len)
         for start, stop in ((0, 11), (11, 12), (12, 16)):

@@ -21,7 +21,8 @@ def next_logits(model, cache, ids, **keys):
 
 def tensors(cache) -> list[torch.Tensor]:
     """Every tensor that hangs on a cache."""
-    return [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    attributes = [vars(layer) | layer.tensors for layer in cache.layers]
+    return [value for values in attributes for value in values.values() if isinstance(value, torch.Tensor)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,9 +92,9 @@ class TestVerbs:
         assert models.relative_error(next_logits(model, cache, step), expected) < 1e-6
         # Again in the other form, over the view that it reads.
         cache.crop(-1)
-        model.config.mla_form = "expanded"
+        model.config.attention_backend = "mla_expanded"
         assert models.relative_error(next_logits(model, cache, step), expected) < 2e-5
-        model.config.mla_form = "auto"
+        model.config.attention_backend = None
 
     def test_crop(self, model, keys):
         ids = models.tokens(2, 20)
@@ -174,12 +175,12 @@ def test_bad_arguments(keys, message):
 @torch.no_grad()
 def test_a_full_static_cache_is_an_error_not_a_write_into_the_next_sequence():
     """Its length is known to the device alone, which checks it (on a GPU by an assertion in its stream)."""
-    model = models.mla_model(mla_form="absorbed")
+    model = models.mla_model(attention_backend="mla_reference")
     cache = LatentCache(model.config, max_cache_len=16, page_size=16)
     model(models.tokens(2, 15), past_key_values=cache)
     model(models.tokens(2, 1), past_key_values=cache)
-    before = [tensor.clone() for layer in cache.layers for tensor in (layer.latent_cache, layer.rope_cache)]
+    before = [tensor.clone() for layer in cache.layers for tensor in layer.tensors.values()]
     with pytest.raises(RuntimeError, match="past_key_values is full: it holds 16 tokens a sequence"):
         model(models.tokens(2, 1), past_key_values=cache)
-    after = [tensor for layer in cache.layers for tensor in (layer.latent_cache, layer.rope_cache)]
+    after = [tensor for layer in cache.layers for tensor in layer.tensors.values()]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))

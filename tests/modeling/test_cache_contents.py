@@ -35,7 +35,8 @@ def test_pages_are_what_the_op_expects(kind):
     model = models.mla_model("per-group")
     cache = filled(model, models.tokens(3, 37), kind)
     layer, pages = cache.layers[0], cache.capacity // 16
-    assert layer.latent_cache.shape == (3 * pages, 16, 16) and layer.rope_cache.shape == (3 * pages, 16, 2, 4)
+    shapes = {name: tuple(tensor.shape) for name, tensor in layer.tensors.items()}
+    assert shapes == {"latent_cache": (3 * pages, 16, 16), "rope_cache": (3 * pages, 16, 2, 4)}
     assert torch.equal(layer.block_table, torch.arange(3 * pages, dtype=torch.int32).view(3, pages))
     assert torch.equal(layer.cache_seqlens, torch.full((3,), 37, dtype=torch.int32))
 
@@ -52,13 +53,13 @@ def test_a_copy_is_another_cache(kind):
 
 
 def test_unused_pages_do_not_matter_failure_2(kind):
-    model = models.mla_model(mla_form="absorbed")
+    model = models.mla_model(attention_backend="mla_reference")
     ids, more = models.tokens(2, 20), models.tokens(2, 1)
     expected = next_logits(model, more, filled(model, ids, kind))
     cache = filled(model, ids, kind)
     for layer in cache.layers:
-        for tokens in layer.tokens():
-            tokens[:, :, 21:] = torch.nan
+        for tokens in layer.rows():
+            tokens[:, 21:] = torch.nan
     assert torch.equal(next_logits(model, more, cache), expected)
 
 

@@ -118,7 +118,7 @@ def test_crop_below_zero_is_refused(max_cache_len):
 @torch.no_grad()
 def test_nan_behind_a_crop_stays_there():
     """A static cache in the expanded form attends over its whole capacity: masked, but 0 * NaN is NaN."""
-    model = models.mla_model(mla_form="expanded")
+    model = models.mla_model(attention_backend="mla_expanded")
     ids = models.tokens(2, 12)
     cache = LatentCache(model.config, max_cache_len=32)
     expected = model(ids, use_cache=False).logits[:, 8:]

@@ -43,7 +43,7 @@ def contents(cache: LatentCache) -> list:
         said.append((layer.is_empty, length, layer.get_mask_sizes(3), layer.is_initialized))
         if length:
             said += [layer.cache_seqlens.tolist(), layer.block_table.shape[0], layer.batch_size]
-            said += [tokens[:, :, :length].clone() for tokens in layer.tokens()]
+            said += [tokens[:, :length].clone() for tokens in layer.rows()]
     return said
 
 
@@ -85,7 +85,7 @@ class LatentCacheMachine(RuleBasedStateMachine):
     @rule(
         batch=st.integers(1, 3),
         new=st.sampled_from([1, 1, 2, 5, 8, 9, 17]),
-        form=st.sampled_from(["auto", "expanded"]),
+        form=st.sampled_from(["auto", "absorbed", "expanded"]),
         gradients=st.booleans(),
         points=st.lists(st.integers(0, 250), max_size=4, unique=True).map(sorted),
     )
@@ -98,7 +98,7 @@ class LatentCacheMachine(RuleBasedStateMachine):
         if new == 0:
             return
         ids = models.tokens(batch, new)
-        self.model.config.mla_form = form
+        self.model.config.attention_backend = models.FORMS[form]
 
         def step():
             with torch.set_grad_enabled(gradients):
@@ -152,8 +152,8 @@ class LatentCacheMachine(RuleBasedStateMachine):
         """NaN behind the tokens, as after a crop of tokens that were NaN."""
         for layer in self.cache.layers:
             if layer.is_initialized:
-                for tokens in layer.tokens():
-                    tokens[:, :, self.length :] = torch.nan
+                for tokens in layer.rows():
+                    tokens[:, self.length :] = torch.nan
 
     @precondition(lambda self: self.length)
     @rule(data=st.data())

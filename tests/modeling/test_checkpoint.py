@@ -186,4 +186,4 @@ def test_offloaded_weights(offloaded, tmp_path):
         pages = each.paged_cache(num_pages=2, page_size=16)
         step = pages.step(pages.extend({pages.open(): 9}))
         logits.append(each.forward_batch(ids[0], step))
-    assert torch.equal(*logits)
+    assert models.relative_error(*logits) < 1e-6  # weights that are mapped from a file are aligned differently

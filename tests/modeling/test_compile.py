@@ -19,7 +19,7 @@ def fresh_dynamo():
 @pytest.mark.parametrize(("case", "padded"), [("per-group", False), ("shared", True), ("some sliding", True)])
 @torch.no_grad()
 def test_one_full_graph_for_all_lengths_failures_17_22(case, padded):
-    model = models.mla_model(case, mla_form="absorbed")
+    model = models.mla_model(case, attention_backend="mla_reference")
     ids, mask = models.tokens(2, 24), None
     if padded:
         mask = torch.ones_like(ids)
@@ -55,7 +55,7 @@ def test_one_full_graph_for_all_lengths_failures_17_22(case, padded):
 @torch.no_grad()
 def test_several_new_tokens_compiled(case):
     """The compiled step makes its own plan: none has to lie in the cache, and none is left there."""
-    model = models.mla_model(case, mla_form="absorbed")
+    model = models.mla_model(case, attention_backend="mla_reference")
     ids = models.tokens(2, 25)
     expected = model(ids, use_cache=False).logits
     cache = LatentCache(model.config, max_cache_len=32, page_size=16)
@@ -72,7 +72,7 @@ def test_several_new_tokens_compiled(case):
 @pytest.mark.parametrize("form", ["auto", "expanded"])
 def test_generate_compiles_its_step(form):
     """As generate does by itself on a GPU with a static cache, in both forms: one graph, and one for two prompts."""
-    model = models.mla_model(mla_form=form)
+    model = models.mla_model(attention_backend=models.FORMS[form])
     graphs = []
 
     def backend(graph, inputs):

@@ -111,10 +111,8 @@ def test_wrong_types_are_refused():
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("mla_form", "absorbd"), ("decode_backend", "cuda"), ("attention_backend", "nope")]
-)
-def test_names_that_there_are_not_are_refused_whenever_they_come(name, value, tmp_path):
+def test_names_that_there_are_not_are_refused_whenever_they_come(tmp_path):
+    name, value = "attention_backend", "nope"
     message = f"{name} is '{value}'; expected one of"
     model = models.mla_model()
     with pytest.raises(ValueError, match=message):
@@ -128,6 +126,27 @@ def test_names_that_there_are_not_are_refused_whenever_they_come(name, value, tm
     (tmp_path / "config.json").write_text(json.dumps({**stored, name: value}))
     with pytest.raises(ValueError, match=message):
         AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "backend"),
+    [
+        ({"mla_form": "auto", "decode_backend": None}, None),
+        ({"mla_form": "absorbed", "decode_backend": None, "attention_backend": "mla_reference"}, "mla_reference"),
+        ({"mla_form": "auto", "decode_backend": "tilelang", "attention_backend": None}, "mla_paged"),
+        ({"mla_form": "absorbed", "decode_backend": "reference"}, "mla_reference"),
+        ({"mla_form": "expanded", "decode_backend": "reference"}, "mla_expanded"),
+    ],
+)
+def test_older_checkpoints_say_it_by_two_keys(keys, backend, tmp_path):
+    models.mla_model().save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stored, **keys}))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.attention_backend == backend
+    assert not {"mla_form", "decode_backend"} & config.to_dict().keys()
+    with pytest.raises(ValueError, match="mla_form is no key any more; expected attention_backend, one of"):
+        config.mla_form = "expanded"
 
 
 def test_a_backend_of_ones_own_may_be_named_once_it_is_registered(monkeypatch):

@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from mha2mla.kernels import DecodePlan
-from mha2mla.modeling import LatentCache, decode_step
+from mha2mla.modeling import LatentCache, backends
 from tests.modeling import models
 
 
 @pytest.fixture
 def refreshed(monkeypatch) -> list[tuple]:
     """Stands in for a GPU, where plans have buffers; fills up with (plan, lengths, starts) of every refresh."""
-    seen, allocate = [], decode_step.empty_plan
+    seen, allocate = [], backends.plan_mla_decode
 
-    def with_buffers(q_latent, *args):
-        plan = allocate(q_latent, *args)
+    def with_buffers(q_latent, *args, **keys):
+        plan = allocate(q_latent, *args, **keys)
         batch, seqlen_q, heads, d_c = plan.shape
         num_ctas = 4
         return replace(
@@ -29,7 +29,7 @@ def refreshed(monkeypatch) -> list[tuple]:
     def refresh(plan, cache_seqlens, cache_starts=None):
         seen.append((plan, cache_seqlens.tolist(), None if cache_starts is None else cache_starts.tolist()))
 
-    monkeypatch.setattr(decode_step, "empty_plan", with_buffers)
+    monkeypatch.setattr(backends, "plan_mla_decode", with_buffers)
     monkeypatch.setattr(DecodePlan, "refresh", refresh)
     return seen
 
@@ -37,15 +37,13 @@ def refreshed(monkeypatch) -> list[tuple]:
 @pytest.fixture
 def used(monkeypatch) -> list[DecodePlan]:
     """Fills up with the plan of every call of the decode op."""
-    from mha2mla.modeling import attention
-
-    plans, op = [], attention.mla_decode
+    plans, op = [], backends.mla_absorbed
 
     def counted(*args, plan, **keys):
         plans.append(plan)
         return op(*args, plan=plan, **keys)
 
-    monkeypatch.setattr(attention, "mla_decode", counted)
+    monkeypatch.setattr(backends, "mla_absorbed", counted)
     return plans
 
 
@@ -128,9 +126,16 @@ def test_the_backend_may_change_between_steps(used):
     model = models.mla_model()
     cache = model(models.tokens(2, 9)).past_key_values
     model(models.tokens(2, 1), past_key_values=cache)
-    model.config.decode_backend = "reference"
+    model.config.attention_backend = "mla_reference"
     model(models.tokens(2, 1), past_key_values=cache)
-    assert used[0] is not used[2] and len(cache.plans) == 2
+    assert used[0] is not used[2] and len(cache.plans) == 1
+    model.config.attention_backend = "mla_fp8_reference"
+    with pytest.raises(ValueError, match="'mla_fp8_reference' has a cache of layout 'mla_fp8'; expected 'mla'"):
+        model(models.tokens(2, 1), past_key_values=cache)
+    model.config.attention_backend = "mla_paged"
+    with pytest.raises(ValueError, match="'mla_paged' refuses: dtype is float32"):
+        model(models.tokens(2, 1), past_key_values=cache)
+    assert {layer.backend.name for layer in cache.layers} == {"mla_reference"} and cache.get_seq_length() == 11
 
 
 @torch.no_grad()
@@ -142,13 +147,13 @@ def test_places_are_computed_once_per_step(monkeypatch):
     ids = models.tokens(2, 10)
     expected = model(ids, use_cache=False).logits[:, 9:]
     monkeypatch.setattr(attention, "rotary_cos_sin", None)
-    seen, op = [], attention.mla_append
+    seen, op = [], backends.mla_append
 
     def counted(*args, **keys):
         seen.append(args[5:7])
         return op(*args, **keys)
 
-    monkeypatch.setattr(attention, "mla_append", counted)
+    monkeypatch.setattr(backends, "mla_append", counted)
     cache = LatentCache(model.config, page_size=16)
     for part in (ids[:, :9], ids[:, 9:]):
         logits = model(part, past_key_values=cache).logits

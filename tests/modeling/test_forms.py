@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling import LatentCache, forms
-from mha2mla.modeling.forms import choose_form
+from mha2mla.kernels import absorbs_up_to
+from mha2mla.modeling import LatentCache, backends
 from tests.modeling import models
 from tests.modeling.models import TOLERANCE
 
@@ -23,16 +22,14 @@ def decode(model, ids, steps, cache=None):
 
 
 def absorbed_calls(monkeypatch) -> list[int]:
-    """Fills up with the query length of every call of the decode op."""
-    from mha2mla.modeling import attention
+    """Fills up with the query length of every call of the absorbed form with a prepared plan."""
+    calls, op = [], backends.mla_absorbed
 
-    calls, op = [], attention.mla_decode
+    def counted(q_nope, *args, **keys):
+        calls.append(q_nope.shape[1])
+        return op(q_nope, *args, **keys)
 
-    def counted(q_latent, *args, **keys):
-        calls.append(q_latent.shape[1])
-        return op(q_latent, *args, **keys)
-
-    monkeypatch.setattr(attention, "mla_decode", counted)
+    monkeypatch.setattr(backends, "mla_absorbed", counted)
     return calls
 
 
@@ -47,7 +44,7 @@ def test_cached_equals_uncached_in_both_forms_failure_28(case, static, monkeypat
     expected = model(ids, use_cache=False).logits
     assert not calls
     for form in ("absorbed", "expanded", "auto"):
-        model.config.mla_form = form
+        model.config.attention_backend = models.FORMS[form]
         cache = LatentCache(model.config, max_cache_len=45 if static else None, page_size=16)
         logits = decode(model, ids, [11, 12, 13, 17, 20, 36, 37, 38], cache)
         assert models.relative_error(logits, expected) < TOLERANCE
@@ -66,14 +63,14 @@ def test_several_tokens_under_a_window_are_absorbed(case, query_length, monkeypa
     mask[1, :4] = 0
     logits = {}
     for form in ("expanded", "absorbed"):
-        model.config.mla_form = form
+        model.config.attention_backend = models.FORMS[form]
         cache = LatentCache(model.config, page_size=16)
         pieces = []
         for stop in range(5, ids.shape[1] + 1, query_length):
             part = slice(0 if stop == 5 else stop - query_length, stop)
             pieces.append(model(ids[:, part], attention_mask=mask[:, :stop], past_key_values=cache).logits)
         logits[form] = torch.cat(pieces[1:], dim=1)
-    assert calls == [query_length] * 2 * 4
+    assert calls == [5] * 2 + [query_length] * 2 * 4
     assert models.relative_error(logits["absorbed"], logits["expanded"]) < TOLERANCE
 
 
@@ -85,7 +82,7 @@ def test_eager_attention(case):
     expected = model(ids, use_cache=False).logits
     model.set_attn_implementation("eager")
     assert models.relative_error(model(ids, use_cache=False).logits, expected) < TOLERANCE
-    model.config.mla_form = "expanded"
+    model.config.attention_backend = "mla_expanded"
     assert models.relative_error(decode(model, ids, [9, 10, 14]), expected) < TOLERANCE
 
 
@@ -106,7 +103,7 @@ def test_stock_caches_serve_the_expanded_form(case):
 @torch.no_grad()
 def test_left_padding(case, form, static):
     """A padded batch is its sequences, one by one; through prefill, single tokens and several."""
-    model = models.mla_model(case, mla_form=form)
+    model = models.mla_model(case, attention_backend=models.FORMS[form])
     lengths, total, tail = (15, 9, 2), 15, 14
     ids = models.tokens(3, total + tail)
     mask = torch.ones_like(ids)
@@ -130,7 +127,7 @@ def test_left_padding(case, form, static):
 
 
 @torch.no_grad()
-def test_a_mask_with_holes_is_expanded_or_refused(monkeypatch):
+def test_a_mask_with_holes_is_expanded(monkeypatch):
     """The op takes one first token per sequence: right padding would be attended to."""
     calls = absorbed_calls(monkeypatch)
     model = models.mla_model()
@@ -142,9 +139,9 @@ def test_a_mask_with_holes_is_expanded_or_refused(monkeypatch):
     logits = model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits[:, -1]
     assert models.relative_error(logits, expected) < TOLERANCE and not calls
     cache.crop(-1)
-    model.config.mla_form = "absorbed"
-    with pytest.raises(ValueError, match="attention_mask .*left padding"):
-        model(ids[:, 12:], attention_mask=mask, past_key_values=cache)
+    model.config.attention_backend = "mla_reference"  # by name too: the expanded form obeys
+    logits = model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits[:, -1]
+    assert models.relative_error(logits, expected) < TOLERANCE and not calls
     cache.reset()
     model(ids[:, :12], past_key_values=cache)
     model(ids[:, 12:], past_key_values=cache)
@@ -163,12 +160,6 @@ def test_a_4d_mask_is_expanded():
     assert models.relative_error(logits, expected) < TOLERANCE
 
 
-def test_another_cache_is_refused_when_absorbed_is_asked_for():
-    model = models.mla_model(mla_form="absorbed")
-    with pytest.raises(ValueError, match="past_key_values is a DynamicCache; expected a LatentCache"):
-        model(models.tokens(1, 3), past_key_values=DynamicCache())
-
-
 @torch.no_grad()
 def test_widths_that_the_op_refuses_are_expanded():
     """In 16 bits it takes rows of 16 bytes only, on a CPU too."""
@@ -180,62 +171,77 @@ def test_widths_that_the_op_refuses_are_expanded():
     assert models.relative_error(logits, model(ids, use_cache=False).logits[:, 8:]) < 0.05
 
 
-class TestChoice:
-    geometry = MLAGeometry(num_attention_heads=32, num_rope_heads=8, kv_lora_rank=512, qk_rope_head_dim=16)
-    arguments = {  # noqa: RUF012
-        "mla_form": "auto",
-        "decode_backend": None,
-        "attn_implementation": "sdpa",
-        "query_length": 1,
-        "page_size": 64,
-        "dtype": torch.bfloat16,
-        "device": torch.device("cuda"),
-    }
+@torch.no_grad()
+def test_queries_are_absorbed_as_far_as_that_costs_less(monkeypatch):
+    """The border is that of ragged batches: a count of operations, where the host knows how much is cached."""
+    lengths, op = [], backends.plan_mla_attention
 
-    @pytest.fixture(autouse=True)
-    def kernel(self, monkeypatch):
-        """Stands in for a GPU: serves this geometry, refuses the rest by name."""
+    def counted(*args, **keys):
+        lengths.append(args[4][0].tolist())
+        return op(*args, **keys)
 
-        def explain(geometry, page_size, dtype, device, seqlen_q):
-            return None if geometry == self.geometry else "kv_lora_rank is 4096; expected at most 512"
+    monkeypatch.setattr(backends, "plan_mla_attention", counted)
+    model = models.mla_model("maps per query head")
+    border = absorbs_up_to(model.config.layer_geometry(0))
+    assert border == 12
+    ids = models.tokens(2, 3 * border + 2)
+    expected = model(ids, use_cache=False).logits
+    stops = [border, 2 * border, 3 * border + 1, 3 * border + 2]
+    for static in (False, True):
+        cache = LatentCache(model.config, max_cache_len=128 if static else None)
+        assert models.relative_error(decode(model, ids, stops[:-1], cache), expected) < TOLERANCE
+        assert lengths == ([] if static else [[border] * 2])
+        lengths.clear()
 
-        choose_form.cache_clear()
-        monkeypatch.setattr(forms, "explain_mla_decode", explain)
-        yield
-        choose_form.cache_clear()
 
-    def choose(self, geometry=None, **keys):
-        shape = geometry or self.geometry
-        numbers = (shape.num_attention_heads, shape.num_rope_heads, shape.kv_lora_rank, shape.qk_rope_head_dim)
-        return choose_form(*numbers, **{**self.arguments, **keys})
+@pytest.mark.parametrize("case", models.GEOMETRIES)
+@torch.no_grad()
+def test_a_backend_by_name_serves_prompts_too(case, monkeypatch):
+    """Padded prompts, and chunks of them over what is cached; nothing is left to the attention implementation."""
+    model = models.mla_model(case)
+    ids, mask = models.tokens(3, 40), torch.ones(3, 40, dtype=torch.long)
+    mask[1, :5], mask[2, :14] = 0, 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    model.config.attention_backend = "mla_reference"
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "_expanded", None)
+    cache, start = LatentCache(model.config, page_size=16), 0
+    for stop in (12, 31, 32, 36, 40):
+        logits = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+        shown = mask[:, start:stop].bool()
+        assert models.relative_error(logits[shown], expected[:, start:stop][shown]) < TOLERANCE
+        start = stop
 
-    def test_decode_runs_the_kernel(self):
-        choice = self.choose()
-        assert (choice.form, choice.backend) == ("absorbed", "tilelang")
-        assert self.choose(query_length=8).absorbed
-        assert not self.choose(query_length=9).absorbed
-        assert not self.choose(mla_form="expanded").absorbed
 
-    def test_a_refusal_on_a_gpu_is_expanded_and_says_why(self):
-        wide = MLAGeometry(num_attention_heads=32, num_rope_heads=8, kv_lora_rank=4096, qk_rope_head_dim=16)
-        choice = self.choose(wide)
-        assert (choice.form, choice.backend) == ("expanded", "sdpa")
-        assert "kv_lora_rank is 4096" in choice.reason
-        assert self.choose(wide, device=torch.device("cpu")).backend == "reference"
-        assert self.choose(wide, mla_form="absorbed").backend == "reference"
-        assert self.choose(wide, decode_backend="reference").backend == "reference"
-        assert self.choose(wide, decode_backend="tilelang").backend == "tilelang"
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@torch.no_grad()
+def test_eight_bit_latents_through_every_form(static):
+    """Prompt, single tokens, several, a chunk, a mask with a hole: all over codes, near what 32 bits give."""
+    model = models.mla_model("some sliding")
+    ids, mask = models.tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :3], mask[1, 33:36] = 0, 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    model.config.attention_backend = "mla_fp8_reference"
+    cache, start = LatentCache(model.config, max_cache_len=48 if static else None, page_size=16), 0
+    for stop in (9, 10, 14, 30, 33, 38, 39, 40):
+        logits = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+        shown = mask[:, start:stop].bool()
+        assert 1e-4 < models.relative_error(logits[shown], expected[:, start:stop][shown]) < 0.2
+        start = stop
+    config, layer = model.config, cache.layers[0]
+    assert layer.tensors["latent_cache"].dtype == torch.float8_e4m3fn and layer.dtype == torch.float32
+    geometry = config.layer_geometry(0)
+    per_token = geometry.kv_lora_rank + 4 + 4 * geometry.rope_width
+    assert cache.nbytes == 2 * cache.capacity * config.num_hidden_layers * per_token
 
 
 def test_report():
-    model = models.mla_model("some sliding", mla_form="auto")
+    model = models.mla_model("some sliding")
     report = model.attention_report()
     assert [line.layer_idx for line in report] == [0, 1]
     assert [line.sliding_window for line in report] == [None, models.WINDOW]
-    assert all(line.form == "absorbed" and line.backend == "reference" and line.reason for line in report)
+    assert all(line.form == "absorbed" and line.backend == "mla_reference" and line.reason for line in report)
     assert report[0].geometry == model.config.layer_geometry(0)
     assert {line.form for line in model.attention_report(query_length=100)} == {"expanded"}
-    model.config.decode_backend = "tilelang"
-    with pytest.raises(ValueError, match="tilelang"):
-        cache = model(models.tokens(1, 4)).past_key_values
-        model(models.tokens(1, 1), past_key_values=cache)
+    model.config.attention_backend = "mla_paged"
+    with pytest.raises(ValueError, match="attention backend 'mla_paged' refuses: dtype is float32"):
+        model(models.tokens(1, 4))

@@ -29,7 +29,7 @@ def test_logits_failures_13_23_24(case, implementation):
 @torch.no_grad()
 def test_cached_decode(case, form):
     source = models.source_model(case)
-    model = full_rank(source, mla_form=form)
+    model = full_rank(source, attention_backend=models.FORMS[form])
     ids = models.tokens(2, 30)
     expected = source(ids).logits
     cache = model(ids[:, :14]).past_key_values

@@ -26,10 +26,10 @@ def test_greedy_tokens_of_every_form_and_cache(case):
     options = {"max_new_tokens": 14, "do_sample": False}
     expected = model.generate(**inputs, use_cache=False, **options)
     for form in ("auto", "absorbed", "expanded"):
-        model.config.mla_form = form
+        model.config.attention_backend = models.FORMS[form]
         for kind in (None, "dynamic", "static"):
             assert torch.equal(model.generate(**inputs, cache_implementation=kind, **options), expected), (form, kind)
-    model.config.mla_form = "auto"
+    model.config.attention_backend = None
     for cache in (
         DynamicCache(config=model.config),
         StaticCache(config=model.config, max_cache_len=26),

@@ -37,7 +37,7 @@ def model(request) -> MHA2MLAForCausalLM:
         **CASES[request.param],
     )
     made = models.randomise(MHA2MLAForCausalLM(config).eval()).to("cuda", torch.bfloat16)
-    assert {line.backend for line in made.attention_report()} == {"tilelang"}
+    assert {line.backend for line in made.attention_report()} == {"mla_paged"}
     return made
 
 
@@ -54,14 +54,14 @@ def batch(length: int, *paddings: int) -> tuple[torch.Tensor, torch.Tensor, torc
 def decode(model, inputs, prefill: int, form: str, step: int = 1, **cache_keys) -> torch.Tensor:
     """Logits of all tokens behind ``prefill``, ``step`` of them at a time."""
     ids, mask, position = inputs
-    model.config.mla_form = form
+    model.config.attention_backend = {**models.FORMS, "by name": "mla_paged"}[form]
     cache = LatentCache(model.config, **cache_keys)
     logits = []
     for start, stop in [(0, prefill), *((t, t + step) for t in range(prefill, ids.shape[1], step))]:
         part = slice(start, stop)
         out = model(ids[:, part], attention_mask=mask[:, :stop], position_ids=position[:, part], past_key_values=cache)
         logits.append(out.logits)
-    model.config.mla_form = "auto"
+    model.config.attention_backend = None
     return torch.cat(logits[1:], dim=1)
 
 
@@ -72,9 +72,9 @@ def test_the_kernel_is_as_right_as_the_expanded_form(model, step):
     exact = decode(copy.deepcopy(model).float(), inputs, 150, "expanded", step)
     errors = {
         form: models.relative_error(decode(model, inputs, 150, form, step)[:2], exact[:2])
-        for form in ("auto", "expanded")
+        for form in ("auto", "by name", "expanded")
     }
-    assert errors["auto"] < 1.5 * errors["expanded"] < 0.1
+    assert max(errors["auto"], errors["by name"]) < 1.5 * errors["expanded"] < 0.1
     # Padding is not attended to: the third sequence's last tokens.
     assert models.relative_error(decode(model, inputs, 150, "auto", step)[2, 45:], exact[2, 45:]) < 0.1
 
@@ -180,7 +180,7 @@ HOLE = """
 import torch
 from tests.modeling import models
 from mha2mla.modeling import LatentCache
-model = models.mla_model("no nope", mla_form="absorbed", decode_backend="reference").cuda()
+model = models.mla_model("no nope", attention_backend="mla_reference").cuda()
 ids, mask = models.tokens(2, 12).cuda(), torch.ones(2, 12, dtype=torch.long, device="cuda")
 mask[1, 4:6] = 0
 with torch.no_grad():

@@ -84,7 +84,7 @@ def test_the_watch_sees_a_read(read):
 @torch.no_grad()
 def test_a_one_token_step_reads_nothing(static, masked, case, as_on_a_gpu):
     """Positions are the model's own to find, as when a caller passes tokens and a cache and nothing else."""
-    model = models.mla_model(case, mla_form="absorbed")
+    model = models.mla_model(case, attention_backend="mla_reference")
     ids, mask = models.tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     if masked:
         mask[1, :3] = 0

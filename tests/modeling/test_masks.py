@@ -82,14 +82,13 @@ def test_fuzz_against_the_uncached_forward(seed, monkeypatch):
     form = rng.choice(["auto", "auto", "absorbed", "expanded"])
     cache = LatentCache(model.config, max_cache_len=rng.choice([None, 32]), page_size=16)
     for start, stop in pieces(rng, length):
-        model.config.mla_form = form
+        model.config.attention_backend = models.FORMS[form]
         inputs = {"input_ids": ids[:, start:stop], "attention_mask": as_given(rng, mask, stop, cache)}
-        absorbed = form != "expanded" and start > 0 and stop - start <= 8
-        refuses = absorbed and has_hole(mask[:, :stop]) and (form == "absorbed" or not host_looks)
-        if refuses:
-            with pytest.raises(ValueError if host_looks else RuntimeError, match=REFUSED):
+        absorbed = form != "expanded" and (start > 0 or form == "absorbed") and stop - start <= 8
+        if absorbed and has_hole(mask[:, :stop]) and not host_looks:
+            with pytest.raises(RuntimeError, match=REFUSED):
                 model(**inputs, past_key_values=cache)
-            model.config.mla_form = "expanded"
+            model.config.attention_backend = "mla_expanded"
         logits = model(**inputs, past_key_values=cache).logits
         assert_same(logits, expected[:, start:stop], mask[:, start:stop])
 
@@ -103,17 +102,17 @@ def test_a_hole_that_appears_in_a_one_token_step(max_cache_len):
     cache = LatentCache(model.config, max_cache_len=max_cache_len)
     model(ids[:, :13], past_key_values=cache)
     expected = LatentCache(model.config)
-    model.config.mla_form = "expanded"
+    model.config.attention_backend = "mla_expanded"
     model(ids[:, :13], past_key_values=expected)
     expected = model(ids[:, 13:], attention_mask=mask, past_key_values=expected).logits
     assert models.relative_error(uncached(model, ids, None)[:, 13:], expected) > 0.05
-    model.config.mla_form = "auto"
+    model.config.attention_backend = None
     logits = model(ids[:, 13:], attention_mask=mask, past_key_values=cache).logits
     assert models.relative_error(logits, expected) < TOLERANCE
     cache.crop(-1)
-    model.config.mla_form = "absorbed"
-    with pytest.raises(ValueError, match=f"{REFUSED}.*mla_form is 'absorbed'"):
-        model(ids[:, 13:], attention_mask=mask, past_key_values=cache)
+    model.config.attention_backend = "mla_reference"
+    logits = model(ids[:, 13:], attention_mask=mask, past_key_values=cache).logits
+    assert models.relative_error(logits, expected) < TOLERANCE
 
 
 @torch.no_grad()
@@ -148,7 +147,7 @@ def test_what_a_look_found_serves_steps_that_do_not_look(monkeypatch):
 def test_compiled_with_a_hole(form):
     """Prefill and step: the expanded form obeys; the absorbed form asserts, and leaves the cache as it was."""
     torch._dynamo.reset()
-    model = models.mla_model(mla_form=form, num_hidden_layers=1)
+    model = models.mla_model(attention_backend=models.FORMS[form], num_hidden_layers=1)
     ids, mask = models.tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
     mask[0, :2], mask[1, 3:5] = 0, 0
     expected = uncached(model, ids, mask)
@@ -170,26 +169,23 @@ def test_compiled_with_a_hole(form):
 
 
 def test_generate_from_right_padded_prompts():
-    """Tokens of every form, cache and no cache agree; the absorbed form refuses."""
+    """Tokens of every backend, cache and no cache agree."""
     model = models.mla_model()
     ids, mask = models.tokens(2, 9), torch.ones(2, 9, dtype=torch.long)
     ids[1, 5:], mask[1, 5:] = 0, 0
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(ids, use_cache=False, **options)
-    for form in ("auto", "expanded"):
-        model.config.mla_form = form
+    for form in models.FORMS:
+        model.config.attention_backend = models.FORMS[form]
         for kind in ("dynamic", "static"):
             assert torch.equal(model.generate(ids, cache_implementation=kind, **options), expected)
-    model.config.mla_form = "absorbed"
-    with pytest.raises(ValueError, match=REFUSED):
-        model.generate(ids, **options)
 
 
 @pytest.mark.parametrize("form", ["auto", "absorbed", "expanded"])
 @torch.no_grad()
 def test_a_mask_that_is_too_short_is_refused(form):
     """transformers would pad it with zeros: the newest tokens would see nothing of themselves."""
-    model = models.mla_model(mla_form=form)
+    model = models.mla_model(attention_backend=models.FORMS[form])
     ids = models.tokens(2, 10)
     message = r"attention_mask.shape is \(2, 1\); expected at least {} tokens"
     with pytest.raises(ValueError, match=message.format(10)):
@@ -208,7 +204,7 @@ def test_a_mask_that_is_too_short_is_refused(form):
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 @torch.no_grad()
 def test_one_mask_for_all_sequences(form):
-    model = models.mla_model(mla_form=form)
+    model = models.mla_model(attention_backend=models.FORMS[form])
     ids, mask = models.tokens(2, 10), torch.ones(1, 10, dtype=torch.long)
     mask[:, :3] = 0
     expected = uncached(model, ids, mask.expand(2, -1))

@@ -35,7 +35,7 @@ class TestAttentions:
 
     @torch.no_grad()
     def test_of_a_step_over_a_cache(self, padded):
-        """The absorbed form has none: a step that is asked for them is expanded, or refused."""
+        """The absorbed form has none: a step that is asked for them is expanded."""
         model = eager(models.mla_model())
         ids, mask = padded.values()
         expected = model(**padded, output_attentions=True, use_cache=False).attentions[1][:, :, 11:]
@@ -45,10 +45,6 @@ class TestAttentions:
             out = model(ids[:, 11:], attention_mask=mask, past_key_values=cache, output_attentions=True)
             assert models.relative_error(out.attentions[1][..., :12], expected) < models.TOLERANCE
             assert not out.attentions[1][..., 12:].any()
-            model.config.mla_form = "absorbed"
-            with pytest.raises(ValueError, match="output_attentions is True; expected False, since mla_form is 'abs"):
-                model(ids[:, :1], past_key_values=cache, output_attentions=True)
-            model.config.mla_form = "auto"
         out = model.generate(ids, max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
         assert [len(step) for step in out.attentions] == [2, 2, 2]
 
@@ -148,7 +144,7 @@ def test_decoding_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rounding = models.relative_error(model(ids, use_cache=False).logits[:, 10:], expected)
     for form in ("absorbed", "expanded"):
-        model.config.mla_form = form
+        model.config.attention_backend = models.FORMS[form]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             cache = model(ids[:, :10]).past_key_values
             logits = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in (10, 11)]

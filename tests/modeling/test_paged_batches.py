@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mha2mla.modeling import CacheCapacityError, MHA2MLAForCausalLM, PagedCache
-from mha2mla.modeling.backends import ATTENTION_BACKENDS, AttentionRegistry, GQAGeometry
-from mha2mla.modeling.paged_cache import with_one_workspace
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.modeling.registry import AttentionRegistry, GQAGeometry
+from mha2mla.modeling.step import with_one_workspace
 from tests.modeling import models
 
 TOLERANCE = 2e-5
@@ -191,7 +192,7 @@ def test_eight_bit_latents_by_name():
 
 def test_the_model_picks_a_backend_by_config():
     model = models.mla_model()
-    assert {backend.name for backend, _ in model.paged_cache(1).layers} == {"mla_reference"}
+    assert {layer.backend.name for layer in model.paged_cache(1).layers} == {"mla_reference"}
     model.config.attention_backend = "mla_paged"
     with pytest.raises(ValueError, match="'mla_paged' refuses: dtype is float32"):
         model.paged_cache(1)
@@ -212,7 +213,7 @@ def test_a_registry_keeps_names_apart():
     geometry = GQAGeometry(6, 2, 16, 8)
     assert paged.refusal(geometry, 16, torch.float32, "cpu") == "it serves MLAGeometry, not GQAGeometry"
     chosen = registry.choose(None, geometry, 16, torch.float32, "cpu")
-    assert chosen.name == "gqa_reference" and chosen.queries == ("query",) and chosen.paged
+    assert chosen.name == "gqa_reference" and chosen.per_token == ("query", "key", "value")
     with pytest.raises(ValueError, match="no attention backend serves"):
         AttentionRegistry().choose(None, geometry, 16, torch.float32, "cpu")
     only = AttentionRegistry([registry.get("gqa_paged")])
@@ -228,6 +229,6 @@ def test_layers_of_other_ranks_share_a_workspace():
     plans = [
         replace(plan, workspace=torch.zeros(size)) for size, plan in zip(sizes, cache.step(batch).plans, strict=True)
     ]
-    first, second = with_one_workspace(plans)
+    first, second = with_one_workspace(plans, ["workspace"])
     assert (first.workspace.numel(), second.workspace.numel()) == sizes
     assert first.workspace.data_ptr() == second.workspace.data_ptr() == plans[1].workspace.data_ptr()

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from mha2mla.modeling import MHA2MLAForCausalLM, SequenceBatch
-from mha2mla.modeling.backends import BUILT_IN, AttentionConstants, AttentionLayer, GQAGeometry
+from mha2mla.modeling.backends import BUILT_IN
+from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 from tests.modeling import models
+from tests.modeling.test_backends import AttentionLayer
 from tests.modeling.test_gpu import CASES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.modeling import CacheCapacityError, PagedCache, SequenceBatch, StaleBatchError
-from mha2mla.modeling.backends import BUILT_IN, AttentionConstants, GQAGeometry
+from mha2mla.modeling.backends import BUILT_IN
 from mha2mla.modeling.paged_cache import BatchStep
+from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 
 PAGES, PAGE = 12, 4
 LAYERS = [(BUILT_IN["gqa_reference"], AttentionConstants(GQAGeometry(1, 1, 2, 1), 1.0))] * 2
@@ -53,7 +54,7 @@ def attend(step: BatchStep, values: torch.Tensor) -> torch.Tensor:
     """Runs both layers; the new tokens' values are ``values`` [N] and keys and queries zero. [N]."""
     zero = torch.zeros(len(values), 1, 2)
     tensors = {"query": zero, "key": zero, "value": values[:, None, None], "inv_freq": torch.zeros(1, 1)}
-    outs = [step.attend(layer, tensors) for layer in range(len(LAYERS))]
+    outs = [step.run(layer, tensors)[1] for layer in range(len(LAYERS))]
     assert torch.equal(*outs)
     return outs[0][:, 0, 0]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, gqa_layout, latent_layout
+from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, fp8_layout, gqa_layout, latent_layout
 from mha2mla.modeling.pages import NO_PAGE, OutOfPagesError, PageAllocator, PageCopy
 
 PAGES, PAGE = 12, 4
@@ -172,26 +172,25 @@ def test_block_table_of_nobody_and_of_an_empty_sequence():
 GEOMETRY = MLAGeometry(8, 2, 48, 16)
 
 
-@pytest.mark.parametrize("combined", [False, True])
-def test_a_latent_layout_counts_its_bytes(combined):
-    layout = latent_layout(GEOMETRY, 16, torch.bfloat16, combined=combined)
+def test_a_latent_layout_counts_its_bytes():
+    layout = latent_layout(GEOMETRY, 16, torch.bfloat16)
     cache = layout.make(5)
     assert cache["latent_cache"].shape == (5, 16, 48) and cache["rope_cache"].shape == (5, 16, 2, 16)
     assert layout.bytes_per_token == GEOMETRY.cache_bytes_per_token(2) == 160
-    assert layout.bytes_per_page == 2560 and layout.num_pages(3 * 2 * 2560 - 1, num_layers=2) == 2
+    assert layout.bytes_per_page == 2560
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in cache.values()}
-    assert sum(storages.values()) == 5 * layout.bytes_per_page and len(storages) == (1 if combined else 2)
+    assert sum(storages.values()) == 5 * layout.bytes_per_page and len(storages) == 2
 
 
-@pytest.mark.parametrize("combined", [False, True])
-def test_copying_a_page_copies_every_tensor(combined):
-    layout = latent_layout(GEOMETRY, 4, torch.float32, combined=combined)
+@pytest.mark.parametrize("layout", [latent_layout, fp8_layout])
+def test_copying_a_page_copies_every_tensor(layout):
+    layout = layout(GEOMETRY, 4, torch.float32)
     cache = layout.make(3)
     for value in cache.values():
         value[0] = torch.randn(value.shape[1:])
     layout.copy_pages(cache, [PageCopy(0, 2)])
-    for value in cache.values():
-        assert torch.equal(value[2], value[0]) and not value[1].any()
+    for value in (value.float() for value in cache.values()):
+        assert torch.equal(value[2], value[0]) and value[0].any() and not value[1].any()
 
 
 def test_a_gqa_layout_has_keys_and_values():
@@ -208,10 +207,6 @@ def test_a_gqa_layout_has_keys_and_values():
         ({"tensors": ()}, "tensors are called nothing"),
         ({"tensors": (CacheTensor("a", (), torch.half),) * 2}, "a, a; expected"),
         ({"tensors": (CacheTensor("a", (), torch.half),), "page_size": 0}, "page_size is 0"),
-        (
-            {"tensors": (CacheTensor("a", (), torch.half), CacheTensor("b", (), torch.float)), "combined": True},
-            "expected one dtype",
-        ),
     ],
 )
 def test_layouts_refuse(arguments, message):

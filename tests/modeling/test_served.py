@@ -8,7 +8,6 @@ import torch
 
 from mha2mla.modeling import what_serves
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
-from mha2mla.modeling.forms import choose_form
 from mha2mla.modeling.served import batch_backends, describe
 from tests.modeling import models
 
@@ -21,15 +20,15 @@ SERVED = {"num_rope_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 32, "qk_
 def config(source=None, **geometry):
     keys = {"attention_bias": True, **SIZES, **(source or {})}
     source_config = models.source_config("llama", **keys)
-    # mla_form and decode_backend and attention_backend are keys as well.
+    # attention_backend is a key as well.
     return models.mla_config(source_config=source_config.to_dict(), **{**SERVED, **geometry})
 
 
 def test_a_geometry_within_the_limits_is_served_by_kernels_on_cuda():
     layers = what_serves(config(), CUDA)
     assert [layer.layer_idx for layer in layers] == [0, 1] and all(layer.compiled for layer in layers)
-    assert {str(layer) for layer in layers} == {"absorbed, tilelang; batches: mla_paged"}
-    assert describe(layers) == "absorbed, tilelang; batches: mla_paged"
+    assert {str(layer) for layer in layers} == {"absorbed, mla_paged; batches: mla_paged"}
+    assert describe(layers) == "absorbed, mla_paged; batches: mla_paged"
 
 
 BEYOND = {
@@ -55,9 +54,13 @@ def test_a_geometry_beyond_a_limit_is_named_in_every_answer(reason):
     beyond = config(**BEYOND[reason])
     layers = what_serves(beyond, CUDA)
     for layer in layers:
-        assert (layer.form, layer.backend, layer.batch_backend.name) == ("expanded", "sdpa", "mla_reference")
+        assert (layer.form, layer.backend) == ("expanded", "sdpa")
         assert not layer.compiled and reason in layer.reason and reason in layer.batch_reason and reason in layer.why
     assert reason in describe(layers)
+    if reason.startswith(("kv_lora_rank is 100", "qk_rope_head_dim is 4")):  # rows of 16 bytes: the op is one
+        with pytest.raises(ValueError, match="layer 0: no attention backend serves .* in 16 bits the op takes mult"):
+            batch_backends(beyond, CUDA, torch.bfloat16, 64)
+        return
     with pytest.warns(UserWarning, match="2 of 2 layers attend in plain torch") as caught:
         assert {backend.name for backend in batch_backends(beyond, CUDA, torch.bfloat16, 64)} == {"mla_reference"}
     assert reason in str(caught[0].message)
@@ -68,7 +71,7 @@ def test_a_geometry_beyond_a_limit_is_named_in_every_answer(reason):
     [
         ({"page_size": 48}, "page_size is 48; TileLang kernels take powers of two from 16"),
         ({"dtype": torch.float32}, "dtype is float32"),
-        ({"query_length": 9}, "9 new tokens; the absorbed form serves up to 8"),
+        ({"query_length": 15}, "15 new tokens; the absorbed form costs less for up to 14"),
     ],
 )
 def test_a_call_beyond_a_limit_is_expanded_and_says_why(asked, reason):
@@ -78,15 +81,15 @@ def test_a_call_beyond_a_limit_is_expanded_and_says_why(asked, reason):
 
 def test_a_wide_head_is_decoded_by_a_kernel_but_not_prefilled_by_one():
     layer = what_serves(config(qk_rope_head_dim=96, qk_nope_head_dim=168), CUDA)[0]
-    assert layer.backend == "tilelang" and layer.batch_backend.name == "mla_reference"
+    assert layer.backend == "mla_paged" and layer.batch_backend.name == "mla_reference"
     assert not layer.compiled and "d_qk is 264; it takes up to 256" in layer.why
 
 
 def test_layers_that_differ_are_told_apart():
     layers = what_serves(config(kv_lora_rank=[512, 768]), CUDA)
-    assert [layer.backend for layer in layers] == ["tilelang", "sdpa"]
+    assert [layer.backend for layer in layers] == ["mla_paged", "sdpa"]
     text = describe(layers)
-    assert text.startswith("1 layers: absorbed, tilelang; batches: mla_paged | 1 layers: expanded, sdpa")
+    assert text.startswith("1 layers: absorbed, mla_paged; batches: mla_paged | 1 layers: expanded, sdpa")
     with pytest.warns(UserWarning, match="1 of 2 layers attend in plain torch"):
         names = [backend.name for backend in batch_backends(config(kv_lora_rank=[512, 768]), CUDA, torch.bfloat16, 64)]
     assert names == ["mla_paged", "mla_reference"]
@@ -104,28 +107,33 @@ def test_what_is_asked_for_by_name_is_no_surprise():
         batch_backends(refused, CUDA, torch.bfloat16, 64)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("mla_form", ["auto", "absorbed", "expanded"])
-@pytest.mark.parametrize("decode_backend", [None, "reference", "tilelang"])
-@pytest.mark.parametrize("width", [512, 768])
-def test_the_answer_is_what_a_step_chooses(device, mla_form, decode_backend, width):
-    asked = config(mla_form=mla_form, decode_backend=decode_backend, kv_lora_rank=width)
-    layer = what_serves(asked, device)[1]
-    choice = choose_form(
-        32,
-        8,
-        width,
-        32,
-        mla_form=mla_form,
-        decode_backend=decode_backend,
-        attn_implementation="sdpa",
-        query_length=1,
-        page_size=64,
-        dtype=torch.bfloat16,
-        device=torch.device(device),
-    )
-    assert (layer.form, layer.backend, layer.reason) == (choice.form, choice.backend, choice.reason)
-    assert layer.batch_backend is ATTENTION_BACKENDS.choose(None, layer.geometry, 64, torch.bfloat16, device)
+@pytest.mark.parametrize(
+    ("name", "width", "device", "expected"),
+    [
+        (None, 512, "cuda", ("absorbed", "mla_paged", "mla_paged")),
+        (None, 768, "cuda", ("expanded", "sdpa", "mla_reference")),
+        (None, 512, "cpu", ("absorbed", "mla_reference", "mla_reference")),
+        ("mla_reference", 512, "cuda", ("absorbed", "mla_reference", "mla_reference")),
+        ("mla_fp8", 512, "cuda", ("absorbed", "mla_fp8", "mla_fp8")),
+        ("mla_expanded", 512, "cuda", ("expanded", "sdpa", None)),
+        ("mla_paged", 768, "cuda", ("expanded", "sdpa", None)),
+    ],
+)
+def test_a_name_decides_both_ways_of_calling_the_model(name, width, device, expected):
+    layer = what_serves(config(attention_backend=name, kv_lora_rank=width), device)[1]
+    assert (layer.form, layer.backend, layer.batch_backend and layer.batch_backend.name) == expected
+    if name is None:
+        assert layer.batch_backend is ATTENTION_BACKENDS.choose(None, layer.geometry, 64, torch.bfloat16, device)
+
+
+@torch.no_grad()
+def test_the_answer_is_what_a_cache_does():
+    for name in (None, "mla_reference", "mla_expanded", "mla_fp8_reference"):
+        model = models.mla_model("some sliding", attention_backend=name)
+        cache = model(models.tokens(2, 9)).past_key_values
+        for layer, said in zip(cache.layers, model.attention_report(), strict=True):
+            assert layer.attends(1) is (said.form == "absorbed")
+            assert not layer.attends(1) or layer.backend.name == said.backend
 
 
 def test_report_and_paged_cache_give_the_same_answer():
@@ -134,6 +142,6 @@ def test_report_and_paged_cache_give_the_same_answer():
     assert model.attention_report() == list(expected)
     assert [layer.sliding_window for layer in expected] == [None, models.WINDOW]
     paged = model.paged_cache(4)
-    assert [backend for backend, _ in paged.layers] == [layer.batch_backend for layer in expected]
-    assert [constants.geometry for _, constants in paged.layers] == [layer.geometry for layer in expected]
+    assert [layer.backend for layer in paged.layers] == [layer.batch_backend for layer in expected]
+    assert [layer.constants.geometry for layer in paged.layers] == [layer.geometry for layer in expected]
     assert [replace(layer, device=CUDA) for layer in expected] != list(what_serves(model.config, CUDA, torch.float32))
