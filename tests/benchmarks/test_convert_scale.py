@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "convert_scale.py"
 def measure(layers, tmp_path):
     out = tmp_path / f"{layers}.json"
     shape = ["--hidden=256", "--heads=4", "--kv-heads=4", "--intermediate=16384", "--vocabulary=500"]
-    small = ["--windows=2", "--length=256", "--shard-mib=32"]
+    small = ["--windows=1", "--length=128", "--shard-mib=32"]
     command = [sys.executable, str(SCRIPT), f"--layers={layers}", *shape, *small]
     command += [f"--folder={tmp_path}", f"--json={out}"]
     subprocess.run(command, check=True, capture_output=True)
@@ -20,8 +20,8 @@ def measure(layers, tmp_path):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_layers(tmp_path):
-    """25 MB a layer, 50 in float32: 14 layers more are 350 MB of checkpoint, and less than two layers of memory."""
-    few, many = (measure(layers, tmp_path) for layers in (3, 17))
-    assert many["source_gb"] - few["source_gb"] > 0.35
+    """25 MB a layer, 50 in float32: 8 layers more are 200 MB of checkpoint, and less than two layers of memory."""
+    few, many = (measure(layers, tmp_path) for layers in (2, 10))
+    assert many["source_gb"] - few["source_gb"] > 0.2
     assert many["peak_rss_gib"] - few["peak_rss_gib"] < 0.1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["17.json", "3.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10.json", "2.json"]

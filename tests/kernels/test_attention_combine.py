@@ -9,6 +9,7 @@ import torch
 
 from mha2mla.kernels import attention_combine, mla_decode
 from mha2mla.kernels.attention_combine.reference import attention_combine_reference
+from tests.few import few
 from tests.kernels.problems import Problem
 
 SPLITS = (1, 2, 3, 5, 17, 97, 160)
@@ -156,7 +157,7 @@ def test_kernel_on_the_cpu_target(shape, splits):
     assert_right((out, lse), given, count)
 
 
-@pytest.mark.parametrize("width", [80, 512, 576])
+@few("width", [576, 80, 512], count=1)
 def test_kernel_compiles_for_hopper(width):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool

@@ -21,6 +21,7 @@ from mha2mla.kernels.attention_varlen.tiling import (
     portable_tiling,
     shared_bytes,
 )
+from tests.few import few
 
 # Every boundary of a tile of 16, 64 and 128, both ways round; sequences without queries, without keys, without either.
 MIXED = ((0, 0), (1, 1), (5, 0), (0, 7), (63, 64), (65, 17), (2, 130), (129, 128))
@@ -371,15 +372,13 @@ class TestOnCPU:
 # --- compiled for GPUs that are not here --------------------------------------------------------------------------
 
 GATED = [
-    VarlenShape(32, (128,), (32,), 32, 128, True, "bfloat16"),
-    VarlenShape(32, (128,), (8,), 8, 128, False, "float16"),
     VarlenShape(16, (128, 64), (16, 1), 16, 128, True, "bfloat16"),
     VarlenShape(9, (80,), (3,), 3, 80, True, "bfloat16"),
+    VarlenShape(32, (128,), (32,), 32, 128, True, "bfloat16"),
+    VarlenShape(32, (128,), (8,), 8, 128, False, "float16"),
     VarlenShape(12, (24, 8), (4, 12), 4, 72, False, "float16"),
     VarlenShape(8, (256,), (2,), 2, 256, True, "bfloat16"),
     VarlenShape(9, (48, 16), (3, 3), 3, 64, True, "bfloat16"),
-]
-GATED_ALIKE = [
     VarlenShape(8, (256,), (8,), 8, 256, False, "bfloat16"),
     VarlenShape(8, (112, 16), (2, 1), 8, 64, True, "float16"),
     VarlenShape(8, (192,), (8,), 8, 64, True, "bfloat16"),
@@ -388,11 +387,7 @@ GATED_ALIKE = [
 
 @pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is neither on PATH nor installed by pip")
 class TestGate:
-    @pytest.mark.parametrize(
-        "shape",
-        [*GATED, *(pytest.param(shape, marks=pytest.mark.exhaustive) for shape in GATED_ALIKE)],
-        ids=lambda s: f"{s.widths}-{s.v_head_dim}-{s.causal}",
-    )
+    @few("shape", GATED, count=2, ids=lambda s: f"{s.widths}-{s.v_head_dim}-{s.causal}")
     def test_hopper_failure_9(self, shape):
         """No spills, no serialised wgmma, memory as computed."""
         pytest.importorskip("tilelang", reason="TileLang is not installed")
@@ -408,7 +403,7 @@ class TestGate:
             assert report.instructions.get("HGMMA", 0), report.instructions
             assert report.instructions.get("UTMALDG", 0), report.instructions
 
-    @pytest.mark.parametrize("shape", [GATED[4], GATED[5]], ids=lambda s: f"{s.widths}-{s.v_head_dim}")
+    @few("shape", [GATED[4], GATED[5]], count=1, ids=lambda s: f"{s.widths}-{s.v_head_dim}")
     def test_before_hopper(self, shape):
         pytest.importorskip("tilelang", reason="TileLang is not installed")
         from mha2mla.kernels.attention_varlen.tiled import make_tiled

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.few import few
+
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
@@ -20,36 +22,35 @@ pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is neith
 
 CHOSEN = [
     DecodeShape(32, 32, 512, 16, 64, 1, "bfloat16"),
-    DecodeShape(32, 1, 512, 64, 16, 1, "bfloat16"),
-    DecodeShape(9, 3, 216, 24, 64, 1, "bfloat16"),  # rope columns that fill no chunk
     DecodeShape(14, 2, 80, 8, 64, 1, "float16"),
+    DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16"),
+    DecodeShape(9, 3, 216, 24, 64, 1, "bfloat16"),  # rope columns that fill no chunk
+    DecodeShape(32, 1, 512, 64, 16, 1, "bfloat16"),
     DecodeShape(40, 40, 256, 32, 64, 1, "bfloat16"),  # rope scores by blocks of 8 rows
     DecodeShape(24, 8, 448, 24, 32, 8, "bfloat16"),
-    DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16"),
     DecodeShape(3, 1, 88, 256, 128, 2, "bfloat16"),
     DecodeShape(14, 1, 256, 216, 64, 4, "bfloat16"),  # more chunks of rope columns than the ring holds
     DecodeShape(9, 9, 64, 72, 16, 1, "bfloat16"),  # 9 chunks of rope columns a block: 2.8 kB of spills, once
 ]
-EXHAUSTIVE = pytest.mark.exhaustive  # a gate that is like another
 # Kernels that a tuning table may prefer to the rule's: (kernel, computing warpgroups), on shapes that have them.
 OTHERS = [
+    ("swap_ab_ws", 2, DecodeShape(64, 64, 128, 32, 64, 1, "bfloat16")),
     ("swap_ab_ws", 2, DecodeShape(64, 1, 512, 64, 16, 1, "bfloat16")),
-    pytest.param("swap_ab_ws", 2, DecodeShape(64, 64, 128, 32, 64, 1, "bfloat16"), marks=EXHAUSTIVE),
     ("heads_on_m", None, DecodeShape(64, 1, 200, 64, 16, 1, "bfloat16")),
     ("swap_ab", None, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
 ]
 # Ways to compute rope scores, and of 64 rows a tile, that only a tuning table chooses.
 VARIANTS = [
-    pytest.param("plain", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16"), marks=EXHAUSTIVE),
-    ("paired", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
     ("gemv", DecodeShape(9, 3, 256, 16, 64, 1, "bfloat16")),
-    pytest.param("gemv", DecodeShape(64, 8, 128, 64, 64, 1, "float16"), marks=EXHAUSTIVE),
     ("octets", DecodeShape(32, 8, 128, 16, 64, 1, "bfloat16")),
+    ("paired", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
+    ("gemv", DecodeShape(64, 8, 128, 64, 64, 1, "float16")),
+    ("plain", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16")),
 ]
 BEFORE_HOPPER = [
-    (80, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
     (80, DecodeShape(9, 3, 144, 16, 16, 2, "float16")),
-    pytest.param(89, DecodeShape(32, 32, 256, 16, 64, 1, "bfloat16"), marks=EXHAUSTIVE),
+    (80, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
+    (89, DecodeShape(32, 32, 256, 16, 64, 1, "bfloat16")),
 ]
 
 
@@ -76,13 +77,14 @@ def gate(shape: DecodeShape, choice: KernelChoice, capability: int):
     return report
 
 
-@pytest.mark.parametrize("shape", CHOSEN, ids=name)
+@few("shape", CHOSEN, count=3, ids=name)
 def test_hopper_failure_9(shape):
     report = gate(shape, select_kernel(shape, 90), 90)
     if report.instructions is not None:
         assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kernel", "warpgroups", "shape"), OTHERS, ids=name)
 def test_hopper_kernels_that_the_rule_does_not_choose(kernel, warpgroups, shape):
     choices = [c for c in list_kernels(shape, 90) if c.kernel == kernel and warpgroups in (None, c.warpgroups)]
@@ -91,13 +93,13 @@ def test_hopper_kernels_that_the_rule_does_not_choose(kernel, warpgroups, shape)
         assert report.instructions.get("HGMMA", 0), report.instructions
 
 
-@pytest.mark.parametrize(("variant", "shape"), VARIANTS, ids=name)
+@few("variant, shape", VARIANTS, count=1, ids=name)
 def test_hopper_variants(variant, shape):
     choice = next(choice for choice in list_kernels(shape, 90) if choice.variant == variant)
     gate(shape, choice, 90)
 
 
-@pytest.mark.parametrize(("capability", "shape"), BEFORE_HOPPER, ids=name)
+@few("capability, shape", BEFORE_HOPPER, count=1, ids=name)
 def test_before_hopper(capability, shape):
     choice = select_kernel(shape, capability)
     assert choice.kernel == "swap_ab"
@@ -106,14 +108,13 @@ def test_before_hopper(capability, shape):
         assert report.instructions.get("HMMA", 0), report.instructions
 
 
-@pytest.mark.parametrize("splits", MERGES)
-@pytest.mark.parametrize("kv_lora_rank", [200, 512])
+@few("splits, kv_lora_rank", [*((splits, 200) for splits in reversed(MERGES)), *((s, 512) for s in MERGES)], count=1)
 def test_combine(splits, kv_lora_rank):
     (report,) = compile_only(make_merge(9, kv_lora_rank, "bfloat16", splits), "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == []
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@few("arch", ["sm_90a", "sm_80"], count=1)
 def test_planner(arch):
     (report,) = compile_only(make_plan(), arch, SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(80 if arch == "sm_80" else 90)) == []

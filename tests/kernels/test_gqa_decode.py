@@ -24,6 +24,7 @@ from mha2mla.kernels.gqa_decode.selection import (
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
 from mha2mla.kernels.split_kv.schedule import FIELDS, plan_fragments, write_schedule
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
+from tests.few import few
 from tests.kernels.problems import random_work, write_work
 
 BASE = GQAProblem(6, 2, 24, 16, (0, 1, 70), page_size=16, seqlen_q=2)
@@ -421,8 +422,8 @@ def test_large_scores_failure_12():
 # --- the compile gate ---
 
 GATED = [
-    GQAShape(32, 32, 128, 128, 64, 1, "bfloat16"),
     GQAShape(28, 4, 192, 128, 16, 8, "float16"),
+    GQAShape(32, 32, 128, 128, 64, 1, "bfloat16"),
     GQAShape(64, 1, 256, 256, 64, 1, "bfloat16"),
 ]
 
@@ -445,7 +446,7 @@ def gate(shape: GQAShape, choice, capability: int):
     return report
 
 
-@pytest.mark.parametrize("shape", GATED, ids=str)
+@few("shape", GATED, count=1, ids=str)
 def test_hopper_failure_9(shape):
     """The rule's choice: no spills, memory as computed, registers for so many CTAs on a multiprocessor."""
     report = gate(shape, select_kernel(shape, 90), 90)
@@ -456,13 +457,14 @@ def test_hopper_failure_9(shape):
 # Several new tokens of few heads: 24, 40 and 56 rows in tiles of 32 and 64. With 32 cached tokens a step, the warps
 # that hold a row's scores are not those that hold its output.
 ODD_ROWS = [
-    pytest.param(GQAShape(9, 3, 64, 64, 64, 8, "bfloat16"), marks=pytest.mark.exhaustive),
     GQAShape(40, 8, 96, 96, 32, 8, "float16"),
-    pytest.param(GQAShape(28, 4, 128, 128, 64, 8, "bfloat16"), marks=pytest.mark.exhaustive),
+    GQAShape(9, 3, 64, 64, 64, 8, "bfloat16"),
+    GQAShape(28, 4, 128, 128, 64, 8, "bfloat16"),
 ]
 
 
-@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # the GPU runs both
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("shape", ODD_ROWS, ids=str)
 def test_portable_kernel_of_odd_rows(shape, capability):
     choice = next(choice for choice in list_kernels(shape, capability) if choice.kernel == "portable")
@@ -470,7 +472,7 @@ def test_portable_kernel_of_odd_rows(shape, capability):
     gate(shape, choice, capability)
 
 
-@pytest.mark.parametrize("capability", [80, 89])
+@few("capability", [80, 89], count=1)
 def test_before_hopper(capability):
     shape = GQAShape(14, 2, 80, 64, 16, 2, "bfloat16")
     report = gate(shape, select_kernel(shape, capability), capability)

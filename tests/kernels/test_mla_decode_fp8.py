@@ -22,6 +22,7 @@ from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
 from mha2mla.kernels.mla_decode_fp8.reference import SMALLEST_SCALE
 from mha2mla.kernels.mla_decode_fp8.selection import select_fp8
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
+from tests.few import few
 
 
 def fp8_inputs(problem: Problem, dtype: torch.dtype, device="cpu") -> tuple[dict, dict]:
@@ -310,14 +311,12 @@ def test_register_operand_of_the_output_is_the_transposed_block():
 
 GATED = [
     DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16"),
-    pytest.param(DecodeShape(32, 8, 512, 16, 16, 1, "bfloat16"), marks=pytest.mark.exhaustive),
-    pytest.param(DecodeShape(9, 3, 80, 24, 64, 1, "float16"), marks=pytest.mark.exhaustive),
+    DecodeShape(32, 8, 512, 16, 16, 1, "bfloat16"),
+    DecodeShape(9, 3, 80, 24, 64, 1, "float16"),
 ]
 
 
-@pytest.mark.parametrize(
-    "shape", GATED, ids=lambda s: f"H{s.heads}-G{s.num_rope_heads}-c{s.kv_lora_rank}-p{s.page_size}"
-)
+@few("shape", GATED, count=1, ids=lambda s: f"H{s.heads}-G{s.num_rope_heads}-c{s.kv_lora_rank}-p{s.page_size}")
 def test_compiles_for_hopper_failure_9(shape):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
@@ -338,7 +337,7 @@ def test_compiles_for_hopper_failure_9(shape):
         assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions
 
 
-@pytest.mark.parametrize("row_width", [512, 80])
+@few("row_width", [80, 512], count=1)
 def test_quantising_kernel_compiles_for_hopper(row_width):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool

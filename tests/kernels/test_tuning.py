@@ -28,7 +28,6 @@ from mha2mla.kernels.split_kv.tuning import (
 
 GPU = "NVIDIA H200"
 SHAPE = DecodeShape(32, 8, 512, 16, 64, 1, "bfloat16")
-COMPILED = 4  # kernels of the package's table that every run of the tests compiles
 PACKAGE_ROWS = list(read_table(PACKAGE_TABLE).values())
 
 
@@ -305,28 +304,23 @@ def test_a_row_of_the_package_is_offered_and_was_worth_it(row):
 
 
 def gate_cases() -> list:
-    """Every row of the package's table, for the compile gate: first one of each family, most frequent families first.
-    The first ``COMPILED`` always run, the others with ``-m slow``."""
+    """Every row of the package's table, for the compile gate: first one of each family, frequent families first."""
     families: dict[tuple, list[dict]] = {}
     for row in PACKAGE_ROWS:
         families.setdefault((row["kernel"], row["warpgroups"], row["rows"], row["ctas_per_sm"]), []).append(row)
     ranks = sorted(families.values(), key=len, reverse=True)
     ordered = [row for rank in itertools.zip_longest(*ranks) for row in rank if row is not None]
-    return [
-        pytest.param(row, id="-".join(map(str, key_of(row))), marks=[pytest.mark.slow] if number >= COMPILED else [])
-        for number, row in enumerate(ordered)
-    ]
+    return ordered
 
 
-@pytest.mark.parametrize("row", gate_cases())
-def test_a_row_of_the_package_compiles_failure_9(row, request):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", gate_cases(), ids=lambda row: "-".join(map(str, key_of(row))))
+def test_a_row_of_the_package_compiles_failure_9(row):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import find_tool
     from tests.kernels.test_compile_gate import gate
 
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")
-    if request.node.get_closest_marker("slow") and "slow" not in request.config.option.markexpr:
-        pytest.skip(f"{COMPILED} kernels of the table are compiled; -m slow compiles the others")
     shape = shape_of(row)
     gate(shape, match(row, list_kernels(shape, 90)), 90)
