@@ -252,7 +252,7 @@ OPS = (
     ),
     Fault(
         "an infinite latent is stored as a number",
-        f"{KERNELS}/mla_decode_fp8/reference.py",
+        f"{KERNELS}/mla_decode/quantization.py",
         "scale = torch.where(largest.isfinite(), scale, torch.nan)",
         "scale = torch.where(largest.isnan(), torch.nan, scale.clamp_max(1e30))",
         ("tests/kernels/test_mla_decode_fp8.py",),
@@ -261,8 +261,8 @@ OPS = (
     Fault(
         "rotary keys wider than shared memory are accepted",
         f"{KERNELS}/mla_decode/selection.py",
-        "geometry.rope_width <= MAX_ROPE_WIDTH,",
-        "geometry.rope_width > 0,",
+        "rope_width <= MAX_ROPE_WIDTH,",
+        "rope_width > 0,",
         ("tests/modeling/test_served.py",),
     ),
     Fault(

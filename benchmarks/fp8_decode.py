@@ -30,8 +30,7 @@ from mha2mla.kernels import (
     dequantize_latent,
     mla_append,
     mla_decode,
-    mla_decode_fp8,
-    plan_mla_decode_fp8,
+    plan_mla_decode,
     quantize_latent,
 )
 
@@ -87,7 +86,7 @@ def speed(only: str | None = None, json: str | None = None, min_run_time: float 
     shown = {key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
     print_table(
         rows,
-        title="mla_decode_fp8 beside mla_decode in bfloat16",
+        title="mla_decode over an fp8 latent cache beside bfloat16",
         columns=shown,
         caption=describe_environment(environment),
     )
@@ -108,10 +107,11 @@ def measure(job: tuple[Any, ...], device: str = "cuda") -> dict[str, Any]:
     codes, scale = quantize_latent(inputs["latent_cache"])
     stored = inputs | {"latent_cache": codes, "latent_scale": scale}
     plan = problem.plan(inputs)
-    plan_fp8 = plan_mla_decode_fp8(
-        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"], qk_rope_head_dim=d_r
-    )
-    out, lse = mla_decode_fp8(**stored, plan=plan_fp8, return_lse=True)
+    plan_fp8 = plan_mla_decode(
+        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"], qk_rope_head_dim=d_r,
+        latent_dtype=codes.dtype,
+    )  # fmt: skip
+    out, lse = mla_decode(**stored, plan=plan_fp8, return_lse=True)
     judgement = judge(inputs | {"latent_cache": dequantize_latent(codes, scale, torch.float64)}, out, lse)
     original, _ = exact(inputs)
     plain = mla_decode(**inputs, plan=plan)
@@ -132,7 +132,7 @@ def measure(job: tuple[Any, ...], device: str = "cuda") -> dict[str, Any]:
     kept, kept_plain = torch.empty_like(out), torch.empty_like(plain)
     timings = time_in_turn(
         {
-            "fp8": lambda: mla_decode_fp8(**stored, plan=plan_fp8, out=kept),
+            "fp8": lambda: mla_decode(**stored, plan=plan_fp8, out=kept),
             "bf16": lambda: mla_decode(**inputs, plan=plan, out=kept_plain),
         },
         device,

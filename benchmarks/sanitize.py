@@ -31,8 +31,8 @@ from mha2mla.kernel_testing.compiling import compile_shapes
 from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.devices import capability, device_name
-from mha2mla.kernels.mla_decode.dispatch import decode_shape
 from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
+from mha2mla.kernels.split_kv.op import compiled_shape
 
 PROBLEMS = (
     Problem(32, 32, 512, 16, (0, 1, 65, 700)),  # a converted MHA model, one rope head per head
@@ -50,7 +50,7 @@ DTYPE = torch.bfloat16
 
 
 def shape_of(problem: Problem) -> DecodeShape:
-    return decode_shape(problem.geometry, problem.page_size, DTYPE, problem.seqlen_q)
+    return compiled_shape(problem.shape())
 
 
 def compile() -> bool:

@@ -13,7 +13,7 @@ What differs:
   the first call of a step too, or make new metadata);
 * the log-sum-exp of a query that sees no key is -inf (FlashMLA: +inf), its output 0 as there;
 * sparse attention, attention sinks and FlashMLA's 656-byte fp8 cache (four scales a token) are refused by name; the fp8
-  cache of this package has one scale a token, in a tensor of its own (:func:`mha2mla.kernels.mla_decode_fp8`);
+  cache of this package has one scale a token, in a tensor of its own (``mla_decode(latent_scale=)``);
 * nothing is differentiable.
 """
 

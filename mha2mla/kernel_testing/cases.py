@@ -6,10 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from mha2mla.kernel_testing.problems import Problem
-from mha2mla.kernels.mla_decode.dispatch import decode_shape
 from mha2mla.kernels.mla_decode.selection import (
     MAX_ROPE_PER_HEAD,
     MAX_ROPE_SHARED,
@@ -17,6 +14,7 @@ from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
     refusal,
 )
+from mha2mla.kernels.split_kv.op import compiled_shape
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,7 @@ class Case:
 
     def shape(self) -> DecodeShape:
         """What is compiled for it."""
-        problem = self.problem
-        return decode_shape(problem.geometry, problem.page_size, getattr(torch, self.dtype), problem.seqlen_q)
+        return compiled_shape(self.problem.shape(self.dtype))
 
     def num_ctas(self, planned: int) -> int:
         """CTAs that it plans for where the device would plan for ``planned``."""
@@ -66,7 +63,7 @@ def draw_geometry(rng: random.Random) -> tuple[Problem, str]:
             seqlen_q=rng.choice((1, 1, 1, 2, 4, 8)),
         )
         dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
-        if refusal(problem.geometry, problem.page_size, dtype, problem.seqlen_q) is None:
+        if refusal(problem.shape(dtype)) is None:
             return problem, dtype
 
 

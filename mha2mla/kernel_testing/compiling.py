@@ -11,6 +11,7 @@ import torch
 from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernel_testing.workers import progress_bar, run_in_workers
 from mha2mla.kernels.devices import capability, device_name, num_sms
+from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
 from mha2mla.kernels.split_kv.tuning import BATCHES, batch_bucket
 
@@ -73,11 +74,10 @@ def processes_for(jobs: int) -> int:
 
 def compile_shape(job: CompileJob) -> None:
     """Compiles what a job names."""
-    from mha2mla.kernels.mla_decode.launch import compile_mla_decode
-    from mha2mla.kernels.split_kv.launch import MERGES, compile_merge, compile_planner
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge, compile_planner
 
     compile_planner(job.capability)
     for bucket in BATCHES if job.buckets is None else job.buckets:
-        compile_mla_decode(job.shape, job.capability, job.gpu, bucket)
+        compile_choice(MLA, job.shape, select_kernel(job.shape, job.capability, job.gpu, bucket), job.capability)
     for splits in MERGES if job.merges is None else job.merges:
         compile_merge(job.shape.heads, job.shape.kv_lora_rank, job.shape.dtype, splits, job.capability)

@@ -16,7 +16,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.judgement import Judgement, verdict
 from mha2mla.kernel_testing.textbook import Sequence, yardstick
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
-from mha2mla.kernels.mla_decode.plan import plan_mla_decode
+from mha2mla.kernels.mla_decode.api import plan_mla_decode
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.plan import DecodePlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, expected
 from mha2mla.kernel_testing.timing import time_callable
 from mha2mla.kernel_testing.trials import Candidate, Trial
 from mha2mla.kernels import DecodePlan
+from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
 
 ROUNDS = 3
@@ -24,12 +25,11 @@ ROUNDS = 3
 def compile_candidate(job: tuple[DecodeShape, KernelChoice, int, int, int]) -> None:
     """Puts all that a candidate launches into TileLang's disk cache. ``job`` is (shape, choice, CTAs, batch, compute
     capability)."""
-    from mha2mla.kernels.mla_decode.launch import compile_choice
-    from mha2mla.kernels.split_kv.launch import compile_merge, compile_planner, merge_splits
+    from mha2mla.kernels.split_kv.launch import compile_choice, compile_merge, compile_planner, merge_splits
 
     shape, choice, num_ctas, batch, major_minor = job
     compile_planner(major_minor)
-    compile_choice(shape, choice, major_minor)
+    compile_choice(MLA, shape, choice, major_minor)
     compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, merge_splits(num_ctas, batch), major_minor)
 
 
@@ -93,33 +93,10 @@ def launcher(
     out: Tensor,
     lse: Tensor,
 ) -> Callable[[], None]:
-    """A call that launches a choice's decode kernel and the combine kernel, as ``launch.launch_mla_decode`` does with
-    the kernel that dispatch chooses."""
-    from mha2mla.kernels.mla_decode.launch import compile_choice
-    from mha2mla.kernels.split_kv.launch import NO_WINDOW, compile_merge, merge_splits
+    """A call that launches a choice's kernels as the op launches those that dispatch chooses."""
+    from mha2mla.kernels.split_kv.launch import compile_choice, launch
 
-    split = compile_choice(shape, choice, capability)
-    splits = merge_splits(plan.num_ctas, plan.splits.shape[0])
-    merge = compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability)
-    arguments = (
-        inputs["q_latent"],
-        inputs["q_pe"],
-        inputs["latent_cache"],
-        inputs["rope_cache"].flatten(2),
-        inputs["block_table"],
-        plan.schedule,
-        plan.partial_out,
-        plan.partial_lse,
-        out,
-        lse,
-        inputs["softmax_scale"],
-        int(inputs["causal"]),
-        NO_WINDOW if plan.window is None else plan.window,
-        plan.sinks,
-    )
-
-    def call() -> None:
-        split(*arguments)
-        merge(plan.splits, plan.partial_out, plan.partial_lse, out, lse)
-
-    return call
+    split = compile_choice(MLA, shape, choice, capability)
+    data = (*MLA.kernel_arguments(inputs[name] for name in MLA.names), inputs["block_table"])
+    call = (data, inputs["softmax_scale"], inputs["causal"], *plan.buffers, out, lse)
+    return partial(launch, MLA, shape, *call, split=split)

@@ -12,8 +12,8 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels import explain_mla_decode
-from mha2mla.kernels.mla_decode.dispatch import decode_shape
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
+from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.kernels.split_kv.tuning import configuration, shape_fields
 
 Geometry = tuple[int, ...]  # H, G, d_c, d_r and, if it is not 1, S_q
@@ -77,11 +77,11 @@ def make_problem(
     why = explain_mla_decode(mla, page_size, getattr(torch, dtype), device, seqlen_q)
     if why is not None:
         raise ValueError(f"geometry {','.join(map(str, geometry))}: {why}")
-    shape = decode_shape(mla, page_size, getattr(torch, dtype), seqlen_q)
+    seqlen_q = compiled_shape(DecodeShape.of(mla, page_size, dtype, seqlen_q)).seqlen_q
     if seqlen is None:
         size = CACHE_BYTES if batch >= 16 else SMALL_CACHE_BYTES
         seqlen = max(1, math.ceil(size / (batch * mla.cache_bytes_per_token(2)) / 1024)) * 1024
-    return Problem(*geometry[:4], (seqlen,) * batch, page_size=page_size, seqlen_q=shape.seqlen_q, slack=0)
+    return Problem(*geometry[:4], (seqlen,) * batch, page_size=page_size, seqlen_q=seqlen_q, slack=0)
 
 
 def choose_candidates(choices: Sequence[KernelChoice], count: int) -> list[KernelChoice]:

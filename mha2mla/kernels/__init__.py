@@ -12,11 +12,8 @@ from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
 from mha2mla.kernels.mixed_attention.plan import MixedPlan, plan_gqa_attention, plan_mla_attention
-from mha2mla.kernels.mla_decode.api import mla_decode
-from mha2mla.kernels.mla_decode.dispatch import explain_mla_decode
-from mha2mla.kernels.mla_decode.plan import plan_mla_decode
-from mha2mla.kernels.mla_decode_fp8.api import explain_mla_decode_fp8, mla_decode_fp8, plan_mla_decode_fp8
-from mha2mla.kernels.mla_decode_fp8.reference import dequantize_latent, quantize_latent
+from mha2mla.kernels.mla_decode.api import explain_mla_decode, mla_decode, plan_mla_decode
+from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, gqa_append, mla_append, rope_rotate, slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
@@ -32,7 +29,6 @@ __all__ = [
     "explain_attention_varlen",
     "explain_gqa_decode",
     "explain_mla_decode",
-    "explain_mla_decode_fp8",
     "gqa_append",
     "gqa_attention",
     "gqa_decode",
@@ -41,14 +37,12 @@ __all__ = [
     "mla_append",
     "mla_attention",
     "mla_decode",
-    "mla_decode_fp8",
     "mla_prefill_append",
     "mla_prefill_varlen",
     "plan_gqa_attention",
     "plan_gqa_decode",
     "plan_mla_attention",
     "plan_mla_decode",
-    "plan_mla_decode_fp8",
     "quantize_latent",
     "rope_rotate",
     "slots_of",

@@ -17,7 +17,6 @@ from mha2mla.kernels import (
     explain_attention_varlen,
     explain_gqa_decode,
     explain_mla_decode,
-    explain_mla_decode_fp8,
     gqa_append,
     gqa_attention,
     mla_absorbed,
@@ -26,7 +25,6 @@ from mha2mla.kernels import (
     plan_gqa_attention,
     plan_mla_attention,
     plan_mla_decode,
-    plan_mla_decode_fp8,
 )
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.cache_layout import fp8_layout, gqa_layout, latent_layout
@@ -63,15 +61,15 @@ def _mla_plan_decode(
     backend: str | None, cache: Tensors, block_table: Tensor, query_length: int, constants: AttentionConstants
 ) -> DecodePlan:
     geometry, rope = constants.geometry, cache["rope_cache"]
-    plan = plan_mla_decode if "latent_scale" not in cache else plan_mla_decode_fp8
     shape = (block_table.shape[0], query_length, geometry.num_attention_heads, geometry.kv_lora_rank)
-    return plan(
+    return plan_mla_decode(
         rope.new_empty(()).expand(shape),  # stands in for queries, of which shape, dtype and device are looked at
         rope,
         block_table,
         None,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
         window=constants.window,
+        latent_dtype=cache["latent_cache"].dtype,
         backend=backend,
     )
 
@@ -256,7 +254,9 @@ BUILT_IN: Mapping[str, AttentionBackend] = MappingProxyType(
         for backend in (
             _mla("mla_paged", None, explain_mla_decode, _long_mla),
             _gqa("gqa_paged", None, _explain_gqa, _long_gqa),
-            _mla("mla_fp8", None, explain_mla_decode_fp8, _long_mla, **_EIGHT_BITS),
+            _mla(
+                "mla_fp8", None, partial(explain_mla_decode, latent_dtype=torch.float8_e4m3fn), _long_mla, **_EIGHT_BITS
+            ),
             _mla("mla_fp8_reference", "reference", partial(_rows, 16), _serves_all, compiled=False, **_EIGHT_BITS),
             # No op of its own attends: the model's attn_implementation does.
             _mla("mla_expanded", None, _serves_all, _one_call, compiled=False, automatic=False, attend=None, plan=None),

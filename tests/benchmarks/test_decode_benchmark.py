@@ -20,7 +20,7 @@ def test_every_shape_has_a_name_of_its_own_and_is_one_that_kernels_take():
     assert cases == speed_cases(), "lengths are drawn from a seed"
     for case in cases:
         problem = case.problem
-        assert refusal(problem.geometry, problem.page_size, "bfloat16", problem.seqlen_q) is None
+        assert refusal(problem.shape()) is None
         assert case.target.than is None or case.target.than[0] in {other.name for other in cases}
     names = {case.name for case in cases}
     assert {"H32 G32 c512 r16 16x16384", "H128 G1 c512 r64 128x8192", "H32 G32 c512 r16 64x16384 w1024+4"} <= names

@@ -29,7 +29,7 @@ def test_what_is_drawn_is_within_the_contract_and_repeats():
     assert cases[0] != draw_cases(1, 1)[0]
     for case in cases:
         problem = case.problem
-        assert refusal(problem.geometry, problem.page_size, case.dtype, problem.seqlen_q) is None
+        assert refusal(problem.shape(case.dtype)) is None
         assert case.shape() == next(c for c in cases if c.group == case.group).shape(), "one compilation a geometry"
     problems = [case.problem for case in cases]
     for name, least in {"heads": 40, "num_rope_heads": 15, "kv_lora_rank": 25, "qk_rope_head_dim": 10}.items():
@@ -184,18 +184,13 @@ def test_only_the_combine_kernels_that_are_launched_are_compiled(like_a_gpu):
 
 def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.mla_decode import launch
-    from mha2mla.kernels.split_kv import launch as shared
+    from mha2mla.kernels.split_kv import launch
 
     compiled = []
     # Caches of its own: what another test compiled counts for nothing here, nor this test's stand-ins for others.
-    for module, names in (
-        (launch, ("compile_choice", "compile_mla_decode")),
-        (shared, ("compile_merge", "compile_planner")),
-    ):
-        monkeypatch.setattr(module, "compile_for", lambda function, *_: compiled.append(function))
-        for name in names:
-            monkeypatch.setattr(module, name, cache(getattr(module, name).__wrapped__))
+    monkeypatch.setattr(launch, "compile_for", lambda function, *_: compiled.append(function))
+    for name in ("compile_choice", "compile_merge", "compile_planner"):
+        monkeypatch.setattr(launch, name, cache(getattr(launch, name).__wrapped__))
     compiling.compile_shape(compiling.CompileJob(Problem(7, 1, 72, 8, ()).shape(), 90, "a GPU"))
     names = {function.attrs["global_symbol"] for function in compiled}
     assert names >= {"mla_decode_plan", "mla_decode_combine"}

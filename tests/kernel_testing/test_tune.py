@@ -27,9 +27,11 @@ from mha2mla.kernel_testing.trials import (
 from mha2mla.kernel_testing.tune import GEOMETRIES, summarize, tune
 from mha2mla.kernel_testing.workers import Outcome
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.mla_decode import dispatch, plan
+from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
-from mha2mla.kernels.split_kv import tuning
+from mha2mla.kernels.split_kv import op, tuning
+from mha2mla.kernels.split_kv.op import PagedOp
+from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.tuning import configuration, match, read_table
 
 GPU = "NVIDIA H200"
@@ -237,24 +239,20 @@ def test_geometries_are_parsed():
 
 def test_as_many_ctas_as_dispatch_plans(monkeypatch):
     """The plan of a candidate is the one that a call would get if dispatch chose it."""
-    for module in (plan, dispatch):
-        monkeypatch.setattr(module, "capability", lambda _: 90)
-        monkeypatch.setattr(module, "device_name", lambda _: None)
-    monkeypatch.setattr(plan, "num_sms", lambda _: 132)
+    monkeypatch.setattr(op, "num_sms", lambda _: 132)
     for geometry in GEOMETRIES:
         shape = DecodeShape(*geometry[:4], 64, (*geometry, 1)[4], "bfloat16")
-        monkeypatch.setattr(plan, "dispatch", lambda *_, shape=shape: shape)
+        monkeypatch.setattr(op, "dispatch", lambda *_, shape=shape: shape)
         for choice in list_kernels(shape, 90):
-            monkeypatch.setattr(plan, "select_kernel", lambda *_, choice=choice: choice)
-            assert choice.num_ctas(132) == plan.num_ctas_for(64, torch.device("cuda:0"))
+            monkeypatch.setattr(PagedOp, "choose", lambda *_, choice=choice: choice)
+            assert choice.num_ctas(132) == MLA.num_ctas(64, None, torch.device("cuda:0"))
 
 
 def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):
     """Same compiled functions, same arguments: what is timed is what a call runs."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.case_check import plan_for
-    from mha2mla.kernels.mla_decode import launch
-    from mha2mla.kernels.split_kv import launch as shared
+    from mha2mla.kernels.split_kv import launch
 
     problem = Problem(4, 2, 32, 8, (70, 3), window=50, sinks=2)
     inputs, launched = problem.inputs(torch.bfloat16), []
@@ -265,37 +263,32 @@ def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):
     shape = problem.shape()
     choice = list_kernels(shape, 90)[0]
     monkeypatch.setattr(launch, "compile_choice", lambda *key: compiled("split", *key))
-    for module in (launch, shared):
-        monkeypatch.setattr(module, "compile_merge", lambda *key: compiled("merge", *key))
-    monkeypatch.setattr(launch, "select_kernel", lambda *_: choice)
-    monkeypatch.setattr(launch, "device_name", lambda _: "a GPU of the test of tuning")
+    monkeypatch.setattr(launch, "compile_merge", lambda *key: compiled("merge", *key))
+    monkeypatch.setattr(launch, "compile_chosen", launch.compile_chosen.__wrapped__)
+    monkeypatch.setattr(PagedOp, "choose", lambda *_: choice)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     mine = problem.plan(inputs, "reference")
+    monkeypatch.setattr(op, "dispatch", lambda *_: shape)
     mine = plan_for(replace(mine, schedule=mine.schedule.new_empty(0, 16)), 5)
     out, lse = torch.empty_like(inputs["q_latent"]), torch.empty(2, 4, 1)
     launcher(shape, choice, 90, inputs, mine, out, lse)()
     ours, launched[:] = list(launched), []
-    data = [inputs[name] for name in ("q_latent", "q_pe", "latent_cache", "rope_cache", "block_table")]
-    launch.launch_mla_decode(
-        shape, 90, *data, inputs["softmax_scale"], inputs["causal"], mine.window, mine.sinks, mine.schedule,
-        mine.splits, mine.partial_out, mine.partial_lse, out, lse,
-    )  # fmt: skip
+    mla_decode(**inputs, plan=mine, out=out)
     assert len(ours) == len(launched) == 2
     for (what, arguments), (theirs, expected) in zip(ours, launched, strict=True):
         assert what == theirs and len(arguments) == len(expected)
         for a, b in zip(arguments, expected, strict=True):
             same = a.data_ptr() == b.data_ptr() and a.shape == b.shape if isinstance(a, torch.Tensor) else a == b
+            same = same or (a is lse and b.shape == lse.shape)  # the op's own
             assert same
 
 
 def test_everything_a_candidate_launches_is_compiled_beforehand(monkeypatch):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.mla_decode import launch
-    from mha2mla.kernels.split_kv import launch as shared
+    from mha2mla.kernels.split_kv import launch
 
     compiled = []
-    for module in (launch, shared):
-        monkeypatch.setattr(module, "compile_for", lambda function, *_, **__: compiled.append(function))
+    monkeypatch.setattr(launch, "compile_for", lambda function, *_, **__: compiled.append(function))
     shape = DecodeShape(7, 1, 104, 8, 64, 1, "bfloat16")
     trial_run.compile_candidate((shape, list_kernels(shape, 90)[0], 132, 64, 90))
     names = {function.attrs["global_symbol"] for function in compiled}
@@ -329,7 +322,7 @@ def test_a_candidate_is_timed_only_if_it_is_right(monkeypatch, factor):
         return Timing(1.0, float(len(timed)), 1.0)
 
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(plan.DecodePlan, "refresh", lambda self, *_: planned.append(self.schedule.shape))
+    monkeypatch.setattr(DecodePlan, "refresh", lambda self, *_: planned.append(self.schedule.shape))
     monkeypatch.setattr(trial_run, "_prepared", lambda *_: (inputs, empty))
     monkeypatch.setattr(trial_run, "launcher", fake_launcher)
     monkeypatch.setattr(trial_run, "time_callable", fake_time)

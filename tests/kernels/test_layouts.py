@@ -11,7 +11,6 @@ from mha2mla.kernels import (
     attention_varlen,
     gqa_decode,
     mla_decode,
-    mla_decode_fp8,
     mla_prefill_varlen,
     plan_gqa_decode,
     plan_mla_decode,
@@ -44,7 +43,7 @@ def gqa(device: str) -> tuple:
 def fp8(device: str) -> tuple:
     _, given, _ = mla(device)
     given["latent_cache"], given["latent_scale"] = quantize_latent(given["latent_cache"])
-    return mla_decode_fp8, given, ("q_latent", "q_pe", "latent_cache", "latent_scale", "rope_cache")
+    return mla_decode, given, ("q_latent", "q_pe", "latent_cache", "latent_scale", "rope_cache")
 
 
 def varlen(device: str) -> tuple:
@@ -64,7 +63,7 @@ def prefill(device: str) -> tuple:
     return mla_prefill_varlen, given, ("q_nope", "q_pe", "k_nope", "k_pe", "v")
 
 
-OPS = {"mla_decode": mla, "gqa_decode": gqa, "mla_decode_fp8": fp8, "attention_varlen": varlen, "prefill": prefill}
+OPS = {"mla_decode": mla, "gqa_decode": gqa, "fp8": fp8, "attention_varlen": varlen, "prefill": prefill}
 NAMES = [(name, argument) for name, make in OPS.items() for argument in (*make("cpu")[2], "out")]
 
 
@@ -72,12 +71,9 @@ NAMES = [(name, argument) for name, make in OPS.items() for argument in (*make("
 def kernels_serve(monkeypatch):
     """Dispatch as where there is a GPU, so that a call comes as far as the kernel's own checks."""
     from mha2mla.kernels.attention_varlen import api as varlen_api
-    from mha2mla.kernels.mla_decode import api as mla_api
-    from mha2mla.kernels.mla_decode_fp8 import api as fp8_api
     from mha2mla.kernels.split_kv import op
 
-    for module, name in ((mla_api, "dispatch"), (op, "dispatch"), (fp8_api, "_dispatch")):
-        monkeypatch.setattr(module, name, lambda *_: object())
+    monkeypatch.setattr(op, "dispatch", lambda *_: object())
     monkeypatch.setattr(varlen_api, "_runs_compiled", lambda *_: True)
 
 
@@ -122,7 +118,7 @@ def test_what_is_empty_lies_nowhere():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["mla_decode", "gqa_decode", "mla_decode_fp8"])
+@pytest.mark.parametrize("name", ["mla_decode", "gqa_decode", "fp8"])
 def test_a_block_table_without_columns_is_contiguous(name, device):
     """[B, 0]: no sequence has a page. Its strides are whatever made it, and say nothing."""
     op, given, _ = OPS[name](device)
@@ -145,7 +141,7 @@ def with_a_hole(name: str, device: str) -> tuple:
     return op, given | {"block_table": holes}, zeros | {"block_table": filled}
 
 
-@pytest.mark.parametrize("name", ["mla_decode", "gqa_decode", "mla_decode_fp8"])
+@pytest.mark.parametrize("name", ["mla_decode", "gqa_decode", "fp8"])
 def test_no_page_inside_a_length_is_refused_by_references(name):
     """As an index, -1 is the last page: somebody else's."""
     op, holes, _ = with_a_hole(name, "cpu")
@@ -164,7 +160,7 @@ def test_no_page_inside_a_length_is_refused_by_references(name):
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["tilelang", "reference"])
-@pytest.mark.parametrize("name", ["mla_decode", "gqa_decode", "mla_decode_fp8"])
+@pytest.mark.parametrize("name", ["mla_decode", "gqa_decode", "fp8"])
 def test_no_page_inside_a_length_reads_no_other_page_on_the_gpu(name, backend):
     """Nobody waits to look at the table there: such tokens are zeros, as TMA reads them outside a tensor."""
     op, holes, zeros = with_a_hole(name, "cuda")

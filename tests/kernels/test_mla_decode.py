@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
-from mha2mla.kernels.mla_decode import dispatch as dispatching
-from mha2mla.kernels.mla_decode import plan as planning
+from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
     list_kernels,
     select_kernel,
 )
+from mha2mla.kernels.split_kv import op
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
 from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
@@ -125,7 +125,7 @@ BAD = {
     r"q_latent.stride\(-1\)": lambda i: {"q_latent": i["q_latent"].mT.contiguous().mT},
     "block_table.dtype": lambda i: {"block_table": i["block_table"].long()},
     "block_table.shape": lambda i: {"block_table": i["block_table"][:1]},
-    r"block_table.stride\(\)": lambda i: {"block_table": i["block_table"].T.contiguous().T},
+    r"block_table.stride\(-1\)": lambda i: {"block_table": i["block_table"].T.contiguous().T},
     "cache_seqlens.shape": lambda i: {"cache_seqlens": i["cache_seqlens"][:2]},
     "cache_seqlens.dtype": lambda i: {"cache_seqlens": i["cache_seqlens"].float()},
     "cache_starts.shape": lambda i: {"cache_starts": i["cache_seqlens"][:1]},
@@ -216,9 +216,7 @@ def test_a_plan_for_other_lengths_is_refused_by_the_reference_failure_35(change,
 
 def test_a_plan_that_was_never_refreshed_is_refused_failure_35():
     inputs = BASE.inputs(torch.float32)
-    plan = planning.empty_plan(
-        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], 8, True, None, 0, "auto"
-    )
+    plan = plan_mla_decode(inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], None, qk_rope_head_dim=8)
     with pytest.raises(ValueError, match="plan was last refreshed for"):
         call(inputs, plan=plan)
 
@@ -256,13 +254,12 @@ def test_bad_plan_is_named(named):
 def an_h200(monkeypatch):
     """What dispatch and planning would see of an H200, on a machine without a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for module in (planning, dispatching):
-        monkeypatch.setattr(module, "capability", lambda device: 90)
-        monkeypatch.setattr(module, "device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(planning, "num_sms", lambda device: 132)
-    dispatching.dispatch.cache_clear()
+    monkeypatch.setattr(op, "capability", lambda device: 90)
+    monkeypatch.setattr(op, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(op, "num_sms", lambda device: 132)
+    op.dispatch.cache_clear()
     yield torch.device("cuda:7")  # of which there is none: nothing may touch it
-    dispatching.dispatch.cache_clear()
+    op.dispatch.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -272,20 +269,20 @@ def an_h200(monkeypatch):
 @pytest.mark.parametrize("seqlen_q", [1, 2, 8])
 def test_ctas_fit_the_combine(an_h200, geometry, seqlen_q):
     """A sequence may be in as many pieces as there are CTAs: no more than the combine has weights for."""
-    ctas = planning.num_ctas_for(64, "auto", *geometry, 64, seqlen_q, torch.bfloat16, an_h200)
+    ctas = MLA.num_ctas(64, None, *geometry, 64, seqlen_q, torch.bfloat16, an_h200)
     assert 1 <= ctas <= MAX_SPLITS
 
 
 def test_plan_refuses_more_sequences_than_the_planner_holds(an_h200):
     q = torch.empty(MAX_BATCH + 1, 1, 1, 8, dtype=torch.bfloat16, device="meta")
     cache, table = torch.empty(1, 64, 1, 8, device="meta"), torch.empty(MAX_BATCH + 1, 1, device="meta")
-    monkey = planning.num_ctas_for(64, "auto", 1, 1, 8, 8, 64, 1, torch.bfloat16, an_h200)
+    monkey = MLA.num_ctas(64, None, 1, 1, 8, 8, 64, 1, torch.bfloat16, an_h200)
     assert monkey > 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "num_ctas_for", lambda *_: monkey)
+        patch.setattr(op.PagedOp, "num_ctas", lambda *_: monkey)
         with pytest.raises(ValueError, match=f"batch\\) is {MAX_BATCH + 1}; a plan takes at most {MAX_BATCH}"):
-            planning.empty_plan(q, cache, table, 8, True, None, 0, "auto")
-        plan = planning.empty_plan(q[1:], cache, table[1:], 8, True, None, 0, "auto")
+            plan_mla_decode(q, cache, table, None, qk_rope_head_dim=8)
+        plan = plan_mla_decode(q[1:], cache, table[1:], None, qk_rope_head_dim=8)
     assert plan.schedule.shape == (monkey + MAX_BATCH, FIELDS)
     assert plan.num_ctas == monkey
 

@@ -11,23 +11,23 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.problems import Problem, exact, judge, torch_at
 from mha2mla.kernels import (
     dequantize_latent,
-    explain_mla_decode_fp8,
+    explain_mla_decode,
     mla_append,
-    mla_decode_fp8,
-    plan_mla_decode_fp8,
+    mla_decode,
+    plan_mla_decode,
     quantize_latent,
 )
+from mha2mla.kernels.mla_decode.fp8_selection import select_fp8
+from mha2mla.kernels.mla_decode.operand import column_of_code
+from mha2mla.kernels.mla_decode.quantization import CODES, SMALLEST_SCALE
 from mha2mla.kernels.mla_decode.selection import DecodeShape
-from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
-from mha2mla.kernels.mla_decode_fp8.reference import SMALLEST_SCALE
-from mha2mla.kernels.mla_decode_fp8.selection import select_fp8
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 from tests.few import few
 
 
 def fp8_inputs(problem: Problem, dtype: torch.dtype, device="cpu") -> tuple[dict, dict]:
-    """Arguments of ``mla_decode_fp8``, and those of ``mla_decode`` over what the cache then holds: its latents are
-    rounded to no 16-bit type, so they are float64 here. What no query sees is NaN in codes and in scales."""
+    """Arguments of ``mla_decode`` over fp8 latents, and over what the cache then holds: its latents are rounded to no
+    16-bit type, so they are float64 here. What no query sees is NaN in codes and in scales."""
     inputs = problem.inputs(dtype, device)
     codes, scale = quantize_latent(inputs["latent_cache"])
     held = inputs | {"latent_cache": dequantize_latent(codes, scale, torch.float64)}
@@ -200,11 +200,11 @@ def test_reference_is_decode_over_the_dequantised_cache(problem):
     inputs, held = fp8_inputs(problem, torch.float64)
     plan = None
     if problem.window is not None:
-        plan = plan_mla_decode_fp8(
+        plan = plan_mla_decode(
             inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"],
-            qk_rope_head_dim=problem.qk_rope_head_dim, **problem.visibility,
+            qk_rope_head_dim=problem.qk_rope_head_dim, latent_dtype=CODES, **problem.visibility,
         )  # fmt: skip
-    out, lse = mla_decode_fp8(**inputs, plan=plan, return_lse=True)
+    out, lse = mla_decode(**inputs, plan=plan, return_lse=True)
     expected, expected_lse = exact(held, **problem.visibility)
     assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
     assert torch.allclose(lse, expected_lse, rtol=1e-12, atol=1e-12)
@@ -213,9 +213,9 @@ def test_reference_is_decode_over_the_dequantised_cache(problem):
 def test_empty_batch_and_no_pages():
     inputs, _ = fp8_inputs(Problem(4, 2, 32, 8, (5, 0)), torch.bfloat16)
     none = {name: inputs[name][:0] for name in ("q_latent", "q_pe", "block_table", "cache_seqlens")}
-    assert mla_decode_fp8(**inputs | none).shape == (0, 1, 4, 32)
+    assert mla_decode(**inputs | none).shape == (0, 1, 4, 32)
     empty = {name: inputs[name][:0] for name in ("latent_cache", "latent_scale", "rope_cache")}
-    out, lse = mla_decode_fp8(**inputs | empty, return_lse=True)
+    out, lse = mla_decode(**inputs | empty, return_lse=True)
     assert not out.any() and (lse == -torch.inf).all()
 
 
@@ -226,18 +226,18 @@ def test_empty_batch_and_no_pages():
         ({"backend": "tilelang"}, "backend is 'tilelang', which refuses this call"),
         ({"softmax_scale": 0}, "softmax_scale is 0"),
         ({"q_pe": torch.zeros(1, 1, 3, 8)}, r"q_pe.shape is \(1, 1, 3, 8\)"),
-        ({"latent_cache": torch.zeros(5, 64, 32)}, r"latent_cache.shape is|latent_cache is torch.float32"),
+        ({"latent_cache": torch.zeros(5, 64, 32)}, "latent_cache.dtype is torch.float32"),
         ({"latent_scale": torch.zeros(5, 64)}, r"latent_scale.shape is \(5, 64\)"),
-        ({"rope_cache": torch.zeros(4, 64, 3, 8)}, r"rope_cache.shape\[2\] \(num_rope_heads\) is 3"),
+        ({"rope_cache": torch.zeros(4, 64, 3, 8)}, r"rope_cache.shape\[2\] \(G\) is 3"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32)}, r"block_table.shape is \(2, 1\)"),
-        ({"cache_seqlens": torch.zeros(1)}, "cache_seqlens is torch.float32"),
-        ({"q_latent": torch.zeros(1, 1, 4, 32, dtype=torch.int32)}, "q_latent is torch.int32"),
+        ({"cache_seqlens": torch.zeros(1)}, "cache_seqlens.dtype is torch.float32"),
+        ({"q_latent": torch.zeros(1, 1, 4, 32, dtype=torch.int32)}, "q_latent.dtype is torch.int32"),
     ],
 )
 def test_refusals_name_the_argument(change, message):
     inputs, _ = fp8_inputs(Problem(4, 2, 32, 8, (5,)), torch.float32)
     with pytest.raises(ValueError, match=message):
-        mla_decode_fp8(**inputs | change)
+        mla_decode(**inputs | change)
 
 
 def test_a_misaligned_row_is_refused():
@@ -245,12 +245,14 @@ def test_a_misaligned_row_is_refused():
     shape = inputs["latent_cache"].shape
     wide = torch.zeros(*shape[:2], 40, dtype=torch.uint8).view(torch.float8_e4m3fn)[..., :32]
     with pytest.raises(ValueError, match=r"latent_cache.stride\(0\) is 2560|latent_cache.stride\(1\) is 40"):
-        mla_decode_fp8(**inputs | {"latent_cache": wide})
+        mla_decode(**inputs | {"latent_cache": wide})
 
 
 def test_explain():
-    assert "multiples of 16 bytes" in explain_mla_decode_fp8(MLAGeometry(4, 2, 40, 8), 64, torch.bfloat16, "cpu")
-    assert "page_size" in explain_mla_decode_fp8(MLAGeometry(4, 2, 48, 8), 48, torch.bfloat16, "cpu")
+    assert "multiples of 16 bytes" in explain_mla_decode(
+        MLAGeometry(4, 2, 40, 8), 64, torch.bfloat16, "cpu", latent_dtype=CODES
+    )
+    assert "page_size" in explain_mla_decode(MLAGeometry(4, 2, 48, 8), 48, torch.bfloat16, "cpu", latent_dtype=CODES)
 
 
 def test_opcheck():
@@ -320,13 +322,14 @@ GATED = [
 def test_compiles_for_hopper_failure_9(shape):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
-    from mha2mla.kernels.mla_decode_fp8.launch import PASS_CONFIGS, make_split_fp8
-    from mha2mla.kernels.mla_decode_fp8.selection import shared_memory
+    from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS
+    from mha2mla.kernels.mla_decode.build import make_split_fp8
+    from mha2mla.kernels.mla_decode.fp8_selection import shared_memory
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
     choice = select_fp8(shape)
-    (report,) = compile_only(make_split_fp8(shape, choice), "sm_90a", PASS_CONFIGS)
+    (report,) = compile_only(make_split_fp8(shape, choice), "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == [], choice.reason
     promised = shared_memory(
         choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, choice.num_stages
@@ -360,14 +363,14 @@ def check(problem: Problem, dtype=torch.bfloat16, planned: bool = False) -> torc
     inputs, held = fp8_inputs(problem, dtype, "cuda")
     plan = None
     if planned or problem.window is not None:
-        plan = plan_mla_decode_fp8(
+        plan = plan_mla_decode(
             inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"],
             qk_rope_head_dim=problem.qk_rope_head_dim, cache_starts=inputs["cache_starts"], causal=problem.causal,
-            backend="tilelang", **problem.visibility,
+            backend="tilelang", latent_dtype=CODES, **problem.visibility,
         )  # fmt: skip
         plan.partial_out.fill_(torch.nan)
         plan.partial_lse.fill_(torch.nan)
-    out, lse = mla_decode_fp8(**inputs, plan=plan, return_lse=True, backend="tilelang")
+    out, lse = mla_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
     judgement = judged(problem, inputs, held, out, lse, dtype)
     assert judgement.ok, judgement.reason
     return out
@@ -439,7 +442,7 @@ def test_scales_far_apart_and_strided_caches_on_the_gpu():
     scales = torch.full((len(scale), 128), torch.nan, device="cuda")[:, 64:]
     scales.copy_(scale)
     arguments = inputs | {"latent_cache": wide, "latent_scale": scales}
-    out, lse = mla_decode_fp8(**arguments, return_lse=True, backend="tilelang")
+    out, lse = mla_decode(**arguments, return_lse=True, backend="tilelang")
     judgement = judge(held, out, lse)
     assert judgement.ok, judgement.reason
 
@@ -449,14 +452,15 @@ def test_scales_far_apart_and_strided_caches_on_the_gpu():
 def test_graph_replays_at_other_lengths_failure_14():
     problem = Problem(32, 1, 512, 64, (2000, 1500, 700))
     inputs, held = fp8_inputs(problem, torch.bfloat16, "cuda")
-    plan = plan_mla_decode_fp8(
-        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"], qk_rope_head_dim=64
-    )
+    plan = plan_mla_decode(
+        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"], qk_rope_head_dim=64,
+        latent_dtype=CODES,
+    )  # fmt: skip
     out = torch.empty_like(inputs["q_latent"])
 
     def step():
         plan.refresh(inputs["cache_seqlens"])
-        mla_decode_fp8(**inputs, plan=plan, out=out)
+        mla_decode(**inputs, plan=plan, out=out)
 
     step()
     torch.cuda.synchronize()
@@ -489,6 +493,6 @@ def test_error_beside_the_original_cache():
     original = problem.inputs(torch.float64)
     inputs, _ = fp8_inputs(problem, torch.float64)
     expected, _ = exact(original)
-    error = (mla_decode_fp8(**inputs) - expected).norm() / expected.norm()
+    error = (mla_decode(**inputs) - expected).norm() / expected.norm()
     assert 1e-3 < error < 0.06
     assert (torch_at(original, torch.float64) - expected).norm() / expected.norm() < 1e-12

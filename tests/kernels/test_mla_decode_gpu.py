@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import mla_decode, plan_mla_decode
+from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import heads_on_m_variants, list_kernels, rope_variants
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 from mha2mla.kernels.split_kv.schedule import MAX_BATCH
@@ -189,11 +190,10 @@ def variant_of_the_rule(choice, problem: Problem) -> str:
 
 def check_choice(problem: Problem, choice) -> None:
     """A configuration by plans of the planner and by plans no planner makes, twice, with and without a window."""
-    from mha2mla.kernels.mla_decode.launch import compile_choice
-    from mha2mla.kernels.split_kv.launch import MERGES, compile_merge
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge
 
     shape = problem.shape()
-    split = compile_choice(shape, choice, capability())
+    split = compile_choice(MLA, shape, choice, capability())
     for case in (problem, dataclasses.replace(problem, window=40, sinks=3, starts=(0, 0, 2, 30, 5))):
         inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
         plans = [(1, None), (2, None), (5, None), (132, None)]
@@ -360,8 +360,7 @@ def test_a_plan_is_for_the_lengths_it_was_refreshed_with():
 
 
 def test_one_compilation_for_all_lengths_and_batches_failure_17():
-    from mha2mla.kernels.mla_decode.launch import compile_choice
-    from mha2mla.kernels.split_kv.launch import MERGES, compile_merge, compile_planner
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge, compile_planner
 
     def misses() -> list[int]:
         return [cached.cache_info().misses for cached in (compile_choice, compile_planner, compile_merge)]

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from mha2mla.kernel_testing.gqa_problems import GQAProblem
-from mha2mla.kernels import plan_gqa_attention, plan_gqa_decode, plan_mla_attention, plan_mla_decode_fp8
+from mha2mla.kernels import DecodePlan, plan_gqa_attention, plan_gqa_decode, plan_mla_attention, plan_mla_decode
 from mha2mla.kernels.gqa_decode.selection import list_kernels as list_gqa_kernels
-from mha2mla.kernels.mla_decode import plan as planning
+from mha2mla.kernels.mla_decode.fp8_selection import select_fp8
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
-from mha2mla.kernels.mla_decode_fp8 import api as fp8
 from mha2mla.kernels.split_kv.op import PagedOp
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -20,10 +19,8 @@ CTAS = 7
 @pytest.fixture
 def ctas(monkeypatch):
     """Plans as where there is a GPU: with blocks, and without anybody to run the planner."""
-    monkeypatch.setattr(planning, "num_ctas_for", lambda *_: CTAS)
     monkeypatch.setattr(PagedOp, "num_ctas", lambda *_: CTAS)
-    monkeypatch.setattr(fp8, "_num_ctas", lambda *_: CTAS)
-    monkeypatch.setattr(planning.DecodePlan, "refresh", lambda *_: None)
+    monkeypatch.setattr(DecodePlan, "refresh", lambda *_: None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,9 +30,9 @@ def test_a_plans_workspace_is_float32_failure_11(ctas, dtype):
     table, lengths = table.int(), torch.tensor([[1, 1], [4, 4], [0, 0]], dtype=torch.int32)
     kv = torch.zeros(3, 16, 2, 32, dtype=dtype)
     plans = [
-        planning.plan_mla_decode(q, rope, table, seqlens, qk_rope_head_dim=8),
+        plan_mla_decode(q, rope, table, seqlens, qk_rope_head_dim=8),
         plan_gqa_decode(q, kv, table, seqlens),
-        plan_mla_decode_fp8(q, rope, table, seqlens, qk_rope_head_dim=8),
+        plan_mla_decode(q, rope, table, seqlens, qk_rope_head_dim=8, latent_dtype=torch.float8_e4m3fn),
     ]
     for plan in plans:
         assert plan.partial_out.dtype == plan.partial_lse.dtype == torch.float32
@@ -59,9 +56,7 @@ def functions(dtype: str) -> dict:
     """Every kernel that writes or merges partials, as TileLang functions that nobody compiles."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.gqa_decode.build import make_split as make_gqa
-    from mha2mla.kernels.mla_decode.build import make_split
-    from mha2mla.kernels.mla_decode_fp8.launch import make_split_fp8
-    from mha2mla.kernels.mla_decode_fp8.selection import select_fp8
+    from mha2mla.kernels.mla_decode.build import make_split, make_split_fp8
     from mha2mla.kernels.split_kv.launch import MERGES, make_merge
 
     shape = DecodeShape(64, 1, 128, 64, 64, 1, dtype)

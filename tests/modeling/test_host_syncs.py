@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mha2mla.kernels.mla_decode import api as mla_decode_api
+from mha2mla.kernels.mla_decode import reference
 from mha2mla.modeling import LatentCache, step_choice
 from mha2mla.modeling.paged_cache import BatchStep
 from tests.modeling import models
@@ -44,15 +44,15 @@ def as_on_a_gpu(monkeypatch):
     """What looks at values on a CPU, since it costs nothing there, does not: masks, and references, which are kernels
     elsewhere. And what the host keeps for itself (a batch's tickets) is no tensor of the device."""
 
-    def unwatched(reference):
+    def unwatched(function):
         def call(*args, **keys):
             with torch._C.DisableTorchFunction(), _disable_current_modes():
-                return reference(*args, **keys)
+                return function(*args, **keys)
 
         return call
 
     monkeypatch.setattr(step_choice, "host_may_look", lambda mask, query_length: query_length > 1)
-    monkeypatch.setattr(mla_decode_api, "mla_decode_reference", unwatched(mla_decode_api.mla_decode_reference))
+    monkeypatch.setattr(reference, "mla_decode_reference", unwatched(reference.mla_decode_reference))
     monkeypatch.setattr(BatchStep, "check", unwatched(BatchStep.check))
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.mla_decode.api import mla_decode
-from mha2mla.kernels.mla_decode.plan import DecodePlan
-from mha2mla.kernels.mla_decode_fp8.api import mla_decode_fp8
+from mha2mla.kernels.split_kv.plan import DecodePlan
 
 
 def mla_absorbed(
@@ -49,10 +48,8 @@ def mla_absorbed(
     else:
         grouped = q_nope.unflatten(2, (k_up.shape[0], -1))
         q_latent = torch.einsum("bskrn,knc->bskrc", grouped, k_up).flatten(2, 3)
-    cache = (latent_cache,) if latent_scale is None else (latent_cache, latent_scale)
-    decode = mla_decode if latent_scale is None else mla_decode_fp8
-    out = decode(
-        q_latent, q_pe, *cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
-        cache_starts=cache_starts, plan=plan, backend=backend,
+    out = mla_decode(
+        q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
+        latent_scale=latent_scale, cache_starts=cache_starts, plan=plan, backend=backend,
     )  # fmt: skip
     return torch.einsum("bskrc,kvc->bskrv", out.unflatten(2, (v_up.shape[0], -1)), v_up).flatten(2, 3)

@@ -15,7 +15,7 @@ from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.expanded import attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.layout import Group
 from mha2mla.kernels.mixed_attention.plan import GroupPart, MixedPlan, Parts, parts_of
-from mha2mla.kernels.mla_decode_fp8.reference import dequantize_latent
+from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import plan_gqa_decode
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, BatchLayout, absorbs_up_to, lay_out
-from mha2mla.kernels.mla_decode.plan import plan_mla_decode
-from mha2mla.kernels.mla_decode_fp8.api import plan_mla_decode_fp8
+from mha2mla.kernels.mla_decode.api import plan_mla_decode
 from mha2mla.kernels.rope_append.api import slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan, check_window
 
@@ -280,12 +279,10 @@ def plan_mla_attention(
     # A stand-in for queries, of which a plan looks at shape, dtype and device.
     query = rope_cache.new_empty(())
 
-    plan_decode = plan_mla_decode if latent_cache.dtype != torch.float8_e4m3fn else plan_mla_decode_fp8
-
     def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
-        return plan_decode(
+        return plan_mla_decode(
             query.expand(table.shape[0], seqlen_q, heads, width), rope_cache, table, seqlens, qk_rope_head_dim=rope,
-            cache_starts=starts, window=window, backend=backend,
+            cache_starts=starts, window=window, latent_dtype=latent_cache.dtype, backend=backend,
         )  # fmt: skip
 
     return _plan(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mha2mla.kernels.mla_decode.fp8 import make_mla_decode_fp8
+from mha2mla.kernels.mla_decode.fp8_selection import Fp8Choice
 from mha2mla.kernels.mla_decode.heads_on_m import make_heads_on_m
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, rope_blocks
 from mha2mla.kernels.mla_decode.swap_ab import make_swap_ab
@@ -35,3 +37,17 @@ def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = 
             **({} if choice.variant == "plain" else {choice.variant: True}),
         )
     return make_swap_ab(**common, block_tokens=choice.block_tokens, threads=choice.threads, on_cpu=on_cpu)
+
+
+def make_split_fp8(shape: DecodeShape, choice: Fp8Choice):
+    """The TileLang function of ``choice`` (not compiled)."""
+    return make_mla_decode_fp8(
+        heads=shape.heads,
+        kv_lora_rank=shape.kv_lora_rank,
+        qk_rope_head_dim=shape.qk_rope_head_dim,
+        num_rope_heads=shape.num_rope_heads,
+        page_size=shape.page_size,
+        dtype=shape.dtype,
+        tiling=choice.tiling,
+        num_stages=choice.num_stages,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 from mha2mla.kernels.split_kv.reference import rows_of, visible_tokens, weights
 
 
@@ -50,3 +51,31 @@ def mla_decode_reference(
     weight = weights(score, lse)
     out = torch.einsum("bhst,btd->bshd", weight, latent)
     return out.to(q_latent.dtype), lse
+
+
+def mla_decode_fp8_reference(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    latent_scale: Tensor,
+    rope_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool = True,
+    cache_starts: Tensor | None = None,
+    window: int | None = None,
+    sinks: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """:func:`mla_decode_reference` on the dequantised cache, whose numbers are not rounded to the queries' dtype.
+
+    Returns:
+        ``out [B, S_q, H, d_c]`` in the dtype of ``q_latent``, ``lse [B, H, S_q]`` in float32 (float64 for float64).
+    """
+    arithmetic = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
+    return mla_decode_reference(
+        q_latent, q_pe, dequantize_latent(latent_cache, latent_scale, arithmetic), rope_cache, block_table,
+        cache_seqlens, softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts, window=window,
+        sinks=sinks,
+    )  # fmt: skip

@@ -7,8 +7,8 @@ from functools import lru_cache
 from itertools import product
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.split_kv.limits import DTYPES, MAX_HEADS, shared_memory_limit
-from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, RowTiling, tile_rows
+from mha2mla.kernels.split_kv.limits import rank_choices, refusals, shared_memory_limit
+from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 from mha2mla.kernels.split_kv.tuning import BATCHES, prefer
 
 MAX_LATENT = 512
@@ -34,6 +34,19 @@ class DecodeShape:
     page_size: int
     seqlen_q: int
     dtype: str
+
+    @classmethod
+    def of(cls, geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int = 1) -> DecodeShape:
+        """Of a call over a layer of ``geometry``; ``seqlen_q`` is the call's own."""
+        return cls(
+            geometry.num_attention_heads,
+            geometry.num_rope_heads,
+            geometry.kv_lora_rank,
+            geometry.qk_rope_head_dim,
+            page_size,
+            seqlen_q,
+            dtype,
+        )
 
 
 @dataclass(frozen=True)
@@ -69,36 +82,24 @@ class KernelChoice:
         return max(1, num_sms * self.ctas_per_sm // self.tiling.num_tiles)
 
 
-def refusal(geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int) -> str | None:
+def refusal(shape: DecodeShape) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None."""
-    rope_limit = MAX_ROPE_SHARED if geometry.num_rope_heads == 1 else MAX_ROPE_PER_HEAD
+    rope_limit = MAX_ROPE_SHARED if shape.num_rope_heads == 1 else MAX_ROPE_PER_HEAD
+    rope_width = shape.num_rope_heads * shape.qk_rope_head_dim
     checks = (
-        (dtype in DTYPES, f"dtype is {dtype}; TileLang kernels take {' and '.join(DTYPES)}"),
+        *refusals(shape),
         (
-            geometry.num_attention_heads <= MAX_HEADS,
-            f"num_attention_heads is {geometry.num_attention_heads}; TileLang kernels take at most {MAX_HEADS}",
+            shape.kv_lora_rank % 8 == 0 and shape.kv_lora_rank <= MAX_LATENT,
+            f"kv_lora_rank is {shape.kv_lora_rank}; TileLang kernels take multiples of 8 up to {MAX_LATENT}",
         ),
         (
-            geometry.kv_lora_rank % 8 == 0 and geometry.kv_lora_rank <= MAX_LATENT,
-            f"kv_lora_rank is {geometry.kv_lora_rank}; TileLang kernels take multiples of 8 up to {MAX_LATENT}",
+            shape.qk_rope_head_dim % 8 == 0 and shape.qk_rope_head_dim <= rope_limit,
+            f"qk_rope_head_dim is {shape.qk_rope_head_dim}; TileLang kernels take multiples of 8 up to {rope_limit}"
+            f" for num_rope_heads={shape.num_rope_heads}",
         ),
         (
-            geometry.qk_rope_head_dim % 8 == 0 and geometry.qk_rope_head_dim <= rope_limit,
-            f"qk_rope_head_dim is {geometry.qk_rope_head_dim}; TileLang kernels take multiples of 8 up to {rope_limit}"
-            f" for num_rope_heads={geometry.num_rope_heads}",
-        ),
-        (
-            geometry.rope_width <= MAX_ROPE_WIDTH,
-            f"num_rope_heads * qk_rope_head_dim is {geometry.rope_width}; "
-            f"TileLang kernels take at most {MAX_ROPE_WIDTH}",
-        ),
-        (
-            page_size >= 16 and page_size & (page_size - 1) == 0,
-            f"page_size is {page_size}; TileLang kernels take powers of two from 16",
-        ),
-        (
-            1 <= seqlen_q <= SEQLENS_Q[-1],
-            f"seqlen_q is {seqlen_q}; decode kernels take 1 to {SEQLENS_Q[-1]} new tokens (longer queries are prefill)",
+            rope_width <= MAX_ROPE_WIDTH,
+            f"num_rope_heads * qk_rope_head_dim is {rope_width}; TileLang kernels take at most {MAX_ROPE_WIDTH}",
         ),
     )
     return next((why for fits, why in checks if not fits), None)
@@ -303,16 +304,7 @@ def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:
         ValueError: with the numbers, if no configuration fits into the device's shared memory.
     """
     limit = shared_memory_limit(capability)
-    candidates = list(_candidates(shape, capability, limit))
-    fitting = sorted(
-        ((rank, choice) for rank, choice, _ in candidates if choice is not None), key=lambda entry: entry[0]
-    )
-    if not fitting:
-        raise ValueError(
-            f"{shape} needs at least {min(used for *_, used in candidates)} bytes of shared memory a block; "
-            f"sm_{capability} has {limit}"
-        )
-    return [replace(choice, reason=f"{choice.reason} of {limit} on sm_{capability}") for _, choice in fitting]
+    return rank_choices(shape, capability, _candidates(shape, capability, limit))
 
 
 @lru_cache(maxsize=4096)

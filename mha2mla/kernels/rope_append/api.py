@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
-from mha2mla.kernels.mla_decode_fp8.reference import quantize_latent
+from mha2mla.kernels.mla_decode.quantization import quantize_latent
 from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference, write_rows
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels

@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from mha2mla.kernels.mla_decode_fp8.reference import SCALE_OF_LARGEST, SMALLEST_SCALE
+from mha2mla.kernels.mla_decode.quantization import SCALE_OF_LARGEST, SMALLEST_SCALE
 
 LARGEST_FLOAT = 3.4028234663852886e38
 

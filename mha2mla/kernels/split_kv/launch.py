@@ -97,11 +97,9 @@ def compile_choice(op: PagedOp, shape: Any, choice: Any, capability: int):
 
 
 @cache
-def compile_chosen(op: PagedOp, shape: Any, device: torch.device, batch: int, width: int, num_ctas: int):
-    """The compiled decode kernel that dispatch chooses, and the combine kernel for its partials."""
-    capability = capability_of(device)
-    split = compile_choice(op, shape, op.choose(shape, device, batch), capability)
-    return split, compile_merge(shape.heads, width, shape.dtype, merge_splits(num_ctas, batch), capability)
+def compile_chosen(op: PagedOp, shape: Any, device: torch.device, batch: int) -> Callable[..., None]:
+    """The compiled decode kernel that dispatch chooses for a batch on a device."""
+    return compile_choice(op, shape, op.choose(shape, device, batch), capability_of(device))
 
 
 def launch(
@@ -132,15 +130,17 @@ def launch(
     batch, seqlen_q, _, width = out.shape
     if batch == 0 or seqlen_q == 0:
         return
-    cache, block_table = data[-2], data[-1]
+    cache, block_table = data[op.places["P"][0]], data[-1]
     if block_table.shape[1] == 0 or cache.shape[0] == 0:  # no page to point a tensor map at
         out.zero_()
         lse.fill_(-torch.inf)
         return
     device = out.device
-    chosen, merge = compile_chosen(op, shape, device, batch, width, partial_lse.shape[0])
+    merge = compile_merge(
+        shape.heads, width, shape.dtype, merge_splits(partial_lse.shape[0], batch), capability_of(device)
+    )
     with torch.cuda.device(device):
-        (split or chosen)(
+        (split or compile_chosen(op, shape, device, batch))(
             *data, schedule, partial_out, partial_lse, out, lse, softmax_scale, int(causal),
             NO_WINDOW if window < 0 else window, sinks,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pkgutil import resolve_name
@@ -18,6 +18,7 @@ from mha2mla.kernels.layouts import Layout, argument_error, check_aligned
 from mha2mla.kernels.split_kv.arguments import INDICES, Argument
 from mha2mla.kernels.split_kv.plan import LIBRARY, DecodePlan, allocate_plan, check_spans, check_window
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
+from mha2mla.kernels.split_kv.tuning import batch_bucket
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What every op takes behind its own tensors, and what its form that writes into given tensors takes behind that.
@@ -150,9 +151,8 @@ class PagedOp:
         ``cache_seqlens`` is None."""
         _check_backend(backend)
         check_window(window, sinks)
-        num_ctas = self.num_ctas(
-            self._range_of(sizes["B"]), backend, *[sizes[name] for name in self.static], query.dtype, query.device
-        )
+        bucket, static = batch_bucket(sizes["B"], self.batches), [sizes[name] for name in self.static]
+        num_ctas = self.num_ctas(bucket, backend, *static, query.dtype, query.device)
         plan = allocate_plan(
             tuple([sizes[name] for name in self.out.names]), num_ctas, block_table.shape[1] * sizes["page"], causal,
             window, sinks, query.device,
@@ -170,7 +170,7 @@ class PagedOp:
 
     def choose(self, shape: Any, device: torch.device, batch: int) -> Any:
         """What ``select`` chooses for a device. Raises ValueError as it does."""
-        return self.select(shape, capability(device), device_name(device), self._range_of(batch))
+        return self.select(shape, capability(device), device_name(device), batch_bucket(batch, self.batches))
 
     def explain(self, shape: Any, device: torch.device | str) -> str | None:
         """Why TileLang would refuse a shape on a device, or None. A CUDA device that this machine lacks is taken to be
@@ -181,17 +181,10 @@ class PagedOp:
             why = f"device is {device}; TileLang kernels run on CUDA devices"
         if why is None:
             try:
-                self.choose(compiled_shape(shape), device, self._range_of(2**30))
+                self.choose(compiled_shape(shape), device, 2**30)
             except ValueError as error:
                 return str(error)
         return why
-
-    def _range_of(self, batch: int) -> int:
-        """The upper end of a batch's range. Comparisons only: Dynamo guards a range of batches, not every one."""
-        for end in self.batches[:-1]:
-            if batch <= end:
-                return end
-        return self.batches[-1] if self.batches else 0
 
     def _sizes(self, by_name: dict[str, int]) -> Sizes:
         out, static = ([by_name[name] for name in names] for names in (self.out.names, self.static))
@@ -213,8 +206,15 @@ class PagedOp:
     def _decode_out(self, *call: Any) -> None:
         self._run(self._sizes_of(call), *call)
 
+    def kernel_arguments(self, data: Iterable[Tensor]) -> list[Tensor]:
+        """``arguments`` as kernels take them: what lies side by side is one dimension."""
+        data = list(data)
+        for index, first in self.joined:
+            data[index] = data[index].flatten(first)
+        return data
+
     def _run(self, sizes: Sizes, *call: Any) -> None:
-        data, count = list(call[: len(self.arguments)]), len(self.arguments)
+        data, count = call[: len(self.arguments)], len(self.arguments)
         (
             block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, window, sinks, schedule, splits,
             partial_out, partial_lse, out, lse,
@@ -238,11 +238,9 @@ class PagedOp:
             raise ValueError(
                 "plan was made for the reference backend; expected one for TileLang, which serves this call"
             )
-        for index, first in self.joined:
-            data[index] = data[index].flatten(first)
         _launch()(
-            self, shape, (*data, block_table), softmax_scale, causal, window, sinks, schedule, splits, partial_out,
-            partial_lse, out, lse,
+            self, shape, (*self.kernel_arguments(data), block_table), softmax_scale, causal, window, sinks, schedule,
+            splits, partial_out, partial_lse, out, lse,
         )  # fmt: skip
 
 

@@ -73,12 +73,12 @@ _MEASUREMENT = {
 FIELDS = {"gpu": str} | _SHAPE | _CONFIGURATION | _MEASUREMENT
 
 
-def batch_bucket(batch: int) -> int:
+def batch_bucket(batch: int, ends: tuple[int, ...] = BATCHES) -> int:
     """The upper end of a batch's bucket. Comparisons only: Dynamo guards a range of batches, not every one."""
-    for end in BATCHES[:-1]:
+    for end in ends[:-1]:
         if batch <= end:
             return end
-    return BATCHES[-1]
+    return ends[-1] if ends else 0
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:

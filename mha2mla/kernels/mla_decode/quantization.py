@@ -1,11 +1,9 @@
-"""The number format of the fp8 latent cache, and the oracle of ``mla_decode_fp8``: plain torch, any device."""
+"""The number format of the fp8 latent cache: e4m3 codes and one scale a token. Plain torch, any device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 
 CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
@@ -38,31 +36,3 @@ def quantize_latent(latent: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_latent(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``codes * scale`` [..., d_c] in ``dtype``; one rounding where that has at least float32's digits."""
     return codes.to(dtype) * scale[..., None].to(dtype)
-
-
-def mla_decode_fp8_reference(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    latent_cache: Tensor,
-    latent_scale: Tensor,
-    rope_cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool = True,
-    cache_starts: Tensor | None = None,
-    window: int | None = None,
-    sinks: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """:func:`mla_decode_reference` on the dequantised cache, whose numbers are not rounded to the queries' dtype.
-
-    Returns:
-        ``out [B, S_q, H, d_c]`` in the dtype of ``q_latent``, ``lse [B, H, S_q]`` in float32 (float64 for float64).
-    """
-    arithmetic = torch.float64 if q_latent.dtype == torch.float64 else torch.float32
-    return mla_decode_reference(
-        q_latent, q_pe, dequantize_latent(latent_cache, latent_scale, arithmetic), rope_cache, block_table,
-        cache_seqlens, softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts, window=window,
-        sinks=sinks,
-    )  # fmt: skip

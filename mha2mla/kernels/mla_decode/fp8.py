@@ -17,7 +17,7 @@ add up at the end of a fragment. (Schedule, fragments and partials are those of 
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from mha2mla.kernels.mla_decode_fp8.operand import column_of_code
+from mha2mla.kernels.mla_decode.operand import column_of_code
 from mha2mla.kernels.split_kv.fragment import (
     LN2,
     LOG2E,

@@ -1,0 +1,73 @@
+"""Which tiles serve a geometry over an fp8 latent cache, and why one is refused. Arithmetic only, no TileLang."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal
+from mha2mla.kernels.split_kv.limits import rank_choices, shared_memory_limit
+from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
+
+CAPABILITY = 90  # wgmma with register operands exists there and nowhere else
+TILE_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
+SCALE_ALIGNMENT = 128  # bytes: where the scales of each page of a tile start
+
+
+@dataclass(frozen=True)
+class Fp8Choice:
+    """Static arguments of the kernel: which rows a CTA serves, tiles in flight per warpgroup, and why, in words."""
+
+    tiling: RowTiling
+    num_stages: int
+    reason: str
+
+    def num_ctas(self, num_sms: int) -> int:
+        """CTAs per tile of query rows that are resident at once: one on each multiprocessor."""
+        return max(1, num_sms // self.tiling.num_tiles)
+
+
+def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, num_stages: int) -> int:
+    """Bytes of shared memory that the kernel allocates, with the 1 KiB before its tiles that barriers are in."""
+    panels = -(-kv_lora_rank // 128)
+    rope_panels = -(-(tiling.groups_per_tile * qk_rope_head_dim) // 64)
+    scales = max(1, 64 // page_size) * max(SCALE_ALIGNMENT, min(64, page_size) * 4)
+    rings = 2 * num_stages * ((panels + rope_panels) * TILE_BYTES + scales)
+    queries = tiling.rows * 128 * (2 * panels + rope_panels)
+    weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
+    return rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
+
+
+def refusal_fp8(shape: DecodeShape) -> str | None:
+    """Why the kernel serves a shape on no GPU, or None."""
+    if shape.kv_lora_rank % 16:
+        return f"kv_lora_rank is {shape.kv_lora_rank}; rows of e4m3 numbers must be multiples of 16 bytes"
+    return refusal(shape)
+
+
+@lru_cache(maxsize=1024)
+def select_fp8(shape: DecodeShape, capability: int = CAPABILITY) -> Fp8Choice:
+    """Fewest tiles of rows (each reads the cache again), then most stages.
+
+    Raises:
+        ValueError: with the numbers, if nothing fits into shared memory; or it is no Hopper.
+    """
+    if capability != CAPABILITY:
+        raise ValueError(
+            f"the GPU has compute capability {capability / 10}; the fp8 kernel needs {CAPABILITY / 10} (Hopper)"
+        )
+    limit, candidates = shared_memory_limit(capability), []
+    for max_rows, max_groups in product((32, 16), (128, 64, 32, 16, 8, 4, 2, 1)):
+        tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=True)
+        tiling = replace(tiling, rows=max(16, tiling.rows))  # weights are stored in pairs of 8 rows
+        for num_stages in (4, 3, 2, 1):
+            used = shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, num_stages)
+            reason = (
+                f"{tiling.num_tiles} tile(s) of {tiling.rows} rows, 2 x {num_stages} stages, {used} bytes of shared"
+                " memory"
+            )
+            single = num_stages == 1  # nothing is read ahead
+            choice = Fp8Choice(tiling, num_stages, reason) if used <= limit else None
+            candidates.append(((single, tiling.num_tiles, -num_stages, tiling.rows), choice, used))
+    return rank_choices(shape, capability, candidates)[0]
