@@ -16,8 +16,10 @@ from mha2mla.kernels.mla_decode.api import explain_mla_decode, mla_decode, plan_
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, gqa_append, mla_append, rope_rotate, slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan
+from mha2mla.kernels.split_kv.schedule import MAX_BATCH
 
 __all__ = [
+    "MAX_BATCH",
     "MAX_DECODE_QUERY_LENGTH",
     "MAX_SLOTS",
     "DecodePlan",

@@ -153,8 +153,10 @@ class MLAAttention(nn.Module):
             self.config.layer_rope_scaling(self.layer_idx),
             hidden_states.dtype,
         )
-        q_nope, q_pe = self._query(hidden_states, cos, sin)
-        latent, k_pe = self._latent(hidden_states, cos, sin)
+        q_nope, q_pe = self._query(hidden_states)
+        q_pe = apply_rotary(q_pe.unflatten(2, (self.geometry.num_rope_heads, -1)), cos, sin).flatten(2, 3)
+        latent, k_pe = self._latent(hidden_states)
+        k_pe = apply_rotary(k_pe, cos, sin)
         if past_key_values is not None:
             # One "head" each, and k_pe flattened: StaticLayer wants keys and values with as many heads.
             latent, k_pe = past_key_values.update(latent[:, None], k_pe.flatten(2)[:, None], self.layer_idx)
@@ -169,8 +171,8 @@ class MLAAttention(nn.Module):
         Returns:
             [B, S, H, d_v], and attention weights as :meth:`_expanded`.
         """
-        q_nope, q_pe = self._raw_query(hidden_states)
-        latent, k_pe = self._raw_latent(hidden_states)
+        q_nope, q_pe = self._query(hidden_states)
+        latent, k_pe = self._latent(hidden_states)
         tensors = {
             "q_nope": q_nope.flatten(0, 1),
             "q_pe": q_pe.flatten(0, 1),
@@ -194,7 +196,7 @@ class MLAAttention(nn.Module):
         latent = latent if layer.is_empty else cached
         return self._expanded(q_nope, rotated["q_pe"].view_as(q_pe), latent, k_pe, attention_mask, **kwargs)
 
-    def _raw_query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """q_nope [B, S, H, d_n] and q_pe [B, S, H, d_r] before RoPE."""
         geometry = self.geometry
         query = self.q_proj(hidden_states)
@@ -204,13 +206,7 @@ class MLAAttention(nn.Module):
             query = query.unflatten(-1, (geometry.num_attention_heads, -1))
         return query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
 
-    def _query(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """q_nope [B, S, H, d_n] and rotated q_pe [B, S, H, d_r], differentiable."""
-        q_nope, q_pe = self._raw_query(hidden_states)
-        grouped = q_pe.unflatten(2, (self.geometry.num_rope_heads, -1))
-        return q_nope, apply_rotary(grouped, cos, sin).flatten(2, 3)
-
-    def _raw_latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def _latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """c [B, S, d_c], and k_pe [B, S, G, d_r] before RoPE."""
         geometry = self.geometry
         if self.config.qk_norm:
@@ -221,11 +217,6 @@ class MLAAttention(nn.Module):
         if self.config.qk_norm:
             latent = latent + self.v_a_proj(hidden_states)
         return latent, k_pe.unflatten(-1, (geometry.num_rope_heads, -1))
-
-    def _latent(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """What is cached: c [B, S, d_c] and rotated k_pe [B, S, G, d_r], differentiable."""
-        latent, k_pe = self._raw_latent(hidden_states)
-        return latent, apply_rotary(k_pe, cos, sin)
 
     def _normed(self, projected: Tensor, norm: nn.Module) -> Tensor:
         """[B, S, heads * d_h] -> [B, S, heads, d_h] after a norm over each head, or over all of them."""

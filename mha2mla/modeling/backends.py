@@ -88,7 +88,6 @@ def _mla_append(
         tensors["inv_freq"],
         latent_scale=cache.get("latent_scale"),
         attention_scaling=constants.attention_scaling,
-        interleaved=constants.interleaved,
         backend=backend,
     )
     return {"q_pe": rotated}
@@ -174,7 +173,6 @@ def _gqa_append(
         batch.slots,
         tensors["inv_freq"],
         attention_scaling=constants.attention_scaling,
-        interleaved=constants.interleaved,
         backend=backend,
     )
     return {"query": rotated}

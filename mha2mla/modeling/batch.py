@@ -222,6 +222,13 @@ class SequenceBatch:
         return self.positions.shape[0]
 
     @property
+    def uniform_length(self) -> int | None:
+        """New tokens of each row, if all rows bring as many, 8 at most, and no token pads the batch behind them."""
+        longest = self.max_seqlen_q
+        alike = longest * self.num_sequences == int(self.lengths[0].sum()) == self.num_tokens
+        return longest if alike and 0 < longest <= MAX_DECODE_QUERY_LENGTH else None
+
+    @property
     def max_seqlen_q(self) -> int:
         """The largest number of new tokens."""
         return max(self.lengths[0].tolist(), default=0)
@@ -282,17 +289,6 @@ class SequenceBatch:
         pieces = flat[: int(self.lengths[0].sum())].split(self.lengths[0].tolist())
         mine = {index: piece for index, piece in zip(self.order.tolist(), pieces, strict=True) if index >= 0}
         return [mine[index] for index in range(len(mine))]
-
-    def nest(self, flat: Tensor) -> Tensor:
-        """flat [N, ...] as a nested tensor [B, ragged, ...] of torch's jagged layout, over the same memory."""
-        used = flat[: int(self.lengths[0].sum())]
-        return torch.nested.nested_tensor_from_jagged(used, self.cu_seqlens_q.long())
-
-    def unnest(self, nested: Tensor) -> Tensor:
-        """The inverse of :meth:`nest`: [N, ...], zeros for tokens that pad the batch."""
-        values = nested.values()
-        rest = self.num_tokens - values.shape[0]
-        return values if not rest else torch.cat((values, values.new_zeros(rest, *values.shape[1:])))
 
     def dynamic_shapes(self, shapes: ShapesCollection | None = None) -> ShapesCollection:
         """Declares for ``torch.export`` which sizes vary: sequences, tokens, and columns of the page table.

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mha2mla.kernels import MAX_BATCH
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
 from mha2mla.modeling.cache_layout import CacheLayout
 from mha2mla.modeling.pages import OutOfPagesError, PageAllocator, StaleBatchError
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
-from mha2mla.modeling.step import AttentionStep, mixed_plans
+from mha2mla.modeling.step import AttentionStep, DecodePlans, mixed_plans
 
 
 class PagedLayer(NamedTuple):
@@ -34,11 +35,13 @@ class BatchStep(AttentionStep):
         batch: the step's sequences, the same for all layers.
         allocator: of the cache, which knows whether the batch's sequences are still what they were.
         planned_for: [2, B] int64 on the CPU, the batch's tickets when the plans were made.
+        prepared: the plans, where all sequences bring as many tokens and one call of the decode op serves them.
     """
 
     batch: SequenceBatch
     allocator: PageAllocator
     planned_for: Tensor
+    prepared: DecodePlans | None
 
     def check(self) -> None:
         """Raise StaleBatchError if a sequence of the batch ended or changed, or the plans are for another batch.
@@ -69,8 +72,11 @@ class BatchStep(AttentionStep):
             ValueError: the batch has queries of more than 8 tokens.
         """
         self.allocator.check_generations(*self.batch.tickets.tolist())
-        for plan in {id(plan): plan for plan in self.plans}.values():
-            plan.refresh()
+        if self.prepared is not None:
+            self.prepared.refresh(self.batches)
+        else:
+            for plan in {id(plan): plan for plan in self.plans}.values():
+                plan.refresh()
         self.planned_for.copy_(self.batch.tickets)
 
     def run(self, layer_idx: int, tensors: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -203,6 +209,11 @@ class PagedCache:
             StaleBatchError: a sequence of the batch was closed, extended, cropped or forked since.
         """
         self.allocator.check_generations(*batch.tickets.tolist())
-        batches = (batch,) * len(self.layers)
-        plans = mixed_plans(self.layers, (True,) * len(self.layers), batches)
-        return BatchStep(self.layers, batches, plans, batch, self.allocator, batch.tickets.clone())
+        count, length, prepared = len(self.layers), batch.uniform_length, None
+        batches, everyone = (batch,) * count, (True,) * count
+        fits = length is not None and batch.num_sequences <= MAX_BATCH
+        if fits and all(layer.backend.plan_decode is not None for layer in self.layers):
+            prepared = DecodePlans.allocate(self.layers, everyone, (batch.block_table,) * count, length)
+            prepared.refresh(batches)
+        plans = mixed_plans(self.layers, everyone, batches) if prepared is None else prepared.of_layer
+        return BatchStep(self.layers, batches, plans, batch, self.allocator, batch.tickets.clone(), prepared)

@@ -7,9 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from mha2mla.kernels import MAX_SLOTS
 
 NO_PAGE = -1  # in a block table, behind a sequence's pages: no kernel looks there
@@ -143,10 +140,6 @@ class PageAllocator:
         self._changed(sequence)
         return sequence
 
-    def pages_to_grow(self, sequence: int, new_tokens: int) -> int:
-        """Free pages that :meth:`grow` with the same arguments takes."""
-        return self._growth_of(sequence, new_tokens, {})[1]
-
     def plan_growth(self, new_tokens: Mapping[int, int]) -> Growth:
         """What growing these sequences together takes; changes nothing.
 
@@ -249,45 +242,6 @@ class PageAllocator:
             self._release(page)
         del self._lengths[sequence], self._generations[sequence]
         self._changed()
-
-    def slots(self, sequence: int, start: int, stop: int) -> list[int]:
-        """Where tokens ``start`` to ``stop`` of a sequence lie: page · page_size + offset, each.
-
-        Raises:
-            ValueError: no such sequence, or no such tokens.
-        """
-        self._check(sequence)
-        if not 0 <= start <= stop <= self._lengths[sequence]:
-            raise ValueError(f"start:stop is {start}:{stop}; expected a part of 0:{self._lengths[sequence]}")
-        pages, size = self._pages[sequence], self.page_size
-        return [pages[token // size] * size + token % size for token in range(start, stop)]
-
-    def block_table(
-        self, sequences: Sequence[int], max_pages: int | None = None, device: torch.device | str = "cpu"
-    ) -> Tensor:
-        """[B, max_pages] int32, the pages of each sequence, NO_PAGE behind them.
-
-        Args:
-            sequences: B of them.
-            max_pages: columns; default as many as the longest needs, at least one.
-
-        Raises:
-            ValueError: no such sequence, or one has more than ``max_pages`` pages.
-        """
-        rows = [self.pages(sequence) for sequence in sequences]
-        longest = max((len(row) for row in rows), default=0)
-        if max_pages is None:
-            max_pages = max(1, longest)
-        if longest > max_pages:
-            raise ValueError(f"max_pages is {max_pages}; expected at least {longest}, the longest sequence's")
-        table = torch.full((len(rows), max_pages), NO_PAGE, dtype=torch.int32)
-        for row, pages in zip(table, rows, strict=True):
-            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        return table.to(device)
-
-    def cache_seqlens(self, sequences: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-        """[B] int32, tokens of each sequence."""
-        return torch.tensor([self.length(sequence) for sequence in sequences], dtype=torch.int32, device=device)
 
     def _check(self, sequence: int) -> None:
         if sequence not in self._pages:

@@ -39,14 +39,12 @@ class AttentionConstants:
         softmax_scale: the source model's.
         attention_scaling: factor on cos and sin (YaRN, longrope).
         window: tokens that a query sees, itself included; None: all.
-        interleaved: rotary pairs are neighbours; else halves.
     """
 
     geometry: MLAGeometry | GQAGeometry
     softmax_scale: float
     attention_scaling: float = 1.0
     window: int | None = None
-    interleaved: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 import mha2mla
 from mha2mla.conversion import parity
+from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 from tests.conversion import tiny
 
 SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
@@ -73,22 +74,18 @@ def test_errors_of_layers(family, tmp_path):
         seen = weights > 0
         reference = centred(weights.double().clamp_min(1e-300).log(), seen)
         geometry, position = attention.geometry, torch.arange(40)[None]
-        cos, sin = rotary(attention, position)
-        q_nope, q_pe = attention._query(given["hidden_states"], cos, sin)
-        latent, k_pe = attention._latent(given["hidden_states"], cos, sin)
-        heads = geometry.num_attention_heads
+        rotary = rotary_cos_sin(position, attention.inv_freq, model.config.rope_attention_scaling, torch.float32)
+        heads, groups = geometry.num_attention_heads, geometry.num_rope_heads
+        q_nope, q_pe = attention._query(given["hidden_states"])
+        q_pe = apply_rotary(q_pe.unflatten(2, (groups, -1)), *rotary).flatten(2, 3)
+        latent, k_pe = attention._latent(given["hidden_states"])
+        k_pe = apply_rotary(k_pe, *rotary)
         scores = torch.einsum("bshr,bthr->bhst", q_pe, k_pe.repeat_interleave(heads // geometry.num_rope_heads, 2))
         k_nope = torch.einsum("btc,hnc->bthn", latent, attention.k_b_proj)
         k_nope = k_nope.repeat_interleave(heads // geometry.num_key_value_heads, 2)
         scores = (scores + torch.einsum("bshn,bthn->bhst", q_nope, k_nope)) * model.config.softmax_scale
         error = relative(centred(scores.double(), seen), reference)
         assert layer.score_error == pytest.approx(error, rel=1e-3)
-
-
-def rotary(attention, position):
-    from mha2mla.modeling.rope import rotary_cos_sin
-
-    return rotary_cos_sin(position, attention.inv_freq, attention.config.rope_attention_scaling, torch.float32)
 
 
 def centred(scores, seen):

@@ -1,4 +1,4 @@
-"""A step's metadata: places of tokens, order, padding, nesting, and no write outside one's own pages."""
+"""A step's metadata: places of tokens, order, padding, and no write outside one's own pages."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_places_of_tokens(lengths_and_cached, padding_rows, padding_tokens):
     assert batch.slots[behind:].tolist() == [-1] * padding_tokens == batch.sequences[behind:].tolist()
 
 
-def test_flatten_and_nest_keep_the_callers_order():
+def test_flatten_keeps_the_callers_order():
     lengths, cached = [5, 1, 3], [2, 9, 0]
     pages, _ = own_pages(lengths, cached)
     batch = SequenceBatch.build(lengths, cached, pages, PAGE, num_sequences=5, num_tokens=13)
@@ -55,9 +55,6 @@ def test_flatten_and_nest_keep_the_callers_order():
     flat = batch.flatten(parts)
     assert flat.shape == (13, 2) and not flat[11:].any()
     assert all(torch.equal(*pair) for pair in zip(batch.unflatten(flat), parts, strict=True))
-    nested = batch.nest(flat)
-    assert [len(part) for part in nested.unbind()] == batch.lengths[0].tolist()
-    assert torch.equal(batch.unnest(nested), flat)
     assert torch.equal(flat[batch.last_tokens[batch.order == 0]], parts[0][-1:])
     with pytest.raises(ValueError, match=r"parts\[1\] has 2 tokens; expected 1"):
         batch.flatten([parts[0], parts[2][:2], parts[2]])

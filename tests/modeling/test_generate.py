@@ -39,6 +39,29 @@ def test_greedy_tokens_of_every_form_and_cache(case):
         assert torch.equal(model.generate(**inputs, past_key_values=cache, **options), expected), cache
 
 
+def test_eight_bit_latents_under_generate():
+    """The same tokens from a growing and a static cache, one sequence at a time, and where beams are reordered; and
+    from ragged batches, which hold the same codes."""
+    model = models.mla_model("some sliding", attention_backend="mla_fp8_reference")
+    inputs, options = padded(11, 6, 2), {"max_new_tokens": 9, "do_sample": False}
+    together = model.generate(**inputs, **options)
+    assert torch.equal(model.generate(**inputs, cache_implementation="static", **options), together)
+    for row, length in enumerate((11, 6, 2)):
+        alone = model.generate(inputs["input_ids"][row : row + 1, 11 - length :], **options)
+        assert torch.equal(alone[0, length:], together[row, 11:])
+    beams = {"num_beams": 3, "num_return_sequences": 2, **options}
+    expected = model.generate(**inputs, **beams)
+    assert torch.equal(model.generate(**inputs, cache_implementation="static", **beams), expected)
+
+    ids, pages = inputs["input_ids"][:1], model.paged_cache(num_pages=2, page_size=16)
+    sequence = pages.open()
+    for _ in range(9):
+        batch = pages.extend({sequence: ids.shape[1] - pages.allocator.length(sequence)})
+        new = ids[0, -batch.num_tokens :]
+        ids = torch.cat((ids, model.forward_batch(new, pages.step(batch)).argmax(-1)[None]), dim=1)
+    assert torch.equal(ids[0], together[0])
+
+
 def test_generate_makes_a_latent_cache():
     model = models.mla_model()
     for kind, static in ((None, False), ("dynamic", False), ("static", True)):

@@ -224,7 +224,7 @@ def test_a_registry_keeps_names_apart():
 def test_layers_of_other_ranks_share_a_workspace():
     model = models.mla_model("per layer")
     cache = model.paged_cache(num_pages=4, page_size=16)
-    batch = cache.extend({cache.open(): 3})
+    batch = cache.extend({cache.open(): 12})
     sizes = (32, 96)
     plans = [
         replace(plan, workspace=torch.zeros(size)) for size, plan in zip(sizes, cache.step(batch).plans, strict=True)
