@@ -31,7 +31,19 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.peers import flash_attention_3_mha, load_peer, mla_peers
+from benchmarks.measuring import (
+    PIPE_WIDTH,
+    TIMEOUT,
+    checked_columns,
+    clean,
+    is_text,
+    read_rate,
+    start_measuring,
+    time_in_turn,
+    time_planning,
+    timed_columns,
+)
+from benchmarks.peers import flash_attention_3_mha, mla_peers
 from benchmarks.shapes import PEERS, SpeedCase, choose, target_us
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
@@ -40,9 +52,8 @@ from mha2mla.kernel_testing.check import check_cases
 from mha2mla.kernel_testing.compiling import compile_shapes
 from mha2mla.kernel_testing.judgement import verdict
 from mha2mla.kernel_testing.problems import Problem, expected
-from mha2mla.kernel_testing.timing import Timing, time_callable
 from mha2mla.kernel_testing.workers import run_in_workers
-from mha2mla.kernels import DecodePlan, mla_decode
+from mha2mla.kernels import mla_decode
 from mha2mla.kernels.devices import capability, device_name
 from mha2mla.kernels.mla_decode.selection import select_kernel
 
@@ -58,8 +69,6 @@ LENGTHS = {
     "mixed": (0, 1, 300, 5000, 64),
 }
 
-READ_RATE = (32, 128, 64, 2048)  # heads, head width, batch, length of the MHA decode that R is measured with: 2.1 GB
-TIMEOUT = 240.0  # seconds for one shape, peers included
 
 COLUMNS = {
     "name": "shape",
@@ -89,7 +98,6 @@ COLUMNS = {
 
 
 PEER_COLUMNS = (*PEERS, "FA3_MHA_us")
-PIPE_WIDTH = 260  # of the table of speeds where no terminal says how wide it may be
 
 
 def check(json: str | None = None) -> bool:
@@ -219,40 +227,9 @@ def with_targets(
     return table
 
 
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def measure(job: tuple[SpeedCase, bool, float] | None) -> dict[str, Any]:
     """One shape's row, or for None the read rate R in bytes per second; runs in a worker process."""
     return read_rate() if job is None else measure_case(*job)
-
-
-def start_measuring() -> None:
-    """What a process that measures does once, while others compile: imports, CUDA's start, and unpacking the peers."""
-    import tilelang  # noqa: F401
-    import triton.testing  # noqa: F401
-
-    torch.zeros(1, device="cuda").item()
-    for namespace, op in (("_vllm_fa3_C", "fwd"), ("_flashmla_C", "dense_decode_fwd")):
-        load_peer(namespace, op)
-
-
-@torch.inference_mode()
-def read_rate() -> dict[str, Any]:
-    """R, and what it was measured with."""
-    heads, width, batch, length = READ_RATE
-    call = flash_attention_3_mha(heads, width, batch, length)
-    if not isinstance(call, str):
-        size = 4 * heads * width * batch * length
-        return {
-            "R": size / time_callable(call, "cuda", graph=False).p50 * 1e6,
-            "R_from": "FlashAttention-3, MHA decode, 2.1 GB",
-        }
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    us = time_callable(lambda: target.copy_(source), "cuda", graph=False).p50
-    return {"R": 2 * 2**30 / us * 1e6, "R_from": f"device copy of 1 GiB, read and write; FlashAttention-3 {call}"}
 
 
 @torch.inference_mode()
@@ -277,11 +254,7 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
         "longest": max(problem.lengths),
         "MB": problem.cache_bytes() / 1e6,
         "kernel": backend,
-        "num_ctas": plan.num_ctas,
-        "splits": int(plan.splits[:, 0].max()) if plan.num_ctas else None,
-        "error": judgement.error,
-        "torch_error": judgement.torch_error,
-        "status": "ok" if judgement.ok else f"wrong: {judgement.reason}",
+        **checked_columns(judgement, plan),
     }
     if backend == "tilelang":
         here = torch.device(device)
@@ -289,11 +262,7 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
         row |= {"kernel": choice.kernel, "reason": choice.reason}
     if not judgement.ok:
         return row
-    for name in ("latent_cache", "rope_cache"):  # peers promise nothing about a cache that holds NaN
-        inputs[name].nan_to_num_()
-    table = inputs["block_table"]
-    table.masked_fill_(table >= inputs["latent_cache"].shape[0], 0)
-
+    clean(inputs)
     calls: dict[str, Callable[[], Any]] = {"us": ours}
     if peers:
         others = mla_peers(problem, inputs, right[0])
@@ -304,48 +273,11 @@ def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str 
         calls |= {column: peer for column, peer in others.items() if not isinstance(peer, str)}
     timings = time_in_turn(calls, device, min_run_time)
     mine = timings.pop("us")
-    refresh = time_planning(plan, inputs, device, min_run_time)
     return row | {
-        "us_p20": mine.p20,
-        "us": mine.p50,
-        "us_p80": mine.p80,
-        "us_graph_warm": mine.graph,
-        "graph_refused": mine.graph_refused,
-        "plan_us": refresh,
-        "TB/s": problem.cache_bytes() / mine.p50 / 1e6,
+        **timed_columns(mine, problem.cache_bytes()),
+        "plan_us": time_planning(plan, inputs, device, min_run_time),
         "TFLOP/s": problem.flops() / mine.p50 / 1e6,
         **{column: timing.p50 for column, timing in timings.items()},
-    }
-
-
-def time_planning(plan: DecodePlan, inputs: dict[str, Any], device: str, min_run_time: float) -> float:
-    """Microseconds of making the plan anew, of a third as many runs as an implementation has."""
-
-    def call() -> None:
-        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
-
-    return time_callable(call, device, min_run_time=min_run_time / 3, graph=False).p50
-
-
-def time_in_turn(
-    calls: dict[str, Callable[[], Any]], device: str, min_run_time: float, rounds: int = 3
-) -> dict[str, Timing]:
-    """Times implementations one after another, several rounds, so that clocks and heat are the same for all.
-
-    Returns:
-        Name → medians over the rounds of each quantile.
-    """
-    found: dict[str, list[Timing]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            found[name].append(time_callable(call, device, min_run_time=min_run_time / rounds))
-    return {
-        name: Timing(
-            *(statistics.median(getattr(timing, quantile) for timing in mine) for quantile in ("p20", "p50", "p80")),
-            None if any(timing.graph is None for timing in mine) else statistics.median(t.graph for t in mine),
-            mine[0].graph_refused,
-        )
-        for name, mine in found.items()
     }
 
 

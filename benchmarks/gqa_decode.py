@@ -14,7 +14,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,18 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.decode import PIPE_WIDTH, TIMEOUT, is_text, read_rate, start_measuring, time_in_turn, time_planning
+from benchmarks.measuring import (
+    PIPE_WIDTH,
+    TIMEOUT,
+    checked_columns,
+    clean,
+    is_text,
+    read_rate,
+    start_measuring,
+    time_in_turn,
+    time_planning,
+    timed_columns,
+)
 from benchmarks.peers import flash_attention_3_gqa
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
@@ -32,7 +44,7 @@ from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernel_testing.judgement import verdict
 from mha2mla.kernel_testing.problems import expected
 from mha2mla.kernel_testing.workers import run_in_workers
-from mha2mla.kernels import gqa_decode
+from mha2mla.kernels import DecodePlan, gqa_decode
 from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape, list_kernels, select_kernel
@@ -259,78 +271,60 @@ def measure_case(
     inputs = problem.inputs(torch.bfloat16, device)
     plan = problem.plan(inputs, backend)
     out = torch.empty(*inputs["q"].shape[:3], problem.v_head_dim, dtype=torch.bfloat16, device=device)
-
-    def ours() -> torch.Tensor:
-        return gqa_decode(**inputs, plan=plan, out=out, backend=backend)
-
     row: dict[str, Any] = {"name": case_name(problem), "MB": problem.cache_bytes() / 1e6, "kernel": backend}
     if backend == "tilelang":
-        from mha2mla.kernels.split_kv.launch import compile_choice, launch
-        from mha2mla.kernels.split_kv.plan import allocate_plan
-
         quieten_tilelang()
-        here = capability(torch.device(device))
-        used = choice or select_kernel(problem.shape(), here)
-        row |= {
-            "kernel": used.kernel,
-            "rows": used.tiling.rows,
-            "stages": used.num_stages,
-            "ctas_per_sm": used.ctas_per_sm,
-            "reason": used.reason,
-        }
-    if choice is not None:
-        num_ctas = choice.num_ctas(num_sms(torch.device(device)))
-        plan = allocate_plan(plan.shape, num_ctas, plan.capacity, plan.causal, plan.window, plan.sinks, device)
-        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
-        split = compile_choice(GQA, problem.shape(), choice, here)
-        lse = torch.empty(len(problem.lengths), problem.heads, problem.seqlen_q, device=device)
-        data = tuple(inputs[name] for name in ("q", "k_cache", "v_cache", "block_table"))
-
-        def ours() -> torch.Tensor:
-            launch(GQA, problem.shape(), data, problem.softmax_scale, True, *plan.buffers, out, lse, split=split)
-            return out
-
-        ours()
+        used = choice or select_kernel(problem.shape(), capability(torch.device(device)))
+        row |= {"kernel": used.kernel, "rows": used.tiling.rows, "stages": used.num_stages}
+        row |= {"ctas_per_sm": used.ctas_per_sm, "reason": used.reason}
+    if choice is None:
+        ours = partial(gqa_decode, **inputs, plan=plan, out=out, backend=backend)
+        _, lse = ours(return_lse=True)
     else:
-        _, lse = gqa_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
+        plan, lse, ours = configured_call(problem, choice, inputs, plan, out)
+        ours()
     right = expected(inputs, **problem.visibility)
     judgement = verdict(out, lse, *right)
-    row |= {
-        "num_ctas": plan.num_ctas,
-        "splits": int(plan.splits[:, 0].max()) if plan.num_ctas else None,
-        "error": judgement.error,
-        "torch_error": judgement.torch_error,
-        "status": "ok" if judgement.ok else f"wrong: {judgement.reason}",
-    }
+    row |= checked_columns(judgement, plan)
     if not judgement.ok:
         return row
-    calls = {"us": ours}
+    calls: dict[str, Callable[[], Any]] = {"us": ours}
     if peers:
-        for name in ("k_cache", "v_cache"):  # a peer promises nothing about a cache that holds NaN
-            inputs[name].nan_to_num_()
-        inputs["block_table"].masked_fill_(inputs["block_table"] >= inputs["k_cache"].shape[0], 0)
+        clean(inputs)
         peer = flash_attention_3_gqa(problem, inputs, right[0])
         if is_text(peer):
             row["FA3_us"] = peer
         else:
             calls["FA3_us"] = peer
     timings = time_in_turn(calls, device, min_run_time)
-    mine = timings["us"]
-    row |= {
-        "us_p20": mine.p20,
-        "us": mine.p50,
-        "us_p80": mine.p80,
-        "us_graph_warm": mine.graph,
-        "graph_refused": mine.graph_refused,
-        "TB/s": problem.cache_bytes() / mine.p50 / 1e6,
-    }
+    row |= timed_columns(timings["us"], problem.cache_bytes())
     if choice is None:
         row["plan_us"] = time_planning(plan, inputs, device, min_run_time)
     if "FA3_us" in timings:
         row["FA3_us"] = timings["FA3_us"].p50
-        row["factor"] = mine.p50 / row["FA3_us"]
+        row["factor"] = row["us"] / row["FA3_us"]
         row["met"] = row["factor"] <= FACTOR
     return row
+
+
+def configured_call(
+    problem: GQAProblem, choice: GQAChoice, inputs: dict[str, Any], plan: DecodePlan, out: torch.Tensor
+) -> tuple[DecodePlan, torch.Tensor, Callable[[], None]]:
+    """A configuration's plan, made; the log-sum-exp that its call fills, with ``out``; and the call."""
+    from mha2mla.kernels.split_kv.launch import compile_choice, launch
+    from mha2mla.kernels.split_kv.plan import allocate_plan
+
+    num_ctas = choice.num_ctas(num_sms(out.device))
+    plan = allocate_plan(plan.shape, num_ctas, plan.capacity, plan.causal, plan.window, plan.sinks, out.device)
+    plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+    split = compile_choice(GQA, problem.shape(), choice, capability(out.device))
+    lse = torch.empty(len(problem.lengths), problem.heads, problem.seqlen_q, device=out.device)
+    data = tuple(inputs[name] for name in ("q", "k_cache", "v_cache", "block_table"))
+
+    def call() -> None:
+        launch(GQA, problem.shape(), data, problem.softmax_scale, True, *plan.buffers, out, lse, split=split)
+
+    return plan, lse, call
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.decode import PIPE_WIDTH, start_measuring, time_in_turn
+from benchmarks.measuring import PIPE_WIDTH, start_measuring, time_in_turn
 from benchmarks.peers import checked, flash_attention_3_prefill, torch_prefill
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json

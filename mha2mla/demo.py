@@ -20,7 +20,7 @@ from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import check_device, check_folder, load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import cache_bytes_per_token, decode_step_latency
-from mha2mla.pipeline import convert
+from mha2mla.pipeline import ConversionReport, convert
 from mha2mla.trial_models import fetch_smollm2
 
 PROMPT = "Explain in three sentences why the sky is blue."
@@ -130,55 +130,48 @@ def run_demo(
             overwrite=True,
         )
         rows[0]["perplexity"] = report.parity.perplexity_source
-        rows.append(
-            {
-                "model": recipe_name,
-                "checkpoint": str(folder),
-                "perplexity": report.parity.perplexity_converted,
-                "perplexity_ratio": report.parity.perplexity_ratio,
-                "kl": report.parity.kl,
-                "top1_agreement": report.parity.top1_agreement,
-                "logits_error": report.parity.logits_relative_error,
-                "evaluated_tokens": report.parity.tokens,
-                "evaluation_length": report.evaluation_length,
-                "seconds": report.seconds["total"],
-                "recipe": report.recipe,
-                "preset": report.preset,
-            }
-        )
+        rows.append({"model": recipe_name, "checkpoint": str(folder)} | _lost(report))
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for row in rows:
         say(f"generating and timing: {row['model']}")
         running = load_model(row["checkpoint"], row["model"], device=device, dtype=dtype)
-        row |= _size(running)
         row["text"] = _generate(running, tokenizer, prompt, max_new_tokens)
-        timed = decode_step_latency(
-            {row["model"]: running}, seqlens=[settings.cached_tokens], min_run_time=settings.min_run_time
-        )[0]
-        row |= {key: timed.get(key) for key in ("ms_per_token", "us_p20", "us_p50", "us_p80", "us_graph", "status")}
-        row["ms_per_token_graph"] = None if row["us_graph"] is None else row["us_graph"] / 1e3
-        row |= _served_by(running)
+        row |= _size(running) | _step_time(running, settings) | _served_by(running)
         del running
     for row in rows:
         row["reduction"] = 1 - row["cache_bytes_per_token"] / rows[0]["cache_bytes_per_token"]
     say("done")
     _print(rows, prompt, settings, dtype, output)
     if json:
-        write_json(
-            json,
-            kind="demo",
-            rows=rows,
-            environment=collect_environment(),
-            settings={
-                "prompt": prompt,
-                "max_new_tokens": max_new_tokens,
-                "dtype": str(dtype).removeprefix("torch."),
-                "device": str(device),
-                **vars(settings),
-            },
-        )
+        given = {"prompt": prompt, "max_new_tokens": max_new_tokens, "device": str(device), **vars(settings)}
+        given["dtype"] = str(dtype).removeprefix("torch.")
+        write_json(json, kind="demo", rows=rows, environment=collect_environment(), settings=given)
     return rows
+
+
+def _lost(report: ConversionReport) -> dict[str, Any]:
+    """What a conversion measured."""
+    parity = report.parity
+    return {
+        "perplexity": parity.perplexity_converted,
+        "perplexity_ratio": parity.perplexity_ratio,
+        "kl": parity.kl,
+        "top1_agreement": parity.top1_agreement,
+        "logits_error": parity.logits_relative_error,
+        "evaluated_tokens": parity.tokens,
+        "evaluation_length": report.evaluation_length,
+        "seconds": report.seconds["total"],
+        "recipe": report.recipe,
+        "preset": report.preset,
+    }
+
+
+def _step_time(model: torch.nn.Module, settings: DemoSettings) -> dict[str, Any]:
+    """Time of a decode step of one sequence, or why there is none."""
+    timed = decode_step_latency({"": model}, seqlens=[settings.cached_tokens], min_run_time=settings.min_run_time)[0]
+    row = {key: timed.get(key) for key in ("ms_per_token", "us_p20", "us_p50", "us_p80", "us_graph", "status")}
+    return row | {"ms_per_token_graph": None if row["us_graph"] is None else row["us_graph"] / 1e3}
 
 
 def _describe(recipe: Recipe, device: torch.device) -> str:

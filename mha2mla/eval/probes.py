@@ -9,31 +9,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from mha2mla.eval.probe_questions import QUESTIONS, ProbeError, Question, Writer, depth_of
 from mha2mla.predictions import Predictor
-from mha2mla.texts import load_text, start_tokens
 
-NAMES = (
-    *("Alice", "Brian", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "James", "Karen", "Louis"),
-    *("Maria", "Nathan", "Olivia", "Peter", "Rachel", "Simon", "Thomas", "Victor", "William"),
-)
-# No two of the words, nor of the names, begin alike: their first letters tell them apart where tokens are letters.
-WORDS = (
-    *("apple", "bridge", "candle", "dragon", "engine", "forest", "garden", "hammer", "island", "jacket", "kitchen"),
-    *("lemon", "mountain", "needle", "orange", "pencil", "queen", "river", "silver", "tiger", "umbrella", "violin"),
-    *("window", "yellow"),
-)
 SPAN = 64  # tokens that are repeated
 _LEAD = 32  # tokens before the first occurrence: what stands first in a window is attended to for its place
-_KEYS = 8
-_CHAINS = 4
-_SHOTS = 8
 _TOKENS_AT_ONCE = 8192
 # A probe counts when the source's result would come by chance less often than this.
 _SIGNIFICANCE = 0.01
@@ -123,26 +110,6 @@ class ProbeRow:
         return asdict(self) | {"retained": self.retained}
 
 
-@dataclass(frozen=True)
-class Question:
-    """A context with a choice at its end.
-
-    Attributes:
-        ids: tokens up to where the answers part.
-        candidates: the token that each answer goes on with, all different; ``answer``: index of the right one.
-        depth: where the answer stands, 0 at the beginning and 1 at the end; None where the context does not hold it.
-    """
-
-    ids: list[int]
-    candidates: list[int]
-    answer: int
-    depth: float | None
-
-
-class ProbeError(ValueError):
-    """A probe cannot be made of so many tokens of this text with this tokenizer; the message says why."""
-
-
 @torch.inference_mode()
 def run_probes(
     source: torch.nn.Module,
@@ -169,7 +136,7 @@ def run_probes(
     """
     settings = settings or ProbeSettings()
     predictors = Predictor(source), Predictor(converted)
-    writer = _Writer(tokenizer, settings)
+    writer = Writer(tokenizer, settings.text)
     rows, skipped = [], []
     for length in settings.lengths:
         if longest is not None and length > longest:
@@ -185,7 +152,7 @@ def run_probes(
                 # A string seeds alike in every process, and no probe changes with the others.
                 draw = random.Random(f"{settings.seed} {name} {length}")
                 try:
-                    questions = [ask(writer, draw, length, _depth(i, settings.items)) for i in range(settings.items)]
+                    questions = [ask(writer, draw, length, depth_of(i, settings.items)) for i in range(settings.items)]
                 except ProbeError as error:
                     skipped.append(f"{name} in {length} tokens: {error}")
                 else:
@@ -202,112 +169,6 @@ def run_probes(
     return rows, skipped
 
 
-def _depth(item: int, items: int) -> float:
-    """Evenly over the context."""
-    return (item + 0.5) / items
-
-
-class _Writer:
-    """Contexts of exactly so many tokens: facts at their depths in running text, and a question at the end."""
-
-    def __init__(self, tokenizer: Any, settings: ProbeSettings) -> None:
-        self._tokenizer, self._name = tokenizer, settings.text
-        self._start = start_tokens(tokenizer)
-        self._text = self._tokens(load_text(settings.text))
-
-    def _tokens(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def running_text(self, draw: random.Random, length: int) -> list[int]:
-        """``length`` tokens from anywhere in the text.
-
-        Raises:
-            ProbeError: the text is shorter.
-        """
-        if length > len(self._text):
-            raise ProbeError(f"text {self._name!r} has {len(self._text)} tokens; expected at least {length}")
-        first = draw.randint(0, len(self._text) - length)
-        return self._text[first : first + length]
-
-    def question(
-        self,
-        draw: random.Random,
-        length: int,
-        facts: Sequence[tuple[float, str]],
-        question: str,
-        answers: Sequence[str],
-        answer: int,
-        depth: float | None,
-    ) -> Question:
-        """A context of ``length`` tokens with each (depth, fact) in it, and ``question`` at its end.
-
-        Raises:
-            ProbeError: facts and question alone are longer, or the answers' tokens are not told apart.
-        """
-        asked = [self._tokens(f"\n\n{question} {word}") for word in answers]
-        shared = next(i for i in range(len(asked[0])) if len({tuple(ids[: i + 1]) for ids in asked}) > 1)
-        candidates = [ids[shared] for ids in asked]
-        if len(set(candidates)) < len(candidates):
-            raise ProbeError(f"the tokenizer does not tell {', '.join(answers)} apart by one token")
-        stated = [(place, self._tokens(f"\n\n{fact}\n\n")) for place, fact in sorted(facts)]
-        room = length - len(self._start) - shared - sum(len(ids) for _, ids in stated)
-        if room < 0:
-            raise ProbeError(f"facts and question take {length - room} tokens")
-        text = self.running_text(draw, room)
-        ids, written = list(self._start), 0
-        for place, fact in stated:
-            ids += text[written : int(place * room)] + fact
-            written = int(place * room)
-        return Question(ids + text[written:] + asked[0][:shared], candidates, answer, depth)
-
-
-def _one_key(writer: _Writer, draw: random.Random, length: int, depth: float) -> Question:
-    """One word is stated; it and seven others that are not are offered."""
-    name, words, answer = draw.choice(NAMES), draw.sample(WORDS, _KEYS), draw.randrange(_KEYS)
-    fact = f"The secret word of {name} is {words[answer]}."
-    return writer.question(draw, length, [(depth, fact)], f"The secret word of {name} is", words, answer, depth)
-
-
-def _several_keys(writer: _Writer, draw: random.Random, length: int, depth: float) -> Question:
-    """Eight names have a word each, at even depths; all eight words are offered."""
-    names, words = draw.sample(NAMES, _KEYS), draw.sample(WORDS, _KEYS)
-    answer = min(_KEYS - 1, int(depth * _KEYS))
-    facts = [
-        (_depth(i, _KEYS), f"The secret word of {name} is {word}.")
-        for i, (name, word) in enumerate(zip(names, words, strict=True))
-    ]
-    asked = f"The secret word of {names[answer]} is"
-    return writer.question(draw, length, facts, asked, words, answer, facts[answer][0])
-
-
-def _chains(writer: _Writer, draw: random.Random, length: int, depth: float) -> Question:
-    """Four names have a word each, and four others have the word of one of them; one of the others is asked for."""
-    names, words = draw.sample(NAMES, 2 * _CHAINS), draw.sample(WORDS, _CHAINS)
-    answer = min(_CHAINS - 1, int(depth * _CHAINS))
-    facts = []
-    for i, (name, other, word) in enumerate(zip(names[:_CHAINS], names[_CHAINS:], words, strict=True)):
-        fact = f"The secret word of {name} is {word}. {other} has the same secret word as {name}."
-        facts.append((_depth(i, _CHAINS), fact))
-    asked = f"The secret word of {names[_CHAINS + answer]} is"
-    return writer.question(draw, length, facts, asked, words, answer, facts[answer][0])
-
-
-def _arithmetic(writer: _Writer, draw: random.Random, length: int, depth: float) -> Question:
-    """Sums of one digit after eight solved ones, behind a long text: ten digits are offered."""
-    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10) if a + b < 10]
-    *solved, (a, b) = draw.sample(pairs, _SHOTS + 1)
-    shown = "".join(f"{x} + {y} = {x + y}\n" for x, y in solved)
-    digits = [str(digit) for digit in range(10)]
-    return writer.question(draw, length, [], f"{shown}{a} + {b} =", digits, a + b, None)
-
-
-Ask = Callable[[_Writer, random.Random, int, float], Question]
-QUESTIONS: dict[str, Ask] = {
-    "one key": _one_key,
-    "several keys": _several_keys,
-    "variable tracking": _chains,
-    "arithmetic": _arithmetic,
-}
 REPEATED = "repeated span"
 
 
@@ -367,7 +228,7 @@ def _by_chance(right: int, items: int, chance: float) -> float:
     return sum(math.comb(items, k) * chance**k * (1 - chance) ** (items - k) for k in range(right, items + 1))
 
 
-def _repetitions(gap: int, writer: _Writer, draw: random.Random, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _repetitions(gap: int, writer: Writer, draw: random.Random, items: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Contexts int64 [items, length] that end in a span: other text stands ``gap`` tokens before it, or it itself."""
     other, again = [], []
     for _ in range(items):

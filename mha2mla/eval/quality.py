@@ -174,15 +174,7 @@ def evaluate_quality(
             ``max_tokens``; no text fills a window of any length.
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
-    if not texts:
-        raise ValueError("texts is empty; expected the name of at least one text")
-    if not lengths:
-        raise ValueError("lengths is empty; expected at least one window length, or None for the longest")
-    for length in lengths:
-        if length is not None and length < 2:
-            raise ValueError(f"lengths has {length}; expected at least 2 (the first token of a window is not scored)")
-    if max_tokens < 2:
-        raise ValueError(f"max_tokens is {max_tokens}; expected at least 2, the shortest window")
+    _check_amounts(texts, lengths, max_tokens)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source, "source")
     contents = {name: load_text(name) for name in texts}
     _check_same_tokens(tokenizer, converted, [content[:20_000] for content in contents.values()])
@@ -194,18 +186,7 @@ def evaluate_quality(
     windows, skipped = _all_windows(tokenizer, contents, lengths, longest, max_tokens)
     if not windows:
         raise ValueError(f"lengths is {list(lengths)}: nothing can be measured; {'; '.join(skipped)}")
-    rows: list[QualityRow] = []
-    by_position: list[QualityRow] = []
-    predictors = Predictor(source), Predictor(converted)
-    total = sum(part.numel() for part in windows.values())
-    with tqdm(total=total, desc="quality", unit="token", unit_scale=True, disable=not progress) as bar:
-        for (name, length), part in windows.items():
-            sums = _sums_by_position(*predictors, part, bar)
-            digest = hashlib.sha256(contents[name].encode()).hexdigest()[:12]
-            whole = _row(name, digest, part, sums, 0, length)
-            rows.append(whole)
-            if length == max(other for text, other in windows if text == name):
-                by_position += [_row(name, digest, part, sums, first, stop, whole) for first, stop in _parts(length)]
+    rows, by_position = _compare_windows(source, converted, contents, windows, progress)
     settings = {"longest": longest, "progress": progress}
     asked: list[ProbeRow] = []
     if probes:
@@ -227,6 +208,41 @@ def evaluate_quality(
         dtype=str(converted.dtype).removeprefix("torch."),
         device=str(converted.device),
     )
+
+
+def _check_amounts(texts: Sequence[str], lengths: Sequence[int | None], max_tokens: int) -> None:
+    if not texts:
+        raise ValueError("texts is empty; expected the name of at least one text")
+    if not lengths:
+        raise ValueError("lengths is empty; expected at least one window length, or None for the longest")
+    for length in lengths:
+        if length is not None and length < 2:
+            raise ValueError(f"lengths has {length}; expected at least 2 (the first token of a window is not scored)")
+    if max_tokens < 2:
+        raise ValueError(f"max_tokens is {max_tokens}; expected at least 2, the shortest window")
+
+
+def _compare_windows(
+    source: torch.nn.Module,
+    converted: torch.nn.Module,
+    contents: dict[str, str],
+    windows: dict[tuple[str, int], torch.Tensor],
+    progress: bool,
+) -> tuple[list[QualityRow], list[QualityRow]]:
+    """A row per text and length, and the parts of each text's longest windows."""
+    rows: list[QualityRow] = []
+    by_position: list[QualityRow] = []
+    predictors = Predictor(source), Predictor(converted)
+    total = sum(part.numel() for part in windows.values())
+    with tqdm(total=total, desc="quality", unit="token", unit_scale=True, disable=not progress) as bar:
+        for (name, length), part in windows.items():
+            sums = _sums_by_position(*predictors, part, bar)
+            digest = hashlib.sha256(contents[name].encode()).hexdigest()[:12]
+            whole = _row(name, digest, part, sums, 0, length)
+            rows.append(whole)
+            if length == max(other for text, other in windows if text == name):
+                by_position += [_row(name, digest, part, sums, first, stop, whole) for first, stop in _parts(length)]
+    return rows, by_position
 
 
 def parse_lengths(text: str) -> tuple[int | None, ...]:

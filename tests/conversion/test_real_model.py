@@ -76,6 +76,7 @@ def test_the_loss_falls_with_the_rotary_width(layers):
     assert all(more < fewer for fewer, more in itertools.pairwise(by_width))
 
 
+@pytest.mark.exhaustive
 def test_refits_help_on_text_of_another_kind(layers):
     plain = layers.losses(Recipe(refit_queries=False))
     queries = layers.losses(Recipe(refit_queries=True))

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutput
 
 from mha2mla.eval import probes
-from mha2mla.eval.probes import QUESTIONS, REPEATED, ProbeSettings, run_probes
+from mha2mla.eval.probe_questions import QUESTIONS, WORDS, Writer
+from mha2mla.eval.probes import REPEATED, ProbeSettings, run_probes
 from mha2mla.trial_models import tiny_checkpoint
 
 # A letter is a token here: contexts are short.
@@ -84,7 +85,7 @@ def test_a_source_that_guesses_counts_for_nothing(tokenizer, config):
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_question_is_as_long_as_asked_and_its_answer_stands_where_it_says(tokenizer, name):
-    writer = probes._Writer(tokenizer, SETTINGS)
+    writer = Writer(tokenizer, SETTINGS.text)
     question = QUESTIONS[name](writer, random.Random(0), 900, 0.3)
     assert len(question.ids) == 900
     assert len(set(question.candidates)) == len(question.candidates)
@@ -95,7 +96,7 @@ def test_a_question_is_as_long_as_asked_and_its_answer_stands_where_it_says(toke
     else:
         # What the answer is called stands in the context once, about as deep as said.
         letter = tokenizer.decode([question.candidates[question.answer]])
-        (right,) = (word for word in probes.WORDS if word[0] == letter)
+        (right,) = (word for word in WORDS if word[0] == letter)
         text = tokenizer.decode(question.ids)
         places = [place for place in range(len(text)) if text.startswith(f"is {right}.", place)]
         assert len(places) == 1 and abs(places[0] / len(text) - question.depth) < 0.2
@@ -137,7 +138,7 @@ def test_what_does_not_fit_is_named(tiny_source, tokenizer, tmp_path):
 def test_a_tokenizer_that_cannot_tell_the_answers_apart_is_named(tmp_path):
     folder = tiny_checkpoint(tmp_path / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    writer = probes._Writer(tokenizer, SETTINGS)
+    writer = Writer(tokenizer, SETTINGS.text)
     with pytest.raises(ValueError, match="does not tell apple, apricot, banana apart"):
         writer.question(random.Random(0), 200, [], "Fruit:", ["apple", "apricot", "banana"], 0, None)
 

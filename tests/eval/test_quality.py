@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from mha2mla import predictions
 from mha2mla.eval import evaluate_quality, quality
 from mha2mla.eval.generation import GenerationSettings
-from mha2mla.eval.probes import QUESTIONS, ProbeSettings
+from mha2mla.eval.probe_questions import QUESTIONS
+from mha2mla.eval.probes import ProbeSettings
 from mha2mla.texts import load_text
 from mha2mla.trial_models import tiny_checkpoint
 
