@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from dataclasses import replace
@@ -94,7 +95,14 @@ def pretend_to_compile(job):
 
 
 @pytest.fixture
-def like_a_gpu(monkeypatch):
+def forked(monkeypatch):
+    """Workers that have imported everything already: a process that is spawned takes seconds to."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+
+
+@pytest.fixture
+def like_a_gpu(forked, monkeypatch):
     """check_cases(..., in_processes=True) on the CPU: compile, then check in a worker, as on a GPU."""
     monkeypatch.setattr(check, "compile_shape", pretend_to_compile)
     for name, value in {"capability": 90, "device_name": "a GPU", "num_sms": 132}.items():
@@ -203,6 +211,7 @@ def test_a_job_that_hangs_is_killed_and_the_others_run():
     assert [outcome.failure for outcome in outcomes] == [None, "hung: no answer within 0.5 s", None]
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_dies_or_raises_is_replaced():
     assert [o.failure for o in run_in_workers(os._exit, [3])] == ["crashed: the process ended with exit code 3"]
     outcomes = {o.job: o for o in run_in_workers(int, ["1", "x", "2"], workers=2)}
@@ -210,6 +219,7 @@ def test_a_process_that_dies_or_raises_is_replaced():
     assert outcomes["x"].failure.startswith("ValueError: invalid literal")
 
 
+@pytest.mark.usefixtures("forked")
 def test_later_jobs_may_depend_on_earlier_outcomes():
     seen = []
 
@@ -229,9 +239,10 @@ def odd_ones_hang(job):
 
 
 def take_a_while():
-    time.sleep(2)
+    time.sleep(1.2)
 
 
+@pytest.mark.usefixtures("forked")
 def test_jobs_of_one_outcome_follow_one_another_and_starting_is_not_timed():
     hung = set()
 
@@ -250,6 +261,7 @@ def test_jobs_of_one_outcome_follow_one_another_and_starting_is_not_timed():
     assert sorted(found) == [(0, None), (1, "hung: no answer within 1 s"), (2, None), (10, None), (12, None)]
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_start_while_the_first_job_is_made(tmp_path):
     def jobs():
         until = time.monotonic() + 60
@@ -265,6 +277,7 @@ def fail_to_start():
     raise OSError("no device")
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_process_that_cannot_start_says_why():
     stages = (Stage(abs, then=lambda outcome: [outcome.job]), Stage(abs, 1, 5.0, fail_to_start))
     assert [o.failure for stage, o in run_in_stages(stages, [1]) if stage == 1] == ["OSError: no device"]
