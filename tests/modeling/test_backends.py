@@ -10,6 +10,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.backends import BUILT_IN
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
+from tests.few import few
 
 GEOMETRIES = {
     MLAGeometry: MLAGeometry(6, 2, 16, 8, 8, 16, 2),
@@ -79,7 +80,7 @@ def copies(cache):
     return {name: tensor.clone() for name, tensor in cache.items()}
 
 
-@pytest.mark.parametrize("backend", BATCHED.values(), ids=BATCHED)
+@few("backend", BATCHED.values(), count=3, ids=BATCHED)
 def test_one_full_graph_for_any_mix(backend):
     """torch.compile(fullgraph=True): what the host decides stays behind the op; sizes become symbols, once."""
     layer = layer_of(backend)
@@ -98,7 +99,7 @@ def test_one_full_graph_for_any_mix(backend):
     assert graphs == graphs[:1] * 3
 
 
-@pytest.mark.parametrize("backend", BATCHED.values(), ids=BATCHED)
+@few("backend", BATCHED.values(), count=3, ids=BATCHED)
 def test_export_with_dynamic_shapes(backend):
     """One exported program serves other numbers of sequences, tokens and pages."""
     layer = layer_of(backend)

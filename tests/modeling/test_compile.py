@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig
 
 from mha2mla.modeling import LatentCache
+from tests.few import few
 from tests.modeling import models
 
 
@@ -16,7 +17,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("case", "padded"), [("per-group", False), ("shared", True), ("some sliding", True)])
+@few("case, padded", [("per-group", False), ("some sliding", True), ("shared", True)], count=2)
 @torch.no_grad()
 def test_one_full_graph_for_all_lengths_failures_17_22(case, padded):
     model = models.mla_model(case, attention_backend="mla_reference")
@@ -51,7 +52,7 @@ def test_one_full_graph_for_all_lengths_failures_17_22(case, padded):
         assert torch.equal(layer.cache_seqlens, torch.full((2,), 24, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("case", ["sliding", "per layer"])
+@few("case", ["per layer", "sliding"], count=1)
 @torch.no_grad()
 def test_several_new_tokens_compiled(case):
     """The compiled step makes its own plan: none has to lie in the cache, and none is left there."""
