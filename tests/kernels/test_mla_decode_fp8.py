@@ -323,13 +323,13 @@ def test_compiles_for_hopper_failure_9(shape):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS
-    from mha2mla.kernels.mla_decode.build import make_split_fp8
+    from mha2mla.kernels.mla_decode.fp8 import make_mla_decode_fp8
     from mha2mla.kernels.mla_decode.fp8_selection import shared_memory
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
     choice = select_fp8(shape)
-    (report,) = compile_only(make_split_fp8(shape, choice), "sm_90a", SMALL_PASS_CONFIGS)
+    (report,) = compile_only(make_mla_decode_fp8(shape, choice), "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == [], choice.reason
     promised = shared_memory(
         choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, choice.num_stages

@@ -56,7 +56,8 @@ def functions(dtype: str) -> dict:
     """Every kernel that writes or merges partials, as TileLang functions that nobody compiles."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.gqa_decode.build import make_split as make_gqa
-    from mha2mla.kernels.mla_decode.build import make_split, make_split_fp8
+    from mha2mla.kernels.mla_decode.build import make_split
+    from mha2mla.kernels.mla_decode.fp8 import make_mla_decode_fp8
     from mha2mla.kernels.split_kv.launch import MERGES, make_merge
 
     shape = DecodeShape(64, 1, 128, 64, 64, 1, dtype)
@@ -68,7 +69,7 @@ def functions(dtype: str) -> dict:
     for kernel in ("streamed", "portable"):
         choice = next(choice for choice in list_gqa_kernels(gqa, 90) if choice.kernel == kernel)
         made[f"gqa {kernel}"] = make_gqa(gqa, choice)
-    made["fp8"] = make_split_fp8(shape, select_fp8(shape))
+    made["fp8"] = make_mla_decode_fp8(shape, select_fp8(shape))
     made["merge"] = make_merge(shape.heads, shape.kv_lora_rank, shape.dtype, max(MERGES))
     return made
 

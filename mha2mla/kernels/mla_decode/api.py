@@ -43,7 +43,7 @@ FP8 = PagedOp(
     **_ALIKE,
     refusal=refusal_fp8,
     select=lambda shape, capability, *_: select_fp8(shape, capability),
-    make_split="mha2mla.kernels.mla_decode.build:make_split_fp8",
+    make_split="mha2mla.kernels.mla_decode.fp8:make_mla_decode_fp8",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_fp8_reference",
     guards_indices=True,
 )

@@ -14,36 +14,41 @@ Two warpgroups take alternate tiles, each from a ring of its own and with a soft
 add up at the end of a fragment. (Schedule, fragments and partials are those of ``mla_decode``.)
 """
 
+from dataclasses import dataclass
+
 import tilelang.language as T
+from tilelang import tvm
 from tilelang.layout import make_full_bank_swizzled_layout
 
+from mha2mla.kernels.mla_decode.fp8_selection import Fp8Choice
 from mha2mla.kernels.mla_decode.operand import column_of_code
-from mha2mla.kernels.split_kv.fragment import (
-    LN2,
-    LOG2E,
-    MASKED,
-    SPAN_FIELDS,
-    first_token,
-    holds_unseen,
-    last_page,
-    needs_mask,
+from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes
+from mha2mla.kernels.split_kv.call import (
+    DONE,
+    FRAGMENTS,
+    Buffers,
+    Call,
+    find_pages,
+    locate,
     read_fragment,
-    sees,
-    tile_origin,
-    unseen,
+    store,
+    take_work,
 )
-from mha2mla.kernels.split_kv.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT, STOP, TILES
-from mha2mla.kernels.split_kv.tiling import RowTiling
+from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED, first_token, holds_unseen, needs_mask, sees, unseen
+from mha2mla.kernels.split_kv.schedule import STOP, TILES
 
 WARPGROUP = 128  # threads
 CONSUMERS = 2 * WARPGROUP
 THREADS = 3 * WARPGROUP
+CODES = T.float8_e4m3fn
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
 PANEL = 128  # bytes of a row of swizzled shared memory: codes side by side
 WIDE = 64  # the same in 16-bit numbers
 BUFFERS = 2  # register operands in flight, 8 registers for two products each
 AHEAD = 2  # steps by which codes are fetched before they are converted
 BARRIER = 8  # named barriers below 8 belong to the compiler
+SWIZZLE_128, ROW_GROUP = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SLACK = 6.0  # the maximum may fall behind by this many powers of two before the output is scaled down: 2**6 in float16
 LARGEST_EXPONENT = 14  # of a scaled query; float16 ends below 2**16
@@ -78,508 +83,520 @@ static __device__ __forceinline__ void multiply_codes(const unsigned* a, tl::Gmm
 """
 
 
-def make_mla_decode_fp8(
-    *,
-    heads: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    num_rope_heads: int,
-    page_size: int,
-    dtype: str,
-    tiling: RowTiling,
-    num_stages: int = 2,
-):
-    """A TileLang function ``mla_decode_fp8`` for one static shape.
+@dataclass(frozen=True)
+class Static(MLAStatic):
+    stages: int  # tiles in flight for each of the two warpgroups
+    rows: int
+    page_rows: int  # rows of a tile that lie in one page
+    pieces: int  # pages that a tile lies in
+    tiles: int  # 64 columns each: rows of one product with the weights, depth of four with the queries
+    panels: int
+    rope_panels: int
+    held: int  # accumulators of a thread for 64 rows
+    mine: int  # heads that a thread has accumulators for
 
-    Args:
-        heads, kv_lora_rank, qk_rope_head_dim, num_rope_heads: H, d_c, d_r, G.
-        page_size: tokens per page, a power of two >= 16.
-        dtype: "bfloat16" or "float16", of queries, rotary keys and output.
-        tiling: which query rows one CTA serves, at most 32.
-        num_stages: tiles in flight for each of the two warpgroups.
 
-    The function's arguments: q_latent [B,S_q,H,d_c], q_pe [B,S_q,H,d_r], latent_cache [P,page,d_c] (e4m3), latent_scale
-    [P,page] (float32), rope_cache [P,page,G*d_r], block_table [B,max_pages], schedule (``schedule.py``), the outputs
-    partial_out [num_ctas,2,S_q,H,d_c] and partial_lse [num_ctas,2,S_q,H] (float32), out [B,S_q,H,d_c] and lse [B,H,S_q]
-    of sequences that one CTA reads, softmax_scale, causal, window and sinks. Data may be strided.
+def static_of(shape: DecodeShape, choice: Fp8Choice) -> Static:
+    rows = choice.tiling.rows
+    return Static(
+        shape,
+        choice,
+        stages=choice.num_stages,
+        rows=rows,
+        page_rows=min(BLOCK, shape.page_size),
+        pieces=max(1, BLOCK // shape.page_size),
+        tiles=-(-shape.kv_lora_rank // 64),
+        panels=-(-shape.kv_lora_rank // PANEL),
+        rope_panels=-(-(choice.tiling.groups_per_tile * shape.qk_rope_head_dim) // WIDE),
+        held=rows // 2,
+        mine=rows // 4,
+    )
+
+
+def allocate(k: Static) -> Buffers:
+    """Shared memory and barriers of a CTA. Queries have whole panels of codes, so that no column needs a guard; the
+    tensor-memory unit writes scales to multiples of 128 bytes."""
+    return Buffers(
+        q_tile=T.alloc_shared([2 * k.panels, k.rows, WIDE], "float16"),
+        q_scale=T.alloc_shared([k.rows], T.float32),
+        qp_tile=T.alloc_shared([k.rope_panels, k.rows, WIDE], k.dtype),
+        c_ring=T.alloc_shared([2, k.stages, k.panels, BLOCK, PANEL], CODES),
+        s_ring=T.alloc_shared([2, k.stages, k.pieces, max(32, k.page_rows)], T.float32),
+        k_ring=T.alloc_shared([2, k.stages, k.rope_panels, BLOCK, WIDE], k.dtype),
+        p_tile=T.alloc_shared([2, k.rows, WIDE], "float16"),
+        stage=T.alloc_shared([2, 4, k.rows], T.float32),
+        totals=T.alloc_shared([2, k.rows], T.float32),
+        exchange=T.alloc_shared([2, k.held, WARPGROUP], T.float32),
+        full=T.alloc_barrier([1] * (2 * k.stages)),
+        free=T.alloc_barrier([WARPGROUP] * (2 * k.stages)),
+    )
+
+
+class Thread(Buffers):
+    """A computing thread: its place in the CTA, its registers, and operands of its warpgroup ``w``.
+
+    Attributes: ``o`` output, ``s`` scores, then weights, ``turned`` scores by rotary keys; of its heads ``den``, ``m``
+    (running maximum) and ``top``; ``word`` codes of one step and of the next ones, ``a`` register operands; of its two
+    tokens ``scale_of`` and ``log_of``; ``x`` a row of queries, at other times anything.
     """
-    d_c, d_r = kv_lora_rank, qk_rope_head_dim
-    rows, groups, group = tiling.rows, tiling.groups_per_tile, tiling.heads_per_group
-    accum, codes = T.float32, T.float8_e4m3fn
-    pieces = max(1, BLOCK // page_size)
-    piece_rows = min(BLOCK, page_size)
-    scale_rows = max(32, piece_rows)  # the tensor-memory unit writes to multiples of 128 bytes
-    tiles = -(-d_c // 64)  # 64 columns each: rows of one product with the weights, depth of four with the queries
-    half = -(-tiles // 2)
-    panels = -(-d_c // PANEL)
-    wide_panels = 2 * panels  # of the queries: whole panels of codes, so that no column needs a guard
-    rope_panels = -(-(groups * d_r) // WIDE)
-    held = rows // 2  # accumulators of a thread for 64 rows
-    mine = rows // 4  # heads that a thread has accumulators for
-    octets = rows // 8
-    by_column = f"m64n{rows}k16"
-    rope_kind = "bf16" if dtype == "bfloat16" else "fp16"
-    swizzle_128, row_group = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
-    token, head = tiling.token, tiling.head
 
-    batch, seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
-    num_pages, max_pages = T.dynamic("num_pages"), T.dynamic("max_pages")
-    num_ctas, fragments = T.dynamic("num_ctas"), T.dynamic("fragments")
-    ql_b, ql_s, ql_h = T.dynamic("ql_b"), T.dynamic("ql_s"), T.dynamic("ql_h")
-    qp_b, qp_s, qp_h = T.dynamic("qp_b"), T.dynamic("qp_s"), T.dynamic("qp_h")
-    o_b, o_s, o_h = T.dynamic("o_b"), T.dynamic("o_s"), T.dynamic("o_h")
-    lc_p, lc_t, rc_p, rc_t = T.dynamic("lc_p"), T.dynamic("lc_t"), T.dynamic("rc_p"), T.dynamic("rc_t")
-    ls_p = T.dynamic("ls_p")
+    def __init__(self, k: Static, w: int, thread, memory: Buffers):
+        heads, held = [k.mine], [k.held]
+        super().__init__(
+            o=T.alloc_local([k.tiles * k.held], T.float32),
+            s=T.alloc_local(held, T.float32),
+            turned=T.alloc_local(held, T.float32),
+            den=T.alloc_local(heads, T.float32),
+            m=T.alloc_local(heads, T.float32),
+            top=T.alloc_local(heads, T.float32),
+            word=T.alloc_local([(AHEAD + 1) * 4], "uint32"),
+            a=T.alloc_local([BUFFERS * 8], "uint32"),
+            scale_of=T.alloc_local([2], T.float32),
+            log_of=T.alloc_local([2], T.float32),
+            flag=T.alloc_local([1], T.int32),
+            x=T.alloc_local([4 * k.panels], T.float32),
+            desc_q=T.alloc_wgmma_desc(),
+            desc_p=T.alloc_wgmma_desc(),
+            desc_k=T.alloc_wgmma_desc(),
+            desc_qp=T.alloc_wgmma_desc(),
+        )
+        self.w, self.thread, self.memory = w, thread, memory
+        self.lane, self.warp = thread % 32, thread // 32 % 4
+        self.g, self.t = self.lane // 4, self.lane % 4
 
-    def f16x2(kind, word):
-        return T.call_extern("uint32", kind, word)
+    def row(self, c):
+        """Row of the tile of this thread's c-th head."""
+        return c // 2 * 8 + 2 * self.t + c % 2
 
-    @T.macro
-    def multiply(a, first, desc, offset, c, at, add):
-        """One product of depth 16: four registers of codes by what ``desc`` describes, into 64 rows."""
-        T.call_extern(
-            "handle",
-            f"multiply_codes<{rows}>",
-            T.access_ptr(a[first], "r", 4),
-            desc.data,
-            offset,
-            T.access_ptr(c[at], "rw", held),
-            T.int32(add),
+    def row_of(self, e):
+        """Row of the tile of this thread's e-th accumulator."""
+        return self.row(e // 4 * 2 + e % 2)
+
+    def sync(self):
+        """The barrier of the warpgroup."""
+        return T.sync_threads(barrier_id=BARRIER + self.w, arrive_count=WARPGROUP)
+
+
+@T.macro
+def describe(c):
+    for desc, tile in (
+        (c.desc_q, c.memory.q_tile), (c.desc_p, c.memory.p_tile), (c.desc_k, c.memory.k_ring),
+        (c.desc_qp, c.memory.qp_tile),
+    ):  # fmt: skip
+        T.initialize_wgmma_descriptor(desc, tile.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
+
+
+@T.macro
+def stream(k, w, work, column, memory, latent_cache, latent_scale, rope_cache, thread, leader):
+    """One warp: the tiles of warpgroup ``w``, codes, scales and rotary keys."""
+    for f in T.serial(work.state[FRAGMENTS]):
+        read_fragment(work, f)
+        for i in T.serial((work.span[TILES] + 1 - w) // 2):
+            t0 = first_token(work.span, 2 * i + w)
+            n = work.state[DONE] + i
+            slot = n % k.stages
+            full = w * k.stages + slot
+            find_pages(work, t0)
+            T.barrier_wait(memory.free[full], ((n // k.stages) & 1) ^ 1)
+            for v in work.pieces:
+                first, in_page = v * k.page_rows, t0 % k.page_size
+                for c in list(range(k.panels)):
+                    T.tma_copy(
+                        latent_cache[work.pages[v], in_page : in_page + k.page_rows, c * PANEL : c * PANEL + PANEL],
+                        memory.c_ring[w, slot, c, first : first + k.page_rows, :],
+                        barrier=memory.full[full],
+                    )
+                for c in list(range(k.rope_panels)):
+                    T.tma_copy(
+                        rope_cache[
+                            work.pages[v],
+                            in_page : in_page + k.page_rows,
+                            column + c * WIDE : column + c * WIDE + WIDE,
+                        ],
+                        memory.k_ring[w, slot, c, first : first + k.page_rows, :],
+                        barrier=memory.full[full],
+                    )
+                T.tma_copy(
+                    latent_scale[work.pages[v], in_page : in_page + k.page_rows],
+                    memory.s_ring[w, slot, v, 0 : k.page_rows],
+                    barrier=memory.full[full],
+                )
+            if thread == leader:
+                T.barrier_arrive(memory.full[full])
+        work.state[DONE] += (work.span[TILES] + 1 - w) // 2
+
+
+@T.macro
+def load_queries(k, c, work, tile, q_latent, q_pe):
+    """All consumers: the queries of a fragment. A warp takes a row of latent queries at a time."""
+    x, top, memory = c.x, c.top, c.memory
+    for i in T.serial(k.rows // 8):
+        r = i * 8 + c.thread // 32
+        top[0] = 0.0
+        for v in T.unroll(4 * k.panels):
+            d = v // 4 * PANEL + 4 * c.lane + v % 4
+            x[v] = T.if_then_else(
+                tvm.tirx.And(tile.holds(r), d < k.d_c),
+                T.cast(q_latent[(*tile.query(work.span, r), T.min(d, k.d_c - 1))], T.float32),
+                0.0,
+            )
+            top[0] = T.max(top[0], T.abs(x[v]))
+        for v in list(range(5)):
+            top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << v))
+        # the power of two below the largest, as bits of a float32; both factors are powers of two, hence exact
+        exponent = T.max(T.min(T.shift_right(T.reinterpret(top[0], "int32"), 23) - 127, 127), T.int32(SMALLEST_QUERY))
+        top[1] = T.reinterpret(T.shift_left(127 + LARGEST_EXPONENT - exponent, 23), T.float32)
+        if c.lane == 0:
+            memory.q_scale[r] = T.reinterpret(T.shift_left(127 - LARGEST_EXPONENT + exponent, 23), T.float32)
+        for v in T.unroll(4 * k.panels):
+            d = v // 4 * PANEL + 4 * c.lane + v % 4
+            memory.q_tile[d // WIDE, r, column_of_code(d) % WIDE] = T.cast(x[v] * top[1], "float16")
+    for i in T.serial(k.rows * k.rope_panels * WIDE // CONSUMERS):
+        e = i * CONSUMERS + c.thread
+        r = e // (k.rope_panels * WIDE)
+        d = e % (k.rope_panels * WIDE)
+        memory.qp_tile[d // WIDE, r, d % WIDE] = T.if_then_else(
+            tvm.tirx.And(tvm.tirx.And(tile.holds(r), k.meets(r, d)), d < k.tiling.groups_per_tile * k.d_r),
+            q_pe[(*tile.query(work.span, r), d % k.d_r)],
+            T.cast(0, k.dtype),
         )
 
-    def row_of(c, t):
-        """Of a thread's c-th head: its row of the tile."""
-        return c // 2 * 8 + 2 * t + c % 2
 
-    @T.macro
-    def stream(
-        w, latent_cache, latent_scale, rope_cache, block_table, column, c_ring, s_ring, k_ring, full, free, thread,
-        leader, schedule, cta, work, span, pages,
-    ):  # fmt: skip
-        """One warp: the tiles of warpgroup ``w``, codes, scales and rotary keys."""
-        for f in T.serial(work[0]):
-            read_fragment(span, schedule, cta, work, f)
-            for k in T.serial((span[TILES] + 1 - w) // 2):
-                t0 = first_token(span, 2 * k + w)
-                slot = (work[2] + k) % num_stages
-                for v in list(range(pieces)):
-                    pages[v] = block_table[span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))]
-                T.barrier_wait(free[w * num_stages + slot], (((work[2] + k) // num_stages) & 1) ^ 1)
-                for v in list(range(pieces)):
-                    first = v * piece_rows
-                    for c in list(range(panels)):
-                        T.tma_copy(
-                            latent_cache[
-                                pages[v],
-                                t0 % page_size : t0 % page_size + piece_rows,
-                                c * PANEL : c * PANEL + PANEL,
-                            ],
-                            c_ring[w, slot, c, first : first + piece_rows, :],
-                            barrier=full[w * num_stages + slot],
-                        )
-                    for c in list(range(rope_panels)):
-                        T.tma_copy(
-                            rope_cache[
-                                pages[v],
-                                t0 % page_size : t0 % page_size + piece_rows,
-                                column + c * WIDE : column + c * WIDE + WIDE,
-                            ],
-                            k_ring[w, slot, c, first : first + piece_rows, :],
-                            barrier=full[w * num_stages + slot],
-                        )
-                    T.tma_copy(
-                        latent_scale[pages[v], t0 % page_size : t0 % page_size + piece_rows],
-                        s_ring[w, slot, v, 0:piece_rows],
-                        barrier=full[w * num_stages + slot],
-                    )
-                if thread == leader:
-                    T.barrier_arrive(full[w * num_stages + slot])
-            work[2] += (span[TILES] + 1 - w) // 2
+@T.macro
+def clean_codes(k, c, span, t0, slot):
+    """A weight of 0 does not clean a NaN."""
+    if holds_unseen(span, t0, BLOCK):
+        for i in T.serial(k.panels * BLOCK * PANEL // 4 // WARPGROUP):
+            for v in T.vectorized(4):
+                e = i * WARPGROUP + c.thread % WARPGROUP
+                if unseen(span, t0 + e // (PANEL // 4) % BLOCK):
+                    c.memory.c_ring[
+                        c.w, slot, e // (PANEL // 4 * BLOCK), e // (PANEL // 4) % BLOCK, e % (PANEL // 4) * 4 + v
+                    ] = T.cast(0, CODES)
+        T.fence_proxy_async()
+        c.sync()
 
-    @T.macro
-    def load_queries(q_latent, q_pe, span, token0, head0, valid, seqlen_q, q_tile, q_scale, qp_tile, thread, x, top):
-        """All consumers: the queries of a fragment. A warp takes a row of latent queries at a time."""
-        lane = thread % 32
-        for i in T.serial(rows // 8):
-            r = i * 8 + thread // 32
-            here = (token0 + token(r) < seqlen_q) & (head(r) < valid)
-            top[0] = 0.0
-            for v in T.unroll(4 * panels):
-                d = v // 4 * PANEL + 4 * lane + v % 4
-                x[v] = T.if_then_else(
-                    here & (d < d_c),
-                    T.cast(
-                        q_latent[
-                            span[SEQUENCE],
-                            T.min(token0 + token(r), seqlen_q - 1),
-                            T.min(head0 + head(r), heads - 1),
-                            T.min(d, d_c - 1),
-                        ],
-                        accum,
-                    ),
-                    0.0,
-                )
-                top[0] = T.max(top[0], T.abs(x[v]))
-            for v in list(range(5)):
-                top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << v))
-            # the power of two below the largest, as bits of a float32; both factors are powers of two, hence exact
-            exponent = T.max(
-                T.min(T.shift_right(T.reinterpret(top[0], "int32"), 23) - 127, 127), T.int32(SMALLEST_QUERY)
+
+@T.macro
+def fetch(transposed, c, slot, i):
+    """Codes of a warp's i-th step: 16 tokens x 32 columns for the scores, 32 tokens x 16 columns for the output."""
+    if transposed:
+        T.ptx_ldmatrix(
+            True, 4,
+            T.access_ptr(
+                c.memory.c_ring[c.w, slot, i // 4, i % 2 * 32 + c.lane, i // 2 % 2 * 64 + c.warp * 16], "r", 16
+            ),
+            T.access_ptr(c.word[i % (AHEAD + 1) * 4], "w", 4),
+        )  # fmt: skip
+    else:
+        T.ptx_ldmatrix(
+            False, 4,
+            T.access_ptr(
+                c.memory.c_ring[c.w, slot, i // 4, c.warp * 16 + c.lane % 16, i % 4 * 32 + c.lane // 16 * 16], "r", 16
+            ),
+            T.access_ptr(c.word[i % (AHEAD + 1) * 4], "w", 4),
+        )  # fmt: skip
+
+
+@T.macro
+def multiply(k, a, first, desc, offset, to, at, add):
+    """One product of depth 16: four registers of codes by what ``desc`` describes, into 64 rows."""
+    T.call_extern(
+        "handle",
+        f"multiply_codes<{k.rows}>",
+        T.access_ptr(a[first], "r", 4),
+        desc.data,
+        offset,
+        T.access_ptr(to[at], "rw", k.held),
+        T.int32(add),
+    )
+
+
+def f16x2(kind, word):
+    return T.call_extern("uint32", kind, word)
+
+
+@T.macro
+def multiply_rope(k, c, slot):
+    """Scores by rotary keys: under way, not awaited."""
+    by_column, kind = f"m64n{k.rows}k16", "bf16" if k.dtype == "bfloat16" else "fp16"
+    T.warpgroup_fence_operand(c.turned, num_regs=k.held)
+    T.warpgroup_arrive()
+    for u in list(range(k.rope_panels * 4)):
+        T.ptx_wgmma_ss(
+            T.float32, by_column, True, True, kind, kind, "fp32",
+            c.desc_k.data,
+            (((c.w * k.stages + slot) * k.rope_panels + u // 4) * BLOCK * PANEL + u % 4 * 32) >> 4,
+            c.desc_qp.data, (u // 4 * k.rows * PANEL + u % 4 * 32) >> 4,
+            c.turned.data, 0, T.int32(u > 0), 1, 1,
+        )  # fmt: skip
+    T.warpgroup_commit_batch()
+
+
+@T.macro
+def multiply_scores(k, c, slot):
+    """Both kinds of scores, in ``s`` and ``turned``."""
+    multiply_rope(k, c, slot)
+    T.warpgroup_fence_operand(c.s, num_regs=k.held)
+    for i in list(range(AHEAD)):
+        fetch(False, c, slot, i)
+    for i in T.unroll(k.tiles * 2):  # 32 columns: two products
+        if i >= BUFFERS:
+            T.warpgroup_wait(BUFFERS - 1)
+        if i + AHEAD < k.tiles * 2:
+            fetch(False, c, slot, i + AHEAD)
+        b = i % BUFFERS * 8
+        h = i % (AHEAD + 1) * 4
+        for v in list(range(4)):
+            c.a[b + v // 2 * 4 + v % 2] = f16x2("e4m3_low_as_f16x2", c.word[h + v])
+            c.a[b + v // 2 * 4 + v % 2 + 2] = f16x2("e4m3_high_as_f16x2", c.word[h + v])
+        T.warpgroup_fence_operand(c.a, offset=b, num_regs=8)
+        T.warpgroup_arrive()
+        for v in list(range(2)):
+            multiply(
+                k, c.a, b + 4 * v, c.desc_q, (i // 2 * k.rows * PANEL + (i % 2 * 2 + v) * 32) >> 4, c.s, 0, i + v > 0
             )
-            top[1] = T.reinterpret(T.shift_left(127 + LARGEST_EXPONENT - exponent, 23), accum)
-            if lane == 0:
-                q_scale[r] = T.reinterpret(T.shift_left(127 - LARGEST_EXPONENT + exponent, 23), accum)
-            for v in T.unroll(4 * panels):
-                d = v // 4 * PANEL + 4 * lane + v % 4
-                q_tile[d // WIDE, r, column_of_code(d) % WIDE] = T.cast(x[v] * top[1], "float16")
-        for i in T.serial(rows * rope_panels * WIDE // CONSUMERS):
-            e = i * CONSUMERS + thread
-            r = e // (rope_panels * WIDE)
-            c = e % (rope_panels * WIDE)
-            qp_tile[c // WIDE, r, c % WIDE] = T.if_then_else(
-                (token0 + token(r) < seqlen_q)
-                & (head(r) < valid)
-                & (c // d_r == head(r) // group % groups)
-                & (c < groups * d_r),
-                q_pe[
-                    span[SEQUENCE],
-                    T.min(token0 + token(r), seqlen_q - 1),
-                    T.min(head0 + head(r), heads - 1),
-                    c % d_r,
-                ],
-                T.cast(0, dtype),
-            )
+        T.warpgroup_commit_batch()
+    T.warpgroup_wait(0)
+    T.warpgroup_fence_operand(c.turned, num_regs=k.held)
+    T.warpgroup_fence_operand(c.s, num_regs=k.held)
 
-    @T.macro
-    def fetch(transposed, w, slot, i, warp, lane, c_ring, word):
-        """Codes of a warp's i-th step: 16 tokens x 32 columns for the scores, 32 tokens x 16 columns for the output."""
-        if transposed:
-            T.ptx_ldmatrix(
-                True, 4,
-                T.access_ptr(c_ring[w, slot, i // 4, i % 2 * 32 + lane, i // 2 % 2 * 64 + warp * 16], "r", 16),
-                T.access_ptr(word[i % (AHEAD + 1) * 4], "w", 4),
+
+@T.macro
+def scale_scores(k, c, span, tile, call, t0, slot, scale, tail):
+    """``s`` becomes score + log2(scale of its token), in powers of two; what a row does not see is masked."""
+    first = t0 + c.warp * 16 + c.g
+    for i in list(range(2)):
+        at = c.warp * 16 + c.g + 8 * i
+        c.scale_of[i] = c.memory.s_ring[c.w, slot, at // k.page_rows, at % k.page_rows]
+        # 0 is what stands where a table has no page, with codes of 0
+        c.scale_of[i] = T.if_then_else(c.scale_of[i] == 0, 1.0, c.scale_of[i])
+        if holds_unseen(span, t0, BLOCK):
+            c.scale_of[i] = T.if_then_else(unseen(span, first + 8 * i), 1.0, c.scale_of[i])
+        c.log_of[i] = T.log2(c.scale_of[i])
+    for e in T.unroll(k.held):
+        c.s[e] = (c.s[e] * (c.memory.q_scale[c.row_of(e)] * c.scale_of[e // 2 % 2]) + c.turned[e]) * scale + c.log_of[
+            e // 2 % 2
+        ]
+    if needs_mask(span, t0, BLOCK, tail):
+        for e in T.unroll(k.held):
+            limit = span[STOP] - tail + T.min(tile.token(c.row_of(e)), tail)
+            c.s[e] = T.if_then_else(sees(span, first + e // 2 % 2 * 8, limit, call.window, call.sinks), c.s[e], MASKED)
+
+
+@T.macro
+def find_weights(k, c):
+    """Online softmax (arXiv 1805.02867): ``s`` becomes weights, which contain their scales; ``den`` sums without."""
+    for h in T.unroll(k.mine):
+        c.top[h] = T.max(c.s[h // 2 * 4 + h % 2], c.s[h // 2 * 4 + h % 2 + 2])
+    for v in list(range(3)):
+        for h in T.unroll(k.mine):
+            c.top[h] = T.max(c.top[h], T.shfl_xor(c.top[h], 4 << v))
+    if c.g == 0:
+        for h in T.unroll(k.mine):
+            c.memory.stage[c.w, c.warp, c.row(h)] = c.top[h]
+    c.sync()
+    c.flag[0] = 0
+    for h in T.unroll(k.mine):
+        for v in list(range(4)):
+            c.top[h] = T.max(c.top[h], c.memory.stage[c.w, v, c.row(h)])
+        if c.top[h] > c.m[h] + SLACK:
+            c.flag[0] = 1
+    if T.any_sync(c.flag[0]) != 0:
+        for h in T.unroll(k.mine):  # top becomes the factor for what is there
+            c.x[0] = c.m[h]
+            c.m[h] = T.if_then_else(c.top[h] > c.m[h] + SLACK, c.top[h], c.m[h])
+            c.top[h] = T.exp2(c.x[0] - c.m[h])
+            c.den[h] *= c.top[h]
+        for i in T.unroll(k.tiles * k.held):
+            c.o[i] *= c.top[i % k.held // 4 * 2 + i % 2]
+    for e in T.unroll(k.held):
+        c.s[e] = T.exp2(
+            c.s[e] - T.if_then_else(c.m[e // 4 * 2 + e % 2] == MASKED, 0.0, c.m[e // 4 * 2 + e % 2])
+        )  # masked scores weigh nothing
+    for i in list(range(2)):
+        c.scale_of[i] = 1.0 / c.scale_of[i]
+    for h in T.unroll(k.mine):  # w / scale is the softmax's own weight
+        c.den[h] += c.s[h // 2 * 4 + h % 2] * c.scale_of[0] + c.s[h // 2 * 4 + h % 2 + 2] * c.scale_of[1]
+
+
+@T.macro
+def store_weights(k, c):
+    """To shared memory, where the second operand of a product is."""
+    for j in list(range(k.rows // 16)):
+        T.call_extern(
+            "handle",
+            "tl::ptx_stmatrix_m8n8_x4_trans",
+            T.access_ptr(
+                c.memory.p_tile[c.w, j * 16 + c.lane // 16 * 8 + c.lane % 8, c.warp * 16 + c.lane // 8 % 2 * 8], "w", 8
+            ),
+            *[T.call_extern("int32", "f16x2_of", c.s[8 * j + 2 * v], c.s[8 * j + 2 * v + 1]) for v in range(4)],
+        )
+    T.fence_proxy_async()
+    c.sync()
+
+
+@T.macro
+def multiply_output(k, c, slot):
+    T.warpgroup_fence_operand(c.o, num_regs=k.tiles * k.held)
+    for i in list(range(AHEAD)):
+        fetch(True, c, slot, i)
+    for i in T.unroll(k.tiles * 2):  # 64 columns by 32 tokens: two products
+        if i >= BUFFERS:
+            T.warpgroup_wait(BUFFERS - 1)
+        if i + AHEAD < k.tiles * 2:
+            fetch(True, c, slot, i + AHEAD)
+        b = i % BUFFERS * 8
+        h = i % (AHEAD + 1) * 4
+        for v in list(range(4)):  # from two tokens, two columns each, to two columns, two tokens each
+            c.word[h + v] = T.call_extern("uint32", "__byte_perm", c.word[h + v], T.uint32(0), T.uint32(0x3120))
+            c.a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", c.word[h + v])
+            c.a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", c.word[h + v])
+        T.warpgroup_fence_operand(c.a, offset=b, num_regs=8)
+        T.warpgroup_arrive()
+        for v in list(range(2)):
+            multiply(
+                k, c.a, b + 4 * v, c.desc_p, (c.w * k.rows * PANEL + (i % 2 * 2 + v) * 32) >> 4, c.o, i // 2 * k.held,
+                True,
             )  # fmt: skip
-        else:
-            T.ptx_ldmatrix(
-                False, 4,
-                T.access_ptr(c_ring[w, slot, i // 4, warp * 16 + lane % 16, i % 4 * 32 + lane // 16 * 16], "r", 16),
-                T.access_ptr(word[i % (AHEAD + 1) * 4], "w", 4),
-            )  # fmt: skip
+        T.warpgroup_commit_batch()
+    T.warpgroup_wait(0)
+    T.warpgroup_fence_operand(c.o, num_regs=k.tiles * k.held)
 
-    @T.macro
-    def consume(
-        w, cta, token0, head0, valid, q_latent, q_pe, schedule, span, work, q_tile, q_scale, qp_tile, c_ring, s_ring,
-        k_ring, p_tile, stage, totals, exchange, full, free, thread, out, lse, partial_out, partial_lse, seqlen_q,
-        softmax_scale, causal, window, sinks,
-    ):  # fmt: skip
-        """All fragments of this CTA, tiles ``w``, ``w + 2``, ... of each."""
-        T.set_max_nreg(CONSUMER_REGISTERS, 1)
-        o = T.alloc_local([tiles * held], accum)
-        s = T.alloc_local([held], accum)
-        turned = T.alloc_local([held], accum)  # scores by rotary keys
-        den = T.alloc_local([mine], accum)
-        m = T.alloc_local([mine], accum)
-        top = T.alloc_local([mine], accum)
-        word = T.alloc_local([(AHEAD + 1) * 4], "uint32")  # codes of one step, and of the next ones
-        a = T.alloc_local([BUFFERS * 8], "uint32")
-        scale_of = T.alloc_local([2], accum)
-        log_of = T.alloc_local([2], accum)
-        flag = T.alloc_local([1], T.int32)
-        x = T.alloc_local([4 * panels], accum)  # a row of queries; at other times anything
-        lane = thread % 32
-        warp = thread // 32 % 4
-        desc_q, desc_p = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
-        desc_k, desc_qp = T.alloc_wgmma_desc(), T.alloc_wgmma_desc()
-        T.initialize_wgmma_descriptor(desc_q, q_tile.access_ptr("r"), swizzle_128, 1, row_group)
-        T.initialize_wgmma_descriptor(desc_p, p_tile.access_ptr("r"), swizzle_128, 1, row_group)
-        T.initialize_wgmma_descriptor(desc_k, k_ring.access_ptr("r"), swizzle_128, 1, row_group)
-        T.initialize_wgmma_descriptor(desc_qp, qp_tile.access_ptr("r"), swizzle_128, 1, row_group)
-        g = lane // 4
-        t = lane % 4
-        scale = softmax_scale * LOG2E
-        tail = (seqlen_q - 1) * causal
-        work[2] = 0
-        for f in T.serial(work[0]):
-            read_fragment(span, schedule, cta, work, f)
-            load_queries(
-                q_latent, q_pe, span, token0, head0, valid, seqlen_q, q_tile, q_scale, qp_tile, thread, x, top
-            )  # fmt: skip
-            T.fence_proxy_async()
-            T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
-            for i in T.unroll(tiles * held):
-                o[i] = 0.0
-            for c in T.unroll(mine):
-                den[c] = 0.0
-                m[c] = MASKED
-            for k in T.serial((span[TILES] + 1 - w) // 2):
-                t0 = first_token(span, 2 * k + w)
-                n = work[2] + k
-                slot = n % num_stages
-                T.barrier_wait(full[w * num_stages + slot], (n // num_stages) & 1)
-                if holds_unseen(span, t0, BLOCK):  # a weight of 0 does not clean a NaN
-                    for i in T.serial(panels * BLOCK * PANEL // 4 // WARPGROUP):
-                        for v in T.vectorized(4):
-                            e = i * WARPGROUP + thread % WARPGROUP
-                            if unseen(span, t0 + e // (PANEL // 4) % BLOCK):
-                                c_ring[
-                                    w,
-                                    slot,
-                                    e // (PANEL // 4 * BLOCK),
-                                    e // (PANEL // 4) % BLOCK,
-                                    e % (PANEL // 4) * 4 + v,
-                                ] = T.cast(0, codes)
-                    T.fence_proxy_async()
-                    T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
-                T.warpgroup_fence_operand(turned, num_regs=held)
-                T.warpgroup_arrive()
-                for c in list(range(rope_panels * 4)):
-                    T.ptx_wgmma_ss(
-                        accum, by_column, True, True, rope_kind, rope_kind, "fp32",
-                        desc_k.data,
-                        (((w * num_stages + slot) * rope_panels + c // 4) * BLOCK * PANEL + c % 4 * 32) >> 4,
-                        desc_qp.data, (c // 4 * rows * PANEL + c % 4 * 32) >> 4,
-                        turned.data, 0, T.int32(c > 0), 1, 1,
-                    )  # fmt: skip
-                T.warpgroup_commit_batch()
-                T.warpgroup_fence_operand(s, num_regs=held)
-                for i in list(range(AHEAD)):
-                    fetch(False, w, slot, i, warp, lane, c_ring, word)
-                for i in T.unroll(tiles * 2):  # 32 columns: two products
-                    if i >= BUFFERS:
-                        T.warpgroup_wait(BUFFERS - 1)
-                    if i + AHEAD < tiles * 2:
-                        fetch(False, w, slot, i + AHEAD, warp, lane, c_ring, word)
-                    b = i % BUFFERS * 8
-                    h = i % (AHEAD + 1) * 4
-                    for v in list(range(4)):
-                        a[b + v // 2 * 4 + v % 2] = f16x2("e4m3_low_as_f16x2", word[h + v])
-                        a[b + v // 2 * 4 + v % 2 + 2] = f16x2("e4m3_high_as_f16x2", word[h + v])
-                    T.warpgroup_fence_operand(a, offset=b, num_regs=8)
-                    T.warpgroup_arrive()
-                    for v in list(range(2)):
-                        multiply(
-                            a, b + 4 * v, desc_q, (i // 2 * rows * PANEL + (i % 2 * 2 + v) * 32) >> 4, s, 0, i + v > 0
-                        )
-                    T.warpgroup_commit_batch()
-                T.warpgroup_wait(0)
-                T.warpgroup_fence_operand(turned, num_regs=held)
-                T.warpgroup_fence_operand(s, num_regs=held)
 
-                for i in list(range(2)):
-                    at = warp * 16 + g + 8 * i
-                    scale_of[i] = s_ring[w, slot, at // piece_rows, at % piece_rows]
-                    # 0 is what stands where a table has no page, with codes of 0
-                    scale_of[i] = T.if_then_else(scale_of[i] == 0, 1.0, scale_of[i])
-                    if holds_unseen(span, t0, BLOCK):
-                        scale_of[i] = T.if_then_else(unseen(span, t0 + warp * 16 + g + 8 * i), 1.0, scale_of[i])
-                    log_of[i] = T.log2(scale_of[i])
-                for e in T.unroll(held):
-                    s[e] = (
-                        s[e] * (q_scale[row_of(e // 4 * 2 + e % 2, t)] * scale_of[e // 2 % 2]) + turned[e]
-                    ) * scale + log_of[e // 2 % 2]
-                if needs_mask(span, t0, BLOCK, tail):
-                    for e in T.unroll(held):
-                        s[e] = T.if_then_else(
-                            sees(
-                                span,
-                                t0 + warp * 16 + g + e // 2 % 2 * 8,
-                                span[STOP] - tail + T.min(token0 + token(row_of(e // 4 * 2 + e % 2, t)), tail),
-                                window,
-                                sinks,
-                            ),
-                            s[e],
-                            MASKED,
-                        )
-                for c in T.unroll(mine):
-                    top[c] = T.max(s[c // 2 * 4 + c % 2], s[c // 2 * 4 + c % 2 + 2])
-                for v in list(range(3)):
-                    for c in T.unroll(mine):
-                        top[c] = T.max(top[c], T.shfl_xor(top[c], 4 << v))
-                if g == 0:
-                    for c in T.unroll(mine):
-                        stage[w, warp, row_of(c, t)] = top[c]
-                T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
-                flag[0] = 0
-                for c in T.unroll(mine):
-                    for v in list(range(4)):
-                        top[c] = T.max(top[c], stage[w, v, row_of(c, t)])
-                    if top[c] > m[c] + SLACK:
-                        flag[0] = 1
-                if T.any_sync(flag[0]) != 0:
-                    for c in T.unroll(mine):  # top becomes the factor for what is there
-                        x[0] = m[c]
-                        m[c] = T.if_then_else(top[c] > m[c] + SLACK, top[c], m[c])
-                        top[c] = T.exp2(x[0] - m[c])
-                        den[c] *= top[c]
-                    for i in T.unroll(tiles * held):
-                        o[i] *= top[i % held // 4 * 2 + i % 2]
-                for e in T.unroll(held):
-                    s[e] = T.exp2(
-                        s[e] - T.if_then_else(m[e // 4 * 2 + e % 2] == MASKED, 0.0, m[e // 4 * 2 + e % 2])
-                    )  # masked scores weigh nothing
-                for i in list(range(2)):
-                    scale_of[i] = 1.0 / scale_of[i]
-                for c in T.unroll(mine):  # w / scale is the softmax's own weight
-                    den[c] += s[c // 2 * 4 + c % 2] * scale_of[0] + s[c // 2 * 4 + c % 2 + 2] * scale_of[1]
-                for j in list(range(octets // 2)):
-                    T.call_extern(
-                        "handle",
-                        "tl::ptx_stmatrix_m8n8_x4_trans",
-                        T.access_ptr(
-                            p_tile[w, j * 16 + lane // 16 * 8 + lane % 8, warp * 16 + lane // 8 % 2 * 8], "w", 8
-                        ),
-                        T.call_extern("int32", "f16x2_of", s[8 * j], s[8 * j + 1]),
-                        T.call_extern("int32", "f16x2_of", s[8 * j + 2], s[8 * j + 3]),
-                        T.call_extern("int32", "f16x2_of", s[8 * j + 4], s[8 * j + 5]),
-                        T.call_extern("int32", "f16x2_of", s[8 * j + 6], s[8 * j + 7]),
-                    )
-                T.fence_proxy_async()
-                T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
+@T.macro
+def merge(k, c):
+    """Both warpgroups' denominators and maxima: ``den`` and ``top`` of both, ``o`` scaled to be added up."""
+    w, memory = c.w, c.memory
+    for v in list(range(3)):
+        for h in T.unroll(k.mine):
+            c.den[h] += T.shfl_xor(c.den[h], 4 << v)
+    c.sync()
+    if c.g == 0:
+        for h in T.unroll(k.mine):
+            memory.stage[w, c.warp, c.row(h)] = c.den[h]
+            memory.totals[w, c.row(h)] = c.m[h]  # the same in all warps
+    T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
+    for h in T.unroll(k.mine):
+        c.top[h] = T.max(c.m[h], memory.totals[1 - w, c.row(h)])
+        c.s[h] = T.if_then_else(c.top[h] == MASKED, 0.0, c.top[h])
+        c.den[h] = 0.0
+        for v in list(range(4)):
+            c.den[h] += memory.stage[w, v, c.row(h)] * T.exp2(c.m[h] - c.s[h]) + memory.stage[
+                1 - w, v, c.row(h)
+            ] * T.exp2(memory.totals[1 - w, c.row(h)] - c.s[h])
+        c.m[h] = T.exp2(c.m[h] - c.s[h]) * T.if_then_else(c.den[h] == 0, 0.0, 1.0 / c.den[h])
+    for i in T.unroll(k.tiles * k.held):
+        c.o[i] *= c.m[i % k.held // 4 * 2 + i % 2]
 
-                T.warpgroup_fence_operand(o, num_regs=tiles * held)
-                for i in list(range(AHEAD)):
-                    fetch(True, w, slot, i, warp, lane, c_ring, word)
-                for i in T.unroll(tiles * 2):  # 64 columns by 32 tokens: two products
-                    if i >= BUFFERS:
-                        T.warpgroup_wait(BUFFERS - 1)
-                    if i + AHEAD < tiles * 2:
-                        fetch(True, w, slot, i + AHEAD, warp, lane, c_ring, word)
-                    b = i % BUFFERS * 8
-                    h = i % (AHEAD + 1) * 4
-                    for v in list(range(4)):  # from two tokens, two columns each, to two columns, two tokens each
-                        word[h + v] = T.call_extern("uint32", "__byte_perm", word[h + v], T.uint32(0), T.uint32(0x3120))
-                        a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", word[h + v])
-                        a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", word[h + v])
-                    T.warpgroup_fence_operand(a, offset=b, num_regs=8)
-                    T.warpgroup_arrive()
-                    for v in list(range(2)):
-                        multiply(
-                            a, b + 4 * v, desc_p, (w * rows * PANEL + (i % 2 * 2 + v) * 32) >> 4, o, i // 2 * held, True
-                        )  # fmt: skip
-                    T.warpgroup_commit_batch()
-                T.warpgroup_wait(0)
-                T.warpgroup_fence_operand(o, num_regs=tiles * held)
-                T.barrier_arrive(free[w * num_stages + slot])
-            work[2] += (span[TILES] + 1 - w) // 2
 
-            for v in list(range(3)):
-                for c in T.unroll(mine):
-                    den[c] += T.shfl_xor(den[c], 4 << v)
-            T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP)
-            if g == 0:
-                for c in T.unroll(mine):
-                    stage[w, warp, row_of(c, t)] = den[c]
-                    totals[w, row_of(c, t)] = m[c]  # the same in all warps
-            T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
-            for c in T.unroll(mine):
-                top[c] = T.max(m[c], totals[1 - w, row_of(c, t)])
-                s[c] = T.if_then_else(top[c] == MASKED, 0.0, top[c])
-                den[c] = 0.0
-                for v in list(range(4)):
-                    den[c] += stage[w, v, row_of(c, t)] * T.exp2(m[c] - s[c]) + stage[1 - w, v, row_of(c, t)] * T.exp2(
-                        totals[1 - w, row_of(c, t)] - s[c]
-                    )
-                m[c] = T.exp2(m[c] - s[c]) * T.if_then_else(den[c] == 0, 0.0, 1.0 / den[c])
-            for i in T.unroll(tiles * held):
-                o[i] *= m[i % held // 4 * 2 + i % 2]
-            if w == 0 and thread < 4:
-                for c in T.unroll(mine):
-                    r = row_of(c, t)
-                    s[c] = T.if_then_else(den[c] == 0, -T.infinity(accum), (T.log2(den[c]) + top[c]) * LN2)
-                    if (token0 + token(r) < seqlen_q) & (head(r) < valid):
-                        if span[SLOT] < 0:
-                            lse[span[SEQUENCE], head0 + head(r), token0 + token(r)] = s[c]
-                        else:
-                            partial_lse[span[SLOT] // 2, span[SLOT] % 2, token0 + token(r), head0 + head(r)] = s[c]
-            for u in list(range(half)):  # each warpgroup finishes one half of the columns
-                kept, given = u + w * half, u + (1 - w) * half
-                if given < tiles:
-                    for e in T.unroll(held):
-                        exchange[w, e, thread % WARPGROUP] = o[given * held + e]
-                T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
-                if kept < tiles:
-                    for e in T.unroll(held):
-                        o[kept * held + e] += exchange[1 - w, e, thread % WARPGROUP]
-                    for e in T.unroll(held):
-                        r = row_of(e // 4 * 2 + e % 2, t)
-                        d = kept * 64 + warp * 16 + (2 * g + e // 2 % 2)
-                        if (token0 + token(r) < seqlen_q) & (head(r) < valid) & (d < d_c):
-                            if span[SLOT] < 0:
-                                out[span[SEQUENCE], token0 + token(r), head0 + head(r), d] = o[kept * held + e]
-                            else:
-                                partial_out[span[SLOT] // 2, span[SLOT] % 2, token0 + token(r), head0 + head(r), d] = o[
-                                    kept * held + e
-                                ]
-                T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
+@T.macro
+def write_lse(target, tile, row, lse, h):
+    target.lse[target.place(tile, row)] = lse[h]
+
+
+@T.macro
+def write_number(target, tile, row, column, o, i):
+    target.out[target.row(tile, row, column)] = o[i]
+
+
+@T.macro
+def finish(k, c, span, tile, call):
+    """The end of a fragment: each warpgroup adds up and stores one half of the columns."""
+    w, memory, half = c.w, c.memory, -(-k.tiles // 2)
+    if w == 0 and c.thread < 4:
+        for h in T.unroll(k.mine):
+            r = c.row(h)
+            c.s[h] = T.if_then_else(c.den[h] == 0, -T.infinity(T.float32), (T.log2(c.den[h]) + c.top[h]) * LN2)
+            if tile.holds(r):
+                store(call, span, write_lse, tile, r, c.s, h)
+    for u in list(range(half)):
+        kept, given = u + w * half, u + (1 - w) * half
+        if given < k.tiles:
+            for e in T.unroll(k.held):
+                memory.exchange[w, e, c.thread % WARPGROUP] = c.o[given * k.held + e]
+        T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
+        if kept < k.tiles:
+            for e in T.unroll(k.held):
+                c.o[kept * k.held + e] += memory.exchange[1 - w, e, c.thread % WARPGROUP]
+            for e in T.unroll(k.held):
+                r = c.row_of(e)
+                d = kept * 64 + c.warp * 16 + (2 * c.g + e // 2 % 2)
+                if tvm.tirx.And(tile.holds(r), d < k.d_c):
+                    store(call, span, write_number, tile, r, d, c.o, kept * k.held + e)
+        T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
+
+
+@T.macro
+def consume(k, w, work, tile, memory, call, q_latent, q_pe, thread):
+    """One warpgroup: all fragments of this CTA, tiles ``w``, ``w + 2``, ... of each."""
+    T.set_max_nreg(CONSUMER_REGISTERS, 1)
+    c = Thread(k, w, thread, memory)
+    describe(c)
+    scale = call.softmax_scale * LOG2E
+    tail = (tile.seqlen_q - 1) * call.causal
+    work.state[DONE] = 0
+    for f in T.serial(work.state[FRAGMENTS]):
+        read_fragment(work, f)
+        load_queries(k, c, work, tile, q_latent, q_pe)
+        T.fence_proxy_async()
+        T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
+        for i in T.unroll(k.tiles * k.held):
+            c.o[i] = 0.0
+        for h in T.unroll(k.mine):
+            c.den[h] = 0.0
+            c.m[h] = MASKED
+        for i in T.serial((work.span[TILES] + 1 - w) // 2):
+            t0 = first_token(work.span, 2 * i + w)
+            n = work.state[DONE] + i
+            slot = n % k.stages
+            T.barrier_wait(memory.full[w * k.stages + slot], (n // k.stages) & 1)
+            clean_codes(k, c, work.span, t0, slot)
+            multiply_scores(k, c, slot)
+            scale_scores(k, c, work.span, tile, call, t0, slot, scale, tail)
+            find_weights(k, c)
+            store_weights(k, c)
+            multiply_output(k, c, slot)
+            T.barrier_arrive(memory.free[w * k.stages + slot])
+        work.state[DONE] += (work.span[TILES] + 1 - w) // 2
+        merge(k, c)
+        finish(k, c, work.span, tile, call)
+
+
+def make_mla_decode_fp8(shape: DecodeShape, choice: Fp8Choice):
+    """A TileLang function ``mla_decode_fp8`` for sm_90; :class:`MLATypes` has its arguments, of which latent_cache is
+    e4m3 and followed by latent_scale [P,page] (float32)."""
+    k, types = static_of(shape, choice), MLATypes(shape, latent_dtype=CODES)
 
     @T.prim_func
     def mla_decode_fp8(
-        q_latent: T.StridedTensor([batch, seqlen_q, heads, d_c], [ql_b, ql_s, ql_h, 1], dtype),
-        q_pe: T.StridedTensor([batch, seqlen_q, heads, d_r], [qp_b, qp_s, qp_h, 1], dtype),
-        latent_cache: T.StridedTensor([num_pages, page_size, d_c], [lc_p, lc_t, 1], codes),
-        latent_scale: T.StridedTensor([num_pages, page_size], [ls_p, 1], accum),
-        rope_cache: T.StridedTensor([num_pages, page_size, num_rope_heads * d_r], [rc_p, rc_t, 1], dtype),
-        block_table: T.Tensor([batch, max_pages], T.int32),
-        schedule: T.Tensor([fragments, FIELDS], T.int32),
-        partial_out: T.Tensor([num_ctas, 2, seqlen_q, heads, d_c], accum),
-        partial_lse: T.Tensor([num_ctas, 2, seqlen_q, heads], accum),
-        out: T.StridedTensor([batch, seqlen_q, heads, d_c], [o_b, o_s, o_h, 1], dtype),
-        lse: T.Tensor([batch, heads, seqlen_q], accum),
-        softmax_scale: T.float32,
-        causal: T.int32,
-        window: T.int32,
-        sinks: T.int32,
-    ):
-        with T.Kernel(tiling.num_tiles, num_ctas, threads=THREADS) as (tile, cta):
+        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache,
+        latent_scale: types.cache("ls", dtype=T.float32), rope_cache: types.rope_cache, block_table: types.block_table,
+        schedule: types.schedule, partial_out: types.partial_out, partial_lse: types.partial_lse, out: types.out,
+        lse: types.lse, softmax_scale: T.float32, causal: T.int32, window: T.int32, sinks: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=THREADS) as (y, cta):
             T.import_source(INLINE)
-            q_tile = T.alloc_shared([wide_panels, rows, WIDE], "float16")
-            q_scale = T.alloc_shared([rows], accum)
-            qp_tile = T.alloc_shared([rope_panels, rows, WIDE], dtype)
-            c_ring = T.alloc_shared([2, num_stages, panels, BLOCK, PANEL], codes)
-            s_ring = T.alloc_shared([2, num_stages, pieces, scale_rows], accum)
-            k_ring = T.alloc_shared([2, num_stages, rope_panels, BLOCK, WIDE], dtype)
-            p_tile = T.alloc_shared([2, rows, WIDE], "float16")
-            stage = T.alloc_shared([2, 4, rows], accum)
-            totals = T.alloc_shared([2, rows], accum)
-            exchange = T.alloc_shared([2, held, WARPGROUP], accum)
-            full = T.alloc_barrier([1] * (2 * num_stages))
-            free = T.alloc_barrier([WARPGROUP] * (2 * num_stages))
-            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (q_tile, qp_tile, c_ring, k_ring, p_tile)})
+            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
+            memory = allocate(k)
+            swizzled = (memory.q_tile, memory.qp_tile, memory.c_ring, memory.k_ring, memory.p_tile)
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
             thread = T.get_thread_binding()
-
-            token0, head0, column, valid = tile_origin(tiling, tile, heads, d_r)
-
-            span = T.alloc_local([SPAN_FIELDS], T.int32)
-            work = T.alloc_local([3], T.int32)  # fragments, row of the second one less 1, own tiles before this one
-            pages = T.alloc_local([pieces], T.int32)
-            work[0] = schedule[cta, COUNT]
-            work[1] = schedule[cta, NEXT]
-            work[2] = 0
+            tile = locate(types, k.tiling, y, k.d_r)
+            work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
 
             if thread < WARPGROUP:
-                consume(
-                    0, cta, token0, head0, valid, q_latent, q_pe, schedule, span, work, q_tile, q_scale, qp_tile,
-                    c_ring, s_ring, k_ring, p_tile, stage, totals, exchange, full, free, thread, out, lse,
-                    partial_out, partial_lse, seqlen_q, softmax_scale, causal, window, sinks,
-                )  # fmt: skip
+                consume(k, 0, work, tile, memory, call, q_latent, q_pe, thread)
             elif thread < CONSUMERS:
-                consume(
-                    1, cta, token0, head0, valid, q_latent, q_pe, schedule, span, work, q_tile, q_scale, qp_tile,
-                    c_ring, s_ring, k_ring, p_tile, stage, totals, exchange, full, free, thread, out, lse,
-                    partial_out, partial_lse, seqlen_q, softmax_scale, causal, window, sinks,
-                )  # fmt: skip
+                consume(k, 1, work, tile, memory, call, q_latent, q_pe, thread)
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < CONSUMERS + 32:
-                    stream(
-                        0, latent_cache, latent_scale, rope_cache, block_table, column, c_ring, s_ring, k_ring, full,
-                        free, thread, CONSUMERS, schedule, cta, work, span, pages,
-                    )  # fmt: skip
+                    stream(k, 0, work, tile.column, memory, latent_cache, latent_scale, rope_cache, thread, CONSUMERS)
                 elif thread < CONSUMERS + 64:
                     stream(
-                        1, latent_cache, latent_scale, rope_cache, block_table, column, c_ring, s_ring, k_ring, full,
-                        free, thread, CONSUMERS + 32, schedule, cta, work, span, pages,
-                    )  # fmt: skip
+                        k, 1, work, tile.column, memory, latent_cache, latent_scale, rope_cache, thread, CONSUMERS + 32
+                    )
 
     return mla_decode_fp8

@@ -1,79 +1,135 @@
-"""What the streaming warps of the sm_90 kernels do: tiles of the cache, and the queries, into shared memory by TMA."""
+"""Tiles of a paged cache, and queries, into shared memory: by streaming warps (TMA, sm_90), and portably."""
 
 import tilelang.language as T
+from tilelang import tvm
 
-from mha2mla.kernels.split_kv.fragment import first_token, last_page, read_fragment
+from mha2mla.kernels.split_kv.call import DONE, FOLLOWING, FRAGMENTS, find_pages, read_fragment
+from mha2mla.kernels.split_kv.fragment import first_token
 from mha2mla.kernels.split_kv.schedule import SEQUENCE, TILE_TOKENS, TILES
-from mha2mla.kernels.split_kv.tiling import RowTiling
 
 
-def make_streams(tiling: RowTiling, latent_cols: int, page_size: int, num_stages: int, cluster_mask: int | None = None):
-    """The macros ``stream`` (a ring of cache tiles) and ``stream_queries``, each the whole work of one warp.
+def panels(columns: int) -> list[tuple[int, int]]:
+    """First column and width of the panels of a swizzled tile: a panel of one page is contiguous."""
+    return [(c, min(64, columns)) for c in range(0, columns, 64)]
 
-    Args:
-        tiling: which query rows one CTA serves.
-        latent_cols: columns of the latent in shared memory.
-        page_size: tokens per page, a power of two >= 16.
-        num_stages: of the ring.
-        cluster_mask: CTAs of the cluster that a cache tile is sent to; the first of them reads it from L2. All of them
-            run ``stream`` over the same tiles, and ``free`` has to count the readers of all.
-    """
-    pieces = max(1, TILE_TOKENS // page_size)
-    piece_list = list(range(pieces))
 
-    @T.macro
-    def stream(
-        source, columns, offset, pair, full, free, thread, leader, block_table, schedule, cta, work, span, pages
-    ):
-        """One warp: every tile of this CTA's fragments, ``columns`` of ``source`` from ``offset`` on for each ring of
-        ``pair``, whose slots share their barriers."""
-        for f in T.serial(work[0]):
-            read_fragment(span, schedule, cta, work, f)
-            for k in T.serial(span[TILES]):
-                t0 = first_token(span, k)
-                slot = (work[2] + k) % num_stages
-                for v in piece_list:
-                    pages[v] = block_table[span[SEQUENCE], T.min(t0 // page_size + v, last_page(span, page_size))]
-                T.barrier_wait(free[slot], (((work[2] + k) // num_stages) & 1) ^ 1)
-                for u in list(range(len(pair))):
-                    for v in piece_list:
-                        left = offset + u * columns
-                        if pieces == 1:
-                            T.tma_copy(
-                                source[pages[0], t0 % page_size : t0 % page_size + TILE_TOKENS, left : left + columns],
-                                pair[u][slot, :, :],
-                                barrier=full[slot],
-                                cluster_mask=cluster_mask,
-                            )
-                        else:
-                            for c in list(range(0, columns, 64)):  # panels of the swizzled tile are contiguous per page
-                                T.tma_copy(
-                                    source[pages[v], 0:page_size, left + c : left + c + min(64, columns)],
-                                    pair[u][slot, v * page_size : (v + 1) * page_size, c : c + min(64, columns)],
-                                    barrier=full[slot],
-                                    cluster_mask=cluster_mask,
-                                )
-                if thread == leader:
-                    T.barrier_arrive(full[slot])
-            work[2] += span[TILES]
+@T.macro
+def load_tile(work, t0, source, row, left, columns, ring, slot, full, phase, cluster_mask=None):
+    """By TMA: the tile from token ``t0`` on, ``columns`` of ``source[page, token, *row]`` from ``left`` on, into
+    ``ring[slot]``; ``full[phase]`` is told when it is there."""
+    for v in work.pieces:
+        if len(work.pieces) == 1:
+            first = t0 % work.page_size
+            T.tma_copy(
+                source[(work.pages[0], slice(first, first + TILE_TOKENS), *row, slice(left, left + columns))],
+                ring[slot, :, :],
+                barrier=full[phase],
+                cluster_mask=cluster_mask,
+            )
+        else:
+            for c, width in panels(columns):
+                T.tma_copy(
+                    source[(work.pages[v], slice(0, work.page_size), *row, slice(left + c, left + c + width))],
+                    ring[slot, v * work.page_size : (v + 1) * work.page_size, c : c + width],
+                    barrier=full[phase],
+                    cluster_mask=cluster_mask,
+                )
 
-    @T.macro
-    def stream_queries(q_latent, token0, head0, q_tile, full, free, thread, leader, schedule, cta, work):
-        """The queries of every fragment of this CTA, one after another into ``q_tile``."""
-        for f in T.serial(work[0]):
-            b = schedule[T.if_then_else(f == 0, cta, work[1] + f), SEQUENCE]
-            T.barrier_wait(free, (f & 1) ^ 1)
-            if tiling.tokens_per_tile == 1:
-                T.tma_copy(q_latent[b, token0, head0 : head0 + tiling.rows, 0:latent_cols], q_tile, barrier=full)
-            else:
-                for v in list(range(tiling.tokens_per_tile)):
-                    for c in list(range(0, latent_cols, 64)):
-                        T.tma_copy(
-                            q_latent[b, token0 + v, head0 : head0 + tiling.head_rows, c : c + 64],
-                            q_tile[v * tiling.head_rows : (v + 1) * tiling.head_rows, c : c + 64],
-                            barrier=full,
-                        )
+
+@T.macro
+def stream(work, source, rings, left, full, free, thread, leader, cluster_mask=None):
+    """One warp: every tile of this CTA's fragments, for each of ``rings`` as many columns of ``source`` as it has, from
+    ``left`` on. Slots of all rings share their barriers. ``cluster_mask``: CTAs of the cluster that a tile is sent to;
+    the first of them reads it from L2, all of them run this over the same tiles, and ``free`` counts all readers."""
+    stages, columns = int(rings[0].shape[0]), int(rings[0].shape[2])
+    for f in T.serial(work.state[FRAGMENTS]):
+        read_fragment(work, f)
+        for k in T.serial(work.span[TILES]):
+            t0 = first_token(work.span, k)
+            n = work.state[DONE] + k
+            find_pages(work, t0)
+            T.barrier_wait(free[n % stages], ((n // stages) & 1) ^ 1)
+            for u in list(range(len(rings))):
+                load_tile(
+                    work, t0, source, (), left + u * columns, columns, rings[u], n % stages, full, n % stages,
+                    cluster_mask,
+                )  # fmt: skip
             if thread == leader:
-                T.barrier_arrive(full)
+                T.barrier_arrive(full[n % stages])
+        work.state[DONE] += work.span[TILES]
 
-    return stream, stream_queries
+
+@T.macro
+def stream_queries(work, tile, q_latent, q_tile, full, free, thread, leader):
+    """One warp: the queries of every fragment of this CTA, one after another into ``q_tile``."""
+    columns = int(q_tile.shape[1])
+    tokens, rows = tile.tiling.tokens_per_tile, tile.tiling.head_rows
+    for f in T.serial(work.state[FRAGMENTS]):
+        b = work.schedule[T.if_then_else(f == 0, work.cta, work.state[FOLLOWING] + f), SEQUENCE]
+        T.barrier_wait(free, (f & 1) ^ 1)
+        if tokens == 1:
+            T.tma_copy(
+                q_latent[b, tile.token0, tile.head0 : tile.head0 + tile.tiling.rows, 0:columns], q_tile, barrier=full
+            )
+        else:
+            for v in list(range(tokens)):
+                for c, width in panels(columns):
+                    T.tma_copy(
+                        q_latent[b, tile.token0 + v, tile.head0 : tile.head0 + rows, c : c + width],
+                        q_tile[v * rows : (v + 1) * rows, c : c + width],
+                        barrier=full,
+                    )
+        if thread == leader:
+            T.barrier_arrive(full)
+
+
+@T.macro
+def load_queries(machine, work, tile, q, q_tile, left, columns):
+    """Number by number: ``columns`` of all rows of the tile from ``left`` on, zeros behind the queries' width."""
+    width = int(q.shape[3])
+    padded = width < int(q_tile.shape[1])
+    for i, d in machine.parallel(int(q_tile.shape[0]), columns):
+        q_tile[i, left + d] = T.if_then_else(
+            tvm.tirx.And(tile.holds(i), left + d < width),
+            q[(*tile.query(work.span, i), T.min(left + d, width - 1) if padded else left + d)],
+            T.cast(0, q.dtype),
+        )
+
+
+@T.macro
+def find_present_pages(work, t0, num_pages, holes):
+    """As ``find_pages``, where nobody checks addresses. Table entries may be anything, of pages that no query sees and
+    by mistake: some page stands in for what is none, and ``holes`` says so, the last one for all together."""
+    find_pages(work, t0)
+    holes[len(work.pieces)] = 0
+    for u in work.pieces:
+        holes[u] = T.if_then_else((work.pages[u] < 0) | (work.pages[u] >= num_pages), 1, 0)
+        holes[len(work.pieces)] += holes[u]
+        work.pages[u] = T.max(0, T.min(work.pages[u], num_pages - 1))
+
+
+@T.macro
+def copy_tile(work, t0, source, row, left, tile):
+    """The tokens from ``t0`` on, columns of ``source[page, token, *row]`` from ``left`` on, as many as ``tile`` has."""
+    tokens = int(tile.shape[0]) // len(work.pieces)
+    first = t0 % work.page_size if len(work.pieces) == 1 else 0
+    for u in work.pieces:
+        for c, width in panels(int(tile.shape[1])):
+            T.copy(
+                source[(work.pages[u], slice(first, first + tokens), *row, slice(left + c, left + c + width))],
+                tile[u * tokens : (u + 1) * tokens, c : c + width],
+            )
+
+
+@T.macro
+def clear_holes(machine, work, holes, tiles):
+    """What has no page must not show another sequence's."""
+    if holes[len(work.pieces)] > 0:
+        for u in work.pieces:
+            if holes[u] > 0:
+                for tile in tiles:
+                    tokens = int(tile.shape[0]) // len(work.pieces)
+                    for c, width in panels(int(tile.shape[1])):
+                        for i, d in machine.parallel(tokens, width):
+                            tile[u * tokens + i, c + d] = T.cast(0, tile.dtype)
+        T.sync_threads()

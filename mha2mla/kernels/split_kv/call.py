@@ -1,0 +1,198 @@
+"""What every decode kernel is called with, which part of it a CTA works on, and where its results go.
+
+Objects that hold TileLang buffers and expressions, and macros that make and use them: a device function takes two or
+three of them in place of thirty arguments.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import tilelang.language as T
+from tilelang import tvm
+from tvm.script.ir_builder import IRBuilder
+
+from mha2mla.kernels.machine import GPU, Machine
+from mha2mla.kernels.split_kv.fragment import SPAN_FIELDS, last_page, tile_origin
+from mha2mla.kernels.split_kv.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT
+from mha2mla.kernels.split_kv.tiling import RowTiling
+
+
+class Buffers(SimpleNamespace):
+    """Buffers of a kernel, and lists of such, which the generated code calls as they are called here."""
+
+    def __init__(self, **buffers: Any):
+        super().__init__(**buffers)
+        for name, held in buffers.items():
+            for buffer in held if isinstance(held, list) else [held]:
+                IRBuilder.name(name, buffer)
+
+
+class Types:
+    """Types of a decode kernel's tensors, over run-time sizes and strides of its own.
+
+    Args:
+        heads, width: H and the numbers of an output row.
+        page_size: tokens per page.
+        dtype: of queries, caches and output.
+        machine: what the kernel is for.
+
+    Attributes: ``block_table`` [B,max_pages], ``schedule`` [num_ctas+B,FIELDS] (int32; ``schedule.py``), the outputs
+    ``partial_out`` [num_ctas,2,S_q,H,width] and ``partial_lse`` [num_ctas,2,S_q,H] (float32) for sequences in several
+    fragments, ``out`` [B,S_q,H,width] and ``lse`` [B,H,S_q] (float32) for those in one. All lse are natural logs, -inf
+    where a row sees none of the tokens; rows that nothing points at are left as they were. After the tensors a kernel
+    takes softmax_scale, causal (0 or 1), window (2**30: none) and sinks.
+    """
+
+    def __init__(self, heads: int, width: int, page_size: int, dtype: str, machine: Machine = GPU):
+        self.heads, self.page_size, self.dtype, self.machine = heads, page_size, dtype, machine
+        self.batch, self.seqlen_q = T.dynamic("batch"), T.dynamic("seqlen_q")
+        self.num_pages, self.num_ctas = T.dynamic("num_pages"), T.dynamic("num_ctas")
+        self.block_table = T.Tensor([self.batch, T.dynamic("max_pages")], T.int32)
+        self.schedule = T.Tensor([T.dynamic("fragments"), FIELDS], T.int32)
+        self.partial_out = T.Tensor([self.num_ctas, 2, self.seqlen_q, heads, width], T.float32)
+        self.partial_lse = T.Tensor([self.num_ctas, 2, self.seqlen_q, heads], T.float32)
+        self.out = self.rows("o", width)
+        self.lse = T.Tensor([self.batch, heads, self.seqlen_q], T.float32)
+
+    def rows(self, name: str, width: int):
+        """[B,S_q,H,width] with run-time strides."""
+        return self.machine.strided(name, [self.batch, self.seqlen_q, self.heads, width], self.dtype)
+
+    def cache(self, name: str, *row: int, dtype: str | None = None):
+        """[P,page,*row] with run-time strides."""
+        return self.machine.strided(name, [self.num_pages, self.page_size, *row], dtype or self.dtype)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run-time arguments that all decode kernels have, as :class:`Types` describes them."""
+
+    block_table: Any
+    schedule: Any
+    partial_out: Any
+    partial_lse: Any
+    out: Any
+    lse: Any
+    softmax_scale: Any
+    causal: Any
+    window: Any
+    sinks: Any
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The query rows of a CTA: ``valid`` heads from ``head0``, new tokens from ``token0``, and the rope ``column``."""
+
+    tiling: RowTiling
+    heads: int
+    seqlen_q: Any
+    token0: Any
+    head0: Any
+    column: Any
+    valid: Any
+
+    def token(self, row):
+        return self.token0 + self.tiling.token(row)
+
+    def head(self, row):
+        return self.head0 + self.tiling.head(row)
+
+    def holds(self, row):
+        """Whether a row is a head's of a new token that there is."""
+        held = self.tiling.head(row) < self.valid
+        if self.tiling.tokens_per_tile * self.tiling.token_tiles == 1:
+            return held
+        return tvm.tirx.And(self.token(row) < self.seqlen_q, held)
+
+    def query(self, span, row):
+        """Index of a row's query, clamped: beside a guard alone TileLang's bounds check fails to lower some widths."""
+        return (
+            span[SEQUENCE],
+            T.min(self.token(row), self.seqlen_q - 1),
+            T.min(self.head(row), self.heads - 1),
+        )
+
+
+@T.macro
+def locate(types, tiling, y, rope_width):
+    """The :class:`Tile` number ``y``; ``rope_width``: columns of a rope head."""
+    token0, head0, column, valid = tile_origin(tiling, y, types.heads, rope_width)
+    return Tile(tiling, types.heads, types.seqlen_q, token0, head0, column, valid)
+
+
+FRAGMENTS, FOLLOWING, DONE = 0, 1, 2  # of a CTA: how many, row of the second one less 1, tiles before the one at hand
+
+
+@dataclass(frozen=True)
+class Work:
+    """A thread's view of what its CTA has to do: ``state`` [FRAGMENTS, FOLLOWING, DONE], the fragment at hand in
+    ``span`` (``fragment.py``), the pages of the tile at hand in ``pages``."""
+
+    schedule: Any
+    block_table: Any
+    cta: Any
+    page_size: int
+    span: Any
+    state: Any
+    pages: Any
+
+    @property
+    def pieces(self) -> list[int]:
+        """Numbers of the pages that a tile lies in."""
+        return list(range(int(self.pages.shape[0])))
+
+
+@T.macro
+def take_work(call, cta, page_size, tokens):
+    """The :class:`Work` of a CTA that reads ``tokens`` at a time."""
+    span = T.alloc_local([SPAN_FIELDS], T.int32)
+    state = T.alloc_local([3], T.int32)
+    pages = T.alloc_local([max(1, tokens // page_size)], T.int32)
+    state[FRAGMENTS] = call.schedule[cta, COUNT]
+    state[FOLLOWING] = call.schedule[cta, NEXT]
+    state[DONE] = 0
+    return Work(call.schedule, call.block_table, cta, page_size, span, state, pages)
+
+
+@T.macro
+def read_fragment(work, f):
+    """Fills ``work.span`` with the f-th fragment."""
+    for i in T.unroll(SPAN_FIELDS):
+        work.span[i] = work.schedule[T.if_then_else(f == 0, work.cta, work.state[FOLLOWING] + f), i]
+
+
+@T.macro
+def find_pages(work, t0):
+    """Fills ``work.pages`` with those of the tokens from ``t0`` on."""
+    for u in work.pieces:
+        work.pages[u] = work.block_table[
+            work.span[SEQUENCE], T.min(t0 // work.page_size + u, last_page(work.span, work.page_size))
+        ]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where rows of a fragment go: the output, or the fragment's partial."""
+
+    out: Any
+    lse: Any
+    first: tuple[Any, ...]  # index of the sequence, or of the partial
+    whole: bool
+
+    def row(self, tile: Tile, row, column):
+        return (*self.first, tile.token(row), tile.head(row), column)
+
+    def place(self, tile: Tile, row):
+        """Index of a row's lse."""
+        s, h = tile.token(row), tile.head(row)
+        return (*self.first, h, s) if self.whole else (*self.first, s, h)
+
+
+@T.macro
+def store(call, span, write, *arguments):
+    """The end of a fragment: ``write(target, *arguments)``, a macro."""
+    if span[SLOT] < 0:
+        write(Target(call.out, call.lse, (span[SEQUENCE],), True), *arguments)
+    else:
+        write(Target(call.partial_out, call.partial_lse, (span[SLOT] // 2, span[SLOT] % 2), False), *arguments)
