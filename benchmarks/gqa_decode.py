@@ -311,18 +311,19 @@ def configured_call(
     problem: GQAProblem, choice: GQAChoice, inputs: dict[str, Any], plan: DecodePlan, out: torch.Tensor
 ) -> tuple[DecodePlan, torch.Tensor, Callable[[], None]]:
     """A configuration's plan, made; the log-sum-exp that its call fills, with ``out``; and the call."""
-    from mha2mla.kernels.split_kv.launch import compile_choice, launch
+    from mha2mla.kernels.split_kv.launch import compile_kernels, launch
     from mha2mla.kernels.split_kv.plan import allocate_plan
 
     num_ctas = choice.num_ctas(num_sms(out.device))
     plan = allocate_plan(plan.shape, num_ctas, plan.capacity, plan.causal, plan.window, plan.sinks, out.device)
     plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
-    split = compile_choice(GQA, problem.shape(), choice, capability(out.device))
+    shape, here = problem.shape(), capability(out.device)
+    kernels = compile_kernels(GQA, shape, choice, here, len(problem.lengths), problem.v_head_dim, num_ctas)
     lse = torch.empty(len(problem.lengths), problem.heads, problem.seqlen_q, device=out.device)
     data = tuple(inputs[name] for name in ("q", "k_cache", "v_cache", "block_table"))
 
     def call() -> None:
-        launch(GQA, problem.shape(), data, problem.softmax_scale, True, *plan.buffers, out, lse, split=split)
+        launch(GQA, shape, data, problem.softmax_scale, True, *plan.buffers, out, lse, kernels=kernels)
 
     return plan, lse, call
 

@@ -25,12 +25,11 @@ ROUNDS = 3
 def compile_candidate(job: tuple[DecodeShape, KernelChoice, int, int, int]) -> None:
     """Puts all that a candidate launches into TileLang's disk cache. ``job`` is (shape, choice, CTAs, batch, compute
     capability)."""
-    from mha2mla.kernels.split_kv.launch import compile_choice, compile_merge, compile_planner, merge_splits
+    from mha2mla.kernels.split_kv.launch import compile_kernels, compile_planner
 
     shape, choice, num_ctas, batch, major_minor = job
     compile_planner(major_minor)
-    compile_choice(MLA, shape, choice, major_minor)
-    compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, merge_splits(num_ctas, batch), major_minor)
+    compile_kernels(MLA, shape, choice, major_minor, batch, shape.kv_lora_rank, num_ctas)
 
 
 @torch.inference_mode()
@@ -94,9 +93,9 @@ def launcher(
     lse: Tensor,
 ) -> Callable[[], None]:
     """A call that launches a choice's kernels as the op launches those that dispatch chooses."""
-    from mha2mla.kernels.split_kv.launch import compile_choice, launch
+    from mha2mla.kernels.split_kv.launch import compile_kernels, launch
 
-    split = compile_choice(MLA, shape, choice, capability)
+    kernels = compile_kernels(MLA, shape, choice, capability, out.shape[0], out.shape[-1], plan.num_ctas)
     data = (*MLA.kernel_arguments(inputs[name] for name in MLA.names), inputs["block_table"])
     call = (data, inputs["softmax_scale"], inputs["causal"], *plan.buffers, out, lse)
-    return partial(launch, MLA, shape, *call, split=split)
+    return partial(launch, MLA, shape, *call, kernels=kernels)

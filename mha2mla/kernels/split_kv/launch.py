@@ -96,10 +96,20 @@ def compile_choice(op: PagedOp, shape: Any, choice: Any, capability: int):
     return compile_for(function, capability, SMALL_PASS_CONFIGS if op.guards_indices else PASS_CONFIGS)
 
 
+def compile_kernels(
+    op: PagedOp, shape: Any, choice: Any, capability: int, batch: int, width: int, num_ctas: int
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """The compiled decode kernel of a choice, and the combine kernel for rows of ``width`` numbers by a plan for
+    ``batch`` sequences and ``num_ctas`` blocks."""
+    merge = compile_merge(shape.heads, width, shape.dtype, merge_splits(num_ctas, batch), capability)
+    return compile_choice(op, shape, choice, capability), merge
+
+
 @cache
-def compile_chosen(op: PagedOp, shape: Any, device: torch.device, batch: int) -> Callable[..., None]:
-    """The compiled decode kernel that dispatch chooses for a batch on a device."""
-    return compile_choice(op, shape, op.choose(shape, device, batch), capability_of(device))
+def compile_chosen(op: PagedOp, shape: Any, device: torch.device, batch: int, width: int, num_ctas: int):
+    """:func:`compile_kernels` of the choice that dispatch makes on a device."""
+    choice = op.choose(shape, device, batch)
+    return compile_kernels(op, shape, choice, capability_of(device), batch, width, num_ctas)
 
 
 def launch(
@@ -116,14 +126,14 @@ def launch(
     partial_lse: Tensor,
     out: Tensor,
     lse: Tensor,
-    split: Callable[..., None] | None = None,
+    kernels: tuple[Callable[..., None], Callable[..., None]] | None = None,
 ) -> None:
     """Run decode and combine kernel. Nothing is allocated, nothing synchronises.
 
     Args:
         op, shape: what to run, and what was compiled for it.
         data: the op's arguments and the block table, as kernels take them.
-        split: a compiled decode kernel in place of the chosen one.
+        kernels: of :func:`compile_kernels`, in place of the chosen ones.
         softmax_scale, causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse: as in the op's
             schema.
     """
@@ -136,11 +146,9 @@ def launch(
         lse.fill_(-torch.inf)
         return
     device = out.device
-    merge = compile_merge(
-        shape.heads, width, shape.dtype, merge_splits(partial_lse.shape[0], batch), capability_of(device)
-    )
     with torch.cuda.device(device):
-        (split or compile_chosen(op, shape, device, batch))(
+        split, merge = kernels or compile_chosen(op, shape, device, batch, width, partial_lse.shape[0])
+        split(
             *data, schedule, partial_out, partial_lse, out, lse, softmax_scale, int(causal),
             NO_WINDOW if window < 0 else window, sinks,
         )  # fmt: skip

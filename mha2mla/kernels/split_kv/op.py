@@ -208,10 +208,10 @@ class PagedOp:
 
     def kernel_arguments(self, data: Iterable[Tensor]) -> list[Tensor]:
         """``arguments`` as kernels take them: what lies side by side is one dimension."""
-        data = list(data)
+        made = list(data)
         for index, first in self.joined:
-            data[index] = data[index].flatten(first)
-        return data
+            made[index] = made[index].flatten(first)
+        return made
 
     def _run(self, sizes: Sizes, *call: Any) -> None:
         data, count = call[: len(self.arguments)], len(self.arguments)
