@@ -1,8 +1,11 @@
-"""One kernel body for GPUs and, on one thread, for TileLang's C target."""
+"""What kernel bodies are written with: memory by name, and one body for GPUs and for TileLang's C target."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import tilelang.language as T
+from tvm.script.ir_builder import IRBuilder
 
 
 @dataclass(frozen=True)
@@ -36,3 +39,13 @@ class Machine:
 
 
 GPU = Machine()
+
+
+class Buffers(SimpleNamespace):
+    """Buffers of a kernel, and lists of such, which the generated code calls as they are called here."""
+
+    def __init__(self, **buffers: Any):
+        super().__init__(**buffers)
+        for name, held in buffers.items():
+            for buffer in held if isinstance(held, list) else [held]:
+                IRBuilder.name(name, buffer)

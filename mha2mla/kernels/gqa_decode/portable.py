@@ -7,9 +7,9 @@ import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape
 from mha2mla.kernels.gqa_decode.static import GQAStatic, GQATypes
-from mha2mla.kernels.machine import GPU, Machine
+from mha2mla.kernels.machine import GPU, Buffers, Machine
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.call import FRAGMENTS, Buffers, Call, locate, read_fragment, store, take_work
+from mha2mla.kernels.split_kv.call import FRAGMENTS, Call, locate, read_fragment, store, take_work
 from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns

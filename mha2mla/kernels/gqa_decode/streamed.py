@@ -10,12 +10,11 @@ import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape
 from mha2mla.kernels.gqa_decode.static import GQAStatic, GQATypes
-from mha2mla.kernels.machine import GPU
+from mha2mla.kernels.machine import GPU, Buffers
 from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.call import (
     DONE,
     FRAGMENTS,
-    Buffers,
     Call,
     find_pages,
     locate,

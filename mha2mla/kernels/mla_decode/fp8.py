@@ -20,6 +20,17 @@ import tilelang.language as T
 from tilelang import tvm
 from tilelang.layout import make_full_bank_swizzled_layout
 
+from mha2mla.kernels.machine import Buffers
+from mha2mla.kernels.mla_decode.fp8_products import (
+    AHEAD,
+    BLOCK,
+    BUFFERS,
+    INLINE,
+    PANEL,
+    multiply_output,
+    multiply_scores,
+    store_weights,
+)
 from mha2mla.kernels.mla_decode.fp8_selection import Fp8Choice
 from mha2mla.kernels.mla_decode.operand import column_of_code
 from mha2mla.kernels.mla_decode.selection import DecodeShape
@@ -27,7 +38,6 @@ from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes
 from mha2mla.kernels.split_kv.call import (
     DONE,
     FRAGMENTS,
-    Buffers,
     Call,
     find_pages,
     locate,
@@ -42,45 +52,13 @@ WARPGROUP = 128  # threads
 CONSUMERS = 2 * WARPGROUP
 THREADS = 3 * WARPGROUP
 CODES = T.float8_e4m3fn
-BLOCK = 64  # cached tokens per tile: the M of one wgmma
-PANEL = 128  # bytes of a row of swizzled shared memory: codes side by side
 WIDE = 64  # the same in 16-bit numbers
-BUFFERS = 2  # register operands in flight, 8 registers for two products each
-AHEAD = 2  # steps by which codes are fetched before they are converted
 BARRIER = 8  # named barriers below 8 belong to the compiler
 SWIZZLE_128, ROW_GROUP = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SLACK = 6.0  # the maximum may fall behind by this many powers of two before the output is scaled down: 2**6 in float16
 LARGEST_EXPONENT = 14  # of a scaled query; float16 ends below 2**16
 SMALLEST_QUERY = -40  # exponent below which a query row is not scaled up any further
-
-# Conversions that TileLang's casts have no packed form for (of codes 0, 1 or 2, 3 of a word), and products, before each
-# of which TileLang would put a proxy fence: the kernel has those that are needed.
-INLINE = """
-#include <tl_templates/cuda/instruction/wgmma.h>
-static __device__ __forceinline__ unsigned e4m3_low_as_f16x2(unsigned codes) {
-  unsigned pair;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}" : "=r"(pair) : "r"(codes));
-  return pair;
-}
-static __device__ __forceinline__ unsigned e4m3_high_as_f16x2(unsigned codes) {
-  unsigned pair;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high;}" : "=r"(pair) : "r"(codes));
-  return pair;
-}
-static __device__ __forceinline__ int f16x2_of(float low, float high) {
-  int pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-template <int rows>
-static __device__ __forceinline__ void multiply_codes(const unsigned* a, tl::GmmaDescriptor b, int offset, float* c,
-                                                      bool add) {
-  constexpr auto half = tl::DataType::kFloat16, single = tl::DataType::kFloat32;
-  tl::wgmma_rs<half, half, single, 64, rows, 16, false, false, 1, 1>(
-      a, uint64_t(b + offset), reinterpret_cast<uint32_t*>(c), add);
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -278,91 +256,6 @@ def clean_codes(k, c, span, t0, slot):
 
 
 @T.macro
-def fetch(transposed, c, slot, i):
-    """Codes of a warp's i-th step: 16 tokens x 32 columns for the scores, 32 tokens x 16 columns for the output."""
-    if transposed:
-        T.ptx_ldmatrix(
-            True, 4,
-            T.access_ptr(
-                c.memory.c_ring[c.w, slot, i // 4, i % 2 * 32 + c.lane, i // 2 % 2 * 64 + c.warp * 16], "r", 16
-            ),
-            T.access_ptr(c.word[i % (AHEAD + 1) * 4], "w", 4),
-        )  # fmt: skip
-    else:
-        T.ptx_ldmatrix(
-            False, 4,
-            T.access_ptr(
-                c.memory.c_ring[c.w, slot, i // 4, c.warp * 16 + c.lane % 16, i % 4 * 32 + c.lane // 16 * 16], "r", 16
-            ),
-            T.access_ptr(c.word[i % (AHEAD + 1) * 4], "w", 4),
-        )  # fmt: skip
-
-
-@T.macro
-def multiply(k, a, first, desc, offset, to, at, add):
-    """One product of depth 16: four registers of codes by what ``desc`` describes, into 64 rows."""
-    T.call_extern(
-        "handle",
-        f"multiply_codes<{k.rows}>",
-        T.access_ptr(a[first], "r", 4),
-        desc.data,
-        offset,
-        T.access_ptr(to[at], "rw", k.held),
-        T.int32(add),
-    )
-
-
-def f16x2(kind, word):
-    return T.call_extern("uint32", kind, word)
-
-
-@T.macro
-def multiply_rope(k, c, slot):
-    """Scores by rotary keys: under way, not awaited."""
-    by_column, kind = f"m64n{k.rows}k16", "bf16" if k.dtype == "bfloat16" else "fp16"
-    T.warpgroup_fence_operand(c.turned, num_regs=k.held)
-    T.warpgroup_arrive()
-    for u in list(range(k.rope_panels * 4)):
-        T.ptx_wgmma_ss(
-            T.float32, by_column, True, True, kind, kind, "fp32",
-            c.desc_k.data,
-            (((c.w * k.stages + slot) * k.rope_panels + u // 4) * BLOCK * PANEL + u % 4 * 32) >> 4,
-            c.desc_qp.data, (u // 4 * k.rows * PANEL + u % 4 * 32) >> 4,
-            c.turned.data, 0, T.int32(u > 0), 1, 1,
-        )  # fmt: skip
-    T.warpgroup_commit_batch()
-
-
-@T.macro
-def multiply_scores(k, c, slot):
-    """Both kinds of scores, in ``s`` and ``turned``."""
-    multiply_rope(k, c, slot)
-    T.warpgroup_fence_operand(c.s, num_regs=k.held)
-    for i in list(range(AHEAD)):
-        fetch(False, c, slot, i)
-    for i in T.unroll(k.tiles * 2):  # 32 columns: two products
-        if i >= BUFFERS:
-            T.warpgroup_wait(BUFFERS - 1)
-        if i + AHEAD < k.tiles * 2:
-            fetch(False, c, slot, i + AHEAD)
-        b = i % BUFFERS * 8
-        h = i % (AHEAD + 1) * 4
-        for v in list(range(4)):
-            c.a[b + v // 2 * 4 + v % 2] = f16x2("e4m3_low_as_f16x2", c.word[h + v])
-            c.a[b + v // 2 * 4 + v % 2 + 2] = f16x2("e4m3_high_as_f16x2", c.word[h + v])
-        T.warpgroup_fence_operand(c.a, offset=b, num_regs=8)
-        T.warpgroup_arrive()
-        for v in list(range(2)):
-            multiply(
-                k, c.a, b + 4 * v, c.desc_q, (i // 2 * k.rows * PANEL + (i % 2 * 2 + v) * 32) >> 4, c.s, 0, i + v > 0
-            )
-        T.warpgroup_commit_batch()
-    T.warpgroup_wait(0)
-    T.warpgroup_fence_operand(c.turned, num_regs=k.held)
-    T.warpgroup_fence_operand(c.s, num_regs=k.held)
-
-
-@T.macro
 def scale_scores(k, c, span, tile, call, t0, slot, scale, tail):
     """``s`` becomes score + log2(scale of its token), in powers of two; what a row does not see is masked."""
     first = t0 + c.warp * 16 + c.g
@@ -418,50 +311,6 @@ def find_weights(k, c):
         c.scale_of[i] = 1.0 / c.scale_of[i]
     for h in T.unroll(k.mine):  # w / scale is the softmax's own weight
         c.den[h] += c.s[h // 2 * 4 + h % 2] * c.scale_of[0] + c.s[h // 2 * 4 + h % 2 + 2] * c.scale_of[1]
-
-
-@T.macro
-def store_weights(k, c):
-    """To shared memory, where the second operand of a product is."""
-    for j in list(range(k.rows // 16)):
-        T.call_extern(
-            "handle",
-            "tl::ptx_stmatrix_m8n8_x4_trans",
-            T.access_ptr(
-                c.memory.p_tile[c.w, j * 16 + c.lane // 16 * 8 + c.lane % 8, c.warp * 16 + c.lane // 8 % 2 * 8], "w", 8
-            ),
-            *[T.call_extern("int32", "f16x2_of", c.s[8 * j + 2 * v], c.s[8 * j + 2 * v + 1]) for v in range(4)],
-        )
-    T.fence_proxy_async()
-    c.sync()
-
-
-@T.macro
-def multiply_output(k, c, slot):
-    T.warpgroup_fence_operand(c.o, num_regs=k.tiles * k.held)
-    for i in list(range(AHEAD)):
-        fetch(True, c, slot, i)
-    for i in T.unroll(k.tiles * 2):  # 64 columns by 32 tokens: two products
-        if i >= BUFFERS:
-            T.warpgroup_wait(BUFFERS - 1)
-        if i + AHEAD < k.tiles * 2:
-            fetch(True, c, slot, i + AHEAD)
-        b = i % BUFFERS * 8
-        h = i % (AHEAD + 1) * 4
-        for v in list(range(4)):  # from two tokens, two columns each, to two columns, two tokens each
-            c.word[h + v] = T.call_extern("uint32", "__byte_perm", c.word[h + v], T.uint32(0), T.uint32(0x3120))
-            c.a[b + 2 * v] = f16x2("e4m3_low_as_f16x2", c.word[h + v])
-            c.a[b + 2 * v + 1] = f16x2("e4m3_high_as_f16x2", c.word[h + v])
-        T.warpgroup_fence_operand(c.a, offset=b, num_regs=8)
-        T.warpgroup_arrive()
-        for v in list(range(2)):
-            multiply(
-                k, c.a, b + 4 * v, c.desc_p, (c.w * k.rows * PANEL + (i % 2 * 2 + v) * 32) >> 4, c.o, i // 2 * k.held,
-                True,
-            )  # fmt: skip
-        T.warpgroup_commit_batch()
-    T.warpgroup_wait(0)
-    T.warpgroup_fence_operand(c.o, num_regs=k.tiles * k.held)
 
 
 @T.macro

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from mha2mla.kernels.machine import GPU
+from mha2mla.kernels.machine import GPU, Buffers
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
     KernelChoice,
@@ -26,7 +26,6 @@ from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.call import (
     DONE,
     FRAGMENTS,
-    Buffers,
     Call,
     find_pages,
     locate,

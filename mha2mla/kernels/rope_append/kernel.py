@@ -4,6 +4,8 @@ from math import gcd
 
 import tilelang.language as T
 
+from mha2mla.kernels.machine import Buffers, Machine
+
 
 def make_rope_append(
     *,
@@ -40,14 +42,10 @@ def make_rope_append(
     left out is passed as any tensor with a size of at least one everywhere.
     """
     accum = T.float32
+    machine = Machine(on_cpu)
     half = qk_rope_head_dim // 2
     tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
-    r_p, r_t = T.dynamic("r_p"), T.dynamic("r_t")
-    k_p, k_t = T.dynamic("k_p"), T.dynamic("k_t")
-    rows_t, keys_t, keys_g = T.dynamic("rows_t"), T.dynamic("keys_t"), T.dynamic("keys_g")
-    query_t, query_h = T.dynamic("query_t"), T.dynamic("query_h")
     groups, width, queries = max(1, num_rope_heads), max(1, row_width), max(1, heads)
-    alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
     threads = 1 if on_cpu else threads
     # Elements of each kind that a block handles; they go round the threads one by one. (T.Parallel finds no layout for
     # some of these shapes, such as 9 heads of 8 pairs.) Rows and pairs do so in vectors.
@@ -55,9 +53,6 @@ def make_rope_append(
     row_vectors, half_vectors = width // row_vector, half // pairs
     angles, numbers = block_tokens * num_tables * half, block_tokens * row_vectors if row_width else 0
     key_vectors, query_vectors = block_tokens * num_rope_heads * half_vectors, block_tokens * heads * half_vectors
-
-    def strided(shape, strides):  # the CPU target's wrapper passes no run-time strides
-        return T.Tensor(shape, dtype) if on_cpu else T.StridedTensor(shape, strides, dtype)
 
     def thread():
         return 0 if on_cpu else T.get_thread_binding()
@@ -76,56 +71,67 @@ def make_rope_append(
         # width of row, and a cached key must not depend on what else its token writes.
         return a * b if on_cpu else T.ieee_mul(a, b)
 
+    def parts(p):
+        """Of pairs from ``p`` on: where they lie in a head, where in registers, and how many numbers."""
+        return [(2 * p, 0, 2 * pairs)] if interleaved else [(p, 0, pairs), (half + p, pairs, pairs)]
+
     @T.macro
-    def turn(x, pair, cos, sin, i, table, p):
+    def turn(x, i, table, p):
         for v in T.unroll(pairs):
-            pair[0] = T.cast(x[first(v)], accum)
-            pair[1] = T.cast(x[second(v)], accum)
-            x[first(v)] = product(pair[0], cos[i, table, p + v]) - product(pair[1], sin[i, table, p + v])
-            x[second(v)] = product(pair[1], cos[i, table, p + v]) + product(pair[0], sin[i, table, p + v])
+            x.pair[0] = T.cast(x.held[first(v)], accum)
+            x.pair[1] = T.cast(x.held[second(v)], accum)
+            x.held[first(v)] = product(x.pair[0], x.cos[i, table, p + v]) - product(x.pair[1], x.sin[i, table, p + v])
+            x.held[second(v)] = product(x.pair[1], x.cos[i, table, p + v]) + product(x.pair[0], x.sin[i, table, p + v])
+
+    @T.macro
+    def rotate(x, i, table, p, source, head, target, to, left):
+        """Pairs from ``p`` on of ``source[head]`` to ``target[to]``, where the head's columns begin at ``left``."""
+        for there, here, count in parts(p):
+            for v in T.vectorized(count):
+                x.held[here + v] = source[(*head, there + v)]
+        turn(x, i, table, p)
+        for there, here, count in parts(p):
+            for v in T.vectorized(count):
+                target[(*to, left + there + v)] = x.held[here + v]
 
     @T.prim_func
     def rope_append(
-        rows: strided([tokens, width], [rows_t, 1]),
-        keys: strided([tokens, groups, qk_rope_head_dim], [keys_t, keys_g, 1]),
-        query: strided([tokens, queries, qk_rope_head_dim], [query_t, query_h, 1]),
+        rows: machine.strided("rows", [tokens, width], dtype),
+        keys: machine.strided("keys", [tokens, groups, qk_rope_head_dim], dtype),
+        query: machine.strided("query", [tokens, queries, qk_rope_head_dim], dtype),
         positions: T.Tensor([tokens], T.int32),
         slots: T.Tensor([tokens], T.int32),
         inv_freq: T.Tensor([num_tables, half], accum),
-        row_cache: strided([pages, page_size, width], [r_p, r_t, 1]),
-        rope_cache: strided([pages, page_size, groups * qk_rope_head_dim], [k_p, k_t, 1]),
+        row_cache: machine.strided("row", [pages, page_size, width], dtype),
+        rope_cache: machine.strided("key", [pages, page_size, groups * qk_rope_head_dim], dtype),
         out: T.Tensor([tokens, queries, qk_rope_head_dim], dtype),
         scaling: T.float32,
     ):
         with T.Kernel(T.ceildiv(tokens, block_tokens), threads=threads) as x:
             if vector > 1 and not on_cpu:  # else stores are not known to be aligned, and stay scalar
-                T.assume(rows_t % vector == 0)
-                T.assume(keys_t % vector == 0)
-                T.assume(keys_g % vector == 0)
-                T.assume(query_t % vector == 0)
-                T.assume(query_h % vector == 0)
-                T.assume(r_p % vector == 0)
-                T.assume(r_t % vector == 0)
-                T.assume(k_p % vector == 0)
-                T.assume(k_t % vector == 0)
-            cos = alloc_shared([block_tokens, num_tables, half], accum)
-            sin = alloc_shared([block_tokens, num_tables, half], accum)
-            slot = alloc_shared([block_tokens], T.int32)
-            pair = T.alloc_local([2], accum)
-            held = T.alloc_local([2 * pairs], dtype)
+                for tensor in (rows, keys, query, row_cache, rope_cache):
+                    for stride in list(tensor.strides)[:-1]:
+                        T.assume(stride % vector == 0)
+            m = Buffers(
+                cos=machine.alloc_shared([block_tokens, num_tables, half], accum),
+                sin=machine.alloc_shared([block_tokens, num_tables, half], accum),
+                slot=machine.alloc_shared([block_tokens], T.int32),
+                pair=T.alloc_local([2], accum),
+                held=T.alloc_local([2 * pairs], dtype),
+            )
             t0 = x * block_tokens
             for r in T.serial(rounds(angles)):
                 e = r * threads + thread()
                 if e < angles:
                     i, g, p = e // (num_tables * half), e // half % num_tables, e % half
-                    pair[0] = T.cast(positions[T.min(t0 + i, tokens - 1)], accum) * inv_freq[g, p]
-                    cos[i, g, p] = T.cos(pair[0]) * T.if_then_else(inv_freq[g, p] == 0, 1.0, scaling)
-                    sin[i, g, p] = T.sin(pair[0]) * scaling
+                    m.pair[0] = T.cast(positions[T.min(t0 + i, tokens - 1)], accum) * inv_freq[g, p]
+                    m.cos[i, g, p] = T.cos(m.pair[0]) * T.if_then_else(inv_freq[g, p] == 0, 1.0, scaling)
+                    m.sin[i, g, p] = T.sin(m.pair[0]) * scaling
             for r in T.serial(rounds(block_tokens)):
                 i = r * threads + thread()
                 if i < block_tokens:
                     # -1: nothing to write, also where a slot lies outside the cache
-                    slot[i] = T.if_then_else(
+                    m.slot[i] = T.if_then_else(
                         (t0 + i < tokens) & (slots[T.min(t0 + i, tokens - 1)] < pages * page_size),
                         slots[T.min(t0 + i, tokens - 1)],
                         -1,
@@ -133,57 +139,22 @@ def make_rope_append(
             T.sync_threads()
             for r in T.serial(rounds(numbers)):
                 e = r * threads + thread()
-                if (e < numbers) & (slot[T.min(e // row_vectors, block_tokens - 1)] >= 0):
+                if (e < numbers) & (m.slot[T.min(e // row_vectors, block_tokens - 1)] >= 0):
                     i, c = e // row_vectors, e % row_vectors * row_vector
                     for v in T.vectorized(row_vector):
-                        row_cache[slot[i] // page_size, slot[i] % page_size, c + v] = rows[t0 + i, c + v]
+                        row_cache[m.slot[i] // page_size, m.slot[i] % page_size, c + v] = rows[t0 + i, c + v]
             for r in T.serial(rounds(key_vectors)):
                 e = r * threads + thread()
-                if (e < key_vectors) & (slot[T.min(e // (groups * half_vectors), block_tokens - 1)] >= 0):
+                if (e < key_vectors) & (m.slot[T.min(e // (groups * half_vectors), block_tokens - 1)] >= 0):
                     i, g, p = e // (groups * half_vectors), e // half_vectors % groups, e % half_vectors * pairs
-                    if interleaved:
-                        for v in T.vectorized(2 * pairs):
-                            held[v] = keys[t0 + i, g, 2 * p + v]
-                    else:
-                        for v in T.vectorized(pairs):
-                            held[v] = keys[t0 + i, g, p + v]
-                        for v in T.vectorized(pairs):
-                            held[pairs + v] = keys[t0 + i, g, half + p + v]
-                    turn(held, pair, cos, sin, i, g * num_tables // groups, p)
-                    if interleaved:
-                        for v in T.vectorized(2 * pairs):
-                            rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + 2 * p + v] = (
-                                held[v]
-                            )
-                    else:
-                        for v in T.vectorized(pairs):
-                            rope_cache[slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + p + v] = held[
-                                v
-                            ]
-                        for v in T.vectorized(pairs):
-                            rope_cache[
-                                slot[i] // page_size, slot[i] % page_size, g * qk_rope_head_dim + half + p + v
-                            ] = held[pairs + v]
+                    rotate(
+                        m, i, g * num_tables // groups, p, keys, (t0 + i, g), rope_cache,
+                        (m.slot[i] // page_size, m.slot[i] % page_size), g * qk_rope_head_dim,
+                    )  # fmt: skip
             for r in T.serial(rounds(query_vectors)):
                 e = r * threads + thread()
                 if (e < query_vectors) & (t0 + e // (queries * half_vectors) < tokens):
                     i, h, p = e // (queries * half_vectors), e // half_vectors % queries, e % half_vectors * pairs
-                    if interleaved:
-                        for v in T.vectorized(2 * pairs):
-                            held[v] = query[t0 + i, h, 2 * p + v]
-                    else:
-                        for v in T.vectorized(pairs):
-                            held[v] = query[t0 + i, h, p + v]
-                        for v in T.vectorized(pairs):
-                            held[pairs + v] = query[t0 + i, h, half + p + v]
-                    turn(held, pair, cos, sin, i, h * num_tables // queries, p)
-                    if interleaved:
-                        for v in T.vectorized(2 * pairs):
-                            out[t0 + i, h, 2 * p + v] = held[v]
-                    else:
-                        for v in T.vectorized(pairs):
-                            out[t0 + i, h, p + v] = held[v]
-                        for v in T.vectorized(pairs):
-                            out[t0 + i, h, half + p + v] = held[pairs + v]
+                    rotate(m, i, h * num_tables // queries, p, query, (t0 + i, h), out, (t0 + i, h), 0)
 
     return rope_append

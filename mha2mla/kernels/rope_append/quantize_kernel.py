@@ -2,6 +2,7 @@
 
 import tilelang.language as T
 
+from mha2mla.kernels.machine import Machine
 from mha2mla.kernels.mla_decode.quantization import SCALE_OF_LARGEST, SMALLEST_SCALE
 
 LARGEST_FLOAT = 3.4028234663852886e38
@@ -30,13 +31,10 @@ def make_quantize_rows(
     [P,page] float32 (run-time strides). A slot outside the cache writes nothing. ``quantize_latent`` has the format.
     """
     accum = T.float32
+    machine = Machine(on_cpu)
     lanes = 1 if on_cpu else 32
     rounds = -(-row_width // lanes)
     tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
-    r_p, r_t, s_p = T.dynamic("r_p"), T.dynamic("r_t"), T.dynamic("s_p")
-
-    def strided(shape, strides, kind):  # the CPU target's wrapper passes no run-time strides
-        return T.Tensor(shape, kind) if on_cpu else T.StridedTensor(shape, strides, kind)
 
     @T.macro
     def quantize(token, lane, rows, slots, row_cache, row_scale, x, most, scale):
@@ -70,8 +68,8 @@ def make_quantize_rows(
     def quantize_rows(
         rows: T.Tensor([tokens, row_width], dtype),
         slots: T.Tensor([tokens], T.int32),
-        row_cache: strided([pages, page_size, row_width], [r_p, r_t, 1], code_dtype),
-        row_scale: strided([pages, page_size], [s_p, 1], accum),
+        row_cache: machine.strided("row", [pages, page_size, row_width], code_dtype),
+        row_scale: machine.strided("scale", [pages, page_size], accum),
     ):
         with T.Kernel(T.ceildiv(tokens, block_tokens), threads=1 if on_cpu else block_tokens * lanes) as b:
             x = T.alloc_local([rounds], accum)
@@ -83,17 +81,8 @@ def make_quantize_rows(
                         quantize(b * block_tokens + i, 0, rows, slots, row_cache, row_scale, x, most, scale)
             else:
                 thread = T.get_thread_binding()
-                if b * block_tokens + thread // lanes < tokens:
-                    quantize(
-                        b * block_tokens + thread // lanes,
-                        thread % lanes,
-                        rows,
-                        slots,
-                        row_cache,
-                        row_scale,
-                        x,
-                        most,
-                        scale,
-                    )
+                token = b * block_tokens + thread // lanes
+                if token < tokens:
+                    quantize(token, thread % lanes, rows, slots, row_cache, row_scale, x, most, scale)
 
     return quantize_rows

@@ -5,27 +5,15 @@ three of them in place of thirty arguments.
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
 from tilelang import tvm
-from tvm.script.ir_builder import IRBuilder
 
 from mha2mla.kernels.machine import GPU, Machine
 from mha2mla.kernels.split_kv.fragment import SPAN_FIELDS, last_page, tile_origin
 from mha2mla.kernels.split_kv.schedule import COUNT, FIELDS, NEXT, SEQUENCE, SLOT
 from mha2mla.kernels.split_kv.tiling import RowTiling
-
-
-class Buffers(SimpleNamespace):
-    """Buffers of a kernel, and lists of such, which the generated code calls as they are called here."""
-
-    def __init__(self, **buffers: Any):
-        super().__init__(**buffers)
-        for name, held in buffers.items():
-            for buffer in held if isinstance(held, list) else [held]:
-                IRBuilder.name(name, buffer)
 
 
 class Types:

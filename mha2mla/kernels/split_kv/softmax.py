@@ -6,7 +6,7 @@ of 16 tokens each meet in ``stage``. The denominator stays per position until th
 
 import tilelang.language as T
 
-from mha2mla.kernels.split_kv.call import Buffers
+from mha2mla.kernels.machine import Buffers
 from mha2mla.kernels.split_kv.fragment import LN2, MASKED, needs_mask, sees, unseen
 from mha2mla.kernels.split_kv.schedule import STOP
 
