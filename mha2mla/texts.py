@@ -9,6 +9,7 @@ import sysconfig
 import tokenize
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def _builtin(name: str) -> str:
     if name == "prose":
         return (resources.files("mha2mla") / "data" / "prose.txt").read_text(encoding="utf-8")
     if name == "stdlib":
-        return "\n\n".join(_stdlib_prose())
+        return _stdlib_prose()
     if name == "opticks":
         return found_texts.opticks()
     if name == "licences":
@@ -101,8 +102,13 @@ def _builtin(name: str) -> str:
     raise ValueError(f"text 'builtin:{name}' is unknown; expected {_BUILTINS}")
 
 
-def _stdlib_prose() -> Iterator[str]:
-    """Docstrings and blocks of comments of every module in the standard library, tests aside."""
+@cache
+def _stdlib_prose() -> str:
+    """Docstrings and blocks of comments of every module in the standard library, tests aside: six seconds' work."""
+    return "\n\n".join(_stdlib_texts())
+
+
+def _stdlib_texts() -> Iterator[str]:
     for source, tree in _modules(Path(sysconfig.get_path("stdlib"))):
         found = list(_docstrings(tree))
         for block in _COMMENTS.finditer(source):

@@ -13,6 +13,7 @@ from mha2mla.conversion.recipe import LAYOUTS
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.parameters import StoredParameters
 from tests.conversion import tiny
+from tests.few import each
 
 SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
 FULL = {"cache_ratio": 1.0, **SHORT}
@@ -40,8 +41,7 @@ def loaded(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", tiny.CASES)
+@each("case, layout", tiny.CASES, LAYOUTS)
 def test_full_rank_reproduces_the_source(case, layout, tmp_path):
     """FAILURES 23, 24, 29: pairing, biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
     folder = made(case, tmp_path / "source")
@@ -66,8 +66,7 @@ def soften(folder):
         save_file(tensors | {"lm_head.weight": tensors["lm_head.weight"] / 10}, path, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", FAMILIES)
+@each("case, layout", FAMILIES, LAYOUTS)
 def test_half_rank_reloads_as_measured(case, layout, tmp_path):
     folder = made(case, tmp_path / "source")
     held_out = tiny.some_tokens(2, 32)

@@ -6,6 +6,7 @@ from transformers import DynamicCache, StaticCache
 
 from mha2mla.kernels import absorbs_up_to
 from mha2mla.modeling import LatentCache, backends
+from tests.few import each, few
 from tests.modeling import models
 from tests.modeling.models import TOLERANCE
 
@@ -33,8 +34,7 @@ def absorbed_calls(monkeypatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("case", models.GEOMETRIES)
+@each("case, static", models.GEOMETRIES, [False, True])
 @torch.no_grad()
 def test_cached_equals_uncached_in_both_forms_failure_28(case, static, monkeypatch):
     """Prefill, single tokens, several, a chunk too long to absorb: each over what is cached, windows included."""
@@ -51,8 +51,7 @@ def test_cached_equals_uncached_in_both_forms_failure_28(case, static, monkeypat
     assert calls == 2 * [length for length in (1, 1, 4, 3, 1, 1, 2) for _ in range(2)]
 
 
-@pytest.mark.parametrize("query_length", range(2, 9))
-@pytest.mark.parametrize("case", ["sliding", "some sliding"])
+@each("query_length, case", range(2, 9), ["sliding", "some sliding"])
 @torch.no_grad()
 def test_several_tokens_under_a_window_are_absorbed(case, query_length, monkeypatch):
     """Each query has its own first token, before the window is full and after; one sequence begins with padding."""
@@ -97,9 +96,14 @@ def test_stock_caches_serve_the_expanded_form(case):
         assert models.relative_error(decode(model, ids, [12, 13, 14, 18, 29], cache), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
-@pytest.mark.parametrize("case", ["per-group", "sliding", "some sliding"])
+@few(
+    "case, form, static",
+    [("per-group", "absorbed", False), ("sliding", "absorbed", True), ("some sliding", "expanded", False)]
+    + [("sliding", "expanded", True), ("some sliding", "absorbed", True), ("per-group", "expanded", False)]
+    + [("per-group", "absorbed", True), ("sliding", "absorbed", False), ("some sliding", "expanded", True)]
+    + [("sliding", "expanded", False), ("some sliding", "absorbed", False), ("per-group", "expanded", True)],
+    count=6,
+)
 @torch.no_grad()
 def test_left_padding(case, form, static):
     """A padded batch is its sequences, one by one; through prefill, single tokens and several."""

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from tests.few import each
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", models.SOURCES)
+@each("case, implementation", models.SOURCES, ["sdpa", "eager"])
 @torch.no_grad()
 def test_logits_failures_13_23_24(case, implementation):
     """Scale, pairing, and biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
@@ -24,8 +24,7 @@ def test_logits_failures_13_23_24(case, implementation):
     assert models.relative_error(shifted, source(ids, position_ids=positions).logits) < 1e-5
 
 
-@pytest.mark.parametrize("form", ["absorbed", "expanded"])
-@pytest.mark.parametrize("case", models.SOURCES)
+@each("case, form", models.SOURCES, ["absorbed", "expanded"])
 @torch.no_grad()
 def test_cached_decode(case, form):
     source = models.source_model(case)
