@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mha2mla.modeling import LatentCache, step_choice
+from tests.few import few
 from tests.modeling import models
 from tests.modeling.models import TOLERANCE
 
@@ -65,7 +66,7 @@ def as_given(rng: random.Random, mask, stop: int, cache):
     return seen.to(rng.choice([torch.long, torch.bool, torch.float32]))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@few("seed", range(40), count=16)
 @torch.no_grad()
 def test_fuzz_against_the_uncached_forward(seed, monkeypatch):
     """Left and right padding, holes in the prefill and in one-token steps, nothing shown at all; dynamic and static
