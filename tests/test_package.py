@@ -43,6 +43,9 @@ def test_import_brings_no_kernel_compiler_and_no_cuda():
         "import sys, torch, mha2mla\n"
         "assert 'tilelang' not in sys.modules, 'tilelang was imported'\n"
         "assert not torch.cuda.is_initialized(), 'CUDA was initialised'\n"
+        "import mha2mla.kernels, mha2mla.modeling\n"
+        "oracles = [name for name in sys.modules if name.startswith('mha2mla') and name.endswith('.reference')]\n"
+        "assert not oracles, f'a fast path brings an oracle: {oracles}'\n"
         "from transformers import CONFIG_MAPPING\n"
         "assert CONFIG_MAPPING['mha2mla'].model_type == 'mha2mla'\n"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.attention_combine.reference import attention_combine_reference
 from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -72,6 +71,8 @@ def _combine(
     partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None, dtype: torch.dtype, compiled: bool
 ) -> tuple[Tensor, Tensor]:
     if not compiled:
+        from mha2mla.kernels.attention_combine.reference import attention_combine_reference
+
         return attention_combine_reference(partial_out, partial_lse, num_splits, dtype=dtype)
     from mha2mla.kernels.attention_combine.launch import launch_attention_combine
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
 from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH, VarlenShape
 from mha2mla.kernels.devices import BACKENDS, capability, dtype_name
 from mha2mla.kernels.layouts import check_aligned
@@ -287,6 +286,8 @@ def _attention_varlen_out(
 ) -> Tensor:  # fmt: skip
     queries, keys = (q, q_pe), (k, k_pe)
     if not compiled:
+        from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
+
         result, lse = attention_varlen_reference(
             [x for x in queries if x is not None],
             [x for x in keys if x is not None],

@@ -14,7 +14,8 @@ from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.expanded import attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.layout import Group
-from mha2mla.kernels.mixed_attention.plan import GroupPart, MixedPlan, Parts, parts_of
+from mha2mla.kernels.mixed_attention.parts import GroupPart, Parts, parts_of
+from mha2mla.kernels.mixed_attention.plan import MixedPlan
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from mha2mla.kernels.attention_combine.api import attention_combine
 from mha2mla.kernels.mixed_attention.layout import Wave
-from mha2mla.kernels.mixed_attention.plan import ChunkPart
+from mha2mla.kernels.mixed_attention.parts import ChunkPart
 
 MAX_PARTIALS = 8  # partial results held before they are merged
 

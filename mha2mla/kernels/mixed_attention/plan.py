@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.export import Dim, ShapesCollection
-from torch.nn import functional as F
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import plan_gqa_decode
-from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, BatchLayout, absorbs_up_to, lay_out
+from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, Group, Wave, absorbs_up_to, lay_out
+from mha2mla.kernels.mixed_attention.parts import Pieces, parts_of
 from mha2mla.kernels.mla_decode.api import plan_mla_decode
 from mha2mla.kernels.rope_append.api import slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan, check_window
 
 MAX_EXPANDED_TOKENS = 16384  # 256 MiB of keys and values at 32 heads of 128 + 128 in bfloat16
-ALIGNMENT = 32  # numbers; pieces of the flat tensors begin at multiples of it, 128 bytes
 
 
 @dataclass(frozen=True)
@@ -92,149 +90,6 @@ class MixedPlan:
 
 
 torch.export.register_dataclass(MixedPlan, serialized_type_name="mha2mla.kernels.MixedPlan")
-
-
-class PiecesPart(NamedTuple):
-    """Rows of a group that are pieces of queries: ``tokens [B_g * S_q]`` of the batch are read; ``targets [n]`` are the
-    same without repetitions, and their results are rows ``sources [n]``. int32."""
-
-    tokens: Tensor
-    targets: Tensor
-    sources: Tensor
-
-
-class GroupPart(NamedTuple):
-    """Tensors of a :class:`~mha2mla.kernels.mixed_attention.layout.Group` of B_g rows: ``block_table [B_g,
-    max_pages]``, ``cache_seqlens [B_g]``, ``cache_starts [B_g]`` or None, ``pieces`` where the rows are no whole
-    queries; then the fields of a plan of the decode op."""
-
-    block_table: Tensor
-    cache_seqlens: Tensor
-    cache_starts: Tensor | None
-    pieces: PiecesPart | None
-    schedule: Tensor
-    splits: Tensor
-    partial_out: Tensor
-    partial_lse: Tensor
-
-
-class ChunkPart(NamedTuple):
-    """``slots [T]`` in the cache of a chunk's tokens, -1 where there is no page (of rows that pad the batch), and
-    ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
-
-    slots: Tensor
-    cu_seqlens_k: Tensor
-
-
-class Parts(NamedTuple):
-    """A plan by its parts: groups; and per wave ``cu_seqlens_q`` and its chunks."""
-
-    layout: BatchLayout
-    groups: tuple[GroupPart, ...]
-    waves: tuple[tuple[Tensor, tuple[ChunkPart, ...]], ...]
-    window: int
-    capacity: int
-
-    def check_lengths(self, lengths: Tensor, cache_seqlens: Tensor) -> None:
-        """Raise ValueError if sequences whose calls were made from ``lengths`` have other lengths on the device by now.
-
-        On the CPU only, where looking costs nothing; the decode op looks after the others. 0 is a row of padding.
-        """
-        if cache_seqlens.device.type != "cpu":
-            return
-        rows = {row for group in self.layout.groups if group.first_token < 0 for row in group.rows}
-        rows.update(row for wave in self.layout.waves for row in range(wave.first, wave.stop))
-        for row in sorted(rows):
-            planned, is_now = int(lengths[:2, row].sum()), int(cache_seqlens[row])
-            if is_now not in (0, planned):
-                raise ValueError(
-                    f"plan was made for {planned} tokens of sequence {row}; expected {is_now}, its cache_seqlens: make"
-                    " a new plan"
-                )
-
-    def decode_plan(self, group: int, heads: int, width: int) -> DecodePlan:
-        """The decode op's plan for a group, whose queries are [B_g, S_q, heads, width]."""
-        part, shape = self.groups[group], self.layout.groups[group]
-        return DecodePlan(
-            shape=(len(shape.rows), shape.seqlen_q, heads, width),
-            capacity=self.capacity,
-            causal=True,
-            window=None if self.window < 0 else self.window,
-            sinks=0,
-            schedule=part.schedule,
-            splits=part.splits,
-            partial_out=part.partial_out,
-            partial_lse=part.partial_lse,
-        )
-
-
-class _Pieces:
-    """Tensors of different shapes in one: ``index`` keeps what they hold, ``workspace`` room for it."""
-
-    def __init__(self) -> None:
-        self.index: list[Tensor] = []
-        self.numbers = 0  # of the workspace
-        self.shapes: list[list[int]] = []
-
-    def put(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            self._shape(tensor)
-            self.index.append(F.pad(tensor.flatten(), (0, -tensor.numel() % ALIGNMENT)))
-
-    def reserve(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            self._shape(tensor)
-            self.numbers += _aligned(tensor.numel())
-
-    def _shape(self, tensor: Tensor) -> None:
-        self.shapes.append([tensor.ndim, *tensor.shape, *[0] * (5 - tensor.ndim)])
-
-
-def _aligned(numbers: int) -> int:
-    return -(-numbers // ALIGNMENT) * ALIGNMENT
-
-
-def parts_of(
-    lengths: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
-    index: Tensor,
-    workspace: Tensor,
-    shapes: Tensor,
-    short: int,
-    max_expanded_tokens: int,
-    window: int,
-    page_size: int,
-) -> Parts:
-    """The parts of a plan from its fields. Reads nothing on the device."""
-    layout = lay_out(*map(tuple, lengths.tolist()), short, max_expanded_tokens, window >= 0)
-    given, place = iter(shapes.tolist()), [0, 0]
-
-    def take(flat: Tensor, count: int) -> list[Tensor]:
-        which, taken = int(flat is workspace), []
-        for _ in range(count):
-            ndim, *sizes = next(given)
-            numbers = math.prod(sizes[:ndim])
-            taken.append(flat[place[which] : place[which] + numbers].view(sizes[:ndim]))
-            place[which] += _aligned(numbers)
-        return taken
-
-    groups = []
-    for group in layout.groups:
-        if group.first_token >= 0:
-            rows = slice(group.rows[0], group.rows[-1] + 1)
-            mine = [t if t is None else t[rows] for t in (block_table, cache_seqlens, cache_starts)]
-            pieces = None
-        else:
-            mine = take(index, 2 if cache_starts is None else 3)
-            mine += [None] * (3 - len(mine))
-            pieces = PiecesPart(*take(index, 3))
-        groups.append(GroupPart(*mine, pieces, *take(index, 2), *take(workspace, 2)))
-    waves = tuple(
-        [(take(index, 1)[0], tuple([ChunkPart(*take(index, 2)) for _ in wave.chunks])) for wave in layout.waves]
-    )
-    return Parts(layout, tuple(groups), waves, window, block_table.shape[1] * page_size)
 
 
 def plan_mla_attention(
@@ -313,56 +168,74 @@ def _plan(
     for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_starts", cache_starts)):
         if tensor is not None and (tensor.shape != (batch,) or tensor.dtype != torch.int32):
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected torch.int32 {(batch,)}, [B]")
-    device = block_table.device
     query_lengths, cached_lengths, starts = map(tuple, lengths.tolist())
     layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, window is not None)
-    pieces = _Pieces()
+    pieces = Pieces()
     for group in layout.groups:
-        first, stop = group.rows[0], group.rows[-1] + 1
-        if group.first_token >= 0:
-            mine = [t if t is None else t[first:stop] for t in (block_table, cache_seqlens, cache_starts)]
-        else:
-            offset = [0, *_cumulative(query_lengths)]
-            begins = [(row, q, offset[row] + q) for row, q in zip(group.rows, group.first_query, strict=True)]
-            rows, behind, token = to_device(
-                [
-                    group.rows,
-                    [query_lengths[row] - q - group.seqlen_q for row, q, _ in begins],
-                    [token for _, _, token in begins],
-                ],
-                device,
-            )
-            where = {
-                token + q: place * group.seqlen_q + q
-                for place, (_, _, token) in enumerate(begins)
-                for q in range(group.seqlen_q)
-            }
-            mine = [t if t is None else t.index_select(0, rows) for t in (block_table, cache_seqlens, cache_starts)]
-            mine[1] = (mine[1] - behind).clamp_min(0)
-            pieces.put(*(tensor for tensor in mine if tensor is not None))
-            pieces.put((token[:, None] + torch.arange(group.seqlen_q, dtype=torch.int32, device=device)).flatten())
-            pieces.put(*to_device([list(where), list(where.values())], device))
+        mine = _rows_of(group, query_lengths, block_table, cache_seqlens, cache_starts, pieces)
         plan = decode_plan(*mine, group.seqlen_q)
         pieces.put(plan.schedule, plan.splits)
         pieces.reserve(plan.partial_out, plan.partial_lse)
     for wave in layout.waves:
-        pieces.put(*to_device([[0, *_cumulative(wave.query_lengths)]], device))
-        table = block_table[wave.first : wave.stop]
-        for chunk in wave.chunks:
-            bounds, begins = to_device([[0, *_cumulative(chunk.lengths)], [*chunk.first, 0]], device)
-            token = torch.arange(chunk.tokens, dtype=torch.int32, device=device)
-            sequence = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
-            position = token + (begins - bounds)[sequence.long()]
-            slots = slots_of(table, sequence, position, page_size)
-            _check_pages(slots, wave.first + sequence, position, cache_seqlens)
-            pieces.put(slots, bounds)
+        _put_wave(wave, block_table, cache_seqlens, page_size, pieces)
     nothing = cache_seqlens.new_empty(0)
     return MixedPlan(
         lengths, block_table, cache_seqlens, cache_starts, torch.cat([nothing, *pieces.index]),
-        torch.empty(pieces.numbers, dtype=torch.float32, device=device),
+        torch.empty(pieces.numbers, dtype=torch.float32, device=block_table.device),
         torch.tensor(pieces.shapes, dtype=torch.int64).view(-1, 6), short, max_expanded_tokens,
         -1 if window is None else window, page_size,
     )  # fmt: skip
+
+
+def _rows_of(
+    group: Group,
+    query_lengths: tuple[int, ...],
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    pieces: Pieces,
+) -> list[Tensor | None]:
+    """The batch's own tensors for the rows of a group. Where these are pieces of queries, they are kept too, with what
+    is read and written in the batch."""
+    batch = (block_table, cache_seqlens, cache_starts)
+    if group.first_token >= 0:
+        rows = slice(group.rows[0], group.rows[-1] + 1)
+        return [None if tensor is None else tensor[rows] for tensor in batch]
+    device, offset = block_table.device, [0, *accumulate(query_lengths)]
+    begins = [(row, q, offset[row] + q) for row, q in zip(group.rows, group.first_query, strict=True)]
+    rows, behind, token = to_device(
+        [
+            group.rows,
+            [query_lengths[row] - q - group.seqlen_q for row, q, _ in begins],
+            [token for _, _, token in begins],
+        ],
+        device,
+    )
+    where = {
+        token + q: place * group.seqlen_q + q
+        for place, (_, _, token) in enumerate(begins)
+        for q in range(group.seqlen_q)
+    }
+    mine = [None if tensor is None else tensor.index_select(0, rows) for tensor in batch]
+    mine[1] = (mine[1] - behind).clamp_min(0)
+    pieces.put(*(tensor for tensor in mine if tensor is not None))
+    pieces.put((token[:, None] + torch.arange(group.seqlen_q, dtype=torch.int32, device=device)).flatten())
+    pieces.put(*to_device([list(where), list(where.values())], device))
+    return mine
+
+
+def _put_wave(wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_size: int, pieces: Pieces) -> None:
+    """Where the queries and the cached tokens of a wave lie."""
+    device, table = block_table.device, block_table[wave.first : wave.stop]
+    pieces.put(*to_device([[0, *accumulate(wave.query_lengths)]], device))
+    for chunk in wave.chunks:
+        bounds, begins = to_device([[0, *accumulate(chunk.lengths)], [*chunk.first, 0]], device)
+        token = torch.arange(chunk.tokens, dtype=torch.int32, device=device)
+        sequence = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
+        position = token + (begins - bounds)[sequence.long()]
+        slots = slots_of(table, sequence, position, page_size)
+        _check_pages(slots, wave.first + sequence, position, cache_seqlens)
+        pieces.put(slots, bounds)
 
 
 def _check_pages(slots: Tensor, sequence: Tensor, position: Tensor, cache_seqlens: Tensor) -> None:
@@ -377,14 +250,6 @@ def _check_pages(slots: Tensor, sequence: Tensor, position: Tensor, cache_seqlen
             f"block_table has no page for token {int(position[first])} of sequence {int(sequence[first])}; expected one"
             " for every cached and new token"
         )
-
-
-def _cumulative(lengths: tuple[int, ...]) -> list[int]:
-    total, sums = 0, []
-    for length in lengths:
-        total += length
-        sums.append(total)
-    return sums
 
 
 def to_device(rows: list, device: torch.device) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
 from mha2mla.kernels.mla_decode.quantization import quantize_latent
-from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference, write_rows
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -257,6 +256,8 @@ def _rope_append(
         )  # fmt: skip
         return out
 
+    from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference
+
     def rotate(x: Tensor) -> Tensor:
         return rotate_reference(x, positions, inv_freq, attention_scaling=attention_scaling, interleaved=interleaved)
 
@@ -270,6 +271,8 @@ def _quantize_append(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: 
 
         launch_quantize_rows(capability(rows.device), dtype_name(rows.dtype), rows, row_cache, row_scale, slots)
     elif rows.numel():
+        from mha2mla.kernels.rope_append.reference import write_rows
+
         codes, scale = quantize_latent(rows)
         # index and where know no e4m3: its bytes do
         write_rows(((row_cache.view(torch.uint8), codes.view(torch.uint8)), (row_scale, scale)), slots)

@@ -1,0 +1,157 @@
+"""A ragged batch's plan by its parts, and how they lie in its few tensors."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from mha2mla.kernels.mixed_attention.layout import BatchLayout, lay_out
+from mha2mla.kernels.split_kv.plan import DecodePlan
+
+ALIGNMENT = 32  # numbers; pieces of the flat tensors begin at multiples of it, 128 bytes
+
+
+class PiecesPart(NamedTuple):
+    """Rows of a group that are pieces of queries: ``tokens [B_g * S_q]`` of the batch are read; ``targets [n]`` are the
+    same without repetitions, and their results are rows ``sources [n]``. int32."""
+
+    tokens: Tensor
+    targets: Tensor
+    sources: Tensor
+
+
+class GroupPart(NamedTuple):
+    """Tensors of a :class:`~mha2mla.kernels.mixed_attention.layout.Group` of B_g rows: ``block_table [B_g,
+    max_pages]``, ``cache_seqlens [B_g]``, ``cache_starts [B_g]`` or None, ``pieces`` where the rows are no whole
+    queries; then the fields of a plan of the decode op."""
+
+    block_table: Tensor
+    cache_seqlens: Tensor
+    cache_starts: Tensor | None
+    pieces: PiecesPart | None
+    schedule: Tensor
+    splits: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+
+class ChunkPart(NamedTuple):
+    """``slots [T]`` in the cache of a chunk's tokens, -1 where there is no page (of rows that pad the batch), and
+    ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
+
+    slots: Tensor
+    cu_seqlens_k: Tensor
+
+
+class Parts(NamedTuple):
+    """A plan by its parts: groups; and per wave ``cu_seqlens_q`` and its chunks."""
+
+    layout: BatchLayout
+    groups: tuple[GroupPart, ...]
+    waves: tuple[tuple[Tensor, tuple[ChunkPart, ...]], ...]
+    window: int
+    capacity: int
+
+    def check_lengths(self, lengths: Tensor, cache_seqlens: Tensor) -> None:
+        """Raise ValueError if sequences whose calls were made from ``lengths`` have other lengths on the device by now.
+
+        On the CPU only, where looking costs nothing; the decode op looks after the others. 0 is a row of padding.
+        """
+        if cache_seqlens.device.type != "cpu":
+            return
+        rows = {row for group in self.layout.groups if group.first_token < 0 for row in group.rows}
+        rows.update(row for wave in self.layout.waves for row in range(wave.first, wave.stop))
+        for row in sorted(rows):
+            planned, is_now = int(lengths[:2, row].sum()), int(cache_seqlens[row])
+            if is_now not in (0, planned):
+                raise ValueError(
+                    f"plan was made for {planned} tokens of sequence {row}; expected {is_now}, its cache_seqlens: make"
+                    " a new plan"
+                )
+
+    def decode_plan(self, group: int, heads: int, width: int) -> DecodePlan:
+        """The decode op's plan for a group, whose queries are [B_g, S_q, heads, width]."""
+        part, shape = self.groups[group], self.layout.groups[group]
+        return DecodePlan(
+            shape=(len(shape.rows), shape.seqlen_q, heads, width),
+            capacity=self.capacity,
+            causal=True,
+            window=None if self.window < 0 else self.window,
+            sinks=0,
+            schedule=part.schedule,
+            splits=part.splits,
+            partial_out=part.partial_out,
+            partial_lse=part.partial_lse,
+        )
+
+
+class Pieces:
+    """Tensors of different shapes in one: ``index`` keeps what they hold, ``workspace`` room for it."""
+
+    def __init__(self) -> None:
+        self.index: list[Tensor] = []
+        self.numbers = 0  # of the workspace
+        self.shapes: list[list[int]] = []
+
+    def put(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._shape(tensor)
+            self.index.append(F.pad(tensor.flatten(), (0, -tensor.numel() % ALIGNMENT)))
+
+    def reserve(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._shape(tensor)
+            self.numbers += _aligned(tensor.numel())
+
+    def _shape(self, tensor: Tensor) -> None:
+        self.shapes.append([tensor.ndim, *tensor.shape, *[0] * (5 - tensor.ndim)])
+
+
+def _aligned(numbers: int) -> int:
+    return -(-numbers // ALIGNMENT) * ALIGNMENT
+
+
+def parts_of(
+    lengths: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    index: Tensor,
+    workspace: Tensor,
+    shapes: Tensor,
+    short: int,
+    max_expanded_tokens: int,
+    window: int,
+    page_size: int,
+) -> Parts:
+    """The parts of a plan from its fields. Reads nothing on the device."""
+    layout = lay_out(*map(tuple, lengths.tolist()), short, max_expanded_tokens, window >= 0)
+    given, place = iter(shapes.tolist()), [0, 0]
+
+    def take(flat: Tensor, count: int) -> list[Tensor]:
+        which, taken = int(flat is workspace), []
+        for _ in range(count):
+            ndim, *sizes = next(given)
+            numbers = math.prod(sizes[:ndim])
+            taken.append(flat[place[which] : place[which] + numbers].view(sizes[:ndim]))
+            place[which] += _aligned(numbers)
+        return taken
+
+    groups = []
+    for group in layout.groups:
+        if group.first_token >= 0:
+            rows = slice(group.rows[0], group.rows[-1] + 1)
+            mine = [t if t is None else t[rows] for t in (block_table, cache_seqlens, cache_starts)]
+            pieces = None
+        else:
+            mine = take(index, 2 if cache_starts is None else 3)
+            mine += [None] * (3 - len(mine))
+            pieces = PiecesPart(*take(index, 3))
+        groups.append(GroupPart(*mine, pieces, *take(index, 2), *take(workspace, 2)))
+    waves = tuple(
+        [(take(index, 1)[0], tuple([ChunkPart(*take(index, 2)) for _ in wave.chunks])) for wave in layout.waves]
+    )
+    return Parts(layout, tuple(groups), waves, window, block_table.shape[1] * page_size)
