@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -111,16 +112,8 @@ class SequenceBatch:
         count = len(query_lengths)
         starts = [0] * count if cache_starts is None else list(cache_starts)
         tickets = [(-1, -1)] * count if tickets is None else list(tickets)
-        for name, given in (
-            ("cached_lengths", cached_lengths), ("pages", pages), ("cache_starts", starts), ("tickets", tickets),
-        ):  # fmt: skip
-            if len(given) != count:
-                raise ValueError(f"{name} has {len(given)} entries; expected {count}, one per sequence")
-        for name, given in (
-            ("query_lengths", query_lengths), ("cached_lengths", cached_lengths), ("cache_starts", starts),
-        ):  # fmt: skip
-            if any(value < 0 for value in given):
-                raise ValueError(f"{name} is {list(given)}; expected no negative number")
+        lengths = {"query_lengths": query_lengths, "cached_lengths": cached_lengths, "cache_starts": starts}
+        _check_lists(count, lengths, {"pages": pages, "tickets": tickets})
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; expected at least 1")
         width = max(1, *(len(row) for row in pages)) if pages else 1
@@ -149,9 +142,7 @@ class SequenceBatch:
         table = torch.full((len(order), max_pages or width), NO_PAGE, dtype=torch.int32)
         for row, mine in zip(table, in_order(pages, ()), strict=True):
             row[: len(mine)] = torch.tensor(mine, dtype=torch.int32)
-        cu_seqlens = [0]
-        for length in queries:
-            cu_seqlens.append(cu_seqlens[-1] + length)
+        cu_seqlens = [0, *itertools.accumulate(queries)]
         device = torch.device(device)
         packed = torch.tensor([cu_seqlens, [*cached, 0], [*stops, 0], [*starts, 0]], dtype=torch.int32)
         packed, table = _to_device(packed, device), _to_device(table, device)
@@ -171,17 +162,6 @@ class SequenceBatch:
             tickets=torch.tensor(in_order(tickets, (-1, -1)), dtype=torch.int64).view(-1, 2).T.contiguous(),
             page_size=page_size,
         )
-
-    @classmethod
-    def example(cls, page_size: int = 16, device: torch.device | str = "cpu") -> SequenceBatch:
-        """A small batch with decodes, a draft, a chunk of a prefill and a fresh prompt; for tracing and trying out."""
-        lengths, cached = (1, 1, 3, 20, 11), (5, 37, 16, 40, 0)
-        pages, used = [], 0
-        for new, old in zip(lengths, cached, strict=True):
-            needed = -(-(new + old) // page_size)
-            pages.append(range(used, used + needed))
-            used += needed
-        return cls.build(lengths, cached, pages, page_size, num_pages=used, device=device)
 
     @classmethod
     def maximum(
@@ -326,6 +306,15 @@ def token_places(
     row = sequences.clamp_min(0).long()
     positions = torch.where(inside, cached_lengths[row] + token - cu_seqlens_q[row], 0)
     return sequences, positions, slots_of(block_table, sequences, positions, page_size)
+
+
+def _check_lists(count: int, lengths: Mapping[str, Sequence[int]], others: Mapping[str, Sequence]) -> None:
+    for name, given in {**lengths, **others}.items():
+        if len(given) != count:
+            raise ValueError(f"{name} has {len(given)} entries; expected {count}, one per sequence")
+    for name, given in lengths.items():
+        if any(value < 0 for value in given):
+            raise ValueError(f"{name} is {list(given)}; expected no negative number")
 
 
 def _check_capacity(

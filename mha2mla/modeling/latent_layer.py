@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, dequantize_latent, is_absorbed
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, dequantize_latent, is_absorbed, mla_append
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import UniformBatch
 from mha2mla.modeling.cache_layout import PAGE_SIZE, CacheLayout, in_bytes
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
-from mha2mla.modeling.served import backend_over_cache
+from mha2mla.modeling.served import name_over_cache
 
 
 class Pages(NamedTuple):
@@ -96,7 +97,8 @@ class LatentLayer(CacheLayerMixin):
         Raises:
             ValueError: it refuses the layer, or its cache is made of other tensors than what is cached.
         """
-        backend, long_queries = backend_over_cache(name, self.geometry, self.page_size, dtype, device)
+        found, long_queries = name_over_cache(name, self.geometry, self.page_size, dtype, device)
+        backend = ATTENTION_BACKENDS.get(found)
         layout = backend.cache_layout(self.geometry, self.page_size, dtype)
         if self.is_initialized and layout != self._layout:
             raise ValueError(
@@ -284,16 +286,22 @@ class LatentLayer(CacheLayerMixin):
         """
         batch, _, new_tokens, _ = key_states.shape
         self.open(batch, new_tokens, key_states.dtype, key_states.device)
-        rotated = value_states.detach()[:, 0].flatten(0, 1).unflatten(-1, (self.geometry.num_rope_heads, -1))
-        given = {
-            "latent": key_states.detach()[:, 0].flatten(0, 1),
-            "k_pe": rotated,
-            "q_pe": rotated[:, :0],
-            # Frequencies of zero leave keys alone that are rotated already.
-            "inv_freq": rotated.new_zeros(1, rotated.shape[-1] // 2, dtype=torch.float32),
-        }
-        position_ids = torch.zeros(1, new_tokens, dtype=torch.int32, device=self.device)
-        self.backend.append(given, self.tensors, self.place(position_ids), self.constants)
+        latent, rotated = (states.detach()[:, 0].flatten(0, 1).to(self.dtype) for states in (key_states, value_states))
+        rotated = rotated.unflatten(-1, (self.geometry.num_rope_heads, -1))
+        places = self.place(torch.zeros(1, new_tokens, dtype=torch.int32, device=self.device))
+        # Keys are rotated already: frequencies of zero leave them alone, exactly in plain torch.
+        mla_append(
+            latent,
+            rotated,
+            rotated[:, :0],
+            self.tensors["latent_cache"],
+            self.tensors["rope_cache"],
+            places.positions,
+            places.slots,
+            rotated.new_zeros(1, rotated.shape[-1] // 2, dtype=torch.float32),
+            latent_scale=self.tensors.get("latent_scale"),
+            backend="reference",
+        )
         if self.is_empty:
             returned = key_states, value_states
         else:

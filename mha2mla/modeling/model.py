@@ -150,6 +150,12 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         self._length_watch.see(past_key_values, inputs_embeds if input_ids is None else input_ids)
         if use_cache and past_key_values is None:
             past_key_values = LatentCache(self.config)
+        output_attentions = self._flag("output_attentions", output_attentions)
+        if output_attentions and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"output_attentions is True with attn_implementation {self.config._attn_implementation!r}; expected "
+                "'eager', which alone computes them"
+            )
         errors = nullcontext()
         if isinstance(past_key_values, LatentCache) and not torch.compiler.is_compiling():
             errors = past_key_values.unchanged_by_errors()
@@ -162,7 +168,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
                 inputs_embeds,
                 labels,
                 use_cache,
-                self._flag("output_attentions", output_attentions),
+                output_attentions,
                 self._flag("output_router_logits", output_router_logits),
                 logits_to_keep,
                 **kwargs,
@@ -190,11 +196,6 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """:meth:`forward` with its defaults filled in. Counts the new tokens last, when nothing can fail any more."""
-        if output_attentions and self.config._attn_implementation != "eager":
-            raise ValueError(
-                f"output_attentions is True with attn_implementation {self.config._attn_implementation!r}; expected "
-                "'eager', which alone computes them"
-            )
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         batch, query_length = tokens.shape[:2]
         latent = cache if isinstance(cache, LatentCache) else None
@@ -233,29 +234,39 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             hidden = refuse_gradients(hidden)
             hidden_states = hidden_states and tuple([refuse_gradients(each) for each in hidden_states])
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, kept])
-        results = {
-            "loss": None,
-            "logits": logits,
-            "past_key_values": outputs.past_key_values,
-            "hidden_states": hidden_states,
-            "attentions": tuple(attentions.values()) if output_attentions else None,
-        }
-        if labels is not None:
-            results["loss"] = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
-        routers = getattr(outputs, "router_logits", None)
-        kind = CausalLMOutputWithPast if routers is None else MoeCausalLMOutputWithPast
-        if routers is not None:
-            source = self.model.config
-            loss = load_balancing_loss(source, routers, of_new_tokens)
-            results |= {"router_logits": routers, "aux_loss": loss}
-            if labels is not None:
-                results["loss"] = results["loss"] + source.router_aux_loss_coef * loss.to(logits.device)
+        results = self._with_losses(
+            labels,
+            of_new_tokens,
+            getattr(outputs, "router_logits", None),
+            kwargs,
+            logits=self.lm_head(hidden[:, kept]),
+            past_key_values=outputs.past_key_values,
+            hidden_states=hidden_states,
+            attentions=tuple(attentions.values()) if output_attentions else None,
+        )
         if step is not None:
             latent.advance(query_length)
-        return kind(**results)
+        return results
+
+    def _with_losses(
+        self,
+        labels: Tensor | None,
+        of_new_tokens: Tensor | None,
+        routers: tuple[Tensor, ...] | None,
+        arguments: dict[str, Any],
+        **results: Any,
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+        """``results`` with the loss of ``labels``, and what comes from ``routers`` where there are some."""
+        logits, loss = results["logits"], None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **arguments)
+        if routers is None:
+            return CausalLMOutputWithPast(loss=loss, **results)
+        source = self.model.config
+        balance = load_balancing_loss(source, routers, of_new_tokens)
+        if loss is not None:
+            loss = loss + source.router_aux_loss_coef * balance.to(logits.device)
+        return MoeCausalLMOutputWithPast(loss=loss, router_logits=routers, aux_loss=balance, **results)
 
     def _refuses_gradients(self, cache: LatentCache | None, inputs_embeds: Tensor | None) -> bool:
         """Whether gradients of this call would lack the part of them that goes through cached tokens.

@@ -38,11 +38,11 @@ def find_over_cache(
 
 
 @torch.compiler.assume_constant_result
-def backend_over_cache(
+def name_over_cache(
     name: str | None, geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device
-) -> tuple[AttentionBackend, bool]:
-    """The backend of :func:`find_over_cache`, and whether it serves queries of any length. Dynamo takes the answer and
-    does not trace how it was found.
+) -> tuple[str, bool]:
+    """What the backend of :func:`find_over_cache` is called, and whether it serves queries of any length. Dynamo takes
+    the answer, which must be constants, and does not trace how it was found.
 
     Raises:
         ValueError: it refuses the layer, with the reason.
@@ -50,7 +50,7 @@ def backend_over_cache(
     backend, why = find_over_cache(name, geometry, page_size, dtype, device)
     if backend is None:
         raise ValueError(f"{refused(name, geometry)}: {why}")
-    return backend, backend.refusal(geometry, page_size, dtype, device) is None
+    return backend.name, backend.refusal(geometry, page_size, dtype, device) is None
 
 
 @dataclass(frozen=True)

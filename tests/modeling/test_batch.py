@@ -116,6 +116,6 @@ def test_a_real_batch_takes_the_place_of_the_maximum():
     assert addresses == [t.data_ptr() for t in (largest.slots, largest.block_table, largest.cache_seqlens)]
     with pytest.raises(ValueError, match="other has 2 sequences of 3 pages"):
         largest.copy_(SequenceBatch.build([1, 1], [4, 9], [[0, 1], [5, 6, 7]], PAGE))
-    long = SequenceBatch.example(PAGE)
+    long = SequenceBatch.build([20], [0], [range(5)], PAGE)
     with pytest.raises(ValueError, match="max_seqlen_q is 20; expected at most 8"):
         long.copy_(long)

@@ -70,6 +70,21 @@ def test_several_new_tokens_compiled(case):
     assert counter.frame_count == 1 and not cache.plans
 
 
+@pytest.mark.parametrize("name", [None, "mla_fp8_reference"])
+@torch.no_grad()
+def test_a_prompt_compiled_before_the_cache_has_pages(name):
+    """Which backend serves is found while the step is traced, and not traced itself."""
+    model = models.mla_model("per layer", attention_backend=name)
+    ids = models.tokens(2, 7)
+    expected, cache = LatentCache(model.config, max_cache_len=32), LatentCache(model.config, max_cache_len=32)
+    step = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for part in (ids[:, :6], ids[:, 6:]):
+        torch._dynamo.reset()
+        logits = step(input_ids=part, past_key_values=cache, use_cache=True).logits
+        assert models.relative_error(logits, model(part, past_key_values=expected).logits) < 1e-6
+    assert {layer.backend.name for layer in cache.layers} == {name or "mla_reference"}
+
+
 @pytest.mark.parametrize("form", ["auto", "expanded"])
 def test_generate_compiles_its_step(form):
     """As generate does by itself on a GPU with a static cache, in both forms: one graph, and one for two prompts."""
