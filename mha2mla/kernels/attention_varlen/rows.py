@@ -1,0 +1,130 @@
+"""What both varlen kernels share: their arguments, which query rows a CTA works on, and the softmax of a tile."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from mha2mla.kernels.attention_varlen.tiling import VarlenShape
+from mha2mla.kernels.machine import GPU, Buffers, Machine
+from mha2mla.kernels.split_kv.fragment import LN2
+
+
+class VarlenTypes:
+    """Types of the tensors: q [T_q,H,d_0], q_pe [T_q,H,d_1], k [T_k,G_0,d_0], k_pe [T_k,G_1,d_1], v [T_k,G_v,d_v]
+    (token and head strides at run time, multiples of 8 elements; without a second part q_pe and k_pe are q and k
+    again), cu_seqlens_q and cu_seqlens_k [B+1] int32, out [T_q,H,d_v], lse [H,T_q] float32.
+
+    After them a kernel takes softmax_scale float32; row_tiles int32, tiles of rows that the longest query has; section
+    int32, how many heads (of all sequences, counted through) are worked on before the next ones. Grid: row_tiles * H *
+    B.
+    """
+
+    def __init__(self, shape: VarlenShape, machine: Machine = GPU):
+        tokens_q, tokens_k, self.bounds = T.dynamic("tokens_q"), T.dynamic("tokens_k"), T.dynamic("bounds")
+        widths, key_heads = (*shape.widths, shape.widths[0]), (*shape.key_heads, shape.key_heads[0])
+        self.q = machine.strided("q", [tokens_q, shape.heads, widths[0]], shape.dtype)
+        self.q_pe = machine.strided("r", [tokens_q, shape.heads, widths[1]], shape.dtype)
+        self.k = machine.strided("k", [tokens_k, key_heads[0], widths[0]], shape.dtype)
+        self.k_pe = machine.strided("p", [tokens_k, key_heads[1], widths[1]], shape.dtype)
+        self.v = machine.strided("v", [tokens_k, shape.value_heads, shape.v_head_dim], shape.dtype)
+        self.cu_seqlens_q = T.Tensor([self.bounds], T.int32)
+        self.cu_seqlens_k = T.Tensor([self.bounds], T.int32)
+        self.out = T.Tensor([tokens_q, shape.heads, shape.v_head_dim], shape.dtype)
+        self.lse = T.Tensor([shape.heads, tokens_q], T.float32)
+
+
+FIRST_QUERY, QUERIES, FIRST_KEY, KEYS, TILES, FULL = range(6)  # of a span; tiles that some row and that every row sees
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rows of a CTA: those of query head ``head`` from ``row0`` of the sequence on; ``span`` as above."""
+
+    shape: VarlenShape
+    head: Any
+    row0: Any
+    span: Any
+
+    def key_head(self, part: int):
+        return self.head // (self.shape.heads // self.shape.key_heads[part])
+
+    def value_head(self):
+        return self.head // (self.shape.heads // self.shape.value_heads)
+
+
+@T.macro
+def find_place(shape, rows, block, x, bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section):
+    """The :class:`Place` of CTA ``x``: sections of heads whose keys stay in the L2 cache; within one, the last query
+    rows of every head first."""
+    place = T.alloc_local([4], T.int32)  # section's first head, its heads, tile of rows, head and sequence
+    place[0] = T.truncdiv(x, section * row_tiles) * section
+    place[1] = T.min(section, shape.heads * (bounds - 1) - place[0])
+    place[2] = row_tiles - 1 - T.truncdiv(x - place[0] * row_tiles, place[1])
+    place[3] = place[0] + T.truncmod(x - place[0] * row_tiles, place[1])
+    head = place[3] % shape.heads
+    span = T.alloc_local([6], T.int32)
+    span[FIRST_QUERY] = cu_seqlens_q[place[3] // shape.heads]
+    span[QUERIES] = cu_seqlens_q[place[3] // shape.heads + 1] - span[FIRST_QUERY]
+    span[FIRST_KEY] = cu_seqlens_k[place[3] // shape.heads]
+    span[KEYS] = cu_seqlens_k[place[3] // shape.heads + 1] - span[FIRST_KEY]
+    row0 = place[2] * rows
+    if shape.causal:
+        span[TILES] = T.max(0, span[KEYS] - span[QUERIES] + T.min(span[QUERIES], row0 + rows))
+        span[TILES] = (T.min(span[TILES], span[KEYS]) + block - 1) // block
+        span[FULL] = T.max(0, T.min(span[KEYS], span[KEYS] - span[QUERIES] + row0 + 1)) // block
+    else:
+        span[TILES] = (span[KEYS] + block - 1) // block
+        span[FULL] = span[KEYS] // block
+    if row0 >= span[QUERIES]:
+        span[TILES] = 0
+    return Place(shape, head, row0, span)
+
+
+def new_rows(machine: Machine, rows: int, block: int, dtype: str) -> Buffers:
+    """Registers: scores ``s`` and weights ``p`` of a tile; of each row the maximum ``m``, the scaled maximum ``z``,
+    what weights are relative to (``use``), the factor ``al`` for what was summed before, and the denominator ``den``.
+    """
+    return Buffers(
+        s=machine.alloc_fragment([rows, block], T.float32),
+        p=machine.alloc_fragment([rows, block], dtype),
+        m=machine.alloc_fragment([rows], T.float32),
+        z=machine.alloc_fragment([rows], T.float32),
+        use=machine.alloc_fragment([rows], T.float32),
+        al=machine.alloc_fragment([rows], T.float32),
+        den=machine.alloc_fragment([rows], T.float32),
+        total=machine.alloc_fragment([rows], T.float32),
+    )
+
+
+@T.macro
+def begin(y):
+    T.fill(y.den, 0)
+    T.fill(y.m, -T.infinity(T.float32))
+    T.fill(y.z, -T.infinity(T.float32))
+
+
+@T.macro
+def find_weights(machine, y, scale):
+    """Online softmax over one tile (arXiv 1805.02867). ``z`` is the scaled maximum, rounded once: weights, denominator
+    and rescaling subtract the same number, so that its rounding cancels."""
+    rows, block = int(y.s.shape[0]), int(y.s.shape[1])
+    T.reduce_max(y.s, y.m, dim=1, clear=False)
+    for i in machine.parallel(rows):
+        y.al[i] = y.z[i]
+        y.z[i] = y.m[i] * scale
+        y.use[i] = T.if_then_else(y.m[i] == -T.infinity(T.float32), 0.0, y.z[i])
+        y.al[i] = T.exp2(y.al[i] - y.use[i])
+    for i, j in machine.parallel(rows, block):
+        y.s[i, j] = T.exp2(y.s[i, j] * scale - y.use[i])
+    T.reduce_sum(y.s, y.total, dim=1)
+    for i in machine.parallel(rows):
+        y.den[i] = y.den[i] * y.al[i] + y.total[i]
+
+
+@T.macro
+def finish(machine, y):
+    """``z`` becomes the log-sum-exp, -inf of nothing, ``den`` the factor for the output."""
+    for i in machine.parallel(int(y.s.shape[0])):
+        y.z[i] = T.if_then_else(y.den[i] == 0, -T.infinity(T.float32), (T.log2(y.den[i]) + y.z[i]) * LN2)
+        y.den[i] = 1.0 / T.max(y.den[i], 1e-30)
