@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels import explain_mla_decode
 from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
 from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.kernels.split_kv.tuning import configuration, shape_fields
 
 Geometry = tuple[int, ...]  # H, G, d_c, d_r and, if it is not 1, S_q
 
@@ -119,8 +118,8 @@ def table_row(final: Trial, us: Sequence[float]) -> dict[str, Any]:
     winner = choose_winner(final, us)
     rule = next((time for candidate, time in zip(final.candidates, us, strict=True) if candidate.rule), None)
     return {
-        **shape_fields(final.shape),
-        **configuration(final.candidates[winner].choice),
+        **asdict(final.shape),
+        **final.candidates[winner].choice.configuration(),
         "us": round(us[winner], 2),
         "rule_us": None if rule is None else round(rule, 2),
         "batch": len(final.problem.lengths),

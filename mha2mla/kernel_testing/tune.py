@@ -31,9 +31,9 @@ from mha2mla.kernel_testing.trials import (
 )
 from mha2mla.kernel_testing.workers import Outcome, progress_bar, run_in_workers
 from mha2mla.kernels.devices import capability, device_name, num_sms
-from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
+from mha2mla.kernels.mla_decode.selection import TUNING, DecodeShape, list_kernels
 from mha2mla.kernels.split_kv.limits import DTYPES
-from mha2mla.kernels.split_kv.tuning import configuration, user_table, write_rows
+from mha2mla.kernels.split_kv.tuning import user_table
 
 GEOMETRIES: tuple[Geometry, ...] = (
     (32, 32, 512, 16),
@@ -134,7 +134,7 @@ def tune(
             Trial(problem, dtype, (Candidate(choice, choice.num_ctas(sms), choice is choices[0]),))
             for choice in choose_candidates(choices, candidates)
         ]
-    write_rows(path, [])  # before anything is measured: it can be written, and what is there is a table
+    TUNING.write(path, [])  # before anything is measured: it can be written, and what is there is a table
     failures = compile_all(
         [trial for mine in entered.values() for trial in mine], major_minor, timeout=COMPILE_TIMEOUT, progress=progress
     )
@@ -143,7 +143,7 @@ def tune(
     origin = {"tilelang": environment["tilelang"], "date": environment["date"][:10], "commit": environment["commit"]}
 
     def keep(row: dict[str, Any]) -> None:
-        write_rows(path, [{"gpu": device_name(device)} | row | origin])
+        TUNING.write(path, [{"gpu": device_name(device)} | row | origin])
 
     return _measure_all(entered, failures, run, keep, timeout=timeout, progress=progress)
 
@@ -206,7 +206,7 @@ def _result_row(trial: Trial, result: dict[str, Any], final: Outcome | None) -> 
         "batch": len(problem.lengths),
         "seqlen": problem.lengths[0],
         "MB": problem.cache_bytes() / 1e6,
-        **configuration(choice),
+        **choice.configuration(),
         "num_ctas": candidate.num_ctas,
         "us": result["us"][0] if "us" in result else None,
         "final_us": None,

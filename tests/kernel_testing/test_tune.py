@@ -28,11 +28,10 @@ from mha2mla.kernel_testing.tune import GEOMETRIES, summarize, tune
 from mha2mla.kernel_testing.workers import Outcome
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.mla_decode.api import MLA
-from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
+from mha2mla.kernels.mla_decode.selection import TUNING, DecodeShape, list_kernels
 from mha2mla.kernels.split_kv import op, tuning
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan import DecodePlan
-from mha2mla.kernels.split_kv.tuning import configuration, match, read_table
 
 GPU = "NVIDIA H200"
 LLAMA, DEEPSEEK = (32, 8, 512, 16), (128, 1, 512, 64)
@@ -56,7 +55,7 @@ class FakeGpu:
         for job in jobs:
             if function is trial_run.compile_candidate:
                 self.compiled.append(job)
-                failure = "hung: no answer" if configuration(job[1])["kernel"] in self.compile_failures else None
+                failure = "hung: no answer" if job[1].configuration()["kernel"] in self.compile_failures else None
                 yield Outcome(job, None, failure)
                 continue
             assert function.func is measure and function.keywords["device"] == "cuda:0"
@@ -86,7 +85,7 @@ def gpu(monkeypatch, tmp_path) -> FakeGpu:
 
 
 def one_row(path) -> dict:
-    (row,) = read_table(path).values()
+    (row,) = TUNING.read(path).values()
     return row
 
 
@@ -97,7 +96,7 @@ def test_the_fastest_right_candidate_becomes_a_row(gpu, tmp_path):
     assert [trial.final for trial in gpu.measured] == [False] * 8 + [True]
     row = one_row(tmp_path / "table.json")
     shape = DecodeShape(*LLAMA, 64, 1, "bfloat16")
-    assert match(row, list_kernels(shape, 90)).kernel == "swap_ab"
+    assert TUNING.match(row, list_kernels(shape, 90)).kernel == "swap_ab"
     rule = list_kernels(shape, 90)[0]
     assert (row["us"], row["rule_us"]) == (80.0, 100.0 + rule.num_stages)
     assert (row["gpu"], row["batch"], row["seqlen"], row["dtype"]) == (GPU, 16, 1024, "bfloat16")
@@ -116,7 +115,7 @@ def test_the_rules_choice_is_kept_unless_something_is_clearly_faster(gpu, tmp_pa
         (summary,) = summarize(tune([LLAMA], table=tmp_path / f"{kept}.json", progress=False))
         row = one_row(tmp_path / f"{kept}.json")
         rule = list_kernels(DecodeShape(*LLAMA, 64, 1, "bfloat16"), 90)[0]
-        assert (match(row, [rule]) is rule) == kept
+        assert (TUNING.match(row, [rule]) is rule) == kept
         assert row["us"] == (100.0 if kept else 98.0) and row["rule_us"] == 100.0
         assert summary["us"] == row["us"]
 
@@ -146,14 +145,14 @@ def test_what_fails_costs_nothing_else(gpu, tmp_path):
     statuses = {row["status"].partition(":")[0] for row in rows if row["H"] == 128}
     assert statuses == {"ok", "not compiled", "hung", "wrong"}
     assert all(row["us"] is None for row in rows if row["status"] != "ok")
-    for row in read_table(tmp_path / "table.json").values():
+    for row in TUNING.read(tmp_path / "table.json").values():
         assert row["rule_us"] is None and row["us"] == 90.0 and row["kernel"] == "swap_ab_ws"
     (deepseek, _) = summarize(rows)
     assert deepseek["status"].endswith("not right") and deepseek["rule_us"] is None and deepseek["gain"] is None
 
     gpu.us = lambda candidate: "all of it"
     (summary,) = summarize(tune([(9, 3, 64, 8)], table=tmp_path / "none.json", progress=False))
-    assert summary["status"].startswith("no row: ") and read_table(tmp_path / "none.json") == {}
+    assert summary["status"].startswith("no row: ") and TUNING.read(tmp_path / "none.json") == {}
 
     def crash(candidate):
         raise RuntimeError("crashed: the process ended with exit code 1")
@@ -161,7 +160,7 @@ def test_what_fails_costs_nothing_else(gpu, tmp_path):
     gpu.us, gpu.final_us = lambda candidate: 90.0, crash
     gpu.compile_failures = set()
     (summary,) = summarize(tune([(9, 3, 64, 8)], table=tmp_path / "none.json", progress=False))
-    assert summary["status"].startswith("no row: in the final: crashed") and read_table(tmp_path / "none.json") == {}
+    assert summary["status"].startswith("no row: in the final: crashed") and TUNING.read(tmp_path / "none.json") == {}
 
 
 def test_an_interrupted_run_keeps_the_shapes_that_are_done(gpu, tmp_path):
@@ -180,7 +179,7 @@ def test_a_table_is_merged_and_defaults_to_the_users(gpu, tmp_path):
     tune([LLAMA, LLAMA], progress=False)
     assert len([trial for trial in gpu.measured if trial.final]) == 1, "a shape is measured once"
     tune([(*LLAMA, 3), (*LLAMA, 1)], dtype="float16", page_size=16, progress=False)
-    table = read_table(tmp_path / "cache" / "tuning.json")
+    table = TUNING.read(tmp_path / "cache" / "tuning.json")
     found = {(row["seqlen_q"], row["dtype"], row["page_size"]) for row in table.values()}
     assert found == {(1, "bfloat16", 64), (4, "float16", 16), (1, "float16", 16)}
 
@@ -356,11 +355,11 @@ def test_the_verb(gpu, tmp_path, capsys):
     assert "H32 G8 c512 r16 8x2048" in out and "H128 G1 c512 r64 64x2048" in out
     content = json.loads(report.read_text())
     assert content["kind"] == "tuning" and content["environment"]["torch"] and len(content["rows"]) >= 12
-    assert len(read_table(table)) == 4
+    assert len(TUNING.read(table)) == 4
     gpu.us = lambda candidate: "relative error 1"
     assert main(argv) == 1
     assert "no row" in capsys.readouterr().out
-    assert len(read_table(table)) == 4, "rows of an earlier run stay"
+    assert len(TUNING.read(table)) == 4, "rows of an earlier run stay"
 
 
 @pytest.mark.parametrize(

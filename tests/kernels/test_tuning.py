@@ -7,28 +7,18 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
+from mha2mla.kernels.mla_decode import selection
+from mha2mla.kernels.mla_decode.selection import TUNING, DecodeShape, list_kernels, select_kernel
 from mha2mla.kernels.split_kv import tuning
-from mha2mla.kernels.split_kv.tuning import (
-    FIELDS,
-    PACKAGE_TABLE,
-    configuration,
-    find,
-    key_of,
-    match,
-    read_table,
-    shape_fields,
-    write_rows,
-)
 
 GPU = "NVIDIA H200"
 SHAPE = DecodeShape(32, 8, 512, 16, 64, 1, "bfloat16")
-PACKAGE_ROWS = list(read_table(PACKAGE_TABLE).values())
+PACKAGE_ROWS = list(TUNING.read(TUNING.package).values())
 
 
 def row_for(shape: DecodeShape, number: int = 0, **changes) -> dict:
@@ -36,7 +26,7 @@ def row_for(shape: DecodeShape, number: int = 0, **changes) -> dict:
     measured = {"us": 86.12, "rule_us": 92.0, "batch": 64, "seqlen": 4096}
     origin = {"tilelang": "0.1.15", "date": "2026-11-21", "commit": None}
     choice = list_kernels(shape, 90)[number]
-    return {"gpu": GPU} | shape_fields(shape) | configuration(choice) | measured | origin | changes
+    return {"gpu": GPU} | asdict(shape) | choice.configuration() | measured | origin | changes
 
 
 @pytest.fixture
@@ -44,8 +34,8 @@ def tables(tmp_path, monkeypatch) -> tuple[Path, Path]:
     """Paths of a user's and a package's table that tests may write; select_kernel looks there."""
     user, package = tmp_path / "cache" / "tuning.json", tmp_path / "package" / "tuning.json"
     monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tuning, "PACKAGE_TABLE", package)
-    caches = (tuning.user_table, read_table, select_kernel)
+    monkeypatch.setattr(selection, "TUNING", replace(TUNING, package=package))
+    caches = (tuning.user_table, tuning._read_once, select_kernel)
     for cached in caches:
         cached.cache_clear()
     yield user, package
@@ -57,25 +47,25 @@ def tables(tmp_path, monkeypatch) -> tuple[Path, Path]:
 def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "new" / "tuning.json"
     rows = [row_for(SHAPE), row_for(replace(SHAPE, heads=16)), row_for(SHAPE, gpu="NVIDIA H100", rule_us=None)]
-    assert read_table(path) == {}
-    assert write_rows(path, rows[:2]) == path
-    write_rows(path, rows[2:])
-    assert sorted(read_table(path)) == sorted(map(key_of, rows))
-    assert all(read_table(path)[key_of(row)] == row for row in rows)
+    assert TUNING.read(path) == {}
+    assert TUNING.write(path, rows[:2]) == path
+    TUNING.write(path, rows[2:])
+    assert sorted(TUNING.read(path)) == sorted(map(TUNING.key_of, rows))
+    assert all(TUNING.read(path)[TUNING.key_of(row)] == row for row in rows)
     before = path.read_text()
-    write_rows(path, [dict(reversed(rows[0].items()))])
+    TUNING.write(path, [dict(reversed(rows[0].items()))])
     assert path.read_text() == before, "order of rows and keys is fixed"
-    write_rows(path, [rows[0] | {"us": 80.0}])
+    TUNING.write(path, [rows[0] | {"us": 80.0}])
     changed = [(a, b) for a, b in zip(before.splitlines(), path.read_text().splitlines(), strict=True) if a != b]
     assert len(changed) == 1, "one line a row"
-    assert read_table(path)[key_of(rows[0])]["us"] == 80.0
+    assert TUNING.read(path)[TUNING.key_of(rows[0])]["us"] == 80.0
     assert [entry.name for entry in path.parent.iterdir()] == ["tuning.json"]
     assert path.stat().st_mode & 0o777 == 0o644
 
 
 @pytest.mark.parametrize("where", ["fsync", "replace"])
 def test_a_crash_leaves_the_old_table(tmp_path, monkeypatch, where):
-    path = write_rows(tmp_path / "tuning.json", [row_for(SHAPE)])
+    path = TUNING.write(tmp_path / "tuning.json", [row_for(SHAPE)])
     before = path.read_text()
 
     def crash(*_):
@@ -83,19 +73,19 @@ def test_a_crash_leaves_the_old_table(tmp_path, monkeypatch, where):
 
     monkeypatch.setattr(os, where, crash)
     with pytest.raises(OSError, match="no space"):
-        write_rows(path, [row_for(SHAPE, us=1.0)])
+        TUNING.write(path, [row_for(SHAPE, us=1.0)])
     assert path.read_text() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["tuning.json"]
 
 
 def test_a_process_killed_while_writing_leaves_the_old_table(tmp_path):
-    path = write_rows(tmp_path / "tuning.json", [row_for(SHAPE)])
+    path = TUNING.write(tmp_path / "tuning.json", [row_for(SHAPE)])
     before = path.read_text()
     code = (
         "import json, os, sys\n"
-        "from mha2mla.kernels.split_kv.tuning import write_rows\n"
+        "from mha2mla.kernels.mla_decode.selection import TUNING\n"
         "os.replace = lambda *_: os._exit(9)\n"
-        "write_rows(sys.argv[1], [json.loads(sys.argv[2])])\n"
+        "TUNING.write(sys.argv[1], [json.loads(sys.argv[2])])\n"
     )
     row = json.dumps(row_for(SHAPE, us=1.0))
     assert subprocess.run([sys.executable, "-c", code, str(path), row], check=False).returncode == 9
@@ -119,7 +109,7 @@ def test_a_process_killed_while_writing_leaves_the_old_table(tmp_path):
 def test_a_bad_table_is_refused_by_name_and_left_alone(tmp_path, content, message):
     path = tmp_path / "tuning.json"
     path.write_text(content)
-    for use in (lambda: read_table(path), lambda: write_rows(path, [row_for(SHAPE)])):
+    for use in (lambda: TUNING.read(path), lambda: TUNING.write(path, [row_for(SHAPE)])):
         with pytest.raises(ValueError, match=message) as error:
             use()
         assert str(path) in str(error.value)
@@ -130,9 +120,9 @@ def test_rows_that_are_none_are_not_written(tmp_path):
     path = tmp_path / "tuning.json"
     for bad in ({"gpu": GPU}, row_for(SHAPE, extra=1), row_for(SHAPE, us=None)):
         with pytest.raises(ValueError, match="the rows to write, row 0"):
-            write_rows(path, [bad])
+            TUNING.write(path, [bad])
     with pytest.raises(ValueError, match="JSON compliant"):
-        write_rows(path, [row_for(SHAPE, us=float("nan"))])
+        TUNING.write(path, [row_for(SHAPE, us=float("nan"))])
     assert not path.exists()
 
 
@@ -142,13 +132,13 @@ def test_a_row_names_one_configuration():
             continue
         for seqlen_q, capability in itertools.product((1, 2, 8), (80, 90)):
             choices = list_kernels(DecodeShape(heads, groups, width, 16, 64, seqlen_q, "float16"), capability)
-            assert len({tuple(configuration(choice).values()) for choice in choices}) == len(choices)
-            assert all(match(configuration(choice), choices) is choice for choice in choices)
+            assert len({tuple(choice.configuration().values()) for choice in choices}) == len(choices)
+            assert all(TUNING.match(choice.configuration(), choices) is choice for choice in choices)
 
 
 def test_the_closest_row_serves():
     def served(table: list[dict], batch: int = 64, **changes) -> dict | None:
-        return find(replace(SHAPE, **changes), GPU, batch, {key_of(row): row for row in table})
+        return TUNING.find(replace(SHAPE, **changes), GPU, batch, {TUNING.key_of(row): row for row in table})
 
     row = row_for(SHAPE)
     assert served([row]) is row
@@ -163,7 +153,7 @@ def test_the_closest_row_serves():
         assert served(list(table), dtype="float16") is half
         assert served(list(table), page_size=256) is wide
         assert served(list(table), page_size=128, dtype="float16") is wide, "page size before dtype"
-    assert find(SHAPE, "NVIDIA H100", 64, {key_of(row): row}) is None
+    assert TUNING.find(SHAPE, "NVIDIA H100", 64, {TUNING.key_of(row): row}) is None
     few = row_for(SHAPE, batch=4)
     assert {batch for batch in range(1, 300) if served([row], batch) is row} == set(range(9, 300))
     assert {batch for batch in range(1, 300) if served([few], batch) is few} == set(range(1, 17))
@@ -193,17 +183,17 @@ def test_rows_of_version_1_are_read_as_rows_of_their_batch(tmp_path):
     old = {name: value for name, value in row.items() if name != "variant"}
     path = tmp_path / "tuning.json"
     path.write_text(json.dumps({"version": 1, "rows": [old]}))
-    assert read_table(path) == {key_of(row): row | {"variant": ""}}
+    assert TUNING.read(path) == {TUNING.key_of(row): row | {"variant": ""}}
     choices = list_kernels(SHAPE, 90)
-    chosen = match(read_table(path)[key_of(row)], choices)
+    chosen = TUNING.match(TUNING.read(path)[TUNING.key_of(row)], choices)
     assert chosen is choices[1] and chosen.variant == row["variant"] != ""
-    write_rows(path, [row_for(SHAPE)])
+    TUNING.write(path, [row_for(SHAPE)])
     content = json.loads(path.read_text())
     assert content["version"] == 2 and [entry["batch"] for entry in content["rows"]] == [8, 64]
     path.write_text(json.dumps({"version": 2, "rows": [old]}))
-    read_table.cache_clear()
+    tuning._read_once.cache_clear()
     with pytest.raises(ValueError, match="other keys than expected: ..variant"):
-        read_table(path)
+        TUNING.read(path)
 
 
 def test_a_row_is_preferred_to_the_rule(tables):
@@ -212,11 +202,11 @@ def test_a_row_is_preferred_to_the_rule(tables):
     assert select_kernel(SHAPE, 90, GPU) == rule and select_kernel(SHAPE, 90, GPU).reason == f"{rule.reason}; rule"
     assert select_kernel(SHAPE, 90) == rule
 
-    write_rows(package, [row_for(SHAPE, 3)])
+    TUNING.write(package, [row_for(SHAPE, 3)])
     assert select_kernel(SHAPE, 90, GPU).reason.endswith("; rule"), "a running process keeps its choice"
     select_kernel.cache_clear()
     chosen = select_kernel(SHAPE, 90, GPU)
-    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[3]) != configuration(rule)
+    assert chosen.configuration() == list_kernels(SHAPE, 90)[3].configuration() != rule.configuration()
     assert chosen.reason.endswith("; package's table row of 2026-11-21, batch 64, 86.1 µs; the rule's choice: 92.0 µs")
     assert select_kernel(SHAPE, 90, GPU, 1000) == chosen
     assert select_kernel(SHAPE, 90, GPU, 8) == rule, "measured at another load"
@@ -224,25 +214,25 @@ def test_a_row_is_preferred_to_the_rule(tables):
     assert select_kernel(SHAPE, 90) == rule, "no GPU, no table"
     assert select_kernel(replace(SHAPE, page_size=128), 90, GPU).reason.endswith("92.0 µs (measured at page_size 64)")
 
-    write_rows(user, [row_for(SHAPE, 2, rule_us=None)])
+    TUNING.write(user, [row_for(SHAPE, 2, rule_us=None)])
     select_kernel.cache_clear()
     chosen = select_kernel(SHAPE, 90, GPU)
-    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[2])
+    assert chosen.configuration() == list_kernels(SHAPE, 90)[2].configuration()
     assert chosen.reason.endswith("; user's table row of 2026-11-21, batch 64, 86.1 µs; the rule's choice: did not run")
 
 
 def test_a_row_that_fits_no_kernel_is_ignored(tables):
     user, package = tables
-    write_rows(user, [row_for(SHAPE, 3, num_stages=99)])
+    TUNING.write(user, [row_for(SHAPE, 3, num_stages=99)])
     chosen = select_kernel(SHAPE, 90, GPU)
     stale = "the user's table row of 2026-11-21 names a swap_ab_ws that is no longer offered"
     assert chosen.reason.endswith(f"; rule; {stale}")
-    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[0])
+    assert chosen.configuration() == list_kernels(SHAPE, 90)[0].configuration()
 
-    write_rows(package, [row_for(SHAPE, 3)])
+    TUNING.write(package, [row_for(SHAPE, 3)])
     select_kernel.cache_clear()
     chosen = select_kernel(SHAPE, 90, GPU)
-    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[3])
+    assert chosen.configuration() == list_kernels(SHAPE, 90)[3].configuration()
     assert chosen.reason.endswith(f"the rule's choice: 92.0 µs; {stale}")
 
 
@@ -250,10 +240,10 @@ def test_a_table_that_cannot_be_read_stops_nobody(tables):
     user, package = tables
     user.parent.mkdir()
     user.write_text('{"version": 3, "rows": []}')
-    write_rows(package, [row_for(SHAPE, 3)])
+    TUNING.write(package, [row_for(SHAPE, 3)])
     with pytest.warns(RuntimeWarning, match="version 3; expected 2"):
         chosen = select_kernel(SHAPE, 90, GPU)
-    assert configuration(chosen) == configuration(list_kernels(SHAPE, 90)[3])
+    assert chosen.configuration() == list_kernels(SHAPE, 90)[3].configuration()
     assert f"the user's table is not used: {user} is a tuning table of version 3" in chosen.reason
 
 
@@ -287,19 +277,20 @@ def test_selection_needs_neither_torch_nor_tilelang():
 
 
 def test_the_package_brings_its_table():
-    assert PACKAGE_TABLE.is_file()
-    content = json.loads(PACKAGE_TABLE.read_text())
-    assert content["version"] == 2 and [list(row) for row in content["rows"]] == [list(FIELDS)] * len(content["rows"])
+    assert TUNING.package.is_file()
+    content = json.loads(TUNING.package.read_text())
+    assert content["version"] == 2
+    assert [list(row) for row in content["rows"]] == [list(TUNING.fields)] * len(content["rows"])
 
 
 def shape_of(row: dict) -> DecodeShape:
-    return DecodeShape(**{name: row[name] for name in shape_fields(SHAPE)})
+    return DecodeShape(**{name: row[name] for name in asdict(SHAPE)})
 
 
-@pytest.mark.parametrize("row", PACKAGE_ROWS, ids=lambda row: "-".join(map(str, key_of(row))))
+@pytest.mark.parametrize("row", PACKAGE_ROWS, ids=lambda row: "-".join(map(str, TUNING.key_of(row))))
 def test_a_row_of_the_package_is_offered_and_was_worth_it(row):
     assert row["gpu"] == GPU, "which has compute capability 9.0"
-    assert match(row, list_kernels(shape_of(row), 90)) is not None, "tune this shape again, or drop the row"
+    assert TUNING.match(row, list_kernels(shape_of(row), 90)) is not None, "tune this shape again, or drop the row"
     assert row["rule_us"] is None or row["us"] <= row["rule_us"]
 
 
@@ -314,7 +305,7 @@ def gate_cases() -> list:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("row", gate_cases(), ids=lambda row: "-".join(map(str, key_of(row))))
+@pytest.mark.parametrize("row", gate_cases(), ids=lambda row: "-".join(map(str, TUNING.key_of(row))))
 def test_a_row_of_the_package_compiles_failure_9(row):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import find_tool
@@ -323,4 +314,4 @@ def test_a_row_of_the_package_compiles_failure_9(row):
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")
     shape = shape_of(row)
-    gate(shape, match(row, list_kernels(shape, 90)), 90)
+    gate(shape, TUNING.match(row, list_kernels(shape, 90)), 90)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
+from typing import get_type_hints
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.split_kv.limits import rank_choices, refusals, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
-from mha2mla.kernels.split_kv.tuning import BATCHES, prefer
+from mha2mla.kernels.split_kv.tuning import BATCHES, TuningTable
 
 MAX_LATENT = 512
 HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
@@ -77,9 +79,32 @@ class KernelChoice:
     reason: str = field(compare=False)  # the same kernel is compiled once, whatever it was chosen for
     variant: str = ""
 
+    def configuration(self) -> dict[str, str | int]:
+        """What names it in a tuning table."""
+        tiled = {name: getattr(self.tiling, name) for name in ("rows", "head_tiles", "token_tiles")}
+        return {name: tiled.get(name, getattr(self, name, None)) for name in TUNING.configuration}
+
     def num_ctas(self, num_sms: int) -> int:
         """CTAs per tile of query rows that are resident at once on a GPU of ``num_sms`` multiprocessors."""
         return max(1, num_sms * self.ctas_per_sm // self.tiling.num_tiles)
+
+
+TUNING = TuningTable(
+    shape=get_type_hints(DecodeShape),
+    configuration={
+        "kernel": str,
+        "variant": str,  # "": the first that fits
+        "rows": int,
+        "head_tiles": int,
+        "token_tiles": int,
+        "num_stages": int,
+        "rope_stages": int,
+        "warpgroups": int,
+        "ctas_per_sm": int,
+        "block_tokens": int,
+    },
+    package=Path(__file__).with_name("tuning.json"),
+)
 
 
 def refusal(shape: DecodeShape) -> str | None:
@@ -331,5 +356,5 @@ def select_kernel(
     choices = list_kernels(shape, capability)
     if gpu is None:
         return choices[0]
-    choice, why = prefer(shape, gpu, batch, choices)
+    choice, why = TUNING.prefer(shape, gpu, batch, choices)
     return replace(choice, reason=f"{choice.reason}; {why}")

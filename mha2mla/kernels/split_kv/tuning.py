@@ -1,8 +1,8 @@
 """The tuning table: which configuration was fastest where it was measured. Files and arithmetic only, no GPU.
 
 A table is a JSON file, ``{"version": 2, "rows": [...]}``, with one row per GPU name, decode shape and bucket of batch
-sizes (:data:`BATCHES`). A row names a configuration of :func:`selection.list_kernels`, and the measurement that it
-comes from. There are two: the user's own, which ``mha2mla tune`` writes, and ``tuning.json`` beside this file, which
+sizes (:data:`BATCHES`). A row names a configuration that the op's selection lists, and the measurement that it comes
+from. There are two: the user's own, which ``mha2mla tune`` writes, and ``tuning.json`` in the op's folder, which
 the package brings; the user's comes first.
 
 A row serves batches up to :data:`REACH` times larger or smaller than the one it was measured at: few sequences leave a
@@ -24,43 +24,19 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mha2mla.cache_folder import cache_folder
-
-if TYPE_CHECKING:
-    from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
 
 VERSION = 2
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # upper ends of the buckets; the last has no end: every CTA has work enough
 REACH = 4
-PACKAGE_TABLE = Path(__file__).with_name("tuning.json")
 
 Row = dict[str, Any]
 
-_SHAPE = {
-    "heads": int,
-    "num_rope_heads": int,
-    "kv_lora_rank": int,
-    "qk_rope_head_dim": int,
-    "page_size": int,
-    "seqlen_q": int,
-    "dtype": str,
-}
-_CONFIGURATION = {
-    "kernel": str,
-    "variant": str,  # "": the first that fits
-    "rows": int,
-    "head_tiles": int,
-    "token_tiles": int,
-    "num_stages": int,
-    "rope_stages": int,
-    "warpgroups": int,
-    "ctas_per_sm": int,
-    "block_tokens": int,
-}
 _MEASUREMENT = {
     "us": float,
     "rule_us": float | None,  # of the configuration that the rule would have chosen; None: it did not run
@@ -70,7 +46,6 @@ _MEASUREMENT = {
     "date": str,
     "commit": str | None,
 }
-FIELDS = {"gpu": str} | _SHAPE | _CONFIGURATION | _MEASUREMENT
 
 
 def batch_bucket(batch: int, ends: tuple[int, ...] = BATCHES) -> int:
@@ -79,123 +54,6 @@ def batch_bucket(batch: int, ends: tuple[int, ...] = BATCHES) -> int:
         if batch <= end:
             return end
     return ends[-1] if ends else 0
-
-
-def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a table has one row for: GPU name, decode shape and bucket of batch sizes."""
-    return (*(row[name] for name in ("gpu", *_SHAPE)), batch_bucket(row["batch"]))
-
-
-def shape_fields(shape: DecodeShape) -> Row:
-    """The part of a row that says which shape it is for."""
-    return {name: getattr(shape, name) for name in _SHAPE}
-
-
-def configuration(choice: KernelChoice) -> Row:
-    """The part of a row that names a configuration; no two of a shape have the same."""
-    return {
-        "kernel": choice.kernel,
-        "variant": choice.variant,
-        "rows": choice.tiling.rows,
-        "head_tiles": choice.tiling.head_tiles,
-        "token_tiles": choice.tiling.token_tiles,
-        "num_stages": choice.num_stages,
-        "rope_stages": choice.rope_stages,
-        "warpgroups": choice.warpgroups,
-        "ctas_per_sm": choice.ctas_per_sm,
-        "block_tokens": choice.block_tokens,
-    }
-
-
-@lru_cache(maxsize=16)
-def read_table(path: Path) -> dict[tuple[Any, ...], Row]:
-    """Rows of a table by :func:`key_of`; none if there is no such file. Read once per process.
-
-    Raises:
-        ValueError: naming the file: it is no table, has an unknown version, a malformed row, or two rows for one key.
-        OSError: the file cannot be read.
-    """
-    return _read(path)
-
-
-def _read(path: Path) -> dict[tuple[Any, ...], Row]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is no tuning table: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
-        raise ValueError(f'{path} is no tuning table; expected {{"version": {VERSION}, "rows": [...]}}')
-    rows = content["rows"]
-    if content.get("version") == 1:
-        rows = [{"variant": ""} | row if isinstance(row, dict) else row for row in rows]
-    elif content.get("version") != VERSION:
-        raise ValueError(f"{path} is a tuning table of version {content.get('version')!r}; expected {VERSION}")
-    return _by_key(rows, str(path))
-
-
-def _by_key(rows: Iterable[Any], where: str) -> dict[tuple[Any, ...], Row]:
-    table: dict[tuple[Any, ...], Row] = {}
-    for number, row in enumerate(rows):
-        _check_row(row, f"{where}, row {number}")
-        if key_of(row) in table:
-            raise ValueError(
-                f"{where}, row {number} is for the same GPU, shape and batches as one before it: {key_of(row)}"
-            )
-        table[key_of(row)] = row
-    return table
-
-
-def _check_row(row: Any, where: str) -> None:
-    if not isinstance(row, dict) or row.keys() != FIELDS.keys():
-        differs = sorted(FIELDS.keys() ^ row.keys()) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} has other keys than expected: {differs}")
-    for name, kind in FIELDS.items():
-        value = row[name]
-        fits = isinstance(value, kind) or (kind in (float, float | None) and isinstance(value, int))
-        if not fits or isinstance(value, bool):
-            raise ValueError(f"{where}: {name} is {value!r}; expected {getattr(kind, '__name__', kind)}")
-
-
-def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Puts rows into a table, in place of those for the same key. The file changes whole or not at all.
-
-    Rows are sorted, one a line, so that a diff shows what was measured anew. Running processes keep their choices.
-
-    Args:
-        path: the table; made, with its folder, when missing.
-        rows: with exactly the keys :data:`FIELDS`.
-
-    Returns:
-        The path written.
-
-    Raises:
-        ValueError: a row is malformed, or the file that is there is no table that can be read; it stays as it is.
-    """
-    path = Path(path).expanduser().resolve()
-    ordered = [{name: row[name] for name in FIELDS if name in row} | dict(row) for row in rows]
-    table = _read(path) | _by_key(ordered, "the rows to write")
-    lines = [
-        json.dumps({name: table[key][name] for name in FIELDS}, ensure_ascii=False, allow_nan=False)
-        for key in sorted(table)
-    ]
-    body = "[\n  " + ",\n  ".join(lines) + "\n]" if lines else "[]"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(f'{{"version": {VERSION}, "rows": {body}}}\n')
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)  # mkstemp's is for its owner only
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-    read_table.cache_clear()
-    return path
 
 
 @cache
@@ -207,62 +65,174 @@ def user_table() -> Path | None:
         return None
 
 
-def find(shape: DecodeShape, gpu: str, batch: int, table: Mapping[tuple[Any, ...], Row]) -> Row | None:
-    """The row of ``table`` that serves ``batch`` sequences of ``shape`` on ``gpu`` best, or None; the module's text has
-    the rule."""
+@dataclass(frozen=True, eq=False)
+class TuningTable:
+    """The columns that an op's rows have, and what is done with such rows.
 
-    def octaves(row: Row) -> int:
-        return abs(batch_bucket(batch).bit_length() - batch_bucket(row["batch"]).bit_length())
-
-    others = [name for name in _SHAPE if name not in ("page_size", "dtype")]
-    serving = [
-        row
-        for row in table.values()
-        if row["gpu"] == gpu
-        and all(row[name] == getattr(shape, name) for name in others)
-        and min(row["page_size"], 64) == min(shape.page_size, 64)
-        and 2 ** octaves(row) <= REACH
-    ]
-
-    def distance(row: Row) -> tuple[int, int, bool]:
-        pages = abs(row["page_size"].bit_length() - shape.page_size.bit_length())
-        return octaves(row), pages, row["dtype"] != shape.dtype
-
-    return min(serving, key=distance, default=None)
-
-
-def match(row: Mapping[str, Any], choices: Iterable[KernelChoice]) -> KernelChoice | None:
-    """The choice that a row names; None if it is no longer among them (the kernels have changed since)."""
-    wanted = {name: row[name] for name in _CONFIGURATION if row[name] != ""}
-    return next((choice for choice in choices if configuration(choice) | wanted == configuration(choice)), None)
-
-
-def prefer(shape: DecodeShape, gpu: str, batch: int, choices: Sequence[KernelChoice]) -> tuple[KernelChoice, str]:
-    """What the tables choose among ``choices`` for ``batch`` sequences on ``gpu``, or the first of them, the rule's;
-    and why, in words.
-
-    A table that cannot be read is warned of and left aside: decode must not fail because of a file in a cache.
+    Attributes:
+        shape: of what one compilation is for, by name with their types; ``page_size`` and ``dtype`` are among them.
+        configuration: the same of a choice; ``choice.configuration()`` gives them, and no two of a shape have the same.
+        package: the file that the package brings.
     """
-    ignored = ""
-    for whose, path in (("user's", user_table()), ("package's", PACKAGE_TABLE)):
-        if path is None:
-            continue
+
+    shape: Mapping[str, Any]
+    configuration: Mapping[str, Any]
+    package: Path
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All columns of a row, in their order, with their types."""
+        return {"gpu": str} | dict(self.shape) | dict(self.configuration) | _MEASUREMENT
+
+    def key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What a table has one row for: GPU name, shape and bucket of batch sizes."""
+        return (*(row[name] for name in ("gpu", *self.shape)), batch_bucket(row["batch"]))
+
+    def read(self, path: Path) -> dict[tuple[Any, ...], Row]:
+        """Rows of a table by :func:`key_of`; none if there is no such file. Read once per process.
+
+        Raises:
+            ValueError: naming the file: it is no table, has an unknown version, a malformed row, or two rows of one
+                key.
+            OSError: the file cannot be read.
+        """
+        return _read_once(self, path)
+
+    def _read(self, path: Path) -> dict[tuple[Any, ...], Row]:
         try:
-            row = find(shape, gpu, batch, read_table(path))
-        except (ValueError, OSError) as error:
-            warnings.warn(f"the {whose} tuning table is not used: {error}", RuntimeWarning, stacklevel=2)
-            ignored += f"; the {whose} table is not used: {error}"
-            continue
-        if row is None:
-            continue
-        choice = match(row, choices)
-        if choice is not None:
-            return choice, f"{whose} {describe(row, shape)}{ignored}"
-        ignored += f"; the {whose} table row of {row['date']} names a {row['kernel']} that is no longer offered"
-    return choices[0], f"rule{ignored}"
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except ValueError as error:
+            raise ValueError(f"{path} is no tuning table: {error}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
+            raise ValueError(f'{path} is no tuning table; expected {{"version": {VERSION}, "rows": [...]}}')
+        rows = content["rows"]
+        if content.get("version") == 1:
+            rows = [{"variant": ""} | row if isinstance(row, dict) else row for row in rows]
+        elif content.get("version") != VERSION:
+            raise ValueError(f"{path} is a tuning table of version {content.get('version')!r}; expected {VERSION}")
+        return self._by_key(rows, str(path))
+
+    def _by_key(self, rows: Iterable[Any], where: str) -> dict[tuple[Any, ...], Row]:
+        table: dict[tuple[Any, ...], Row] = {}
+        for number, row in enumerate(rows):
+            self._check_row(row, f"{where}, row {number}")
+            if self.key_of(row) in table:
+                raise ValueError(
+                    f"{where}, row {number} is for the same GPU, shape and batches as one before it: {self.key_of(row)}"
+                )
+            table[self.key_of(row)] = row
+        return table
+
+    def _check_row(self, row: Any, where: str) -> None:
+        if not isinstance(row, dict) or row.keys() != self.fields.keys():
+            differs = sorted(self.fields.keys() ^ row.keys()) if isinstance(row, dict) else type(row).__name__
+            raise ValueError(f"{where} has other keys than expected: {differs}")
+        for name, kind in self.fields.items():
+            value = row[name]
+            fits = isinstance(value, kind) or (kind in (float, float | None) and isinstance(value, int))
+            if not fits or isinstance(value, bool):
+                raise ValueError(f"{where}: {name} is {value!r}; expected {getattr(kind, '__name__', kind)}")
+
+    def write(self, path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Puts rows into a table, in place of those for the same key. The file changes whole or not at all.
+
+        Rows are sorted, one a line, so that a diff shows what was measured anew. Running processes keep their choices.
+
+        Args:
+            path: the table; made, with its folder, when missing.
+            rows: with exactly the keys :attr:`fields`.
+
+        Returns:
+            The path written.
+
+        Raises:
+            ValueError: a row is malformed, or the file that is there is no table that can be read; it stays as it is.
+        """
+        path = Path(path).expanduser().resolve()
+        ordered = [{name: row[name] for name in self.fields if name in row} | dict(row) for row in rows]
+        table = self._read(path) | self._by_key(ordered, "the rows to write")
+        lines = [
+            json.dumps({name: table[key][name] for name in self.fields}, ensure_ascii=False, allow_nan=False)
+            for key in sorted(table)
+        ]
+        body = "[\n  " + ",\n  ".join(lines) + "\n]" if lines else "[]"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(f'{{"version": {VERSION}, "rows": {body}}}\n')
+                file.flush()
+                os.fchmod(file.fileno(), 0o644)  # mkstemp's is for its owner only
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _read_once.cache_clear()
+        return path
+
+    def find(self, shape: Any, gpu: str, batch: int, table: Mapping[tuple[Any, ...], Row]) -> Row | None:
+        """The row of ``table`` that serves ``batch`` sequences of ``shape`` on ``gpu`` best, or None; the module's text
+        has the rule."""
+
+        def octaves(row: Row) -> int:
+            return abs(batch_bucket(batch).bit_length() - batch_bucket(row["batch"]).bit_length())
+
+        others = [name for name in self.shape if name not in ("page_size", "dtype")]
+        serving = [
+            row
+            for row in table.values()
+            if row["gpu"] == gpu
+            and all(row[name] == getattr(shape, name) for name in others)
+            and min(row["page_size"], 64) == min(shape.page_size, 64)
+            and 2 ** octaves(row) <= REACH
+        ]
+
+        def distance(row: Row) -> tuple[int, int, bool]:
+            pages = abs(row["page_size"].bit_length() - shape.page_size.bit_length())
+            return octaves(row), pages, row["dtype"] != shape.dtype
+
+        return min(serving, key=distance, default=None)
+
+    def match(self, row: Mapping[str, Any], choices: Iterable[Any]) -> Any | None:
+        """The choice that a row names; None if it is no longer among them (the kernels have changed since)."""
+        wanted = {name: row[name] for name in self.configuration if row[name] != ""}
+        return next((choice for choice in choices if choice.configuration() | wanted == choice.configuration()), None)
+
+    def prefer(self, shape: Any, gpu: str, batch: int, choices: Sequence[Any]) -> tuple[Any, str]:
+        """What the tables choose among ``choices`` for ``batch`` sequences on ``gpu``, or the first of them, the
+        rule's; and why, in words.
+
+        A table that cannot be read is warned of and left aside: decode must not fail because of a file in a cache.
+        """
+        ignored = ""
+        for whose, path in (("user's", user_table()), ("package's", self.package)):
+            if path is None:
+                continue
+            try:
+                row = self.find(shape, gpu, batch, self.read(path))
+            except (ValueError, OSError) as error:
+                warnings.warn(f"the {whose} tuning table is not used: {error}", RuntimeWarning, stacklevel=2)
+                ignored += f"; the {whose} table is not used: {error}"
+                continue
+            if row is None:
+                continue
+            choice = self.match(row, choices)
+            if choice is not None:
+                return choice, f"{whose} {_describe(row, shape)}{ignored}"
+            ignored += f"; the {whose} table row of {row['date']} names a {row['kernel']} that is no longer offered"
+        return choices[0], f"rule{ignored}"
 
 
-def describe(row: Mapping[str, Any], shape: DecodeShape) -> str:
+@lru_cache(maxsize=16)
+def _read_once(table: TuningTable, path: Path) -> dict[tuple[Any, ...], Row]:
+    return table._read(path)
+
+
+def _describe(row: Mapping[str, Any], shape: Any) -> str:
     """A row in words, for the shape that it serves."""
     rule = "did not run" if row["rule_us"] is None else f"{row['rule_us']:.1f} µs"
     text = f"table row of {row['date']}, batch {row['batch']}, {row['us']:.1f} µs; the rule's choice: {rule}"
