@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -182,13 +183,12 @@ class MLAAttention(nn.Module):
             "v_up": self.v_b_proj,
         }
         device, layer = hidden_states.device.type, step.layers[self.layer_idx]
+        no_autocast = nullcontext()
         if torch.is_autocast_enabled(device):
             # What is cached has a dtype, so attention has it too: autocast ends where the projections do.
-            dtype = layer.tensors["rope_cache"].dtype
+            no_autocast, dtype = torch.autocast(device, enabled=False), layer.tensors["rope_cache"].dtype
             tensors = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
-            with torch.autocast(device, enabled=False):
-                rotated, out = step.run(self.layer_idx, {**tensors, "inv_freq": self.inv_freq})
-        else:
+        with no_autocast:
             rotated, out = step.run(self.layer_idx, {**tensors, "inv_freq": self.inv_freq})
         if out is not None:
             return out.unflatten(0, hidden_states.shape[:2]), None

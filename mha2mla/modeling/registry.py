@@ -56,7 +56,8 @@ class AttentionBackend:
         geometry: type of the geometries that it serves.
         per_token: names of the tensors per new token: queries and keys [N, heads, width], a latent [N, width].
         weights: names of the layer's own tensors that the ops take.
-        cache_layout: from geometry, page size and the model's dtype, what its cache is made of.
+        cache_layout: from geometry, page size and the model's dtype, what its cache is made of; ``latent_cache`` and
+            ``rope_cache`` for a LatentCache, ``latent_scale`` where latents are e4m3 numbers.
         append: ``append(tensors, cache, batch, constants)`` rotates the queries, which it returns by name, and writes
             keys and values of the new tokens to their slots.
         attend: ``attend(tensors, cache, batch, plan, constants)`` gives [N, H, d_v]; None: the model's
@@ -64,7 +65,8 @@ class AttentionBackend:
         plan: the metadata op: ``plan(cache, batch, constants)`` before ``attend``, once per step for all layers that
             share constants.
         plan_decode: ``plan_decode(cache, block_table, query_length, constants)``, not filled, of batches whose
-            sequences all bring that many tokens, 8 at most: kept from step to step, refreshed in each.
+            sequences all bring that many tokens, 8 at most: kept from step to step, refreshed in each. None: ``plan``
+            serves these too, and a LatentCache cannot be served.
         explain: ``explain(geometry, page_size, dtype, device)``: why it does not serve queries of at most 8 tokens, or
             None.
         explain_long: the same of longer queries.
