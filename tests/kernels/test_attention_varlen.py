@@ -271,7 +271,7 @@ def test_heads_at_a_time_share_the_l2_cache(shape, tokens, batch, expected):
 
 
 def test_tilings_as_measured():
-    """What was fastest on an H200 (benchmarks/NOTES.md) is what the rule chooses."""
+    """What was fastest on an H200 (docs/notes/prefill.md) is what the rule chooses."""
     chosen = {
         (width, d_v, causal): hopper_tiling(VarlenShape(32, (width,), (32,), 32, d_v, causal, "bfloat16"))
         for width, d_v in ((64, 64), (128, 128), (192, 128))
