@@ -92,7 +92,7 @@ CACHES = (
         f"{KERNELS}/rope_append/api.py",
         "known = (sequences >= 0) & (positions >= 0) & (page < max_pages)",
         "known = (positions >= 0) & (page < max_pages)",
-        ("tests/kernels/test_rope_append.py",),
+        ("tests/kernels/rope_append/test_rope_append.py",),
         "not gpu",
     ),
     Fault(
@@ -100,7 +100,7 @@ CACHES = (
         f"{KERNELS}/rope_append/api.py",
         "slot = entry.long() * page_size + positions % page_size",
         "slot = entry * page_size + positions % page_size",
-        ("tests/kernels/test_rope_append.py", "tests/modeling/test_pages.py"),
+        ("tests/kernels/rope_append/test_rope_append.py", "tests/modeling/test_pages.py"),
     ),
     Fault(
         "the last token of a row is its next row's first",
@@ -191,7 +191,7 @@ OPS = (
         f"{KERNELS}/split_kv/plan.py",
         "partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.float32, device=device)",
         "partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.bfloat16, device=device)",
-        ("tests/kernels/test_partials.py", "tests/kernels/test_mla_decode.py"),
+        ("tests/kernels/split_kv/test_partials.py", "tests/kernels/mla_decode/test_mla_decode.py"),
         "plan or partial or workspace",
     ),
     Fault(
@@ -227,35 +227,35 @@ OPS = (
         f"{KERNELS}/attention_combine/reference.py",
         "part = torch.where(weight > 0, partial_out.to(arithmetic), 0)",
         "part = partial_out.to(arithmetic)",
-        ("tests/kernels/test_attention_combine.py",),
+        ("tests/kernels/attention_combine/test_attention_combine.py",),
     ),
     Fault(
         "the merge's log-sum-exp is to base 2",
         f"{KERNELS}/attention_combine/reference.py",
         "return (weight * part).sum(0).to(dtype or partial_out.dtype), total",
         "return (weight * part).sum(0).to(dtype or partial_out.dtype), total * 1.442695040888963",
-        ("tests/kernels/test_attention_combine.py",),
+        ("tests/kernels/attention_combine/test_attention_combine.py",),
     ),
     Fault(
         "pairs are turned the wrong way",
         f"{KERNELS}/rope_append/reference.py",
         "turned = first * cos - second * sin, second * cos + first * sin",
         "turned = first * cos + second * sin, second * cos - first * sin",
-        ("tests/kernels/test_rope_append.py",),
+        ("tests/kernels/rope_append/test_rope_append.py",),
     ),
     Fault(
         "tokens without a slot are written",
         f"{KERNELS}/rope_append/reference.py",
         "valid = (slots >= 0) & (slots < capacity)",
         "valid = slots < capacity",
-        ("tests/kernels/test_rope_append.py",),
+        ("tests/kernels/rope_append/test_rope_append.py",),
     ),
     Fault(
         "an infinite latent is stored as a number",
         f"{KERNELS}/mla_decode/quantization.py",
         "scale = torch.where(largest.isfinite(), scale, torch.nan)",
         "scale = torch.where(largest.isnan(), torch.nan, scale.clamp_max(1e30))",
-        ("tests/kernels/test_mla_decode_fp8.py",),
+        ("tests/kernels/mla_decode/test_mla_decode_fp8.py",),
         "finite",
     ),
     Fault(
@@ -279,8 +279,8 @@ OPS = (
         "def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:\n"
         "    capability = 80 if shape.heads == 32 else capability",
         (
-            "tests/kernels/test_tuning.py",
-            "tests/kernels/test_mla_decode.py",
+            "tests/kernels/split_kv/test_tuning.py",
+            "tests/kernels/mla_decode/test_mla_decode.py",
             "tests/benchmarks/test_decode_benchmark.py",
         ),
         "not compile",

@@ -271,7 +271,7 @@ def test_selection_needs_neither_torch_nor_tilelang():
         "assert not {'torch', 'tilelang'} & set(sys.modules)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 
@@ -309,7 +309,7 @@ def gate_cases() -> list:
 def test_a_row_of_the_package_compiles_failure_9(row):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import find_tool
-    from tests.kernels.test_compile_gate import gate
+    from tests.kernels.mla_decode.test_compile_gate import gate
 
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")

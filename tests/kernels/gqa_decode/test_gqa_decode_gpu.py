@@ -14,8 +14,8 @@ from mha2mla.kernel_testing.problems import exact, judge
 from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import num_sms
 from mha2mla.kernels.gqa_decode.selection import GQAChoice, list_kernels, select_kernel
+from tests.kernels.gqa_decode.test_gqa_decode import poison_unseen_pages, run_kernels
 from tests.kernels.problems import random_work
-from tests.kernels.test_gqa_decode import poison_unseen_pages, run_kernels
 
 pytestmark = pytest.mark.gpu
 
