@@ -11,7 +11,6 @@ result; medians with a cold L2; the plan is made before and timed apart; R is th
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +39,7 @@ from benchmarks.measuring import (
 from benchmarks.peers import flash_attention_3_gqa
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
+from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, processes_for
 from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernel_testing.judgement import verdict
 from mha2mla.kernel_testing.problems import expected
@@ -150,14 +150,18 @@ def report(jobs: Sequence[MeasureJob], until: float, json: str | None) -> bool:
     rate: dict[str, Any] = {"R": None, "R_from": "missing"}
     compile_seconds = 0.0
     environment = collect_environment()
+    here, sms = capability(torch.device("cuda:0")), num_sms(torch.device("cuda:0"))
 
     def compiled() -> Iterator[MeasureJob | None]:
         nonlocal compile_seconds
         began = time.perf_counter()
-        broken = compile_all([compile_job(*job[:2]) for job in jobs])
+        wanted = {job: compile_job(*job[:2], here, sms) for job in jobs}
+        workers = processes_for(len(set(wanted.values())))
+        outcomes = run_in_workers(compile_one, set(wanted.values()), workers=workers, timeout=COMPILE_TIMEOUT)
+        broken = {outcome.job: outcome.failure for outcome in outcomes if outcome.failure is not None}
         compile_seconds = time.perf_counter() - began
         yield None
-        why = {job: broken[compile_job(*job[:2])] for job in jobs if compile_job(*job[:2]) in broken}
+        why = {job: f"not compiled: {broken[wanted[job]]}" for job in jobs if wanted[job] in broken}
         rows.extend({"name": case_name(job[0]), "status": why[job]} for job in why)
         yield from (job for job in jobs if job not in why)
 
@@ -187,66 +191,24 @@ def report(jobs: Sequence[MeasureJob], until: float, json: str | None) -> bool:
     return all(row["status"] == "ok" for row in rows)
 
 
-CompileJob = tuple[GQAShape, GQAChoice, int]
-"""A shape, its configuration, and the size of a batch: the last decides how many partials the combine takes."""
+CompileJob = tuple[GQAShape, GQAChoice, int, int, int]
+"""A shape, its configuration, the compute capability, and the batch and CTAs that decide which combine kernel it is."""
 
 
-def compile_job(case: GQAProblem, choice: GQAChoice | None = None) -> CompileJob:
-    """What a case needs, with the rule's configuration or another."""
-    shape = case.shape()
-    return shape, choice or select_kernel(shape, capability(torch.device("cuda:0"))), len(case.lengths)
+def compile_job(case: GQAProblem, choice: GQAChoice | None, here: int, sms: int) -> CompileJob:
+    """What a case needs on a GPU of capability ``here`` with ``sms`` multiprocessors; by default the rule's choice."""
+    choice = choice or select_kernel(case.shape(), here)
+    return case.shape(), choice, here, len(case.lengths), choice.num_ctas(sms)
 
 
-Kernel = tuple[str, tuple[Any, ...]]
-"""The name of a function of split_kv's launch that compiles one kernel, and its arguments."""
-
-
-def list_compilations(jobs: Sequence[CompileJob], here: int, sms: int) -> Iterator[tuple[CompileJob, Kernel]]:
-    """What each job launches on a GPU of capability ``here`` with ``sms`` multiprocessors.
-
-    First all decode kernels, which take longest, then all that is small.
-    """
-    yield from ((job, ("compile_choice", (*job[:2], here))) for job in jobs)
-    from mha2mla.kernels.split_kv.launch import merge_splits  # imports TileLang, while workers compile already
-
-    yield from ((job, ("compile_planner", (here,))) for job in jobs)
-    for job in jobs:
-        shape, choice, batch = job
-        splits = merge_splits(choice.num_ctas(sms), batch)
-        yield job, ("compile_merge", (shape.heads, shape.v_head_dim, shape.dtype, splits, here))
-
-
-def compile_all(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[CompileJob, str]:
-    """Puts kernels into TileLang's disk cache, each once, in parallel processes; why, for jobs that lack one then.
-
-    ``workers``: processes; None: all processors but two.
-    """
-    users: dict[Kernel, list[CompileJob]] = {}
-    device = torch.device("cuda:0")
-
-    def kernels() -> Iterator[Kernel]:
-        for job, kernel in list_compilations(list(dict.fromkeys(jobs)), capability(device), num_sms(device)):
-            users.setdefault(kernel, []).append(job)
-            if len(users[kernel]) == 1:
-                yield kernel
-
-    workers = workers or max(1, min(2 * len(jobs) + 1, (os.cpu_count() or 2) - 2))
-    found = list(run_in_workers(compile_kernel, kernels(), workers=workers, timeout=300))
-    return {
-        job: f"not compiled: {outcome.failure}"
-        for outcome in found
-        if outcome.failure is not None
-        for job in users[outcome.job]
-    }
-
-
-def compile_kernel(kernel: Kernel) -> None:
-    """Compiles one kernel; runs in a worker process."""
-    from mha2mla.kernels.split_kv import launch
+def compile_one(job: CompileJob) -> None:
+    """Puts all that a case launches into TileLang's disk cache; runs in a worker process."""
+    from mha2mla.kernels.split_kv.launch import compile_kernels, compile_planner
 
     quieten_tilelang()
-    name, arguments = kernel
-    getattr(launch, name)(*((GQA, *arguments) if name == "compile_choice" else arguments))
+    shape, choice, here, batch, num_ctas = job
+    compile_planner(here)
+    compile_kernels(GQA, shape, choice, here, batch, shape.v_head_dim, num_ctas)
 
 
 def quieten_tilelang() -> None:
