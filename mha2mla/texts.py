@@ -28,6 +28,7 @@ _SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_t
 _SKIPPED |= {"encodings", "lib2to3", "turtledemo", "config", "__phello__"}
 _COMMENTS = re.compile(r"(?:^[ \t]*#[^\n]*\n){3,}", re.MULTILINE)
 _LEAST_PROSE = 60  # characters
+_CHARACTERS_PER_TOKEN = 16  # more than texts have: what lies beyond them is not tokenized only to be thrown away
 
 
 def load_text(name: str | Path) -> str:
@@ -234,7 +235,12 @@ def token_windows(
     if body < 1:
         raise ValueError(f"length is {length}; expected more than the {len(start)} start tokens of a window")
     # A text longer than the model's maximum is cut into windows right here: the tokenizer's warning would mislead.
-    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][offset:]
+    wanted = offset + body * count if count is not None and seed is None else len(text)
+    for part in dict.fromkeys((text[: _CHARACTERS_PER_TOKEN * wanted], text)):
+        tokens = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(tokens) >= wanted:
+            break
+    tokens = tokens[offset:]
     whole = len(tokens) // body
     if whole == 0:
         raise ValueError(f"text has {len(tokens)} tokens after offset {offset}; expected at least one window of {body}")

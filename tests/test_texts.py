@@ -173,3 +173,18 @@ def test_a_found_text_that_is_not_there_or_another_one_is_refused(monkeypatch, t
     file.write_text("Of Colours")
     with pytest.raises(ValueError, match="has SHA-256 .*; expected d4a9ac22"):
         load_text("builtin:opticks")
+
+
+def test_a_text_of_long_tokens_is_cut_where_a_whole_one_would_be():
+    """The beginning of a text is tokenized for its first windows; one of longer tokens than texts have, whole."""
+    tokenizer = tiny.tokenizer()
+    text = load_text("builtin:prose")
+    assert torch.equal(token_windows(tokenizer, text, 32, 5, 7), token_windows(tokenizer, text, 32, offset=7)[:5])
+
+    class Coarse:
+        bos_token_id = None
+
+        def __call__(self, text, **_):
+            return {"input_ids": [ord(letter) for letter in text[::64]]}
+
+    assert torch.equal(token_windows(Coarse(), text, 8, 4), token_windows(Coarse(), text, 8)[:4])

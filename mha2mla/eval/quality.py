@@ -22,7 +22,6 @@ LENGTHS: tuple[int | None, ...] = (512, 2048, None)
 MAX_TOKENS = 3 * 8192
 POSITION_PARTS = 8
 _TOKENS_AT_ONCE = 8192  # of short windows; a window is never cut
-_CHARACTERS_PER_TOKEN = 16  # more than texts have: what lies beyond them is not tokenized only to be thrown away
 
 COLUMNS = {
     "text": "text",
@@ -276,7 +275,6 @@ def _all_windows(
             skipped.append(f"windows of {length}: the models take at most {longest} tokens")
     asked = [length for length in asked if longest is None or length <= longest]
     for name, content in contents.items():
-        content = content[: _CHARACTERS_PER_TOKEN * max(max_tokens, *asked, 0)]
         for length in asked:
             try:
                 windows[name, length] = token_windows(tokenizer, content, length, max(1, max_tokens // length))
