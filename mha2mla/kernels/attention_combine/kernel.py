@@ -2,6 +2,7 @@
 
 import tilelang.language as T
 
+from mha2mla.kernels.machine import Machine
 from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED
 
 
@@ -21,8 +22,7 @@ def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, o
     columns = min(512, 1 << (v_head_dim - 1).bit_length())
     column_blocks = -(-v_head_dim // columns)
     threads = 1 if on_cpu else max(32, min(128, columns // 4))
-    alloc = T.alloc_local if on_cpu else T.alloc_fragment
-    parallel = T.grid if on_cpu else T.Parallel
+    machine = Machine(on_cpu)
 
     @T.prim_func
     def attention_combine(
@@ -34,27 +34,27 @@ def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, o
     ):
         # All but the batch in one dimension: the others end at 65535, which a prompt's tokens may exceed.
         with T.Kernel(seqlen_q * heads * column_blocks, batch, threads=threads) as (x, b):
-            merged = alloc([columns], accum)
+            merged = machine.alloc_fragment([columns], accum)
             state = T.alloc_local([3], accum)  # largest lse, sum of weights, weight of a part
             q = T.truncdiv(x, heads * column_blocks)
             h = T.truncmod(x, heads * column_blocks) // column_blocks
             c0 = x % column_blocks * columns
             state[0] = MASKED  # not -inf: (-inf) - (-inf) would be NaN
             state[1] = 0.0
-            for c in parallel(columns):
+            for c in machine.parallel(columns):
                 merged[c] = 0.0
             for n in T.serial(T.min(num_splits[b], num)):
                 state[0] = T.max(state[0], partial_lse[n, b, h, q])
             for n in T.serial(T.min(num_splits[b], num)):
                 state[2] = T.exp2((partial_lse[n, b, h, q] - state[0]) * LOG2E)
                 state[1] += state[2]
-                for c in parallel(columns):
+                for c in machine.parallel(columns):
                     merged[c] += T.if_then_else(
                         (state[2] > 0) & (c0 + c < v_head_dim),
                         state[2] * T.cast(partial_out[n, b, q, h, T.min(c0 + c, v_head_dim - 1)], accum),
                         0.0,
                     )
-            for c in parallel(columns):
+            for c in machine.parallel(columns):
                 if c0 + c < v_head_dim:
                     out[b, q, h, c0 + c] = T.if_then_else(state[1] > 0, merged[c] / state[1], 0.0)
             if x % column_blocks == 0:

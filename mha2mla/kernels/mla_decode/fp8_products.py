@@ -1,14 +1,11 @@
 """Products of e4m3 codes that come through registers: what ``fp8`` multiplies with.
 
-A "thread" here is the kernel's :class:`Thread`, ``k`` its static parameters.
+``c`` is a :class:`Thread`, ``k`` the kernel's :class:`Static`.
 """
 
 import tilelang.language as T
 
-BLOCK = 64  # cached tokens per tile: the M of one wgmma
-PANEL = 128  # bytes of a row of swizzled shared memory: codes side by side
-BUFFERS = 2  # register operands in flight, 8 registers for two products each
-AHEAD = 2  # steps by which codes are fetched before they are converted
+from mha2mla.kernels.mla_decode.fp8_state import AHEAD, BLOCK, BUFFERS, PANEL
 
 # Conversions that TileLang's casts have no packed form for (of codes 0, 1 or 2, 3 of a word), and products, before each
 # of which TileLang would put a proxy fence: the kernel has those that are needed.

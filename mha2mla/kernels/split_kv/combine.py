@@ -2,6 +2,7 @@
 
 import tilelang.language as T
 
+from mha2mla.kernels.machine import Machine
 from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 
@@ -37,35 +38,37 @@ def make_combine(
     """
     accum = T.float32
     batch, seqlen_q, num_ctas = T.dynamic("batch"), T.dynamic("seqlen_q"), T.dynamic("num_ctas")
-    o_b, o_s, o_h = T.dynamic("o_b"), T.dynamic("o_s"), T.dynamic("o_h")
+    machine = Machine(on_cpu)
+    parallel = machine.parallel
     columns = min(block_columns, 1 << (kv_lora_rank - 1).bit_length())  # a power of two: others find no layout
     column_blocks = -(-kv_lora_rank // columns)
-    alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
-    alloc_fragment = T.alloc_local if on_cpu else T.alloc_fragment
-    parallel = T.grid if on_cpu else T.Parallel
     whole = kv_lora_rank % columns == 0  # then no column needs a guard, and loads vectorise
 
-    def strided(shape, strides):  # the CPU target's wrapper passes no run-time strides
-        return T.Tensor(shape, dtype) if on_cpu else T.StridedTensor(shape, strides, dtype)
+    def place(i, count, q, h):
+        """Of the i-th partial of a row."""
+        return T.min(count[1] + i, num_ctas - 1), T.if_then_else(i == 0, count[2], 0), q, h
+
+    def clamped(column):
+        return column if whole else T.min(column, kv_lora_rank - 1)
 
     @T.prim_func
     def mla_decode_combine(
         splits: T.Tensor([batch, 2], T.int32),
         partial_out: T.Tensor([num_ctas, 2, seqlen_q, heads, kv_lora_rank], accum),
         partial_lse: T.Tensor([num_ctas, 2, seqlen_q, heads], accum),
-        out: strided([batch, seqlen_q, heads, kv_lora_rank], [o_b, o_s, o_h, 1]),
+        out: machine.strided("o", [batch, seqlen_q, heads, kv_lora_rank], dtype),
         lse: T.Tensor([batch, heads, seqlen_q], accum),
     ):
         with T.Kernel(heads * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):
             if whole and not on_cpu:
                 T.annotate_min_blocks_per_sm(1024 // threads)
-            weight = alloc_fragment([1, MAX_SPLITS], accum)
-            weights = alloc_shared([MAX_SPLITS], accum)
-            top = alloc_fragment([1], accum)
-            total = alloc_fragment([1], accum)
-            sums = alloc_shared([2], accum)
-            part = alloc_fragment([block_splits, columns], accum)
-            merged = alloc_fragment([columns], accum)
+            weight = machine.alloc_fragment([1, MAX_SPLITS], accum)
+            weights = machine.alloc_shared([MAX_SPLITS], accum)
+            top = machine.alloc_fragment([1], accum)
+            total = machine.alloc_fragment([1], accum)
+            sums = machine.alloc_shared([2], accum)
+            part = machine.alloc_fragment([block_splits, columns], accum)
+            merged = machine.alloc_fragment([columns], accum)
             count = T.alloc_local([3], T.int32)  # partials, CTA of the first one, its place there
             h = x // column_blocks
             c0 = x % column_blocks * columns
@@ -81,19 +84,13 @@ def make_combine(
                 for i, c in parallel(block_splits, columns):
                     part[i, c] = T.if_then_else(
                         (i < count[0]) & (whole or c0 + c < kv_lora_rank),
-                        partial_out[
-                            T.min(count[1] + i, num_ctas - 1),
-                            T.if_then_else(i == 0, count[2], 0),
-                            q,
-                            h,
-                            c0 + c if whole else T.min(c0 + c, kv_lora_rank - 1),
-                        ],
+                        partial_out[(*place(i, count, q, h), clamped(c0 + c))],
                         0.0,
                     )
                 for i, k in parallel(1, MAX_SPLITS):
                     weight[i, k] = T.if_then_else(
                         k < count[0],
-                        partial_lse[T.min(count[1] + k, num_ctas - 1), T.if_then_else(k == 0, count[2], 0), q, h],
+                        partial_lse[place(k, count, q, h)],
                         -T.infinity(accum),
                     )
                 T.reduce_max(weight, top, dim=1)
@@ -117,11 +114,7 @@ def make_combine(
                                 0.0,
                                 weights[k * block_splits + i]
                                 * partial_out[
-                                    T.min(count[1] + k * block_splits + i, num_ctas - 1),
-                                    0,
-                                    q,
-                                    h,
-                                    c0 + c if whole else T.min(c0 + c, kv_lora_rank - 1),
+                                    T.min(count[1] + k * block_splits + i, num_ctas - 1), 0, q, h, clamped(c0 + c)
                                 ],
                             ),
                             0.0,

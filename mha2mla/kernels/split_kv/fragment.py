@@ -1,8 +1,8 @@
 """What every decode kernel computes about the fragment at hand: its tiles, and which tokens which row sees.
 
-Functions of TileLang expressions that return TileLang expressions, and the macro that reads a fragment. ``span`` is a
-thread's copy of one row of the schedule (``schedule.py``); it is kept in memory on purpose, since nested minima
-substituted into every index keep TileLang's simplifier busy for minutes.
+Functions of TileLang expressions that return TileLang expressions. ``span`` is a thread's copy of one row of the
+schedule (``schedule.py``); it is kept in memory on purpose, since nested minima substituted into every index keep
+TileLang's simplifier busy for minutes.
 """
 
 import tilelang.language as T
@@ -40,13 +40,6 @@ def tile_origin(tiling: RowTiling, tile, heads: int, qk_rope_head_dim: int):
     # the last tile of a group, or of all groups, may have fewer
     first = (y % share if share > 1 else y) * tiling.heads_per_tile
     return token0, head0, column, T.min(tiling.heads_per_tile, (group if share > 1 else heads) - first)
-
-
-@T.macro
-def read_fragment(span, schedule, cta, work, f):
-    """Fills ``span`` with the f-th fragment of a CTA; ``work[1]`` is its schedule's NEXT."""
-    for i in T.unroll(SPAN_FIELDS):
-        span[i] = schedule[T.if_then_else(f == 0, cta, work[1] + f), i]
 
 
 def first_token(span, k):
