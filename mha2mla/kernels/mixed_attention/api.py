@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +14,12 @@ from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_v
 from mha2mla.kernels.devices import BACKENDS
 from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
-from mha2mla.kernels.mixed_attention.expanded import attend_wave, expand, gather_rows
+from mha2mla.kernels.mixed_attention.expanded import Attend, attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.layout import Group
 from mha2mla.kernels.mixed_attention.parts import GroupPart, Parts, parts_of
 from mha2mla.kernels.mixed_attention.plan import MixedPlan
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
+from mha2mla.kernels.split_kv.plan import DecodePlan
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -176,73 +179,83 @@ def _output(query: Tensor, parts: Parts, width: int) -> Tensor:
     return out
 
 
+def _attention(
+    query: Tensor,
+    width: int,
+    decoded_width: int,
+    call: tuple[Any, ...],
+    decode: Callable[[Callable[[Tensor], Tensor], GroupPart, DecodePlan], Tensor],
+    attend: Attend,
+) -> Tensor:
+    """A plan's calls, one after another.
+
+    Args:
+        query: [N, H, ...].
+        width, decoded_width: of the output, and of what the decode op makes.
+        call: fields of the plan, softmax_scale and backend.
+        decode: a group's values, given what takes its rows of a tensor [N, ...], its tensors and its plan.
+        attend: of :func:`attend_wave`.
+    """
+    *fields, _, backend = call
+    parts = parts_of(*fields)
+    parts.check_lengths(fields[0], fields[2])
+    out = _output(query, parts, width)
+    for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
+        plan = parts.decode_plan(number, query.shape[1], decoded_width)
+        _write_group(out, decode(partial(_of_group, group=group, part=part), part, plan), group, part)
+    for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
+        attend_wave(attend, wave, cu_seqlens_q, chunks, out, backend)
+    return out
+
+
 def _mla_attention(
     q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, rope_cache: Tensor,
     k_up: Tensor | None, v_up: Tensor, *call: Any,
 ) -> Tensor:  # fmt: skip
-    *fields, softmax_scale, backend = call
-    parts = parts_of(*fields)
-    parts.check_lengths(fields[0], fields[2])
-    heads, kv_heads, width = q_pe.shape[1], v_up.shape[0], latent_cache.shape[-1]
-    out = _output(q_pe, parts, v_up.shape[1])
-    for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
-        rows = (len(group.rows), group.seqlen_q)
-        nope, rope = (_of_group(x, group, part, rows) for x in (q_nope, q_pe))
-        values = mla_absorbed(
-            nope, rope, latent_cache, rope_cache, k_up, v_up, part.block_table, part.cache_seqlens,
-            softmax_scale=softmax_scale, cache_starts=part.cache_starts, latent_scale=latent_scale,
-            plan=parts.decode_plan(number, heads, width), backend=backend,
-        )  # fmt: skip
-        _write_group(out, values, group, part)
+    *_, softmax_scale, backend = call
 
-    def attend(
-        tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def decode(rows_of: Callable[[Tensor], Tensor], part: GroupPart, plan: DecodePlan) -> Tensor:
+        return mla_absorbed(
+            rows_of(q_nope), rows_of(q_pe), latent_cache, rope_cache, k_up, v_up, part.block_table, part.cache_seqlens,
+            softmax_scale=softmax_scale, cache_starts=part.cache_starts, latent_scale=latent_scale, plan=plan,
+            backend=backend,
+        )  # fmt: skip
+
+    def attend(tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object) -> Any:
         latent, k_pe = gather_rows(latent_cache, slots), gather_rows(rope_cache, slots)
         if latent_scale is not None:
             latent = dequantize_latent(latent, gather_rows(latent_scale, slots), q_pe.dtype)
-        k_nope = k_pe.new_empty(len(slots), kv_heads, 0) if k_up is None else expand(latent, k_up)
+        k_nope = k_pe.new_empty(len(slots), v_up.shape[0], 0) if k_up is None else expand(latent, k_up)
         return mla_prefill_varlen(
             q_nope[tokens], q_pe[tokens], k_nope, k_pe, expand(latent, v_up), *bounds, softmax_scale=softmax_scale,
             backend=backend, **options,
         )  # fmt: skip
 
-    for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
-        attend_wave(attend, wave, cu_seqlens_q, chunks, out, backend)
-    return out
+    return _attention(q_pe, v_up.shape[1], latent_cache.shape[-1], call, decode, attend)
 
 
 def _gqa_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *call: Any) -> Tensor:
-    *fields, softmax_scale, backend = call
-    parts = parts_of(*fields)
-    parts.check_lengths(fields[0], fields[2])
-    heads, width = query.shape[1], value_cache.shape[3]
-    out = _output(query, parts, width)
-    for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
-        rows = (len(group.rows), group.seqlen_q)
-        made = gqa_decode(
-            _of_group(query, group, part, rows), key_cache, value_cache, part.block_table,
-            part.cache_seqlens, softmax_scale=softmax_scale,
-            cache_starts=part.cache_starts,
-            plan=parts.decode_plan(number, heads, width), backend=backend,
-        )  # fmt: skip
-        _write_group(out, made, group, part)
+    *_, softmax_scale, backend = call
 
-    def attend(
-        tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def decode(rows_of: Callable[[Tensor], Tensor], part: GroupPart, plan: DecodePlan) -> Tensor:
+        return gqa_decode(
+            rows_of(query), key_cache, value_cache, part.block_table, part.cache_seqlens, softmax_scale=softmax_scale,
+            cache_starts=part.cache_starts, plan=plan, backend=backend,
+        )  # fmt: skip
+
+    def attend(tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object) -> Any:
         keys, values = gather_rows(key_cache, slots), gather_rows(value_cache, slots)
         return attention_varlen(
             query[tokens], keys, values, *bounds, softmax_scale=softmax_scale, backend=backend, **options
         )
 
-    for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
-        attend_wave(attend, wave, cu_seqlens_q, chunks, out, backend)
-    return out
+    width = value_cache.shape[3]
+    return _attention(query, width, width, call, decode, attend)
 
 
-def _of_group(x: Tensor, group: Group, part: GroupPart, rows: tuple[int, int]) -> Tensor:
+def _of_group(x: Tensor, group: Group, part: GroupPart) -> Tensor:
     """The group's rows of x [N, ...]: [B_g, S_q, ...]; a view where its tokens lie side by side."""
+    rows = (len(group.rows), group.seqlen_q)
     if part.pieces is not None:
         return x.index_select(0, part.pieces.tokens).unflatten(0, rows)
     return x[group.first_token : group.first_token + rows[0] * rows[1]].unflatten(0, rows)

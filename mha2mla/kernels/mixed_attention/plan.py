@@ -74,7 +74,7 @@ class MixedPlan:
                 f" {MAX_DECODE_QUERY_LENGTH}, or a new plan"
             )
         for group, part in zip(parts.layout.groups, parts.groups, strict=True):
-            torch.ops.mha2mla.mla_decode_plan(
+            torch.ops.mha2mla.split_kv_plan(
                 part.cache_seqlens, part.cache_starts, parts.capacity, group.seqlen_q, True, self.window, 0,
                 part.schedule, part.splits,
             )  # fmt: skip

@@ -86,7 +86,7 @@ class DecodePlan:
                     f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; expected contiguous int32 "
                     f"[{self.shape[0]}] on {self.splits.device}"
                 )
-        torch.ops.mha2mla.mla_decode_plan(
+        torch.ops.mha2mla.split_kv_plan(
             cache_seqlens, cache_starts, self.capacity, self.shape[1], self.causal,
             -1 if self.window is None else self.window, self.sinks, self.schedule, self.splits,
         )  # fmt: skip
@@ -180,8 +180,8 @@ def _plan(
 
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
 LIBRARY.define(
-    "mla_decode_plan(Tensor cache_seqlens, Tensor? cache_starts, int capacity, int seqlen_q, bool causal, int window,"
+    "split_kv_plan(Tensor cache_seqlens, Tensor? cache_starts, int capacity, int seqlen_q, bool causal, int window,"
     " int sinks, Tensor(a!) schedule, Tensor(b!) splits) -> ()"
 )
-LIBRARY.impl("mla_decode_plan", _plan, "CompositeExplicitAutograd")
-torch.library.register_fake("mha2mla::mla_decode_plan", lambda *_: None, lib=LIBRARY)
+LIBRARY.impl("split_kv_plan", _plan, "CompositeExplicitAutograd")
+torch.library.register_fake("mha2mla::split_kv_plan", lambda *_: None, lib=LIBRARY)

@@ -164,7 +164,7 @@ def test_opcheck_and_fullgraph_failure_22():
             everything = [*arguments, window, sinks, *given_plan, *outs]
             torch.library.opcheck(torch.ops.mha2mla.mla_decode_out.default, everything)
         planned = [inputs["cache_seqlens"], inputs["cache_starts"], 96, 2, True, window, sinks, *buffers[:2]]
-        torch.library.opcheck(torch.ops.mha2mla.mla_decode_plan.default, planned)
+        torch.library.opcheck(torch.ops.mha2mla.split_kv_plan.default, planned)
     compiled = torch.compile(lambda i: mla_decode(**i, return_lse=True), fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(inputs), mla_decode(**inputs, return_lse=True), strict=True):
         assert torch.equal(got, expected)

@@ -1,0 +1,131 @@
+"""What follows from the declaration of a paged op, on one that nothing else uses: keys that are their own values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mha2mla.kernels.split_kv import op as frame
+from mha2mla.kernels.split_kv.arguments import Argument
+from mha2mla.kernels.split_kv.op import PagedOp
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    width: int
+    page_size: int
+    seqlen_q: int
+    dtype: str
+
+
+def own_values(q, cache, scale, block_table, cache_seqlens, *, softmax_scale, causal, cache_starts, window, sinks):
+    """The oracle: the mean of all tokens, whatever the query."""
+    length = int(cache_seqlens[0])
+    mean = (cache * scale[..., None, None])[block_table[0].long()].flatten(0, 1)[:length].mean((0, 1))
+    return mean.expand_as(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+
+def select(shape, capability, gpu, batch):
+    if shape.width > 64:
+        raise ValueError(f"width is {shape.width}; nothing fits")
+    return SimpleNamespace(num_ctas=lambda sms: sms)
+
+
+OP = PagedOp(
+    name="test_own_values",
+    arguments=(
+        Argument("q", "B S_q H d"),
+        Argument("cache", "P page (G d)"),
+        Argument("scale", "P page", torch.float32),
+    ),
+    out=Argument("out", "B S_q H d"),
+    shape=Shape,
+    static=("H", "d", "page", "S_q"),
+    refusal=lambda shape: "dtype is float32" if shape.dtype == "float32" else None,
+    select=select,
+    make_split="nowhere:nothing",
+    reference=f"{__name__}:own_values",
+)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> dict:
+    return {
+        "data": (
+            torch.randn(1, 2, 4, 8, dtype=dtype),
+            torch.randn(3, 16, 2, 8, dtype=dtype),
+            torch.full((3, 16), 2.0),
+        ),
+        "block_table": torch.tensor([[2, 0]], dtype=torch.int32),
+        "cache_seqlens": torch.tensor([20], dtype=torch.int32),
+    }
+
+
+def call(data, block_table, cache_seqlens, backend=None, plan=None, out=None):
+    return OP(data, block_table, cache_seqlens, None, 1.0, True, backend, plan, out, False)
+
+
+def test_its_schemas_follow():
+    tensors = "Tensor q, Tensor cache, Tensor scale, Tensor block_table, Tensor cache_seqlens, Tensor? cache_starts"
+    schema = str(torch.ops.mha2mla.test_own_values.default._schema)
+    assert schema.startswith(f"mha2mla::test_own_values({tensors}, float softmax_scale") and "-> (Tensor, T" in schema
+    schema = str(torch.ops.mha2mla.test_own_values_out.default._schema)
+    assert "Tensor(a!)? partial_out, Tensor(b!)? partial_lse, Tensor(c!) out, Tensor(d!) lse) -> ()" in schema
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "message"),
+    [
+        (0, lambda x: x[0], r"q.shape is \(2, 4, 8\); expected \[B, S_q, H, d\]"),
+        (1, lambda x: x[..., :4], r"cache.shape is \(3, 16, 2, 4\); expected \[3, 16, 2, 8\]"),
+        (1, lambda x: x[:, :, :1].expand(-1, -1, 3, -1).contiguous(), r"cache.shape\[2\] \(G\) is 3; expected a div"),
+        (1, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), r"cache.stride\(2\) is 128; expected 8"),
+        (2, lambda x: x.double(), "scale.dtype is torch.float64; expected torch.float32"),
+        (2, lambda x: x[:2], r"scale.shape is \(2, 16\); expected \[3, 16\]"),
+    ],
+)
+def test_a_size_has_one_value_in_all_arguments(index, change, message):
+    given = inputs()
+    data = list(given.pop("data"))
+    data[index] = change(data[index])
+    with pytest.raises(ValueError, match=message):
+        call(tuple(data), **given)
+
+
+def test_rows_are_of_16_bytes_by_each_tensors_own_numbers():
+    given = inputs(torch.bfloat16)
+    q, cache, _ = given.pop("data")
+    with pytest.raises(ValueError, match=r"scale.stride\(0\) is 18; expected a multiple of 4 elements \(16 bytes\)"):
+        call((q, cache, torch.ones(3, 18)[:, :16]), **given)
+
+
+def test_its_oracle_serves_where_no_kernel_does():
+    given = inputs()
+    q, cache, _ = given["data"]
+    expected = 2 * torch.cat((cache[2], cache[0]))[:20].mean((0, 1)).expand_as(q)
+    plan = OP.plan(
+        {"B": 1, "S_q": 2, "H": 4, "d": 8, "page": 16}, q, given["block_table"], given["cache_seqlens"], None, True,
+        None, 0, None,
+    )  # fmt: skip
+    assert plan.num_ctas == 0 and plan.shape == (1, 2, 4, 8)
+    for made in (call(**given), call(**given, plan=plan), call(**given, out=torch.empty_like(q))):
+        torch.testing.assert_close(made, expected)
+    with pytest.raises(ValueError, match="which refuses this call: dtype is float32"):
+        call(**given, backend="tilelang")
+
+
+def test_what_select_says_is_the_reason(monkeypatch):
+    monkeypatch.setattr(frame, "capability", lambda _: 90)
+    shape = Shape(4, 8, 16, 3, "bfloat16")
+    assert OP.explain(shape, "cpu") == "device is cpu; TileLang kernels run on CUDA devices"
+    assert OP.explain(shape, "cuda:0") is None
+    assert OP.explain(Shape(4, 72, 16, 1, "bfloat16"), "cuda:0") == "width is 72; nothing fits"
+    assert frame.compiled_shape(shape).seqlen_q == 4
+
+
+def test_kernels_get_what_lies_side_by_side_as_one_dimension():
+    q, cache, scale = OP.kernel_arguments(inputs()["data"])
+    assert (q.ndim, cache.shape, scale.ndim) == (4, (3, 16, 16), 2)
