@@ -155,6 +155,20 @@ MODEL = (
         ("tests/modeling/test_served.py",),
     ),
     Fault(
+        "a backend that is asked for by name leaves prompts to others",
+        f"{MODELING}/latent_layer.py",
+        "return LayerBackend(backend, layout, name is not None and long_queries)",
+        "return LayerBackend(backend, layout, False)",
+        ("tests/modeling/test_forms.py",),
+    ),
+    Fault(
+        "8-bit latents are expanded without their scales",
+        f"{MODELING}/latent_layer.py",
+        'latent = dequantize_latent(latent, stored["latent_scale"], self.dtype)',
+        "latent = latent.to(self.dtype)",
+        ("tests/modeling/test_forms.py",),
+    ),
+    Fault(
         "angles are counted in bfloat16",
         f"{MODELING}/rope.py",
         "angle = position_ids[..., None, None].to(torch.float32) * inv_freq.to(torch.float32)",
