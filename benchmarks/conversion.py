@@ -48,32 +48,21 @@ _CHECK_TOKENS = 512  # of convert's own comparison, which these rows do not read
 
 # Keys whose other value an ablation tries, one at a time, from the preset that it starts from.
 ABLATIONS: dict[str, tuple[Any, ...]] = {
-    "rope_selection": ("uneven", "2-norm", "high", "low", "uniform", "rorope"),
-    "low_rank": ("svd-joint", "svd-split"),
-    "mean_phase": (0.0, 1.0),
-    "centered": (False,),
-    "attended": (False,),
-    "query_weighting": (False,),
-    "output_weighting": (False,),
-    "balanced": (False,),
-    "key_weight": (0.5, 2.0, 4.0),
-    "shrinkage": (0.0, 0.01),
-    "refit_queries": (False,),
-    "refit_output": (False, True),
-    "sequential": (True,),
-    "rope_share": (0.17, 0.21, 0.25, 0.34, "auto"),
-    "layer_ranks": ("measured",),
-    "calibration_tokens": (24576, 98304),
-    "calibration_text": ("builtin:pydoc", "generated"),
-    "calibration_length": (512, 8192, [512, 8192]),
+    "rope.selection": ("uneven", "2-norm", "high", "low", "uniform", "rorope"),
+    "rope.share": (0.17, 0.21, 0.25, 0.34, "auto"),
+    "latent.rule": ("svd-joint", "svd-split", "balanced-pca"),
+    "latent.centered": (False,),
+    "latent.ranks": ("measured",),
+    "fit.queries": (False,),
+    "fit.output": (False, True),
+    "calibration.tokens": (24576, 98304),
+    "calibration.text": ("builtin:pydoc", "generated"),
+    "calibration.lengths": (512, 8192, [512, 8192]),
 }
-RECONSTRUCTION_ABLATIONS: dict[str, tuple[Any, ...]] = {
-    "reconstruction_steps": (0, 150),
-    "reconstruction_correction": (0.0, 0.5, 1.0),
-    "up_projections": ("kv-head", "query-head"),
-    "reconstruction_precision": ("bfloat16",),
-    "reconstruction_learning_rate": (0.003, 0.03),
-    "reconstruction_tokens": (4096, 16384),
+FIT_ABLATIONS: dict[str, tuple[Any, ...]] = {
+    "fit.steps": (0, 150),
+    "fit.tokens": (4096, 16384),
+    "latent.up_projections": ("kv-head", "query-head"),
 }
 
 
@@ -96,44 +85,45 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
     for ratio in ratios:
         budget = round(ratio * 2 * kv_width)
         rope = 8 * max(1, round((budget / 3 if ratio >= 0.5 else budget * 0.27) / 8))
-        split = {"qk_rope_head_dim": rope, "kv_lora_rank": (budget - rope) // 8 * 8, "freq_fold": _fold(rope)}
+        split = {"qk_rope_head_dim": rope, "kv_lora_rank": (budget - rope) // 8 * 8, "rope.selection": _fold(rope)}
         for preset, keys in (
             ("published-mha2mla", {"cache_ratio": ratio}),
             ("published-transmla", split),
             ("quick", {"cache_ratio": ratio}),
-            ("quick", {"cache_ratio": ratio, "layout": "per-group", "rope_share": 0.25}),
+            ("quick", {"cache_ratio": ratio, "layout": "per-group"}),
             ("shared", {"cache_ratio": ratio}),
             ("per-group", {"cache_ratio": ratio}),
         ):
-            recipe = Recipe(preset=preset, **keys, seed=seed)
-            name = f"quick, {recipe.layout}" if preset == "quick" else preset
+            recipe = Recipe.from_preset(preset, **keys, **{"calibration.seed": seed})
+            name = f"quick, {recipe.target.layout}" if preset == "quick" else preset
             cases.append(Case(f"{ratio:g} {name}", recipe))
     for rope in ROPE_ONLY:
-        widths = {"qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope, "seed": seed}
-        more = {"refit_output": False, "calibration_tokens": 32768}
-        for preset, keys in (("published-transmla", {"freq_fold": _fold(rope)}), ("quick", more)):
-            cases.append(Case(f"RoPE {rope} {preset}", Recipe(preset=preset, **widths, **keys)))
+        widths = {"qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope, "calibration.seed": seed}
+        more = {"fit.output": False, "calibration.tokens": 32768}
+        for preset, keys in (("published-transmla", {"rope.selection": _fold(rope)}), ("quick", more)):
+            cases.append(Case(f"RoPE {rope} {preset}", Recipe.from_preset(preset, **widths, **keys)))
     return cases
 
 
-def _fold(rope: int) -> int:
+def _fold(rope: int) -> str:
     """TransMLA's FreqFold: the best of 1, 2, 4 and 8 for SmolLM2 at 64 and at 32 rotary dims."""
-    return 2 if rope >= 64 else 4
+    return "rorope-2" if rope >= 64 else "rorope-4"
 
 
 def ablations(preset: str, ratios: Sequence[float] = (0.5, 0.3125), *, seed: int = 0) -> list[Case]:
     """A preset, then every key that it may change by itself."""
-    base = Recipe(preset=preset, seed=seed)
-    keys = ABLATIONS | (RECONSTRUCTION_ABLATIONS if base.reconstruction_steps else {})
+    base = Recipe.from_preset(preset)
+    keys, usual = ABLATIONS | (FIT_ABLATIONS if base.fit.steps else {}), base.flat()
     cases = []
     for ratio in ratios:
-        cases.append(Case(f"{ratio:g} {preset}", Recipe(preset=preset, cache_ratio=ratio, seed=seed), is_base=True))
+        common = {"cache_ratio": ratio, "calibration.seed": seed}
+        cases.append(Case(f"{ratio:g} {preset}", Recipe.from_preset(preset, **common), is_base=True))
         for key, values in keys.items():
             for value in values:
-                if value == getattr(base, key):
+                if value == usual[key]:
                     continue
                 try:
-                    recipe = Recipe(preset=preset, **{"cache_ratio": ratio, "seed": seed, key: value})
+                    recipe = Recipe.from_preset(preset, **common, **{key: value})
                 except ValueError:  # two keys that exclude one another
                     continue
                 cases.append(Case(f"{ratio:g} {preset} {key}={value}", recipe))
@@ -224,16 +214,16 @@ class Calibration:
     def windows(self, recipe: Recipe) -> tuple[list[torch.Tensor], float]:
         """int64 [windows, length] of every length, as ``mha2mla.convert`` would draw them, and the seconds it took."""
         context = getattr(self.source.config, "max_position_embeddings", None)
-        lengths = calibration_lengths(self.source.spec, recipe.calibration_length, context)
-        key = (recipe.calibration_text, recipe.calibration_tokens, lengths, recipe.seed)
+        lengths = calibration_lengths(self.source.spec, recipe.calibration.lengths, context)
+        key = (recipe.calibration.text, recipe.calibration.tokens, lengths, recipe.calibration.seed)
         if key not in self._drawn:
             started = time.perf_counter()
             blocks = calibration_windows(
                 self.source,
-                recipe.calibration_text,
+                recipe.calibration.text,
                 lengths=lengths,
-                tokens=recipe.calibration_tokens,
-                seed=recipe.seed,
+                tokens=recipe.calibration.tokens,
+                seed=recipe.calibration.seed,
                 device=self.device,
             )
             windows = [blocks.tokens[list(blocks.of_length(length))].view(-1, length) for length in lengths]
@@ -359,7 +349,7 @@ def measure_case(
             "calibration_tokens": report.calibration_tokens,
             "calibration_seconds": drawing_seconds,
             "convert_seconds": report.seconds["total"],
-            "layer_ranks": report.recipe["layer_ranks"],
+            "latent_ranks": [layer["kv_lora_rank"] for layer in report.layers],
             "device": report.device,
         }
         quality = evaluate_quality(

@@ -96,13 +96,13 @@ def _random_tokens(vocabulary: int, windows: int, length: int, *, seed: int) -> 
 def _recipe_and_tokens(arguments: argparse.Namespace, config: LlamaConfig) -> tuple[mha2mla.Recipe, list[torch.Tensor]]:
     """What is converted by, and random windows of every length that it calibrates on."""
     lengths, tokens = (arguments.length,), arguments.windows * arguments.length
-    keys = {"calibration_tokens": tokens, "calibration_length": arguments.length}
-    keys = {"preset": "minimal", **keys, "reconstruction_steps": arguments.steps} | json.loads(arguments.recipe)
+    keys = {"calibration.tokens": tokens, "calibration.lengths": arguments.length}
+    keys = {"preset": "minimal", **keys, "fit.steps": arguments.steps} | json.loads(arguments.recipe)
     if arguments.preset is not None:
         keys = {"preset": arguments.preset, "cache_ratio": 0.5} | json.loads(arguments.recipe)
     recipe = mha2mla.Recipe.from_dict(keys)
     if arguments.preset is not None:
-        lengths, tokens = default_lengths(config.max_position_embeddings), recipe.calibration_tokens
+        lengths, tokens = default_lengths(config.max_position_embeddings), recipe.calibration.tokens
     blocks = max(1, tokens // len(lengths) // max(lengths))
     return recipe, [
         _random_tokens(config.vocab_size, blocks * max(lengths) // length, length, seed=1) for length in lengths

@@ -348,8 +348,8 @@ LAYERS = (
     Fault(
         "the least important pairs are kept",
         f"{CONVERSION}/rope/rules.py",
-        "scores.sort(dim=0, descending=True, stable=True).indices[:pairs]",
-        "scores.sort(dim=0, descending=False, stable=True).indices[:pairs]",
+        "scores.sort(dim=0, descending=True, stable=True).indices[: problem.pairs]",
+        "scores.sort(dim=0, descending=False, stable=True).indices[: problem.pairs]",
         ("tests/conversion/test_layer.py",),
     ),
     Fault(

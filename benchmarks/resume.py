@@ -1,7 +1,7 @@
 """Whether a conversion that is killed and goes on gives the bytes of one that was not.
 
     python benchmarks/resume.py MODEL --device cuda
-    python benchmarks/resume.py MODEL --device cpu --kills 3 --recipe '{"reconstruction_steps": 20}'
+    python benchmarks/resume.py MODEL --device cpu --kills 3 --recipe '{"fit.steps": 20}'
 
 Converts MODEL once undisturbed, then again under ``kill -9`` at drawn moments until it is through, each time in a new
 process, and compares the tensors and config.json of both. Without kills it is converted twice undisturbed.
@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mha2mla.conversion.resume import tensor_hash
 
 RECIPE = (
-    '{"preset": "shared", "cache_ratio": 0.5, "reconstruction_steps": 60, "calibration_text": "builtin:pydoc", '
-    '"calibration_tokens": 65536}'
+    '{"preset": "shared", "cache_ratio": 0.5, "fit.steps": 60, "calibration.text": "builtin:pydoc", '
+    '"calibration.tokens": 65536}'
 )
 
 
@@ -51,7 +51,7 @@ def in_order(name: str) -> list[int | str]:
 def start(source: Path, destination: Path, recipe: dict, device: str, log: Path) -> subprocess.Popen:
     program = (
         "import json, sys, mha2mla; source, destination, recipe, device = sys.argv[1:]; "
-        "print('resumed', mha2mla.convert(source, destination, mha2mla.Recipe.from_dict(json.loads(recipe)), "
+        "print('resumed', mha2mla.convert(source, destination, json.loads(recipe), "
         "device=device, progress=False).resumed_layers)"
     )
     with log.open("a", encoding="utf-8") as file:

@@ -67,17 +67,17 @@ class Written:
 
         def write(length: int, count: int) -> torch.Tensor:
             how = {"row": self.writing.row, "temperature": self.writing.temperature}
-            return generate_windows(model, self.tokenizer, length, count, seed=recipe.seed + length, **how)
+            return generate_windows(model, self.tokenizer, length, count, seed=recipe.calibration.seed + length, **how)
 
         lengths = default_lengths(model.config.max_position_embeddings)
-        blocks = max(1, recipe.calibration_tokens // len(lengths) // max(lengths))
+        blocks = max(1, recipe.calibration.tokens // len(lengths) // max(lengths))
         made = [
             mixed_windows(
                 self.tokenizer,
                 self.writing.text,
                 length,
                 blocks * max(lengths) // length,
-                seed=recipe.seed,
+                seed=recipe.calibration.seed,
                 generate=write,
             )
             for length in lengths
@@ -110,7 +110,9 @@ def compare(
     tokenizer = load_tokenizer(source, "source")
     environment, rows = collect_environment(), []
     for writing in (writing for writing in WRITINGS if only in str(writing)):
-        case = Case(str(writing), Recipe(preset="quick", cache_ratio=0.5, calibration_tokens=tokens, seed=seed))
+        case = Case(
+            str(writing), Recipe.from_preset("quick", **{"calibration.tokens": tokens, "calibration.seed": seed})
+        )
         written = Written(source, tokenizer, writing, loaded.device)
         judged = {"texts": TEXTS, "lengths": parse_lengths(LENGTHS), "max_tokens": max_tokens, "device": device}
         rows.append(measure_case(case, source, loaded, tokenizer, written, **judged))

@@ -7,6 +7,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
@@ -169,35 +170,31 @@ def _convert_parser() -> ArgumentParser:
     parser.add_argument("--resume", type=Literal["auto", "never"], default="auto", help=text)
     keys = parser.add_argument_group("recipe", order)
     keys.add_argument("--recipe", type=str | None, default=None, help="YAML file with recipe keys")
-    texts, hints = _argument_help(recipe.Recipe), typing.get_type_hints(recipe.Recipe)
     names = (presets.AUTO, *presets.PRESETS)
-    texts["preset"] = f"one of {', '.join(names)}: {texts['preset']}"
-    hints |= {
-        "layout": Literal[recipe.LAYOUTS],
-        "rope_selection": Literal[recipe.ROPE_SELECTIONS],
-        "low_rank": Literal[recipe.LOW_RANKS],
-        "preset": Literal[names],
-    }
-    for field in recipe.given_fields():
-        # None stands for "not given", so that only what was given overrides the file.
-        flag = "--" + field.name.replace("_", "-")
-        default = presets.AUTO if field.name == "preset" else presets.common_default(field.name)
-        text = _with_default(texts.get(field.name, ""), default)
-        keys.add_argument(flag, type=hints[field.name] | None, default=None, help=text)
+    text = _with_default(f"where all other keys come from: one of {', '.join(names)}", presets.AUTO)
+    keys.add_argument("--preset", type=Literal[names] | None, default=None, help=text)
+    for stage in recipe.STAGES.values():
+        texts, hints = _argument_help(stage), typing.get_type_hints(stage)
+        for field in fields(stage):
+            # None stands for "not given", so that only what was given overrides the file.
+            key = stage.prefix + field.name
+            text = _with_default(texts[field.name], None if presets.sets(key) else field.default)
+            keys.add_argument(_flag(key), type=hints[field.name] | None, default=None, help=text)
     return parser
 
 
-def _recipe(arguments: Namespace) -> Any:
-    from mha2mla.conversion.presets import TARGET_KEYS
-    from mha2mla.conversion.recipe import Recipe, given_fields, recipe_values
+def _flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
 
-    values = recipe_values(arguments.recipe) if arguments.recipe else {}
-    given = {field.name: arguments[field.name] for field in given_fields()}
-    given = {name: value for name, value in given.items() if value is not None}
-    # A target given as a flag replaces the file's, whichever of its two forms that had.
-    if any(name in given for name in TARGET_KEYS):
-        values = {name: value for name, value in values.items() if name not in TARGET_KEYS}
-    return Recipe.from_dict(values | given)
+
+def _recipe(arguments: Namespace) -> dict[str, Any]:
+    """The keys of the file and of the flags, as ``mha2mla.convert`` takes them."""
+    from mha2mla.conversion.presets import with_keys
+    from mha2mla.conversion.recipe import KEYS, recipe_file
+
+    given = {key: arguments[key] for key in ("preset", *KEYS)}
+    given = {key: value for key, value in given.items() if value is not None}
+    return with_keys(recipe_file(arguments.recipe) if arguments.recipe else {}, given)
 
 
 def _run(arguments: Namespace) -> int:

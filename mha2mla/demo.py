@@ -14,22 +14,22 @@ from rich.console import Console
 from rich.text import Text
 
 from mha2mla.cache_folder import cache_folder
-from mha2mla.conversion.presets import choose_preset
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import check_device, check_folder, load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import cache_bytes_per_token, decode_step_latency
 from mha2mla.pipeline import ConversionReport, convert
+from mha2mla.pipeline.check import named_recipe
 from mha2mla.trial_models import fetch_smollm2
 
 PROMPT = "Explain in three sentences why the sky is blue."
 # Presets are left to the machine. Without gradient steps, per-group k_pe holds a conversation down to three quarters of
 # the cache, shared k_pe to half of it.
 RECIPES = {
-    "full rank": Recipe(layout="per-group", cache_ratio=1.0),
-    "per-group k_pe": Recipe(layout="per-group", cache_ratio=0.75),
-    "shared k_pe": Recipe(cache_ratio=0.5),
+    "full rank": {"layout": "per-group", "cache_ratio": 1.0},
+    "per-group k_pe": {"layout": "per-group", "cache_ratio": 0.75},
+    "shared k_pe": {"cache_ratio": 0.5},
 }
 COLUMNS = {
     "model": "model",
@@ -72,7 +72,7 @@ def run_demo(
     prompt: str | None = None,
     max_new_tokens: int = 48,
     json: str | os.PathLike[str] | None = None,
-    recipes: dict[str, Recipe] | None = None,
+    recipes: dict[str, Recipe | dict[str, Any]] | None = None,
     settings: DemoSettings | None = None,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
@@ -174,11 +174,12 @@ def _step_time(model: torch.nn.Module, settings: DemoSettings) -> dict[str, Any]
     return row | {"ms_per_token_graph": None if row["us_graph"] is None else row["us_graph"] / 1e3}
 
 
-def _describe(recipe: Recipe, device: torch.device) -> str:
-    recipe = recipe.with_preset(choose_preset(recipe.preset, recipe.given(), device.type).preset)
-    ratio = recipe.target_cache_ratio
-    target = f"d_c={recipe.kv_lora_rank}, d_r={recipe.qk_rope_head_dim}" if ratio is None else f"cache ratio {ratio:g}"
-    return f"preset {recipe.preset}, {recipe.layout} layout, {target}"
+def _describe(recipe: Recipe | dict[str, Any], device: torch.device) -> str:
+    recipe, _ = named_recipe(recipe, None, device)
+    target = recipe.target
+    widths = f"d_c={target.kv_lora_rank}, d_r={target.qk_rope_head_dim}"
+    cached = widths if target.cache_ratio is None else f"cache ratio {target.cache_ratio:g}"
+    return f"preset {recipe.preset}, {target.layout} layout, {cached}"
 
 
 def _generate(model: torch.nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:

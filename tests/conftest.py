@@ -38,8 +38,6 @@ def tiny_converted(tiny_source, tmp_path_factory: pytest.TempPathFactory):
     import mha2mla
 
     destination = tmp_path_factory.mktemp("tiny") / "converted"
-    recipe = mha2mla.Recipe(
-        preset="minimal", layout="per-group", cache_ratio=0.5, calibration_tokens=256, calibration_length=64
-    )
+    recipe = {"preset": "minimal", "layout": "per-group", "calibration.tokens": 256, "calibration.lengths": 64}
     mha2mla.convert(str(tiny_source), destination, recipe, device="cpu", progress=False)
     return destination

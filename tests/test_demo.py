@@ -14,19 +14,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mha2mla import trial_models
 from mha2mla.cache_folder import cache_folder
-from mha2mla.conversion.recipe import Recipe
 from mha2mla.demo import RECIPES, DemoSettings, run_demo
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 
 SETTINGS = DemoSettings(evaluation_tokens=256, cached_tokens=40, min_run_time=0.002)
-SMALL = {"calibration_tokens": 256, "calibration_length": 64}
+SMALL = {"calibration.tokens": 256, "calibration.lengths": 64}
 
 
 @pytest.fixture(scope="module")
 def demo(tiny_source, tmp_path_factory):
     """Rows, JSON file and output folder of one run with the demo's own recipes, calibrated on less text."""
     folder = tmp_path_factory.mktemp("demo")
-    recipes = {name: Recipe(**{**recipe.to_dict(), **SMALL}) for name, recipe in RECIPES.items()}
+    recipes = {name: {**recipe, **SMALL} for name, recipe in RECIPES.items()}
     console = Console(file=io.StringIO())
     rows = run_demo(
         tiny_source,
@@ -63,7 +62,7 @@ def test_smaller_caches_are_as_small_as_the_recipes_say(demo):
     # 2 layers, keys and values of 2 heads of width 16, bfloat16.
     assert source["cache_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
     for row in (per_group, shared):
-        ratio = RECIPES[row["model"]].cache_ratio
+        ratio = RECIPES[row["model"]]["cache_ratio"]
         assert ratio < 1 and row["cache_bytes_per_token"] <= ratio * source["cache_bytes_per_token"]
         assert row["reduction"] >= 1 - ratio
         assert row["kl"] > 0 and row["logits_error"] > 1e-3

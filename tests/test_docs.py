@@ -17,6 +17,7 @@ import pytest
 
 import mha2mla
 from mha2mla.cli import build_parser
+from mha2mla.conversion.recipe import recipe_file
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,7 +25,7 @@ TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page 
 LANGUAGES = ("python", "bash", "yaml", "")  # without a language: nothing that anybody types
 # What stands in for the conversion of a real model: the same call, told to take seconds.
 CONVERTS = 'mha2mla.convert("path/to/llama", "path/to/llama-mla"'
-SHORT = ', {"preset": "minimal", "calibration_tokens": 256, "calibration_length": 64}'
+SHORT = ', {"preset": "minimal", "calibration.tokens": 256, "calibration.lengths": 64}'
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def test_python_runs(block, tiny_source, tiny_converted, tmp_path, monkeypatch):
 @pytest.mark.parametrize("block", blocks("yaml"), ids=str)
 def test_recipe_is_read(block, tmp_path):
     (tmp_path / "recipe.yaml").write_text(block.text, encoding="utf-8")
-    mha2mla.Recipe.from_yaml(tmp_path / "recipe.yaml")
+    mha2mla.Recipe.from_dict(recipe_file(tmp_path / "recipe.yaml"))
 
 
 class Captured(Exception):

@@ -15,7 +15,7 @@ from mha2mla.conversion.source.parameters import StoredParameters
 from tests.conversion import tiny
 from tests.few import each
 
-SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
+SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_lengths": 64}
 FULL = {"cache_ratio": 1.0, **SHORT}
 # The traits that the statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
 FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "olmo3-yarn", "gemma3")
@@ -45,7 +45,7 @@ def loaded(folder):
 def test_full_rank_reproduces_the_source(case, layout, tmp_path):
     """FAILURES 23, 24, 29: pairing, biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
     folder = made(case, tmp_path / "source")
-    report = convert(folder, tmp_path / "out", mha2mla.Recipe(layout=layout, **FULL))
+    report = convert(folder, tmp_path / "out", tiny.Recipe(layout=layout, **FULL))
     assert report.parity.logits_relative_error <= 1e-4
     assert report.cache_ratio == 1.0 and report.calibration_tokens == 0
     source, converted = loaded(folder), loaded(tmp_path / "out")
@@ -71,7 +71,7 @@ def test_half_rank_reloads_as_measured(case, layout, tmp_path):
     folder = made(case, tmp_path / "source")
     held_out = tiny.some_tokens(2, 32)
     soften(folder)
-    report = convert(folder, tmp_path / "out", mha2mla.Recipe(layout=layout, **SHORT), evaluation=held_out)
+    report = convert(folder, tmp_path / "out", tiny.Recipe(layout=layout, **SHORT), evaluation=held_out)
     expected, actual = (tiny.logits(path, held_out)[:, :-1] for path in (folder, tmp_path / "out"))
     assert relative(actual, expected) == pytest.approx(report.parity.logits_relative_error, rel=1e-3)
     assert report.cache_ratio <= 0.5
@@ -83,7 +83,7 @@ def test_full_rank_reproduces_a_bfloat16_source(case, tmp_path):
     family, keys = tiny.CASES[case]
     tiny.model(family, **keys).to(torch.bfloat16).save_pretrained(tmp_path / "source")
     tiny.tokenizer().save_pretrained(tmp_path / "source")
-    report = convert(tmp_path / "source", tmp_path / "out", mha2mla.Recipe(**FULL))
+    report = convert(tmp_path / "source", tmp_path / "out", tiny.Recipe(**FULL))
     assert report.weights_dtype == "bfloat16" and report.parity.logits_relative_error <= 1e-4
     tokens = tiny.some_tokens()
     assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(tmp_path / "source", tokens)) <= 1e-4
@@ -91,7 +91,7 @@ def test_full_rank_reproduces_a_bfloat16_source(case, tmp_path):
 
 def test_a_window_that_a_config_names_in_vain_hides_nothing(tmp_path):
     folder = tiny.checkpoint(tmp_path / "source", "llama", sliding_window=9)
-    convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL))
+    convert(folder, tmp_path / "out", tiny.Recipe(**FULL))
     tokens = tiny.some_tokens()
     assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(folder, tokens)) <= 1e-4
 
@@ -108,8 +108,8 @@ def test_fused_projections_convert_as_separate_ones_do(tmp_path):
         tensors[f"{prefix}self_attn.qkv_proj.weight"] = torch.cat(qkv)
         tensors[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat(gate_up)
     save_file(tensors, phi3 / "model.safetensors", metadata={"format": "pt"})
-    convert(llama, tmp_path / "one", mha2mla.Recipe(**SHORT))
-    convert(phi3, tmp_path / "two", mha2mla.Recipe(**SHORT))
+    convert(llama, tmp_path / "one", tiny.Recipe(**SHORT))
+    convert(phi3, tmp_path / "two", tiny.Recipe(**SHORT))
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     # The second layer's inputs went through one product instead of two, which rounds otherwise.
     attention = [name for name in one if name.startswith("model.layers.0.self_attn.")]
@@ -128,7 +128,7 @@ def test_configs_written_by_older_libraries_convert(tmp_path):
         "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
     }
     (folder / "config.json").write_text(json.dumps(values))
-    convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL))
+    convert(folder, tmp_path / "out", tiny.Recipe(**FULL))
     tokens = tiny.some_tokens()
     assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(folder, tokens)) <= 1e-4
 
@@ -144,7 +144,7 @@ EXPERT = {
 @pytest.mark.parametrize("case", EXPERT)
 def test_experts_keep_their_names_and_bits(case, tmp_path):
     folder = made(case, tmp_path / "source")
-    convert(folder, tmp_path / "out", mha2mla.Recipe(**SHORT))
+    convert(folder, tmp_path / "out", tiny.Recipe(**SHORT))
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert EXPERT[case] in before
     kept = {name for name in before if ".self_attn." not in name}
@@ -164,7 +164,7 @@ def test_stacked_experts_are_read_too(case, tmp_path):
     stacked = tiny.model(family, **keys).state_dict()
     assert "model.layers.1.mlp.experts.gate_up_proj" in stacked
     save_file(stacked, folder / "model.safetensors", metadata={"format": "pt"})
-    convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL))
+    convert(folder, tmp_path / "out", tiny.Recipe(**FULL))
     tokens = tiny.some_tokens()
     assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(folder, tokens)) <= 1e-4
 
@@ -184,7 +184,7 @@ def test_a_damaged_expert_is_named_and_leaves_nothing(case, change, named, tmp_p
     change(tensors, EXPERT[case])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=named.format(EXPERT[case])):
-        convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL))
+        convert(folder, tmp_path / "out", tiny.Recipe(**FULL))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -465,7 +465,7 @@ def test_what_does_not_fit_is_refused_by_name(name, tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 2}))
     with pytest.raises(UnsupportedSourceError, match=named):
-        convert(tmp_path / "source", tmp_path / "out", mha2mla.Recipe(**FULL))
+        convert(tmp_path / "source", tmp_path / "out", tiny.Recipe(**FULL))
 
 
 def test_every_adapter_has_a_case_and_a_published_config():
@@ -479,7 +479,7 @@ def test_every_adapter_has_a_case_and_a_published_config():
 @pytest.mark.parametrize("case", FAMILIES)
 def test_full_rank_reproduces_the_source_on_a_gpu(case, tmp_path):
     folder = made(case, tmp_path / "source")
-    report = convert(folder, tmp_path / "out", mha2mla.Recipe(**FULL), device="cuda")
+    report = convert(folder, tmp_path / "out", tiny.Recipe(**FULL), device="cuda")
     assert report.device == "cuda" and report.parity.logits_relative_error <= 1e-4
     tokens = tiny.some_tokens()
     models = [loaded(path).cuda() for path in (tmp_path / "out", folder)]

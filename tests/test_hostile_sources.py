@@ -342,6 +342,6 @@ def test_a_tokenizer_that_is_let_go_of_leaves_no_memory_behind(source):
 
 def test_what_is_degenerate_only_on_text_is_an_error_by_name(damaged, tmp_path):
     rewritten(damaged, lambda tensors: {**tensors, "model.layers.1.input_layernorm.weight": torch.zeros(48)})
-    recipe = mha2mla.Recipe(calibration_tokens=256, calibration_length=64)
+    recipe = tiny.Recipe(calibration_tokens=256, calibration_lengths=64)
     with pytest.raises(CheckpointError, match="zero or too large everywhere on the calibration text"):
         mha2mla.convert(damaged, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)

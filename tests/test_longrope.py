@@ -11,7 +11,7 @@ from mha2mla.conversion.calibration import windows
 from tests.conversion import tiny
 
 ORIGINAL = tiny.LONGROPE["original_max_position_embeddings"]
-SHORT = {"preset": "minimal", "calibration_tokens": 384, "calibration_length": 64}
+SHORT = {"preset": "minimal", "calibration_tokens": 384, "calibration_lengths": 64}
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +21,14 @@ def source(tmp_path_factory):
 
 
 def convert(source, destination, recipe, **keys):
-    return mha2mla.convert(source, destination, recipe, device="cpu", progress=False, **keys)
+    return mha2mla.convert(source, destination, tiny.Recipe(**recipe), device="cpu", progress=False, **keys)
 
 
 @pytest.mark.parametrize(("table", "length"), [("short", ORIGINAL), ("long", ORIGINAL + 1)])
 @pytest.mark.parametrize("calibration_length", [48, 200])
 def test_either_table_is_verified_where_the_source_uses_it(table, length, calibration_length, source, tmp_path):
     """The full-rank check failed by itself: it compared the long table with windows that the short one serves."""
-    recipe = {**SHORT, "cache_ratio": 1.0, "longrope_table": table, "calibration_length": calibration_length}
+    recipe = {**SHORT, "cache_ratio": 1.0, "rope_longrope_table": table, "calibration_lengths": calibration_length}
     report = convert(source, tmp_path / "out", recipe, evaluation_tokens=256)
     assert report.parity.logits_relative_error <= 1e-4
     assert (report.evaluation_length <= ORIGINAL) == (table == "short")
@@ -43,12 +43,18 @@ def test_either_table_is_verified_where_the_source_uses_it(table, length, calibr
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"recipe": {"longrope_table": "long"}}, "calibration_length is 64; expected at least 65"),
-        ({"recipe": {"calibration_length": 65}}, "calibration_length is 65; expected at most 64"),
-        ({"recipe": {"longrope_table": "long"}, "calibration": 64}, "calibration has windows of 64 .* at least 65"),
+        ({"recipe": {"rope_longrope_table": "long"}}, "calibration.lengths is 64; expected at least 65"),
+        ({"recipe": {"calibration_lengths": 65}}, "calibration.lengths is 65; expected at most 64"),
+        (
+            {"recipe": {"rope_longrope_table": "long"}, "calibration": 64},
+            "calibration has windows of 64 .* at least 65",
+        ),
         ({"calibration": 65}, "calibration has windows of 65 tokens; expected at most 64.* the short table"),
         ({"evaluation": 65}, "evaluation has windows of 65 tokens; expected at most 64"),
-        ({"recipe": {"longrope_table": "long", "cache_ratio": 1.0}, "evaluation": 9}, "evaluation has windows of 9 "),
+        (
+            {"recipe": {"rope_longrope_table": "long", "cache_ratio": 1.0}, "evaluation": 9},
+            "evaluation has windows of 9 ",
+        ),
     ],
 )
 def test_windows_that_the_source_serves_by_the_other_table_are_refused(keys, named, source, tmp_path):
@@ -61,7 +67,7 @@ def test_windows_that_the_source_serves_by_the_other_table_are_refused(keys, nam
 
 @pytest.mark.parametrize(("table", "length"), [("short", 64), ("long", 96)])
 def test_a_lossy_conversion_is_calibrated_and_measured_by_its_own_table(table, length, source, tmp_path):
-    recipe = {**SHORT, "longrope_table": table, "calibration_length": length, "cache_ratio": 0.75}
+    recipe = {**SHORT, "rope_longrope_table": table, "calibration_lengths": length, "cache_ratio": 0.75}
     report = convert(source, tmp_path / "out", recipe, evaluation_tokens=256)
     assert report.evaluation_length == report.calibrated_length == length and report.calibration_tokens == 384
     assert f"the {table} table" in report.rope_note
@@ -73,6 +79,6 @@ def test_the_default_text_is_long_enough_for_the_long_table(tmp_path, monkeypatc
     rope = {**tiny.LONGROPE, "original_max_position_embeddings": 2100}
     source = tiny.checkpoint(tmp_path / "source", "llama", rope_parameters=rope, max_position_embeddings=8400)
     monkeypatch.setattr(windows, "load_text", {"builtin:stdlib": "some words " * 200}.__getitem__)  # 2 MB otherwise
-    report = convert(source, tmp_path / "out", {**SHORT, "longrope_table": "long", "cache_ratio": 1.0})
+    report = convert(source, tmp_path / "out", {**SHORT, "rope_longrope_table": "long", "cache_ratio": 1.0})
     assert report.evaluation_text == "builtin:stdlib" and report.evaluation_length == 2101
     assert report.parity.logits_relative_error <= 1e-4

@@ -30,8 +30,8 @@ def test_the_notebook_is_its_source(name):
 
 # What the notebook chooses in its first cell -> what takes seconds.
 SMALL = {
-    "RECIPE = mha2mla.Recipe(cache_ratio=0.5)": (
-        'RECIPE = mha2mla.Recipe(preset="minimal", cache_ratio=0.5, calibration_tokens=2048, calibration_length=64)'
+    'RECIPE = {"cache_ratio": 0.5}': (
+        'RECIPE = {"preset": "minimal", "cache_ratio": 0.5, "calibration.tokens": 2048, "calibration.lengths": 64}'
     ),
     "else [64, 256, 1024]": "else [32, 64]",
     "else [1, 4]": "else [1, 2]",

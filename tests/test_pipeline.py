@@ -17,16 +17,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
 from mha2mla.conversion.families import UnsupportedSourceError
-from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, rope_selections
+from mha2mla.conversion.latent.rules import LOW_RANKS
+from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.files import SourceChangedError
+from mha2mla.conversion.target import LAYOUTS
 from mha2mla.pipeline import ParityError, prepare, run, verify, write
 from mha2mla.texts import load_text, token_windows
 from tests.conversion import tiny
 from tests.few import few
 
-SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
+SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_lengths": 64}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def source(tmp_path_factory):
 
 def convert(source, destination, recipe=None, **keys):
     keys = {"evaluation_tokens": 256, "device": "cpu", "progress": False, **keys}
-    return mha2mla.convert(source, destination, mha2mla.Recipe(**SHORT) if recipe is None else recipe, **keys)
+    return mha2mla.convert(source, destination, tiny.Recipe(**SHORT) if recipe is None else recipe, **keys)
 
 
 def checksums(folder):
@@ -51,7 +53,7 @@ def test_full_rank_reproduces_a_bfloat16_source_with_biases(tmp_path):
     """The value bias moves into o_proj: rounded to bfloat16 there, it alone would break parity."""
     tiny.model("qwen2").to(torch.bfloat16).save_pretrained(tmp_path / "source")
     tiny.tokenizer().save_pretrained(tmp_path / "source")
-    report = convert(tmp_path / "source", tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
+    report = convert(tmp_path / "source", tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
     tokens = tiny.some_tokens()
     assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(tmp_path / "source", tokens)) <= 1e-4
     assert report.weights_dtype == "bfloat16"
@@ -61,15 +63,16 @@ def test_full_rank_reproduces_a_bfloat16_source_with_biases(tmp_path):
     assert narrow == {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ("inv_freq", "o_proj.bias")}
 
 
-RULES = [(layout, selection) for layout in LAYOUTS for selection in rope_selections(layout)]
+LOW_RANK_NAMES = tuple(LOW_RANKS)
+RULES = [(layout, selection) for layout in LAYOUTS for selection in selections(layout)]
 # Each selection once, by the low-rank rules in turn; then all of them.
-RECIPES = [(*rule, LOW_RANKS[i % len(LOW_RANKS)]) for i, rule in enumerate(RULES)]
+RECIPES = [(*rule, LOW_RANK_NAMES[i % len(LOW_RANKS)]) for i, rule in enumerate(RULES)]
 RECIPES += [(*rule, low_rank) for rule in RULES for low_rank in LOW_RANKS if (*rule, low_rank) not in RECIPES]
 
 
 @few("layout, selection, low_rank", RECIPES, count=len(RULES))
 def test_every_recipe_runs_and_reloads_as_measured(layout, selection, low_rank, source, tmp_path):
-    recipe = mha2mla.Recipe(layout=layout, rope_selection=selection, low_rank=low_rank, **SHORT)
+    recipe = tiny.Recipe(layout=layout, rope_selection=selection, latent_rule=low_rank, **SHORT)
     held_out = tiny.some_tokens(2, 32)
     report = convert(source, tmp_path / "out", recipe, evaluation=held_out)
     expected = tiny.logits(source, held_out)[:, :-1]
@@ -96,15 +99,14 @@ def test_convert_takes_the_preset_that_it_is_told_or_chooses_and_says_so(argumen
     arguments = {"recipe": None, "calibration": tiny.some_tokens(64, 32), "evaluation_tokens": 64, **arguments}
     report = mha2mla.convert(source, tmp_path / "out", **arguments, device="cpu", progress=False)
     given = {**(arguments["recipe"] or {}), "preset": preset}
-    expected = mha2mla.Recipe(**given)
-    assert report.recipe == expected.to_dict() | {"cache_ratio": expected.target_cache_ratio}
+    assert report.recipe == mha2mla.Recipe.from_dict(given).to_dict()
     assert report.preset.startswith(says) and report.preset in str(report)
     assert f"Preset: {report.preset}." in (tmp_path / "out" / "README.md").read_text()
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["preset"] == report.preset
 
 
 def test_a_conversion_over_lengths_is_verified_at_both_ends(source, tmp_path):
-    recipe = mha2mla.Recipe(preset="minimal", calibration_tokens=2048, calibration_length=[32, 128])
+    recipe = tiny.Recipe(preset="minimal", calibration_tokens=2048, calibration_lengths=[32, 128])
     report = mha2mla.convert(source, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
     assert report.calibration_tokens == 2048 and report.calibrated_length == 128
     assert (report.evaluation_text, report.evaluation_length) == ("builtin:prose", 32)
@@ -122,7 +124,7 @@ def test_a_conversion_over_lengths_is_verified_at_both_ends(source, tmp_path):
 
 def test_an_evaluation_text_too_short_for_the_long_window_is_said_and_no_refusal(source, tmp_path, capsys):
     (tmp_path / "text").write_text("Some ninety tokens, each of which is a letter. " * 2)
-    recipe = mha2mla.Recipe(preset="minimal", calibration_tokens=2048, calibration_length=[32, 128])
+    recipe = tiny.Recipe(preset="minimal", calibration_tokens=2048, calibration_lengths=[32, 128])
     report = mha2mla.convert(
         source, tmp_path / "out", recipe, evaluation=str(tmp_path / "text"), evaluation_tokens=64, device="cpu"
     )
@@ -167,12 +169,12 @@ def test_the_folder_is_a_whole_checkpoint(tmp_path):
     assert names == set(model.state_dict()) - {"lm_head.weight"}
     assert model.config.model_type == "mha2mla"
     assert model.config.source_config["model_type"] == "llama"
-    assert mha2mla.Recipe.from_dict(model.config.recipe).target_cache_ratio == 0.5
+    assert mha2mla.Recipe.from_dict(model.config.recipe).target.cache_ratio == 0.5
     assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
     assert (out / "LICENSE").read_text() == "terms"
     assert tiny.loaded_tokenizer(out)("abc").input_ids == tiny.loaded_tokenizer(source)("abc").input_ids
     card = (out / "README.md").read_text()
-    for text in ("import mha2mla", f"{report.parity.perplexity_converted:.4f}", "rope_selection: rotation", "`llama`"):
+    for text in ("import mha2mla", f"{report.parity.perplexity_converted:.4f}", "selection: rotation", "`llama`"):
         assert text in card
     for layer in report.parity.layers:
         assert f"| {layer.layer} | {layer.score_error:.3g} | {layer.output_error:.3g} |" in card
@@ -188,7 +190,7 @@ def test_the_record_is_machine_readable(source, tmp_path):
     rows = record["rows"]
     assert [row["layer"] for row in rows] == [0, 1] and all(row["seconds"] > 0 for row in rows)
     assert [row["score_error"] for row in rows] == [layer.score_error for layer in report.parity.layers]
-    assert mha2mla.Recipe.from_dict(record["recipe"]).calibration_tokens == 512
+    assert mha2mla.Recipe.from_dict(record["recipe"]).calibration.tokens == 512
 
 
 def test_the_card_shows_the_loss_by_layer(source, tmp_path, monkeypatch, capsys):
@@ -226,12 +228,12 @@ def test_the_same_recipe_gives_the_same_weights_however_memory_is_cut(source, tm
 
 def test_another_seed_gives_other_weights(source, tmp_path):
     convert(source, tmp_path / "one")
-    convert(source, tmp_path / "two", mha2mla.Recipe(seed=1, **SHORT))
+    convert(source, tmp_path / "two", tiny.Recipe(calibration_seed=1, **SHORT))
     assert checksums(tmp_path / "one")["model.safetensors"] != checksums(tmp_path / "two")["model.safetensors"]
 
 
 def test_the_written_dtype_can_be_chosen(source, tmp_path):
-    recipe = mha2mla.Recipe(cache_ratio=1.0, **SHORT)
+    recipe = tiny.Recipe(cache_ratio=1.0, **SHORT)
     report = convert(source, tmp_path / "out", recipe, dtype=torch.bfloat16)
     assert report.weights_dtype == "bfloat16" and 1e-4 < report.parity.logits_relative_error < 0.06
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
@@ -254,7 +256,7 @@ def test_old_rotary_buffers_in_a_source_are_passed_over(tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    convert(source, tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
+    convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
 
 
 def edit_config(folder, **keys):
@@ -426,10 +428,10 @@ def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_pat
     texts = sorted(path.name for path in tmp_path.iterdir())
     keys = {key: str(tmp_path / value) if value in texts else value for key, value in keys.items()}
     if keys.get("recipe") == "TOO WIDE":
-        keys["recipe"] = mha2mla.Recipe(layout="per-group", qk_rope_head_dim=18, kv_lora_rank=8)
+        keys["recipe"] = tiny.Recipe(layout="per-group", qk_rope_head_dim=18, kv_lora_rank=8)
     elif str(keys.get("recipe")).startswith("TEXT "):
         name = keys["recipe"].removeprefix("TEXT ")
-        keys["recipe"] = mha2mla.Recipe(calibration_text=str(tmp_path / name), **SHORT)
+        keys["recipe"] = tiny.Recipe(calibration_text=str(tmp_path / name), **SHORT)
     with pytest.raises(error, match=named):
         convert(source, tmp_path / "out", **keys)
     assert sorted(path.name for path in tmp_path.iterdir()) == texts
@@ -439,7 +441,7 @@ def test_a_head_of_zeros_is_converted(tmp_path):
     """Pruned heads are; where every other pair rotates, all that is left for the latent's keys is zero."""
     source = tiny.checkpoint(tmp_path / "source")
     edit_weights(source, lambda tensors: tensors["model.layers.1.self_attn.k_proj.weight"][:16].zero_())
-    convert(source, tmp_path / "out", mha2mla.Recipe(rope_share="auto", cache_ratio=0.5, **SHORT))
+    convert(source, tmp_path / "out", tiny.Recipe(rope_share="auto", cache_ratio=0.5, **SHORT))
 
 
 @pytest.mark.parametrize("name", [None, 5, b"x"])
@@ -494,7 +496,7 @@ def test_a_source_that_changes_during_the_run_is_never_published(change, when, t
         return usual(*arguments, **keys)
 
     monkeypatch.setattr(stage, name, changed)
-    searched = mha2mla.Recipe(rope_share="auto", cache_ratio=0.5, **SHORT)
+    searched = tiny.Recipe(rope_share="auto", cache_ratio=0.5, **SHORT)
     recipe = searched if name == "choose_rope_share" else None
     with pytest.raises(SourceChangedError, match="changed during the conversion"):
         convert(source, tmp_path / "out", recipe)
@@ -592,7 +594,7 @@ def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_pat
 
     monkeypatch.setattr(layer_walk, "convert_layer", wrong)
     with pytest.raises(ParityError, match="differ from the source's"):
-        convert(source, tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
+        convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
     assert left(tmp_path) == KEPT
 
 
@@ -602,7 +604,7 @@ def test_a_full_rank_conversion_whose_error_is_nan_is_thrown_away(source, tmp_pa
         verify, "compare", lambda *args, **keys: replace(measure(*args, **keys), logits_relative_error=math.nan)
     )
     with pytest.raises(ParityError, match="differ from the source's by nan"):
-        convert(source, tmp_path / "out", mha2mla.Recipe(cache_ratio=1.0, **SHORT))
+        convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
     assert left(tmp_path) == KEPT
 
 
@@ -610,7 +612,7 @@ def test_a_full_rank_conversion_whose_error_is_nan_is_thrown_away(source, tmp_pa
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gpu_converts_as_a_cpu_does(layout, source, tmp_path):
     for ratio in (1.0, 0.5):
-        recipe = mha2mla.Recipe(layout=layout, cache_ratio=ratio, **SHORT)
+        recipe = tiny.Recipe(layout=layout, cache_ratio=ratio, **SHORT)
         on_cpu = convert(source, tmp_path / f"cpu-{ratio}", recipe)
         on_gpu = convert(source, tmp_path / f"gpu-{ratio}", recipe, device="cuda")
         assert on_gpu.device == "cuda"
@@ -624,7 +626,7 @@ def test_a_geometry_that_no_kernel_serves_is_said_at_conversion_in_the_card_and_
     from mha2mla.eval.inspection import inspect_checkpoint
 
     reason = "qk_rope_head_dim is 4; TileLang kernels take multiples of 8 up to 128 for num_rope_heads=2"
-    recipe = mha2mla.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=4, **SHORT)
+    recipe = tiny.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=4, **SHORT)
     with pytest.warns(UserWarning, match="no kernel will serve 2 of 2 converted layers on a GPU") as caught:
         report = convert(source, tmp_path / "out", recipe)
     assert reason in str(caught[0].message)
@@ -639,7 +641,7 @@ def test_a_geometry_that_no_kernel_serves_is_said_at_conversion_in_the_card_and_
 def test_a_geometry_that_a_kernel_serves_is_converted_without_a_warning(source, tmp_path, recwarn):
     from mha2mla.eval.inspection import inspect_checkpoint
 
-    recipe = mha2mla.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=8, **SHORT)
+    recipe = tiny.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=8, **SHORT)
     report = convert(source, tmp_path / "out", recipe)
     assert not [warning for warning in recwarn if "kernel" in str(warning.message)]
     assert report.decode_backend == "on CUDA absorbed, mla_paged; batches: mla_paged"

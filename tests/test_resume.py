@@ -21,13 +21,11 @@ from mha2mla.pipeline import ParityError, prepare, run, verify, write
 from tests.conversion import tiny
 from tests.few import few
 
-SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
+SHORT = {"preset": "minimal", "calibration.tokens": 512, "calibration.lengths": 64}
 LAYERS = 6
 RECIPES = {
-    "half a correction": {"reconstruction_steps": 12, "reconstruction_correction": 0.5},
-    "statistics of the converted": {"sequential": True},
+    "gradient steps": {"fit.steps": 12, "fit.tokens": 128},
     "statistics of the source": {},
-    "reconstruction": {"reconstruction_steps": 12, "reconstruction_tokens": 128},
 }
 
 # Forks a process per destination that it is told, since importing takes longer than converting; an empty line asks for
@@ -37,7 +35,7 @@ import json, os, sys
 import matplotlib.backends.backend_agg, matplotlib.figure
 import torch
 import mha2mla, mha2mla.modeling, mha2mla.pipeline, mha2mla.environment
-source, recipe = sys.argv[1], mha2mla.Recipe(**json.loads(sys.argv[2]))
+source, recipe = sys.argv[1], json.loads(sys.argv[2])
 print(flush=True)
 for line in sys.stdin:
     destination = line.strip()
@@ -144,7 +142,7 @@ def test_a_conversion_that_is_killed_at_random_points_ends_bit_equal(name, sourc
 
 def convert(source, destination, stop_after=None, monkeypatch=None, **keys):
     """A conversion that is interrupted when it has put ``stop_after`` layers on disk."""
-    recipe = mha2mla.Recipe(**{**SHORT, **keys.pop("recipe", {})})
+    recipe = {**SHORT, **keys.pop("recipe", {})}
     keys = {"evaluation_tokens": 128, "device": "cpu", "progress": False, **keys}
     if stop_after is None:
         return mha2mla.convert(source, destination, recipe, **keys)
@@ -192,8 +190,8 @@ def test_an_interrupt_before_anything_is_finished_leaves_nothing(source, tmp_pat
 def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monkeypatch):
     """Of a large model both take longer than some layers."""
     source = tiny.checkpoint(tmp_path / "source")
-    recipe = {"calibration_text": "generated", "rope_share": "auto", "layer_ranks": "measured", "cache_ratio": 0.5}
-    recipe["calibration_tokens"] = 256
+    recipe = {"calibration.text": "generated", "rope.share": "auto", "latent.ranks": "measured"}
+    recipe["calibration.tokens"] = 256
     whole = convert(source, tmp_path / "whole", recipe=recipe)
     stages = (  # one that is interrupted, and what is finished by then
         (prepare, "choose_rope_share", windows, "mixed_windows"),
@@ -206,7 +204,7 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
             convert(source, tmp_path / "out", recipe=recipe)
         monkeypatch.setattr(finished_in, finished_name, repeated)
     report = convert(source, tmp_path / "out", recipe=recipe)
-    assert report.recipe == whole.recipe and report.resumed_layers == 0
+    assert report.searches == whole.searches and report.resumed_layers == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
@@ -294,7 +292,7 @@ def other_text(tmp_path):
 
 
 CHANGES = {
-    "recipe.seed": lambda path: {"recipe": {"seed": 1}},
+    "recipe.calibration.seed": lambda path: {"recipe": {"calibration.seed": 1}},
     "recipe.layout": lambda path: {"recipe": {"layout": "per-group"}},
     "calibration": other_text,
     "compute_dtype": lambda path: {"compute_dtype": torch.float64},
@@ -336,7 +334,7 @@ def test_nothing_is_refused_over_a_run_that_finished_no_layer(source, tmp_path):
 
 
 def test_a_running_conversion_cannot_be_joined(source, tmp_path):
-    converter = Converter(source, {"reconstruction_steps": 10_000})
+    converter = Converter(source, {"fit.steps": 10_000})
     try:
         pid = converter.start(tmp_path / "out")
         deadline = time.monotonic() + 60
@@ -362,7 +360,7 @@ FULL_DISKS = """
 import json, os, subprocess, sys
 import mha2mla
 from pathlib import Path
-source, place, recipe = sys.argv[1], Path(sys.argv[2]), mha2mla.Recipe(**json.loads(sys.argv[3]))
+source, place, recipe = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
 for size in map(int, sys.argv[4:]):
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", place], check=True)
     def convert():

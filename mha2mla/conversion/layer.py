@@ -12,9 +12,10 @@ from mha2mla.conversion.calibration.statistics import AttentionSample, LayerStat
 from mha2mla.conversion.families import AttentionWeights, SourceSpec
 from mha2mla.conversion.fit.closed_form import ScoreWindow, refit_output, refit_queries, score_windows
 from mha2mla.conversion.latent.rules import LatentFactors, LatentProblem, factorise
-from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.rope.basis import RotaryBasis
-from mha2mla.conversion.rope.rules import select_rotary_basis
+from mha2mla.conversion.rope.rules import RopeProblem, select_rotary_basis
+from mha2mla.conversion.target import LAYOUTS
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
@@ -39,29 +40,29 @@ def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) ->
     return ConvertedBiases(
         q=spec.q_bias,
         kv=spec.k_bias,
-        o=spec.o_bias or spec.v_bias or (recipe.centered and not recipe.is_exact(geometry)),
+        o=spec.o_bias or spec.v_bias or (recipe.latent.centered and not is_exact(geometry)),
     )
 
 
 def converted_config(
     source_config: PreTrainedConfig,
     spec: SourceSpec,
-    geometry: MLAGeometry,
+    geometries: tuple[MLAGeometry, ...],
     recipe: Recipe,
-    geometries: tuple[MLAGeometry, ...] | None = None,
 ) -> MHA2MLAConfig:
     """The config of the model that ``recipe`` makes of a source; without dtype, architectures and a record of it.
 
     Args:
-        geometries: of each layer where they differ; ``geometry`` is what they have in common.
+        geometries: of each layer; they differ in what the config holds by layer.
     """
     from mha2mla.modeling.config import MHA2MLAConfig
 
+    geometry, alike = geometries[0], len(set(geometries)) == 1
     biases = converted_biases(spec, geometry, recipe)
     return MHA2MLAConfig(
         source_config=source_config.to_dict(),
         **{
-            name: getattr(geometry, name) if geometries is None else [getattr(each, name) for each in geometries]
+            name: getattr(geometry, name) if alike else [getattr(each, name) for each in geometries]
             for name in ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
         },
         v_head_dim=geometry.v_head_dim,
@@ -122,15 +123,28 @@ def prepare_layer(
     statistics: LayerStatistics | None,
 ) -> PreparedLayer:
     """The part of :func:`convert_layer` that does not look at ``geometry.kv_lora_rank``."""
-    basis = select_rotary_basis(spec, geometry, recipe, statistics, weights)
+    basis = rotary_basis(spec, geometry, recipe, statistics, weights)
     basis = RotaryBasis(**{name: value.to(weights.q_weight.device) for name, value in vars(basis).items()})
     sample = None if statistics is None else statistics.sample
     windows = None
-    if recipe.refit_queries and geometry.qk_nope_head_dim > 0 and sample is not None:
+    if recipe.fit.queries and geometry.qk_nope_head_dim > 0 and sample is not None:
         windows = score_windows(spec, weights, sample, basis)
         keys = un_rotated_keys(spec, weights, basis)
         basis = replace(basis, query_nope=refit_queries(spec, windows, basis.query_nope, keys))
     return PreparedLayer(weights, basis, latent_problem(spec, weights, basis, statistics), sample, windows)
+
+
+def rotary_basis(
+    spec: SourceSpec,
+    geometry: MLAGeometry,
+    recipe: Recipe,
+    statistics: LayerStatistics | None,
+    weights: AttentionWeights | None = None,
+) -> RotaryBasis:
+    """The rotary basis that ``recipe`` chooses for one layer, before its queries are refitted."""
+    problem = RopeProblem(spec, geometry.qk_rope_head_dim // 2, statistics, weights)
+    per_group = LAYOUTS[recipe.target.layout].per_group
+    return select_rotary_basis(recipe.rope.rule, problem, geometry, per_group=per_group, turned=recipe.fit.queries)
 
 
 def finish_layer(
@@ -138,12 +152,14 @@ def finish_layer(
 ) -> dict[str, torch.Tensor]:
     """The tensors that :func:`convert_layer` gives, at the rank that ``geometry`` says."""
     weights, basis, sample = prepared.weights, prepared.basis, prepared.sample
-    factors = factorise(prepared.problem, geometry.kv_lora_rank, recipe)
+    factors = factorise(
+        recipe.latent.low_rank, prepared.problem, geometry.kv_lora_rank, centered=recipe.latent.centered
+    )
     key_map = factors.key_decoder @ factors.encoder
     if prepared.windows is not None:
         basis = replace(basis, query_nope=refit_queries(spec, prepared.windows, basis.query_nope, key_map))
     tensors = assemble(spec, geometry, recipe, weights, basis, factors)
-    if recipe.refit_output and sample is not None and not recipe.is_exact(geometry):
+    if recipe.fit.output and sample is not None and not is_exact(geometry):
         value_map = factors.value_decoder @ factors.encoder
         offset = factors.value_offset
         weight, bias = refit_output(spec, weights, sample, basis, key_map, value_map, offset)

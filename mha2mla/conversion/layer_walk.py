@@ -23,7 +23,7 @@ from mha2mla.conversion.fit.numerics import matmul_precision
 from mha2mla.conversion.fit.reconstruction import Forward, ReconstructionProblem, reconstruct
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.layer import PreparedLayer, convert_layer, converted_config, finish_layer, prepare_layer
-from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
@@ -34,6 +34,8 @@ SAMPLE_TOKENS = 32768  # of a layer's inputs that closed-form fits look at
 FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow
 _BATCH_TOKENS = 2048  # tokens that a layer sees at a time
 _CUDA_BATCH_TOKENS = 16384  # the same where launches cost more than the work
+# How much of what earlier layers lost a layer is to make good: what is lost for good is noise to a fit.
+_CORRECTION = 0.5
 _STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text than the moments that it starts from
 
 
@@ -68,18 +70,17 @@ class ConvertedLayer:
 class LayerWalk:
     """The walk: iterating over it converts layer after layer.
 
-    Without ``recipe.sequential`` and reconstruction, statistics are the source's own, from one stream of activations.
-    With either, a second stream passes the converted layers (their stored, rounded tensors), and statistics are taken
-    of it; reconstruction fits each layer to the source's stream on the inputs of the converted one.
+    Without gradient steps, statistics are the source's own, from one stream of activations. With them, a second stream
+    passes the converted layers (their stored, rounded tensors): statistics are taken of it, and each layer is fitted on
+    it to what the source computes.
 
     Attributes:
         model: the source, streamed; device and dtype of the computation are its.
-        adapter, spec, geometry, recipe: what is converted, and how.
+        adapter, spec, geometries, recipe: what is converted, each layer to what shape, and how.
         windows: calibration tokens; None when the recipe needs none.
         folder: where activations go when they exceed ``spill_bytes``.
         weights_dtype: of the result; None for the source's own. ``inv_freq`` and ``o_proj.bias`` are float32 always.
         spill_bytes: a stream of activations that is larger lives in a file.
-        geometries: of each layer where they differ; None for ``geometry`` everywhere.
         done: layers of an earlier, interrupted walk, as they were yielded: the streams pass them, nothing is computed
             anew and they are not yielded again. The rest comes out as it would have.
     """
@@ -87,13 +88,12 @@ class LayerWalk:
     model: StreamedModel
     adapter: FamilyAdapter
     spec: SourceSpec
-    geometry: MLAGeometry
+    geometries: tuple[MLAGeometry, ...]
     recipe: Recipe
     windows: TokenBlocks | None
     folder: Path
     weights_dtype: torch.dtype | None = None
     spill_bytes: int = SPILL_BYTES
-    geometries: tuple[MLAGeometry, ...] | None = None
     done: Mapping[int, Mapping[str, torch.Tensor]] | None = None
 
     def __iter__(self) -> Iterator[ConvertedLayer]:
@@ -105,7 +105,7 @@ class LayerWalk:
         """
         if self.windows is None:
             yield from self._walk_blind()
-        elif self.recipe.follows_conversion(self.geometry):
+        elif self.recipe.fit.steps and not all(map(is_exact, self.geometries)):
             yield from _ConvertedWalk(self).layers()
         else:
             yield from self._walk_source()
@@ -138,10 +138,6 @@ class LayerWalk:
         finally:
             store.close()
 
-    def geometry_of(self, layer: int) -> MLAGeometry:
-        """Shape of layer ``layer`` in the result."""
-        return self.geometry if self.geometries is None else self.geometries[layer]
-
     def _missing(self) -> list[int]:
         return [layer for layer in range(self.spec.num_layers) if layer not in (self.done or {})]
 
@@ -168,8 +164,8 @@ class LayerWalk:
         weights = self.adapter.attention_weights(
             self.model.source, self.spec, layer, device=self.model.device, dtype=dtype
         )
-        geometry = self.geometry_of(layer)
-        sampled = FIRST_SAMPLE_TOKENS if self.recipe.reconstruction_steps else SAMPLE_TOKENS
+        geometry = self.geometries[layer]
+        sampled = FIRST_SAMPLE_TOKENS if self.recipe.fit.steps else SAMPLE_TOKENS
         lengths = 1 if self.windows is None else len(self.windows.window_lengths)
         return StatisticsCollector(
             self.spec.of_layer(layer),
@@ -183,18 +179,18 @@ class LayerWalk:
     def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:
         """The tensors that statistics alone give."""
         return convert_layer(
-            self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, self._weights(layer), statistics
+            self.spec.of_layer(layer), self.geometries[layer], self.recipe, self._weights(layer), statistics
         )
 
     def prepare(self, layer: int, statistics: LayerStatistics | None) -> PreparedLayer:
         """What :meth:`convert` does before it looks at the rank; sequences of other ranks finish it too."""
         return prepare_layer(
-            self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, self._weights(layer), statistics
+            self.spec.of_layer(layer), self.geometries[layer], self.recipe, self._weights(layer), statistics
         )
 
     def finish(self, layer: int, prepared: PreparedLayer) -> dict[str, torch.Tensor]:
         """The tensors at this sequence's rank."""
-        return finish_layer(self.spec.of_layer(layer), self.geometry_of(layer), self.recipe, prepared)
+        return finish_layer(self.spec.of_layer(layer), self.geometries[layer], self.recipe, prepared)
 
     def _weights(self, layer: int) -> AttentionWeights:
         return self.adapter.attention_weights(
@@ -212,7 +208,7 @@ class LayerWalk:
     @cached_property
     def _config(self) -> MHA2MLAConfig:
         """Of the result, for attention that is computed here."""
-        config = converted_config(self.model.config, self.spec, self.geometry, self.recipe, self.geometries)
+        config = converted_config(self.model.config, self.spec, self.geometries, self.recipe)
         config._attn_implementation = REPEATABLE_ATTENTION
         return config
 
@@ -233,29 +229,25 @@ class _Seen(Exception):
 
 
 class _ConvertedWalk:
-    """The walk with a stream that passes the converted layers, and with reconstruction a second one of the source's,
-    which is a layer ahead: it stands where the layer that is fitted should get to."""
+    """The walk with a stream that passes the converted layers, and one of the source's, which is a layer ahead. A layer
+    is fitted to what lies half way between what the source's layer makes of the one and what it made of the other."""
 
     def __init__(self, sequence: LayerWalk) -> None:
         self.sequence, self.model, self.recipe = sequence, sequence.model, sequence.recipe
         self.num_layers = sequence.spec.num_layers
         self.tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else _BATCH_TOKENS
-        self.fits = self.recipe.reconstruction_steps > 0
-        self.blends = self.fits and self.recipe.reconstruction_correction < 1
 
     def layers(self) -> Iterator[ConvertedLayer]:
         sequence, done = self.sequence, self.sequence.done or {}
-        stores = sequence.new_stores(1 + self.fits + self.blends, on_device=True)
-        self.stream, self.source, self.targets = (stores + [None] * 2)[:3]
+        stores = self.stream, self.source, self.targets = sequence.new_stores(3, on_device=True)
         try:
-            for store in stores[:2]:
+            for store in (self.stream, self.source):
                 self.model.embed(store)
             for layer in range(self.num_layers):
                 started = time.perf_counter()
                 with torch.inference_mode(False):
                     module = self.model.layer(layer)
-                if self.fits:
-                    self._run(module, layer, self.source)
+                self._run(module, layer, self.source)
                 if layer in done:
                     tensors, record = {name: tensor.to(self.model.device) for name, tensor in done[layer].items()}, None
                 else:
@@ -275,9 +267,12 @@ class _ConvertedWalk:
         self._observe(module, layer, collector.add)
         tensors = self.sequence.convert(layer, collector.finish())
         record = LayerRecord(layer, 0.0)
-        if self.fits and not self.recipe.is_exact(self.sequence.geometry_of(layer)):
+        if not is_exact(self.sequence.geometries[layer]):
             with torch.inference_mode(False):
-                result = reconstruct(self._problem(module, layer), tensors, self.recipe, layer=layer)
+                recipe = self.recipe
+                result = reconstruct(
+                    self._problem(module, layer), tensors, recipe.fit, seed=recipe.calibration.seed, layer=layer
+                )
             tensors = result.tensors
             record = LayerRecord(layer, 0.0, result.loss_before, result.loss_after, result.note)
         return self.sequence.stored(layer, tensors), record
@@ -288,18 +283,16 @@ class _ConvertedWalk:
 
     def _precision(self) -> AbstractContextManager[None]:
         """Of the streams: TF32 on CUDA where the fits make do with less (errors of 1e-3, against 1e-2)."""
-        half = self.fits and self.recipe.reconstruction_precision == "bfloat16"
-        return matmul_precision("high" if half and self.model.device.type == "cuda" else None)
+        return matmul_precision("high" if self.model.device.type == "cuda" else None)
 
     @torch.inference_mode()
     def _blend(self, module: nn.Module, layer: int) -> ActivationStore:
         """Targets between what the source's layer makes of the converted stream and what it made of the source's."""
-        share = self.recipe.reconstruction_correction
         for part in self.stream.blocks.batches(self.tokens):
             hidden = self.stream.read(part, self.model.device)
             with self._precision():
                 hidden = self.model.forward_layer(module, layer, hidden)
-            self.targets.write(part, hidden.lerp(self.source.read(part, self.model.device), share))
+            self.targets.write(part, hidden.lerp(self.source.read(part, self.model.device), _CORRECTION))
         return self.targets
 
     @torch.inference_mode()
@@ -320,7 +313,7 @@ class _ConvertedWalk:
             handle.remove()
 
     def _problem(self, module: nn.Module, layer: int) -> ReconstructionProblem:
-        targets = self._blend(module, layer) if self.blends else self.source
+        targets = self._blend(module, layer)
         weights = token_energies(self.source, self.tokens, self.model.device).reciprocal()
         forward = block_forward(self.sequence, layer, module)
         return ReconstructionProblem(self.stream, targets, weights, forward, self.model.device)

@@ -7,129 +7,73 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from mha2mla.conversion.target import WIDTHS
+
 NO_PRESET = "minimal"
 AUTO = "auto"  # no preset yet: choose_preset names one when the device is known
-# Keys that say how much may be cached. A target given beside a preset replaces the preset's as a whole.
-TARGET_KEYS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")
-
-# What every key is where neither a preset nor the user says otherwise.
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "layout": "shared",
-        "rope_selection": "rotation",
-        "low_rank": "whitened-joint",
-        "cache_ratio": None,
-        "kv_lora_rank": None,
-        "qk_rope_head_dim": None,
-        "rope_share": 0.25,
-        "layer_ranks": "uniform",
-        "up_projections": "kv-head",
-        "freq_fold": 1,
-        "mean_phase": 0.5,
-        "centered": True,
-        "attended": True,
-        "query_weighting": True,
-        "output_weighting": True,
-        "refit_queries": True,
-        "refit_output": False,
-        "balanced": True,
-        "key_weight": 1.0,
-        "shrinkage": 0.003,
-        "longrope_table": "short",
-        "calibration_text": "builtin:pydoc",
-        "calibration_tokens": 24576,
-        "calibration_length": "auto",
-        "seed": 0,
-        "sequential": False,
-        "reconstruction_steps": 0,
-        "reconstruction_tokens": 4096,
-        "reconstruction_learning_rate": 0.006,
-        "reconstruction_correction": 1.0,
-        "reconstruction_precision": "float32",
-    }
-)
 
 # What other methods do not have.
-_PLAIN: dict[str, Any] = {
-    "mean_phase": 0.0,
-    "centered": False,
-    "attended": False,
-    "query_weighting": False,
-    "output_weighting": False,
-    "shrinkage": 0.0,
-    "refit_queries": False,
-    "refit_output": False,
-    "calibration_tokens": 64 * 512,
-    "calibration_length": 512,
+_PUBLISHED: dict[str, Any] = {
+    "latent.centered": False,
+    "fit.queries": False,
+    "calibration.tokens": 64 * 512,
+    "calibration.lengths": 512,
 }
 # Text that the source itself wrote loses far less on other text than a manual does, and with a manual among it half as
-# much again: what people wrote surprises a model more than what it writes itself (benchmarks/NOTES.md).
+# much again: what people wrote surprises a model more than what it writes itself (docs/notes).
 _TEXT = "generated+builtin:pydoc"
-# Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters. bfloat16 products cost nothing
-# that shows. Maps per query head and half a correction took 5 % of the divergence (benchmarks/NOTES.md).
-_RECONSTRUCTED: dict[str, Any] = {
-    "reconstruction_steps": 2200,
-    "reconstruction_tokens": 8192,
-    "reconstruction_precision": "bfloat16",
-    "reconstruction_correction": 0.5,
-    "up_projections": "query-head",
-    "calibration_text": _TEXT,
-    "calibration_tokens": 144 * 8192,
+# Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters.
+_FITTED: dict[str, Any] = {
+    "latent.ranks": "measured",
+    "latent.up_projections": "query-head",
+    "fit.steps": 2200,
+    "fit.tokens": 8192,
+    "calibration.text": _TEXT,
+    "calibration.tokens": 144 * 8192,
 }
 
+# What each sets beside the stages' own defaults.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # The defaults alone: seconds, and text that no model must write. To try things with, not to keep.
         NO_PRESET: {},
         # arXiv 2502.14837: partial RoPE by the 2-norm, head by head, and one SVD of the stacked weights.
-        "published-mha2mla": {"layout": "per-group", "rope_selection": "2-norm", "low_rank": "svd-joint", **_PLAIN},
+        "published-mha2mla": {
+            "layout": "per-group",
+            "rope.selection": "2-norm",
+            "latent.rule": "svd-joint",
+            **_PUBLISHED,
+        },
         # arXiv 2502.07864: RoRoPE with FreqFold, then one PCA of keys and values scaled to the same energy.
         "published-transmla": {
-            "layout": "shared",
-            "rope_selection": "rorope",
-            "freq_fold": 2,
-            "low_rank": "whitened-joint",
-            "rope_share": 1 / 3,
-            **_PLAIN,
+            "rope.selection": "rorope-2",
+            "rope.share": 1 / 3,
+            "latent.rule": "balanced-pca",
+            **_PUBLISHED,
         },
-        "shared": {"layout": "shared", "rope_share": 0.21, "layer_ranks": "measured", **_RECONSTRUCTED},
-        "per-group": {"layout": "per-group", "layer_ranks": "measured", **_RECONSTRUCTED},
-        # No gradient steps: minutes on two CPU cores for a model of 135M parameters. Fitted queries make up for fewer
-        # rotary dims: of 32, 40 and 48 in a budget of 192, 40 lost least from 512 to 8192 tokens.
-        "quick": {
-            "layout": "shared",
-            "refit_output": True,
-            "rope_share": 0.21,
-            "calibration_text": _TEXT,
-            "calibration_tokens": 3 * 8192,
-        },
+        "shared": _FITTED,
+        "per-group": {"layout": "per-group", **_FITTED},
+        # No gradient steps: minutes on two CPU cores for a model of 135M parameters.
+        "quick": {"fit.output": True, "calibration.text": _TEXT, "calibration.tokens": 3 * 8192},
         # Within an hour on two CPU cores for the same model.
         "cpu": {
-            "layout": "shared",
-            "rope_share": 0.21,
-            "reconstruction_steps": 60,
-            "reconstruction_tokens": 2048,
-            "calibration_text": _TEXT,
-            "calibration_tokens": 96 * 512,
-            "calibration_length": [512, 2048],
+            "fit.steps": 60,
+            "fit.tokens": 2048,
+            "calibration.text": _TEXT,
+            "calibration.tokens": 96 * 512,
+            "calibration.lengths": [512, 2048],
         },
         # DeepSeek's widths, which FlashMLA and its engines compile for; those know no bias of o_proj.
         "deepseek-512+64": {
-            "layout": "shared",
+            **_FITTED,
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
-            "centered": False,
-            **_RECONSTRUCTED,
+            "latent.centered": False,
+            "latent.ranks": "uniform",
         },
     }
 )
 
-
-# Names that checkpoints of earlier versions were recorded under.
-RENAMED: Mapping[str, str] = MappingProxyType({"mha2mla": "published-mha2mla", "transmla": "published-transmla"})
-
-# The presets that ``auto`` may name. A recipe that says nothing must be sound under each of them.
-AUTO_PRESETS = ("quick", "shared", "per-group")
 # Perplexity over the source's by layout and preset, and of what: what a better preset would give.
 MEASURED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -156,7 +100,7 @@ def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> Pr
 
     Args:
         preset: of the recipe.
-        given: its other keys.
+        given: the keys that were given.
         device_type: ``"cuda"``, ``"cpu"``, … of the conversion.
     """
     if preset != AUTO:
@@ -175,28 +119,23 @@ def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> Pr
     )
 
 
-def common_default(key: str) -> Any:
-    """What ``auto`` takes for ``key`` wherever it runs; None where that depends on the machine."""
-    values = [preset_values(name, {})[key] for name in AUTO_PRESETS]
-    return values[0] if all(value == values[0] for value in values) else None
-
-
-def preset_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every key of a recipe: the defaults, on them those of preset ``name``, on them the ``given`` ones.
-
-    What a preset says only beside another of its keys goes with that key: a target among the given ones replaces the
-    preset's; another layout drops the ``rope_share`` that was found for the preset's.
+def preset_keys(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of preset ``name``, on them the ``given`` ones.
 
     Raises:
         ValueError: there is no such preset.
     """
     if not isinstance(name, str) or name not in PRESETS:
-        raise ValueError(f"preset is {name!r}; expected one of {', '.join(map(repr, (AUTO, *PRESETS)))}")
-    values = dict(PRESETS[name])
-    dropped: set[str] = set()
-    if any(given.get(key) is not None for key in TARGET_KEYS):
-        dropped |= set(TARGET_KEYS)
-    layout = values.get("layout", DEFAULTS["layout"])
-    if given.get("layout", layout) != layout:
-        dropped.add("rope_share")
-    return {**DEFAULTS, **{key: value for key, value in values.items() if key not in dropped}, **given}
+        raise ValueError(f"preset is {name!r:.200}; expected one of {', '.join(map(repr, (AUTO, *PRESETS)))}")
+    return with_keys(PRESETS[name], given)
+
+
+def with_keys(keys: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """``keys`` with the ``given`` ones on top; a target among these replaces the other as a whole."""
+    dropped = WIDTHS if any(key in given for key in WIDTHS) else ()
+    return {**{key: value for key, value in keys.items() if key not in dropped}, **given}
+
+
+def sets(key: str) -> bool:
+    """Whether ``key`` depends on the machine: a preset that ``auto`` may name sets it."""
+    return any(key in PRESETS[name] for name in ("quick", *MEASURED))

@@ -96,7 +96,9 @@ def inspect_checkpoint(
         "calibrated length": _calibrated_length(config, record),
         "schema version": config.schema_version,
     }
-    summary |= {f"recipe.{key}": value for key, value in (config.recipe or {}).items()}
+    for key, value in (config.recipe or {}).items():  # flat in checkpoints of earlier versions
+        inner = value.items() if isinstance(value, dict) else ((None, value),)
+        summary |= {".".join(filter(None, ("recipe", key, name))): each for name, each in inner}
     return Inspection(
         summary=summary,
         geometries=_geometries(config, dtype),

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from mha2mla.conversion.calibration.lengths import calibration_lengths, check_length, nearest_length
 from mha2mla.conversion.calibration.windows import Windows, evaluation_windows, listed
 from mha2mla.conversion.families import SourceSpec
-from mha2mla.conversion.presets import choose_preset
-from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.presets import AUTO, choose_preset
+from mha2mla.conversion.recipe import Recipe, asked_keys
 from mha2mla.conversion.result.destination import check_destination
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.opening import Source, open_source
@@ -51,7 +51,8 @@ class Arguments:
 
     source: str | os.PathLike[str]
     destination: str | os.PathLike[str]
-    recipe: Recipe
+    recipe: Recipe | Mapping[str, Any] | None
+    preset: str | None
     calibration: str | Windows | None
     evaluation: str | torch.Tensor
     evaluation_tokens: int
@@ -154,12 +155,11 @@ def check(arguments: Arguments) -> Plan:
         UnsupportedSourceError, CheckpointError, DestinationError, ValueError: as ``convert``.
     """
     device = _device(arguments.device)
-    choice = choose_preset(arguments.recipe.preset, arguments.recipe.given(), device.type)
-    recipe = arguments.recipe.with_preset(choice.preset)
+    recipe, why = named_recipe(arguments.recipe, arguments.preset, device)
     changed = ", ".join(f"{name}={value!r}" for name, value in recipe.changes().items())
     folder = _source_folder(arguments.source)
     check_destination(arguments.destination, folder, overwrite=arguments.overwrite)
-    opened = open_source(folder, longrope_table=recipe.longrope_table)
+    opened = open_source(folder, longrope_table=recipe.rope.longrope_table)
     calibration = _calibration(arguments, recipe, opened.spec)
     model = opened.model(device, arguments.compute_dtype)
     lengths = _lengths(opened, recipe, calibration)
@@ -173,23 +173,33 @@ def check(arguments: Arguments) -> Plan:
         opened=opened,
         source_name=folder.name if Path(arguments.source).exists() else str(arguments.source),
         recipe=recipe,
-        preset=choice.reason + (f"; with {changed}" if changed else ""),
+        preset=why + (f"; with {changed}" if changed else ""),
         model=model,
         calibration=calibration,
         lengths=lengths,
         evaluation=evaluation,
         long_evaluation=long_evaluation,
-        notes=(f"preset: {choice.reason}", *notes),
+        notes=(f"preset: {why}", *notes),
     )
 
 
-def asked_recipe(recipe: Recipe | Mapping[str, Any] | None, preset: str | None) -> Recipe:
-    """The recipe of ``convert``'s two arguments; its preset may still be ``"auto"``."""
-    if recipe is None or isinstance(recipe, Mapping):
-        recipe = Recipe.from_dict(recipe or {})
-    elif not isinstance(recipe, Recipe):
+def named_recipe(
+    recipe: Recipe | Mapping[str, Any] | None, preset: str | None, device: torch.device
+) -> tuple[Recipe, str]:
+    """The recipe of ``convert``'s two arguments on a device, and why it has the preset that it has.
+
+    Raises:
+        ValueError: no recipe, two presets, or a bad key.
+    """
+    if not isinstance(recipe, Recipe | Mapping | None):
         raise ValueError(f"recipe is a {type(recipe).__name__}; expected a Recipe or a mapping of its keys")
-    return recipe if preset is None else recipe.with_preset(preset)
+    given = {} if isinstance(recipe, Recipe) else asked_keys(recipe or {})
+    named = recipe.preset if isinstance(recipe, Recipe) else given.pop("preset", AUTO)
+    if preset not in (None, named) and named != AUTO:
+        raise ValueError(f"preset is {preset!r} beside a recipe of preset {named!r}; expected one of them")
+    choice = choose_preset(preset or named, given, device.type)
+    made = recipe if isinstance(recipe, Recipe) else Recipe.from_preset(choice.preset, **given)
+    return made, choice.reason
 
 
 def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str | Windows | None:
@@ -200,12 +210,12 @@ def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str 
             recipe.geometries(spec)
             if not recipe.needs_calibration(geometry):
                 return None
-    return recipe.calibration_text if arguments.calibration is None else arguments.calibration
+    return recipe.calibration.text if arguments.calibration is None else arguments.calibration
 
 
 def _lengths(opened: Source, recipe: Recipe, calibration: str | Windows | None) -> tuple[int, ...]:
     if calibration is None or isinstance(calibration, str):
-        asked = "auto" if calibration is None else recipe.calibration_length
+        asked = "auto" if calibration is None else recipe.calibration.lengths
         return calibration_lengths(opened.spec, asked, getattr(opened.config, "max_position_embeddings", None))
     return tuple(sorted({windows.shape[-1] for windows in listed(calibration)}))
 

@@ -6,7 +6,9 @@ Each is a piece of the work folder: saved when it is found, and found there by t
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from mha2mla.conversion.calibration.lengths import calibrated_length
 from mha2mla.conversion.calibration.windows import Windows, calibration_windows, listed
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.layer import converted_config
-from mha2mla.conversion.recipe import RECORDS, Recipe
+from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, source_identity, tensor_hash
 from mha2mla.conversion.rope.share_search import choose_rope_share
 from mha2mla.conversion.source.files import FileIdentity
@@ -35,36 +37,26 @@ class Prepared:
     """A plan with what took work to find out.
 
     Attributes:
-        recipe: the plan's, with what its searches chose.
+        geometry: of every layer, but for the rank. ``geometries``: of each.
         calibration: windows; None where nothing depends on them.
+        searches: what was chosen, and what each choice would have lost.
     """
 
     plan: Plan
-    recipe: Recipe
+    geometry: MLAGeometry
+    geometries: tuple[MLAGeometry, ...]
     calibration: TokenBlocks | None
-
-    @property
-    def geometry(self) -> MLAGeometry:
-        """Of every layer, but for the rank where ``geometries`` says so."""
-        return self.recipe.geometry(self.plan.spec)
-
-    @property
-    def geometries(self) -> tuple[MLAGeometry, ...] | None:
-        return self.recipe.geometries(self.plan.spec)
+    searches: dict[str, Any]
 
     @property
     def calibrated_length(self) -> int | None:
         lengths = () if self.calibration is None else self.calibration.window_lengths
         return calibrated_length(self.plan.spec, lengths)
 
-    def recorded_recipe(self) -> dict[str, Any]:
-        """With the target that was meant, so that a later default does not change what it says."""
-        return {**self.recipe.to_dict(), "cache_ratio": self.recipe.target_cache_ratio}
-
     def config(self) -> MHA2MLAConfig:
         """Of the result, without dtype, architectures and records."""
         plan = self.plan
-        return converted_config(plan.opened.config, plan.spec, self.geometry, self.recipe, self.geometries)
+        return converted_config(plan.opened.config, plan.spec, self.geometries, plan.recipe)
 
 
 def open_work(plan: Plan, folder: Path, weights: dict[str, FileIdentity]) -> WorkFolder:
@@ -89,43 +81,40 @@ def prepare(plan: Plan, work: WorkFolder, folder: Path) -> Prepared:
     Args:
         folder: where activations go that are larger than ``spill_bytes``.
     """
+    recipe, spec = plan.recipe, plan.spec
     if plan.calibration is None:
-        return Prepared(plan, plan.recipe, None)
-    windows = _windows(plan, work)
-    arguments = plan.arguments
-    source = (plan.model, plan.opened.adapter, plan.spec)
-    text, recipe = tensor_hash(windows.tokens), plan.recipe
+        return Prepared(plan, recipe.geometry(spec), recipe.geometries(spec), None, {})
+    windows, searches, ranks = _windows(plan, work), {}, None
+    search = partial(_search, plan, work, windows, folder=folder)
     if recipe.searches_rope_share:
-        saved = _saved(work, _SHARE, text)
-        if saved is None:
-            recipe = choose_rope_share(*source, recipe, windows, folder=folder, spill_bytes=arguments.spill_bytes)
-            work.put(_SHARE, {}, {"calibration": text, "recipe": recipe.to_dict()})
-            arguments.say(f"rope_share: {recipe.rope_share} loses least of {recipe.rope_search}")
-        else:
-            recipe = saved
+        share, searches["rope_share_losses"] = search(_SHARE, choose_rope_share, recipe)
+        searches["rope_share"], recipe = share, recipe.with_share(share)
     if recipe.searches_layer_ranks:
-        saved = _saved(work, _RANKS, text)
-        if saved is None:
-            recipe = choose_layer_ranks(
-                *source,
-                recipe,
-                windows,
-                folder=folder,
-                spill_bytes=arguments.spill_bytes,
-                progress=arguments.progress,
-            )
-            work.put(_RANKS, {}, {"calibration": text, "recipe": recipe.to_dict()})
-            arguments.say(f"layer_ranks: {recipe.layer_ranks}")
-        else:
-            recipe = saved
-    return Prepared(plan, recipe, windows)
+        progress = plan.arguments.progress
+        ranks, searches["layer_rank_losses"] = search(_RANKS, choose_layer_ranks, recipe, progress=progress)
+        searches["layer_ranks"] = ranks
+    return Prepared(plan, recipe.geometry(spec), recipe.geometries(spec, ranks), windows, searches)
+
+
+def _search(
+    plan: Plan, work: WorkFolder, windows: TokenBlocks, name: str, choose: Callable, recipe: Recipe, **keys: Any
+) -> tuple[Any, dict[str, Any]]:
+    """What ``choose`` finds and what every choice loses, or what an earlier run found on the same text."""
+    text, saved = tensor_hash(windows.tokens), work.get(name)
+    if saved is not None and saved[1]["calibration"] == text:
+        return saved[1]["chosen"], saved[1]["losses"]
+    source = (plan.model, plan.opened.adapter, plan.spec)
+    chosen, losses = choose(*source, recipe, windows, spill_bytes=plan.arguments.spill_bytes, **keys)
+    work.put(name, {}, {"calibration": text, "chosen": chosen, "losses": losses})
+    plan.arguments.say(f"{name}: {chosen} loses least of {losses}")
+    return chosen, losses
 
 
 def layer_inputs(prepared: Prepared) -> dict[str, Any]:
     """What layers depend on that was found out on the way, beside the request."""
-    ranks = None if prepared.geometries is None else [each.kv_lora_rank for each in prepared.geometries]
     tokens = None if prepared.calibration is None else prepared.calibration.tokens
-    return {"geometry": prepared.geometry.to_dict(), "layer_ranks": ranks, "calibration": tensor_hash(tokens)}
+    shapes = [geometry.to_dict() for geometry in prepared.geometries]
+    return {"geometries": shapes, "calibration": tensor_hash(tokens)}
 
 
 def version() -> str:
@@ -144,8 +133,8 @@ def _windows(plan: Plan, work: WorkFolder) -> TokenBlocks:
         plan.opened,
         plan.calibration,
         lengths=plan.lengths,
-        tokens=plan.recipe.calibration_tokens,
-        seed=plan.recipe.seed,
+        tokens=plan.recipe.calibration.tokens,
+        seed=plan.recipe.calibration.seed,
         device=plan.model.device,
         progress=plan.arguments.progress,
     )
@@ -153,19 +142,11 @@ def _windows(plan: Plan, work: WorkFolder) -> TokenBlocks:
     return windows
 
 
-def _saved(work: WorkFolder, name: str, text: str) -> Recipe | None:
-    """What an earlier run found out on the same text."""
-    saved = work.get(name)
-    if saved is None or saved[1]["calibration"] != text:
-        return None
-    return Recipe.from_dict(saved[1]["recipe"])
-
-
 def _request(plan: Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:
     """All that the tensors of a converted layer depend on, as far as it is known before any work."""
     arguments = plan.arguments
     return {
-        "recipe": {key: value for key, value in plan.recipe.to_dict().items() if key not in ("preset", *RECORDS)},
+        "recipe": plan.recipe.flat(),
         "source": source_identity(weights),
         "calibration": _text_identity(plan.calibration),
         "device": _device_name(plan.model.device),

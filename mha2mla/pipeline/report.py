@@ -30,9 +30,10 @@ class ConversionReport:
         name: last part of the destination.
         source, destination: folders.
         source_name: what the caller called the source, a hub id or a folder's last part.
-        geometry: of every layer; but for the rank, where ``recipe["layer_ranks"]`` says so.
+        geometry: of every layer; but for the rank, where ``layers`` says so.
         cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
-        recipe: with the target ratio filled in.
+        recipe: every key of it.
+        searches: what the conversion chose by itself, and what each choice would have lost.
         preset: which one, why, what would be better, and the keys that were changed from it.
         calibration_tokens: 0 when the recipe needs none.
         calibrated_length: of the longest sequence that the conversion was made for; None where nothing bounds it.
@@ -57,6 +58,7 @@ class ConversionReport:
     cache_numel_per_token: int
     source_cache_numel_per_token: int
     recipe: dict[str, Any]
+    searches: dict[str, Any]
     preset: str
     calibration_tokens: int
     calibrated_length: int | None
@@ -128,8 +130,7 @@ def make_report(
 
     plan, (parity, long_parity) = prepared.plan, parities
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    geometry, count = prepared.geometry, plan.spec.num_layers
-    geometries = prepared.geometries or (geometry,) * count
+    geometries, count = prepared.geometries, plan.spec.num_layers
     return ConversionReport(
         name=plan.destination.resolve().name,
         source=str(plan.opened.folder),
@@ -137,10 +138,11 @@ def make_report(
         destination=str(plan.destination),
         model_type=plan.spec.model_type,
         num_layers=count,
-        geometry=geometry,
+        geometry=prepared.geometry,
         cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
-        source_cache_numel_per_token=count * geometry.source_cache_numel_per_token,
-        recipe=prepared.recorded_recipe(),
+        source_cache_numel_per_token=count * prepared.geometry.source_cache_numel_per_token,
+        recipe=plan.recipe.to_dict(),
+        searches=prepared.searches,
         preset=plan.preset,
         calibration_tokens=0 if prepared.calibration is None else prepared.calibration.tokens.numel(),
         calibrated_length=prepared.calibrated_length,

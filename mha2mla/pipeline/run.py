@@ -18,7 +18,7 @@ from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
 from mha2mla.conversion.resume import WorkFolder, has_pieces
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.files import FileIdentity, SourceChangedError, check_unchanged
-from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, Arguments, Plan, asked_recipe, check
+from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, Arguments, Plan, check
 from mha2mla.pipeline.prepare import open_work, prepare
 from mha2mla.pipeline.report import ConversionReport, make_report, warn_of_slow_layers, write_report
 from mha2mla.pipeline.verify import verify
@@ -56,9 +56,9 @@ def convert(
     Args:
         source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
         destination: folder to create.
-        recipe: what to do, or a mapping of its keys; default ``Recipe()``: half the cache, by the best preset that the
-            device can run.
-        preset: of a recipe that names none.
+        recipe: what to do, or a mapping of its keys, such as ``{"cache_ratio": 0.25}`` (``Recipe``); default half the
+            cache.
+        preset: of a mapping that names none; default the best that the device can run.
         calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows,
             length], or one of these for each length.
         evaluation: held-out text or token windows of the comparison.
@@ -94,7 +94,8 @@ def convert(
         arguments = Arguments(
             source=source,
             destination=destination,
-            recipe=asked_recipe(recipe, preset),
+            recipe=recipe,
+            preset=preset,
             calibration=calibration,
             evaluation=evaluation,
             evaluation_tokens=evaluation_tokens,

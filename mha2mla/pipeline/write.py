@@ -32,13 +32,12 @@ def convert_layers(prepared: Prepared, folder: Path, layers: FinishedLayers) -> 
         plan.model,
         plan.opened.adapter,
         plan.spec,
-        prepared.geometry,
-        prepared.recipe,
+        prepared.geometries,
+        plan.recipe,
         prepared.calibration,
         folder,
         weights_dtype=arguments.dtype,
         spill_bytes=arguments.spill_bytes,
-        geometries=prepared.geometries,
         done=layers,
     )
     with tqdm(desc="convert", unit="layer", total=count, initial=done, disable=not arguments.progress) as bar:
@@ -95,7 +94,7 @@ def write_companions(prepared: Prepared, folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(regular_file(opened.folder, name), folder / name)
     config = prepared.config()
-    config.recipe = prepared.recorded_recipe()
+    config.recipe = prepared.plan.recipe.to_dict()
     config.calibrated_length = prepared.calibrated_length
     config.dtype = prepared.plan.stored_dtype
     config.architectures = [MHA2MLAForCausalLM.__name__]

@@ -9,11 +9,10 @@ import pytest
 
 from benchmarks import conversion
 from mha2mla.conversion.families import ADAPTERS
-from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny
 
 SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
-SHORT = {"preset": "minimal", "calibration_tokens": 64, "calibration_length": 32, "calibration_text": "builtin:pydoc"}
+SHORT = {"preset": "minimal", "calibration_tokens": 64, "calibration_lengths": 32, "calibration_text": "builtin:pydoc"}
 
 
 def test_every_row_has_a_name_of_its_own_and_fits_its_ratio():
@@ -41,17 +40,17 @@ def test_every_row_has_a_name_of_its_own_and_fits_its_ratio():
 def test_an_ablation_changes_one_key_of_its_preset(preset):
     cases = conversion.ablations(preset, (0.5,))
     assert len({case.name for case in cases}) == len(cases) > 15
-    base = cases[0].recipe.to_dict()
+    base = cases[0].recipe.flat()
     for case in cases[1:]:
-        changed = {key: value for key, value in case.recipe.to_dict().items() if value != base[key]}
+        changed = {key: value for key, value in case.recipe.flat().items() if value != base[key]}
         assert len(changed) == 1 and case.name.endswith("=".join(map(str, *changed.items())))
 
 
 def test_rows_are_measured_written_and_not_measured_again(tmp_path, monkeypatch, capsys):
     source = str(tiny.checkpoint(tmp_path / "source"))
     cases = [
-        conversion.Case("a", Recipe(qk_rope_head_dim=8, kv_lora_rank=24, **SHORT)),
-        conversion.Case("too wide", Recipe(qk_rope_head_dim=8, kv_lora_rank=512, **SHORT)),
+        conversion.Case("a", tiny.Recipe(qk_rope_head_dim=8, kv_lora_rank=24, **SHORT)),
+        conversion.Case("too wide", tiny.Recipe(qk_rope_head_dim=8, kv_lora_rank=512, **SHORT)),
     ]
     monkeypatch.setattr(conversion, "comparison", lambda *args, **keys: cases)
     path = tmp_path / "rows.json"
@@ -72,7 +71,7 @@ def test_rows_are_measured_written_and_not_measured_again(tmp_path, monkeypatch,
 
 
 def test_an_ablation_always_has_the_row_that_it_is_compared_with(monkeypatch):
-    recipe, measured = Recipe(qk_rope_head_dim=8, kv_lora_rank=24, **SHORT), []
+    recipe, measured = tiny.Recipe(qk_rope_head_dim=8, kv_lora_rank=24, **SHORT), []
     cases = [conversion.Case(name, recipe, is_base=name == "base") for name in ("base", "base a", "base b")]
     monkeypatch.setattr(conversion, "ablations", lambda *args, **keys: cases)
     monkeypatch.setattr(conversion, "load_model", lambda *args, **keys: SimpleNamespace(device="cpu"))

@@ -1,8 +1,6 @@
 """One layer: the identities that conversion rests on (DESIGN §1), and every recipe against the source's attention."""
 
-import functools
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,21 +8,23 @@ import torch
 from mha2mla.conversion import recipe as recipes
 from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
 from mha2mla.conversion.families import ADAPTERS, AttentionWeights, SourceSpec
-from mha2mla.conversion.latent.rules import factorise
-from mha2mla.conversion.layer import convert_layer, latent_problem
-from mha2mla.conversion.recipe import LAYOUTS, LOW_RANKS, rope_selections
+from mha2mla.conversion.latent import rules as latent_rules
+from mha2mla.conversion.latent.rules import LOW_RANKS, factorise
+from mha2mla.conversion.layer import convert_layer, latent_problem, rotary_basis
+from mha2mla.conversion.recipe import selections
+from mha2mla.conversion.rope import rules as rope_rules
 from mha2mla.conversion.rope.basis import RotaryBasis
-from mha2mla.conversion.rope.rules import (
-    folded_components,
-    key_second_moment,
-    rotation_cost,
-    select_rotary_basis,
-)
+from mha2mla.conversion.rope.rules import RoRoPE, folded_components, key_second_moment, rotation_cost
+from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
 from tests.conversion.plain_mla import plain_mla_attention
 
-Recipe = functools.partial(recipes.Recipe, preset="minimal", layout="per-group")  # unless a test says otherwise
-SELECTIONS = [(layout, selection) for layout in LAYOUTS for selection in rope_selections(layout)]
+
+def Recipe(**keys) -> recipes.Recipe:
+    return tiny.Recipe(**{"layout": "per-group", **keys})  # unless a test says otherwise
+
+
+SELECTIONS = [(layout, selection) for layout in LAYOUTS for selection in selections(layout)]
 
 
 class _State:
@@ -103,8 +103,8 @@ def test_full_rank_is_the_source(case, layout):
     assert relative(layer.output(recipe), layer.source_output()) < 2e-6  # the source's cos and sin are float32
     # Nothing is left to choose at full rank, so what holds for one recipe holds for all.
     expected = layer.converted(recipe)
-    for selection, low_rank in itertools.product(rope_selections(layout), LOW_RANKS):
-        other = Recipe(layout=layout, cache_ratio=1.0, rope_selection=selection, low_rank=low_rank)
+    for selection, low_rank in itertools.product(selections(layout), LOW_RANKS):
+        other = Recipe(layout=layout, cache_ratio=1.0, rope_selection=selection, latent_rule=low_rank)
         tensors = layer.converted(other)
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
@@ -121,12 +121,16 @@ def test_all_pairs_but_one_rank_everything_is_the_source_when_nothing_is_un_rota
 
 def shared_basis(layer: Layer, kept: int, selection: str = "rotation", **keys) -> RotaryBasis:
     width = 2 * layer.spec.num_key_value_heads * layer.spec.head_dim
-    keys = {"layout": "shared", "mean_phase": 0.0, "rope_selection": selection} | keys
+    keys = {"layout": "shared", "fit_queries": False, "rope_selection": selection} | keys
     recipe = Recipe(qk_rope_head_dim=kept, kv_lora_rank=width - kept, **keys)
-    return select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics, layer.weights)
+    return rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics, layer.weights)
 
 
-@pytest.mark.parametrize("selection", rope_selections("shared"))
+# A fold treats neighbouring frequencies as one: what it mixes commutes only nearly.
+EXACT = [name for name in selections("shared") if not name.startswith("rorope-")]
+
+
+@pytest.mark.parametrize("selection", EXACT)
 def test_rope_commutes_with_a_unitary_map_across_heads(selection):
     """Kept and dropped parts of a shared basis add up to the source's scores when both are rotated."""
     layer = Layer("qwen2", num_key_value_heads=4)
@@ -226,11 +230,10 @@ def test_second_moments_of_keys_agree_with_those_per_frequency(case):
 
 def test_rules_of_the_shared_layout_are_refused_in_the_other():
     for selection in ("uneven", "rorope"):
-        with pytest.raises(ValueError, match=f"rope_selection is '{selection}' in the per-group layout"):
+        with pytest.raises(ValueError, match=f"rope.selection is '{selection}' in the per-group layout"):
             Recipe(rope_selection=selection)
-    recipe = Recipe(layout="shared", rope_selection="rorope", freq_fold=3, qk_rope_head_dim=8, kv_lora_rank=24)
-    with pytest.raises(ValueError, match="freq_fold is 3; expected a divisor of the 8 frequencies"):
-        recipe.geometry(Layer("llama").spec)
+    with pytest.raises(ValueError, match="rope.selection folds 3 frequencies; expected a divisor of a head's 8"):
+        RoRoPE(3).check(Layer("llama").spec)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -243,7 +246,7 @@ def test_without_rotation_dropping_it_costs_nothing(case, layout):
     width = layer.spec.num_key_value_heads * layer.spec.head_dim
     rank = 2 * width - 8 * (1 if layout == "shared" else layer.spec.num_key_value_heads)
     # Of a shared basis this rank is the target's very own, below the number of its rows.
-    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=rank, mean_phase=0.0, low_rank="svd-joint")
+    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=rank, fit_queries=False, latent_rule="svd-joint")
     exact = Recipe(layout=layout, cache_ratio=1.0)
     # Principal components come from eigenvalues, squares of singular values: half of float64's digits.
     assert relative(layer.output(recipe), layer.output(exact)) < 1e-6
@@ -278,8 +281,8 @@ def test_a_value_bias_is_folded_into_the_output_bias():
 def test_the_attention_factor_reaches_un_rotated_pairs_squared():
     layer = Layer("llama-yarn")
     assert layer.spec.attention_factor == 1.3
-    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=56, mean_phase=0.0, rope_selection="high")
-    basis = select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics)
+    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=56, fit_queries=False, rope_selection="high")
+    basis = rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics)
     assert torch.allclose(basis.query_nope.square().sum(-1), torch.full((4, 12), 1.3**4, dtype=torch.float64))
     assert torch.equal(basis.query_rope.square().sum(-1), torch.ones(4, 4, dtype=torch.float64))
 
@@ -295,14 +298,13 @@ def test_the_mean_phase_is_the_best_constant_and_its_loss_is_the_cost():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
-def test_the_mean_phase_is_a_linear_fold_of_the_query(layout, strength):
+def test_the_mean_phase_is_a_linear_fold_of_the_query(layout, strength, monkeypatch):
     """Un-rotated queries are the source's times 1 + s (g − 1), pair by pair."""
     layer = Layer("llama")
-    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=32, mean_phase=strength)
-    plain = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=32, mean_phase=0.0)
-    folded, unfolded = (
-        select_rotary_basis(layer.spec, r.geometry(layer.spec), r, layer.statistics) for r in (recipe, plain)
-    )
+    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=32)
+    monkeypatch.setattr(rope_rules, "MEAN_PHASE", strength)
+    plain = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=32, fit_queries=False)
+    folded, unfolded = (rotary_basis(layer.spec, r.geometry(layer.spec), r, layer.statistics) for r in (recipe, plain))
     factor = 1 + strength * (layer.statistics.mean_phase - 1)
     turn = torch.cat(
         [
@@ -386,7 +388,7 @@ def test_blocks_of_an_attention_map_add_up(monkeypatch):
 @pytest.mark.parametrize("low_rank", LOW_RANKS)
 def test_every_recipe_gives_the_tensors_of_its_geometry(case, layout, selection, low_rank):
     layer = Layer(case)
-    recipe = Recipe(layout=layout, rope_selection=selection, low_rank=low_rank, qk_rope_head_dim=8, kv_lora_rank=24)
+    recipe = Recipe(layout=layout, rope_selection=selection, latent_rule=low_rank, qk_rope_head_dim=8, kv_lora_rank=24)
     geometry = recipe.geometry(layer.spec)
     tensors = layer.converted(recipe)
     assert tensors["inv_freq"].shape == (geometry.num_rope_heads, 4) and tensors["inv_freq"].dtype == torch.float32
@@ -401,8 +403,10 @@ def test_every_recipe_gives_the_tensors_of_its_geometry(case, layout, selection,
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
 def test_maps_per_query_head_start_as_the_same_layer(case, layout):
     layer = Layer(case)
-    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=24, refit_output=True)
-    split = replace(recipe, up_projections="query-head")
+    recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=24, fit_output=True)
+    split = Recipe(
+        layout=layout, qk_rope_head_dim=8, kv_lora_rank=24, fit_output=True, latent_up_projections="query-head"
+    )
     geometry, heads = split.geometry(layer.spec), layer.spec.num_attention_heads
     tensors = layer.converted(split)
     assert tensors["k_b_proj"].shape == (heads, geometry.qk_nope_head_dim, 24)
@@ -421,14 +425,14 @@ def test_the_error_falls_with_the_rank(case, low_rank):
 
     def error(rank):
         rope = layer.spec.head_dim - 2
-        recipe = Recipe(low_rank=low_rank, rope_selection="rotation", qk_rope_head_dim=rope, kv_lora_rank=rank)
+        recipe = Recipe(latent_rule=low_rank, rope_selection="rotation", qk_rope_head_dim=rope, kv_lora_rank=rank)
         problem = latent_problem(
             layer.spec,
             layer.weights,
-            select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics),
+            rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics),
             layer.statistics,
         )
-        factors = factorise(problem, rank, recipe)
+        factors = factorise(LOW_RANKS[low_rank], problem, rank, centered=True)
         approximate = factors.value_decoder @ factors.encoder
         return relative(layer.output(recipe), expected), relative(approximate, problem.value)
 
@@ -439,7 +443,7 @@ def test_the_error_falls_with_the_rank(case, low_rank):
     assert errors[-1][1] < 1e-12 and errors[-1][0] < errors[0][0]
 
 
-def test_whitening_fits_the_inputs_that_occur():
+def test_whitening_fits_the_inputs_that_occur(monkeypatch):
     """On inputs in a subspace the whitened latent is exact at the subspace's rank; plain SVD is not."""
     layer = Layer("llama")
     directions = torch.randn(8, layer.spec.hidden_size, dtype=torch.float64)
@@ -447,16 +451,17 @@ def test_whitening_fits_the_inputs_that_occur():
     collector = StatisticsCollector(layer.spec, layer.weights, window=None, phases=True)
     collector.add(layer.inputs)
     layer.statistics = collector.finish()
-    recipe = {"rope_selection": "high", "qk_rope_head_dim": 14, "kv_lora_rank": 8, "mean_phase": 0.0, "shrinkage": 0.0}
+    recipe = {"rope_selection": "high", "qk_rope_head_dim": 14, "kv_lora_rank": 8, "fit_queries": False}
+    monkeypatch.setattr(latent_rules, "SHRINKAGE", 0.0)
     full = Recipe(**{**recipe, "kv_lora_rank": 36})
     expected = layer.output(full)
-    assert relative(layer.output(Recipe(**recipe, low_rank="whitened-joint")), expected) < 1e-6
-    assert relative(layer.output(Recipe(**recipe, low_rank="svd-joint")), expected) > 1e-2
+    assert relative(layer.output(Recipe(**recipe, latent_rule="whitened-joint")), expected) < 1e-6
+    assert relative(layer.output(Recipe(**recipe, latent_rule="svd-joint")), expected) > 1e-2
 
 
 def test_centring_leaves_the_mean_output_of_every_head_intact():
     layer = Layer("llama")
-    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=8, low_rank="svd-joint", centered=True)
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=8, latent_rule="svd-joint", latent_centered=True)
     tensors = layer.converted(recipe)
     mean = layer.statistics.attended_mean  # [H, E]
     latent = mean @ tensors["kv_a_proj.weight"][:8].T
@@ -465,7 +470,7 @@ def test_centring_leaves_the_mean_output_of_every_head_intact():
     exact = torch.einsum("hde,he->hd", values, mean).flatten()
     weight = layer.weights.o_weight
     assert torch.allclose(weight @ approximate + tensors["o_proj.bias"], weight @ exact)
-    assert "o_proj.bias" not in layer.converted(Recipe(qk_rope_head_dim=8, kv_lora_rank=8, centered=False))
+    assert "o_proj.bias" not in layer.converted(Recipe(qk_rope_head_dim=8, kv_lora_rank=8, latent_centered=False))
 
 
 def test_positions_are_relative():
@@ -479,7 +484,7 @@ def test_a_kept_pair_keeps_both_its_halves():
     """FAILURES 23: a dim kept without its partner."""
     layer = Layer("llama-mha")
     recipe = Recipe(rope_selection="2-norm", qk_rope_head_dim=6, kv_lora_rank=32)
-    basis = select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics)
+    basis = rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics)
     for head in range(4):
         rows = basis.key_rope[head].view(6, 4, 16)
         chosen = rows.nonzero()
@@ -493,10 +498,10 @@ def test_a_kept_pair_keeps_both_its_halves():
 @pytest.mark.parametrize(("selection", "expected"), [("high", [0, 1]), ("low", [6, 7]), ("uniform", [0, 4])])
 def test_fixed_rules_choose_by_frequency(selection, expected):
     layer = Layer("llama")
-    recipe = Recipe(rope_selection=selection, qk_rope_head_dim=4, kv_lora_rank=32, mean_phase=0.0)
-    basis = select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, None)
+    recipe = Recipe(rope_selection=selection, qk_rope_head_dim=4, kv_lora_rank=32, fit_queries=False)
+    basis = rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, None)
     assert basis.frequencies.tolist() == [expected, expected]
-    recipe = Recipe(layout="shared", rope_selection=selection, qk_rope_head_dim=8, kv_lora_rank=32, mean_phase=0.0)
-    basis = select_rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, None)
+    recipe = Recipe(layout="shared", rope_selection=selection, qk_rope_head_dim=8, kv_lora_rank=32, fit_queries=False)
+    basis = rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, None)
     wanted = [0, 2, 4, 6] if selection == "uniform" else sorted(2 * expected)
     assert basis.frequencies.tolist() == [wanted]

@@ -21,13 +21,16 @@ from tests.few import few
 
 CPU = torch.device("cpu")
 TARGETS = {
-    "corrected": {},
-    "half corrected": {"reconstruction_correction": 0.5, "up_projections": "query-head"},
-    "not corrected": {"reconstruction_correction": 0.0},
+    "corrected": (1.0, {}),
+    "half corrected": (0.5, {"latent_up_projections": "query-head"}),
+    "not corrected": (0.0, {}),
 }
-Fitted = functools.partial(
-    Recipe, reconstruction_steps=64, reconstruction_learning_rate=0.01, qk_rope_head_dim=8, kv_lora_rank=24
-)
+Fitted = functools.partial(Recipe, fit_steps=64, qk_rope_head_dim=8, kv_lora_rank=24)
+
+
+@pytest.fixture(autouse=True)
+def a_rate_for_few_steps(monkeypatch):
+    monkeypatch.setattr(reconstruction, "_LEARNING_RATE", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,8 @@ def sequence(source, recipe, scratch, dtype=torch.float32, windows=16, **keys):
     spec = adapter.specify(config)
     model = StreamedModel(config, CheckpointReader(source), spec.sliding_windows, device=CPU, dtype=dtype)
     tokens = TokenBlocks.of(tiny.some_tokens(windows, 32))
-    return LayerWalk(model, adapter, spec, recipe.geometry(spec), recipe, tokens, scratch, **keys)
+    geometries = keys.pop("geometries", recipe.geometries(spec))
+    return LayerWalk(model, adapter, spec, geometries, recipe, tokens, scratch, **keys)
 
 
 def same(one, other):
@@ -67,9 +71,11 @@ def same(one, other):
     + [("qwen2-sliding", layout, "corrected") for layout in ("shared", "per-group")],
     count=2,
 )
-def test_every_target_lowers_the_loss_of_every_layer(case, layout, target, sources, tmp_path):
+def test_every_target_lowers_the_loss_of_every_layer(case, layout, target, sources, tmp_path, monkeypatch):
+    correction, keys = TARGETS[target]
+    monkeypatch.setattr(layer_walk, "_CORRECTION", correction)
     # Fewer windows would be overfitted: then the start is the best on held-out ones, and stays.
-    made = list(sequence(sources(case), Fitted(layout=layout, **TARGETS[target]), tmp_path, windows=160))
+    made = list(sequence(sources(case), Fitted(layout=layout, **keys), tmp_path, windows=160))
     assert [layer.layer for layer in made] == [0, 1, 2]
     for layer in made:
         assert 0 < layer.record.loss_after < layer.record.loss_before
@@ -79,7 +85,7 @@ def test_every_target_lowers_the_loss_of_every_layer(case, layout, target, sourc
 
 def test_reconstruction_brings_the_logits_closer(sources, tmp_path):
     source = sources("llama")
-    recipe = Fitted(layout="shared", reconstruction_learning_rate=0.01, reconstruction_steps=100)
+    recipe = Fitted(layout="shared", fit_steps=100)
     tokens = tiny.some_tokens(4, 32)
     reference = tiny.logits(source, tokens)
 
@@ -97,7 +103,7 @@ def converted_model(source, walk):
     """The converted model in memory."""
     from transformers import AutoModelForCausalLM
 
-    config = converted_config(walk.model.config, walk.spec, walk.geometry, walk.recipe)
+    config = converted_config(walk.model.config, walk.spec, walk.geometries, walk.recipe)
     model = AutoModelForCausalLM.from_config(config).eval()
     original = AutoModelForCausalLM.from_pretrained(source).state_dict()
     state = {name: tensor for name, tensor in original.items() if ".self_attn." not in name}
@@ -109,7 +115,7 @@ def converted_model(source, walk):
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"sequential": True}, {"reconstruction_steps": 5}, {"reconstruction_steps": 5, **TARGETS["half corrected"]}],
+    [{}, {"fit_steps": 5}, {"fit_steps": 5, "latent_up_projections": "query-head"}],
 )
 @pytest.mark.parametrize("finished", [(0,), (0, 1), (0, 1, 2)])
 def test_a_resumed_walk_goes_on_to_the_bit(keys, finished, sources, tmp_path):
@@ -122,9 +128,9 @@ def test_a_resumed_walk_goes_on_to_the_bit(keys, finished, sources, tmp_path):
     same(resumed, undisturbed[len(finished) :])
 
 
-@pytest.mark.parametrize("keys", [{}, {"reconstruction_steps": 24, "reconstruction_correction": 0.5}])
+@pytest.mark.parametrize("keys", [{}, {"fit_steps": 24}])
 def test_a_walk_over_several_lengths_resumes_to_the_bit(keys, sources, tmp_path):
-    recipe = Fitted(**{"reconstruction_steps": 0, **keys})
+    recipe = Fitted(**{"fit_steps": 0, **keys})
     windows = TokenBlocks.of([tiny.some_tokens(64, 16), tiny.some_tokens(16, 64)])
     walk = functools.partial(sequence, sources("llama"), recipe, tmp_path)
     undisturbed = list(replace(walk(), windows=windows))
@@ -134,13 +140,13 @@ def test_a_walk_over_several_lengths_resumes_to_the_bit(keys, sources, tmp_path)
     for one in ([tiny.some_tokens(64, 16)], [tiny.some_tokens(16, 64)]):
         alone = list(replace(walk(), windows=TokenBlocks.of(one)))
         assert not torch.equal(alone[0].tensors["v_b_proj"], undisturbed[0].tensors["v_b_proj"])
-    if recipe.reconstruction_steps:
+    if recipe.fit.steps:
         assert all(layer.record.loss_after < layer.record.loss_before for layer in undisturbed)
 
 
 def test_the_converted_stream_passes_the_stored_tensors(sources, tmp_path):
     """Layer 1 is fitted behind layer 0 as it is stored: in bfloat16, not as it was fitted."""
-    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=24, sequential=True)
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=24, fit_steps=5)
     wide, narrow = (
         list(sequence(sources("llama"), recipe, tmp_path, weights_dtype=dtype))
         for dtype in (torch.float32, torch.bfloat16)
@@ -151,21 +157,10 @@ def test_the_converted_stream_passes_the_stored_tensors(sources, tmp_path):
     assert torch.equal(follows[0].tensors["v_b_proj"].bfloat16(), narrow[1].tensors["v_b_proj"])
 
 
-def test_sequential_statistics_are_those_of_the_converted_stream(sources, tmp_path):
-    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=24)
-    plain, followed = (
-        list(sequence(sources("llama"), Recipe(**{**vars(recipe), "sequential": flag}), tmp_path))
-        for flag in (False, True)
-    )
-    # Nothing is converted before the first layer.
-    assert torch.equal(plain[0].tensors["kv_a_proj.weight"], followed[0].tensors["kv_a_proj.weight"])
-    assert not torch.equal(plain[1].tensors["kv_a_proj.weight"], followed[1].tensors["kv_a_proj.weight"])
-
-
 @pytest.mark.parametrize("case", ["llama", "qwen3"])
 def test_a_full_rank_layer_is_left_alone(case, sources, tmp_path):
     fitted, plain = (
-        list(sequence(sources(case), Recipe(cache_ratio=1.0, reconstruction_steps=steps), tmp_path)) for steps in (5, 0)
+        list(sequence(sources(case), Recipe(cache_ratio=1.0, fit_steps=steps), tmp_path)) for steps in (5, 0)
     )
     same(fitted, plain)
     assert all(layer.record.loss_before is None for layer in fitted)
@@ -175,16 +170,17 @@ def test_a_full_rank_layer_is_left_alone(case, sources, tmp_path):
 def test_a_correction_lies_between_the_two_streams(correction, sources, tmp_path, monkeypatch):
     seen = []
 
-    def observed(problem, tensors, recipe, *, layer):
-        if layer == 1:
+    def observed(problem, tensors, fit, **keys):
+        if keys["layer"] == 1:
             seen.append([store.read(slice(0, len(store)), CPU) for store in (problem.inputs, problem.targets)])
-        return reconstruction.reconstruct(problem, tensors, recipe, layer=layer)
+        return reconstruction.reconstruct(problem, tensors, fit, **keys)
 
     monkeypatch.setattr(layer_walk, "reconstruct", observed)
-    recipe = Fitted(reconstruction_steps=2)
-    walk = sequence(sources("llama"), replace(recipe, reconstruction_correction=correction), tmp_path)
-    list(walk)
-    list(sequence(sources("llama"), recipe, tmp_path))
+    recipe = Fitted(fit_steps=2)
+    for share in (correction, 1.0):
+        monkeypatch.setattr(layer_walk, "_CORRECTION", share)
+        walk = sequence(sources("llama"), recipe, tmp_path)
+        list(walk)
     (inputs, blended), (_, theirs) = seen
     # Layer 0 was fitted to the same target in both walks: with it nothing was lost yet.
     with torch.inference_mode():
@@ -194,18 +190,18 @@ def test_a_correction_lies_between_the_two_streams(correction, sources, tmp_path
 
 
 def test_spilt_streams_give_the_same_bits_and_leave_no_file(sources, tmp_path):
-    recipe = Fitted(reconstruction_steps=4)
+    recipe = Fitted(fit_steps=4)
     kept = list(sequence(sources("llama"), recipe, tmp_path))
     spilt = []
     for layer in sequence(sources("llama"), recipe, tmp_path, spill_bytes=0):
         spilt.append(layer)
-        assert tiny.spilt_files(tmp_path) == 2  # one file per stream
+        assert tiny.spilt_files(tmp_path) == 3  # one file per stream
     same(kept, spilt)
     assert tiny.spilt_files(tmp_path) == 0
 
 
 def test_an_abandoned_walk_frees_its_streams(sources, tmp_path):
-    walk = iter(sequence(sources("llama"), Fitted(reconstruction_steps=1), tmp_path, spill_bytes=0))
+    walk = iter(sequence(sources("llama"), Fitted(fit_steps=1), tmp_path, spill_bytes=0))
     next(walk)
     assert tiny.spilt_files(tmp_path)
     walk.close()
@@ -219,7 +215,7 @@ def test_a_bfloat16_computation_fits_float32_weights(sources, tmp_path):
 
 
 def test_a_walk_inside_inference_mode_still_has_gradients(sources, tmp_path):
-    recipe = Fitted(reconstruction_steps=4)
+    recipe = Fitted(fit_steps=4)
     expected = list(sequence(sources("llama"), recipe, tmp_path))
     with torch.inference_mode():
         inside = list(sequence(sources("llama"), recipe, tmp_path))
@@ -233,13 +229,15 @@ def test_layers_may_differ_in_geometry(sources, tmp_path):
     walk = sequence(sources("llama"), wide, tmp_path, geometries=geometries)
     made = list(walk)
     assert [layer.tensors["v_b_proj"].shape[-1] for layer in made] == [24, 16, 24]
-    config = converted_config(walk.model.config, walk.spec, walk.geometry, walk.recipe, geometries)
+    config = converted_config(walk.model.config, walk.spec, geometries, walk.recipe)
     assert [config.layer_geometry(index) for index in range(3)] == list(geometries)
 
 
-def test_bfloat16_products_fit_float32_weights(sources, tmp_path):
-    made = list(sequence(sources("llama"), Fitted(reconstruction_precision="bfloat16"), tmp_path, windows=160))
-    assert all(layer.record.loss_after < layer.record.loss_before for layer in made)
+def test_bfloat16_products_fit_float32_weights(sources, tmp_path, monkeypatch):
+    """As on a GPU."""
     full = list(sequence(sources("llama"), Fitted(), tmp_path, windows=160))
+    monkeypatch.setattr(reconstruction, "_NARROW", ("cpu",))
+    made = list(sequence(sources("llama"), Fitted(), tmp_path, windows=160))
+    assert all(layer.record.loss_after < layer.record.loss_before for layer in made)
     assert made[0].record.loss_after == pytest.approx(full[0].record.loss_after, rel=0.02)
     assert made[0].record.loss_after != full[0].record.loss_after

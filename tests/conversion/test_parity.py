@@ -9,7 +9,7 @@ from mha2mla.conversion import parity
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 from tests.conversion import tiny
 
-SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_length": 64}
+SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_lengths": 64}
 CASES = {"llama": {}, "qwen3": {"head_dim": 24}, "mistral": {"sliding_window": 9}, "qwen2": {}}
 
 
@@ -18,7 +18,7 @@ def converted(tmp_path, tokens, family="llama", recipe=None, **keys):
     report = mha2mla.convert(
         source,
         tmp_path / "out",
-        mha2mla.Recipe(**SHORT) if recipe is None else recipe,
+        tiny.Recipe(**SHORT) if recipe is None else recipe,
         evaluation=tokens,
         device="cpu",
         progress=False,
@@ -105,7 +105,7 @@ def test_what_is_constant_over_a_query_s_keys_is_no_score_error():
 
 
 def test_full_rank_has_no_error_in_any_layer(tmp_path):
-    recipe = mha2mla.Recipe(cache_ratio=1.0, **SHORT)
+    recipe = tiny.Recipe(cache_ratio=1.0, **SHORT)
     report, *_ = converted(tmp_path, tiny.some_tokens(), recipe=recipe)
     for layer in report.layers:
         for name in ("score_error", "output_error", "stream_output_error", "hidden_error"):
@@ -115,13 +115,13 @@ def test_full_rank_has_no_error_in_any_layer(tmp_path):
 def test_slices_and_blocks_do_not_change_the_numbers(tmp_path, monkeypatch):
     tokens = tiny.some_tokens(3, 40)
     whole = mha2mla.convert(
-        tiny.checkpoint(tmp_path / "source"), tmp_path / "one", mha2mla.Recipe(**SHORT), evaluation=tokens,
+        tiny.checkpoint(tmp_path / "source"), tmp_path / "one", tiny.Recipe(**SHORT), evaluation=tokens,
         device="cpu", progress=False,
     ).parity.to_dict()  # fmt: skip
     monkeypatch.setattr(parity, "_HEAD_BLOCK", 48 * 50)  # six slices of 264 tokens
     monkeypatch.setattr(parity, "_BLOCK", 7 * 50)
     parts = mha2mla.convert(
-        tmp_path / "source", tmp_path / "two", mha2mla.Recipe(**SHORT), evaluation=tokens, device="cpu", progress=False
+        tmp_path / "source", tmp_path / "two", tiny.Recipe(**SHORT), evaluation=tokens, device="cpu", progress=False
     ).parity.to_dict()
     layers = zip(whole.pop("layers"), parts.pop("layers"), strict=True)
     assert parts == pytest.approx(whole, rel=1e-5)

@@ -1,42 +1,18 @@
-"""Presets: naming one is taking it, naming none takes what the device can run, and old names are still read."""
+"""Presets: naming one is taking it, and naming none takes what the device can run."""
 
 import pytest
+import torch
 
-from mha2mla.conversion.families import ADAPTERS
-from mha2mla.conversion.presets import AUTO_PRESETS, DEFAULTS, PRESETS, RENAMED, choose_preset, common_default
-from mha2mla.conversion.recipe import Recipe, given_fields
-from tests.conversion import tiny
+from mha2mla.conversion.presets import MEASURED, PRESETS, choose_preset, sets
+from mha2mla.conversion.recipe import KEYS, Recipe
+from mha2mla.pipeline.check import named_recipe
 
-
-def test_every_key_has_a_default_and_presets_set_no_other():
-    keys = {each.name for each in given_fields()} - {"preset"}
-    assert set(DEFAULTS) == keys
-    for name in PRESETS:
-        assert set(PRESETS[name]) <= keys, name
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_named_to_the_constructor_is_that_preset(name):
-    """Once it was recorded and ignored: the card said `quick` over the plain defaults."""
-    recipe = Recipe(preset=name)
-    assert recipe.is_resolved and recipe.changes() == {}
-    assert {key: getattr(recipe, key) for key in PRESETS[name]} == dict(PRESETS[name])
-    changed = Recipe(preset=name, mean_phase=0.125, seed=7)
-    assert changed.changes() == {"mean_phase": 0.125, "seed": 7}
-    assert changed.given() == recipe.given() | changed.changes()
-
-
-def test_a_recipe_that_names_no_preset_is_open_until_the_device_is_known():
-    recipe = Recipe(cache_ratio=0.25)
-    assert recipe.preset == "auto" and not recipe.is_resolved and recipe.target_cache_ratio == 0.25
-    assert recipe.to_dict() == {"preset": "auto", "cache_ratio": 0.25}
-    assert Recipe.from_dict(recipe.to_dict()) == recipe
-    spec = ADAPTERS["llama"].specify(tiny.config("llama"))
-    for depends in (recipe.geometry, recipe.geometries, lambda _: recipe.is_exact(None)):
-        with pytest.raises(ValueError, match="preset is 'auto', which depends on the device"):
-            depends(spec)
-    for name in AUTO_PRESETS:
-        assert recipe.with_preset(name) == Recipe.from_preset(name, cache_ratio=0.25)
+def test_presets_set_keys_that_there_are():
+    for name, keys in PRESETS.items():
+        assert set(keys) <= set(KEYS), name
 
 
 @pytest.mark.parametrize(
@@ -52,52 +28,56 @@ def test_a_recipe_that_names_no_preset_is_open_until_the_device_is_known():
 )
 def test_auto_is_the_best_that_the_device_can_run(given, device, chosen):
     choice = choose_preset("auto", given, device)
-    assert choice.preset == chosen in AUTO_PRESETS and choice.reason.startswith(f"{chosen}, chosen by auto: ")
-    Recipe(**given).with_preset(choice.preset)  # and goes with what was given
+    assert choice.preset == chosen and choice.reason.startswith(f"{chosen}, chosen by auto: ")
+    Recipe.from_preset(choice.preset, **given)  # goes with what was given
     assert choose_preset("cpu", given, device).preset == "cpu"
 
 
-@pytest.mark.parametrize("layout", ["shared", "per-group"])
+@pytest.mark.parametrize("layout", MEASURED)
 def test_without_a_gpu_it_says_what_one_would_give_and_where_that_was_measured(layout):
     reason = choose_preset("auto", {"layout": layout}, "cpu").reason
     assert f"{layout} (needs a GPU)" in reason and f"{layout} 1.0" in reason
     assert "windows of 512 / 8192 tokens" in reason
 
 
-def test_auto_refuses_at_once_what_no_preset_takes_and_nothing_else():
-    with pytest.raises(ValueError, match="mean_phase is 2"):
-        Recipe(mean_phase=2)
-    long = Recipe(calibration_length=65536)  # more than quick calibrates on at all
-    assert long.with_preset("shared").calibration_length == 65536
-    with pytest.raises(ValueError, match="calibration_tokens is .*65536"):
-        long.with_preset("quick")
+def test_a_mapping_takes_the_preset_of_its_own_the_argument_s_or_the_machine_s():
+    quick = Recipe.from_preset("quick", cache_ratio=0.25)
+    assert named_recipe({"cache_ratio": 0.25, "preset": "quick"}, None, CPU)[0] == quick
+    assert named_recipe({"cache_ratio": 0.25}, "quick", CPU)[0] == quick
+    assert named_recipe({"cache_ratio": 0.25, "preset": "auto"}, None, CPU)[0] == quick
+    assert named_recipe({"target": {"cache_ratio": 0.25}}, None, CPU)[0] == quick
+    assert named_recipe(quick, "quick", CPU)[0] == quick
+    assert named_recipe(None, None, CPU)[0] == Recipe.from_preset("quick")
 
 
 def test_a_recipe_takes_one_preset():
-    recipe = Recipe(preset="quick", seed=3)
-    assert recipe.with_preset("quick") is recipe
-    with pytest.raises(ValueError, match="preset is 'shared' beside a recipe of preset 'quick'"):
-        recipe.with_preset("shared")
+    for recipe in (Recipe.from_preset("quick"), {"preset": "quick"}):
+        with pytest.raises(ValueError, match="preset is 'shared' beside a recipe of preset 'quick'"):
+            named_recipe(recipe, "shared", CPU)
 
 
-def test_another_layout_does_not_get_the_rotary_share_found_for_the_presets():
-    assert Recipe(preset="quick").rope_share == 0.21
-    assert Recipe(preset="quick", layout="per-group").rope_share == DEFAULTS["rope_share"]
-    assert Recipe(preset="quick", layout="per-group", rope_share=0.3).rope_share == 0.3
+def test_what_a_recipe_was_changed_to_stays():
+    changed = Recipe.from_preset("shared", **{"fit.steps": 3, "rope.share": 0.3})
+    assert named_recipe(changed, None, torch.device("cuda"))[0] == changed
+
+
+def test_each_layout_has_a_rotary_share_of_its_own():
+    from mha2mla.conversion.families import ADAPTERS
+    from tests.conversion import tiny
+
+    spec = ADAPTERS["llama"].specify(tiny.config("llama", num_key_value_heads=4, num_attention_heads=8, head_dim=64))
+    widths = {layout: Recipe.from_preset("quick", layout=layout).geometry(spec) for layout in ("shared", "per-group")}
+    assert widths["shared"].qk_rope_head_dim == 56 and widths["per-group"].qk_rope_head_dim == 16
+    given = Recipe.from_preset("quick", **{"rope.share": 0.4}).geometry(spec)
+    assert given.qk_rope_head_dim == 104
 
 
 def test_published_methods_do_not_go_by_this_tools_name():
     assert not {"mha2mla", "transmla"} & set(PRESETS)
     with pytest.raises(ValueError, match="preset is 'mha2mla'; expected one of .*'published-mha2mla'"):
-        Recipe(preset="mha2mla")
-
-
-@pytest.mark.parametrize(("old", "new"), [*RENAMED.items(), (None, "minimal"), ("quick", "quick")])
-def test_records_of_earlier_versions_are_read(old, new):
-    recorded = Recipe(preset=new, seed=5).to_dict() | {"preset": old}
-    assert Recipe.from_dict(recorded) == Recipe(preset=new, seed=5)
+        Recipe.from_preset("mha2mla")
 
 
 def test_help_shows_a_default_only_where_it_does_not_depend_on_the_machine():
-    assert common_default("mean_phase") == 0.5 and common_default("longrope_table") == "short"
-    assert common_default("reconstruction_steps") is None and common_default("layout") is None
+    assert not sets("rope.longrope_table") and not sets("latent.rule")
+    assert sets("fit.steps") and sets("layout")

@@ -44,8 +44,8 @@ class Layers:
 
     def losses(self, recipe: Recipe) -> list[float]:
         """Relative squared error of the attention's output on held-out text, by layer."""
-        geometry = recipe.geometry(self.spec)
-        sequence = LayerWalk(self.model, self.adapter, self.spec, geometry, recipe, self.windows, Path())
+        geometries = (recipe.geometry(self.spec),) * self.spec.num_layers
+        sequence = LayerWalk(self.model, self.adapter, self.spec, geometries, recipe, self.windows, Path())
         found = []
         for layer, inputs, held in self.inputs:
             collector = sequence.collector(layer)
@@ -63,7 +63,7 @@ def layers():
 
 
 def test_the_loss_of_every_layer_falls_with_the_rank(layers):
-    keys = {"qk_rope_head_dim": 48, "refit_queries": False}
+    keys = {"qk_rope_head_dim": 48, "fit_queries": False}
     by_rank = [layers.losses(Recipe(kv_lora_rank=rank, **keys)) for rank in (48, 112, 208, 336)]
     for fewer, more in itertools.pairwise(by_rank):
         assert all(b < a for a, b in zip(fewer, more, strict=True))
@@ -78,9 +78,9 @@ def test_the_loss_falls_with_the_rotary_width(layers):
 
 @pytest.mark.exhaustive
 def test_refits_help_on_text_of_another_kind(layers):
-    plain = layers.losses(Recipe(refit_queries=False))
-    queries = layers.losses(Recipe(refit_queries=True))
-    both = layers.losses(Recipe(refit_queries=True, refit_output=True))
+    plain = layers.losses(Recipe(fit_queries=False))
+    queries = layers.losses(Recipe(fit_queries=True))
+    both = layers.losses(Recipe(fit_queries=True, fit_output=True))
     assert sum(queries) < sum(plain) and sum(both) < sum(queries)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import re
 from pathlib import Path
 
 import torch
@@ -26,7 +26,16 @@ from transformers.models.smollm3 import SmolLM3Config
 
 from mha2mla.conversion import recipe as recipes
 
-Recipe = partial(recipes.Recipe, preset="minimal")  # what a test does not say is no better preset's choice
+
+def Recipe(preset: str = "minimal", **keys) -> recipes.Recipe:
+    """What a test does not say is no better preset's choice. Keys have ``_`` for their dot: ``fit_steps=3``."""
+    return recipes.Recipe.from_preset(preset, **dotted(keys))
+
+
+def dotted(keys: dict) -> dict:
+    """Recipe keys as mappings have them."""
+    return {re.sub("^(rope|latent|fit|calibration)_", r"\1.", key): value for key, value in keys.items()}
+
 
 CONFIGS = {
     "llama": LlamaConfig,

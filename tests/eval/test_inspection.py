@@ -24,7 +24,7 @@ def test_bytes_of_any_batch_and_length(tiny_converted):
 
 def test_a_source_s_sliding_layers_cache_their_window_only(tmp_path):
     source = tiny.checkpoint(tmp_path / "source", "mistral", sliding_window=9)
-    recipe = mha2mla.Recipe(preset="minimal", cache_ratio=1.0, calibration_tokens=64, calibration_length=64)
+    recipe = {"preset": "minimal", "cache_ratio": 1.0}
     mha2mla.convert(source, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
     row = inspect_checkpoint(tmp_path / "out", lengths=[90]).cache[0]
     assert row["cache_bytes"] == 10 * row["source_cache_bytes"] and row["reduction"] == "-900.0%"
@@ -43,7 +43,7 @@ def test_the_record_of_the_conversion_is_shown(tiny_converted, tmp_path, capsys)
     assert shown["measured"]["kl"] == record["parity"]["kl"] and len(shown["layers"]) == 2
     assert [(row["batch"], row["length"]) for row in shown["cache"]] == [(2, 7)]
     out = capsys.readouterr().out
-    for text in ("perplexity converted", "relative errors by layer", "converted, MiB", "recipe.layout"):
+    for text in ("perplexity converted", "relative errors by layer", "converted, MiB", "recipe.target.layout"):
         assert text in out
 
 
@@ -53,7 +53,7 @@ def test_the_length_that_a_conversion_was_made_for_is_part_of_the_checkpoint(tin
     assert inspect_checkpoint(tiny_converted).summary["calibrated length"] == "up to 64 tokens"
     assert "| tokens of a sequence that it was made for | | up to 64 |" in (tiny_converted / "README.md").read_text()
 
-    exact = mha2mla.Recipe(preset="minimal", cache_ratio=1.0)
+    exact = {"preset": "minimal", "cache_ratio": 1.0}
     report = mha2mla.convert(tiny_source, tmp_path / "exact", exact, evaluation_tokens=64, device="cpu", progress=False)
     assert report.calibrated_length is None
     assert AutoConfig.from_pretrained(tmp_path / "exact").calibrated_length is None
@@ -62,17 +62,17 @@ def test_the_length_that_a_conversion_was_made_for_is_part_of_the_checkpoint(tin
 
 
 def test_a_checkpoint_of_an_earlier_version_is_shown(tiny_converted, tmp_path):
-    """No calibrated length in config and record, and a preset under its old name."""
+    """No calibrated length in config and record, and a recipe that had no stages, of a preset under its old name."""
     old = shutil.copytree(tiny_converted, tmp_path / "old")
     for name in ("config.json", "conversion.json"):
         values = json.loads((old / name).read_text())
         values.pop("calibrated_length"), values.pop("preset", None)
-        values["recipe"]["preset"] = "mha2mla"
+        values["recipe"] = {"layout": "per-group", "rope_selection": "2-norm", "rope_search": None, "preset": "mha2mla"}
         (old / name).write_text(json.dumps(values))
     found = inspect_checkpoint(old)
     assert found.summary["calibrated length"] == "not recorded" and found.summary["recipe.preset"] == "mha2mla"
+    assert found.summary["recipe.rope_selection"] == "2-norm"
     assert AutoModelForCausalLM.from_pretrained(old).config.calibrated_length is None
-    assert mha2mla.Recipe.from_dict(AutoConfig.from_pretrained(old).recipe).preset == "published-mha2mla"
 
 
 def test_bad_arguments_are_named(tiny_converted):

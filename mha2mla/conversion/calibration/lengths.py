@@ -12,7 +12,7 @@ def calibration_lengths(spec: SourceSpec, asked: int | Sequence[int] | str, cont
     """Lengths of the calibration windows, the shortest first.
 
     Args:
-        asked: ``Recipe.calibration_length``.
+        asked: ``Calibration.lengths`` of a recipe.
         context: ``max_position_embeddings`` of the source.
 
     Raises:
@@ -21,7 +21,7 @@ def calibration_lengths(spec: SourceSpec, asked: int | Sequence[int] | str, cont
     if asked != "auto":
         lengths = tuple(sorted({asked} if isinstance(asked, int) else set(asked)))
         for length in lengths:
-            check_length(spec, length, f"calibration_length is {asked}")
+            check_length(spec, length, f"calibration.lengths is {asked}")
         return lengths
     least, most = spec.table_lengths
     limits = [limit for limit in (context, most) if limit is not None]
@@ -39,7 +39,7 @@ def check_length(spec: SourceSpec, length: int, said: str) -> None:
     """Refuses windows that the source serves by longrope's other table.
 
     Args:
-        said: beginning of the message, such as "calibration_length is 512".
+        said: beginning of the message, such as "calibration.lengths is 512".
 
     Raises:
         ValueError: ``length`` is none of ``spec.table_lengths``.

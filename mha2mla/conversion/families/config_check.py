@@ -2,94 +2,46 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from transformers.activations import ACT2FN
 
 from mha2mla.conversion.families.spec import UnsupportedSourceError
+from mha2mla.conversion.value_rules import BOOL, Rule, each_is, int_from, is_int, is_number, number_from, one_of
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What a field may be: in words, and as a function of its value."""
-
-    expected: str
-    allows: Callable[[Any], bool]
-
-    def or_none(self) -> Rule:
-        return Rule(f"{self.expected}, or null", lambda value: value is None or self.allows(value))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) < 1e300 and math.isfinite(value)
-
-
-def _int(least: int, most: int) -> Rule:
-    return Rule(f"an int from {least} to {most}", lambda value: _is_int(value) and least <= value <= most)
-
-
-def _number(least: float, most: float) -> Rule:
-    """Excluding ``least`` itself where that is 0."""
-    above = "above 0, at most" if least == 0 else f"from {least:g} to"
-    return Rule(
-        f"a number {above} {most:g}",
-        lambda value: _is_number(value) and least <= value <= most and (value > 0 or least < 0),
-    )
-
-
-def _each(rule: Rule, most: int = 1 << 16) -> Rule:
-    return Rule(
-        f"a list of which each is {rule.expected}",
-        lambda value: isinstance(value, list | tuple) and len(value) <= most and all(map(rule.allows, value)),
-    )
-
-
-def _one_of(*choices: Any) -> Rule:
-    return Rule(
-        f"one of {', '.join(map(repr, choices))}",
-        lambda value: any(value is each or (isinstance(each, str) and value == each) for each in choices),
-    )
-
-
-_BOOL = Rule("true or false", lambda value: isinstance(value, bool))
-_FLAG = Rule("0 or 1", lambda value: isinstance(value, bool) or (_is_int(value) and value in (0, 1)))
-_WIDTH = _int(1, 1 << 20)
-_COUNT = _int(1, 1 << 14)
-_LENGTH = _int(1, 1 << 31)
-_SHARE = Rule("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
-_EPS = _number(0, 1)
-_TOKEN = Rule("an int", lambda value: _is_int(value) and abs(value) < 1 << 31)
-_TOKENS = Rule("an int or a list of ints", lambda value: _TOKEN.allows(value) or _each(_TOKEN).allows(value)).or_none()
+_FLAG = Rule("0 or 1", lambda value: isinstance(value, bool) or (is_int(value) and value in (0, 1)))
+_WIDTH = int_from(1, 1 << 20)
+_COUNT = int_from(1, 1 << 14)
+_LENGTH = int_from(1, 1 << 31)
+_SHARE = Rule("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+_EPS = number_from(0, 1)
+_TOKEN = Rule("an int", lambda value: is_int(value) and abs(value) < 1 << 31)
+_TOKENS = Rule(
+    "an int or a list of ints", lambda value: _TOKEN.allows(value) or each_is(_TOKEN).allows(value)
+).or_none()
 _ACTIVATION = Rule("an activation that transformers knows", lambda value: isinstance(value, str) and value in ACT2FN)
 _OBJECT = Rule("an object", lambda value: isinstance(value, Mapping)).or_none()
 _TYPE = Rule("a string", lambda value: isinstance(value, str)).or_none()
-_DTYPE = _one_of("float32", "bfloat16", "float16", "float64", "auto").or_none()
+_DTYPE = one_of("float32", "bfloat16", "float16", "float64", "auto").or_none()
 
 # A field that is absent has the architecture's default, which is looked at, too.
 FIELDS: Mapping[str, Rule] = MappingProxyType(
     {
-        "num_hidden_layers": _int(1, 4096),
+        "num_hidden_layers": int_from(1, 4096),
         "hidden_size": _WIDTH,
         "intermediate_size": _WIDTH,
         "num_attention_heads": _COUNT,
         "num_key_value_heads": _COUNT.or_none(),
         "head_dim": Rule(
-            "an even int from 2 to 16384", lambda value: _is_int(value) and 2 <= value <= 1 << 14 and value % 2 == 0
+            "an even int from 2 to 16384", lambda value: is_int(value) and 2 <= value <= 1 << 14 and value % 2 == 0
         ).or_none(),
-        "vocab_size": _int(1, 1 << 24),
+        "vocab_size": int_from(1, 1 << 24),
         "max_position_embeddings": _LENGTH,
         "original_max_position_embeddings": _LENGTH.or_none(),
         "rms_norm_eps": _EPS,
@@ -97,32 +49,32 @@ FIELDS: Mapping[str, Rule] = MappingProxyType(
         "hidden_activation": _ACTIVATION,
         "initializer_range": _SHARE,
         "attention_dropout": _SHARE,
-        "attention_bias": _BOOL,
-        "mlp_bias": _BOOL,
-        "qkv_bias": _BOOL,
-        "tie_word_embeddings": _BOOL,
-        "use_cache": _BOOL.or_none(),
-        "rope_theta": _number(0, 1e15).or_none(),
-        "rope_local_base_freq": _number(0, 1e15).or_none(),
+        "attention_bias": BOOL,
+        "mlp_bias": BOOL,
+        "qkv_bias": BOOL,
+        "tie_word_embeddings": BOOL,
+        "use_cache": BOOL.or_none(),
+        "rope_theta": number_from(0, 1e15).or_none(),
+        "rope_local_base_freq": number_from(0, 1e15).or_none(),
         "rope_scaling": _OBJECT,
         "rope_parameters": _OBJECT,
         "partial_rotary_factor": _SHARE.or_none(),
-        "query_pre_attn_scalar": _number(0, 1e6),
-        "sliding_window": _int(0, 1 << 31).or_none(),
-        "use_sliding_window": _BOOL.or_none(),
-        "max_window_layers": _int(0, 1 << 14),
-        "layer_types": _each(_one_of("full_attention", "sliding_attention")).or_none(),
-        "no_rope_layers": _each(_FLAG).or_none(),
+        "query_pre_attn_scalar": number_from(0, 1e6),
+        "sliding_window": int_from(0, 1 << 31).or_none(),
+        "use_sliding_window": BOOL.or_none(),
+        "max_window_layers": int_from(0, 1 << 14),
+        "layer_types": each_is(one_of("full_attention", "sliding_attention")).or_none(),
+        "no_rope_layers": each_is(_FLAG).or_none(),
         "no_rope_layer_interval": _COUNT,
-        "mlp_only_layers": _each(_int(0, 1 << 14)).or_none(),
-        "num_experts": _int(0, 1 << 14).or_none(),
-        "num_local_experts": _int(0, 1 << 14).or_none(),
+        "mlp_only_layers": each_is(int_from(0, 1 << 14)).or_none(),
+        "num_experts": int_from(0, 1 << 14).or_none(),
+        "num_local_experts": int_from(0, 1 << 14).or_none(),
         "num_experts_per_tok": _COUNT.or_none(),
         "moe_intermediate_size": _WIDTH,
         "shared_expert_intermediate_size": _WIDTH,
         "decoder_sparse_step": _COUNT,
-        "norm_topk_prob": _BOOL,
-        "clip_qkv": _number(0, 1e6).or_none(),
+        "norm_topk_prob": BOOL,
+        "clip_qkv": number_from(0, 1e6).or_none(),
         "pad_token_id": _TOKEN.or_none(),
         "bos_token_id": _TOKENS,
         "eos_token_id": _TOKENS,
@@ -137,20 +89,20 @@ _ROPE_FIELDS: Mapping[str, Rule] = MappingProxyType(
     {
         "rope_type": _TYPE,
         "type": _TYPE,
-        "rope_theta": _number(0, 1e15),
-        "factor": _number(0, 1e6).or_none(),
-        "low_freq_factor": _number(0, 1e6),
-        "high_freq_factor": _number(0, 1e6),
+        "rope_theta": number_from(0, 1e15),
+        "factor": number_from(0, 1e6).or_none(),
+        "low_freq_factor": number_from(0, 1e6),
+        "high_freq_factor": number_from(0, 1e6),
         "original_max_position_embeddings": _LENGTH.or_none(),
-        "beta_fast": _number(0, 1e6).or_none(),
-        "beta_slow": _number(0, 1e6).or_none(),
-        "attention_factor": _number(0, 1e3).or_none(),
-        "mscale": _number(0, 1e3).or_none(),
-        "mscale_all_dim": _number(0, 1e3).or_none(),
-        "truncate": _BOOL,
-        "short_factor": _each(_number(0, 1e6)),
-        "long_factor": _each(_number(0, 1e6)),
-        "partial_rotary_factor": _number(0, 1),
+        "beta_fast": number_from(0, 1e6).or_none(),
+        "beta_slow": number_from(0, 1e6).or_none(),
+        "attention_factor": number_from(0, 1e3).or_none(),
+        "mscale": number_from(0, 1e3).or_none(),
+        "mscale_all_dim": number_from(0, 1e3).or_none(),
+        "truncate": BOOL,
+        "short_factor": each_is(number_from(0, 1e6)),
+        "long_factor": each_is(number_from(0, 1e6)),
+        "partial_rotary_factor": number_from(0, 1),
     }
 )
 # What a rope type needs beside its base; transformers fails on their absence with a KeyError.

@@ -18,11 +18,13 @@ import torch
 
 from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.fit.numerics import deterministic, matmul_precision
-from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.fit.stage import Fit
 
 Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
 _Batch = tuple[int, torch.Tensor]  # length of the windows, and numbers of their blocks
 
+_LEARNING_RATE = 0.006  # relative to the root mean square of each tensor; 0.003 and 0.03 lost more
+_NARROW = ("cuda",)  # where the products of a step are bfloat16
 _BETAS = (0.9, 0.98)
 _EPSILON = 1e-12  # the loss starts at one, but a gradient per weight is far below that
 _WARM_UP = 0.05  # of the steps
@@ -75,24 +77,24 @@ class Reconstruction:
 
 
 def reconstruct(
-    problem: ReconstructionProblem, tensors: Mapping[str, torch.Tensor], recipe: Recipe, *, layer: int
+    problem: ReconstructionProblem, tensors: Mapping[str, torch.Tensor], fit: Fit, *, seed: int, layer: int
 ) -> Reconstruction:
-    """Adam on the tensors of one layer (``recipe.reconstruction_*``), keeping the best by held-out blocks.
+    """Adam on the tensors of one layer (``fit.steps``, ``fit.tokens``), keeping the best by held-out blocks.
 
     A step sees windows of one length; lengths take turns by chance, each as often as it has blocks. A sixteenth of the
     blocks of each length is held out. Every tensor moves at a rate relative to its root mean square. On CUDA a step is
-    one graph replay (a graph for each length); matrix products are then TF32. The result depends on the arguments and
-    the machine only.
+    one graph replay (a graph for each length); its products are bfloat16, which costs nothing that shows, others TF32.
+    The result depends on the arguments and the machine only.
 
     Args:
         tensors: where to start, any floating-point dtype, on ``problem.device``.
-        layer: which layer, for the order of batches and for messages.
+        seed, layer: of the order of batches; the layer is named in messages.
 
     Raises:
         ReconstructionError: the start gives NaN or infinity.
     """
     with torch.inference_mode(False), torch.enable_grad(), _numerics(problem.device):
-        return _Fit(problem, tensors, recipe, layer).run()
+        return _Fit(problem, tensors, fit, seed, layer).run()
 
 
 @contextmanager
@@ -109,9 +111,10 @@ class _Fit:
     """The state of one fit. All tuned tensors are slices of one float32 vector, so that Adam is a few kernels."""
 
     def __init__(
-        self, problem: ReconstructionProblem, tensors: Mapping[str, torch.Tensor], recipe: Recipe, layer: int
+        self, problem: ReconstructionProblem, tensors: Mapping[str, torch.Tensor], fit: Fit, seed: int, layer: int
     ) -> None:
-        self.problem, self.start, self.recipe, self.layer = problem, dict(tensors), recipe, layer
+        self.problem, self.start, self.layer = problem, dict(tensors), layer
+        self.steps, self.seed = fit.steps, seed * 100_003 + layer
         device = problem.device
         self.names = [name for name in tensors if name != "inv_freq"]
         chosen = [tensors[name].detach().to(device, torch.float32) for name in self.names]
@@ -143,9 +146,9 @@ class _Fit:
             left = sorted(set(blocks) - set(self.held_out[length].tolist()))
             self.train[length] = torch.tensor(left or [blocks.start])
         fewest = min(map(len, self.train.values()))
-        self.batch = min(max(1, recipe.reconstruction_tokens // self.blocks.size), fewest)
+        self.batch = min(max(1, fit.tokens // self.blocks.size), fewest)
         self.weights = problem.weights.to(device)
-        self.half = recipe.reconstruction_precision == "bfloat16"
+        self.half = device.type in _NARROW
 
     def run(self) -> Reconstruction:
         before = self._held_out_loss()
@@ -154,7 +157,7 @@ class _Fit:
         if before == 0:
             return Reconstruction(self.start, before, before, "exact before the first step")
         self.scale = 1 / before
-        steps = self.recipe.reconstruction_steps
+        steps = self.steps
         order = self._order(steps)
         checks = {round(steps * (part + 1) / _CHECKS) for part in range(_CHECKS)}
         least, most = _BASIS_BATCHES
@@ -165,7 +168,7 @@ class _Fit:
             length, blocks = order[index]
             for buffer, values in zip(self.buffers[length], self._windows(length, blocks), strict=True):
                 buffer.copy_(values)
-            self.rate.fill_(_schedule(index, steps) * self.recipe.reconstruction_learning_rate)
+            self.rate.fill_(_schedule(index, steps) * _LEARNING_RATE)
             step_of[length]()
             if index + 1 in checks:
                 loss = self._held_out_loss()
@@ -184,7 +187,7 @@ class _Fit:
 
     def _order(self, steps: int) -> list[_Batch]:
         """Length and blocks [batch] of every step: each block of a length once before any comes again."""
-        generator = torch.Generator().manual_seed(self.recipe.seed * 100_003 + self.layer)
+        generator = torch.Generator().manual_seed(self.seed)
         queues = {}
         for length, blocks in self.train.items():
             rounds = -(-steps * self.batch // len(blocks))

@@ -21,8 +21,9 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import FamilyAdapter, SourceSpec
 from mha2mla.conversion.fit.reconstruction import ReconstructionProblem, reconstruct
 from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_energies
-from mha2mla.conversion.recipe import GRANULE, Recipe
+from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.conversion.target import GRANULE
 from mha2mla.geometry import MLAGeometry
 
 FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
@@ -45,8 +46,8 @@ def choose_layer_ranks(
     folder: Path,
     spill_bytes: int = SPILL_BYTES,
     progress: bool = False,
-) -> Recipe:
-    """The recipe with ``layer_ranks`` as measured, and ``layer_rank_losses`` saying what each rank loses where.
+) -> tuple[list[int], dict[str, list[float]]]:
+    """A rank for every layer, and rank → what it loses in each.
 
     The ranks of all layers add up to what the recipe's uniform rank gives, at most. A loss is the Kullback-Leibler
     divergence of the source's next-token predictions from those of the source with one layer converted (nats per token,
@@ -87,8 +88,7 @@ def choose_layer_ranks(
         least=max(step, math.ceil(LEAST * geometry.kv_lora_rank / step) * step),
         most=min(full, math.floor(MOST * geometry.kv_lora_rank / step) * step),
     )
-    record = {str(rank): [layer[rank] for layer in losses] for rank in ranks}
-    return replace(recipe, layer_ranks=chosen, layer_rank_losses=record)
+    return chosen, {str(rank): [layer[rank] for layer in losses] for rank in ranks}
 
 
 def rank_step(kv_lora_rank: int) -> int:
@@ -116,18 +116,14 @@ def measure_losses(
     One pass over the source: what each conversion makes of the judged windows follows the source's own layers beside
     the others, so that a layer's weights are read once.
     """
-    short = replace(
-        recipe,
-        reconstruction_steps=min(STEPS, recipe.reconstruction_steps),
-        reconstruction_tokens=min(_STEP_TOKENS, recipe.reconstruction_tokens),
-        sequential=False,
-    )
+    fit = replace(recipe.fit, steps=min(STEPS, recipe.fit.steps), tokens=min(_STEP_TOKENS, recipe.fit.tokens))
+    short = replace(recipe, fit=fit)
     sequences = {
         rank: LayerWalk(
             model,
             adapter,
             spec,
-            replace(geometry, kv_lora_rank=rank),
+            (replace(geometry, kv_lora_rank=rank),) * spec.num_layers,
             short,
             windows,
             folder,
@@ -152,14 +148,14 @@ def measure_losses(
             model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
             prepared = first.prepare(layer, collector.finish())
             weights = None
-            if short.reconstruction_steps:
+            if fit.steps:
                 weights = token_energies(targets, _BATCH_TOKENS, model.device).reciprocal()
             for rank, sequence in sequences.items():
                 tensors = sequence.finish(layer, prepared)
                 forward = block_forward(sequence, layer, module)
-                if weights is not None and not short.is_exact(sequence.geometry):
+                if weights is not None and not is_exact(sequence.geometries[layer]):
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
-                    tensors = reconstruct(problem, tensors, short, layer=layer).tensors
+                    tensors = reconstruct(problem, tensors, fit, seed=recipe.calibration.seed, layer=layer).tensors
                 perturbed.append((layer, rank, new_store()))
                 converted = partial(forward, computed(tensors, model))
                 _pass(converted, clean, perturbed[-1][2], model.device)

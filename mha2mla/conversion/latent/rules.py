@@ -1,13 +1,16 @@
-"""One latent for the un-rotated keys and the values of a layer: the factorisations, and the metrics they minimise."""
+"""One latent for the un-rotated keys and the values of a layer: one class a rule, a line in ``LOW_RANKS`` names it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 
-from mha2mla.conversion.recipe import Recipe
-
+SHRINKAGE = 0.003  # of the mean variance, in every direction of the inputs' covariances
 _SWEEPS = 6  # of the alternating solve; 20 were no better than 8 on held-out text
 
 
@@ -56,8 +59,103 @@ class LatentProblem:
     value_mean: torch.Tensor | None
 
 
-def factorise(problem: LatentProblem, rank: int, recipe: Recipe) -> LatentFactors:
-    """A latent of ``rank`` numbers by ``recipe.low_rank``; exact when wide enough."""
+class LowRankRule(ABC):
+    """A way to factorise.
+
+    Attributes:
+        reads_statistics: whether it needs calibration text.
+        reads_attended: whether it needs what attention makes of the inputs.
+    """
+
+    reads_statistics: ClassVar[bool] = True
+    reads_attended: ClassVar[bool] = False
+
+    @abstractmethod
+    def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decoder [keys' and values' rows, rank] and encoder [rank, E]; ``rank`` is less than the rows and than E.
+
+        Args:
+            centered: whether the values' mean need not go through the latent.
+        """
+
+
+class SvdJoint(LowRankRule):
+    """Truncated SVD of the stacked weights [W_K; W_V] (arXiv 2502.14837)."""
+
+    reads_statistics: ClassVar[bool] = False
+
+    def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return _principal(torch.cat([problem.key.flatten(0, 1), problem.value.flatten(0, 1)]), None, rank)
+
+
+class SvdSplit(LowRankRule):
+    """Keys and values apart, the rank in proportion to their widths; nobody gets more than its width."""
+
+    reads_statistics: ClassVar[bool] = False
+
+    def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = problem.key.flatten(0, 1), problem.value.flatten(0, 1)
+        key_rank = min(round(rank * key.shape[0] / (key.shape[0] + value.shape[0])), key.shape[0])
+        value_rank = min(rank - key_rank, value.shape[0])
+        parts = [
+            _principal(part, None, each) if each else (part.new_zeros(len(part), 0), part.new_zeros(0, part.shape[1]))
+            for part, each in ((key, rank - value_rank), (value, value_rank))
+        ]
+        return torch.block_diag(*(decoder for decoder, _ in parts)), torch.cat([encoder for _, encoder in parts])
+
+
+class BalancedPca(LowRankRule):
+    """Principal components of keys and values on calibration text, both scaled to the same energy first (arXiv
+    2502.07864)."""
+
+    def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        covariance, value_covariance = _moments(problem, 0.0, centered)
+        key, value = problem.key.flatten(0, 1), problem.value.flatten(0, 1)
+        gain = _balance(key, covariance, value, value_covariance)
+        decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)
+        return torch.cat([decoder[: key.shape[0]] / gain, decoder[key.shape[0] :]]), encoder
+
+
+class WhitenedJoint(LowRankRule):
+    """The same with errors that count as they are seen: a key's by the second moment of the queries that read it, a
+    value's after ``o_proj``; values on what attention makes of the inputs, keys half on how the inputs differ under one
+    query's attention. Directions that the text hardly varies in would be free to be anything, and other text does vary
+    in them: each gets a little of the mean variance."""
+
+    reads_attended: ClassVar[bool] = True
+
+    def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        covariance, value_covariance = _moments(problem, SHRINKAGE, centered)
+        key_root, key_inverse = _roots(problem.key_metric)
+        value_root, value_inverse = _roots(problem.value_metric)
+        key, value = (key_root @ problem.key).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
+        gain = _balance(key, covariance, value, value_covariance)
+        if key.any():  # un-rotated keys may all be those of a head that is zero
+            decoder, encoder = _alternate(gain * key, covariance, value, value_covariance, rank)
+        else:
+            decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)
+        rows = key.shape[0]
+        key_part = key_inverse @ decoder[:rows].view(*problem.key.shape[:2], rank) / gain
+        value_part = value_inverse @ decoder[rows:].view(*problem.value.shape[:2], rank)
+        return torch.cat([key_part.flatten(0, 1), value_part.flatten(0, 1)]), encoder
+
+
+LOW_RANKS: Mapping[str, LowRankRule] = MappingProxyType(
+    {
+        "svd-joint": SvdJoint(),
+        "svd-split": SvdSplit(),
+        "balanced-pca": BalancedPca(),
+        "whitened-joint": WhitenedJoint(),
+    }
+)
+
+
+def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered: bool) -> LatentFactors:
+    """A latent of ``rank`` numbers; exact when wide enough.
+
+    Args:
+        centered: whether the values' mean, as far as the latent loses it, is handed over to ``o_proj``.
+    """
     key, value = problem.key.flatten(0, 1), problem.value.flatten(0, 1)
     rows = key.shape[0] + value.shape[0]
     if rank >= rows:
@@ -66,16 +164,12 @@ def factorise(problem: LatentProblem, rank: int, recipe: Recipe) -> LatentFactor
     elif rank >= key.shape[1]:  # wide enough for the input itself
         encoder = torch.eye(rank, key.shape[1], dtype=key.dtype, device=key.device)
         decoder = torch.cat([key, value]) @ encoder.T
-    elif recipe.low_rank == "svd-joint":
-        decoder, encoder = _principal(torch.cat([key, value]), None, rank)
-    elif recipe.low_rank == "svd-split":
-        decoder, encoder = _split(key, value, rank)
     else:
-        decoder, encoder = _whitened(problem, rank, recipe)
+        decoder, encoder = rule.factors(problem, rank, centered=centered)
     key_decoder = decoder[: key.shape[0]].view(*problem.key.shape[:2], rank)
     value_decoder = decoder[key.shape[0] :].view(*problem.value.shape[:2], rank)
     offset = None
-    if recipe.centered and problem.value_mean is not None and rank < min(rows, key.shape[1]):
+    if centered and problem.value_mean is not None and rank < min(rows, key.shape[1]):
         heads = problem.value_mean.view(problem.value.shape[0], -1, problem.value.shape[2])  # [h_kv, group, E]
         lost = problem.value - value_decoder @ encoder
         offset = torch.einsum("ade,age->agd", lost, heads).flatten(0, 1)
@@ -120,53 +214,28 @@ def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
     return torch.linalg.cholesky(matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))
 
 
-def _split(key: torch.Tensor, value: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values apart, the rank in proportion to their widths; nobody gets more than its width."""
-    key_rank = min(round(rank * key.shape[0] / (key.shape[0] + value.shape[0])), key.shape[0])
-    value_rank = min(rank - key_rank, value.shape[0])
-    key_rank = rank - value_rank
-    decoder = key.new_zeros(key.shape[0] + value.shape[0], rank)
-    encoders = []
-    if key_rank:
-        decoder[: key.shape[0], :key_rank], encoder = _principal(key, None, key_rank)
-        encoders.append(encoder)
-    if value_rank:
-        decoder[key.shape[0] :, key_rank:], encoder = _principal(value, None, value_rank)
-        encoders.append(encoder)
-    return decoder, torch.cat(encoders)
-
-
-def _whitened(problem: LatentProblem, rank: int, recipe: Recipe) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(problem: LatentProblem, shrinkage: float, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Second moments of the inputs for keys and for values: plus ``shrinkage`` of the mean variance in every direction,
+    and about zero unless ``centered``."""
     covariance, value_covariance = (
-        _shrunk(metric, recipe.shrinkage) for metric in (problem.covariance, problem.value_covariance)
+        metric + shrinkage * metric.diagonal().mean() * torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
+        for metric in (problem.covariance, problem.value_covariance)
     )
-    if not recipe.centered:
+    if not centered:
         covariance = covariance + torch.outer(problem.mean, problem.mean)
         value_covariance = value_covariance + problem.value_mean.T @ problem.value_mean / problem.value_mean.shape[0]
-    key_root, key_inverse = _roots(problem.key_metric, recipe.query_weighting)
-    value_root, value_inverse = _roots(problem.value_metric, recipe.output_weighting)
-    key, value = (key_root @ problem.key).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
-    gain = recipe.key_weight**0.5
-    if key.shape[0] and recipe.balanced:
-        key_energy, value_energy = (
-            torch.einsum("me,ef,mf->", part, metric, part).clamp_min(1e-300)
-            for part, metric in ((key, covariance), (value, value_covariance))
-        )
-        gain = float((recipe.key_weight * value_energy / key_energy).sqrt())
-    if recipe.attended and key.any():  # un-rotated keys may all be those of a head that is zero
-        decoder, encoder = _alternate(gain * key, covariance, value, value_covariance, rank)
-    else:
-        decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)
-    rows = key.shape[0]
-    key_part = key_inverse @ decoder[:rows].view(*problem.key.shape[:2], rank) / gain
-    value_part = value_inverse @ decoder[rows:].view(*problem.value.shape[:2], rank)
-    return torch.cat([key_part.flatten(0, 1), value_part.flatten(0, 1)]), encoder
+    return covariance, value_covariance
 
 
-def _shrunk(covariance: torch.Tensor, share: float) -> torch.Tensor:
-    """Plus ``share`` of the mean variance in every direction."""
-    identity = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-    return covariance + share * covariance.diagonal().mean() * identity
+def _balance(key: torch.Tensor, covariance: torch.Tensor, value: torch.Tensor, value_covariance: torch.Tensor) -> float:
+    """What keys are multiplied by so that they have the values' energy."""
+    if not key.shape[0]:
+        return 1.0
+    key_energy, value_energy = (
+        torch.einsum("me,ef,mf->", part, metric, part).clamp_min(1e-300)
+        for part, metric in ((key, covariance), (value, value_covariance))
+    )
+    return float((value_energy / key_energy).sqrt())
 
 
 def _alternate(
@@ -213,11 +282,10 @@ def _decoder(target: torch.Tensor, metric: torch.Tensor, encoder: torch.Tensor) 
     return torch.linalg.solve(gram + ridge, (target @ seen).T).T
 
 
-def _roots(metric: torch.Tensor, weighted: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric square root and inverse root per head, [h, d, d]; identities when not ``weighted``."""
-    if not weighted or metric.shape[-1] == 0:
-        identity = torch.eye(metric.shape[-1], dtype=metric.dtype, device=metric.device).expand_as(metric)
-        return identity, identity
+def _roots(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric square root and inverse root per head, [h, d, d]."""
+    if metric.shape[-1] == 0:
+        return metric, metric
     energy, vectors = torch.linalg.eigh((metric + metric.mT) / 2)
     # Directions that hardly anybody reads must stay invertible.
     energy = energy.clamp_min(1e-6 * energy.amax(-1, keepdim=True) + torch.finfo(energy.dtype).tiny).sqrt()

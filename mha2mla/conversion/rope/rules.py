@@ -1,12 +1,22 @@
-"""Which rotary pairs of a layer stay rotary: the rules of ``Recipe.rope_selection``."""
+"""Which rotary pairs of a layer stay rotary: one class a rule, and a line in ``SELECTIONS`` that names it.
+
+The candidates are (frequency, kv head). In the per-group layout every head keeps its own best, in the shared one the
+best of all heads together stay, or components of several heads' keys: RoPE commutes with a unitary map within a
+frequency.
+"""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 
 from mha2mla.conversion.calibration.statistics import LayerStatistics
 from mha2mla.conversion.families import AttentionWeights, SourceSpec
-from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.rope.basis import (
     RotaryBasis,
     SharedComponents,
@@ -16,31 +26,186 @@ from mha2mla.conversion.rope.basis import (
 )
 from mha2mla.geometry import MLAGeometry
 
+# How far the query of an un-rotated pair is multiplied by its mean turn g: the factor is 1 + MEAN_PHASE (g − 1). g
+# alone is the best constant for the tokens that are attended to and overfits them; of 0, 0.5 and 1 halfway was best.
+MEAN_PHASE = 0.5
+
+
+@dataclass(frozen=True)
+class RopeProblem:
+    """What a rule looks at.
+
+    Attributes:
+        pairs: how many of a rope head stay.
+        statistics: of the layer; None where the rule reads none.
+        weights: of the layer; None where they are not at hand (only RoRoPE reads them).
+    """
+
+    spec: SourceSpec
+    pairs: int
+    statistics: LayerStatistics | None
+    weights: AttentionWeights | None
+
+
+class RopeRule(ABC):
+    """A way to choose.
+
+    Attributes:
+        layouts: those that it serves.
+        reads_statistics: whether it needs calibration text.
+        reads_phases: whether it needs attention-weighted distances.
+    """
+
+    layouts: ClassVar[tuple[str, ...]] = ("per-group", "shared")
+    reads_statistics: ClassVar[bool] = True
+    reads_phases: ClassVar[bool] = False
+
+    def check(self, spec: SourceSpec) -> None:  # noqa: B027  most serve all
+        """Refuses a source that the rule cannot serve.
+
+        Raises:
+            ValueError: by name of what it needs.
+        """
+
+    @abstractmethod
+    def kept(self, problem: RopeProblem, *, per_head: bool) -> torch.Tensor:
+        """[half, h_kv] bool: the pairs that stay, ``pairs`` of every head (``per_head``) or of all together."""
+
+    def components(self, problem: RopeProblem) -> SharedComponents:
+        """What the one rotary key of the shared layout holds."""
+        return axis_components(self.kept(problem, per_head=False))
+
+
+class Scored(RopeRule):
+    """The pairs with the largest scores. Ties go to the lower frequency index, then the lower head."""
+
+    @abstractmethod
+    def scores(self, problem: RopeProblem) -> torch.Tensor:
+        """[half, h_kv] float64."""
+
+    def kept(self, problem: RopeProblem, *, per_head: bool) -> torch.Tensor:
+        scores = self.scores(problem)
+        if not per_head:
+            return _largest(scores, problem.pairs)
+        kept = torch.zeros(scores.shape, dtype=torch.bool)
+        best = scores.sort(dim=0, descending=True, stable=True).indices[: problem.pairs]
+        return kept.scatter_(0, best, True)
+
+
+@dataclass(frozen=True)
+class ByFrequency(Scored):
+    """Highest (``sign`` −1: ``inv_freq`` falls with its index) or lowest frequencies, the same for all heads."""
+
+    reads_statistics: ClassVar[bool] = False
+    sign: int
+
+    def scores(self, problem: RopeProblem) -> torch.Tensor:
+        half = problem.spec.head_dim // 2
+        index = torch.arange(half, dtype=torch.float64)[:, None]
+        return self.sign * index.expand(half, problem.spec.num_key_value_heads)
+
+
+class Uniform(RopeRule):
+    """Evenly spaced over the frequencies."""
+
+    reads_statistics: ClassVar[bool] = False
+
+    def kept(self, problem: RopeProblem, *, per_head: bool) -> torch.Tensor:
+        kept = torch.zeros(problem.spec.head_dim // 2, problem.spec.num_key_value_heads, dtype=torch.bool)
+        rows = kept if per_head else kept.view(-1)
+        rows[torch.div(torch.arange(problem.pairs) * len(rows), problem.pairs, rounding_mode="floor")] = True
+        return kept
+
+
+class TwoNorm(Scored):
+    """Largest root mean square |q| · |k| (arXiv 2502.14837, S_2-norm)."""
+
+    def scores(self, problem: RopeProblem) -> torch.Tensor:
+        spec, statistics = problem.spec, problem.statistics
+        query = pair_energy(statistics.query_second_moment).sqrt()
+        query = query.view(spec.num_key_value_heads, spec.group_size, -1).sum(1)
+        return query.T.cpu() * _key_energy(statistics).sqrt()
+
+
+class Turn(Scored):
+    """Largest E|q|² E|k|² (1 − |g|²), g = E exp(iθΔ) over attention-weighted distances Δ without the sink column:
+    1 − |g|² is the variance of the turn, which no constant factor replaces."""
+
+    layouts: ClassVar[tuple[str, ...]] = ("shared",)  # heads get as many pairs as they earn
+    reads_phases: ClassVar[bool] = True
+
+    def scores(self, problem: RopeProblem) -> torch.Tensor:
+        return _turn_weight(problem.spec, problem.statistics) * _key_energy(problem.statistics)
+
+
+class Rotation(Turn):
+    """The same; in the shared layout the candidates are the principal components of all kv heads' keys within one
+    frequency."""
+
+    layouts: ClassVar[tuple[str, ...]] = ("per-group", "shared")
+
+    def components(self, problem: RopeProblem) -> SharedComponents:
+        return unitary_components(problem.spec, problem.statistics, problem.pairs)
+
+
+@dataclass(frozen=True)
+class RoRoPE(RopeRule):
+    """RoRoPE with FreqFold (arXiv 2502.07864): real principal components of the keys of all heads within ``fold``
+    neighbouring frequencies, equally many of every such group."""
+
+    layouts: ClassVar[tuple[str, ...]] = ("shared",)
+    fold: int = 1
+
+    def check(self, spec: SourceSpec) -> None:
+        if spec.head_dim // 2 % self.fold:
+            raise ValueError(
+                f"rope.selection folds {self.fold} frequencies; expected a divisor of a head's {spec.head_dim // 2}"
+            )
+
+    def kept(self, problem: RopeProblem, *, per_head: bool) -> torch.Tensor:
+        raise NotImplementedError("RoRoPE mixes the pairs of all heads")
+
+    def components(self, problem: RopeProblem) -> SharedComponents:
+        moment = key_second_moment(problem.spec, problem.statistics, problem.weights)
+        return folded_components(problem.spec, moment, problem.pairs, self.fold)
+
+
+SELECTIONS: Mapping[str, RopeRule] = MappingProxyType(
+    {
+        "high": ByFrequency(-1),
+        "low": ByFrequency(1),
+        "uniform": Uniform(),
+        "2-norm": TwoNorm(),
+        "rotation": Rotation(),
+        "uneven": Turn(),
+        "rorope": RoRoPE(),
+        "rorope-2": RoRoPE(2),
+        "rorope-4": RoRoPE(4),
+    }
+)
+
 
 def select_rotary_basis(
-    spec: SourceSpec,
-    geometry: MLAGeometry,
-    recipe: Recipe,
-    statistics: LayerStatistics | None,
-    weights: AttentionWeights | None = None,
+    rule: RopeRule, problem: RopeProblem, geometry: MLAGeometry, *, per_group: bool, turned: bool
 ) -> RotaryBasis:
-    """The rotary basis of one layer by ``recipe.rope_selection`` (rules in ``Recipe``).
+    """The rotary basis of one layer.
 
     Args:
-        statistics: of this layer; may be None when the rule needs none (``Recipe.needs_calibration``).
-        weights: of this layer; only ``"rorope"`` reads them, for keys of different frequencies together.
+        per_group: whether every kv head has a rotary key of its own.
+        turned: whether un-rotated queries are multiplied by half of their mean turn, where that was measured.
     """
-    phase = _query_phase(spec, recipe, statistics)
-    if recipe.layout == "per-group":
-        return per_group_basis(spec, _kept(spec, geometry, recipe, statistics), phase)
-    pairs = geometry.qk_rope_head_dim // 2
-    if geometry.qk_nope_head_dim == 0 or recipe.rope_selection not in ("rotation", "rorope"):
-        components = axis_components(_kept(spec, geometry, recipe, statistics))
-    elif recipe.rope_selection == "rotation":
-        components = unitary_components(spec, statistics, pairs)
-    else:
-        components = folded_components(spec, key_second_moment(spec, statistics, weights), pairs, recipe.freq_fold)
-    return shared_basis(spec, geometry, components, phase)
+    spec = problem.spec
+    phase = _query_phase(spec, problem.statistics if turned else None)
+    if geometry.qk_nope_head_dim == 0:
+        everything = torch.ones(spec.head_dim // 2, spec.num_key_value_heads, dtype=torch.bool)
+        return (
+            per_group_basis(spec, everything, phase)
+            if per_group
+            else shared_basis(spec, geometry, axis_components(everything), phase)
+        )
+    if per_group:
+        return per_group_basis(spec, rule.kept(problem, per_head=True), phase)
+    return shared_basis(spec, geometry, rule.components(problem), phase)
 
 
 def rotation_cost(phase: torch.Tensor) -> torch.Tensor:
@@ -134,40 +299,9 @@ def _turn_weight(spec: SourceSpec, statistics: LayerStatistics) -> torch.Tensor:
     return (pair_energy(statistics.query_second_moment) * cost).view(kv_heads, spec.group_size, half).sum(1).T.cpu()
 
 
-def _kept(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe, statistics: LayerStatistics | None) -> torch.Tensor:
-    """[half, h_kv] bool: the (frequency, head) pairs that stay, by a rule that mixes no heads.
-
-    In the per-group layout every head keeps its own best, in the shared layout the best of all heads stay. Ties go to
-    the lower frequency index, then the lower head.
-    """
-    half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
-    pairs = geometry.qk_rope_head_dim // 2
-    grouped, rule = recipe.layout == "per-group", recipe.rope_selection
-    if geometry.qk_nope_head_dim == 0:
-        return torch.ones(half, kv_heads, dtype=torch.bool)
-    if rule == "uniform":
-        kept = torch.zeros(half, kv_heads, dtype=torch.bool)
-        candidates = half if grouped else half * kv_heads
-        chosen = torch.div(torch.arange(pairs) * candidates, pairs, rounding_mode="floor")
-        if grouped:
-            kept[chosen] = True
-        else:
-            kept.view(-1)[chosen] = True
-        return kept
-    if rule in ("high", "low"):  # inv_freq falls with its index
-        rank = torch.arange(half, dtype=torch.float64)[:, None].expand(half, kv_heads)
-        scores = -rank if rule == "high" else rank
-    else:
-        key = statistics.key_covariance.diagonal(dim1=1, dim2=2).real.clamp_min(0).cpu()
-        if rule == "2-norm":
-            query = pair_energy(statistics.query_second_moment).sqrt().view(kv_heads, spec.group_size, half).sum(1)
-            scores = query.T.cpu() * key.sqrt()
-        else:
-            scores = _turn_weight(spec, statistics) * key
-    if grouped:
-        kept = torch.zeros(half, kv_heads, dtype=torch.bool)
-        return kept.scatter_(0, scores.sort(dim=0, descending=True, stable=True).indices[:pairs], True)
-    return _largest(scores, pairs)
+def _key_energy(statistics: LayerStatistics) -> torch.Tensor:
+    """[half, h_kv] E|k|² of every pair."""
+    return statistics.key_covariance.diagonal(dim1=1, dim2=2).real.clamp_min(0).cpu()
 
 
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -177,10 +311,10 @@ def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:
     return kept.view(scores.shape)
 
 
-def _query_phase(spec: SourceSpec, recipe: Recipe, statistics: LayerStatistics | None) -> torch.Tensor:
+def _query_phase(spec: SourceSpec, statistics: LayerStatistics | None) -> torch.Tensor:
     """[H, half] complex: what an un-rotated pair's query is multiplied by. cos and sin carry the attention factor on
     both sides of a score, so a pair that loses them loses its square."""
     phase = torch.ones(spec.num_attention_heads, spec.head_dim // 2, dtype=torch.complex128)
-    if recipe.mean_phase > 0 and statistics is not None and statistics.mean_phase is not None:
-        phase = phase + recipe.mean_phase * (statistics.mean_phase.cpu() - phase)
+    if statistics is not None and statistics.mean_phase is not None:
+        phase = phase + MEAN_PHASE * (statistics.mean_phase.cpu() - phase)
     return phase * spec.pair_factors.cpu() ** 2

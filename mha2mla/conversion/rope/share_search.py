@@ -32,8 +32,8 @@ def choose_rope_share(
     *,
     folder: Path,
     spill_bytes: int = SPILL_BYTES,
-) -> Recipe:
-    """The recipe with the ``rope_share`` that loses least, and ``rope_search`` saying what every split loses.
+) -> tuple[float, dict[str, float]]:
+    """The rotary share that loses least, and what every split "qk_rope_head_dim+kv_lora_rank" loses.
 
     A few layers are converted by the recipe itself, without gradient steps, at every share of :data:`SHARES` that gives
     another geometry. What a share loses is the relative squared error of the attention's output on held-out windows of
@@ -50,14 +50,14 @@ def choose_rope_share(
     """
     recipes = candidates(recipe, spec)
     if not recipes:
-        replace(recipe, rope_share=0.25).geometry(spec)  # says why
-        raise ValueError(f"rope_share is 'auto', but no share fits cache_ratio={recipe.target_cache_ratio}")
+        recipe.with_share(0.25).geometry(spec)  # says why
+        raise ValueError(f"rope.share is 'auto', but no share fits cache_ratio={recipe.target.cache_ratio}")
     losses = dict.fromkeys(recipes, 0.0)
     parts = windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
     for layer, inputs, held in _inputs(model, parts, folder, spill_bytes):
         statistics = None
         for geometry, candidate in recipes.items():
-            sequence = LayerWalk(model, adapter, spec, geometry, candidate, windows, folder)
+            sequence = LayerWalk(model, adapter, spec, (geometry,) * spec.num_layers, candidate, windows, folder)
             if statistics is None:  # which ones are needed does not depend on the split
                 collector = sequence.collector(layer)
                 for batch in inputs:
@@ -67,14 +67,14 @@ def choose_rope_share(
     count = len(_chosen_layers(spec.num_layers))
     best = min(losses, key=losses.__getitem__)
     found = {f"{geometry.qk_rope_head_dim}+{geometry.kv_lora_rank}": loss / count for geometry, loss in losses.items()}
-    return replace(recipe, rope_share=recipes[best].rope_share, rope_search=found)
+    return recipes[best].rope.share, found
 
 
 def candidates(recipe: Recipe, spec: SourceSpec) -> dict[MLAGeometry, Recipe]:
     """Geometry → recipe without gradient steps, for the shares that fit the source; the smallest of equal ones."""
     found: dict[MLAGeometry, Recipe] = {}
     for share in SHARES:
-        candidate = replace(recipe, rope_share=share, reconstruction_steps=0, sequential=False)
+        candidate = replace(recipe.with_share(share), fit=replace(recipe.fit, steps=0))
         try:
             geometry = candidate.geometry(spec)
         except ValueError:

@@ -7,8 +7,7 @@ import torch
 
 from mha2mla.conversion.calibration.statistics import AttentionSample, StatisticsCollector
 from mha2mla.conversion.fit import closed_form
-from mha2mla.conversion.layer import convert_layer, finish_layer, prepare_layer, un_rotated_keys
-from mha2mla.conversion.rope.rules import select_rotary_basis
+from mha2mla.conversion.layer import convert_layer, finish_layer, prepare_layer, rotary_basis, un_rotated_keys
 from tests.conversion.plain_mla import plain_mla_attention
 from tests.conversion.test_layer import Layer, relative
 from tests.conversion.tiny import Recipe
@@ -32,7 +31,7 @@ class SampledLayer(Layer):
 def basis_and_keys(layer: Layer, **keys):
     recipe = Recipe(**{"qk_rope_head_dim": 8, "kv_lora_rank": 40, **keys})
     geometry = recipe.geometry(layer.spec)
-    basis = select_rotary_basis(layer.spec, geometry, recipe, layer.statistics, layer.weights)
+    basis = rotary_basis(layer.spec, geometry, recipe, layer.statistics, layer.weights)
     return basis, un_rotated_keys(layer.spec, layer.weights, basis)
 
 
@@ -68,10 +67,10 @@ def test_refits_bring_the_output_nearer_to_the_source(case, layout, monkeypatch)
     layer = SampledLayer(case)
     keys = {"layout": layout, "qk_rope_head_dim": 4}
     assert layer.error(Recipe(kv_lora_rank=28, **keys)) < layer.error(
-        Recipe(kv_lora_rank=28, refit_queries=False, **keys)
+        Recipe(kv_lora_rank=28, fit_queries=False, **keys)
     )
     # Where more is lost, more can be won back by the output.
-    assert layer.error(Recipe(kv_lora_rank=8, refit_output=True, **keys)) < layer.error(Recipe(kv_lora_rank=8, **keys))
+    assert layer.error(Recipe(kv_lora_rank=8, fit_output=True, **keys)) < layer.error(Recipe(kv_lora_rank=8, **keys))
 
 
 def test_an_output_that_cannot_be_mended_is_left_alone():
@@ -97,7 +96,7 @@ def test_scores_that_need_no_fit_keep_their_queries(case):
     """Without rotation the un-rotated part is exact, and least squares has nothing to add."""
     layer = SampledLayer(case)
     layer.spec = dataclasses.replace(layer.spec, inv_freq=torch.zeros_like(layer.spec.inv_freq))
-    basis, keys = basis_and_keys(layer, mean_phase=0.0)
+    basis, keys = basis_and_keys(layer, fit_queries=False)
     windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
     found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, keys)
     assert torch.allclose(found, basis.query_nope, atol=1e-9)
@@ -106,10 +105,11 @@ def test_scores_that_need_no_fit_keep_their_queries(case):
 def test_an_uncentred_refit_makes_no_bias():
     layer = SampledLayer("llama")
     # A latent that knows nothing of the inputs leaves the output something to mend.
-    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=8, low_rank="svd-joint", centered=False, refit_output=True)
+    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=8, latent_rule="svd-joint", latent_centered=False, fit_output=True)
     tensors = convert_layer(layer.spec, recipe.geometry(layer.spec), recipe, layer.weights, layer.statistics)
     assert "o_proj.bias" not in tensors
-    assert layer.error(recipe) < layer.error(dataclasses.replace(recipe, refit_output=False))
+    without = dataclasses.replace(recipe.fit, output=False)
+    assert layer.error(recipe) < layer.error(dataclasses.replace(recipe, fit=without))
 
 
 def test_windows_ask_from_different_positions(monkeypatch):
@@ -141,7 +141,7 @@ def test_a_window_shorter_than_the_stride_still_asks(monkeypatch):
 @pytest.mark.parametrize("layout", ["shared", "per-group"])
 def test_what_is_prepared_serves_every_rank(layout):
     layer = SampledLayer("qwen3-biases-yarn")
-    recipes = [Recipe(layout=layout, qk_rope_head_dim=4, kv_lora_rank=rank, refit_output=True) for rank in (8, 24)]
+    recipes = [Recipe(layout=layout, qk_rope_head_dim=4, kv_lora_rank=rank, fit_output=True) for rank in (8, 24)]
     prepared = prepare_layer(layer.spec, recipes[0].geometry(layer.spec), recipes[0], layer.weights, layer.statistics)
     for recipe in recipes:
         geometry = recipe.geometry(layer.spec)
@@ -155,10 +155,10 @@ def test_what_is_prepared_serves_every_rank(layout):
 def test_the_written_scores_are_those_of_the_layer():
     """The source's attention and the converted one, as the fits see them, are the layers' own."""
     layer = SampledLayer("qwen3-biases-yarn")
-    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=56, refit_queries=False, centered=False)
+    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=56, fit_queries=False, latent_centered=False)
     geometry = recipe.geometry(layer.spec)
     tensors = convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
-    basis, keys = basis_and_keys(layer, kv_lora_rank=56, refit_queries=False, centered=False)
+    basis, keys = basis_and_keys(layer, kv_lora_rank=56, fit_queries=False, latent_centered=False)
     values = layer.weights.v_weight.view(layer.spec.num_key_value_heads, layer.spec.head_dim, -1)
     outputs, sources = [], []
     visible = layer.statistics.sample.window
@@ -195,8 +195,8 @@ def test_recipes_say_whether_inputs_are_needed():
     layer = Layer("llama")
     for recipe, expected in (
         (Recipe(), True),
-        (Recipe(refit_queries=False), False),
-        (Recipe(refit_queries=False, refit_output=True), True),
-        (Recipe(cache_ratio=1.0, refit_output=True), False),
+        (Recipe(fit_queries=False), False),
+        (Recipe(fit_queries=False, fit_output=True), True),
+        (Recipe(cache_ratio=1.0, fit_output=True), False),
     ):
         assert recipe.needs_sample(recipe.geometry(layer.spec)) is expected

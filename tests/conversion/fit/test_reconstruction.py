@@ -10,8 +10,8 @@ from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit import reconstruction
 from mha2mla.conversion.fit.reconstruction import ReconstructionError, ReconstructionProblem, reconstruct
+from mha2mla.conversion.fit.stage import Fit
 from tests.conversion import tiny
-from tests.conversion.tiny import Recipe
 
 CPU = torch.device("cpu")
 WIDTH = 12
@@ -45,15 +45,18 @@ def problem(folder, windows=40, dtype=torch.float32, **keys):
 
 
 def recipe(**keys):
-    return Recipe(
-        **{"reconstruction_steps": 200, "reconstruction_tokens": 32, "reconstruction_learning_rate": 0.01, **keys}
-    )
+    return Fit(**{"steps": 200, "tokens": 32, **keys})
+
+
+@pytest.fixture(autouse=True)
+def a_rate_for_few_steps(monkeypatch):
+    monkeypatch.setattr(reconstruction, "_LEARNING_RATE", 0.01)
 
 
 def test_the_loss_falls_and_the_start_is_left_alone(tmp_path):
     made, start = problem(tmp_path)
     before = {name: tensor.clone() for name, tensor in start.items()}
-    result = reconstruct(made, start, recipe(), layer=0)
+    result = reconstruct(made, start, recipe(), seed=0, layer=0)
     assert result.loss_after < 0.6 * result.loss_before
     assert all(torch.equal(start[name], before[name]) for name in start)
     assert result.tensors["inv_freq"] is start["inv_freq"]
@@ -70,16 +73,17 @@ def test_held_out_windows_enter_no_step(tmp_path):
     spoilt, _ = problem(tmp_path)
     for window in (0, 20):
         spoilt.targets.write(slice(window, window + 1), torch.full((1, 8, WIDTH), 7.0))
-    kept, other = (reconstruct(each, start, recipe(), layer=0) for each in (made, spoilt))
+    kept, other = (reconstruct(each, start, recipe(), seed=0, layer=0) for each in (made, spoilt))
     assert other.loss_before > kept.loss_before
     # Only the scale of the loss differs, and Adam does not see it.
     assert torch.allclose(kept.tensors["o_proj.weight"], other.tensors["o_proj.weight"], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("rate", [0.01, 100.0])
-def test_the_result_is_never_worse_than_the_start(rate, tmp_path):
+def test_the_result_is_never_worse_than_the_start(rate, tmp_path, monkeypatch):
+    monkeypatch.setattr(reconstruction, "_LEARNING_RATE", rate)
     made, start = problem(tmp_path)
-    result = reconstruct(made, start, recipe(reconstruction_steps=24, reconstruction_learning_rate=rate), layer=0)
+    result = reconstruct(made, start, recipe(steps=24), seed=0, layer=0)
     assert result.loss_after <= result.loss_before
     if rate > 1:
         assert result.tensors == start and "no step helped" in result.note
@@ -87,10 +91,10 @@ def test_the_result_is_never_worse_than_the_start(rate, tmp_path):
 
 def test_the_same_arguments_give_the_same_bits(tmp_path):
     made, start = problem(tmp_path)
-    results = [reconstruct(made, start, recipe(), layer=layer) for layer in (3, 3, 4)]
+    results = [reconstruct(made, start, recipe(), seed=0, layer=layer) for layer in (3, 3, 4)]
     first, second, other = (result.tensors["o_proj.weight"] for result in results)
     assert torch.equal(first, second) and not torch.equal(first, other)
-    seeded = reconstruct(made, start, recipe(seed=1), layer=3).tensors["o_proj.weight"]
+    seeded = reconstruct(made, start, recipe(), seed=1, layer=3).tensors["o_proj.weight"]
     assert not torch.equal(first, seeded)
 
 
@@ -98,13 +102,13 @@ def test_a_start_that_is_not_a_number_is_named(tmp_path):
     made, start = problem(tmp_path)
     start["kv_a_proj.weight"][0, 0] = float("nan")
     with pytest.raises(ReconstructionError, match="layer 5: the loss before reconstruction is nan"):
-        reconstruct(made, start, recipe(), layer=5)
+        reconstruct(made, start, recipe(), seed=0, layer=5)
 
 
 def test_an_infinite_gradient_is_a_step_left_out(tmp_path):
     made, start = problem(tmp_path)
     made.targets.write(slice(7, 8), torch.full((1, 8, WIDTH), float("inf")))
-    result = reconstruct(made, start, recipe(), layer=0)
+    result = reconstruct(made, start, recipe(), seed=0, layer=0)
     assert "steps without a finite gradient" in result.note
     assert all(torch.isfinite(tensor).all() for tensor in result.tensors.values())
     assert result.loss_after < 0.7 * result.loss_before
@@ -115,27 +119,27 @@ def test_a_perfect_start_stays(tmp_path):
     everything = slice(0, 40)
     start_of = {name: tensor.float() for name, tensor in start.items()}
     made.targets.write(everything, linear(start_of, made.inputs.read(everything, CPU)))
-    result = reconstruct(made, start, recipe(), layer=0)
+    result = reconstruct(made, start, recipe(), seed=0, layer=0)
     assert result.loss_before == result.loss_after == 0 and result.tensors == start
 
 
 def test_one_window_is_enough(tmp_path):
     made, start = problem(tmp_path, windows=1)
-    result = reconstruct(made, start, recipe(), layer=0)
+    result = reconstruct(made, start, recipe(), seed=0, layer=0)
     assert result.loss_after < 0.6 * result.loss_before
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 0.65), (torch.float64, 0.6)])
 def test_other_dtypes_of_computation(dtype, factor, tmp_path):
     made, start = problem(tmp_path, dtype=dtype)
-    result = reconstruct(made, start, recipe(), layer=0)
+    result = reconstruct(made, start, recipe(), seed=0, layer=0)
     assert result.loss_after < factor * result.loss_before
     assert result.tensors["o_proj.weight"].dtype == torch.float32
 
 
 def test_activations_on_disk_give_the_same_bits_and_only_batches_are_read(tmp_path, monkeypatch):
     made, start = problem(tmp_path)
-    expected = reconstruct(made, start, recipe(), layer=0)
+    expected = reconstruct(made, start, recipe(), seed=0, layer=0)
     spilt, _ = problem(tmp_path, spill_bytes=0)
     assert tiny.spilt_files(tmp_path) == 2
     largest = []
@@ -146,7 +150,7 @@ def test_activations_on_disk_give_the_same_bits_and_only_batches_are_read(tmp_pa
         return gather(self, blocks, device, length)
 
     monkeypatch.setattr(ActivationStore, "gather", counted)
-    result = reconstruct(spilt, start, recipe(), layer=0)
+    result = reconstruct(spilt, start, recipe(), seed=0, layer=0)
     assert torch.equal(result.tensors["o_proj.weight"], expected.tensors["o_proj.weight"])
     assert max(largest) == 4
 
@@ -159,7 +163,7 @@ def test_lengths_take_turns_and_each_is_held_out(tmp_path):
         stores.append(ActivationStore(blocks, WIDTH, dtype=torch.float32, folder=tmp_path))
         stores[-1].write(slice(0, 40), store_of.read(slice(0, 40), CPU))
     made = replace(made, inputs=stores[0], targets=stores[1])
-    fit = reconstruction._Fit(made, start, recipe(reconstruction_tokens=16), 0)
+    fit = reconstruction._Fit(made, start, recipe(tokens=16), 0, 0)
     assert {length: held.tolist() for length, held in fit.held_out.items()} == {4: [0], 8: [10]}
     order = fit._order(200)
     counts = {length: sum(of == length for of, _ in order) for length in (4, 8)}
@@ -168,7 +172,7 @@ def test_lengths_take_turns_and_each_is_held_out(tmp_path):
         assert all(blocks.lengths[block] == length and block not in (0, 10) for block in chosen.tolist())
     once = torch.cat([chosen for length, chosen in order if length == 8][:14]).tolist()
     assert len(once) == 28 and len(set(once)) == 28
-    result = reconstruct(made, start, recipe(reconstruction_tokens=16), layer=0)
+    result = reconstruct(made, start, recipe(tokens=16), seed=0, layer=0)
     assert result.loss_after < 0.7 * result.loss_before
 
 
@@ -176,7 +180,7 @@ def test_settings_of_torch_are_put_back(tmp_path):
     made, start = problem(tmp_path)
     precision = torch.get_float32_matmul_precision()
     with torch.inference_mode():
-        reconstruct(made, start, recipe(reconstruction_steps=2), layer=0)
+        reconstruct(made, start, recipe(steps=2), seed=0, layer=0)
         assert torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory is True
@@ -185,7 +189,7 @@ def test_settings_of_torch_are_put_back(tmp_path):
 
 def test_the_bases_of_the_gradients_are_orthogonal_and_undone(tmp_path):
     made, start = problem(tmp_path)
-    fit = reconstruction._Fit(made, start, recipe(), 0)
+    fit = reconstruction._Fit(made, start, recipe(), 0, 0)
     with torch.enable_grad():
         fit._choose_bases(fit._order(4))
     vector = torch.randn(fit.vector.shape, generator=torch.Generator().manual_seed(1))
@@ -201,9 +205,9 @@ def test_a_captured_step_repeats_to_the_bit_and_does_what_the_eager_one_does(tmp
     device = torch.device("cuda")
     made = replace(made, weights=made.weights.to(device), device=device)
     start = {name: tensor.to(device) for name, tensor in start.items()}
-    first, second = (reconstruct(made, start, recipe(), layer=0) for _ in range(2))
+    first, second = (reconstruct(made, start, recipe(), seed=0, layer=0) for _ in range(2))
     assert first.note == "CUDA graph"
     assert torch.equal(first.tensors["o_proj.weight"], second.tensors["o_proj.weight"])
     made, start = problem(tmp_path)
-    eager = reconstruct(made, start, recipe(), layer=0)
+    eager = reconstruct(made, start, recipe(), seed=0, layer=0)
     assert first.loss_after == pytest.approx(eager.loss_after, rel=0.02)  # TF32 has ten bits

@@ -59,28 +59,28 @@ def test_a_loss_never_rises_with_the_rank():
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("layout", ["shared", "per-group"])
 def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source):
-    recipe = Recipe(layout=layout, cache_ratio=0.5, layer_ranks="measured", reconstruction_steps=steps, **SHORT)
+    recipe = Recipe(layout=layout, cache_ratio=0.5, latent_ranks="measured", fit_steps=steps, **SHORT)
     windows = TokenBlocks.of(tiny.some_tokens(8, 40))
     first, second = (choose_layer_ranks(*arguments(source), recipe, windows, folder=source) for _ in range(2))
     assert first == second
     spec = arguments(source)[2]
-    geometries = first.geometries(spec)
+    ranks, found = first
+    geometries = recipe.geometries(spec, ranks)
     uniform = recipe.geometry(spec)
     assert len(geometries) == LAYERS
     assert sum(each.cache_numel_per_token for each in geometries) <= LAYERS * uniform.cache_numel_per_token
-    losses = {int(rank): values for rank, values in first.layer_rank_losses.items()}
+    losses = {int(rank): values for rank, values in found.items()}
     assert len(losses) >= 2
     for layer in range(LAYERS):
         by_rank = [losses[rank][layer] for rank in sorted(losses)]
         assert all(0 < loss < 5 for loss in by_rank) and by_rank[-1] < by_rank[0]
-    assert mha2mla.Recipe.from_dict(json.loads(json.dumps(first.to_dict()))) == first
 
 
 def test_a_converted_layer_alone_loses_what_its_model_says(source):
     """The divergence from streams is the one between whole models, of which one has that layer converted."""
     model, adapter, spec = arguments(source)
     windows = TokenBlocks.of(tiny.some_tokens(8, 40))
-    recipe = Recipe(cache_ratio=0.5, layer_ranks="measured", **SHORT)
+    recipe = Recipe(cache_ratio=0.5, latent_ranks="measured", **SHORT)
     geometry = recipe.geometry(spec)
     fitted, judged = windows.divided(32768, 8192)
     rank = 16
@@ -90,7 +90,7 @@ def test_a_converted_layer_alone_loses_what_its_model_says(source):
     from mha2mla.geometry import MLAGeometry
 
     of_rank = MLAGeometry(**{**geometry.to_dict(), "kv_lora_rank": rank})
-    sequence = LayerWalk(model, adapter, spec, of_rank, Recipe(cache_ratio=0.5, **SHORT), fitted, source)
+    sequence = LayerWalk(model, adapter, spec, (of_rank,) * LAYERS, Recipe(cache_ratio=0.5, **SHORT), fitted, source)
     tensors = {made.layer: made.tensors for made in sequence}
     for layer in range(LAYERS):
         changed = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -106,7 +106,7 @@ def test_a_converted_layer_alone_loses_what_its_model_says(source):
 
 
 def test_a_checkpoint_with_measured_ranks_generates(source, tmp_path):
-    recipe = Recipe(cache_ratio=0.5, layer_ranks="measured", **SHORT)
+    recipe = Recipe(cache_ratio=0.5, latent_ranks="measured", **SHORT)
     report = mha2mla.convert(
         source,
         tmp_path / "out",
@@ -116,7 +116,8 @@ def test_a_checkpoint_with_measured_ranks_generates(source, tmp_path):
         device="cpu",
         progress=False,
     )
-    ranks = report.recipe["layer_ranks"]
+    ranks = report.searches["layer_ranks"]
+    assert report.recipe["latent"]["ranks"] == "measured"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert [model.config.layer_geometry(layer).kv_lora_rank for layer in range(LAYERS)] == ranks
     assert report.cache_numel_per_token == sum(
@@ -132,8 +133,8 @@ def test_a_checkpoint_with_measured_ranks_generates(source, tmp_path):
 
 def test_ranks_may_be_given(source, tmp_path):
     given_ranks = [24, 16, 40]
-    recipe = Recipe(kv_lora_rank=24, qk_rope_head_dim=8, layer_ranks=given_ranks, low_rank="svd-joint", mean_phase=0.0,
-                    rope_selection="high", centered=False, attended=False, refit_queries=False)  # fmt: skip
+    recipe = Recipe(kv_lora_rank=24, qk_rope_head_dim=8, latent_ranks=given_ranks, latent_rule="svd-joint",
+                    rope_selection="high", latent_centered=False, fit_queries=False)  # fmt: skip
     mha2mla.convert(source, tmp_path / "out", recipe, evaluation=tiny.some_tokens(2, 40), device="cpu", progress=False)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["kv_lora_rank"] == given_ranks
@@ -142,22 +143,22 @@ def test_ranks_may_be_given(source, tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ("most", "layer_ranks is 'most'; expected 'uniform', 'measured' or a list"),
-        ([], r"layer_ranks is \[\]"),
-        ([8, 0], r"layer_ranks\[1\] is 0; expected an int >= 1"),
-        ([8, True], r"layer_ranks\[1\] is True"),
+        ("most", "latent.ranks is 'most'; expected 'uniform', 'measured' or a list"),
+        ([], r"latent.ranks is \[\]"),
+        ([8, 0], r"latent.ranks is \[8, 0\]; expected .* a list of ints from 1 on"),
+        ([8, True], r"latent.ranks is \[8, True\]"),
     ],
 )
 def test_bad_ranks_are_refused(ranks, message):
     with pytest.raises(ValueError, match=message):
-        Recipe(layer_ranks=ranks)
+        Recipe(latent_ranks=ranks)
 
 
 def test_ranks_must_fit_the_source(source):
     spec = arguments(source)[2]
-    with pytest.raises(ValueError, match="layer_ranks has 2 ranks; expected 3, one per layer"):
-        Recipe(cache_ratio=0.5, layer_ranks=[8, 8]).geometries(spec)
-    with pytest.raises(ValueError, match=r"layer_ranks\[2\] is 4096; expected at most"):
-        Recipe(cache_ratio=0.5, layer_ranks=[8, 8, 4096]).geometries(spec)
-    with pytest.raises(ValueError, match="layer_ranks is 'measured'; expected ranks"):
-        Recipe(cache_ratio=0.5, layer_ranks="measured").geometries(spec)
+    with pytest.raises(ValueError, match="latent.ranks has 2 ranks; expected 3, one per layer"):
+        Recipe(cache_ratio=0.5, latent_ranks=[8, 8]).geometries(spec)
+    with pytest.raises(ValueError, match=r"latent.ranks\[2\] is 4096; expected at most"):
+        Recipe(cache_ratio=0.5, latent_ranks=[8, 8, 4096]).geometries(spec)
+    with pytest.raises(ValueError, match="latent.ranks is 'measured'; expected ranks"):
+        Recipe(cache_ratio=0.5, latent_ranks="measured").geometries(spec)

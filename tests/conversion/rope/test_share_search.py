@@ -14,7 +14,7 @@ from mha2mla.conversion.source.streaming import StreamedModel
 from tests.conversion import tiny
 from tests.conversion.tiny import Recipe
 
-SHORT = {"preset": "minimal", "calibration_tokens": 320, "calibration_length": 40}
+SHORT = {"preset": "minimal", "calibration_tokens": 320, "calibration_lengths": 40}
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +33,12 @@ def arguments(folder):
 def test_splits_keep_the_budget_and_differ():
     spec = ADAPTERS["llama"].specify(tiny.config("llama", num_key_value_heads=4, num_attention_heads=8, head_dim=64))
     for layout in ("shared", "per-group"):
-        recipe = Recipe(layout=layout, cache_ratio=0.5, rope_share="auto", reconstruction_steps=100)
+        recipe = Recipe(layout=layout, cache_ratio=0.5, rope_share="auto", fit_steps=100)
         found = candidates(recipe, spec)
         widths = [geometry.qk_rope_head_dim for geometry in found]
         assert len(widths) == len(set(widths)) >= 4
         for geometry, candidate in found.items():
-            assert candidate.geometry(spec) == geometry and candidate.reconstruction_steps == 0
+            assert candidate.geometry(spec) == geometry and candidate.fit.steps == 0
             assert 256 - 8 < geometry.cache_numel_per_token <= 256
 
 
@@ -48,12 +48,11 @@ def test_the_search_takes_what_loses_least_and_repeats(layout, source):
     windows = TokenBlocks.of(tiny.some_tokens(8, 40))
     first, second = (choose_rope_share(*arguments(source), recipe, windows, folder=source) for _ in range(2))
     assert first == second
-    losses = first.rope_search
+    share, losses = first
     assert len(losses) > 1 and all(0 < loss < 2 and math.isfinite(loss) for loss in losses.values())
-    geometry = first.geometry(arguments(source)[2])
+    geometry = recipe.with_share(share).geometry(arguments(source)[2])
     best = min(losses, key=losses.get)
     assert best == f"{geometry.qk_rope_head_dim}+{geometry.kv_lora_rank}"
-    assert mha2mla.Recipe.from_dict(first.to_dict()) == first
 
 
 def test_a_conversion_records_the_choice(source, tmp_path):
@@ -66,22 +65,22 @@ def test_a_conversion_records_the_choice(source, tmp_path):
         evaluation=tiny.some_tokens(2, 40),
         progress=False,
     )
-    losses = report.recipe["rope_search"]
+    losses = report.searches["rope_share_losses"]
     best = min(losses, key=losses.get)
     assert best == f"{report.geometry.qk_rope_head_dim}+{report.geometry.kv_lora_rank}"
-    recorded = mha2mla.Recipe.from_dict(report.recipe)
-    assert isinstance(recorded.rope_share, float) and recorded.rope_search == losses
+    repeated = mha2mla.Recipe.from_dict(report.recipe).with_share(report.searches["rope_share"])
+    assert repeated.geometry(arguments(source)[2]).kv_lora_rank == report.geometry.kv_lora_rank
 
 
 def test_a_geometry_is_refused_before_the_choice():
     spec = ADAPTERS["llama"].specify(tiny.config("llama"))
-    with pytest.raises(ValueError, match="rope_share is 'auto'"):
+    with pytest.raises(ValueError, match="rope.share is 'auto'"):
         Recipe(rope_share="auto").geometry(spec)
     exact = Recipe(rope_share="auto", cache_ratio=1.0)
     assert not exact.searches_rope_share and exact.geometry(spec).qk_nope_head_dim == 0
     ranks = Recipe(rope_share="auto", kv_lora_rank=24, qk_rope_head_dim=8)
     assert not ranks.searches_rope_share and ranks.geometry(spec).kv_lora_rank == 24
-    with pytest.raises(ValueError, match="rope_share is 'best'"):
+    with pytest.raises(ValueError, match="rope.share is 'best'"):
         Recipe(rope_share="best")
 
 

@@ -1,0 +1,147 @@
+"""What a converted layer caches: the layouts, and the rule from a share of the source's cache to a geometry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+from mha2mla.conversion.families import SourceSpec
+from mha2mla.conversion.stage import Stage
+from mha2mla.conversion.value_rules import Rule, int_from, is_int, number_from, one_of
+from mha2mla.geometry import MLAGeometry
+
+DEFAULT_CACHE_RATIO = 0.5
+GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
+WIDTHS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")  # together one target: one of them replaces all of another
+_WIDTH = 1 << 24
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rotary keys are cached.
+
+    Attributes:
+        rope_share: of a budget that is rotary, where nobody says otherwise (the best of those tried, docs/notes).
+        per_group: one rotary key per kv head (G = h_kv; MHA gives G = H), every head the same number of pairs; else one
+            for all heads (G = 1), and un-rotated queries keep all their dims.
+    """
+
+    rope_share: float
+    per_group: bool
+
+    def rope_heads(self, spec: SourceSpec) -> int:
+        """G."""
+        return spec.num_key_value_heads if self.per_group else 1
+
+    def nope_width(self, head_dim: int, rope: int) -> int:
+        """Width of a head's un-rotated queries, where some pairs do not rotate."""
+        return head_dim - rope if self.per_group else head_dim
+
+
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {"per-group": Layout(rope_share=0.25, per_group=True), "shared": Layout(rope_share=0.21, per_group=False)}
+)
+
+
+@dataclass(frozen=True)
+class Target(Stage):
+    """How many numbers per token a layer may cache, and how its rotary keys lie there.
+
+    Either ``cache_ratio`` or the pair ``kv_lora_rank`` and ``qk_rope_head_dim``; with neither, ``cache_ratio`` is 0.5.
+
+    Args:
+        layout: ``"per-group"`` keeps one rotary key per kv head, ``"shared"`` one for all heads (DeepSeek's layout).
+        cache_ratio: cached numbers after / before, in (0, 1]; never exceeded. 1.0 is full rank: every pair stays
+            rotary, the latent holds the values, the model is the source to rounding. Otherwise ``rope.share`` of the
+            budget is rotary, rounded to the nearest multiple of 8 per rope head (at least 8), and what is left,
+            rounded down to a multiple of 8, is latent.
+        kv_lora_rank: latent width d_c; needs ``qk_rope_head_dim``.
+        qk_rope_head_dim: rotary width d_r of a rope head, even; needs ``kv_lora_rank``.
+    """
+
+    prefix: ClassVar[str] = ""
+    rules: ClassVar[Mapping[str, Rule]] = {
+        "layout": one_of(*LAYOUTS),
+        "cache_ratio": number_from(0, 1).or_none(),
+        "kv_lora_rank": int_from(1, _WIDTH).or_none(),
+        "qk_rope_head_dim": Rule(
+            "an even int from 2 on (RoPE turns pairs), or null",
+            lambda value: value is None or (is_int(value) and 2 <= value <= _WIDTH and value % 2 == 0),
+        ),
+    }
+
+    layout: str = "shared"
+    cache_ratio: float | None = None
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.kv_lora_rank is None) != (self.qk_rope_head_dim is None):
+            given, missing = ("kv_lora_rank", "qk_rope_head_dim")[:: 1 if self.kv_lora_rank is not None else -1]
+            raise ValueError(f"{given} is {getattr(self, given)} but {missing} is not given; expected both or neither")
+        if self.kv_lora_rank is not None and self.cache_ratio is not None:
+            raise ValueError(
+                f"cache_ratio is {self.cache_ratio!r} beside kv_lora_rank={self.kv_lora_rank}; expected one of them"
+            )
+        if self.kv_lora_rank is None and self.cache_ratio is None:  # so that records say what was meant
+            object.__setattr__(self, "cache_ratio", DEFAULT_CACHE_RATIO)
+
+    def geometry(self, spec: SourceSpec, rope_share: float, *, per_query_head: bool) -> MLAGeometry:
+        """What a layer of ``spec`` becomes.
+
+        Args:
+            rope_share: of a ``cache_ratio``'s budget.
+            per_query_head: whether W_UK and W_UV are given per query head.
+
+        Raises:
+            ValueError: the target does not fit the source (more pairs or more rank than it has, or a budget too small).
+        """
+        layout = LAYOUTS[self.layout]
+        kv_heads, head_dim, groups = spec.num_key_value_heads, spec.head_dim, layout.rope_heads(spec)
+        key_width = kv_heads * head_dim
+        all_pairs = key_width // groups
+        rope, rank = self._widths(key_width, groups, rope_share)
+        if rope > all_pairs:
+            raise ValueError(
+                f"qk_rope_head_dim is {rope}; expected at most {all_pairs}, all the pairs that {kv_heads} kv heads"
+                f" of width {head_dim} have in the {self.layout} layout"
+            )
+        full = 2 * key_width - rope * groups
+        if rank > full:
+            raise ValueError(
+                f"kv_lora_rank is {rank}; expected at most {full}, which with {groups} x {rope} rotary numbers is"
+                " already everything that the source caches"
+            )
+        return MLAGeometry(
+            num_attention_heads=spec.num_attention_heads,
+            num_rope_heads=groups,
+            kv_lora_rank=rank,
+            qk_rope_head_dim=rope,
+            qk_nope_head_dim=0 if rope == all_pairs else layout.nope_width(head_dim, rope),
+            v_head_dim=head_dim,
+            num_key_value_heads=kv_heads,
+            num_up_projection_heads=spec.num_attention_heads if per_query_head else kv_heads,
+        )
+
+    def _widths(self, key_width: int, groups: int, rope_share: float) -> tuple[int, int]:
+        """d_r and d_c."""
+        if self.kv_lora_rank is not None:
+            return self.qk_rope_head_dim, self.kv_lora_rank
+        all_pairs = key_width // groups
+        if self.cache_ratio == 1.0:
+            return all_pairs, key_width
+        budget = math.floor(self.cache_ratio * 2 * key_width + 1e-9)
+        rope = max(GRANULE, GRANULE * math.floor(rope_share * budget / groups / GRANULE + 0.5))
+        rope = min(rope, all_pairs // 2 * 2)
+        rank = (budget - rope * groups) // GRANULE * GRANULE
+        if rank < GRANULE:
+            raise ValueError(
+                f"cache_ratio is {self.cache_ratio}, {budget} numbers per token and layer, of which the smallest rotary"
+                f" part ({groups} x {rope}) leaves {budget - rope * groups} for the latent; expected {GRANULE} or more:"
+                " use a larger ratio or the shared layout"
+            )
+        return rope, rank
