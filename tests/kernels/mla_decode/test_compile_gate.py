@@ -93,7 +93,8 @@ def test_hopper_kernels_that_the_rule_does_not_choose(kernel, warpgroups, shape)
         assert report.instructions.get("HGMMA", 0), report.instructions
 
 
-@few("variant, shape", VARIANTS, count=1, ids=name)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("variant", "shape"), VARIANTS, ids=name)
 def test_hopper_variants(variant, shape):
     choice = next(choice for choice in list_kernels(shape, 90) if choice.variant == variant)
     gate(shape, choice, 90)
