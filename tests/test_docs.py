@@ -173,6 +173,14 @@ def test_files_and_names_that_are_mentioned_exist(page):
         assert hasattr(module, last) or importlib.util.find_spec(name), name
 
 
+def test_pages_that_code_refers_to_exist():
+    """Comments and docstrings that leave the reasons to a page."""
+    for folder in ("mha2mla", "benchmarks", "tests", "notebooks"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for page in re.findall(r"[\w/]+/[\w-]+\.md\b", file.read_text(encoding="utf-8")):
+                assert not page.startswith(("docs", "benchmarks")) or (ROOT / page).is_file(), f"{file}: {page}"
+
+
 def test_every_file_of_rows_is_explained():
     rows = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
     named = {name for text in TEXTS.values() for name in re.findall(r"`benchmarks/results/([\w-]+\.json)`", text)}

@@ -20,7 +20,7 @@ _PUBLISHED: dict[str, Any] = {
     "calibration.lengths": 512,
 }
 # Text that the source itself wrote loses far less on other text than a manual does, and with a manual among it half as
-# much again: what people wrote surprises a model more than what it writes itself (docs/notes).
+# much again: what people wrote surprises a model more than what it writes itself (docs/notes/calibration.md).
 _TEXT = "generated+builtin:pydoc"
 # Gradient steps, layer by layer: minutes on one H200 for a model of 135M parameters.
 _FITTED: dict[str, Any] = {

@@ -24,7 +24,7 @@ class Layout:
     """How rotary keys are cached.
 
     Attributes:
-        rope_share: of a budget that is rotary, where nobody says otherwise (the best of those tried, docs/notes).
+        rope_share: of a budget that is rotary, where nobody says otherwise: the best of those tried.
         per_group: one rotary key per kv head (G = h_kv; MHA gives G = H), every head the same number of pairs; else one
             for all heads (G = 1), and un-rotated queries keep all their dims.
     """

@@ -204,7 +204,7 @@ def score_windows(
     """Every window of a sample as :func:`refit_queries` sees it: the rotary part is ``basis``'s, the rest is free.
 
     All queries, as long as there is room for their scores. Leaving out neighbours costs more than leaving out windows
-    (benchmarks/NOTES.md).
+    (docs/notes/closed-form.md).
     """
     windows = Counter(map(len, sample.hidden))
     strides = {length: math.ceil(count * length**2 / _PAIRS) for length, count in windows.items()}
