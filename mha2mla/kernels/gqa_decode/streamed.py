@@ -25,7 +25,7 @@ from mha2mla.kernels.split_kv.call import (
 from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
-from mha2mla.kernels.split_kv.stream import load_queries, load_tile
+from mha2mla.kernels.split_kv.stream import fill_slot, load_queries
 
 CONSUMERS = 128  # threads that compute: one warpgroup
 THREADS = CONSUMERS + 32
@@ -51,16 +51,6 @@ def allocate(k: GQAStatic) -> Buffers:
 
 
 @T.macro
-def load(work, t0, source, kv_head, ring, n, full, free, thread):
-    """The n-th tile of this CTA, of one kv head; columns beyond the head's width come as zeros."""
-    stages = int(ring.shape[0])
-    T.barrier_wait(free[n % stages], ((n // stages) & 1) ^ 1)
-    load_tile(work, t0, source, (kv_head,), 0, int(ring.shape[2]), ring, n % stages, full, n % stages)
-    if thread == CONSUMERS:
-        T.barrier_arrive(full[n % stages])
-
-
-@T.macro
 def stream(work, kv_head, k_cache, v_cache, memory, thread):
     """One warp: the keys and values of every tile of this CTA's fragments."""
     for f in T.serial(work.state[FRAGMENTS]):
@@ -69,8 +59,11 @@ def stream(work, kv_head, k_cache, v_cache, memory, thread):
             t0 = first_token(work.span, i)
             n = work.state[DONE] + i
             find_pages(work, t0)
-            load(work, t0, k_cache, kv_head, memory.k_ring, n, memory.k_full, memory.k_free, thread)
-            load(work, t0, v_cache, kv_head, memory.v_ring, n, memory.v_full, memory.v_free, thread)
+            for source, ring, full, free in (
+                (k_cache, memory.k_ring, memory.k_full, memory.k_free),
+                (v_cache, memory.v_ring, memory.v_full, memory.v_free),
+            ):
+                fill_slot(work, t0, source, (kv_head,), 0, [ring], n, full, free, thread, CONSUMERS)
         work.state[DONE] += work.span[TILES]
 
 

@@ -291,17 +291,17 @@ def make_heads_on_m(shape: DecodeShape, choice: KernelChoice):
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < CONSUMERS + 32:
                     stream(
-                        work, latent_cache, memory.latent[0:2], 0, memory.half_full[0], memory.half_free[0], thread,
+                        work, latent_cache, [0], memory.latent[0:2], memory.half_full[0], memory.half_free[0], thread,
                         CONSUMERS, mask,
                     )  # fmt: skip
                 elif thread < CONSUMERS + 64:
                     stream(
-                        work, latent_cache, memory.latent[2:4], 2 * k.quarter, memory.half_full[1], memory.half_free[1],
-                        thread, CONSUMERS + 32, mask,
+                        work, latent_cache, [2 * k.quarter], memory.latent[2:4], memory.half_full[1],
+                        memory.half_free[1], thread, CONSUMERS + 32, mask,
                     )  # fmt: skip
                 elif thread < CONSUMERS + 96:
                     stream(
-                        work, rope_cache, [memory.k_ring], tile.column, memory.k_full, memory.k_free, thread,
+                        work, rope_cache, [tile.column], [memory.k_ring], memory.k_full, memory.k_free, thread,
                         CONSUMERS + 64, mask,
                     )  # fmt: skip
                 else:

@@ -27,7 +27,6 @@ from mha2mla.kernels.split_kv.call import (
     DONE,
     FRAGMENTS,
     Call,
-    find_pages,
     locate,
     read_fragment,
     store,
@@ -36,7 +35,7 @@ from mha2mla.kernels.split_kv.call import (
 from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import SEQUENCE, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
-from mha2mla.kernels.split_kv.stream import load_tile, stream, stream_queries
+from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
 WARPGROUP = 128  # threads
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
@@ -64,6 +63,11 @@ class Static(MLAStatic):
         """The rope blocks of a warpgroup."""
         every = range(self.rope.num_blocks)
         return [q for q in every if not self.by_block or q * self.rope.block_rows // self.rows == w]
+
+    def rope_lefts(self, column) -> list:
+        """First columns of a tile's chunks."""
+        of_block = [u * self.rope.chunk_columns for u in range(self.rope.chunks_per_block)]
+        return [column + q * self.rope.block_columns + left for q in range(self.rope.num_blocks) for left in of_block]
 
     def first_chunk(self, w: int) -> int:
         """Its number among a tile's."""
@@ -301,28 +305,6 @@ def consume(k, w, work, tile, memory, call, q_pe):
         store(call, work.span, write_columns, x, o, x.den, x.top)
 
 
-@T.macro
-def stream_rope(k, work, tile, rope_cache, memory, thread, leader):
-    """One warp: rotary keys of every tile of this CTA's fragments, chunk by chunk."""
-    for f in T.serial(work.state[FRAGMENTS]):
-        read_fragment(work, f)
-        for i in T.serial(work.span[TILES]):
-            t0 = first_token(work.span, i)
-            find_pages(work, t0)
-            for q in list(range(k.rope.num_blocks)):
-                for u in list(range(k.rope.chunks_per_block)):
-                    n = (work.state[DONE] + i) * k.chunks + q * k.rope.chunks_per_block + u
-                    left = tile.column + q * k.rope.block_columns + u * k.rope.chunk_columns
-                    T.barrier_wait(memory.k_free[n % k.choice.rope_stages], ((n // k.choice.rope_stages) & 1) ^ 1)
-                    load_tile(
-                        work, t0, rope_cache, (), left, k.rope.chunk_columns, memory.k_ring, n % k.choice.rope_stages,
-                        memory.k_full, n % k.rope_phases,
-                    )  # fmt: skip
-                    if thread == leader:
-                        T.barrier_arrive(memory.k_full[n % k.rope_phases])
-        work.state[DONE] += work.span[TILES]
-
-
 def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_swap_ab_ws`` for sm_90; :class:`MLATypes` has its arguments."""
     k, types = static_of(shape, choice), MLATypes(shape)
@@ -353,9 +335,12 @@ def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < k.consumers + 32:
-                    stream(work, latent_cache, [memory.c_ring], 0, memory.c_full, memory.c_free, thread, k.consumers)
+                    stream(work, latent_cache, [0], [memory.c_ring], memory.c_full, memory.c_free, thread, k.consumers)
                 elif thread < k.consumers + 64:
-                    stream_rope(k, work, tile, rope_cache, memory, thread, k.consumers + 32)
+                    stream(
+                        work, rope_cache, k.rope_lefts(tile.column), [memory.k_ring], memory.k_full, memory.k_free,
+                        thread, k.consumers + 32,
+                    )  # fmt: skip
                 elif thread < k.consumers + 96:
                     stream_queries(
                         work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread, k.consumers + 64

@@ -14,48 +14,49 @@ def panels(columns: int) -> list[tuple[int, int]]:
 
 
 @T.macro
-def load_tile(work, t0, source, row, left, columns, ring, slot, full, phase, cluster_mask=None):
-    """By TMA: the tile from token ``t0`` on, ``columns`` of ``source[page, token, *row]`` from ``left`` on, into
-    ``ring[slot]``; ``full[phase]`` is told when it is there."""
-    for v in work.pieces:
-        if len(work.pieces) == 1:
-            first = t0 % work.page_size
-            T.tma_copy(
-                source[(work.pages[0], slice(first, first + TILE_TOKENS), *row, slice(left, left + columns))],
-                ring[slot, :, :],
-                barrier=full[phase],
-                cluster_mask=cluster_mask,
-            )
-        else:
-            for c, width in panels(columns):
+def fill_slot(work, t0, source, row, left, rings, n, full, free, thread, leader, cluster_mask=None):
+    """By TMA: the tile from token ``t0`` on into the slot of load ``n``, of each ring as many columns of
+    ``source[page, token, *row]`` as it has, one ring's beside the other's from ``left`` on. The slots of all rings
+    share their barriers; of ``full`` there may be more than slots. ``cluster_mask``: CTAs of the cluster that the tile
+    is sent to; the first of them reads it from L2, all of them run this over the same tiles, and ``free`` counts all
+    readers."""
+    stages, columns = int(rings[0].shape[0]), int(rings[0].shape[2])
+    slot, phase = n % stages, n % int(full.shape[0])
+    T.barrier_wait(free[slot], ((n // stages) & 1) ^ 1)
+    for u in list(range(len(rings))):
+        for v in work.pieces:
+            if len(work.pieces) == 1:
+                first, at = t0 % work.page_size, left + u * columns
                 T.tma_copy(
-                    source[(work.pages[v], slice(0, work.page_size), *row, slice(left + c, left + c + width))],
-                    ring[slot, v * work.page_size : (v + 1) * work.page_size, c : c + width],
+                    source[(work.pages[0], slice(first, first + TILE_TOKENS), *row, slice(at, at + columns))],
+                    rings[u][slot, :, :],
                     barrier=full[phase],
                     cluster_mask=cluster_mask,
                 )
+            else:
+                for c, width in panels(columns):
+                    at = left + u * columns + c
+                    T.tma_copy(
+                        source[(work.pages[v], slice(0, work.page_size), *row, slice(at, at + width))],
+                        rings[u][slot, v * work.page_size : (v + 1) * work.page_size, c : c + width],
+                        barrier=full[phase],
+                        cluster_mask=cluster_mask,
+                    )
+    if thread == leader:
+        T.barrier_arrive(full[phase])
 
 
 @T.macro
-def stream(work, source, rings, left, full, free, thread, leader, cluster_mask=None):
-    """One warp: every tile of this CTA's fragments, for each of ``rings`` as many columns of ``source`` as it has, from
-    ``left`` on. Slots of all rings share their barriers. ``cluster_mask``: CTAs of the cluster that a tile is sent to;
-    the first of them reads it from L2, all of them run this over the same tiles, and ``free`` counts all readers."""
-    stages, columns = int(rings[0].shape[0]), int(rings[0].shape[2])
+def stream(work, source, lefts, rings, full, free, thread, leader, cluster_mask=None):
+    """One warp: every tile of this CTA's fragments, a slot for each of its parts, which begin at columns ``lefts``."""
     for f in T.serial(work.state[FRAGMENTS]):
         read_fragment(work, f)
         for k in T.serial(work.span[TILES]):
             t0 = first_token(work.span, k)
-            n = work.state[DONE] + k
             find_pages(work, t0)
-            T.barrier_wait(free[n % stages], ((n // stages) & 1) ^ 1)
-            for u in list(range(len(rings))):
-                load_tile(
-                    work, t0, source, (), left + u * columns, columns, rings[u], n % stages, full, n % stages,
-                    cluster_mask,
-                )  # fmt: skip
-            if thread == leader:
-                T.barrier_arrive(full[n % stages])
+            for u in list(range(len(lefts))):
+                n = (work.state[DONE] + k) * len(lefts) + u
+                fill_slot(work, t0, source, (), lefts[u], rings, n, full, free, thread, leader, cluster_mask)
         work.state[DONE] += work.span[TILES]
 
 
