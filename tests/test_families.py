@@ -9,9 +9,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 import mha2mla
 from mha2mla.conversion.families import ADAPTERS, UnsupportedSourceError, adapter_for
-from mha2mla.conversion.recipe import LAYOUTS
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.parameters import StoredParameters
+from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
 from tests.few import each
 

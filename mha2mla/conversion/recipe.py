@@ -16,7 +16,7 @@ from mha2mla.conversion.latent.stage import Latent
 from mha2mla.conversion.presets import NO_PRESET, preset_keys
 from mha2mla.conversion.rope.stage import Rope
 from mha2mla.conversion.stage import Stage
-from mha2mla.conversion.target import LAYOUTS, Target
+from mha2mla.conversion.target import Target
 from mha2mla.geometry import MLAGeometry
 
 # Keys of recipes that had no stages, and what to write for them now.
@@ -135,7 +135,7 @@ class Recipe:
         if self.searches_rope_share:
             raise ValueError("rope.share is 'auto'; expected a number (rope.share_search finds one)")
         self.rope.rule.check(spec)
-        share = self.rope.share if isinstance(self.rope.share, float) else LAYOUTS[self.target.layout].rope_share
+        share = self.rope.share if isinstance(self.rope.share, float) else None
         return self.target.geometry(spec, share, per_query_head=self.latent.up_projections == "query-head")
 
     def geometries(self, spec: SourceSpec, ranks: list[int] | None = None) -> tuple[MLAGeometry, ...]:

@@ -14,6 +14,9 @@ from mha2mla.conversion.value_rules import Rule, int_from, is_int, number_from, 
 from mha2mla.geometry import MLAGeometry
 
 DEFAULT_CACHE_RATIO = 0.5
+# Keys wider than this have no fused attention: not torch's, whose gradients then keep every score of a long window, not
+# FlashAttention's, and no prefill kernel of ours.
+FUSED_WIDTH = 256
 GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
 WIDTHS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")  # together one target: one of them replaces all of another
 _WIDTH = 1 << 24
@@ -39,6 +42,11 @@ class Layout:
     def nope_width(self, head_dim: int, rope: int) -> int:
         """Width of a head's un-rotated queries, where some pairs do not rotate."""
         return head_dim - rope if self.per_group else head_dim
+
+    def share_of(self, budget: int, head_dim: int) -> float:
+        """The layout's own share of a budget, less where queries and keys would be wider than :data:`FUSED_WIDTH`."""
+        room = FUSED_WIDTH - self.nope_width(head_dim, 0)
+        return self.rope_share if self.per_group or room < GRANULE else min(self.rope_share, room / budget)
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
@@ -90,11 +98,11 @@ class Target(Stage):
         if self.kv_lora_rank is None and self.cache_ratio is None:  # so that records say what was meant
             object.__setattr__(self, "cache_ratio", DEFAULT_CACHE_RATIO)
 
-    def geometry(self, spec: SourceSpec, rope_share: float, *, per_query_head: bool) -> MLAGeometry:
+    def geometry(self, spec: SourceSpec, rope_share: float | None, *, per_query_head: bool) -> MLAGeometry:
         """What a layer of ``spec`` becomes.
 
         Args:
-            rope_share: of a ``cache_ratio``'s budget.
+            rope_share: of a ``cache_ratio``'s budget; None: the layout's own.
             per_query_head: whether W_UK and W_UV are given per query head.
 
         Raises:
@@ -104,7 +112,7 @@ class Target(Stage):
         kv_heads, head_dim, groups = spec.num_key_value_heads, spec.head_dim, layout.rope_heads(spec)
         key_width = kv_heads * head_dim
         all_pairs = key_width // groups
-        rope, rank = self._widths(key_width, groups, rope_share)
+        rope, rank = self._widths(key_width, head_dim, groups, rope_share)
         if rope > all_pairs:
             raise ValueError(
                 f"qk_rope_head_dim is {rope}; expected at most {all_pairs}, all the pairs that {kv_heads} kv heads"
@@ -127,7 +135,7 @@ class Target(Stage):
             num_up_projection_heads=spec.num_attention_heads if per_query_head else kv_heads,
         )
 
-    def _widths(self, key_width: int, groups: int, rope_share: float) -> tuple[int, int]:
+    def _widths(self, key_width: int, head_dim: int, groups: int, rope_share: float | None) -> tuple[int, int]:
         """d_r and d_c."""
         if self.kv_lora_rank is not None:
             return self.qk_rope_head_dim, self.kv_lora_rank
@@ -135,6 +143,8 @@ class Target(Stage):
         if self.cache_ratio == 1.0:
             return all_pairs, key_width
         budget = math.floor(self.cache_ratio * 2 * key_width + 1e-9)
+        if rope_share is None:
+            rope_share = LAYOUTS[self.layout].share_of(budget, head_dim)
         rope = max(GRANULE, GRANULE * math.floor(rope_share * budget / groups / GRANULE + 0.5))
         rope = min(rope, all_pairs // 2 * 2)
         rank = (budget - rope * groups) // GRANULE * GRANULE

@@ -145,6 +145,19 @@ def test_the_target_gives_the_geometry(recipe, rope_heads, rank, rope, nope):
     )
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "ratio", "rope"),
+    [(8, 128, 0.5, 128), (8, 96, 0.5, 160), (32, 128, 0.125, 128), (8, 128, 0.25, 104), (4, 256, 0.5, 216)],
+)
+def test_shared_rotary_keys_are_no_wider_than_fused_attention_takes(kv_heads, head_dim, ratio, rope):
+    """d_qk = 344 had the prefill of a converted Llama-3-8B run the reference; heads of 256 are too wide anyway."""
+    wide = spec(**{**SMOLLM2, "num_attention_heads": 32, "num_key_value_heads": kv_heads, "head_dim": head_dim})
+    geometry = MinimalRecipe(layout="shared", cache_ratio=ratio).geometry(wide)
+    assert geometry.qk_rope_head_dim == rope
+    asked = MinimalRecipe(layout="shared", cache_ratio=ratio, rope_share=0.25).geometry(wide)
+    assert asked.qk_rope_head_dim == round(0.25 * ratio * 2 * kv_heads * head_dim)
+
+
 @pytest.mark.parametrize("layout", ["per-group", "shared"])
 @pytest.mark.parametrize(
     "keys", [SMOLLM2, {**SMOLLM2, "num_key_value_heads": 9}, {"num_key_value_heads": 1, "head_dim": 64}]
