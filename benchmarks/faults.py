@@ -379,9 +379,9 @@ LAYERS = (
     ),
     Fault(
         "KL is taken the other way round",
-        f"{CONVERSION}/parity.py",
-        "kl=float((cross / reference.total - normaliser[0] + normaliser[1]).mean())",
-        "kl=float((cross / other.total - normaliser[1] + normaliser[0]).mean())",
+        "mha2mla/predictions.py",
+        "(log_p.exp() * log_q.neg_().add_(log_p)).sum(-1)",
+        "(log_q.exp() * (log_q - log_p)).sum(-1)",
         ("tests/test_pipeline.py",),
         "what_the_models_say",
     ),

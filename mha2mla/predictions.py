@@ -24,12 +24,16 @@ class Comparison:
         nll_source, nll_converted: [N] float32, negative log-likelihood of the token that follows.
         kl: [N] float32, KL(source ‖ converted) in nats.
         agrees: [N] bool, both put the same token first.
+        logits_difference, logits_energy: [N] float32, sums of squares over the vocabulary, of converted less source and
+            of source.
     """
 
     nll_source: Tensor
     nll_converted: Tensor
     kl: Tensor
     agrees: Tensor
+    logits_difference: Tensor
+    logits_energy: Tensor
 
 
 @torch.inference_mode()
@@ -45,12 +49,14 @@ def compare_predictions(source: LogitsOf, converted: LogitsOf, targets: Tensor) 
     step, start = 1, 0  # the first position tells how wide the vocabulary is
     while start < len(targets):
         part = slice(start, min(start + step, len(targets)))
-        log_p, log_q = source(part).float().log_softmax(-1), converted(part).float()
-        log_q = log_q.to(log_p.device).log_softmax(-1)
+        log_p = source(part).float()
+        log_q = converted(part).float().to(log_p.device)
+        squares = (log_q - log_p).square().sum(-1), log_p.square().sum(-1)
+        log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
         target = targets[part, None].to(log_p.device)
         nll = [-logs.gather(-1, target)[:, 0] for logs in (log_p, log_q)]
         agrees = log_p.argmax(-1) == log_q.argmax(-1)
-        parts.append((*nll, (log_p.exp() * log_q.neg_().add_(log_p)).sum(-1), agrees))
+        parts.append((*nll, (log_p.exp() * log_q.neg_().add_(log_p)).sum(-1), agrees, *squares))
         start, step = part.stop, max(1, min(POSITIONS_PER_SLICE, LOGITS_PER_SLICE // log_p.shape[-1]))
     return Comparison(*map(torch.cat, zip(*parts, strict=True)))
 

@@ -19,9 +19,10 @@ from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationSt
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.predictions import LogitsOf, compare_predictions
 
 _BATCH_TOKENS = 2048  # that a layer sees at a time
-_BLOCK = 1 << 23  # numbers of one block of logits or scores
+_BLOCK = 1 << 23  # numbers of one block of scores
 _HEAD_BLOCK = 1 << 24  # numbers of one slice of the head
 _OBSERVED = "mha2mla-observed"
 _OBSERVER = "mha2mla_score_observer"
@@ -128,8 +129,8 @@ def _run_layer(source: StreamedModel, converted: StreamedModel, index: int, stor
 class _Error:
     """Accumulates a relative error: both sums of squares in float64."""
 
-    def __init__(self) -> None:
-        self.difference = self.norm = 0.0
+    def __init__(self, difference: float = 0.0, norm: float = 0.0) -> None:
+        self.difference, self.norm = difference, norm
 
     def add(self, other: torch.Tensor, reference: torch.Tensor) -> None:
         """Two tensors of one shape; row sums in their own precision, the rest in float64."""
@@ -245,45 +246,6 @@ def _scores(side: dict[str, Any], window: int, queries: slice, seen: torch.Tenso
     return (scores - scores.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True)).masked_fill(~seen, 0)
 
 
-class _Softmax:
-    """Of one model, for every predicted token: log-sum-exp, target's logit and first choice, slice by slice of the
-    vocabulary.
-
-    Attributes:
-        largest: [tokens], largest logit so far; ``total``: Σ exp(logit − largest), float64.
-        choice: [tokens], its index. ``target``: [tokens], logit of the target, float64.
-    """
-
-    def __init__(self, tokens: int, device: torch.device) -> None:
-        self.largest = torch.full((tokens,), -math.inf, device=device)
-        self.total = torch.zeros(tokens, dtype=torch.float64, device=device)
-        self.choice = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.target = torch.zeros(tokens, dtype=torch.float64, device=device)
-
-    def add(self, part: slice, logits: torch.Tensor, targets: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
-        """Takes logits [tokens of ``part``, rows] of the vocabulary from ``first`` on.
-
-        Returns:
-            exp(logits − largest) in float32, and what sums over the slices before are to be multiplied by.
-        """
-        largest, choice = logits.max(-1)
-        better = largest > self.largest[part]
-        self.choice[part] = torch.where(better, choice + first, self.choice[part])
-        largest = torch.maximum(largest, self.largest[part])
-        kept = (self.largest[part].double() - largest.double()).exp()
-        weight = (logits - largest[:, None]).exp_()
-        self.total[part] = self.total[part] * kept + weight.sum(-1).double()
-        self.largest[part] = largest
-        here = (targets[part] >= first) & (targets[part] < first + logits.shape[1])
-        index = (targets[part] - first).clamp(0, logits.shape[1] - 1)
-        value = logits.gather(1, index[:, None])[:, 0].double()
-        self.target[part] = torch.where(here, value, self.target[part])
-        return weight, kept
-
-    def log_sum_exp(self) -> torch.Tensor:
-        return self.largest.double() + self.total.log()
-
-
 def _compare_logits(
     source: StreamedModel,
     converted: StreamedModel,
@@ -291,46 +253,43 @@ def _compare_logits(
     tokens: torch.Tensor,
     layers: tuple[LayerParity, ...],
 ) -> ParityReport:
-    """Reads the head a slice of the vocabulary at a time; a token's KL is Σ_v p_v (s_v − o_v) − lse(s) + lse(o)."""
-    models, (windows, length) = (source, converted), tokens.shape
+    """The heads are read a slice of the vocabulary at a time, again for every slice of positions: they stay out of
+    memory."""
+    models = (source, converted)
     for model, store in zip(models, stores, strict=True):
         norm = model.final_norm()
-        for window in range(windows):
+        for window in range(len(tokens)):
             here = slice(window, window + 1)
             store.write(here, norm(store.read(here, model.device)))
-    device, predicted = source.device, length - 1
-    targets = tokens[:, 1:].flatten().to(device)
-    reference, other = (_Softmax(windows * predicted, device) for _ in models)
-    cross = torch.zeros(windows * predicted, dtype=torch.float64, device=device)  # Σ_v exp(s_v − largest) (s_v − o_v)
-    error = _Error()
-    rows = max(1, _HEAD_BLOCK // source.hidden_size)
-    for first in range(0, source.vocab_size, rows):
-        heads = [model.head_rows(first, min(first + rows, source.vocab_size)) for model in models]
-        step = max(1, _BLOCK // heads[0].shape[0])
-        for window in range(windows):
-            hidden = [store.read(slice(window, window + 1), device)[0, :-1] for store in stores]
-            for start in range(0, predicted, step):
-                here = slice(start, min(start + step, predicted))
-                part = slice(window * predicted + here.start, window * predicted + here.stop)
-                logits = [
-                    nn.functional.linear(states[here], head).float() for states, head in zip(hidden, heads, strict=True)
-                ]
-                error.add(logits[1], logits[0])
-                weight, kept = reference.add(part, logits[0], targets, first)
-                other.add(part, logits[1], targets, first)
-                cross[part] = cross[part] * kept + (weight * (logits[0] - logits[1])).sum(-1).double()
+    found = []
+    for window, row in enumerate(tokens):
+        hidden = [store.read(slice(window, window + 1), source.device)[0, :-1] for store in stores]
+        found.append(compare_predictions(*map(_logits_of, models, hidden), row[1:].to(source.device)))
         for model in models:
             model.source.release()
-    normaliser = reference.log_sum_exp(), other.log_sum_exp()
+    values = {name: torch.cat([getattr(each, name) for each in found]).double() for name in vars(found[0])}
+    error = _Error(float(values["logits_difference"].sum()), float(values["logits_energy"].sum()))
     return ParityReport(
-        tokens=windows * predicted,
-        perplexity_source=_exp(float((normaliser[0] - reference.target).mean())),
-        perplexity_converted=_exp(float((normaliser[1] - other.target).mean())),
-        kl=float((cross / reference.total - normaliser[0] + normaliser[1]).mean()),
-        top1_agreement=float((reference.choice == other.choice).double().mean()),
+        tokens=len(values["kl"]),
+        perplexity_source=_exp(float(values["nll_source"].mean())),
+        perplexity_converted=_exp(float(values["nll_converted"].mean())),
+        kl=float(values["kl"].mean()),
+        top1_agreement=float(values["agrees"].mean()),
         logits_relative_error=error.value(),
         layers=layers,
     )
+
+
+def _logits_of(model: StreamedModel, hidden: torch.Tensor) -> LogitsOf:
+    """Logits of normed states [positions, hidden], slice by slice."""
+    rows = max(1, _HEAD_BLOCK // model.hidden_size)
+    starts = range(0, model.vocab_size, rows)
+
+    def logits(part: slice) -> torch.Tensor:
+        heads = (model.head_rows(first, min(first + rows, model.vocab_size)) for first in starts)
+        return torch.cat([nn.functional.linear(hidden[part], head).float() for head in heads], -1)
+
+    return logits
 
 
 def _sum(rows: torch.Tensor) -> float:
