@@ -118,19 +118,10 @@ def measure_losses(
     """
     fit = replace(recipe.fit, steps=min(STEPS, recipe.fit.steps), tokens=min(_STEP_TOKENS, recipe.fit.tokens))
     short = replace(recipe, fit=fit)
-    sequences = {
-        rank: LayerWalk(
-            model,
-            adapter,
-            spec,
-            (replace(geometry, kv_lora_rank=rank),) * spec.num_layers,
-            short,
-            windows,
-            folder,
-            spill_bytes=spill_bytes,
-        )
-        for rank in ranks
-    }
+    walk = partial(
+        LayerWalk, model, adapter, spec, recipe=short, windows=windows, folder=folder, spill_bytes=spill_bytes
+    )
+    sequences = {rank: walk(geometries=(replace(geometry, kv_lora_rank=rank),) * spec.num_layers) for rank in ranks}
     first = sequences[ranks[0]]
     fitted, targets = first.new_stores(2, on_device=True)
     new_store = _maker_of_stores(model, judged, folder, 1 + spec.num_layers * len(ranks), spill_bytes)
@@ -166,12 +157,8 @@ def measure_losses(
     finally:
         for store in (fitted, targets, clean, *(store for _, _, store in perturbed)):
             store.close()
-    losses: list[dict[int, float]] = [{} for _ in range(spec.num_layers)]
-    for (layer, rank, _), loss in zip(perturbed, found, strict=True):
-        if not math.isfinite(loss):
-            raise ValueError(f"layer {layer} converted to rank {rank} gives a divergence of {loss}; expected a number")
-        losses[layer][rank] = loss
-    return losses
+    places = [(layer, rank) for layer, rank, _ in perturbed]
+    return _by_layer(dict(zip(places, found, strict=True)), spec.num_layers)
 
 
 def allocate(losses: Sequence[Mapping[int, float]], budget: int, *, step: int, least: int, most: int) -> list[int]:
@@ -206,6 +193,15 @@ def loss_at(losses: Mapping[int, float], rank: int) -> float:
     right = next((index for index in range(1, len(known)) if rank <= known[index]), len(known) - 1)
     slope = (logs[right] - logs[right - 1]) / (known[right] - known[right - 1])
     return math.exp(logs[right] + slope * (rank - known[right]))
+
+
+def _by_layer(found: Mapping[tuple[int, int], float], num_layers: int) -> list[dict[int, float]]:
+    losses: list[dict[int, float]] = [{} for _ in range(num_layers)]
+    for (layer, rank), loss in found.items():
+        if not math.isfinite(loss):
+            raise ValueError(f"layer {layer} converted to rank {rank} gives a divergence of {loss}; expected a number")
+        losses[layer][rank] = loss
+    return losses
 
 
 def _maker_of_stores(
