@@ -55,9 +55,14 @@ def compile_only(function, arch: str, pass_configs: dict | None = None) -> list[
     Raises:
         FileNotFoundError: if there is no nvcc.
         RuntimeError: with nvcc's message, if it refuses the source.
+        ValueError: as ``check_arguments``.
     """
     import tilelang
     from tilelang import tvm
+
+    from mha2mla.kernels.compilation import check_arguments
+
+    check_arguments(function)
 
     nvcc = find_tool("nvcc")
     if nvcc is None:

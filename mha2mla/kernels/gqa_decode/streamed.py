@@ -59,11 +59,10 @@ def stream(work, kv_head, k_cache, v_cache, memory, thread):
             t0 = first_token(work.span, i)
             n = work.state[DONE] + i
             find_pages(work, t0)
-            for source, ring, full, free in (
-                (k_cache, memory.k_ring, memory.k_full, memory.k_free),
-                (v_cache, memory.v_ring, memory.v_full, memory.v_free),
-            ):
-                fill_slot(work, t0, source, (kv_head,), 0, [ring], n, full, free, thread, CONSUMERS)
+            # Not a loop over the two: it would give both caches one name.
+            m = memory
+            fill_slot(work, t0, k_cache, (kv_head,), 0, [m.k_ring], n, m.k_full, m.k_free, thread, CONSUMERS)
+            fill_slot(work, t0, v_cache, (kv_head,), 0, [m.v_ring], n, m.v_full, m.v_free, thread, CONSUMERS)
         work.state[DONE] += work.span[TILES]
 
 

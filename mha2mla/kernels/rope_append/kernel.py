@@ -75,6 +75,9 @@ def make_rope_append(
         """Of pairs from ``p`` on: where they lie in a head, where in registers, and how many numbers."""
         return [(2 * p, 0, 2 * pairs)] if interleaved else [(p, 0, pairs), (half + p, pairs, pairs)]
 
+    def stride(i, *tensors):  # a loop over tensors or strides in the kernel would give them all one name
+        return [stride for tensor in tensors for stride in list(tensor.strides)[:-1]][i]
+
     @T.macro
     def turn(x, i, table, p):
         for v in T.unroll(pairs):
@@ -109,9 +112,8 @@ def make_rope_append(
     ):
         with T.Kernel(T.ceildiv(tokens, block_tokens), threads=threads) as x:
             if vector > 1 and not on_cpu:  # else stores are not known to be aligned, and stay scalar
-                for tensor in (rows, keys, query, row_cache, rope_cache):
-                    for stride in list(tensor.strides)[:-1]:
-                        T.assume(stride % vector == 0)
+                for i in list(range(9)):
+                    T.assume(stride(i, rows, keys, query, row_cache, rope_cache) % vector == 0)
             m = Buffers(
                 cos=machine.alloc_shared([block_tokens, num_tables, half], accum),
                 sin=machine.alloc_shared([block_tokens, num_tables, half], accum),

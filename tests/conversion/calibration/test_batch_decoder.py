@@ -76,13 +76,10 @@ def test_rows_follow_the_memory_and_not_what_is_free(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", SLIDING)
 @torch.inference_mode()
-def test_captured_steps_predict_what_a_forward_pass_predicts(family):
-    model, given = (
-        tiny.model(family).to("cuda"),
-        tokens(rows=5, length=1100).cuda(),
-    )  # three graphs of 192 columns and more
+def test_captured_steps_predict_what_a_forward_pass_predicts(kind):
+    model, given = tiny.model(**kind).to("cuda"), tokens(rows=5, length=1100).cuda()  # six graphs of 192 columns
     usual = model.config._attn_implementation
     step = decoder(model, *given.shape)
     assert isinstance(step, batch_decoder._CapturedDecoder) and len(step.stages) == 6
