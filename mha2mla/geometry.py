@@ -10,11 +10,12 @@ class MLAGeometry:
     """Static shape of one MLA layer (symbols as in DeepSeek-V2, arXiv 2405.04434, extended by G rope heads).
 
     A cached token is ``c`` of ``kv_lora_rank`` numbers and ``k_pe`` of ``num_rope_heads * qk_rope_head_dim`` numbers;
-    query head ``h`` reads rope head ``h // (num_attention_heads // num_rope_heads)``.
+    query head ``h`` reads rope head ``h // (num_attention_heads // num_rope_heads)``. With ``rope_from_latent`` it is
+    ``c`` alone, and ``k_pe`` of the one rope head is computed from it when it is read.
 
     Args:
         num_attention_heads: H, query heads.
-        num_rope_heads: G, rotary keys cached per token; divides H. 1 is DeepSeek's shared ``k_pe``.
+        num_rope_heads: G, rotary keys per token; divides H. 1 is DeepSeek's shared ``k_pe``.
         kv_lora_rank: d_c, width of the cached latent.
         qk_rope_head_dim: d_r, rotary width per rope head; even, since RoPE turns pairs.
         qk_nope_head_dim: un-rotated width of a query head in the expanded form; 0 when every pair is rotated.
@@ -22,6 +23,7 @@ class MLAGeometry:
         num_key_value_heads: kv heads of the source; divides H. ``None`` means H.
         num_up_projection_heads: heads that W_UK and W_UV are given for, and that the latent is expanded to; a multiple
             of ``num_key_value_heads`` that divides H (H itself is DeepSeek's). ``None`` means ``num_key_value_heads``.
+        rope_from_latent: nothing rotary is cached: ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``; needs G = 1.
 
     Raises:
         ValueError: naming the argument, its value and what was expected.
@@ -35,6 +37,7 @@ class MLAGeometry:
     v_head_dim: int | None = None
     num_key_value_heads: int | None = None
     num_up_projection_heads: int | None = None
+    rope_from_latent: bool = False
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
@@ -43,7 +46,11 @@ class MLAGeometry:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         if self.num_up_projection_heads is None:
             object.__setattr__(self, "num_up_projection_heads", self.num_key_value_heads)
+        if not isinstance(self.rope_from_latent, bool):
+            raise ValueError(f"rope_from_latent is {self.rope_from_latent!r}; expected a bool")
         for field in fields(self):
+            if field.name == "rope_from_latent":
+                continue
             value = getattr(self, field.name)
             least = 0 if field.name == "qk_nope_head_dim" else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -61,28 +68,35 @@ class MLAGeometry:
             )
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; expected an even number (RoPE turns pairs)")
+        if self.rope_from_latent and self.num_rope_heads != 1:
+            raise ValueError(f"num_rope_heads is {self.num_rope_heads}; expected 1 with rope_from_latent")
 
     @classmethod
-    def full_rank(cls, num_attention_heads: int, num_key_value_heads: int, head_dim: int) -> MLAGeometry:
-        """The geometry that reproduces an MHA/GQA layer to rounding: every pair rotated, the latent is the values."""
+    def full_rank(
+        cls, num_attention_heads: int, num_key_value_heads: int, head_dim: int, *, rope_from_latent: bool = False
+    ) -> MLAGeometry:
+        """The geometry that reproduces an MHA/GQA layer to rounding: every pair rotated, the latent is the values, or
+        with ``rope_from_latent`` the keys before RoPE and the values."""
+        width = num_key_value_heads * head_dim
         return cls(
             num_attention_heads=num_attention_heads,
-            num_rope_heads=num_key_value_heads,
-            kv_lora_rank=num_key_value_heads * head_dim,
-            qk_rope_head_dim=head_dim,
+            num_rope_heads=1 if rope_from_latent else num_key_value_heads,
+            kv_lora_rank=2 * width if rope_from_latent else width,
+            qk_rope_head_dim=width if rope_from_latent else head_dim,
             qk_nope_head_dim=0,
             v_head_dim=head_dim,
             num_key_value_heads=num_key_value_heads,
+            rope_from_latent=rope_from_latent,
         )
 
     @property
     def rope_width(self) -> int:
-        """G * d_r: rotary numbers cached per token."""
-        return self.num_rope_heads * self.qk_rope_head_dim
+        """Rotary numbers cached per token: G * d_r, or none with ``rope_from_latent``."""
+        return 0 if self.rope_from_latent else self.num_rope_heads * self.qk_rope_head_dim
 
     @property
     def cache_numel_per_token(self) -> int:
-        """Numbers cached per token and layer: d_c + G * d_r."""
+        """Numbers cached per token and layer: d_c + G * d_r, or d_c alone."""
         return self.kv_lora_rank + self.rope_width
 
     @property
@@ -103,14 +117,16 @@ class MLAGeometry:
         return self.cache_numel_per_token * itemsize
 
     def decode_flops_per_token(self) -> int:
-        """Multiply-adds counted twice, per query token and cached token, in the absorbed form: 2 H (2 d_c + d_r)."""
-        return 2 * self.num_attention_heads * (2 * self.kv_lora_rank + self.qk_rope_head_dim)
+        """Multiply-adds counted twice, of one query token per cached token, in the absorbed form: 2 H (2 d_c + d_r);
+        with ``rope_from_latent`` also 2 d_c d_r for the rotary key, once for all heads."""
+        rotary = 2 * self.kv_lora_rank * self.qk_rope_head_dim if self.rope_from_latent else 0
+        return 2 * self.num_attention_heads * (2 * self.kv_lora_rank + self.qk_rope_head_dim) + rotary
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int | bool]:
         return asdict(self)
 
     def __str__(self) -> str:
         return (
             f"H={self.num_attention_heads} G={self.num_rope_heads} d_c={self.kv_lora_rank} d_r={self.qk_rope_head_dim}"
-            f" ({self.cache_numel_per_token} numbers per token)"
+            f"{' from the latent' if self.rope_from_latent else ''} ({self.cache_numel_per_token} numbers per token)"
         )

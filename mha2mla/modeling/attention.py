@@ -23,6 +23,10 @@ from mha2mla.modeling.step import AttentionStep
 class MLAAttention(nn.Module):
     """MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1) with G rotary keys per token and a table of frequencies.
 
+    With ``config.rope_from_latent`` the latent c is all that is cached, and the one rotary key is computed from it when
+    it is read: ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``, m the factor of ``config.layer_rope_scaling``. Cached rows then
+    carry no position, and t is a token's place in its cache row; without a cache, its ``position_ids``.
+
     With H query heads, h_up heads that the latent expands to, and the widths of :class:`mha2mla.geometry.MLAGeometry`::
 
         score[h, t] = softmax_scale * (q_nope[h] . W_UK[up(h)] c[t] + q_pe[h] . k_pe[t, g(h)])
@@ -43,6 +47,8 @@ class MLAAttention(nn.Module):
       ``k_proj.weight`` [h_kv * d_h, hidden], ``k_norm``, ``k_a_proj.weight`` [d_c + G * d_r, h_kv * d_h], and
       ``v_a_proj.weight`` [d_c, hidden]: the latent encodes normed keys, so that decoding it stays linear;
     * ``k_b_proj`` [h_up, d_n, d_c] W_UK (absent if d_n is 0), ``v_b_proj`` [h_up, d_v, d_c] W_UV, ``o_proj``;
+    * with ``config.rope_from_latent`` encoders end at the latent (``kv_a_proj``, ``k_a_proj`` [d_c, …], biases too),
+      and ``k_rope_proj.weight`` [d_r, d_c] is W_KR, ``k_rope_proj.bias`` [d_r] b_KR;
     * ``inv_freq`` [G, d_r / 2] float32, a buffer that stays float32 whatever the module is cast to.
     """
 
@@ -73,6 +79,8 @@ class MLAAttention(nn.Module):
         else:
             self.q_proj = nn.Linear(hidden, heads * query_dim, bias=config.attention_q_bias)
             self.kv_a_proj = nn.Linear(hidden, cached_dim, bias=config.attention_kv_bias)
+        if geometry.rope_from_latent:
+            self.k_rope_proj = nn.Linear(geometry.kv_lora_rank, geometry.qk_rope_head_dim)
         if geometry.qk_nope_head_dim:
             self.k_b_proj = nn.Parameter(torch.empty(up_heads, geometry.qk_nope_head_dim, geometry.kv_lora_rank))
         self.v_b_proj = nn.Parameter(torch.empty(up_heads, geometry.v_head_dim, geometry.kv_lora_rank))
@@ -117,7 +125,8 @@ class MLAAttention(nn.Module):
             position_embeddings: the source architecture's; ignored, every layer has its own frequencies.
             attention_mask: 4-D mask of the expanded form; the absorbed form does not look at it.
             past_key_values: a :class:`~mha2mla.modeling.LatentCache`, or any transformers cache for the expanded form.
-            position_ids: [B or 1, S].
+            position_ids: [B or 1, S]; with ``config.rope_from_latent`` and a cache, places in it
+                (``positions.places``).
             mla_step: what the model's forward pass decided for a LatentCache, whose tokens it counts afterwards, or for
                 a ragged batch, whose N tokens come as [1, N, hidden]; without it the layer runs the expanded form,
                 differentiable.
@@ -148,16 +157,21 @@ class MLAAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """The expanded form over any cache, or none: as :meth:`_expanded`."""
-        cos, sin = rotary_cos_sin(
-            position_ids.to(hidden_states.device),
-            self.inv_freq,
-            self.config.layer_rope_scaling(self.layer_idx),
-            hidden_states.dtype,
-        )
+        position_ids = position_ids.to(hidden_states.device)
+        turn = self._rotary(position_ids, hidden_states.dtype)
         q_nope, q_pe = self._query(hidden_states)
-        q_pe = apply_rotary(q_pe.unflatten(2, (self.geometry.num_rope_heads, -1)), cos, sin).flatten(2, 3)
+        q_pe = apply_rotary(q_pe.unflatten(2, (self.geometry.num_rope_heads, -1)), *turn).flatten(2, 3)
         latent, k_pe = self._latent(hidden_states)
-        k_pe = apply_rotary(k_pe, cos, sin)
+        if k_pe is None:
+            if past_key_values is not None:
+                # Which tokens update() returns, by transformers' own contract for masks. Rows of no width are values.
+                tokens, first = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
+                position_ids = torch.arange(first, first + tokens, device=latent.device)[None]
+                rows = latent[:, None]
+                latent = past_key_values.update(rows, rows[..., :0], self.layer_idx)[0][:, 0]
+            k_pe = self._rotary_keys(latent, position_ids)
+            return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
+        k_pe = apply_rotary(k_pe, *turn)
         if past_key_values is not None:
             # One "head" each, and k_pe flattened: StaticLayer wants keys and values with as many heads.
             latent, k_pe = past_key_values.update(latent[:, None], k_pe.flatten(2)[:, None], self.layer_idx)
@@ -178,10 +192,12 @@ class MLAAttention(nn.Module):
             "q_nope": q_nope.flatten(0, 1),
             "q_pe": q_pe.flatten(0, 1),
             "latent": latent.flatten(0, 1),
-            "k_pe": k_pe.flatten(0, 1),
+            "k_pe": None if k_pe is None else k_pe.flatten(0, 1),
             "k_up": self.k_b_proj if self.geometry.qk_nope_head_dim else None,
             "v_up": self.v_b_proj,
         }
+        if self.geometry.rope_from_latent:
+            tensors |= {"rope_weight": self.k_rope_proj.weight, "rope_bias": self.k_rope_proj.bias}
         device, layer = hidden_states.device.type, step.layers[self.layer_idx]
         no_autocast = nullcontext()
         if torch.is_autocast_enabled(device):
@@ -194,6 +210,8 @@ class MLAAttention(nn.Module):
             return out.unflatten(0, hidden_states.shape[:2]), None
         cached, k_pe = layer.tokens_with(hidden_states.shape[1])
         latent = latent if layer.is_empty else cached
+        if k_pe is None:
+            k_pe = self._rotary_keys(latent, torch.arange(latent.shape[1], device=latent.device)[None])
         return self._expanded(q_nope, rotated["q_pe"].view_as(q_pe), latent, k_pe, attention_mask, **kwargs)
 
     def _query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,8 +224,8 @@ class MLAAttention(nn.Module):
             query = query.unflatten(-1, (geometry.num_attention_heads, -1))
         return query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
 
-    def _latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """c [B, S, d_c], and k_pe [B, S, G, d_r] before RoPE."""
+    def _latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """c [B, S, d_c], and k_pe [B, S, G, d_r] before RoPE, or None where it is computed from c."""
         geometry = self.geometry
         if self.config.qk_norm:
             encoded = self.k_a_proj(self._normed(self.k_proj(hidden_states), self.k_norm).flatten(2))
@@ -216,7 +234,17 @@ class MLAAttention(nn.Module):
         latent, k_pe = encoded.split((geometry.kv_lora_rank, geometry.rope_width), dim=-1)
         if self.config.qk_norm:
             latent = latent + self.v_a_proj(hidden_states)
+        if geometry.rope_from_latent:
+            return latent, None
         return latent, k_pe.unflatten(-1, (geometry.num_rope_heads, -1))
+
+    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of the layer at ``positions`` [B or 1, S]."""
+        return rotary_cos_sin(positions, self.inv_freq, self.config.layer_rope_scaling(self.layer_idx), dtype)
+
+    def _rotary_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
+        """k_pe [B, T, 1, d_r] of c [B, T, d_c] at ``positions`` [B or 1, T], with ``config.rope_from_latent``."""
+        return apply_rotary(self.k_rope_proj(latent)[:, :, None], *self._rotary(positions, latent.dtype))
 
     def _normed(self, projected: Tensor, norm: nn.Module) -> Tensor:
         """[B, S, heads * d_h] -> [B, S, heads, d_h] after a norm over each head, or over all of them."""

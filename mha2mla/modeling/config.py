@@ -12,7 +12,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionConstants
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # What older configs say by two keys that are no more, as attention_backend.
 _OLDER_KEYS = {
     "mla_form": {"auto": None, "absorbed": None, "expanded": "mla_expanded"},
@@ -57,6 +57,8 @@ class MHA2MLAConfig(PreTrainedConfig):
         qk_rope_head_dim: d_r, rotary width per rope head; one number, or one per layer.
         qk_nope_head_dim: d_n, un-rotated width of a query head; one number, or one per layer; 0 when all pairs rotate.
         v_head_dim: d_v, value width of a head in the expanded form; the source's head width.
+        rope_from_latent: nothing rotary is cached, in no layer: the rotary key is computed from the latent when it is
+            read (``MLAGeometry``). Since schema version 2.
         qk_norm: the source normalises queries and keys before RoPE (Qwen3, Gemma 3, OLMo2).
         attention_q_bias, attention_kv_bias, attention_o_bias: which of the attention biases exist.
         num_up_projection_heads: heads that W_UK and W_UV are given for (``MLAGeometry``); None: the source's kv heads.
@@ -66,7 +68,8 @@ class MHA2MLAConfig(PreTrainedConfig):
         calibrated_length: tokens of the longest sequence that the conversion was made for; the model warns of the first
             one beyond. None: nothing bounds it (an exact conversion), or it was not recorded (older checkpoints).
         recipe: how the checkpoint was converted; a record, never read here.
-        schema_version: of the checkpoint's layout; a newer one than this package knows is refused.
+        schema_version: of the checkpoint's layout; a newer one than this package knows is refused. Version 1 has no
+            ``rope_from_latent``, and else is version 2.
         attention_backend: name in :data:`mha2mla.modeling.backends.ATTENTION_BACKENDS` of what serves the caches of the
             package, in ``generate`` and in ragged batches; may be changed at run time. None: what serves a layer best,
             while prompts in ``generate`` are left to what transformers calls ``attn_implementation``; that computes the
@@ -93,6 +96,7 @@ class MHA2MLAConfig(PreTrainedConfig):
     v_head_dim: int
     softmax_scale: float
     num_up_projection_heads: int | None = None
+    rope_from_latent: bool = False
     qk_norm: bool = False
     attention_q_bias: bool = False
     attention_kv_bias: bool = False
@@ -129,6 +133,8 @@ class MHA2MLAConfig(PreTrainedConfig):
                 f"schema_version is {self.schema_version}; expected at most {SCHEMA_VERSION}: the checkpoint was "
                 "written by a newer mha2mla, please upgrade"
             )
+        if self.rope_from_latent and self.schema_version < 2:
+            raise ValueError(f"schema_version is {self.schema_version}; expected at least 2 with rope_from_latent")
         for name, meanings in _OLDER_KEYS.items():
             if name in kwargs:
                 value = kwargs.pop(name)
@@ -207,6 +213,7 @@ class MHA2MLAConfig(PreTrainedConfig):
             num_key_value_heads=self.num_key_value_heads,
             num_up_projection_heads=self.num_up_projection_heads,
             v_head_dim=self.v_head_dim,
+            rope_from_latent=self.rope_from_latent,
             **{name: value[layer_idx] if isinstance(value, list) else value for name, value in values.items()},
         )
 

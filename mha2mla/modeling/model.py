@@ -19,6 +19,7 @@ from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.generation import LatentGenerationMixin
 from mha2mla.modeling.outputs import load_balancing_loss, refuse_gradients
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.positions import places
 from mha2mla.modeling.served import LayerAttention, batch_backends, what_serves
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.step_choice import choose_step
@@ -117,7 +118,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             attention_mask: [B, cached + S] with 0 on tokens that nobody sees (longer masks are cut), or what the
                 source's model takes. The expanded form obeys every mask; the absorbed form all whose visible tokens lie
                 side by side in every sequence, see ``visibility.py``.
-            position_ids: [B or 1, S]; default: count on from the cache.
+            position_ids: [B or 1, S]; default: count on from the cache. Over a cache of a model with
+                ``config.rope_from_latent`` they must count on from each row's first visible token, one by one.
             past_key_values: tokens before these; with ``use_cache`` and None a dynamic :class:`LatentCache` is made.
                 What this call raises leaves a LatentCache with the tokens that it had.
             inputs_embeds: [B, S, hidden] instead of ``input_ids``.
@@ -135,12 +137,14 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
 
         Raises:
             ValueError: not exactly one of ``input_ids`` and ``inputs_embeds``; ``attention_mask`` has too few sequences
-                or tokens; what ``config.attention_backend`` names refuses the model; ``output_attentions``
-                without eager attention; or a LatentCache that holds tokens is given while training, or to a compiled
+                or tokens; ``position_ids`` that a cache of latents alone cannot serve; what
+                ``config.attention_backend`` names refuses the model; ``output_attentions`` without eager attention; or
+                a LatentCache that holds tokens is given while training, or to a compiled
                 model where gradients are enabled.
-            RuntimeError: where the host may not look at ``attention_mask`` (one token at a time on a GPU, compiled
-                steps, CUDA graphs), a mask with a hole that first appears there and that the absorbed form would not
-                obey. By an assertion on the device, so that on a GPU it shows at the next synchronisation.
+            RuntimeError: where the host may not look (one token at a time on a GPU, compiled steps, CUDA graphs), an
+                ``attention_mask`` with a hole that first appears there and that the absorbed form would not obey, or
+                such ``position_ids``. By an assertion on the device, so that on a GPU it shows at the next
+                synchronisation.
         """
         if (input_ids is None) == (inputs_embeds is None):
             given = "neither" if input_ids is None else "both"
@@ -203,6 +207,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             position_ids = latent.next_positions(query_length, tokens.device)
         if is_padding_mask(attention_mask) and (cache is None or latent is not None):
             attention_mask = check_mask(attention_mask, batch, query_length, latent)
+        if self.config.rope_from_latent and cache is not None:
+            position_ids = places(cache, position_ids, attention_mask, query_length, tokens.device)
         of_new_tokens = _of_new_tokens(attention_mask, cache, query_length) if output_router_logits else None
         no_history = self._refuses_gradients(latent, inputs_embeds)
         with torch.no_grad() if no_history else nullcontext():

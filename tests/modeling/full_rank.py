@@ -1,28 +1,39 @@
-"""The exact full-rank MLA model of an MHA/GQA model, written out by hand: c is the values, every pair is rotated."""
+"""The exact full-rank MLA model of an MHA/GQA model, written out by hand: every pair is rotated, and c is the values,
+or with ``rope_from_latent`` the values and the keys before RoPE."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 
 
-def full_rank(source: nn.Module, **config_keys) -> MHA2MLAForCausalLM:
-    """``source``'s weights as an MLA model with G = h_kv, d_r = d_v = d_h, d_c = h_kv * d_h, d_n = 0."""
+def full_rank(source: nn.Module, *, rope_from_latent: bool = False, **config_keys) -> MHA2MLAForCausalLM:
+    """``source``'s weights as an MLA model with G = h_kv, d_r = d_v = d_h, d_c = h_kv * d_h, d_n = 0; or with
+    ``rope_from_latent`` G = 1, d_r = h_kv * d_h, d_c = 2 * h_kv * d_h."""
     attention = source.model.layers[0].self_attn
     kv_heads, head_dim = source.config.num_key_value_heads, attention.head_dim
     qk_norm = hasattr(attention, "k_norm")
+    heads = source.config.num_attention_heads
+    geometry = MLAGeometry.full_rank(heads, kv_heads, head_dim, rope_from_latent=rope_from_latent)
     config = MHA2MLAConfig(
         source_config=source.config.to_dict(),
-        num_rope_heads=kv_heads,
-        kv_lora_rank=kv_heads * head_dim,
-        qk_rope_head_dim=head_dim,
-        qk_nope_head_dim=0,
-        v_head_dim=head_dim,
+        **{
+            name: getattr(geometry, name)
+            for name in (
+                "num_rope_heads",
+                "kv_lora_rank",
+                "qk_rope_head_dim",
+                "qk_nope_head_dim",
+                "v_head_dim",
+                "rope_from_latent",
+            )
+        },
         qk_norm=qk_norm,
         attention_q_bias=attention.q_proj.bias is not None,
-        attention_kv_bias=attention.k_proj.bias is not None,
+        attention_kv_bias=attention.k_proj.bias is not None and (qk_norm or not rope_from_latent),
         attention_o_bias=attention.o_proj.bias is not None or attention.v_proj.bias is not None,
         softmax_scale=attention.scaling,
         rope_attention_scaling=getattr(source.model.rotary_emb, "attention_scaling", 1.0),
@@ -32,9 +43,34 @@ def full_rank(source: nn.Module, **config_keys) -> MHA2MLAForCausalLM:
     state = {name: tensor for name, tensor in source.state_dict().items() if ".self_attn." not in name}
     for index, layer in enumerate(source.model.layers):
         tensors = attention_tensors(layer.self_attn, kv_heads, rotary_table(source, index))
+        if rope_from_latent:
+            tensors = with_rotary_keys_in_the_latent(tensors, geometry)
         state |= {f"model.layers.{index}.self_attn.{name}": tensor for name, tensor in tensors.items()}
     model.load_state_dict(state, strict=True)
     return model
+
+
+def with_rotary_keys_in_the_latent(tensors: dict[str, torch.Tensor], geometry: MLAGeometry) -> dict[str, torch.Tensor]:
+    """:func:`attention_tensors` with c = [values; keys], and one rope head of all heads' pairs: first halves, then
+    second halves, of which a query reads its own kv head's."""
+    kv_heads, head_dim, width = geometry.num_key_value_heads, geometry.v_head_dim, geometry.qk_rope_head_dim
+    tensors = dict(tensors)
+    order = torch.arange(width).view(kv_heads, 2, head_dim // 2).transpose(0, 1).flatten()
+    spread = torch.eye(width)[order].view(width, kv_heads, head_dim).transpose(0, 1)  # [h_kv, d_r, d_h]
+    spread = spread.repeat_interleave(geometry.num_attention_heads // kv_heads, 0)
+    if "q_b_proj" in tensors:
+        tensors["q_b_proj"] = spread
+        tensors["v_a_proj.weight"] = torch.cat([tensors["v_a_proj.weight"], torch.zeros_like(tensors["k_proj.weight"])])
+    else:
+        for name in {"q_proj.weight", "q_proj.bias"} & tensors.keys():
+            query = tensors[name].view(geometry.num_attention_heads, head_dim, -1)
+            tensors[name] = (spread @ query).view(-1, *tensors[name].shape[1:])
+    bias = tensors.pop("kv_a_proj.bias", torch.zeros(2 * width))[width:]
+    tensors["k_rope_proj.weight"] = torch.eye(2 * width)[width:][order]
+    tensors["k_rope_proj.bias"] = bias[order]
+    tensors["v_b_proj"] = torch.eye(width, 2 * width).view(kv_heads, head_dim, -1)
+    tensors["inv_freq"] = tensors["inv_freq"].reshape(1, -1)
+    return tensors
 
 
 def rotary_table(source: nn.Module, index: int) -> torch.Tensor:

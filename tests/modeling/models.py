@@ -110,6 +110,26 @@ GEOMETRIES = {
     ),
 }
 
+# The same where only the latent is cached (rope_from_latent): rotary widths cost no cache.
+LATENT_GEOMETRIES = {
+    "latent": ("llama", {"kv_lora_rank": 24, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8}),
+    "latent no nope": ("llama-yarn-tied", {"kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 0}),
+    "latent qk-norm": ("qwen3", {"kv_lora_rank": 16, "qk_rope_head_dim": 10, "qk_nope_head_dim": 12}),
+    "latent per layer": (
+        "qwen2",
+        {
+            "kv_lora_rank": [16, 8],
+            "qk_rope_head_dim": [4, 6],
+            "qk_nope_head_dim": [8, 0],
+            "num_up_projection_heads": 6,
+        },
+    ),
+    "latent sliding": ("mistral-sliding", {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}),
+    "latent some sliding": ("qwen2-sliding", {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}),
+}
+for _, keys in LATENT_GEOMETRIES.values():
+    keys |= {"rope_from_latent": True, "num_rope_heads": 1}
+
 
 def source_config(case: str, **keys):
     family, case_keys = SOURCES[case]
@@ -123,7 +143,7 @@ def source_model(case: str, **keys) -> nn.Module:
 
 
 def mla_config(case: str = "per-group", **keys) -> MHA2MLAConfig:
-    source, geometry = GEOMETRIES[case]
+    source, geometry = {**GEOMETRIES, **LATENT_GEOMETRIES}[case]
     config = source_config(source)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
@@ -134,6 +154,7 @@ def mla_config(case: str = "per-group", **keys) -> MHA2MLAConfig:
         "attention_q_bias": config.model_type != "mistral",
         "attention_kv_bias": config.model_type != "mistral",
         "attention_o_bias": True,
+        "rope_attention_scaling": 1.3 if "yarn" in source else 1.0,
     }
     return MHA2MLAConfig(**{**values, **geometry, **keys})
 

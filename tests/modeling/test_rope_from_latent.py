@@ -1,0 +1,222 @@
+"""A cache of the latent alone: rotary keys are computed from it, at the place where each row lies."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+
+from mha2mla.geometry import MLAGeometry
+from tests.few import each
+from tests.modeling import models
+from tests.modeling.full_rank import full_rank
+from tests.modeling.models import TOLERANCE
+from tests.modeling.test_generate import padded
+
+
+def stock_cache(model, kind: str, length: int):
+    return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=length)
+
+
+def test_nothing_rotary_is_counted():
+    geometry = MLAGeometry(8, 1, 96, 64, 0, 32, 2, rope_from_latent=True)
+    assert (geometry.rope_width, geometry.cache_numel_per_token, geometry.cache_bytes_per_token(2)) == (0, 96, 192)
+    assert geometry.full_kv_lora_rank == geometry.source_cache_numel_per_token == 2 * 2 * 32
+    assert "d_r=64 from the latent" in str(geometry) and geometry.to_dict()["rope_from_latent"]
+    full = MLAGeometry.full_rank(8, 2, 32, rope_from_latent=True)
+    assert (full.kv_lora_rank, full.qk_rope_head_dim, full.qk_nope_head_dim, full.num_rope_heads) == (128, 64, 0, 1)
+    stored = MLAGeometry(8, 1, 96, 64, 0, 32, 2)
+    assert geometry.decode_flops_per_token() - stored.decode_flops_per_token() == 2 * 96 * 64
+    with pytest.raises(ValueError, match="num_rope_heads is 2; expected 1 with rope_from_latent"):
+        MLAGeometry(8, 2, 96, 64, rope_from_latent=True)
+    with pytest.raises(ValueError, match="rope_from_latent is 1; expected a bool"):
+        MLAGeometry(8, 1, 96, 64, rope_from_latent=1)
+
+
+def test_a_checkpoint_of_schema_version_1_loads_and_has_no_such_layout(tmp_path):
+    model = models.mla_model("shared")
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["schema_version"] == 2 and stored.pop("rope_from_latent") is False
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "schema_version": 1}))
+    again, ids = AutoModelForCausalLM.from_pretrained(tmp_path), models.tokens(1, 5)
+    assert again.config.schema_version == 1 and not again.config.rope_from_latent
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "schema_version": 1, "rope_from_latent": True}))
+    with pytest.raises(ValueError, match="schema_version is 1; expected at least 2 with rope_from_latent"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
+@torch.no_grad()
+def test_save_and_load_bfloat16(case, tmp_path):
+    """W_KR and b_KR are tensors of the checkpoint; frequencies stay float32."""
+    model, ids = models.mla_model(case).to(torch.bfloat16), models.tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    attention, geometry = again.model.layers[0].self_attn, again.config.layer_geometry(0)
+    assert attention.inv_freq.dtype == torch.float32 and attention.inv_freq.shape == (1, geometry.qk_rope_head_dim // 2)
+    assert attention.k_rope_proj.weight.shape == (geometry.qk_rope_head_dim, geometry.kv_lora_rank)
+    assert torch.equal(again(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+@each("case, implementation", models.SOURCES, ["sdpa", "eager"])
+@torch.no_grad()
+def test_full_rank_is_the_source(case, implementation):
+    """Every family and trait; positions that do not begin at 0; and over what is cached."""
+    source = models.source_model(case)
+    model = full_rank(source, rope_from_latent=True)
+    model.set_attn_implementation(implementation)
+    ids = models.tokens(2, 37)
+    expected = source(ids).logits
+    assert models.relative_error(model(ids, use_cache=False).logits, expected) < 1e-5
+    positions = torch.arange(100, 137)[None]
+    shifted = model(ids, position_ids=positions, use_cache=False).logits
+    assert models.relative_error(shifted, source(ids, position_ids=positions).logits) < 1e-5
+    cache = DynamicCache()
+    logits = [model(part, past_key_values=cache).logits for part in ids.split((20, 1, 1, 9, 6), 1)]
+    assert models.relative_error(torch.cat(logits, 1), expected) < 1e-5
+    assert all(layer.values.numel() == 0 for layer in cache.layers)
+
+
+@pytest.mark.parametrize("case", ["mistral", "mixtral", "qwen3-moe", "gemma3"])
+@torch.no_grad()
+def test_full_rank_in_bfloat16_is_as_near_as_the_source(case):
+    """Against float32: sums of the same products and zeros, in another order."""
+    source = models.source_model(case)
+    model, ids = full_rank(source, rope_from_latent=True), models.tokens(2, 20)
+    expected = source(ids).logits
+    tables = {name: table.clone() for name, table in source.model.rotary_emb.named_buffers()}
+    source.to(torch.bfloat16)
+    for name, table in tables.items():
+        setattr(
+            source.model.rotary_emb, name, table
+        )  # which .to() rounds in transformers' models, and must not in ours
+    theirs = models.relative_error(source(ids).logits, expected)
+    assert models.relative_error(model.to(torch.bfloat16)(ids, use_cache=False).logits, expected) < 2 * theirs
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
+@torch.no_grad()
+def test_stock_caches_hold_the_latent_alone(case, kind):
+    """Left-padded rows, positions that count padding or not, prompts, chunks and single tokens; windows are passed."""
+    model, ids, lengths = models.mla_model(case), models.tokens(3, 29), (15, 9, 2)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, : 15 - length] = 0
+    alone = [model(ids[row : row + 1, 15 - length :], use_cache=False).logits[0] for row, length in enumerate(lengths)]
+    for position in ((mask.cumsum(1) - 1).clamp(min=0), torch.arange(29)[None].expand(3, -1), None):
+        cache, start = stock_cache(model, kind, 29), 0
+        for stop in (15, 16, 17, 22, 28, 29):
+            logits = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=None if position is None else position[:, start:stop],
+                past_key_values=cache,
+            ).logits
+            for row, length in enumerate(lengths):
+                first = max(15 - length, start)
+                expected = alone[row][first - (15 - length) : stop - (15 - length)]
+                assert models.relative_error(logits[row, first - start :], expected) < TOLERANCE
+            start = stop
+        for index, layer in enumerate(cache.layers):
+            assert layer.keys.shape[-1] == model.config.layer_geometry(index).cache_numel_per_token
+            assert layer.values.numel() == 0
+
+
+@pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
+def test_generate_over_stock_caches(case):
+    model, inputs = models.mla_model(case), padded(12, 7, 1)
+    options = {"max_new_tokens": 14, "do_sample": False}
+    expected = model.generate(**inputs, use_cache=False, **options)
+    for kind in ("dynamic", "static"):
+        cache = stock_cache(model, kind, 26)
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **options), expected), kind
+    beams = model.generate(**inputs, use_cache=False, num_beams=2, **options)
+    again = model.generate(**inputs, past_key_values=stock_cache(model, "dynamic", 26), num_beams=2, **options)
+    assert torch.equal(again, beams)
+
+
+@torch.no_grad()
+def test_positions_that_are_no_places_are_refused():
+    """Gaps, repeats, the numbering behind right padding; without a cache they are what they are."""
+    model, ids = models.mla_model("latent"), models.tokens(2, 6)
+    mask = torch.ones_like(ids)
+    mask[1, 3:5] = 0  # right padding, and a token behind it
+    among_shown = (mask.cumsum(1) - 1).clamp(min=0)
+    gap, depth = torch.tensor([[0, 1, 2, 3, 8, 9]]), torch.tensor([[0, 1, 2, 3, 3, 3]])
+    for positions in (gap, depth, gap.expand(2, -1)):
+        with pytest.raises(ValueError, match="position_ids do not count on from each row's first visible token"):
+            model(ids, position_ids=positions, past_key_values=DynamicCache())
+        assert model(ids, position_ids=positions, use_cache=False).logits.isfinite().all()
+    with pytest.raises(ValueError, match="position_ids do not count on"):
+        model(ids, attention_mask=mask, position_ids=among_shown, past_key_values=DynamicCache())
+    cache = DynamicCache()
+    model(ids[:, :5], attention_mask=mask[:, :5], position_ids=among_shown[:, :5], past_key_values=cache)
+    with pytest.raises(ValueError, match="position_ids do not count on"):  # single tokens, on a CPU
+        model(ids[:, 5:], attention_mask=mask, position_ids=among_shown[:, 5:], past_key_values=cache)
+    assert cache.get_seq_length() == 5
+    expected = model(ids, attention_mask=mask, use_cache=False).logits[:, 5:]
+    logits = model(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
+    assert models.relative_error(logits, expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_positions_under_a_4d_mask():
+    """Tokens that see themselves count; a tree of drafts, several of them at one position, is refused."""
+    model, ids = models.mla_model("latent"), models.tokens(1, 8)
+    allowed = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()
+    allowed[..., :2] = False
+    padding = torch.tensor([[1, 1, 0, 1, 2, 3, 4, 5]])
+    shown = ids.new_ones(1, 8).index_fill(1, torch.tensor([0, 1]), 0)
+    expected = model(ids, attention_mask=shown, use_cache=False).logits[:, 2:]
+    for mask in (allowed, torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)):
+        cache = DynamicCache()
+        logits = [
+            model(
+                ids[:, part],
+                attention_mask=mask[:, :, part, :stop],
+                position_ids=padding[:, part],
+                past_key_values=cache,
+            ).logits
+            for stop, part in ((6, slice(0, 6)), (7, slice(6, 7)), (8, slice(7, 8)))
+        ]
+        assert models.relative_error(torch.cat(logits, 1)[:, 2:], expected) < TOLERANCE
+        with pytest.raises(ValueError, match="position_ids do not count on"):
+            model(ids, attention_mask=mask, position_ids=padding.clamp(max=4), past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
+def test_every_parameter_learns(case):
+    """W_KR and b_KR too; over a stock cache as without one."""
+    model, ids = models.mla_model(case).train(), models.tokens(2, 14)
+    model(ids, labels=ids).loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    still = {name for name, gradient in gradients.items() if not gradient.any()}
+    assert not still and all(gradient.isfinite().all() for gradient in gradients.values())
+    model.zero_grad()
+    cache = DynamicCache()
+    first = model(ids[:, :9], past_key_values=cache).logits
+    logits = torch.cat([first, model(ids[:, 9:], past_key_values=cache).logits], 1)
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    for name, parameter in model.named_parameters():
+        assert models.relative_error(parameter.grad, gradients[name]) < 1e-4, name
+
+
+def test_gradients_of_the_rotary_map_are_those_of_float64_differences():
+    """Of one layer alone: norms are float32 whatever the model is."""
+    attention = models.mla_model("latent").double().model.layers[1].self_attn
+    hidden, seen = torch.randn(2, 2, 6, 48, dtype=torch.float64)
+    position = torch.arange(6)[None]
+    loss = (attention(hidden, position_ids=position)[0] * seen).sum()
+    weights = [attention.k_rope_proj.weight, attention.k_rope_proj.bias]
+    for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        direction, step = torch.randn_like(weight), 1e-6
+        with torch.no_grad():
+            ends = []
+            for sign in (1, -1):
+                weight += sign * step * direction
+                ends.append((attention(hidden, position_ids=position)[0] * seen).sum())
+                weight -= sign * step * direction
+        torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), (gradient * direction).sum(), rtol=1e-5, atol=1e-9)
