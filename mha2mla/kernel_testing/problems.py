@@ -16,6 +16,7 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.judgement import Judgement, verdict
 from mha2mla.kernel_testing.textbook import Sequence, yardstick
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
+from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mla_decode.api import plan_mla_decode
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.selection import DecodeShape
@@ -191,7 +192,7 @@ class Problem:
         """The plan for these inputs, with the problem's window and sinks."""
         return plan_mla_decode(
             inputs["q_latent"],
-            inputs["rope_cache"],
+            inputs["latent_cache"] if inputs["rope_cache"] is None else inputs["rope_cache"],
             inputs["block_table"],
             inputs["cache_seqlens"],
             qk_rope_head_dim=self.qk_rope_head_dim,
@@ -222,6 +223,25 @@ def _op_of(inputs: dict[str, Any]) -> _PagedOp:
     return _GQA if "k_cache" in inputs else _MLA
 
 
+def with_keys(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same call over a cache that also holds rotary keys, in float64, if it is one over the latent alone.
+
+    Each page has to belong to one sequence, as :meth:`Problem.inputs` makes them.
+    """
+    rope: LatentRope | None = inputs.get("rope")
+    if rope is None:
+        return inputs
+    latent, table = inputs["latent_cache"], inputs["block_table"]
+    place = torch.arange(table.shape[1], device=table.device) * latent.shape[1]
+    place = place.expand(table.shape) if rope.page_offsets is None else place + rope.page_offsets
+    held = (table >= 0) & (table < latent.shape[0])
+    first = torch.zeros(latent.shape[0], dtype=torch.long, device=table.device)
+    first[table[held].long()] = place[held].long()
+    positions = first[:, None] + torch.arange(latent.shape[1], device=table.device)
+    keys = rotary_keys(latent.double(), rope, positions)
+    return {name: value for name, value in inputs.items() if name != "rope"} | {"rope_cache": keys[:, :, None]}
+
+
 def exact(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> tuple[Tensor, Tensor]:
     """The reference in float64 on the same (rounded) inputs, a few sequences at a time where they are long.
 
@@ -232,6 +252,7 @@ def exact(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> 
     Returns:
         out [B, S_q, H, d] and lse [B, H, S_q], float64.
     """
+    inputs = with_keys(inputs)
     op = _op_of(inputs)
     batch, pages = inputs["block_table"].shape
     rows = max(inputs[name].shape[1:-1].numel() for name in op.caches)  # that a page's tokens have of the caches
@@ -260,6 +281,7 @@ def _take(inputs: dict[str, Any], rows: slice) -> dict[str, Any]:
 
 def sequences(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> Iterator[Sequence]:
     """The sequences of a call one by one, without pages; tokens that no query sees are 0."""
+    inputs = with_keys(inputs)
     op = _op_of(inputs)
     num_pages, page = inputs[op.caches[0]].shape[:2]
     seqlen_q, device = inputs[op.queries[0]].shape[1], inputs["block_table"].device
@@ -311,6 +333,7 @@ def expected(
     inputs: dict[str, Any], window: int | None = None, sinks: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What :func:`verdict` compares an output with: float64's out and lse, plain torch's out, expected rounding."""
+    inputs = with_keys(inputs)
     dtype = inputs[_op_of(inputs).queries[0]].dtype
     out, lse = exact(inputs, window, sinks)
     if not out.shape[0]:

@@ -8,6 +8,7 @@ from mha2mla.kernels.attention_varlen.api import (
     mla_prefill_varlen,
 )
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
+from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
@@ -23,6 +24,7 @@ __all__ = [
     "MAX_DECODE_QUERY_LENGTH",
     "MAX_SLOTS",
     "DecodePlan",
+    "LatentRope",
     "MixedPlan",
     "absorbs_up_to",
     "attention_combine",
@@ -47,5 +49,6 @@ __all__ = [
     "plan_mla_decode",
     "quantize_latent",
     "rope_rotate",
+    "rotary_keys",
     "slots_of",
 ]

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.devices import dtype_name
+from mha2mla.kernels.latent_rope import LatentRope
+from mha2mla.kernels.layouts import argument_error
 from mha2mla.kernels.mla_decode.fp8_selection import refusal_fp8, select_fp8
+from mha2mla.kernels.mla_decode.latent_selection import latent_shape, refusal_latent, refusal_latent_fp8, select_latent
 from mha2mla.kernels.mla_decode.quantization import CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
 from mha2mla.kernels.split_kv.arguments import Argument
@@ -16,6 +19,7 @@ from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.tuning import BATCHES
 
 _QUERIES = (Argument("q_latent", "B S_q H d_c"), Argument("q_pe", "B S_q H d_r"))
+_LATENT_SCALE = Argument("latent_scale", "P page", torch.float32)
 _ROPE_CACHE = Argument("rope_cache", "P page (G d_r)")
 _ALIKE = {
     "out": Argument("out", "B S_q H d_c"),
@@ -37,7 +41,7 @@ FP8 = PagedOp(
     arguments=(
         *_QUERIES,
         Argument("latent_cache", "P page d_c", CODES),
-        Argument("latent_scale", "P page", torch.float32),
+        _LATENT_SCALE,
         _ROPE_CACHE,
     ),
     **_ALIKE,
@@ -47,21 +51,50 @@ FP8 = PagedOp(
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_fp8_reference",
     guards_indices=True,
 )
+_KEYS = (  # the fields of LatentRope
+    Argument("rope_weight", "d_r d_c"),
+    Argument("rope_bias", "(d_r)"),
+    Argument("inv_freq", "(pairs)", torch.float32),
+    Argument("page_offsets", "(B max_pages)", torch.int32, optional=True),
+)
+_LATENT_ALIKE = {
+    "out": _ALIKE["out"],
+    "shape": latent_shape,
+    "static": ("H", "d_c", "d_r", "page", "S_q"),
+    "select": lambda shape, capability, *_: select_latent(shape, capability),
+    "make_split": "mha2mla.kernels.mla_decode.build:make_latent_split",
+    "numbers": ("scaling",),
+}
+LATENT = PagedOp(
+    name="mla_decode_latent",
+    arguments=(*_QUERIES, Argument("latent_cache", "P page d_c"), *_KEYS),
+    **_LATENT_ALIKE,
+    refusal=refusal_latent,
+    reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_reference",
+)
+LATENT_FP8 = PagedOp(
+    name="mla_decode_latent_fp8",
+    arguments=(*_QUERIES, Argument("latent_cache", "P page d_c", CODES), _LATENT_SCALE, *_KEYS),
+    **_LATENT_ALIKE,
+    refusal=refusal_latent_fp8,
+    reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_fp8_reference",
+)
 
 
-def _op(latent_dtype: torch.dtype | None) -> PagedOp:
-    return FP8 if latent_dtype == CODES else MLA
+def _op(latent_dtype: torch.dtype | None, rope_from_latent: bool = False) -> PagedOp:
+    return ((MLA, FP8), (LATENT, LATENT_FP8))[rope_from_latent][latent_dtype == CODES]
 
 
 def mla_decode(
     q_latent: Tensor,
     q_pe: Tensor,
     latent_cache: Tensor,
-    rope_cache: Tensor,
+    rope_cache: Tensor | None,
     block_table: Tensor,
     cache_seqlens: Tensor,
     *,
     softmax_scale: float,
+    rope: LatentRope | None = None,
     latent_scale: Tensor | None = None,
     causal: bool = True,
     cache_starts: Tensor | None = None,
@@ -82,13 +115,15 @@ def mla_decode(
         q_latent: [B, S_q, H, d_c] queries against the latent (W_UK already absorbed).
         q_pe: [B, S_q, H, d_r] rotated queries.
         latent_cache: [P, page, d_c] pages of latents; float8_e4m3fn with ``latent_scale``.
-        rope_cache: [P, page, G, d_r] pages of rotated keys; G divides H.
+        rope_cache: [P, page, G, d_r] pages of rotated keys; G divides H. None in a cache of the latent alone.
         block_table: [B, max_pages] int32, the pages of each sequence; entries past its length, or whose whole tile of
             64 tokens no query sees, are never used. Tokens of an entry that is no page, such as -1, count as zeros and
             no other page is read; the reference on the CPU refuses it.
         cache_seqlens: [B] int32, tokens per sequence, the S_q new ones included; clamped to max_pages * page on the
             device. 0 gives zeros and lse -inf.
         softmax_scale: the source model's, usually head_dim ** -0.5; never derived from d_c + d_r.
+        rope: what the rotary keys of a cache of the latent alone are computed from; there is one rope head then. Keys
+            are rotated by their token's place in its sequence (plus ``page_offsets``), as ``q_pe`` is to be.
         latent_scale: [P, page] float32, of e4m3 latents as :func:`quantize_latent` or :func:`mla_append` makes them:
             positive, not below 2^-32; a token without one (NaN) gives NaN. One scale a token and not one per tile or
             channel: a token is quantised when it is appended, alone, and its scale leaves both matrix products. Codes,
@@ -115,10 +150,15 @@ def mla_decode(
         ValueError: naming the argument, what it was and what it must be; or why ``backend="tilelang"`` refuses.
     """
     latent = (latent_cache,) if latent_scale is None else (latent_cache, latent_scale)
-    return (MLA if latent_scale is None else FP8)(
-        (q_latent, q_pe, *latent, rope_cache), block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend,
-        plan, out, return_lse,
-    )  # fmt: skip
+    call = (block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, plan, out, return_lse)
+    if rope is None:
+        if rope_cache is None:
+            raise argument_error("rope_cache", None, "a tensor, or rope in its place")
+        return (MLA if latent_scale is None else FP8)((q_latent, q_pe, *latent, rope_cache), *call)
+    if rope_cache is not None:
+        raise argument_error("rope_cache", tuple(rope_cache.shape), "None beside rope")
+    keys = (rope.weight, rope.bias, rope.inv_freq, rope.page_offsets)
+    return (LATENT if latent_scale is None else LATENT_FP8)((q_latent, q_pe, *latent, *keys), *call, (rope.scaling,))
 
 
 def explain_mla_decode(
@@ -132,14 +172,15 @@ def explain_mla_decode(
     """Why the TileLang backend would refuse a geometry on a device, or None if it serves it.
 
     Args:
-        geometry: H, G, d_c and d_r are looked at.
+        geometry: H, G, d_c and d_r are looked at, and whether the cache is of the latent alone.
         page_size: tokens per page.
         dtype: of queries and caches.
         device: where they live; a CUDA device that this machine lacks is taken to be a Hopper.
         seqlen_q: new tokens per sequence.
         latent_dtype: float8_e4m3fn where the latent cache has scales; None: as ``dtype``.
     """
-    return _op(latent_dtype).explain(DecodeShape.of(geometry, page_size, dtype_name(dtype), seqlen_q), device)
+    op = _op(latent_dtype, geometry.rope_from_latent)
+    return op.explain(DecodeShape.of(geometry, page_size, dtype_name(dtype), seqlen_q), device)
 
 
 def plan_mla_decode(
@@ -160,7 +201,7 @@ def plan_mla_decode(
 
     Args:
         q_latent: [B, S_q, H, d_c]; only shape, dtype and device are looked at, here and in the next two.
-        rope_cache: [P, page, G, d_r].
+        rope_cache: [P, page, G, d_r]; for a cache of the latent alone its latent_cache [P, page, d_c].
         block_table: [B, max_pages].
         cache_seqlens: [B] int32; None: the plan is not filled, and must be refreshed before a call.
         qk_rope_head_dim: d_r.
@@ -174,8 +215,13 @@ def plan_mla_decode(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
+    if rope_cache is None or rope_cache.dim() not in (3, 4):
+        was = None if rope_cache is None else tuple(rope_cache.shape)
+        raise argument_error(
+            "rope_cache", was, "[P, page, G, d_r], or latent_cache [P, page, d_c] where k_pe is not cached"
+        )
     sizes = dict(zip(MLA.out.names, q_latent.shape, strict=True))
     sizes |= {"page": rope_cache.shape[1], "G": rope_cache.shape[2], "d_r": qk_rope_head_dim}
-    return _op(latent_dtype).plan(
+    return _op(latent_dtype, rope_cache.dim() == 3).plan(
         sizes, q_latent, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend
     )

@@ -19,12 +19,14 @@ class Argument:
             What is in parentheses lies side by side in memory and is one dimension to kernels; without any, the last.
             The dimensions before may be strided, by multiples of 16 bytes where the query is of 16 bits (TMA).
         dtype: None: the query's.
+        optional: a call may have None there; kernels then get the block table in its place, and are told.
         names, strided: of ``dims``: without parentheses, and how many come before what lies side by side.
     """
 
     name: str
     dims: str
     dtype: torch.dtype | None = None
+    optional: bool = False
     names: tuple[str, ...] = field(init=False)
     strided: int = field(init=False)
 

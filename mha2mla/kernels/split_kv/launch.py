@@ -126,13 +126,15 @@ def launch(
     partial_lse: Tensor,
     out: Tensor,
     lse: Tensor,
+    numbers: tuple[float, ...] = (),
     kernels: tuple[Callable[..., None], Callable[..., None]] | None = None,
 ) -> None:
     """Run decode and combine kernel. Nothing is allocated, nothing synchronises.
 
     Args:
         op, shape: what to run, and what was compiled for it.
-        data: the op's arguments and the block table, as kernels take them.
+        data: the op's arguments and the block table, as kernels take them; None where an optional one is left out.
+        numbers: the op's.
         kernels: of :func:`compile_kernels`, in place of the chosen ones.
         softmax_scale, causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse: as in the op's
             schema.
@@ -147,9 +149,13 @@ def launch(
         return
     device = out.device
     with torch.cuda.device(device):
+        tail = numbers
+        if op.optional:
+            tail = (*numbers, *(int(data[index] is not None) for index in op.optional))
+            data = tuple([block_table if tensor is None else tensor for tensor in data])
         split, merge = kernels or compile_chosen(op, shape, device, batch, width, partial_lse.shape[0])
         split(
             *data, schedule, partial_out, partial_lse, out, lse, softmax_scale, int(causal),
-            NO_WINDOW if window < 0 else window, sinks,
+            NO_WINDOW if window < 0 else window, sinks, *tail,
         )  # fmt: skip
         merge(splits, partial_out, partial_lse, out, lse)

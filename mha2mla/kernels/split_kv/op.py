@@ -58,6 +58,8 @@ class PagedOp:
             batch; raises ValueError where there is none. The choice has ``num_ctas(number of multiprocessors)``.
         make_split: "module:function" that makes the TileLang function of a shape and a choice.
         reference: "module:function", the oracle. Both are imported when they are needed.
+        numbers: names of float arguments that follow the tensors. Kernels take them last; behind them, of each optional
+            tensor, whether there is one (0 or 1).
         batches: upper ends of the ranges of batches that ``select`` tells apart; none: all batches are alike.
         guards_indices: kernels guard their own indices, so that TileLang need not.
     """
@@ -71,23 +73,31 @@ class PagedOp:
     select: Callable[[Any, int, str | None, int], Any]
     make_split: str
     reference: str
+    numbers: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     guards_indices: bool = False
-    # Names of the arguments; where a size stands first; those whose last dimensions are one to kernels, with the first.
+    # Names of the arguments; where a size stands first; those whose last dimensions are one to kernels, with the first;
+    # the optional ones.
     names: tuple[str, ...] = field(init=False)
     places: dict[str, tuple[int, int]] = field(init=False)
     joined: tuple[tuple[int, int], ...] = field(init=False)
+    optional: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         places: dict[str, tuple[int, int]] = {}
-        for index, argument in enumerate(self.arguments):
+        required = [(i, a) for i, a in enumerate(self.arguments) if not a.optional]
+        for index, argument in required:
             for dim, name in enumerate(argument.names):
                 places.setdefault(name, (index, dim))
-        joined = tuple((i, a.strided) for i, a in enumerate(self.arguments) if a.strided < len(a.names) - 1)
+        joined = tuple((i, a.strided) for i, a in required if a.strided < len(a.names) - 1)
         object.__setattr__(self, "names", tuple(argument.name for argument in self.arguments))
         object.__setattr__(self, "places", places)
         object.__setattr__(self, "joined", joined)
-        tensors = ", ".join(f"Tensor {argument.name}" for argument in self.arguments)
+        object.__setattr__(self, "optional", tuple(i for i, a in enumerate(self.arguments) if a.optional))
+        tensors = ", ".join(
+            [f"Tensor{'?' * argument.optional} {argument.name}" for argument in self.arguments]
+            + [f"float {name}" for name in self.numbers]
+        )
         for name, schema, call, fake in (
             (self.name, f"({tensors}, {_CALL}) -> (Tensor, Tensor)", self._decode, self._empty),
             (f"{self.name}_out", f"({tensors}, {_CALL}, {_PLAN}) -> ()", self._decode_out, lambda *_: None),
@@ -98,7 +108,7 @@ class PagedOp:
 
     def __call__(
         self,
-        data: tuple[Tensor, ...],
+        data: tuple[Tensor | None, ...],
         block_table: Tensor,
         cache_seqlens: Tensor,
         cache_starts: Tensor | None,
@@ -108,17 +118,20 @@ class PagedOp:
         plan: DecodePlan | None,
         out: Tensor | None,
         return_lse: bool,
+        numbers: tuple[float, ...] = (),
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Checks and runs the op; ``data`` as ``arguments``, the others as in :func:`mha2mla.kernels.mla_decode`."""
+        """Checks and runs the op; ``data`` and ``numbers`` as declared, the others as in
+        :func:`mha2mla.kernels.mla_decode`."""
         _check_backend(backend)
         if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
             raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number")
-        tensors = (*data, block_table, cache_seqlens, cache_starts)
+        indices = (block_table, cache_seqlens, cache_starts)
+        tensors = (*data, *indices)
         layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, out)]
         compiling = torch.compiler.is_compiling()
         # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
         sizes = (_check if compiling else _check_once)(self, *layouts)
-        call = (*tensors, softmax_scale, causal, backend)
+        call = (*data, *numbers, *indices, softmax_scale, causal, backend)
         if plan is None and out is None:
             out, lse = getattr(torch.ops.mha2mla, self.name)(*call)
             return (out, lse) if return_lse else out
@@ -206,7 +219,7 @@ class PagedOp:
     def _decode_out(self, *call: Any) -> None:
         self._run(self._sizes_of(call), *call)
 
-    def kernel_arguments(self, data: Iterable[Tensor]) -> list[Tensor]:
+    def kernel_arguments(self, data: Iterable[Tensor | None]) -> list[Tensor | None]:
         """``arguments`` as kernels take them: what lies side by side is one dimension."""
         made = list(data)
         for index, first in self.joined:
@@ -214,17 +227,18 @@ class PagedOp:
         return made
 
     def _run(self, sizes: Sizes, *call: Any) -> None:
-        data, count = call[: len(self.arguments)], len(self.arguments)
+        count = len(self.arguments)
+        data, numbers, call = call[:count], call[count : count + len(self.numbers)], call[count + len(self.numbers) :]
         (
             block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, window, sinks, schedule, splits,
             partial_out, partial_lse, out, lse,
-        ) = call[count:]  # fmt: skip
+        ) = call  # fmt: skip
         query = data[0]
         shape = dispatch(self, backend, *sizes.static, query.dtype, query.device)
         if shape is None:
             check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * sizes.page)
             made = resolve_name(self.reference)(
-                *data, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=causal,
+                *data, *numbers, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=causal,
                 cache_starts=cache_starts, window=None if window < 0 else window, sinks=sinks,
             )  # fmt: skip
             out.copy_(made[0])
@@ -240,7 +254,7 @@ class PagedOp:
             )
         _launch()(
             self, shape, (*self.kernel_arguments(data), block_table), softmax_scale, causal, window, sinks, schedule,
-            splits, partial_out, partial_lse, out, lse,
+            splits, partial_out, partial_lse, out, lse, numbers,
         )  # fmt: skip
 
 
@@ -255,7 +269,8 @@ def _check(op: PagedOp, *layouts: tuple | None) -> Sizes:
     query, name, sizes = Layout(*layouts[0]), op.arguments[0].name, {}
     if query.dtype not in _DTYPES:
         raise argument_error(f"{name}.dtype", query.dtype, "bfloat16, float16, float32 or float64")
-    for argument, layout in zip((*op.arguments, *INDICES, op.out), layouts, strict=True):
+    pairs = zip((*op.arguments, *INDICES, op.out), layouts, strict=True)
+    for argument, layout in sorted(pairs, key=lambda pair: pair[0].optional):
         if layout is not None:
             argument.check(Layout(*layout), query, name, sizes)
     if "G" in op.places and (sizes["G"] < 1 or sizes["H"] % sizes["G"]):

@@ -1,0 +1,174 @@
+"""The decode op over a cache of the latent alone, on any machine: definition, reference, validation, registration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from mha2mla.kernel_testing.latent_problems import LatentProblem
+from mha2mla.kernel_testing.problems import with_keys
+from mha2mla.kernels import LatentRope, explain_mla_decode, mla_decode, plan_mla_decode, quantize_latent, rotary_keys
+from mha2mla.kernels.mla_decode.api import LATENT
+from tests.kernels.problems import assert_right, errors, torch_at
+
+BASE = LatentProblem(6, 1, 24, 8, (0, 1, 70), page_size=16, seqlen_q=2, scaling=1.3)
+
+
+def test_a_key_is_the_formula_one_number_at_a_time():
+    rope = BASE.inputs(torch.float64)["rope"]
+    latent = torch.randn(3, 24, dtype=torch.float64)
+    positions = torch.tensor([0, 5, 131072])
+    keys = rotary_keys(latent, rope, positions)
+    for t, position in enumerate(positions.tolist()):
+        raw = [sum(rope.weight[r, d] * latent[t, d] for d in range(24)) + rope.bias[r] for r in range(8)]
+        for j in range(4):
+            frequency = float(rope.inv_freq[j])
+            turn = torch.polar(
+                torch.tensor(1.0 if frequency == 0 else 1.3, dtype=torch.float64),
+                torch.tensor(position * frequency, dtype=torch.float64),
+            )
+            turned = torch.complex(raw[j], raw[j + 4]) * turn
+            assert abs(keys[t, j] - turned.real) < 1e-12 and abs(keys[t, j + 4] - turned.imag) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_keys_are_rounded_once(dtype):
+    """Errors of 16-bit keys are those of their last rounding: angles at position 131,072 lose nothing."""
+    inputs = dataclasses.replace(BASE, kv_lora_rank=512).inputs(dtype)
+    latent, positions = torch.randn(40, 512).to(dtype), torch.arange(131050, 131090)
+    keys = rotary_keys(latent, inputs["rope"], positions)
+    exact = rotary_keys(latent.double(), inputs["rope"], positions)
+    assert keys.dtype == dtype
+    unit, sums = torch.finfo(dtype).eps / 2, 1e-6 * exact.abs().amax()
+    assert ((keys.double() - exact).abs() <= unit * exact.abs() + sums).all()
+
+
+def test_gradients_reach_what_keys_are_made_of():
+    rope = BASE.inputs(torch.float64)["rope"]
+    latent = torch.randn(5, 24, dtype=torch.float64, requires_grad=True)
+
+    def keys(latent, weight, bias):
+        return rotary_keys(latent, dataclasses.replace(rope, weight=weight, bias=bias), torch.arange(5) * 999)
+
+    assert torch.autograd.gradcheck(
+        keys, (latent, rope.weight.clone().requires_grad_(), rope.bias.clone().requires_grad_())
+    )
+
+
+@pytest.mark.parametrize("change", [{}, {"first_position": 131072}, {"shuffled": True}, {"starts": (0, 1, 69)}])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_reference_is_a_textbooks_attention(dtype, change):
+    """Head by head over dense keys: [c, k_pe] as they were computed up front."""
+    inputs = dataclasses.replace(BASE, **change).inputs(dtype)
+    out, lse = mla_decode(**inputs, return_lse=True)
+    assert_right(inputs, out, lse, dtype)
+    if dtype == torch.float64:
+        assert errors(torch_at(inputs, torch.float64), out)[0] < 1e-13
+
+
+@pytest.mark.parametrize("starts", [None, (0, 1, 30)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (1, 0), (20, 3), (2, 40)])
+def test_the_op_with_stored_keys_agrees(window, sinks, causal, starts):
+    problem = dataclasses.replace(BASE, seqlen_q=3, window=window, sinks=sinks, causal=causal, starts=starts)
+    inputs = problem.inputs(torch.float64)
+    out, lse = mla_decode(**inputs, plan=problem.plan(inputs), return_lse=True)
+    stored = with_keys(inputs)
+    expected, expected_lse = mla_decode(**stored, plan=problem.plan(stored), return_lse=True)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-13)
+
+
+def test_a_page_is_attended_at_another_offset():
+    """One page in two sequences, in one of them 1000 positions further on: as if its keys had been turned again."""
+    inputs = dataclasses.replace(BASE, lengths=(16, 16), slack=0, seqlen_q=1).inputs(torch.float64)
+    table = inputs["block_table"][:1].expand(2, 1).contiguous()
+    query = {name: inputs[name][:1].expand(2, -1, -1, -1).contiguous() for name in ("q_latent", "q_pe")}
+    offsets = torch.tensor([[0], [1000]], dtype=torch.int32)
+    rope = dataclasses.replace(inputs["rope"], page_offsets=offsets)
+    out, _ = mla_decode(**inputs | query | {"block_table": table, "rope": rope}, return_lse=True)
+    for b, offset in enumerate((0, 1000)):
+        keys = rotary_keys(inputs["latent_cache"], inputs["rope"], torch.arange(16) + offset)[:, :, None]
+        alone = {name: value for name, value in (inputs | query | {"block_table": table}).items() if name != "rope"}
+        torch.testing.assert_close(out[b], mla_decode(**alone | {"rope_cache": keys})[b], rtol=1e-12, atol=1e-13)
+    assert not torch.allclose(out[0], out[1])
+
+
+def test_e4m3_latents_are_their_dequantised_selves():
+    inputs = BASE.inputs(torch.float32)
+    codes, scale = quantize_latent(inputs["latent_cache"].nan_to_num(0))
+    out = mla_decode(**inputs | {"latent_cache": codes, "latent_scale": scale})
+    dense = codes.float() * scale[..., None]
+    torch.testing.assert_close(out, mla_decode(**inputs | {"latent_cache": dense}), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="e4m3 latents alone"):
+        mla_decode(**inputs | {"latent_cache": codes, "latent_scale": scale}, backend="tilelang")
+
+
+BAD = {
+    r"rope.bias.shape is \(4,\); expected \[8\]": lambda r: {"bias": r.bias[:4]},
+    r"rope.inv_freq.shape is \(3,\); expected \[4\]": lambda r: {"inv_freq": r.inv_freq[:3]},
+    r"rope.weight.shape is \(7, 24\); expected \[d_r, d_c\]": lambda r: {"weight": r.weight[:7]},
+    "rope.scaling is 0": lambda r: {"scaling": 0},
+    r"rope_weight.shape is \(8, 16\); expected \[8, 24\]": lambda r: {"weight": r.weight[:, :16].contiguous()},
+    "rope_weight.dtype is torch.float64": lambda r: {"weight": r.weight.double()},
+    "inv_freq.dtype is torch.float64": lambda r: {"inv_freq": r.inv_freq.double()},
+    r"page_offsets.shape is \(3, 2\); expected \[3, 6\]": lambda r: {"page_offsets": torch.zeros(3, 2).int()},
+    "page_offsets.dtype is torch.int64": lambda r: {"page_offsets": torch.zeros(3, 6).long()},
+}
+
+
+@pytest.mark.parametrize("named", BAD)
+def test_bad_input_is_named(named):
+    inputs = BASE.inputs(torch.float32)
+    with pytest.raises(ValueError, match=named):
+        mla_decode(**inputs | {"rope": dataclasses.replace(inputs["rope"], **BAD[named](inputs["rope"]))})
+
+
+def test_keys_are_stored_or_computed():
+    inputs = BASE.inputs(torch.float32)
+    stored = with_keys(inputs)["rope_cache"].float()
+    with pytest.raises(ValueError, match=r"rope_cache is \(\d+, 16, 1, 8\); expected None beside rope"):
+        mla_decode(**inputs | {"rope_cache": stored})
+    with pytest.raises(ValueError, match="rope_cache is None; expected a tensor, or rope"):
+        mla_decode(**inputs | {"rope": None})
+    with pytest.raises(ValueError, match="rope_cache is None; expected"):
+        plan_mla_decode(inputs["q_latent"], None, inputs["block_table"], inputs["cache_seqlens"], qk_rope_head_dim=8)
+
+
+def test_empty_batch_and_empty_cache():
+    inputs = dataclasses.replace(BASE, lengths=(0, 0)).inputs(torch.float32)
+    assert mla_decode(**inputs).abs().sum() == 0
+    out, lse = mla_decode(**inputs | {"latent_cache": inputs["latent_cache"][:0]}, return_lse=True)
+    assert out.abs().sum() == 0 and (lse == -torch.inf).all()
+
+
+def test_opcheck_and_fullgraph():
+    for problem in (BASE, dataclasses.replace(BASE, shuffled=True)):
+        inputs = problem.inputs(torch.float32)
+        rope: LatentRope = inputs["rope"]
+        tensors = [inputs[name] for name in ("q_latent", "q_pe", "latent_cache")]
+        tensors += [rope.weight, rope.bias, rope.inv_freq, rope.page_offsets]
+        indices = [inputs[name] for name in ("block_table", "cache_seqlens", "cache_starts")]
+        arguments = [*tensors, rope.scaling, *indices, inputs["softmax_scale"], True, "reference"]
+        torch.library.opcheck(torch.ops.mha2mla.mla_decode_latent.default, arguments)
+        outs = [torch.empty_like(inputs["q_latent"]), torch.empty(3, 6, 2)]
+        torch.library.opcheck(torch.ops.mha2mla.mla_decode_latent_out.default, [*arguments, -1, 0, *[None] * 4, *outs])
+        plan = problem.plan(inputs)
+        for keywords in ({}, {"plan": plan}):
+            compiled = torch.compile(lambda i, k: mla_decode(**i, **k), fullgraph=True, backend="aot_eager")
+            assert torch.equal(compiled(inputs, keywords), mla_decode(**inputs, **keywords))
+
+
+def test_a_plan_needs_no_rotary_cache():
+    inputs = BASE.inputs(torch.float32)
+    plan = BASE.plan(inputs)
+    assert (plan.shape, plan.capacity, plan.num_ctas) == ((3, 2, 6, 24), 96, 0)
+    assert torch.equal(mla_decode(**inputs, plan=plan), mla_decode(**inputs))
+
+
+def test_its_shape_and_why_no_kernel_serves_it_here():
+    assert LATENT.shape(6, 24, 8, 16, 2, "bfloat16") == BASE.shape()
+    assert BASE.cache_bytes() == 71 * 24 * 2
+    assert explain_mla_decode(BASE.geometry, 16, torch.bfloat16, "cpu") is not None
