@@ -10,10 +10,18 @@ from transformers import PreTrainedConfig
 
 from mha2mla.conversion.calibration.statistics import AttentionSample, LayerStatistics
 from mha2mla.conversion.families import AttentionWeights, SourceSpec
-from mha2mla.conversion.fit.closed_form import ScoreWindow, refit_output, refit_queries, score_windows
+from mha2mla.conversion.fit.closed_form import (
+    KeyMaps,
+    ScoreWindow,
+    fitted_queries,
+    refit_output,
+    refit_queries,
+    score_windows,
+)
 from mha2mla.conversion.latent.rules import LatentFactors, LatentProblem, factorise
 from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.rope.basis import RotaryBasis
+from mha2mla.conversion.rope.error_cost import joint_key_metric
 from mha2mla.conversion.rope.rules import RopeProblem, select_rotary_basis
 from mha2mla.conversion.target import LAYOUTS
 from mha2mla.geometry import MLAGeometry
@@ -34,12 +42,13 @@ class ConvertedBiases:
 def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) -> ConvertedBiases:
     """The biases that exact conversion needs (CONVERSION §3).
 
-    A query bias stays. A key bias stays on rotary dims only. A value bias, and the mean that a centred latent loses, go
+    A query bias stays. A key bias stays on rotary dims only, and is one of ``k_rope_proj`` where these come from the
+    latent. A value bias, and the mean that a centred latent loses, go
     through ``o_proj``. Under q/k-norm the key's bias stays with ``k_proj``.
     """
     return ConvertedBiases(
         q=spec.q_bias,
-        kv=spec.k_bias,
+        kv=spec.k_bias and (spec.qk_norm or not geometry.rope_from_latent),
         o=spec.o_bias or spec.v_bias or (recipe.latent.centered and not is_exact(geometry)),
     )
 
@@ -67,6 +76,7 @@ def converted_config(
         },
         v_head_dim=geometry.v_head_dim,
         num_up_projection_heads=geometry.num_up_projection_heads,
+        rope_from_latent=geometry.rope_from_latent,
         qk_norm=spec.qk_norm,
         attention_q_bias=biases.q,
         attention_kv_bias=biases.kv,
@@ -126,12 +136,29 @@ def prepare_layer(
     basis = rotary_basis(spec, geometry, recipe, statistics, weights)
     basis = RotaryBasis(**{name: value.to(weights.q_weight.device) for name, value in vars(basis).items()})
     sample = None if statistics is None else statistics.sample
-    windows = None
-    if recipe.fit.queries and geometry.qk_nope_head_dim > 0 and sample is not None:
-        windows = score_windows(spec, weights, sample, basis)
-        keys = un_rotated_keys(spec, weights, basis)
-        basis = replace(basis, query_nope=refit_queries(spec, windows, basis.query_nope, keys))
-    return PreparedLayer(weights, basis, latent_problem(spec, weights, basis, statistics), sample, windows)
+    windows, from_latent = None, geometry.rope_from_latent
+    if recipe.refits_queries(geometry) and sample is not None:
+        windows = score_windows(spec, weights, sample, None if from_latent else basis)
+        if geometry.qk_nope_head_dim:
+            keys = un_rotated_keys(spec, weights, basis)
+            rotary = rotary_keys(spec, weights, basis) if from_latent else ()
+            basis = _refitted(spec, windows, basis, _key_maps(spec, basis, keys, *rotary))
+    problem = latent_problem(spec, weights, basis, statistics, rope_from_latent=from_latent)
+    return PreparedLayer(weights, basis, problem, sample, windows)
+
+
+def _key_maps(spec: SourceSpec, basis: RotaryBasis, nope: torch.Tensor, *rotary: torch.Tensor) -> KeyMaps:
+    """Of un-rotated keys and, where it is read from the latent, the rotary key and its bias."""
+    return KeyMaps(nope, *rotary, inv_freq=basis.inv_freq, scaling=spec.attention_factor)
+
+
+def _refitted(spec: SourceSpec, windows: list[ScoreWindow], basis: RotaryBasis, maps: KeyMaps) -> RotaryBasis:
+    """The basis with queries that fit its keys."""
+    found = refit_queries(spec, windows, fitted_queries(basis, maps), maps)
+    if maps.rotary is None:
+        return replace(basis, query_nope=found)
+    nope, rope = found.split((basis.query_nope.shape[1], basis.query_rope.shape[1]), 1)
+    return replace(basis, query_nope=nope, query_rope=rope)
 
 
 def rotary_basis(
@@ -155,14 +182,16 @@ def finish_layer(
     factors = factorise(
         recipe.latent.low_rank, prepared.problem, geometry.kv_lora_rank, centered=recipe.latent.centered
     )
-    key_map = factors.key_decoder @ factors.encoder
+    maps = _key_maps(spec, basis, factors.key_decoder @ factors.encoder)
+    if factors.rope_decoder is not None:
+        maps = replace(maps, rotary=factors.rope_decoder @ factors.encoder, rotary_bias=factors.rope_offset)
     if prepared.windows is not None:
-        basis = replace(basis, query_nope=refit_queries(spec, prepared.windows, basis.query_nope, key_map))
+        basis = _refitted(spec, prepared.windows, basis, maps)
     tensors = assemble(spec, geometry, recipe, weights, basis, factors)
     if recipe.fit.output and sample is not None and not is_exact(geometry):
         value_map = factors.value_decoder @ factors.encoder
         offset = factors.value_offset
-        weight, bias = refit_output(spec, weights, sample, basis, key_map, value_map, offset)
+        weight, bias = refit_output(spec, weights, sample, basis, maps, value_map, offset)
         tensors["o_proj.weight"] = tensors["o_proj.weight"] + weight
         if bias is not None:
             tensors["o_proj.bias"] = tensors["o_proj.bias"] + bias
@@ -171,23 +200,47 @@ def finish_layer(
 
 def un_rotated_keys(spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis) -> torch.Tensor:
     """[h_kv, d_n, E]: un-rotated keys as linear functions of the encoder's input u, without their bias."""
+    return _of_inputs(spec, weights, basis.key_nope)
+
+
+def rotary_keys(
+    spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[d_r, E] and [d_r]: the one rotary key before RoPE as a function of u, and its bias."""
+    key_rope = basis.key_rope[0]
+    bias = None if spec.qk_norm else weights.k_bias
+    return _of_inputs(spec, weights, key_rope), key_rope.new_zeros(len(key_rope)) if bias is None else key_rope @ bias
+
+
+def _of_inputs(spec: SourceSpec, weights: AttentionWeights, key_map: torch.Tensor) -> torch.Tensor:
+    """[..., h_kv * d], maps of keys, as [..., E], maps of the encoder's input u."""
     if not spec.qk_norm:
-        return basis.key_nope @ weights.k_weight
+        return key_map @ weights.k_weight
     # u = [normed keys | hidden state]
-    return torch.cat([basis.key_nope, basis.key_nope.new_zeros(*basis.key_nope.shape[:2], spec.hidden_size)], -1)
+    return torch.cat([key_map, key_map.new_zeros(*key_map.shape[:-1], spec.hidden_size)], -1)
 
 
 def latent_problem(
-    spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis, statistics: LayerStatistics | None
+    spec: SourceSpec,
+    weights: AttentionWeights,
+    basis: RotaryBasis,
+    statistics: LayerStatistics | None,
+    *,
+    rope_from_latent: bool = False,
 ) -> LatentProblem:
-    """What the latent of this layer must hold, once the rotary part is chosen."""
+    """What the latent of this layer must hold, once the rotary part is chosen: that too with ``rope_from_latent``."""
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     key = un_rotated_keys(spec, weights, basis)
     value = weights.v_weight.view(kv_heads, d, -1)
     if spec.qk_norm:  # u = [normed keys | hidden state]
         value = torch.cat([value.new_zeros(kv_heads, d, kv_heads * d), value], -1)
+    rotary, rotary_bias = rotary_keys(spec, weights, basis) if rope_from_latent else (None, None)
     nope = basis.query_nope.shape[1]
-    if statistics is None:
+    if rope_from_latent and statistics is not None and statistics.distances is not None:
+        metric = joint_key_metric(spec, basis, statistics.query_second_moment.to(key.device), statistics.distances)
+    elif rope_from_latent:
+        metric = torch.eye(kv_heads * nope + len(rotary), dtype=key.dtype, device=key.device)
+    elif statistics is None:
         metric = torch.eye(nope, dtype=key.dtype, device=key.device).expand(kv_heads, nope, nope)
     else:
         moment = statistics.query_second_moment.to(key.device)
@@ -200,6 +253,8 @@ def latent_problem(
         value=value,
         key_metric=metric,
         value_metric=value_metric,
+        rotary=rotary,
+        rotary_bias=rotary_bias,
         **_input_moments(spec, statistics, key.device),
     )
 
@@ -237,7 +292,8 @@ def assemble(
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     biases = converted_biases(spec, geometry, recipe)
     query_map = torch.cat([basis.query_nope, basis.query_rope], 1)  # [H, d_n + d_r, d]
-    key_rope = basis.key_rope.flatten(0, 1)  # [G d_r, h_kv d]
+    # [G d_r, h_kv d]: what is cached of them
+    key_rope = basis.key_rope[:, : 0 if geometry.rope_from_latent else None].flatten(0, 1)
     tensors: dict[str, torch.Tensor] = {}
     if spec.qk_norm:
         width = kv_heads * d
@@ -258,6 +314,8 @@ def assemble(
         if biases.kv:  # the latent has no bias: what it would add to a score is the same for every token
             latent = weights.k_bias.new_zeros(geometry.kv_lora_rank)
             tensors["kv_a_proj.bias"] = torch.cat([latent, key_rope @ weights.k_bias])
+    if geometry.rope_from_latent:
+        tensors["k_rope_proj.weight"], tensors["k_rope_proj.bias"] = factors.rope_decoder, factors.rope_offset
     copies = geometry.num_up_projection_heads // kv_heads
     if geometry.qk_nope_head_dim:
         tensors["k_b_proj"] = factors.key_decoder.repeat_interleave(copies, 0)

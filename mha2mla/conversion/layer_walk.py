@@ -173,6 +173,7 @@ class LayerWalk:
             window=self.spec.sliding_windows[layer],
             phases=self.recipe.needs_phases(geometry),
             attended=self.recipe.needs_attended(geometry),
+            distances=self.recipe.needs_distances(geometry),
             sample_tokens=sampled // lengths if self.recipe.needs_sample(geometry) else 0,
         )
 

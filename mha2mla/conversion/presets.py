@@ -53,6 +53,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "shared": _FITTED,
         "per-group": {"layout": "per-group", **_FITTED},
+        "latent": {"layout": "latent", **_FITTED},
         # No gradient steps: minutes on two CPU cores for a model of 135M parameters.
         "quick": {"fit.output": True, "calibration.text": _TEXT, "calibration.tokens": 3 * 8192},
         # Within an hour on two CPU cores for the same model.

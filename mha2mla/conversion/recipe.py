@@ -16,7 +16,7 @@ from mha2mla.conversion.latent.stage import Latent
 from mha2mla.conversion.presets import NO_PRESET, preset_keys
 from mha2mla.conversion.rope.stage import Rope
 from mha2mla.conversion.stage import Stage
-from mha2mla.conversion.target import Target
+from mha2mla.conversion.target import LAYOUTS, Target
 from mha2mla.geometry import MLAGeometry
 
 # Keys of recipes that had no stages, and what to write for them now.
@@ -71,6 +71,11 @@ class Recipe:
             raise ValueError(
                 f"rope.selection is {self.rope.selection!r} in the {self.target.layout} layout; expected one of"
                 f" {', '.join(map(repr, selections(self.target.layout)))}, or another layout"
+            )
+        if self.rope.share is not None and LAYOUTS[self.target.layout].rope_from_latent:
+            raise ValueError(
+                f"rope.share is {self.rope.share!r} in the {self.target.layout} layout; expected none: nothing rotary is"
+                " cached there (qk_rope_head_dim beside kv_lora_rank says how wide rotary keys are)"
             )
 
     @classmethod
@@ -170,9 +175,17 @@ class Recipe:
         """Whether attention-weighted averages of the inputs must be measured."""
         return not is_exact(geometry) and (self.latent.centered or self.latent.low_rank.reads_attended)
 
+    def needs_distances(self, geometry: MLAGeometry) -> bool:
+        """Whether the distances that attention looks over must be measured."""
+        return geometry.rope_from_latent and not is_exact(geometry) and self.latent.low_rank.reads_attended
+
+    def refits_queries(self, geometry: MLAGeometry) -> bool:
+        """Whether some of a query's keys are not the source's own, and queries are fitted to them."""
+        return self.fit.queries and not is_exact(geometry) and (geometry.qk_nope_head_dim > 0 or geometry.rope_from_latent)
+
     def needs_sample(self, geometry: MLAGeometry) -> bool:
         """Whether inputs themselves must be kept, besides their moments."""
-        return not is_exact(geometry) and ((self.fit.queries and geometry.qk_nope_head_dim > 0) or self.fit.output)
+        return not is_exact(geometry) and (self.refits_queries(geometry) or self.fit.output)
 
     def needs_calibration(self, geometry: MLAGeometry) -> bool:
         """Whether any statistic of calibration text enters the weights."""
@@ -196,10 +209,8 @@ KEYS: Mapping[str, tuple[str, str]] = {  # as they are written → stage and fie
 
 
 def is_exact(geometry: MLAGeometry) -> bool:
-    """Whether a converted layer is the source layer to rounding: all pairs rotate and no value is lost."""
-    return geometry.qk_nope_head_dim == 0 and (
-        geometry.kv_lora_rank >= geometry.num_key_value_heads * geometry.v_head_dim
-    )
+    """Whether a converted layer is the source layer to rounding: all pairs rotate and nothing is lost."""
+    return geometry.qk_nope_head_dim == 0 and geometry.kv_lora_rank >= geometry.full_kv_lora_rank
 
 
 def selections(layout: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ DEFAULT_CACHE_RATIO = 0.5
 # FlashAttention's, and no prefill kernel of ours.
 FUSED_WIDTH = 256
 GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
+WIDEST_ROTARY = 128  # that the decode kernels compute from the latent
 WIDTHS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")  # together one target: one of them replaces all of another
 _WIDTH = 1 << 24
 
@@ -30,10 +31,12 @@ class Layout:
         rope_share: of a budget that is rotary, where nobody says otherwise: the best of those tried.
         per_group: one rotary key per kv head (G = h_kv; MHA gives G = H), every head the same number of pairs; else one
             for all heads (G = 1), and un-rotated queries keep all their dims.
+        rope_from_latent: nothing rotary is cached: the rotary key is computed from the latent, which is the whole budget.
     """
 
     rope_share: float
-    per_group: bool
+    per_group: bool = False
+    rope_from_latent: bool = False
 
     def rope_heads(self, spec: SourceSpec) -> int:
         """G."""
@@ -48,9 +51,20 @@ class Layout:
         room = FUSED_WIDTH - self.nope_width(head_dim, 0)
         return self.rope_share if self.per_group or room < GRANULE else min(self.rope_share, room / budget)
 
+    def free_width(self, key_width: int, head_dim: int) -> int:
+        """d_r where it costs no cache: the widest that kernels serve, with keys of at most :data:`FUSED_WIDTH` where
+        there is room for a rotary part at all."""
+        room = FUSED_WIDTH - head_dim
+        widest = min(WIDEST_ROTARY, room // GRANULE * GRANULE) if room >= GRANULE else WIDEST_ROTARY
+        return min(widest, key_width // 2 * 2)
+
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {"per-group": Layout(rope_share=0.25, per_group=True), "shared": Layout(rope_share=0.21, per_group=False)}
+    {
+        "per-group": Layout(rope_share=0.25, per_group=True),
+        "shared": Layout(rope_share=0.21),
+        "latent": Layout(rope_share=0.0, rope_from_latent=True),
+    }
 )
 
 
@@ -61,11 +75,13 @@ class Target(Stage):
     Either ``cache_ratio`` or the pair ``kv_lora_rank`` and ``qk_rope_head_dim``; with neither, ``cache_ratio`` is 0.5.
 
     Args:
-        layout: ``"per-group"`` keeps one rotary key per kv head, ``"shared"`` one for all heads (DeepSeek's layout).
+        layout: ``"per-group"`` keeps one rotary key per kv head, ``"shared"`` one for all heads (DeepSeek's layout);
+            ``"latent"`` caches none: one for all heads is computed from the latent when it is read.
         cache_ratio: cached numbers after / before, in (0, 1]; never exceeded. 1.0 is full rank: every pair stays
             rotary, the latent holds the values, the model is the source to rounding. Otherwise ``rope.share`` of the
             budget is rotary, rounded to the nearest multiple of 8 per rope head (at least 8), and what is left,
-            rounded down to a multiple of 8, is latent.
+            rounded down to a multiple of 8, is latent. In the latent layout all of it is, and 1.0 holds keys and
+            values; ``qk_rope_head_dim`` is as wide as kernels and fused attention take.
         kv_lora_rank: latent width d_c; needs ``qk_rope_head_dim``.
         qk_rope_head_dim: rotary width d_r of a rope head, even; needs ``kv_lora_rank``.
     """
@@ -118,10 +134,10 @@ class Target(Stage):
                 f"qk_rope_head_dim is {rope}; expected at most {all_pairs}, all the pairs that {kv_heads} kv heads"
                 f" of width {head_dim} have in the {self.layout} layout"
             )
-        full = 2 * key_width - rope * groups
+        full = 2 * key_width - (0 if layout.rope_from_latent else rope * groups)
         if rank > full:
             raise ValueError(
-                f"kv_lora_rank is {rank}; expected at most {full}, which with {groups} x {rope} rotary numbers is"
+                f"kv_lora_rank is {rank}; expected at most {full}, which with {2 * key_width - full} rotary numbers is"
                 " already everything that the source caches"
             )
         return MLAGeometry(
@@ -133,25 +149,31 @@ class Target(Stage):
             v_head_dim=head_dim,
             num_key_value_heads=kv_heads,
             num_up_projection_heads=spec.num_attention_heads if per_query_head else kv_heads,
+            rope_from_latent=layout.rope_from_latent,
         )
 
     def _widths(self, key_width: int, head_dim: int, groups: int, rope_share: float | None) -> tuple[int, int]:
         """d_r and d_c."""
         if self.kv_lora_rank is not None:
             return self.qk_rope_head_dim, self.kv_lora_rank
-        all_pairs = key_width // groups
+        all_pairs, layout = key_width // groups, LAYOUTS[self.layout]
         if self.cache_ratio == 1.0:
-            return all_pairs, key_width
+            return all_pairs, 2 * key_width if layout.rope_from_latent else key_width
         budget = math.floor(self.cache_ratio * 2 * key_width + 1e-9)
+        if layout.rope_from_latent:
+            return layout.free_width(key_width, head_dim), self._rank(budget, 0, "nothing rotary")
         if rope_share is None:
-            rope_share = LAYOUTS[self.layout].share_of(budget, head_dim)
+            rope_share = layout.share_of(budget, head_dim)
         rope = max(GRANULE, GRANULE * math.floor(rope_share * budget / groups / GRANULE + 0.5))
         rope = min(rope, all_pairs // 2 * 2)
-        rank = (budget - rope * groups) // GRANULE * GRANULE
+        return rope, self._rank(budget, rope * groups, f"the smallest rotary part ({groups} x {rope})")
+
+    def _rank(self, budget: int, rotary: int, what: str) -> int:
+        """d_c of what ``rotary`` numbers leave of a budget."""
+        rank = (budget - rotary) // GRANULE * GRANULE
         if rank < GRANULE:
             raise ValueError(
-                f"cache_ratio is {self.cache_ratio}, {budget} numbers per token and layer, of which the smallest rotary"
-                f" part ({groups} x {rope}) leaves {budget - rope * groups} for the latent; expected {GRANULE} or more:"
-                " use a larger ratio or the shared layout"
+                f"cache_ratio is {self.cache_ratio}, {budget} numbers per token and layer, of which {what} leaves"
+                f" {budget - rotary} for the latent; expected {GRANULE} or more: use a larger ratio or the shared layout"
             )
-        return rope, rank
+        return rank

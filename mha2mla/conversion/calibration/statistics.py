@@ -51,6 +51,8 @@ class LayerStatistics:
         attention_covariance: [E, E] E Σ_t p_t (u_t − ū)(u_t − ū)^T, ū = Σ_t p_t u_t: the covariance of the inputs
             under one query's attention, mean over queries and heads. Softmax sees a key error only as it differs
             among the tokens that a query attends to. None likewise.
+        distances: [H, longest window] share of the attention that goes so many tokens back, without the sink column;
+            a head that never looks past the sink has all of it at distance 0. None when it was not asked for.
         sample: some of the inputs themselves; None when it was not asked for.
     """
 
@@ -63,6 +65,7 @@ class LayerStatistics:
     attended_mean: torch.Tensor | None = None
     attended_covariance: torch.Tensor | None = None
     attention_covariance: torch.Tensor | None = None
+    distances: torch.Tensor | None = None
     sample: AttentionSample | None = None
 
 
@@ -75,6 +78,7 @@ class StatisticsCollector:
         window: sliding window of this layer, or None.
         phases: whether to measure attention-weighted phases.
         attended: whether to measure attention-weighted averages of the inputs (of every eighth query).
+        distances: whether to measure how far attention looks (likewise).
         sample_tokens: keep so many tokens of the inputs, at every length of windows, in whole windows spread over what
             is added.
     """
@@ -87,10 +91,11 @@ class StatisticsCollector:
         window: int | None,
         phases: bool = False,
         attended: bool = False,
+        distances: bool = False,
         sample_tokens: int = 0,
     ) -> None:
         self.spec, self.weights, self.window, self.phases, self.attended = spec, weights, window, phases, attended
-        self.sample_tokens = sample_tokens
+        self.distances, self.sample_tokens = distances, sample_tokens
         self._samples: dict[int, _Sample] = {}
         self._attention_windows = 0
         device = weights.q_weight.device
@@ -107,6 +112,7 @@ class StatisticsCollector:
         self._key = zeros(half, kv_heads, kv_heads, dtype=torch.complex128)
         self._phase = zeros(heads, half, dtype=torch.complex128)
         self._mass = zeros(heads)
+        self._distance = zeros(heads, 1)
         self._attended_queries = 0.0
         self._shift: torch.Tensor | None = None  # [E], near the inputs' mean: float32 sums of squares cancel less
         self._attended_sum = zeros(heads, size)
@@ -134,7 +140,7 @@ class StatisticsCollector:
         real, imag = key.double().flatten(0, 1).permute(2, 1, 0).split(half)  # [half, h_kv, tokens]
         pairs = torch.complex(real, imag)
         self._key += pairs @ pairs.mH
-        if self.phases or self.attended:
+        if self.phases or self.attended or self.distances:
             if self._shift is None:
                 self._shift = features.mean((0, 1))
             self._add_attention(query.transpose(1, 2), key.transpose(1, 2), features - self._shift)
@@ -168,6 +174,7 @@ class StatisticsCollector:
             attended_mean=attended_mean,
             attended_covariance=attended_covariance,
             attention_covariance=attention_covariance,
+            distances=_shares(self._distance) if self.distances else None,
             sample=AttentionSample(self._mixed_sample(), self.window) if self._samples else None,
         )
 
@@ -213,6 +220,8 @@ class StatisticsCollector:
             if self.attended:
                 share = stride * attended / _ATTENDED_STRIDE
                 self._add_attended(weight[:, :, ::attended], features[:, :seen], share)
+            if self.distances:
+                self._add_distances(weight[:, :, ::attended].sum(0), range(seen)[rows][::attended], float(stride))
             if self.phases:
                 self._add_phases(weight, turns[:seen], cos[rows], sin[rows], float(stride))
 
@@ -232,6 +241,14 @@ class StatisticsCollector:
         flat = features.flatten(0, 1).double()
         self._attention_outer += (flat * mass).T @ flat
 
+    def _add_distances(self, weight: torch.Tensor, queries: range, share: float) -> None:
+        """weight [H, queries, keys], summed over windows, of ``queries`` at these positions; counts ``share`` each."""
+        missing = weight.shape[2] - self._distance.shape[1]
+        if missing > 0:
+            self._distance = torch.nn.functional.pad(self._distance, (0, missing))
+        for index, query in enumerate(queries):
+            self._distance[:, :query] += weight[:, index, 1 : query + 1].flip(-1).double() * share
+
     def _add_phases(
         self, weight: torch.Tensor, turns: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, share: float
     ) -> None:
@@ -242,6 +259,13 @@ class StatisticsCollector:
         turned = (cos * real + sin * imag, sin * real - cos * imag)
         self._phase += torch.complex(*(part.sum(2).double().sum(0) for part in turned)) * share
         self._mass += weight.sum(-1).double().sum((0, 2)) * share
+
+
+def _shares(mass: torch.Tensor) -> torch.Tensor:
+    """[H, distances] of sums one; all at distance 0 where there is nothing."""
+    mass = mass.clone()
+    mass[:, 0] += mass.sum(-1) == 0
+    return mass / mass.sum(-1, keepdim=True)
 
 
 class _Sample:

@@ -21,29 +21,58 @@ _OUTPUT_PAIRS = 2**22  # of one window, at most
 _OUTPUT_RIDGES = (0.003, 0.03, 0.3, 3.0)  # relative to the mean energy of a feature
 
 
-def refit_queries(
-    spec: SourceSpec, windows: Sequence[ScoreWindow], query_nope: torch.Tensor, key_map: torch.Tensor
-) -> torch.Tensor:
-    """What un-rotated queries should be for given un-rotated keys: [H, d_n, d], float64, in place of ``query_nope``.
+@dataclass(frozen=True)
+class KeyMaps:
+    """Keys as linear functions of u (``LayerStatistics``), for queries to be fitted to.
 
-    Least squares on what rotary keys leave of the source's scores, e[s, t] = score − score of the rotary part. A query
-    s sees its errors under its own attention p, and softmax drops what is the same for all tokens, so the loss is
+    Attributes:
+        nope: [h_kv, d_n, E], un-rotated keys; a constant may be left out.
+        rotary: [d_r, E], the one rotary key before RoPE; None where rotary scores are given.
+        rotary_bias: [d_r], what it adds.
+        inv_freq: [1, d_r / 2], its frequencies, and ``scaling`` of them (``basis.rotate``).
+    """
+
+    nope: torch.Tensor
+    rotary: torch.Tensor | None = None
+    rotary_bias: torch.Tensor | None = None
+    inv_freq: torch.Tensor | None = None
+    scaling: float = 1.0
+
+    def turned(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """x [H, length, d_n + d_r] with RoPE on its rotary part; of −``position``: the adjoint of that."""
+        if self.rotary is None:
+            return x
+        nope, rotary = x.split((self.nope.shape[1], self.rotary.shape[0]), -1)
+        return torch.cat([nope, rotate(rotary, self.inv_freq, position, self.scaling)], -1)
+
+
+def fitted_queries(basis: RotaryBasis, maps: KeyMaps) -> torch.Tensor:
+    """[H, d_n (+ d_r), d]: the queries that read the keys of ``maps``."""
+    return basis.query_nope if maps.rotary is None else torch.cat([basis.query_nope, basis.query_rope], 1)
+
+
+def refit_queries(
+    spec: SourceSpec, windows: Sequence[ScoreWindow], query_map: torch.Tensor, maps: KeyMaps
+) -> torch.Tensor:
+    """What queries should be for given keys: [H, d_n (+ d_r), d], float64, in place of ``query_map``.
+
+    Least squares on the source's scores, or on what given rotary scores leave of them (``ScoreWindow.target``), e[s, t].
+    A query s sees its errors under its own attention p, and softmax drops what is the same for all tokens, so the loss is
     Σ_s Σ_t p[s,t] (q_s · M k_t − e[s,t])², both centred under p: twice the KL divergence of the attention to second
     order. A mean phase is the solution in which queries, keys and distances are independent; this one knows how they
     go together.
 
-    The normal equations of M are too large to form. Conjugate gradients start at ``query_nope``, preconditioned by the
-    second moment of the queries times the within-attention covariance of the keys.
+    The normal equations of M are too large to form. Conjugate gradients start at ``query_map``, preconditioned by the
+    second moment of the queries times the within-attention covariance of the keys. M's rotary rows turn with the query,
+    k_t's with the token.
 
     Args:
         windows: of a sample of the layer's inputs (:func:`score_windows`).
-        query_nope: [H, d_n, d], where to start.
-        key_map: [h_kv, d_n, E], un-rotated keys as linear functions of u (``LayerStatistics``); a constant may be left
-            out.
+        query_map: [H, d_n, d], where to start; with a rotary key among ``maps`` [H, d_n + d_r, d].
     """
     dtype, scale = windows[0].query.dtype, spec.softmax_scale
-    asked = [window.asked(window.keys(key_map)) for window in windows]
-    start = query_nope.to(dtype)
+    asked = [window.asked(maps) for window in windows]
+    start = query_map.to(dtype)
     count = sum(window.query.shape[1] * window.share for window in windows)
     query_moment = sum(window.query.mT @ window.query * window.share for window in windows) / count
     key_moment = sum(window.key_covariance(keys) for window, keys in zip(windows, asked, strict=True)) / count
@@ -77,7 +106,7 @@ def refit_output(
     weights: AttentionWeights,
     sample: AttentionSample,
     basis: RotaryBasis,
-    key_map: torch.Tensor,
+    maps: KeyMaps,
     value_map: torch.Tensor,
     value_offset: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -87,7 +116,7 @@ def refit_output(
     ridge is chosen by the last quarter of the sample.
 
     Args:
-        key_map, value_map: [h_kv, d_n, E] and [h_kv, d_v, E], un-rotated keys and values after the latent.
+        maps: keys after the latent. ``value_map``: [h_kv, d_v, E], values likewise.
         value_offset: [H, d_v] of ``LatentFactors``.
 
     Returns:
@@ -100,10 +129,12 @@ def refit_output(
     value_weight = weights.v_weight.to(dtype).view(*value_map.shape[:2], -1)
     for index, hidden in enumerate(sample.hidden):
         stride = max(_OUTPUT_STRIDE, math.ceil(len(hidden) ** 2 / _OUTPUT_PAIRS))
-        window, rotary = _score_window(spec, weights, hidden, sample.window, basis, stride, index)
+        window, rotary = _score_window(
+            spec, weights, hidden, sample.window, basis if maps.rotary is None else None, stride, index
+        )
         value = torch.einsum("ade,te->atd", value_weight, hidden)
         approximate = torch.einsum("ade,te->atd", value_map.to(dtype), window.features)
-        converted = _converted(spec, window, rotary, basis.query_nope.to(dtype), key_map)
+        converted = _converted(spec, window, rotary, fitted_queries(basis, maps).to(dtype), maps)
         source = _attend(window.weight, value, spec).flatten(1)
         found = _attend(converted, approximate, spec)
         heads.append(found.flatten(1))
@@ -153,7 +184,8 @@ class ScoreWindow:
         query: [H, queries, d], before RoPE.
         features: [length, E], what un-rotated keys are linear functions of.
         weight: [H, queries, length], the source's attention.
-        target: [H, queries, length], the source's scaled scores less the rotary part, centred under ``weight``.
+        target: [H, queries, length], the source's scaled scores less a given rotary part, centred under ``weight``.
+        position: [queries], theirs.
         share: how much a query counts: those of a window that has fewer stand for their neighbours.
     """
 
@@ -161,47 +193,71 @@ class ScoreWindow:
     features: torch.Tensor
     weight: torch.Tensor
     target: torch.Tensor
+    position: torch.Tensor
     share: float
 
-    def keys(self, key_map: torch.Tensor) -> torch.Tensor:
-        """Un-rotated keys [H, length, d_n], of maps [h_kv, d_n, E]."""
-        keys = torch.einsum("ane,te->atn", key_map.to(self.features.dtype), self.features)
-        return keys.repeat_interleave(self.query.shape[0] // keys.shape[0], 0)
+    def keys(self, maps: KeyMaps) -> torch.Tensor:
+        """Keys [H, length, d_n (+ d_r)], rotary ones turned to their places."""
+        heads, dtype = self.query.shape[0], self.features.dtype
+        keys = torch.einsum("ane,te->atn", maps.nope.to(dtype), self.features)
+        keys = keys.repeat_interleave(heads // keys.shape[0], 0)
+        if maps.rotary is None:
+            return keys
+        rotary = torch.nn.functional.linear(self.features, maps.rotary.to(dtype), maps.rotary_bias.to(dtype))
+        place = torch.arange(len(rotary), device=rotary.device)
+        return maps.turned(torch.cat([keys, rotary.expand(heads, -1, -1)], -1), place)
 
-    def asked(self, keys: torch.Tensor) -> AskedKeys:
-        """The same with their means."""
-        return AskedKeys(keys, self.weight @ keys)
+    def queries(self, query_map: torch.Tensor, maps: KeyMaps) -> torch.Tensor:
+        """Queries [H, queries, d_n (+ d_r)] of maps [H, d_n (+ d_r), d], likewise."""
+        return maps.turned(self.query @ query_map.mT, self.position)
+
+    def asked(self, maps: KeyMaps) -> AskedKeys:
+        """The keys with their means."""
+        keys = self.keys(maps)
+        return AskedKeys(keys, self.weight @ keys, maps)
 
     def scores(self, query_map: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
-        """Scores without their scale, centred under ``weight``, of query maps [H, d_n, d]."""
-        query = self.query @ query_map.mT
+        """Scores without their scale, centred under ``weight``, of query maps [H, d_n (+ d_r), d]."""
+        query = self.queries(query_map, asked.maps)
         return torch.baddbmm((query * asked.mean).sum(-1, keepdim=True), query, asked.keys.mT, beta=-1)
 
     def pull(self, errors: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
-        """The adjoint of :meth:`scores` under the weights, for errors that are centred: [H, d_n, d]."""
-        return ((self.weight * errors) @ asked.keys).mT @ self.query * self.share
+        """The adjoint of :meth:`scores` under the weights, for errors that are centred: [H, d_n (+ d_r), d]."""
+        pulled = asked.maps.turned((self.weight * errors) @ asked.keys, -self.position)
+        return pulled.mT @ self.query * self.share
 
     def key_covariance(self, asked: AskedKeys) -> torch.Tensor:
-        """[H, d_n, d_n] of the keys under a query's attention, summed over queries."""
-        keys, mean = asked.keys, asked.mean
-        return ((keys * self.weight.sum(1)[..., None]).mT @ keys - mean.mT @ mean) * self.share
+        """[H, n, n] of the keys under a query's attention, summed over queries; of rotary ones, which every query sees
+        turned otherwise, what no turn changes: the energy of each pair."""
+        keys, mean, nope = asked.keys, asked.mean, asked.maps.nope.shape[1]
+        covariance = ((keys * self.weight.sum(1)[..., None]).mT @ keys - mean.mT @ mean) * self.share
+        if asked.maps.rotary is not None:
+            first, second = covariance.diagonal(dim1=-2, dim2=-1)[:, nope:].chunk(2, -1)
+            rotary = torch.diag_embed(((first + second) / 2).repeat(1, 2))
+            un_rotated = covariance[:, :nope, :nope]
+            covariance = torch.zeros_like(covariance)
+            covariance[:, :nope, :nope], covariance[:, nope:, nope:] = un_rotated, rotary
+        return covariance
 
 
 @dataclass(frozen=True)
 class AskedKeys:
-    """Un-rotated keys [H, length, d_n] of a window, and their ``mean`` under each query's attention [H, queries, d_n].
+    """``keys`` [H, length, d_n (+ d_r)] of a window by some ``maps``, and their ``mean`` under each query's attention
+    [H, queries, d_n (+ d_r)].
 
     Scores are linear in keys, so that the mean score of a query is its score with the mean key.
     """
 
     keys: torch.Tensor
     mean: torch.Tensor
+    maps: KeyMaps
 
 
 def score_windows(
-    spec: SourceSpec, weights: AttentionWeights, sample: AttentionSample, basis: RotaryBasis
+    spec: SourceSpec, weights: AttentionWeights, sample: AttentionSample, basis: RotaryBasis | None
 ) -> list[ScoreWindow]:
-    """Every window of a sample as :func:`refit_queries` sees it: the rotary part is ``basis``'s, the rest is free.
+    """Every window of a sample as :func:`refit_queries` sees it: the rotary part is ``basis``'s, where there is one; the
+    rest is free.
 
     All queries, as long as there is room for their scores. Leaving out neighbours costs more than leaving out windows
     (docs/notes/closed-form.md).
@@ -219,7 +275,7 @@ def _score_window(
     weights: AttentionWeights,
     hidden: torch.Tensor,
     window: int | None,
-    basis: RotaryBasis,
+    basis: RotaryBasis | None,
     stride: int,
     index: int,
 ) -> tuple[ScoreWindow, torch.Tensor]:
@@ -245,18 +301,21 @@ def _score_window(
         unseen |= ahead <= -window
     weight = score.masked_fill(unseen, float("-inf")).softmax(-1)
 
-    groups = basis.inv_freq.shape[0]
     stacked = key.transpose(0, 1).flatten(1)
-    k_pe = rotate((basis.key_rope.to(dtype) @ stacked.T).mT, basis.inv_freq, position, spec.attention_factor)
-    q_pe = query @ basis.query_rope.to(dtype).mT
-    q_pe = rotate(q_pe, basis.inv_freq.repeat_interleave(q_pe.shape[0] // groups, 0), chosen, spec.attention_factor)
-    rotary = q_pe @ k_pe.repeat_interleave(q_pe.shape[0] // groups, 0).mT * spec.softmax_scale
+    rotary = torch.zeros_like(score)
+    if basis is not None:
+        groups = basis.inv_freq.shape[0]
+        k_pe = rotate((basis.key_rope.to(dtype) @ stacked.T).mT, basis.inv_freq, position, spec.attention_factor)
+        q_pe = query @ basis.query_rope.to(dtype).mT
+        q_pe = rotate(q_pe, basis.inv_freq.repeat_interleave(q_pe.shape[0] // groups, 0), chosen, spec.attention_factor)
+        rotary = q_pe @ k_pe.repeat_interleave(q_pe.shape[0] // groups, 0).mT * spec.softmax_scale
     lost = score - rotary
     scores = ScoreWindow(
         query=query,
         features=torch.cat([stacked, hidden], -1) if spec.qk_norm else hidden,
         weight=weight,
         target=lost - (weight * lost).sum(-1, keepdim=True),
+        position=chosen,
         share=float(stride),
     )
     return scores, rotary.masked_fill(unseen, float("-inf"))
@@ -276,11 +335,11 @@ def _project(
 
 
 def _converted(
-    spec: SourceSpec, window: ScoreWindow, rotary: torch.Tensor, query_map: torch.Tensor, key_map: torch.Tensor
+    spec: SourceSpec, window: ScoreWindow, rotary: torch.Tensor, query_map: torch.Tensor, maps: KeyMaps
 ) -> torch.Tensor:
     """The converted layer's attention [H, queries, length], of both results of :func:`_score_window`."""
-    un_rotated = window.query @ query_map.mT @ window.keys(key_map).mT
-    return (rotary + un_rotated * spec.softmax_scale).softmax(-1)
+    scores = window.queries(query_map, maps) @ window.keys(maps).mT
+    return (rotary + scores * spec.softmax_scale).softmax(-1)
 
 
 def _attend(weight: torch.Tensor, value: torch.Tensor, spec: SourceSpec) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One latent for the un-rotated keys and the values of a layer: one class a rule, a line in ``LOW_RANKS`` names it."""
+"""One latent for the keys and the values of a layer: one class a rule, a line in ``LOW_RANKS`` names it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ class LatentFactors:
         key_decoder: [h_kv, d_n, d_c].
         value_decoder: [h_kv, d_v, d_c].
         value_offset: [H, d_v], by query head since each attends differently; None unless centred.
+        rope_decoder: [d_r, d_c] and ``rope_offset`` [d_r]: the rotary key ≈ ``rope_decoder`` c +
+            ``rope_offset``; None where it is cached.
     """
 
     encoder: torch.Tensor
     key_decoder: torch.Tensor
     value_decoder: torch.Tensor
     value_offset: torch.Tensor | None
+    rope_decoder: torch.Tensor | None = None
+    rope_offset: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,16 @@ class LatentProblem:
     Attributes:
         key: [h_kv, d_n, E], un-rotated keys as linear functions of u (without what is constant over tokens).
         value: [h_kv, d_v, E], values without their bias.
-        key_metric: [h_kv, d_n, d_n], cost of a key error e is e^T M e: second moment of the queries that read it.
+        key_metric: [h_kv, d_n, d_n], cost of a key error e is e^T M e: second moment of the queries that read it. With
+            a ``rotary`` key [n, n], n = h_kv d_n + d_r, of the errors of all keys (``rope.error_cost``).
         value_metric: [h_kv, d_v, d_v], cost of a value error: W_O^T W_O of the heads that read it.
         covariance: [E, E], of the inputs that keys are fitted to, centred; None when no statistics were taken.
         mean: [E], their mean; None likewise.
         value_covariance: [E, E], of the inputs that values are fitted to (u itself, or its averages under attention).
         value_mean: [H, E], their mean per query head.
+        rotary: [d_r, E], the one rotary key before RoPE, likewise linear in u, where the latent must hold it too; else
+            None.
+        rotary_bias: [d_r], what it adds to that; None likewise.
     """
 
     key: torch.Tensor
@@ -57,6 +65,18 @@ class LatentProblem:
     mean: torch.Tensor | None
     value_covariance: torch.Tensor | None
     value_mean: torch.Tensor | None
+    rotary: torch.Tensor | None = None
+    rotary_bias: torch.Tensor | None = None
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[blocks, rows, E]: keys by what has a metric of its own: kv heads, or all keys together."""
+        return self.key if self.rotary is None else torch.cat([self.key.flatten(0, 1), self.rotary])[None]
+
+    @property
+    def key_metrics(self) -> torch.Tensor:
+        """[blocks, rows, rows]."""
+        return self.key_metric.reshape(-1, *self.key_metric.shape[-2:])
 
 
 class LowRankRule(ABC):
@@ -85,7 +105,7 @@ class SvdJoint(LowRankRule):
     reads_statistics: ClassVar[bool] = False
 
     def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        return _principal(torch.cat([problem.key.flatten(0, 1), problem.value.flatten(0, 1)]), None, rank)
+        return _principal(torch.cat([problem.keys.flatten(0, 1), problem.value.flatten(0, 1)]), None, rank)
 
 
 class SvdSplit(LowRankRule):
@@ -94,7 +114,7 @@ class SvdSplit(LowRankRule):
     reads_statistics: ClassVar[bool] = False
 
     def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = problem.key.flatten(0, 1), problem.value.flatten(0, 1)
+        key, value = problem.keys.flatten(0, 1), problem.value.flatten(0, 1)
         key_rank = min(round(rank * key.shape[0] / (key.shape[0] + value.shape[0])), key.shape[0])
         value_rank = min(rank - key_rank, value.shape[0])
         parts = [
@@ -110,7 +130,7 @@ class BalancedPca(LowRankRule):
 
     def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
         covariance, value_covariance = _moments(problem, 0.0, centered)
-        key, value = problem.key.flatten(0, 1), problem.value.flatten(0, 1)
+        key, value = problem.keys.flatten(0, 1), problem.value.flatten(0, 1)
         gain = _balance(key, covariance, value, value_covariance)
         decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)
         return torch.cat([decoder[: key.shape[0]] / gain, decoder[key.shape[0] :]]), encoder
@@ -126,16 +146,16 @@ class WhitenedJoint(LowRankRule):
 
     def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
         covariance, value_covariance = _moments(problem, SHRINKAGE, centered)
-        key_root, key_inverse = _roots(problem.key_metric)
+        key_root, key_inverse = _roots(problem.key_metrics)
         value_root, value_inverse = _roots(problem.value_metric)
-        key, value = (key_root @ problem.key).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
+        key, value = (key_root @ problem.keys).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
         gain = _balance(key, covariance, value, value_covariance)
         if key.any():  # un-rotated keys may all be those of a head that is zero
             decoder, encoder = _alternate(gain * key, covariance, value, value_covariance, rank)
         else:
             decoder, encoder = _principal(torch.cat([gain * key, value]), value_covariance, rank)
         rows = key.shape[0]
-        key_part = key_inverse @ decoder[:rows].view(*problem.key.shape[:2], rank) / gain
+        key_part = key_inverse @ decoder[:rows].view(*problem.keys.shape[:2], rank) / gain
         value_part = value_inverse @ decoder[rows:].view(*problem.value.shape[:2], rank)
         return torch.cat([key_part.flatten(0, 1), value_part.flatten(0, 1)]), encoder
 
@@ -156,7 +176,7 @@ def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered:
     Args:
         centered: whether the values' mean, as far as the latent loses it, is handed over to ``o_proj``.
     """
-    key, value = problem.key.flatten(0, 1), problem.value.flatten(0, 1)
+    key, value = problem.keys.flatten(0, 1), problem.value.flatten(0, 1)
     rows = key.shape[0] + value.shape[0]
     if rank >= rows:
         encoder = torch.cat([key, value, key.new_zeros(rank - rows, key.shape[1])])
@@ -166,14 +186,20 @@ def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered:
         decoder = torch.cat([key, value]) @ encoder.T
     else:
         decoder, encoder = rule.factors(problem, rank, centered=centered)
-    key_decoder = decoder[: key.shape[0]].view(*problem.key.shape[:2], rank)
+    un_rotated = problem.key.shape[0] * problem.key.shape[1]
+    key_decoder = decoder[:un_rotated].view(*problem.key.shape[:2], rank)
     value_decoder = decoder[key.shape[0] :].view(*problem.value.shape[:2], rank)
     offset = None
     if centered and problem.value_mean is not None and rank < min(rows, key.shape[1]):
         heads = problem.value_mean.view(problem.value.shape[0], -1, problem.value.shape[2])  # [h_kv, group, E]
         lost = problem.value - value_decoder @ encoder
         offset = torch.einsum("ade,age->agd", lost, heads).flatten(0, 1)
-    return LatentFactors(encoder, key_decoder, value_decoder, offset)
+    if problem.rotary is None:
+        return LatentFactors(encoder, key_decoder, value_decoder, offset)
+    rope_decoder, rope_offset = decoder[un_rotated : key.shape[0]], problem.rotary_bias
+    if problem.mean is not None:  # unlike an un-rotated key's, its mean is seen
+        rope_offset = rope_offset + (problem.rotary - rope_decoder @ encoder) @ problem.mean
+    return LatentFactors(encoder, key_decoder, value_decoder, offset, rope_decoder, rope_offset)
 
 
 def _principal(target: torch.Tensor, covariance: torch.Tensor | None, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

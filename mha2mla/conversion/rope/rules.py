@@ -56,7 +56,7 @@ class RopeRule(ABC):
         reads_phases: whether it needs attention-weighted distances.
     """
 
-    layouts: ClassVar[tuple[str, ...]] = ("per-group", "shared")
+    layouts: ClassVar[tuple[str, ...]] = ("per-group", "shared", "latent")
     reads_statistics: ClassVar[bool] = True
     reads_phases: ClassVar[bool] = False
 
@@ -131,7 +131,7 @@ class Turn(Scored):
     """Largest E|q|² E|k|² (1 − |g|²), g = E exp(iθΔ) over attention-weighted distances Δ without the sink column:
     1 − |g|² is the variance of the turn, which no constant factor replaces."""
 
-    layouts: ClassVar[tuple[str, ...]] = ("shared",)  # heads get as many pairs as they earn
+    layouts: ClassVar[tuple[str, ...]] = ("shared", "latent")  # heads get as many pairs as they earn
     reads_phases: ClassVar[bool] = True
 
     def scores(self, problem: RopeProblem) -> torch.Tensor:
@@ -142,7 +142,7 @@ class Rotation(Turn):
     """The same; in the shared layout the candidates are the principal components of all kv heads' keys within one
     frequency."""
 
-    layouts: ClassVar[tuple[str, ...]] = ("per-group", "shared")
+    layouts: ClassVar[tuple[str, ...]] = ("per-group", "shared", "latent")
 
     def components(self, problem: RopeProblem) -> SharedComponents:
         return unitary_components(problem.spec, problem.statistics, problem.pairs)
@@ -153,7 +153,7 @@ class RoRoPE(RopeRule):
     """RoRoPE with FreqFold (arXiv 2502.07864): real principal components of the keys of all heads within ``fold``
     neighbouring frequencies, equally many of every such group."""
 
-    layouts: ClassVar[tuple[str, ...]] = ("shared",)
+    layouts: ClassVar[tuple[str, ...]] = ("shared", "latent")
     fold: int = 1
 
     def check(self, spec: SourceSpec) -> None:
