@@ -205,7 +205,10 @@ def test_env(tmp_path, capsys):
         (["eval", "quality", "a", "b", "--lengths", "512,long"], "lengths has 'long'"),
         (["convert", "a", "b", "--recipe", "/no/such.yaml"], "/no/such.yaml"),
         (["convert", "a", "b", "--cache-ratio", "1.5"], "cache_ratio is 1.5"),
-        (["convert", "a", "b", "--layout", "cubist"], "layout is 'cubist'; expected one of 'per-group', 'shared'"),
+        (
+            ["convert", "a", "b", "--layout", "cubist"],
+            "layout is 'cubist'; expected one of 'per-group', 'shared', 'latent'",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv, message, capsys):

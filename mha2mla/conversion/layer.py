@@ -203,9 +203,7 @@ def un_rotated_keys(spec: SourceSpec, weights: AttentionWeights, basis: RotaryBa
     return _of_inputs(spec, weights, basis.key_nope)
 
 
-def rotary_keys(
-    spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_keys(spec: SourceSpec, weights: AttentionWeights, basis: RotaryBasis) -> tuple[torch.Tensor, torch.Tensor]:
     """[d_r, E] and [d_r]: the one rotary key before RoPE as a function of u, and its bias."""
     key_rope = basis.key_rope[0]
     bias = None if spec.qk_norm else weights.k_bias

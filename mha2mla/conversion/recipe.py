@@ -181,7 +181,9 @@ class Recipe:
 
     def refits_queries(self, geometry: MLAGeometry) -> bool:
         """Whether some of a query's keys are not the source's own, and queries are fitted to them."""
-        return self.fit.queries and not is_exact(geometry) and (geometry.qk_nope_head_dim > 0 or geometry.rope_from_latent)
+        return (
+            self.fit.queries and not is_exact(geometry) and (geometry.qk_nope_head_dim > 0 or geometry.rope_from_latent)
+        )
 
     def needs_sample(self, geometry: MLAGeometry) -> bool:
         """Whether inputs themselves must be kept, besides their moments."""

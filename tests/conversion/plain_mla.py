@@ -24,19 +24,22 @@ def plain_mla_attention(hidden, tensors, geometry, spec, mask=None, first_positi
         geometry.qk_rope_head_dim,
         geometry.kv_lora_rank,
     )
+    stored = 0 if geometry.rope_from_latent else groups * rope
     windows, length, _ = hidden.shape
     query = torch.nn.functional.linear(hidden, t["q_proj.weight"], t.get("q_proj.bias"))
     if spec.qk_norm:
         query = torch.einsum("hed,wlhd->wlhe", t["q_b_proj"], spec.split_heads(query, t["q_norm.weight"]))
         key = torch.nn.functional.linear(hidden, t["k_proj.weight"], t.get("k_proj.bias"))
         key = spec.split_heads(key, t["k_norm.weight"]).flatten(2)
-        latent, k_pe = (key @ t["k_a_proj.weight"].T).split([rank, groups * rope], -1)
+        latent, k_pe = (key @ t["k_a_proj.weight"].T).split([rank, stored], -1)
         latent = latent + hidden @ t["v_a_proj.weight"].T
     else:
         query = query.view(windows, length, heads, -1)
         latent, k_pe = torch.nn.functional.linear(hidden, t["kv_a_proj.weight"], t.get("kv_a_proj.bias")).split(
-            [rank, groups * rope], -1
+            [rank, stored], -1
         )
+    if geometry.rope_from_latent:
+        k_pe = torch.nn.functional.linear(latent, t["k_rope_proj.weight"], t["k_rope_proj.bias"])
     position = torch.arange(first_position, first_position + length)
     query = query.transpose(1, 2)
     q_nope, q_pe = query.split([nope, rope], -1)

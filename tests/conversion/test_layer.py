@@ -115,7 +115,8 @@ def test_all_pairs_but_one_rank_everything_is_the_source_when_nothing_is_un_rota
     layer = Layer("qwen2")
     width = layer.spec.num_key_value_heads * layer.spec.head_dim
     rope = layer.spec.head_dim if layout == "per-group" else width
-    recipe = Recipe(layout=layout, rope_selection=selection, qk_rope_head_dim=rope, kv_lora_rank=width)
+    rank = 2 * width if layout == "latent" else width  # rotary keys too
+    recipe = Recipe(layout=layout, rope_selection=selection, qk_rope_head_dim=rope, kv_lora_rank=rank)
     assert relative(layer.output(recipe), layer.source_output()) < 2e-6
 
 
@@ -244,7 +245,7 @@ def test_without_rotation_dropping_it_costs_nothing(case, layout):
     still = SourceSpec(**{**vars(layer.spec), "inv_freq": torch.zeros_like(layer.spec.inv_freq)})
     layer.spec = still
     width = layer.spec.num_key_value_heads * layer.spec.head_dim
-    rank = 2 * width - 8 * (1 if layout == "shared" else layer.spec.num_key_value_heads)
+    rank = 2 * width - {"latent": 0, "shared": 8, "per-group": 8 * layer.spec.num_key_value_heads}[layout]
     # Of a shared basis this rank is the target's very own, below the number of its rows.
     recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=rank, fit_queries=False, latent_rule="svd-joint")
     exact = Recipe(layout=layout, cache_ratio=1.0)

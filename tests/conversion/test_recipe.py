@@ -24,7 +24,7 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"layout": "per-head"}, "layout is 'per-head'; expected one of 'per-group', 'shared'"),
+        ({"layout": "per-head"}, "layout is 'per-head'; expected one of 'per-group', 'shared', 'latent'"),
         ({"rope.selection": "best"}, "rope.selection is 'best'; expected one of 'high'"),
         ({"latent.rule": "svd"}, "latent.rule is 'svd'; expected one of 'svd-joint'"),
         ({"cache_ratio": 0}, "cache_ratio is 0; expected a number above 0, at most 1"),

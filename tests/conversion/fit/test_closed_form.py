@@ -8,6 +8,7 @@ import torch
 from mha2mla.conversion.calibration.statistics import AttentionSample, StatisticsCollector
 from mha2mla.conversion.fit import closed_form
 from mha2mla.conversion.layer import convert_layer, finish_layer, prepare_layer, rotary_basis, un_rotated_keys
+from mha2mla.conversion.target import LAYOUTS
 from tests.conversion.plain_mla import plain_mla_attention
 from tests.conversion.test_layer import Layer, relative
 from tests.conversion.tiny import Recipe
@@ -43,11 +44,14 @@ def test_conjugate_gradients_reach_the_least_squares_solution(case, monkeypatch)
     monkeypatch.setattr(closed_form, "_STEPS", 30)
     basis, keys = basis_and_keys(layer)
     windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
-    found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, keys)
+    found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, closed_form.KeyMaps(keys))
     head, scale = 1, layer.spec.softmax_scale
     rows, targets = [], []
     for window in windows:
-        outer = torch.einsum("qd,tn->qtnd", window.query[head], window.keys(keys)[head]).flatten(2) * scale
+        outer = (
+            torch.einsum("qd,tn->qtnd", window.query[head], window.keys(closed_form.KeyMaps(keys))[head]).flatten(2)
+            * scale
+        )
         weight = window.weight[head][..., None]
         centred = outer - (weight * outer).sum(1, keepdim=True)
         rows.append((weight.sqrt() * centred).flatten(0, 1))
@@ -61,7 +65,7 @@ def test_conjugate_gradients_reach_the_least_squares_solution(case, monkeypatch)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", ["shared", "per-group"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_refits_bring_the_output_nearer_to_the_source(case, layout, monkeypatch):
     monkeypatch.setattr(closed_form, "_OUTPUT_STRIDE", 1)  # the sample is small
     layer = SampledLayer(case)
@@ -81,7 +85,13 @@ def test_an_output_that_cannot_be_mended_is_left_alone():
     values = weights.v_weight.view(spec.num_key_value_heads, spec.head_dim, -1)
     offset = torch.zeros(spec.num_attention_heads, spec.head_dim, dtype=torch.float64)
     change, bias = closed_form.refit_output(
-        spec, weights, layer.statistics.sample, basis, torch.zeros_like(keys), 1e-9 * values, offset
+        spec,
+        weights,
+        layer.statistics.sample,
+        basis,
+        closed_form.KeyMaps(torch.zeros_like(keys)),
+        1e-9 * values,
+        offset,
     )
     assert torch.isfinite(change).all() and torch.isfinite(bias).all()
     features, share = torch.randn(64, 16, dtype=torch.float64), torch.ones(64, 1, dtype=torch.float64)
@@ -98,7 +108,7 @@ def test_scores_that_need_no_fit_keep_their_queries(case):
     layer.spec = dataclasses.replace(layer.spec, inv_freq=torch.zeros_like(layer.spec.inv_freq))
     basis, keys = basis_and_keys(layer, fit_queries=False)
     windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
-    found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, keys)
+    found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, closed_form.KeyMaps(keys))
     assert torch.allclose(found, basis.query_nope, atol=1e-9)
 
 
@@ -138,7 +148,7 @@ def test_a_window_shorter_than_the_stride_still_asks(monkeypatch):
         assert window.weight.shape[1] == 1 and torch.isfinite(window.target).all()
 
 
-@pytest.mark.parametrize("layout", ["shared", "per-group"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_prepared_serves_every_rank(layout):
     layer = SampledLayer("qwen3-biases-yarn")
     recipes = [Recipe(layout=layout, qk_rope_head_dim=4, kv_lora_rank=rank, fit_output=True) for rank in (8, 24)]
@@ -166,7 +176,7 @@ def test_the_written_scores_are_those_of_the_layer():
         window, rotary = closed_form._score_window(layer.spec, layer.weights, inputs, visible, basis, 1, index)
         value = torch.einsum("ade,te->atd", values, inputs)
         for weight, found in (
-            (closed_form._converted(layer.spec, window, rotary, basis.query_nope, keys), outputs),
+            (closed_form._converted(layer.spec, window, rotary, basis.query_nope, closed_form.KeyMaps(keys)), outputs),
             (window.weight, sources),
         ):
             attended = closed_form._attend(weight, value, layer.spec).flatten(1) @ layer.weights.o_weight.T
