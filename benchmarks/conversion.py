@@ -13,7 +13,9 @@ every row, and rows that it already holds for the same commit, model and texts a
 
 from __future__ import annotations
 
+import itertools
 import json as json_format
+import re
 import shutil
 import sys
 import tempfile
@@ -44,6 +46,7 @@ LONG_TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")
 TEXTS = ("builtin:prose", *LONG_TEXTS)
 LENGTHS = "512,2048,longest"
 ROPE_ONLY = (64, 48, 32)
+ROTARY_WIDTHS = {"shared": (48, 64), "latent": (32, 64, 96, 192)}  # beside the layouts' own
 _CHECK_TOKENS = 512  # of convert's own comparison, which these rows do not read
 
 # Keys whose other value an ablation tries, one at a time, from the preset that it starts from.
@@ -76,7 +79,8 @@ class Case:
 
 
 def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: int = 0) -> list[Case]:
-    """The rows of the comparison table: per ratio the peers, then ours; then the RoPE step alone.
+    """The rows of the comparison table: per ratio the peers, then ours; other rotary widths at the first; then the
+    RoPE step alone.
 
     Args:
         kv_width: kv heads times head width of the source. Peers get the widths of their own papers' splits.
@@ -91,12 +95,21 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
             ("published-transmla", split),
             ("quick", {"cache_ratio": ratio}),
             ("quick", {"cache_ratio": ratio, "layout": "per-group"}),
+            ("quick", {"cache_ratio": ratio, "layout": "latent"}),
             ("shared", {"cache_ratio": ratio}),
             ("per-group", {"cache_ratio": ratio}),
+            ("latent", {"cache_ratio": ratio}),
         ):
             recipe = Recipe.from_preset(preset, **keys, **{"calibration.seed": seed})
             name = f"quick, {recipe.target.layout}" if preset == "quick" else preset
             cases.append(Case(f"{ratio:g} {name}", recipe))
+    budget = round(ratios[0] * 2 * kv_width)
+    for layout, widths in ROTARY_WIDTHS.items():
+        for preset, rope in itertools.product((layout, "quick"), widths):
+            rank = budget if layout == "latent" else budget - rope
+            keys = {"layout": layout, "kv_lora_rank": rank, "qk_rope_head_dim": rope, "calibration.seed": seed}
+            name = f"quick, {layout}" if preset == "quick" else preset
+            cases.append(Case(f"{ratios[0]:g} d_r={rope} {name}", Recipe.from_preset(preset, **keys)))
     for rope in ROPE_ONLY:
         widths = {"qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope, "calibration.seed": seed}
         more = {"fit.output": False, "calibration.tokens": 32768}
@@ -144,7 +157,7 @@ def compare(
     """Peers and presets at several cache ratios.
 
     Args:
-        only: measure rows whose name contains this; several parts are joined by commas.
+        only: measure rows whose name contains this; several: joined by commas, no spaces.
         json: file to write after every row; rows that are there already are kept.
         model: folder or hub id; default SmolLM2-135M-Instruct.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
@@ -175,7 +188,7 @@ def ablation(
 
     Args:
         preset: what the changes start from; presets with reconstruction also try its keys.
-        only: measure rows whose name contains this, and the preset's own; several parts are joined by commas.
+        only: measure rows whose name contains this, and the preset's own; several: joined by commas, no spaces.
         json: file to write after every row; rows that are there already are kept.
         model: folder or hub id; default SmolLM2-135M-Instruct.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
@@ -243,7 +256,7 @@ def _measure(
     kind: str,
     title: str,
 ) -> bool:
-    parts = [""] if only is None else only.split(",")
+    parts = [""] if only is None else re.split(",(?! )", only)
     named = [case for case in cases if any(part in case.name for part in parts)]
     chosen = [case for case in cases if case.is_base or case in named]
     if not named:

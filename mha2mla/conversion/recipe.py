@@ -74,8 +74,8 @@ class Recipe:
             )
         if self.rope.share is not None and LAYOUTS[self.target.layout].rope_from_latent:
             raise ValueError(
-                f"rope.share is {self.rope.share!r} in the {self.target.layout} layout; expected none: nothing rotary is"
-                " cached there (qk_rope_head_dim beside kv_lora_rank says how wide rotary keys are)"
+                f"rope.share is {self.rope.share!r} in the {self.target.layout} layout; expected none: it caches"
+                " nothing rotary (qk_rope_head_dim beside kv_lora_rank says how wide rotary keys are)"
             )
 
     @classmethod

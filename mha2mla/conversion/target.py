@@ -31,7 +31,7 @@ class Layout:
         rope_share: of a budget that is rotary, where nobody says otherwise: the best of those tried.
         per_group: one rotary key per kv head (G = h_kv; MHA gives G = H), every head the same number of pairs; else one
             for all heads (G = 1), and un-rotated queries keep all their dims.
-        rope_from_latent: nothing rotary is cached: the rotary key is computed from the latent, which is the whole budget.
+        rope_from_latent: nothing rotary is cached: its one key is computed from the latent, which is all of a budget.
     """
 
     rope_share: float
@@ -174,6 +174,7 @@ class Target(Stage):
         if rank < GRANULE:
             raise ValueError(
                 f"cache_ratio is {self.cache_ratio}, {budget} numbers per token and layer, of which {what} leaves"
-                f" {budget - rotary} for the latent; expected {GRANULE} or more: use a larger ratio or the shared layout"
+                f" {budget - rotary} for the latent; expected {GRANULE} or more: use a larger ratio, or the shared or"
+                " latent layout"
             )
         return rank

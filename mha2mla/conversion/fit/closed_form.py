@@ -56,8 +56,8 @@ def refit_queries(
 ) -> torch.Tensor:
     """What queries should be for given keys: [H, d_n (+ d_r), d], float64, in place of ``query_map``.
 
-    Least squares on the source's scores, or on what given rotary scores leave of them (``ScoreWindow.target``), e[s, t].
-    A query s sees its errors under its own attention p, and softmax drops what is the same for all tokens, so the loss is
+    Least squares on the source's scores, less rotary ones where these are given (``ScoreWindow.target``): e[s, t]. A
+    query s sees its errors under its own attention p, and softmax drops what is the same for all tokens, so the loss is
     Σ_s Σ_t p[s,t] (q_s · M k_t − e[s,t])², both centred under p: twice the KL divergence of the attention to second
     order. A mean phase is the solution in which queries, keys and distances are independent; this one knows how they
     go together.
@@ -256,8 +256,8 @@ class AskedKeys:
 def score_windows(
     spec: SourceSpec, weights: AttentionWeights, sample: AttentionSample, basis: RotaryBasis | None
 ) -> list[ScoreWindow]:
-    """Every window of a sample as :func:`refit_queries` sees it: the rotary part is ``basis``'s, where there is one; the
-    rest is free.
+    """Every window of a sample as :func:`refit_queries` sees it: the rotary part is ``basis``'s, if one is given, and
+    the rest is free.
 
     All queries, as long as there is room for their scores. Leaving out neighbours costs more than leaving out windows
     (docs/notes/closed-form.md).
