@@ -115,7 +115,7 @@ def mla_prefill_append(
     v: Tensor,
     latent: Tensor,
     latent_cache: Tensor,
-    rope_cache: Tensor,
+    rope_cache: Tensor | None,
     slots: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
@@ -134,7 +134,8 @@ def mla_prefill_append(
     Args:
         q_nope, q_pe, k_nope, k_pe, v: as in :func:`mla_prefill_varlen`, with T_q = T_k = T; rotated.
         latent: [T, d_c].
-        latent_cache: [P, page, d_c], written; ``rope_cache`` [P, page, G, d_r] likewise.
+        latent_cache: [P, page, d_c], written; ``rope_cache`` [P, page, G, d_r] likewise, or None where nothing rotary
+            is cached.
         slots: [T] int32, page * page_size + offset of each token (:func:`mha2mla.kernels.slots_of`); one outside the
             cache, such as -1, writes nothing.
         cu_seqlens: [B+1] int32, of queries and keys.
@@ -142,8 +143,8 @@ def mla_prefill_append(
     """
     half = k_pe.shape[-1] // 2 if k_pe.ndim else 0
     mla_append(
-        latent, k_pe, k_pe[:, :0], latent_cache, rope_cache, torch.zeros_like(slots), slots,
-        k_pe.new_zeros(1, half, dtype=torch.float32), backend=backend,
+        latent, None if rope_cache is None else k_pe, k_pe[:, :0], latent_cache, rope_cache, torch.zeros_like(slots),
+        slots, k_pe.new_zeros(1, half, dtype=torch.float32), backend=backend,
     )  # fmt: skip
     return mla_prefill_varlen(
         q_nope, q_pe, k_nope, k_pe, v, cu_seqlens, cu_seqlens, max_seqlen, softmax_scale=softmax_scale, causal=causal,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.latent_rope import LatentRope
 from mha2mla.kernels.mla_decode.api import mla_decode
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
@@ -13,7 +14,7 @@ def mla_absorbed(
     q_nope: Tensor,
     q_pe: Tensor,
     latent_cache: Tensor,
-    rope_cache: Tensor,
+    rope_cache: Tensor | None,
     k_up: Tensor | None,
     v_up: Tensor,
     block_table: Tensor,
@@ -22,6 +23,7 @@ def mla_absorbed(
     softmax_scale: float,
     cache_starts: Tensor | None = None,
     latent_scale: Tensor | None = None,
+    rope: LatentRope | None = None,
     plan: DecodePlan | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -33,7 +35,7 @@ def mla_absorbed(
     Args:
         q_nope: [B, S_q, H, d_n]; d_n may be 0.
         q_pe: [B, S_q, H, d_r], rotated.
-        latent_cache, rope_cache, k_up, v_up, latent_scale: as in :func:`mha2mla.kernels.mla_attention`.
+        latent_cache, rope_cache, k_up, v_up, latent_scale, rope: as in :func:`mha2mla.kernels.mla_attention`.
         block_table, cache_seqlens, softmax_scale, cache_starts, plan, backend: as in
             :func:`mha2mla.kernels.mla_decode`.
 
@@ -50,6 +52,6 @@ def mla_absorbed(
         q_latent = torch.einsum("bskrn,knc->bskrc", grouped, k_up).flatten(2, 3)
     out = mla_decode(
         q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
-        latent_scale=latent_scale, cache_starts=cache_starts, plan=plan, backend=backend,
+        latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
     )  # fmt: skip
     return torch.einsum("bskrc,kvc->bskrv", out.unflatten(2, (v_up.shape[0], -1)), v_up).flatten(2, 3)

@@ -13,10 +13,11 @@ from torch import Tensor
 from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.devices import BACKENDS
 from mha2mla.kernels.gqa_decode.api import gqa_decode
+from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.expanded import Attend, attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.layout import Group
-from mha2mla.kernels.mixed_attention.parts import GroupPart, Parts, parts_of
+from mha2mla.kernels.mixed_attention.parts import ChunkPart, GroupPart, Parts, parts_of
 from mha2mla.kernels.mixed_attention.plan import MixedPlan
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 from mha2mla.kernels.split_kv.plan import DecodePlan
@@ -28,13 +29,14 @@ def mla_attention(
     q_nope: Tensor,
     q_pe: Tensor,
     latent_cache: Tensor,
-    rope_cache: Tensor,
+    rope_cache: Tensor | None,
     k_up: Tensor | None,
     v_up: Tensor,
     plan: MixedPlan,
     *,
     softmax_scale: float,
     latent_scale: Tensor | None = None,
+    rope: LatentRope | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Causal MLA attention of a ragged batch, queries of any length per sequence, over its paged latent cache.
@@ -52,13 +54,15 @@ def mla_attention(
         q_nope: [N, H, d_n] un-rotated queries of all sequences, one behind the other; d_n may be 0.
         q_pe: [N, H, d_r] rotated queries. Tokens behind those of the plan's sequences pad the batch.
         latent_cache: [P, page, d_c]; float8_e4m3fn with ``latent_scale``.
-        rope_cache: [P, page, G, d_r], rotated; G divides H.
+        rope_cache: [P, page, G, d_r], rotated; G divides H. None with ``rope``.
         k_up: [h_kv, d_n, d_c]; None exactly if d_n is 0.
         v_up: [h_kv, d_v, d_c]; h_kv divides H.
         plan: of :func:`plan_mla_attention`, for this step's lengths: kernels attend over those that it was made or
             last refreshed for, and the reference refuses it where the batch's are others by now.
         softmax_scale: the source model's.
         latent_scale: [P, page] float32, of the latents where they are e4m3 numbers.
+        rope: what k_pe is computed from, in a cache of the latent alone: by the decode op, and for the expanded form
+            before it attends. Without ``page_offsets``.
         backend: "tilelang", "reference", or None: TileLang where it serves the call.
 
     Returns:
@@ -68,7 +72,7 @@ def mla_attention(
         ValueError: naming the argument, what it was and what it must be.
     """
     _check_call(q_pe, softmax_scale, backend)
-    tokens, heads, rope = q_pe.shape
+    tokens, heads, d_r = q_pe.shape
     if q_nope.ndim != 3 or q_nope.shape[:2] != q_pe.shape[:2]:
         raise ValueError(f"q_nope.shape is {tuple(q_nope.shape)}; expected [{tokens}, {heads}, d_n]")
     width = latent_cache.shape[-1]
@@ -84,11 +88,16 @@ def mla_attention(
             f"latent_scale is {latent_scale.dtype} {tuple(latent_scale.shape)}; expected torch.float32"
             f" {tuple(latent_cache.shape[:2])}"
         )
-    _check_cache("rope_cache", rope_cache, 4, plan, q_pe)
-    groups = rope_cache.shape[2]
-    if rope_cache.shape[:2] != latent_cache.shape[:2] or rope_cache.shape[3] != rope or heads % max(1, groups):
-        expected = f"[{latent_cache.shape[0]}, {latent_cache.shape[1]}, a divisor of {heads}, {rope}]"
-        raise ValueError(f"rope_cache.shape is {tuple(rope_cache.shape)}; expected {expected}")
+    if (rope_cache is None) == (rope is None):
+        given = "neither" if rope is None else "both"
+        raise ValueError(f"rope_cache and rope: {given} given; expected exactly one of them")
+    turn = (None, None, None, 1.0) if rope is None else _check_rope(rope, width, q_pe)
+    if rope is None:
+        _check_cache("rope_cache", rope_cache, 4, plan, q_pe)
+        groups = rope_cache.shape[2]
+        if rope_cache.shape[:2] != latent_cache.shape[:2] or rope_cache.shape[3] != d_r or heads % max(1, groups):
+            expected = f"[{latent_cache.shape[0]}, {latent_cache.shape[1]}, a divisor of {heads}, {d_r}]"
+            raise ValueError(f"rope_cache.shape is {tuple(rope_cache.shape)}; expected {expected}")
     if v_up.ndim != 3 or v_up.shape[2] != width or v_up.shape[0] < 1 or heads % v_up.shape[0]:
         raise ValueError(f"v_up.shape is {tuple(v_up.shape)}; expected [a divisor of {heads}, d_v, {width}]")
     nope = q_nope.shape[2]
@@ -98,8 +107,20 @@ def mla_attention(
     for name, tensor in (("q_nope", q_nope), ("k_up", k_up), ("v_up", v_up)):
         _check_like(name, tensor, q_pe)
     return torch.ops.mha2mla.mla_attention(
-        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *plan.fields(), softmax_scale, backend
+        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *turn, *plan.fields(), softmax_scale, backend
     )
+
+
+def _check_rope(rope: LatentRope, width: int, q_pe: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    """As the op's schema takes it."""
+    if rope.page_offsets is not None:
+        raise ValueError("rope.page_offsets is given; expected None: rows of a batch lie at their places")
+    if rope.weight.shape != (q_pe.shape[2], width):
+        raise ValueError(f"rope.weight.shape is {tuple(rope.weight.shape)}; expected {[q_pe.shape[2], width]}")
+    _check_like("rope.weight", rope.weight, q_pe)
+    _check_like("rope.bias", rope.bias, q_pe)
+    _check_like("rope.inv_freq", rope.inv_freq, q_pe, torch.float32)
+    return rope.weight, rope.bias, rope.inv_freq, rope.scaling
 
 
 def gqa_attention(
@@ -209,23 +230,29 @@ def _attention(
 
 
 def _mla_attention(
-    q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, rope_cache: Tensor,
-    k_up: Tensor | None, v_up: Tensor, *call: Any,
+    q_nope: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor | None, rope_cache: Tensor | None,
+    k_up: Tensor | None, v_up: Tensor, rope_weight: Tensor | None, rope_bias: Tensor | None, inv_freq: Tensor | None,
+    rope_scaling: float, *call: Any,
 ) -> Tensor:  # fmt: skip
     *_, softmax_scale, backend = call
+    rope = None if rope_weight is None else LatentRope(rope_weight, rope_bias, inv_freq, rope_scaling)
 
     def decode(rows_of: Callable[[Tensor], Tensor], part: GroupPart, plan: DecodePlan) -> Tensor:
         return mla_absorbed(
             rows_of(q_nope), rows_of(q_pe), latent_cache, rope_cache, k_up, v_up, part.block_table, part.cache_seqlens,
-            softmax_scale=softmax_scale, cache_starts=part.cache_starts, latent_scale=latent_scale, plan=plan,
-            backend=backend,
+            softmax_scale=softmax_scale, cache_starts=part.cache_starts, latent_scale=latent_scale, rope=rope,
+            plan=plan, backend=backend,
         )  # fmt: skip
 
-    def attend(tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object) -> Any:
-        latent, k_pe = gather_rows(latent_cache, slots), gather_rows(rope_cache, slots)
+    def attend(tokens: slice, part: ChunkPart, *bounds: Tensor | int, **options: object) -> Any:
+        latent = gather_rows(latent_cache, part.slots)
         if latent_scale is not None:
-            latent = dequantize_latent(latent, gather_rows(latent_scale, slots), q_pe.dtype)
-        k_nope = k_pe.new_empty(len(slots), v_up.shape[0], 0) if k_up is None else expand(latent, k_up)
+            latent = dequantize_latent(latent, gather_rows(latent_scale, part.slots), q_pe.dtype)
+        if rope is None:
+            k_pe = gather_rows(rope_cache, part.slots)
+        else:
+            k_pe = rotary_keys(latent, rope, part.positions)[:, None]
+        k_nope = k_pe.new_empty(len(latent), v_up.shape[0], 0) if k_up is None else expand(latent, k_up)
         return mla_prefill_varlen(
             q_nope[tokens], q_pe[tokens], k_nope, k_pe, expand(latent, v_up), *bounds, softmax_scale=softmax_scale,
             backend=backend, **options,
@@ -243,8 +270,8 @@ def _gqa_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *call:
             cache_starts=part.cache_starts, plan=plan, backend=backend,
         )  # fmt: skip
 
-    def attend(tokens: slice, slots: Tensor, *bounds: Tensor | int, **options: object) -> Any:
-        keys, values = gather_rows(key_cache, slots), gather_rows(value_cache, slots)
+    def attend(tokens: slice, part: ChunkPart, *bounds: Tensor | int, **options: object) -> Any:
+        keys, values = gather_rows(key_cache, part.slots), gather_rows(value_cache, part.slots)
         return attention_varlen(
             query[tokens], keys, values, *bounds, softmax_scale=softmax_scale, backend=backend, **options
         )
@@ -276,8 +303,9 @@ _PLAN = (
 )
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
 LIBRARY.define(
-    "mla_attention(Tensor q_nope, Tensor q_pe, Tensor latent_cache, Tensor? latent_scale, Tensor rope_cache,"
-    f" Tensor? k_up, Tensor v_up, {_PLAN}) -> Tensor"
+    "mla_attention(Tensor q_nope, Tensor q_pe, Tensor latent_cache, Tensor? latent_scale, Tensor? rope_cache,"
+    " Tensor? k_up, Tensor v_up, Tensor? rope_weight, Tensor? rope_bias, Tensor? inv_freq, float rope_scaling,"
+    f" {_PLAN}) -> Tensor"
 )
 LIBRARY.define(f"gqa_attention(Tensor query, Tensor key_cache, Tensor value_cache, {_PLAN}) -> Tensor")
 LIBRARY.impl("mla_attention", _mla_attention, "CompositeExplicitAutograd")

@@ -14,8 +14,8 @@ from mha2mla.kernels.mixed_attention.parts import ChunkPart
 
 MAX_PARTIALS = 8  # partial results held before they are merged
 
-# attend(tokens of the batch, slots [T] of keys in the cache, cu_seqlens_q, cu_seqlens_k, longest query, and by name
-# causal, out [tokens, H, d_v], return_lse) -> out, or out and lse [H, tokens]
+# attend(tokens of the batch, where the keys are, cu_seqlens_q, cu_seqlens_k, longest query, and by name causal,
+# out [tokens, H, d_v], return_lse) -> out, or out and lse [H, tokens]
 Attend = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
 
@@ -59,7 +59,7 @@ def attend_wave(
     tokens = slice(wave.first_token, wave.first_token + wave.tokens)
     mine, longest = out[tokens], max(wave.query_lengths)
     if len(chunks) == 1:
-        attend(tokens, chunks[0].slots, cu_seqlens_q, chunks[0].cu_seqlens_k, longest, causal=True, out=mine)
+        attend(tokens, chunks[0], cu_seqlens_q, chunks[0].cu_seqlens_k, longest, causal=True, out=mine)
         return
     partial_out = out.new_empty(min(MAX_PARTIALS, len(chunks)), 1, *mine.shape)
     lses: list[Tensor] = []
@@ -69,7 +69,7 @@ def attend_wave(
             partial_out[0].copy_(merged)
             lses = [lse]
         _, lse = attend(
-            tokens, part.slots, cu_seqlens_q, part.cu_seqlens_k, longest, causal=chunk.causal,
+            tokens, part, cu_seqlens_q, part.cu_seqlens_k, longest, causal=chunk.causal,
             out=partial_out[len(lses), 0], return_lse=True,
         )  # fmt: skip
         lses.append(lse[None])  # [1, H, tokens]

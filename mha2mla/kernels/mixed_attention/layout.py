@@ -84,12 +84,17 @@ def absorbs_up_to(geometry: MLAGeometry) -> int:
     """Query length up to which the absorbed form needs fewer FLOP than the expanded one over the same cached tokens.
 
     Per cached token, absorbed attention costs ``2 H (2 d_c + d_r)`` for each query, expanded attention
-    ``2 H (d_n + d_r + d_v)`` for each query and ``2 h_up d_c (d_n + d_v)`` once, for expanding the token.
+    ``2 H (d_n + d_r + d_v)`` for each query and ``2 h_up d_c (d_n + d_v)`` once, for expanding the token. A rotary key
+    that is computed from the latent costs ``2 d_c d_r`` once in the expanded form, and in the absorbed one in every call
+    of the decode op, of 8 queries.
     """
     heads, latent, rope = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.qk_rope_head_dim
     absorbed = heads * (2 * latent + rope)
     expanded = heads * (geometry.qk_nope_head_dim + rope + geometry.v_head_dim)
     expansion = geometry.num_up_projection_heads * latent * (geometry.qk_nope_head_dim + geometry.v_head_dim)
+    if geometry.rope_from_latent:
+        absorbed += latent * rope // MAX_DECODE_QUERY_LENGTH
+        expansion += latent * rope
     if absorbed <= expanded:
         return 2**30
     return max(MAX_DECODE_QUERY_LENGTH, expansion // (absorbed - expanded))

@@ -39,10 +39,11 @@ class GroupPart(NamedTuple):
 
 
 class ChunkPart(NamedTuple):
-    """``slots [T]`` in the cache of a chunk's tokens, -1 where there is no page (of rows that pad the batch), and
-    ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
+    """Of a chunk's tokens ``slots [T]`` in the cache, -1 where there is no page (of rows that pad the batch), and
+    ``positions [T]`` in their sequences; and ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
 
     slots: Tensor
+    positions: Tensor
     cu_seqlens_k: Tensor
 
 
@@ -152,6 +153,6 @@ def parts_of(
             pieces = PiecesPart(*take(index, 3))
         groups.append(GroupPart(*mine, pieces, *take(index, 2), *take(workspace, 2)))
     waves = tuple(
-        [(take(index, 1)[0], tuple([ChunkPart(*take(index, 2)) for _ in wave.chunks])) for wave in layout.waves]
+        [(take(index, 1)[0], tuple([ChunkPart(*take(index, 3)) for _ in wave.chunks])) for wave in layout.waves]
     )
     return Parts(layout, tuple(groups), waves, window, block_table.shape[1] * page_size)

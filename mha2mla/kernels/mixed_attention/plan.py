@@ -94,7 +94,7 @@ torch.export.register_dataclass(MixedPlan, serialized_type_name="mha2mla.kernels
 
 def plan_mla_attention(
     latent_cache: Tensor,
-    rope_cache: Tensor,
+    rope_cache: Tensor | None,
     block_table: Tensor,
     cache_seqlens: Tensor,
     lengths: Tensor,
@@ -103,6 +103,8 @@ def plan_mla_attention(
     num_key_value_heads: int,
     qk_nope_head_dim: int,
     v_head_dim: int,
+    qk_rope_head_dim: int | None = None,
+    dtype: torch.dtype | None = None,
     cache_starts: Tensor | None = None,
     window: int | None = None,
     max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
@@ -112,12 +114,14 @@ def plan_mla_attention(
 
     Args:
         latent_cache: [P, page, d_c]; only shape, dtype and device are looked at, here and in the next.
-        rope_cache: [P, page, G, d_r].
+        rope_cache: [P, page, G, d_r]; None where nothing rotary is cached.
         block_table: [B, max_pages] int32.
         cache_seqlens: [B] int32, tokens per sequence, the new ones included; 0 for rows that pad a batch.
         lengths: [3, B] int32 on the CPU: new tokens, tokens cached before them and the first visible token of each
             sequence. Of sequences with at most 8 new tokens only the first is looked at.
         num_attention_heads, num_key_value_heads, qk_nope_head_dim, v_head_dim: H, h_kv, d_n, d_v.
+        qk_rope_head_dim: d_r, to be given exactly where there is no ``rope_cache``.
+        dtype: of the queries; None: as ``rope_cache``, or as ``latent_cache`` where there is none.
         cache_starts: [B] int32, first visible token; None: 0.
         window: each query sees only the last ``window`` tokens up to itself; None: all.
         max_expanded_tokens: cached tokens that are expanded to keys and values at a time, which bounds the workspace
@@ -128,20 +132,27 @@ def plan_mla_attention(
         ValueError: naming the argument, what it was and what it must be.
     """
     check_window(window, 0)
+    if (rope_cache is None) != (qk_rope_head_dim is not None):
+        was = "None" if rope_cache is None else "given"
+        raise ValueError(f"qk_rope_head_dim is {qk_rope_head_dim} where rope_cache is {was}; expected one of the two")
     heads, width = num_attention_heads, latent_cache.shape[-1]
-    rope = rope_cache.shape[-1]
-    geometry = MLAGeometry(heads, rope_cache.shape[2], width, rope, qk_nope_head_dim, v_head_dim, num_key_value_heads)
+    groups, rope = (1, qk_rope_head_dim) if rope_cache is None else rope_cache.shape[2:]
+    geometry = MLAGeometry(
+        heads, groups, width, rope, qk_nope_head_dim, v_head_dim, num_key_value_heads,
+        rope_from_latent=rope_cache is None,
+    )  # fmt: skip
+    pages = latent_cache if rope_cache is None else rope_cache
     # A stand-in for queries, of which a plan looks at shape, dtype and device.
-    query = rope_cache.new_empty(())
+    query = pages.new_empty((), dtype=dtype or pages.dtype)
 
     def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
         return plan_mla_decode(
-            query.expand(table.shape[0], seqlen_q, heads, width), rope_cache, table, seqlens, qk_rope_head_dim=rope,
+            query.expand(table.shape[0], seqlen_q, heads, width), pages, table, seqlens, qk_rope_head_dim=rope,
             cache_starts=starts, window=window, latent_dtype=latent_cache.dtype, backend=backend,
         )  # fmt: skip
 
     return _plan(
-        rope_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, absorbs_up_to(geometry),
+        latent_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, absorbs_up_to(geometry),
         max_expanded_tokens, decode_plan,
     )  # fmt: skip
 
@@ -235,7 +246,7 @@ def _put_wave(wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_size:
         position = token + (begins - bounds)[sequence.long()]
         slots = slots_of(table, sequence, position, page_size)
         _check_pages(slots, wave.first + sequence, position, cache_seqlens)
-        pieces.put(slots, bounds)
+        pieces.put(slots, position, bounds)
 
 
 def _check_pages(slots: Tensor, sequence: Tensor, position: Tensor, cache_seqlens: Tensor) -> None:

@@ -14,10 +14,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 def mla_append(
     latent: Tensor,
-    k_pe: Tensor,
+    k_pe: Tensor | None,
     q_pe: Tensor,
     latent_cache: Tensor,
-    rope_cache: Tensor,
+    rope_cache: Tensor | None,
     positions: Tensor,
     slots: Tensor,
     inv_freq: Tensor,
@@ -31,7 +31,8 @@ def mla_append(
 
     Args:
         latent: [N, d_c] of the new tokens of all sequences, one behind the other.
-        k_pe: [N, G, d_r] before RoPE; G or d_r may be 0, and then only latents are written.
+        k_pe: [N, G, d_r] before RoPE; G or d_r may be 0, and then only latents are written. None, with ``rope_cache``,
+            where nothing rotary is cached (:class:`mha2mla.kernels.LatentRope`).
         q_pe: [N, H, d_r] before RoPE; head h turns by the frequencies of rope head h // (H / G).
         latent_cache: [P, page, d_c], written; float8_e4m3fn to store latents as e4m3 numbers.
         rope_cache: [P, page, G, d_r], written; a token's rope heads side by side.
@@ -52,6 +53,12 @@ def mla_append(
         ValueError: naming the argument, what it was and what it must be.
     """
     names = ("latent", "k_pe", "q_pe", "latent_cache", "rope_cache")
+    if (k_pe is None) != (rope_cache is None):
+        missing = "k_pe" if k_pe is None else "rope_cache"
+        raise ValueError(f"{missing} is None; expected both k_pe and rope_cache, or neither")
+    if k_pe is None:  # no rope head
+        k_pe = q_pe[:, :0]
+        rope_cache = q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
     codes = latent_cache.dtype == torch.float8_e4m3fn
     if codes != (latent_scale is not None):
         raise ValueError(
