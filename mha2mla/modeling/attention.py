@@ -202,7 +202,7 @@ class MLAAttention(nn.Module):
         no_autocast = nullcontext()
         if torch.is_autocast_enabled(device):
             # What is cached has a dtype, so attention has it too: autocast ends where the projections do.
-            no_autocast, dtype = torch.autocast(device, enabled=False), layer.tensors["rope_cache"].dtype
+            no_autocast, dtype = torch.autocast(device, enabled=False), layer.dtype
             tensors = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
         with no_autocast:
             rotated, out = step.run(self.layer_idx, {**tensors, "inv_freq": self.inv_freq})

@@ -13,6 +13,7 @@ from torch import Tensor
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import (
     DecodePlan,
+    LatentRope,
     MixedPlan,
     explain_attention_varlen,
     explain_gqa_decode,
@@ -39,11 +40,22 @@ from mha2mla.modeling.registry import (
 )
 
 
-def _mla_plan(backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants) -> MixedPlan:
-    geometry = constants.geometry
+def _rope(tensors: Tensors, constants: AttentionConstants) -> LatentRope | None:
+    """What rotary keys are computed from; None where they are cached."""
+    if tensors.get("rope_weight") is None:
+        return None
+    return LatentRope(
+        tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0], constants.attention_scaling
+    )
+
+
+def _mla_plan(
+    backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants, dtype: torch.dtype
+) -> MixedPlan:
+    geometry, rope = constants.geometry, cache.get("rope_cache")
     return plan_mla_attention(
         cache["latent_cache"],
-        cache["rope_cache"],
+        rope,
         batch.block_table,
         batch.cache_seqlens,
         batch.lengths,
@@ -51,6 +63,8 @@ def _mla_plan(backend: str | None, cache: Tensors, batch: Batch, constants: Atte
         num_key_value_heads=geometry.num_up_projection_heads,
         qk_nope_head_dim=geometry.qk_nope_head_dim,
         v_head_dim=geometry.v_head_dim,
+        qk_rope_head_dim=geometry.qk_rope_head_dim if rope is None else None,
+        dtype=dtype,
         cache_starts=batch.cache_starts,
         window=constants.window,
         backend=backend,
@@ -58,18 +72,24 @@ def _mla_plan(backend: str | None, cache: Tensors, batch: Batch, constants: Atte
 
 
 def _mla_plan_decode(
-    backend: str | None, cache: Tensors, block_table: Tensor, query_length: int, constants: AttentionConstants
+    backend: str | None,
+    cache: Tensors,
+    block_table: Tensor,
+    query_length: int,
+    constants: AttentionConstants,
+    dtype: torch.dtype,
 ) -> DecodePlan:
-    geometry, rope = constants.geometry, cache["rope_cache"]
+    geometry, latent = constants.geometry, cache["latent_cache"]
     shape = (block_table.shape[0], query_length, geometry.num_attention_heads, geometry.kv_lora_rank)
     return plan_mla_decode(
-        rope.new_empty(()).expand(shape),  # stands in for queries, of which shape, dtype and device are looked at
-        rope,
+        # Stands in for queries, of which shape, dtype and device are looked at.
+        latent.new_empty((), dtype=dtype).expand(shape),
+        cache.get("rope_cache", latent),
         block_table,
         None,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
         window=constants.window,
-        latent_dtype=cache["latent_cache"].dtype,
+        latent_dtype=latent.dtype,
         backend=backend,
     )
 
@@ -79,10 +99,10 @@ def _mla_append(
 ) -> dict[str, Tensor]:
     rotated = mla_append(
         tensors["latent"],
-        tensors["k_pe"],
+        tensors.get("k_pe"),
         tensors["q_pe"],
         cache["latent_cache"],
-        cache["rope_cache"],
+        cache.get("rope_cache"),
         batch.positions,
         batch.slots,
         tensors["inv_freq"],
@@ -97,10 +117,11 @@ def _mla_attend(
     backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, plan: Plan, constants: AttentionConstants
 ) -> Tensor:
     q_nope, q_pe = tensors["q_nope"], tensors["q_pe"]
-    layer = (cache["latent_cache"], cache["rope_cache"], tensors["k_up"], tensors["v_up"])
+    layer = (cache["latent_cache"], cache.get("rope_cache"), tensors["k_up"], tensors["v_up"])
     options = {
         "softmax_scale": constants.softmax_scale,
         "latent_scale": cache.get("latent_scale"),
+        "rope": _rope(tensors, constants),
         "backend": backend,
     }
     if not isinstance(plan, DecodePlan):
@@ -146,7 +167,9 @@ def _gqa_layout(geometry: GQAGeometry, page_size: int, dtype: torch.dtype):
     return gqa_layout(geometry.num_key_value_heads, geometry.qk_head_dim, geometry.v_head_dim, page_size, dtype)
 
 
-def _gqa_plan(backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants) -> MixedPlan:
+def _gqa_plan(
+    backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants, dtype: torch.dtype
+) -> MixedPlan:
     return plan_gqa_attention(
         cache["key_cache"],
         cache["value_cache"],
@@ -221,7 +244,7 @@ def _mla(name: str, backend: str | None, explain: Callable, explain_long: Callab
         name=name,
         geometry=MLAGeometry,
         per_token=("q_nope", "q_pe", "latent", "k_pe"),
-        weights=("k_up", "v_up", "inv_freq"),
+        weights=("k_up", "v_up", "inv_freq", "rope_weight", "rope_bias"),
         explain=explain,
         explain_long=explain_long,
         **{**ops, **options},

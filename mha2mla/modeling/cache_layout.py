@@ -93,23 +93,27 @@ def in_bytes(tensor: Tensor) -> Tensor:
 
 
 def latent_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:
-    """``latent_cache`` [.., d_c] and ``rope_cache`` [.., G, d_r], as ``mla_decode`` takes them."""
+    """``latent_cache`` [.., d_c] and ``rope_cache`` [.., G, d_r], as ``mla_decode`` takes them; the first alone with
+    ``rope_from_latent``."""
     latent = CacheTensor("latent_cache", (geometry.kv_lora_rank,), dtype)
-    return CacheLayout("mla", (latent, _rope(geometry, dtype)), page_size)
+    return CacheLayout("mla", (latent, *_rope(geometry, dtype)), page_size)
 
 
 def fp8_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:
-    """``latent_cache`` as e4m3 numbers with ``latent_scale`` per token, and ``rope_cache`` in the model's dtype."""
+    """``latent_cache`` as e4m3 numbers with ``latent_scale`` per token, and ``rope_cache``, if any, in the model's
+    dtype."""
     tensors = (
         CacheTensor("latent_cache", (geometry.kv_lora_rank,), torch.float8_e4m3fn),
         CacheTensor("latent_scale", (), torch.float32),
-        _rope(geometry, dtype),
+        *_rope(geometry, dtype),
     )
     return CacheLayout("mla_fp8", tensors, page_size)
 
 
-def _rope(geometry: MLAGeometry, dtype: torch.dtype) -> CacheTensor:
-    return CacheTensor("rope_cache", (geometry.num_rope_heads, geometry.qk_rope_head_dim), dtype)
+def _rope(geometry: MLAGeometry, dtype: torch.dtype) -> tuple[CacheTensor, ...]:
+    if geometry.rope_from_latent:
+        return ()
+    return (CacheTensor("rope_cache", (geometry.num_rope_heads, geometry.qk_rope_head_dim), dtype),)
 
 
 def gqa_layout(

@@ -1,4 +1,4 @@
-"""One layer of the latent cache: pages of the latent c and of the rotated k_pe, and nothing else."""
+"""One layer of the latent cache: pages of the latent c, of the rotated k_pe where it is cached, and nothing else."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class LatentLayer(CacheLayerMixin):
     Attributes:
         backend: what serves the layer; once it has pages.
         tensors: of the backend's cache layout, [B * max_pages, page, ...]: latents, rotated keys.
+        dtype: of the model; latents may be stored in fewer bits.
         block_table: [B, max_pages] int32, an arange.
         cache_seqlens: [B] int32, tokens per sequence, padding included; the same for all sequences.
         is_compileable: the capacity is fixed, so addresses and shapes stay what they are.
@@ -118,6 +119,7 @@ class LatentLayer(CacheLayerMixin):
         ``key_states [B, ...]`` gives batch, dtype and device; the widths are the geometry's.
         """
         self.serve_by(self.choose(self.backend_name, key_states.dtype, key_states.device))
+        self.dtype = key_states.dtype
         self._set(self._allocated(key_states.shape[0], self.max_pages, key_states.device))
         # As transformers' StaticLayer: a compiled step may then mutate these in place inside a CUDA graph.
         if self.is_compileable and not torch.compiler.is_compiling():
@@ -139,8 +141,7 @@ class LatentLayer(CacheLayerMixin):
         """Makes these the layer's pages. Nothing here can fail: a layer has its old pages or its new ones."""
         self.tensors, self.block_table, self.cache_seqlens = pages
         self.batch_size, self.max_pages = pages.block_table.shape
-        # Latents may be stored in fewer bits.
-        self.dtype, self.device = pages.tensors["rope_cache"].dtype, pages.block_table.device
+        self.device = pages.block_table.device
         self.is_initialized = True
 
     def forget_pages(self) -> None:
@@ -250,13 +251,13 @@ class LatentLayer(CacheLayerMixin):
             self._length += tokens
             self.is_empty = self._length == 0
 
-    def tokens_with(self, new_tokens: int) -> tuple[Tensor, Tensor]:
-        """What the expanded form attends over once ``new_tokens`` were written, before they are counted:
-        latents [B, T, d_c] and rotated keys [B, T, G, d_r], as many as :meth:`get_mask_sizes` says."""
+    def tokens_with(self, new_tokens: int) -> tuple[Tensor, Tensor | None]:
+        """What the expanded form attends over once ``new_tokens`` were written, before they are counted: latents
+        [B, T, d_c] and rotated keys [B, T, G, d_r] if they are cached, as many as :meth:`get_mask_sizes` says."""
         width, _ = self.get_mask_sizes(new_tokens)
         shape = (self.batch_size, self.capacity)
         stored = {name: tensor.view(*shape, *tensor.shape[2:])[:, :width] for name, tensor in self.tensors.items()}
-        latent, rope = stored["latent_cache"], stored["rope_cache"]
+        latent, rope = stored["latent_cache"], stored.get("rope_cache")
         if "latent_scale" in stored:
             latent = dequantize_latent(latent, stored["latent_scale"], self.dtype)
         if not self.is_compileable or self.is_empty:
@@ -264,7 +265,7 @@ class LatentLayer(CacheLayerMixin):
         # All of a static layer's, with zeros behind those that are there: the expanded form multiplies masked values by
         # zero, and what was never written, or was cropped, may be NaN.
         there = (torch.arange(self.capacity, device=self.device) < self.cache_seqlens[0] + new_tokens)[:, None]
-        return torch.where(there, latent, 0.0), torch.where(there[..., None], rope, 0.0)
+        return torch.where(there, latent, 0.0), None if rope is None else torch.where(there[..., None], rope, 0.0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Appends S tokens to every sequence.
@@ -274,7 +275,7 @@ class LatentLayer(CacheLayerMixin):
 
         Args:
             key_states: [B, 1, S, d_c], the latent.
-            value_states: [B, 1, S, G * d_r], rotated keys.
+            value_states: [B, 1, S, G * d_r], rotated keys; of no width where none are cached, as what is returned.
 
         Returns:
             What the expanded form attends over, as wide as ``get_mask_sizes`` said before this call: the arguments
@@ -287,18 +288,19 @@ class LatentLayer(CacheLayerMixin):
         batch, _, new_tokens, _ = key_states.shape
         self.open(batch, new_tokens, key_states.dtype, key_states.device)
         latent, rotated = (states.detach()[:, 0].flatten(0, 1).to(self.dtype) for states in (key_states, value_states))
-        rotated = rotated.unflatten(-1, (self.geometry.num_rope_heads, -1))
+        rope_cache = self.tensors.get("rope_cache")
+        heads = rotated.unflatten(-1, (1, 0) if rope_cache is None else rope_cache.shape[2:])
         places = self.place(torch.zeros(1, new_tokens, dtype=torch.int32, device=self.device))
         # Keys are rotated already: frequencies of zero leave them alone, exactly in plain torch.
         mla_append(
             latent,
-            rotated,
-            rotated[:, :0],
+            None if rope_cache is None else heads,
+            heads[:, :0],
             self.tensors["latent_cache"],
-            self.tensors["rope_cache"],
+            rope_cache,
             places.positions,
             places.slots,
-            rotated.new_zeros(1, rotated.shape[-1] // 2, dtype=torch.float32),
+            heads.new_zeros(1, heads.shape[-1] // 2, dtype=torch.float32),
             latent_scale=self.tensors.get("latent_scale"),
             backend="reference",
         )
@@ -306,7 +308,7 @@ class LatentLayer(CacheLayerMixin):
             returned = key_states, value_states
         else:
             latent, rope = self.tokens_with(new_tokens)
-            returned = latent[:, None], rope.flatten(2)[:, None]
+            returned = latent[:, None], (latent[..., :0] if rope is None else rope.flatten(2))[:, None]
         self.cache_seqlens.add_(new_tokens)
         self.count(new_tokens)
         return returned

@@ -18,13 +18,14 @@ from mha2mla.modeling.step import AttentionStep, DecodePlans, mixed_plans
 
 
 class PagedLayer(NamedTuple):
-    """One layer of a PagedCache: what serves it, what its cache is made of, and that by the layout's names, each tensor
-    [num_pages, page_size, ...]."""
+    """One layer of a PagedCache: what serves it, what its cache is made of, that by the layout's names, each tensor
+    [num_pages, page_size, ...], and the model's dtype."""
 
     backend: AttentionBackend
     constants: AttentionConstants
     layout: CacheLayout
     tensors: dict[str, Tensor]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class PagedCache:
         self.device = torch.device(device)
         layouts = [backend.cache_layout(constants.geometry, page_size, dtype) for backend, constants in layers]
         self.layers = tuple(
-            PagedLayer(*served, layout, layout.make(num_pages, self.device))
+            PagedLayer(*served, layout, layout.make(num_pages, self.device), dtype)
             for served, layout in zip(layers, layouts, strict=True)
         )
 

@@ -55,16 +55,17 @@ class AttentionBackend:
         name: in the registry and in configs.
         geometry: type of the geometries that it serves.
         per_token: names of the tensors per new token: queries and keys [N, heads, width], a latent [N, width].
-        weights: names of the layer's own tensors that the ops take.
-        cache_layout: from geometry, page size and the model's dtype, what its cache is made of; ``latent_cache`` and
-            ``rope_cache`` for a LatentCache, ``latent_scale`` where latents are e4m3 numbers.
+        weights: names of the layer's own tensors that the ops take; those that its geometry has no use for are None or
+            left out, here and in ``per_token``.
+        cache_layout: from geometry, page size and the model's dtype, what its cache is made of; ``latent_cache`` for a
+            LatentCache, ``rope_cache`` unless keys are made from latents, ``latent_scale`` where these are e4m3.
         append: ``append(tensors, cache, batch, constants)`` rotates the queries, which it returns by name, and writes
             keys and values of the new tokens to their slots.
         attend: ``attend(tensors, cache, batch, plan, constants)`` gives [N, H, d_v]; None: the model's
             ``attn_implementation`` attends, in the expanded form, over what is cached.
-        plan: the metadata op: ``plan(cache, batch, constants)`` before ``attend``, once per step for all layers that
-            share constants.
-        plan_decode: ``plan_decode(cache, block_table, query_length, constants)``, not filled, of batches whose
+        plan: the metadata op: ``plan(cache, batch, constants, dtype)`` before ``attend``, once per step for all layers
+            that share constants and the dtype of queries.
+        plan_decode: ``plan_decode(cache, block_table, query_length, constants, dtype)``, not filled, of batches whose
             sequences all bring that many tokens, 8 at most: kept from step to step, refreshed in each. None: ``plan``
             serves these too, and a LatentCache cannot be served.
         explain: ``explain(geometry, page_size, dtype, device)``: why it does not serve queries of at most 8 tokens, or
@@ -81,8 +82,8 @@ class AttentionBackend:
     cache_layout: Callable[[Any, int, torch.dtype], CacheLayout]
     append: Callable[[Tensors, Tensors, Batch, AttentionConstants], dict[str, Tensor]]
     attend: Callable[[Tensors, Tensors, Batch, Plan, AttentionConstants], Tensor] | None
-    plan: Callable[[Tensors, Batch, AttentionConstants], MixedPlan] | None
-    plan_decode: Callable[[Tensors, Tensor, int, AttentionConstants], DecodePlan] | None
+    plan: Callable[[Tensors, Batch, AttentionConstants, torch.dtype], MixedPlan] | None
+    plan_decode: Callable[[Tensors, Tensor, int, AttentionConstants, torch.dtype], DecodePlan] | None
     explain: Callable[[Any, int, torch.dtype, torch.device], str | None]
     explain_long: Callable[[Any, int, torch.dtype, torch.device], str | None]
     compiled: bool = True

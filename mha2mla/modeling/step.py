@@ -19,6 +19,7 @@ class ServedLayer(Protocol):
     backend: AttentionBackend
     constants: AttentionConstants
     tensors: Mapping[str, Tensor]
+    dtype: torch.dtype  # of queries; what is cached may have fewer bits
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def mixed_plans(
     plans: dict[tuple, MixedPlan] = {}
     for key, layer, wanted, batch in zip(keys, layers, attends, batches, strict=True):
         if wanted and key not in plans:
-            plans[key] = layer.backend.plan(layer.tensors, batch, layer.constants)
+            plans[key] = layer.backend.plan(layer.tensors, batch, layer.constants, layer.dtype)
     shared = dict(zip(plans, with_one_workspace(plans.values(), ("workspace",)), strict=True))
     return tuple([shared[key] if wanted else None for key, wanted in zip(keys, attends, strict=True)])
 
@@ -117,7 +118,7 @@ class DecodePlans:
             keys.append(key)
             if key is None or key in plan_of:
                 continue
-            plan = layer.backend.plan_decode(layer.tensors, table, query_length, layer.constants)
+            plan = layer.backend.plan_decode(layer.tensors, table, query_length, layer.constants, layer.dtype)
             # A schedule says which tokens go to which CTA: layers of other widths share it if they launch as many CTAs.
             same_schedule = (plan.num_ctas, window, table.device)
             _, shared = scheduled.setdefault(same_schedule, (index, plan))
