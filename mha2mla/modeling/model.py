@@ -203,12 +203,12 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         batch, query_length = tokens.shape[:2]
         latent = cache if isinstance(cache, LatentCache) else None
-        if latent is not None and position_ids is None:
-            position_ids = latent.next_positions(query_length, tokens.device)
         if is_padding_mask(attention_mask) and (cache is None or latent is not None):
             attention_mask = check_mask(attention_mask, batch, query_length, latent)
         if self.config.rope_from_latent and cache is not None:
             position_ids = places(cache, position_ids, attention_mask, query_length, tokens.device)
+        elif latent is not None and position_ids is None:
+            position_ids = latent.next_positions(query_length, tokens.device)
         of_new_tokens = _of_new_tokens(attention_mask, cache, query_length) if output_router_logits else None
         no_history = self._refuses_gradients(latent, inputs_embeds)
         with torch.no_grad() if no_history else nullcontext():

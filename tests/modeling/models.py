@@ -129,6 +129,7 @@ LATENT_GEOMETRIES = {
 }
 for _, keys in LATENT_GEOMETRIES.values():
     keys |= {"rope_from_latent": True, "num_rope_heads": 1}
+GEOMETRIES |= LATENT_GEOMETRIES
 
 
 def source_config(case: str, **keys):
@@ -143,7 +144,7 @@ def source_model(case: str, **keys) -> nn.Module:
 
 
 def mla_config(case: str = "per-group", **keys) -> MHA2MLAConfig:
-    source, geometry = {**GEOMETRIES, **LATENT_GEOMETRIES}[case]
+    source, geometry = GEOMETRIES[case]
     config = source_config(source)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {

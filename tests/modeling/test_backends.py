@@ -12,12 +12,22 @@ from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 from tests.few import few
 
-GEOMETRIES = {
-    MLAGeometry: MLAGeometry(6, 2, 16, 8, 8, 16, 2),
-    GQAGeometry: GQAGeometry(6, 2, 16, 8),
-}
-PAGE, PAGES = 16, 12
-BATCHED = {name: backend for name, backend in BUILT_IN.items() if backend.attend is not None}
+STORED, LATENT = MLAGeometry(6, 2, 16, 8, 8, 16, 2), MLAGeometry(6, 1, 16, 8, 8, 16, 2, rope_from_latent=True)
+PAGE, PAGES = 16, 13
+CASES = [
+    (BUILT_IN[name], geometry)
+    for name, geometry in (
+        ("mla_paged", STORED),
+        ("gqa_paged", GQAGeometry(6, 2, 16, 8)),
+        ("mla_fp8", LATENT),
+        ("mla_paged", LATENT),
+        ("mla_fp8", STORED),
+        ("mla_fp8_reference", STORED),
+        ("mla_reference", LATENT),
+        ("gqa_reference", GQAGeometry(6, 2, 16, 8)),
+    )
+]
+each_case = few("backend, geometry", CASES, count=4, ids=lambda value: getattr(value, "name", str(value)))
 
 
 class AttentionLayer(nn.Module):
@@ -53,24 +63,24 @@ def batches():
     ]
 
 
-def layer_of(backend):
-    geometry = GEOMETRIES[backend.geometry]
+def layer_of(backend, geometry):
     layer = AttentionLayer(backend, AttentionConstants(geometry, softmax_scale=0.25))
     layer.inv_freq.copy_(10.0 ** -torch.rand(layer.inv_freq.shape))
     return layer
 
 
-def arguments(backend, batch):
+def arguments(backend, geometry, batch):
     """Queries, keys, values, weights; and a cache of random tokens."""
-    g, n = GEOMETRIES[backend.geometry], batch.num_tokens
+    n, unused = batch.num_tokens, set()
     if backend.geometry is GQAGeometry:
         shapes = {"query": (n, 6, 16), "key": (n, 2, 16), "value": (n, 2, 8)}
     else:
         shapes = {"q_nope": (n, 6, 8), "q_pe": (n, 6, 8), "k_pe": (n, 2, 8), "latent": (n, 16)}
-        shapes |= {"k_up": (2, 8, 16), "v_up": (2, 16, 16)}
-    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    assert {*tensors, "inv_freq"} == {*backend.per_token, *backend.weights}
-    cache = backend.cache_layout(g, PAGE, torch.float32).make(PAGES)
+        shapes |= {"k_up": (2, 8, 16), "v_up": (2, 16, 16), "rope_weight": (8, 16), "rope_bias": (8,)}
+        unused = {"k_pe"} if geometry.rope_from_latent else {"rope_weight", "rope_bias"}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items() if name not in unused}
+    assert {*tensors, *unused, "inv_freq"} == {*backend.per_token, *backend.weights}
+    cache = backend.cache_layout(geometry, PAGE, torch.float32).make(PAGES)
     for cached in cache.values():
         cached.copy_(torch.rand(cached.shape) + 0.1)
     return tensors, cache
@@ -80,17 +90,17 @@ def copies(cache):
     return {name: tensor.clone() for name, tensor in cache.items()}
 
 
-@few("backend", BATCHED.values(), count=3, ids=BATCHED)
-def test_one_full_graph_for_any_mix(backend):
+@each_case
+def test_one_full_graph_for_any_mix(backend, geometry):
     """torch.compile(fullgraph=True): what the host decides stays behind the op; sizes become symbols, once."""
-    layer = layer_of(backend)
+    layer = layer_of(backend, geometry)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
     graphs = []
     for batch in batches():
-        tensors, cache = arguments(backend, batch)
+        tensors, cache = arguments(backend, geometry, batch)
         mine = copies(cache)
-        plan = backend.plan(cache, batch, layer.constants)
+        plan = backend.plan(cache, batch, layer.constants, torch.float32)
         expected = layer(tensors, cache, batch, plan)
         assert torch.equal(compiled(tensors, mine, batch, plan), expected) and expected.any()
         for name in cache:
@@ -99,26 +109,26 @@ def test_one_full_graph_for_any_mix(backend):
     assert graphs == graphs[:1] * 3
 
 
-@few("backend", BATCHED.values(), count=3, ids=BATCHED)
-def test_export_with_dynamic_shapes(backend):
+@each_case
+def test_export_with_dynamic_shapes(backend, geometry):
     """One exported program serves other numbers of sequences, tokens and pages."""
-    layer = layer_of(backend)
+    layer = layer_of(backend, geometry)
     table = [range(0, 4), range(4, 6), range(6, 9), range(9, 12)]
 
     def decodes(lengths, count, **options):
         return SequenceBatch.build([1] * count, lengths, table[:count], PAGE, **options)
 
     first, second = decodes([20, 7, 33], 3), decodes([5, 9, 2, 40], 4, max_pages=6)
-    tensors, cache = arguments(backend, first)
-    plan = backend.plan(cache, first, layer.constants)
+    tensors, cache = arguments(backend, geometry, first)
+    plan = backend.plan(cache, first, layer.constants, torch.float32)
     shapes = plan.dynamic_shapes(first.dynamic_shapes())
-    for name in backend.per_token:
+    for name in {*backend.per_token} & tensors.keys():
         shapes[tensors[name]] = {0: Dim.AUTO}
     given = (tensors, copies(cache), first, plan)
     program = torch.export.export(layer, given, dynamic_shapes=shapes)
     for batch in (first, second):
-        tensors, cache = arguments(backend, batch)
-        plan = backend.plan(cache, batch, layer.constants)
+        tensors, cache = arguments(backend, geometry, batch)
+        plan = backend.plan(cache, batch, layer.constants, torch.float32)
         expected = layer(tensors, copies(cache), batch, plan)
         assert torch.equal(program.module()(tensors, copies(cache), batch, plan), expected)
 
@@ -126,5 +136,7 @@ def test_export_with_dynamic_shapes(backend):
 def test_descriptors_say_what_they_are():
     for name, backend in BUILT_IN.items():
         assert backend.name == name
-        layout = backend.cache_layout(GEOMETRIES[backend.geometry], PAGE, torch.bfloat16)
+    for backend, geometry in CASES:
+        layout = backend.cache_layout(geometry, PAGE, torch.bfloat16)
         assert layout.page_size == PAGE and layout.make(2)
+        assert ("rope_cache" in layout.make(1)) is (geometry is STORED)

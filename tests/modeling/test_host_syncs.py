@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mha2mla.kernels.mla_decode import reference
-from mha2mla.modeling import LatentCache, step_choice
+from mha2mla.modeling import LatentCache, positions, step_choice
 from mha2mla.modeling.paged_cache import BatchStep
 from tests.modeling import models
 
@@ -51,7 +51,8 @@ def as_on_a_gpu(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(step_choice, "host_may_look", lambda mask, query_length: query_length > 1)
+    for room in (step_choice, positions):
+        monkeypatch.setattr(room, "host_may_look", lambda mask, query_length: query_length > 1)
     monkeypatch.setattr(reference, "mla_decode_reference", unwatched(reference.mla_decode_reference))
     monkeypatch.setattr(BatchStep, "check", unwatched(BatchStep.check))
 
@@ -78,7 +79,7 @@ def test_the_watch_sees_a_read(read):
         read(number)
 
 
-@pytest.mark.parametrize("case", ["per-group", "some sliding", "per layer"])
+@pytest.mark.parametrize("case", ["per-group", "some sliding", "per layer", "latent", "latent per layer"])
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "left padding"])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @torch.no_grad()

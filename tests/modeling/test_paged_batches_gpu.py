@@ -131,7 +131,7 @@ def test_a_layer_compiles_with_inductor(name):
         for tensor in cache.values():
             tensor.copy_(torch.rand(tensor.shape))
         mine = {key: tensor.clone() for key, tensor in cache.items()}
-        plan = backend.plan(cache, batch, layer.constants)
+        plan = backend.plan(cache, batch, layer.constants, torch.bfloat16)
         expected = layer(tensors, cache, batch, plan)
         assert torch.equal(compiled(tensors, mine, batch, plan), expected) and expected.any()
         assert all(torch.equal(mine[key].float(), cache[key].float()) for key in cache)

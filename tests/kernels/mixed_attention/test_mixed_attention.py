@@ -448,7 +448,7 @@ def test_opcheck():
         torch.ops.mha2mla.mla_attention.default,
         (
             problem.q_nope, problem.q_pe, problem.latent_cache, None, problem.rope_cache, problem.k_up, problem.v_up,
-            *problem.plan().fields(), SCALE, None,
+            None, None, None, 1.0, *problem.plan().fields(), SCALE, None,
         ),
     )  # fmt: skip
     batch, query, keys, values = gqa_problem()
