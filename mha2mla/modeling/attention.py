@@ -15,9 +15,18 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from mha2mla.kernels import LatentRope, rotary_keys
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 from mha2mla.modeling.step import AttentionStep
+
+
+class RotaryKeyMap(nn.Linear):
+    """W_KR and b_KR. Called, it hands them on to what applies them: backends, and :func:`rotary_keys`. (Offloaded
+    weights are there only while their module is called.)"""
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.weight, self.bias
 
 
 class MLAAttention(nn.Module):
@@ -80,7 +89,7 @@ class MLAAttention(nn.Module):
             self.q_proj = nn.Linear(hidden, heads * query_dim, bias=config.attention_q_bias)
             self.kv_a_proj = nn.Linear(hidden, cached_dim, bias=config.attention_kv_bias)
         if geometry.rope_from_latent:
-            self.k_rope_proj = nn.Linear(geometry.kv_lora_rank, geometry.qk_rope_head_dim)
+            self.k_rope_proj = RotaryKeyMap(geometry.kv_lora_rank, geometry.qk_rope_head_dim)
         if geometry.qk_nope_head_dim:
             self.k_b_proj = nn.Parameter(torch.empty(up_heads, geometry.qk_nope_head_dim, geometry.kv_lora_rank))
         self.v_b_proj = nn.Parameter(torch.empty(up_heads, geometry.v_head_dim, geometry.kv_lora_rank))
@@ -158,7 +167,8 @@ class MLAAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The expanded form over any cache, or none: as :meth:`_expanded`."""
         position_ids = position_ids.to(hidden_states.device)
-        turn = self._rotary(position_ids, hidden_states.dtype)
+        scaling = self.config.layer_rope_scaling(self.layer_idx)
+        turn = rotary_cos_sin(position_ids, self.inv_freq, scaling, hidden_states.dtype)
         q_nope, q_pe = self._query(hidden_states)
         q_pe = apply_rotary(q_pe.unflatten(2, (self.geometry.num_rope_heads, -1)), *turn).flatten(2, 3)
         latent, k_pe = self._latent(hidden_states)
@@ -197,7 +207,7 @@ class MLAAttention(nn.Module):
             "v_up": self.v_b_proj,
         }
         if self.geometry.rope_from_latent:
-            tensors |= {"rope_weight": self.k_rope_proj.weight, "rope_bias": self.k_rope_proj.bias}
+            tensors["rope_weight"], tensors["rope_bias"] = self.k_rope_proj()
         device, layer = hidden_states.device.type, step.layers[self.layer_idx]
         no_autocast = nullcontext()
         if torch.is_autocast_enabled(device):
@@ -238,13 +248,10 @@ class MLAAttention(nn.Module):
             return latent, None
         return latent, k_pe.unflatten(-1, (geometry.num_rope_heads, -1))
 
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of the layer at ``positions`` [B or 1, S]."""
-        return rotary_cos_sin(positions, self.inv_freq, self.config.layer_rope_scaling(self.layer_idx), dtype)
-
     def _rotary_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
         """k_pe [B, T, 1, d_r] of c [B, T, d_c] at ``positions`` [B or 1, T], with ``config.rope_from_latent``."""
-        return apply_rotary(self.k_rope_proj(latent)[:, :, None], *self._rotary(positions, latent.dtype))
+        scaling = self.config.layer_rope_scaling(self.layer_idx)
+        return rotary_keys(latent, LatentRope(*self.k_rope_proj(), self.inv_freq[0], scaling), positions)[:, :, None]
 
     def _normed(self, projected: Tensor, norm: nn.Module) -> Tensor:
         """[B, S, heads * d_h] -> [B, S, heads, d_h] after a norm over each head, or over all of them."""

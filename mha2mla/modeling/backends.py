@@ -44,9 +44,7 @@ def _rope(tensors: Tensors, constants: AttentionConstants) -> LatentRope | None:
     """What rotary keys are computed from; None where they are cached."""
     if tensors.get("rope_weight") is None:
         return None
-    return LatentRope(
-        tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0], constants.attention_scaling
-    )
+    return LatentRope(tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0], constants.attention_scaling)
 
 
 def _mla_plan(

@@ -163,11 +163,12 @@ def test_hidden_states_are_the_base_models():
     assert not isinstance(model(models.tokens(2, 5), return_dict=False), dict)
 
 
+@pytest.mark.parametrize("case", ["per-group", "latent"])
 @pytest.mark.parametrize("offloaded", [("model.embed_tokens",), ("model.layers.0",), ("model.",)])
 @torch.no_grad()
-def test_offloaded_weights(offloaded, tmp_path):
+def test_offloaded_weights(offloaded, case, tmp_path):
     """They are on the device "meta" until their module runs; neither cache, positions nor masks are ever there."""
-    model = models.mla_model()
+    model = models.mla_model(case)
     model.save_pretrained(tmp_path / "model")
     parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
     device_map = {part: "disk" if part.startswith(offloaded) else "cpu" for part in parts}
