@@ -56,9 +56,14 @@ def compare_predictions(source: LogitsOf, converted: LogitsOf, targets: Tensor) 
         target = targets[part, None].to(log_p.device)
         nll = [-logs.gather(-1, target)[:, 0] for logs in (log_p, log_q)]
         agrees = log_p.argmax(-1) == log_q.argmax(-1)
-        parts.append((*nll, (log_p.exp() * log_q.neg_().add_(log_p)).sum(-1), agrees, *squares))
+        parts.append((*nll, kl_divergence(log_p, log_q), agrees, *squares))
         start, step = part.stop, max(1, min(POSITIONS_PER_SLICE, LOGITS_PER_SLICE // log_p.shape[-1]))
     return Comparison(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q) in nats, [N], of log-probabilities [N, vocabulary]."""
+    return torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
 class Predictor:

@@ -68,9 +68,9 @@ def decode_step_latency(
                     "seqlen": seqlen,
                     "dtype": str(dtype).removeprefix("torch."),
                     "device": device.type,
-                    "cache_bytes": batch * seqlen * cache_bytes_per_token(model, dtype.itemsize),
                 }
                 step = _DecodeStep.prefilled(model, ids[:batch, :seqlen], prefill_chunk)
+                row["cache_bytes"] = batch * seqlen * step.bytes_per_token
                 here = [index for index, sequence in enumerate(checked) if sequence in (0, batch - 1)]
                 check = _check_step(step, sorted({0, batch - 1}), yardstick[here, column], exact[here, column])
                 row |= measured(step, check, row["cache_bytes"], device, min_run_time)
@@ -117,6 +117,14 @@ class _DecodeStep:
             )
         position = torch.full((batch, 1), seqlen - 1, device=ids.device)
         return cls(model, cache, ids[:, -1:].clone(), position)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What the cache holds of a token, all layers: latents of eight bits, for instance, and their scales."""
+        if self.model.config.model_type != "mha2mla":
+            return cache_bytes_per_token(self.model, self.model.dtype.itemsize)
+        pages = (tensor for layer in self.cache.layers for tensor in layer.tensors.values())
+        return sum(tensor[0, 0].nbytes for tensor in pages)
 
     def __call__(self) -> Tensor:
         logits = self.model(

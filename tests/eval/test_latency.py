@@ -119,6 +119,17 @@ def test_decode_step_rows(tiny_source, tiny_converted):
     assert all(after <= before / 2 for before, after in zip(half[:6], half[6:], strict=True))
 
 
+def test_cached_bytes_count_latents_of_eight_bits_and_their_scales(tiny_converted):
+    model = MHA2MLAForCausalLM.from_pretrained(tiny_converted, attention_backend="mla_fp8_reference")
+    row = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)[0]
+    geometries = [model.config.layer_geometry(layer) for layer in range(model.config.num_hidden_layers)]
+    itemsize = model.dtype.itemsize
+    per_token = sum(
+        each.kv_lora_rank + 4 + each.num_rope_heads * each.qk_rope_head_dim * itemsize for each in geometries
+    )
+    assert row["cache_bytes"] == 2 * 40 * per_token < 2 * 40 * model.config.cache_bytes_per_token(itemsize)
+
+
 class WrongStep:
     """Reads another token than it was given, but only when it decodes with a cache."""
 

@@ -25,6 +25,7 @@ from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE
 from mha2mla.geometry import MLAGeometry
+from mha2mla.predictions import kl_divergence
 
 FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
 LEAST, MOST = 0.2, 2.0  # of the uniform rank that a layer may get
@@ -246,6 +247,5 @@ def _divergences(model: StreamedModel, clean: ActivationStore, perturbed: Sequen
         here = block, slice(start, start + _PREDICTED_TOKENS), model.device
         expected = predictions(clean.tokens(*here))
         for index, store in enumerate(perturbed):
-            difference = expected - predictions(store.tokens(*here))
-            totals[index] += (expected.exp() * difference).sum(dtype=torch.float64)
+            totals[index] += kl_divergence(expected, predictions(store.tokens(*here))).sum(dtype=torch.float64)
     return (totals / clean.blocks.tokens.numel()).tolist()
