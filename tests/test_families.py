@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import mha2mla
 from mha2mla.conversion.families import ADAPTERS, UnsupportedSourceError, adapter_for
@@ -54,7 +54,9 @@ def test_full_rank_reproduces_the_source(case, layout, tmp_path):
         assert relative(converted(tokens).logits, source(tokens).logits) <= 1e-4
     prompt = {"input_ids": tokens[:, :14], "attention_mask": torch.ones(3, 14, dtype=torch.int64)}
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    assert torch.equal(converted.generate(**prompt, **options), source.generate(**prompt, **options))
+    expected = source.generate(**prompt, **options)
+    assert torch.equal(converted.generate(**prompt, **options), expected)
+    assert torch.equal(converted.generate(**prompt, past_key_values=DynamicCache(), **options), expected)
 
 
 def soften(folder):

@@ -270,6 +270,36 @@ def test_a_key_bias_on_un_rotated_dims_is_dropped_and_on_rotated_ones_kept():
     assert relative(layer.output(wider, shifted), layer.output(recipe, tensors)) < 1e-9
 
 
+@pytest.mark.parametrize("case", ["qwen2", "qwen3-biases-yarn"])
+def test_a_key_bias_is_that_of_the_rotary_map_where_keys_come_from_the_latent(case):
+    """The latent holds keys without their bias; under q/k-norm it holds normed keys, which have none."""
+    layer = Layer(case)
+    tensors = layer.converted(Recipe(layout="latent", cache_ratio=1.0))
+    width = layer.spec.num_key_value_heads * layer.spec.head_dim
+    encoder = "k_a_proj" if layer.spec.qk_norm else "kv_a_proj"
+    assert tensors[f"{encoder}.weight"].shape[0] == 2 * width and f"{encoder}.bias" not in tensors
+    assert tensors["k_rope_proj.weight"].shape == (width, 2 * width)
+    bias = torch.zeros(width) if layer.spec.qk_norm else layer.weights.k_bias
+    assert torch.equal(tensors["k_rope_proj.bias"].sort().values, bias.double().sort().values)
+    assert ("k_proj.bias" in tensors) == layer.spec.qk_norm
+
+
+def test_the_mean_that_a_latent_loses_of_rotary_keys_is_in_their_bias():
+    """Inputs that are their mean alone: rotary keys are right then, whatever the rank."""
+    layer = Layer("qwen2")
+    recipe = Recipe(layout="latent", qk_rope_head_dim=16, kv_lora_rank=12, fit_queries=False)
+    tensors, basis = (
+        layer.converted(recipe),
+        rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics),
+    )
+    mean = layer.statistics.mean
+    expected = basis.key_rope[0] @ (layer.weights.k_weight @ mean + layer.weights.k_bias)
+    latent = tensors["kv_a_proj.weight"] @ mean
+    found = tensors["k_rope_proj.weight"] @ latent + tensors["k_rope_proj.bias"]
+    assert relative(found, expected) < 1e-9
+    assert relative(tensors["k_rope_proj.weight"] @ latent, expected) > 0.1
+
+
 def test_a_value_bias_is_folded_into_the_output_bias():
     layer = Layer("qwen2")
     recipe = Recipe(cache_ratio=1.0)
@@ -400,7 +430,7 @@ def test_every_recipe_gives_the_tensors_of_its_geometry(case, layout, selection,
     assert relative(layer.output(recipe), layer.source_output()) < 1.5
 
 
-@pytest.mark.parametrize("layout", ["shared", "per-group"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
 def test_maps_per_query_head_start_as_the_same_layer(case, layout):
     layer = Layer(case)

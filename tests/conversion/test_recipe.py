@@ -9,7 +9,7 @@ from mha2mla.conversion.fit.stage import Fit
 from mha2mla.conversion.presets import PRESETS
 from mha2mla.conversion.recipe import Recipe, recipe_file
 from mha2mla.conversion.rope.stage import Rope
-from mha2mla.conversion.target import Target
+from mha2mla.conversion.target import LAYOUTS, Target
 from tests.conversion import tiny
 from tests.conversion.tiny import Recipe as MinimalRecipe
 
@@ -131,6 +131,10 @@ def test_a_bad_file_is_named(tmp_path, text, named):
         (MinimalRecipe(cache_ratio=0.5, layout="shared"), 1, 152, 40, 64),
         (MinimalRecipe(cache_ratio=0.3125, layout="shared"), 1, 96, 24, 64),
         (MinimalRecipe(cache_ratio=0.3125, layout="per-group"), 3, 96, 8, 56),
+        (MinimalRecipe(cache_ratio=1.0, layout="latent"), 1, 384, 192, 0),
+        (MinimalRecipe(cache_ratio=0.5, layout="latent"), 1, 192, 128, 64),
+        (MinimalRecipe(cache_ratio=0.1875, layout="latent"), 1, 72, 128, 64),
+        (MinimalRecipe(layout="latent", kv_lora_rank=120, qk_rope_head_dim=192), 1, 120, 192, 0),
         (MinimalRecipe(layout="shared", rope_share=0.25), 1, 144, 48, 64),
         (MinimalRecipe(layout="per-group", kv_lora_rank=80, qk_rope_head_dim=24), 3, 80, 24, 40),
     ],
@@ -158,7 +162,19 @@ def test_shared_rotary_keys_are_no_wider_than_fused_attention_takes(kv_heads, he
     assert asked.qk_rope_head_dim == round(0.25 * ratio * 2 * kv_heads * head_dim)
 
 
-@pytest.mark.parametrize("layout", ["per-group", "shared"])
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "rope", "nope"),
+    [(8, 128, 128, 128), (8, 96, 128, 96), (1, 64, 64, 0), (8, 192, 64, 192), (4, 256, 128, 256)],
+)
+def test_rotary_keys_of_the_latent_are_as_wide_as_kernels_go(kv_heads, head_dim, rope, nope):
+    source = spec(**{**SMOLLM2, "num_attention_heads": 32, "num_key_value_heads": kv_heads, "head_dim": head_dim})
+    for ratio in (0.5, 0.25):
+        geometry = MinimalRecipe(layout="latent", cache_ratio=ratio).geometry(source)
+        assert (geometry.qk_rope_head_dim, geometry.qk_nope_head_dim) == (rope, nope) and geometry.rope_from_latent
+        assert geometry.cache_numel_per_token == geometry.kv_lora_rank == ratio * 2 * kv_heads * head_dim
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "keys", [SMOLLM2, {**SMOLLM2, "num_key_value_heads": 9}, {"num_key_value_heads": 1, "head_dim": 64}]
 )
@@ -183,6 +199,22 @@ def test_a_ratio_is_never_exceeded_and_nearly_reached(layout, keys):
 def test_a_target_that_does_not_fit_the_source_is_refused(keys, named):
     with pytest.raises(ValueError, match=named):
         MinimalRecipe(layout="per-group", **keys).geometry(spec(**SMOLLM2))
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"kv_lora_rank": 8, "qk_rope_head_dim": 194}, "qk_rope_head_dim is 194; expected at most 192"),
+        (
+            {"kv_lora_rank": 392, "qk_rope_head_dim": 16},
+            "kv_lora_rank is 392; expected at most 384, which with 0 rotary numbers",
+        ),
+        ({"cache_ratio": 0.02}, "leaves 7 for the latent"),
+    ],
+)
+def test_what_does_not_fit_the_latent_layout_is_refused(keys, named):
+    with pytest.raises(ValueError, match=named):
+        MinimalRecipe(layout="latent", **keys).geometry(spec(**SMOLLM2))
 
 
 def test_calibration_is_asked_for_only_when_a_statistic_enters_the_weights():
