@@ -47,7 +47,8 @@ from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels import DecodePlan, gqa_decode
 from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.gqa_decode.api import GQA
-from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape, list_kernels, select_kernel
+from mha2mla.kernels.gqa_decode.selection import GQAShape, list_kernels, select_kernel
+from mha2mla.kernels.split_kv.choice import KernelChoice
 
 # What a time may be at most, as a multiple of FlashAttention-3's in the same run.
 FACTOR = 1.1
@@ -140,7 +141,7 @@ def variants(
     return report(jobs, until, json)
 
 
-MeasureJob = tuple[GQAProblem, GQAChoice | None, bool, float]
+MeasureJob = tuple[GQAProblem, KernelChoice | None, bool, float]
 """A case, a configuration in place of the rule's, whether to time the peers, and :func:`speed`'s ``min_run_time``."""
 
 
@@ -191,11 +192,11 @@ def report(jobs: Sequence[MeasureJob], until: float, json: str | None) -> bool:
     return all(row["status"] == "ok" for row in rows)
 
 
-CompileJob = tuple[GQAShape, GQAChoice, int, int, int]
+CompileJob = tuple[GQAShape, KernelChoice, int, int, int]
 """A shape, its configuration, the compute capability, and the batch and CTAs that decide which combine kernel it is."""
 
 
-def compile_job(case: GQAProblem, choice: GQAChoice | None, here: int, sms: int) -> CompileJob:
+def compile_job(case: GQAProblem, choice: KernelChoice | None, here: int, sms: int) -> CompileJob:
     """What a case needs on a GPU of capability ``here`` with ``sms`` multiprocessors; by default the rule's choice."""
     choice = choice or select_kernel(case.shape(), here)
     return case.shape(), choice, here, len(case.lengths), choice.num_ctas(sms)
@@ -223,7 +224,7 @@ def measure(job: MeasureJob | None) -> dict[str, Any]:
 
 @torch.inference_mode()
 def measure_case(
-    problem: GQAProblem, choice: GQAChoice | None, peers: bool, min_run_time: float, device: str = "cuda:0"
+    problem: GQAProblem, choice: KernelChoice | None, peers: bool, min_run_time: float, device: str = "cuda:0"
 ) -> dict[str, Any]:
     """Checks a shape, then times the op and FlashAttention-3 in turn. On a CPU that is the reference backend.
 
@@ -270,7 +271,7 @@ def measure_case(
 
 
 def configured_call(
-    problem: GQAProblem, choice: GQAChoice, inputs: dict[str, Any], plan: DecodePlan, out: torch.Tensor
+    problem: GQAProblem, choice: KernelChoice, inputs: dict[str, Any], plan: DecodePlan, out: torch.Tensor
 ) -> tuple[DecodePlan, torch.Tensor, Callable[[], None]]:
     """A configuration's plan, made; the log-sum-exp that its call fills, with ``out``; and the call."""
     from mha2mla.kernels.split_kv.launch import compile_kernels, launch

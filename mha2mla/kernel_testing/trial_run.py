@@ -17,7 +17,8 @@ from mha2mla.kernel_testing.timing import time_callable
 from mha2mla.kernel_testing.trials import Candidate, Trial
 from mha2mla.kernels import DecodePlan
 from mha2mla.kernels.mla_decode.api import MLA
-from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
+from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.split_kv.choice import KernelChoice
 
 ROUNDS = 3
 

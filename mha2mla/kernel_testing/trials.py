@@ -12,7 +12,8 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels import explain_mla_decode
-from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
+from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.op import compiled_shape
 
 Geometry = tuple[int, ...]  # H, G, d_c, d_r and, if it is not 1, S_q

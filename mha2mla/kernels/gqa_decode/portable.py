@@ -5,17 +5,17 @@ Sᵀ[tokens, rows] = K Qᵀ and Oᵀ[d_v, rows] += Vᵀ Pᵀ for the query rows 
 
 import tilelang.language as T
 
-from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape
+from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.gqa_decode.static import GQAStatic, GQATypes
 from mha2mla.kernels.machine import GPU, Buffers, Machine
 from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.call import FRAGMENTS, Call, locate, read_fragment, store, take_work
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import clear_holes, copy_tile, find_present_pages, load_queries
 
-THREADS = 128
 BY_ROW = T.GemmWarpPolicy.FullRow
 
 
@@ -64,7 +64,7 @@ def attend(k, t0, work, memory, x):
     T.gemm(memory.v_tile, memory.p_tile, memory.o, transpose_A=True, policy=BY_ROW)
 
 
-def make_gqa_decode_portable(shape: GQAShape, choice: GQAChoice, machine: Machine = GPU):
+def make_gqa_decode_portable(shape: GQAShape, choice: KernelChoice, machine: Machine = GPU):
     """A TileLang function ``gqa_decode_portable``; :class:`GQATypes` has its arguments."""
     k = GQAStatic(shape, choice, machine)
     types, tiling, block = GQATypes(k), choice.tiling, choice.block_tokens
@@ -76,7 +76,7 @@ def make_gqa_decode_portable(shape: GQAShape, choice: GQAChoice, machine: Machin
         schedule: types.schedule, partial_out: types.partial_out, partial_lse: types.partial_lse, out: types.out,
         lse: types.lse, softmax_scale: T.float32, causal: T.int32, window: T.int32, sinks: T.int32,
     ):  # fmt: skip
-        with T.Kernel(tiling.num_tiles, types.num_ctas, threads=1 if machine.on_cpu else THREADS) as (y, cta):
+        with T.Kernel(tiling.num_tiles, types.num_ctas, threads=1 if machine.on_cpu else choice.threads) as (y, cta):
             call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate(k)
             tile = locate(types, tiling, y, 1)

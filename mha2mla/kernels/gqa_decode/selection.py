@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mha2mla.kernels.split_kv.limits import MAX_SPLITS, rank_choices, refusals, shared_memory_limit
+from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.limits import rank_choices, refusals, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
 MAX_HEAD_DIM = 256
@@ -31,31 +32,6 @@ class GQAShape:
     page_size: int
     seqlen_q: int
     dtype: str
-
-
-@dataclass(frozen=True)
-class GQAChoice:
-    """A kernel file and its static arguments, with the reason it was chosen.
-
-    Attributes:
-        kernel: "streamed" (sm_90) or "portable" (anything from sm_80 on).
-        tiling: which query rows one CTA serves.
-        block_tokens: cached tokens a CTA works on at a time.
-        num_stages: tiles of keys, and of values, in flight.
-        ctas_per_sm: CTAs that are resident on a multiprocessor.
-        reason: in words, with the numbers.
-    """
-
-    kernel: str
-    tiling: RowTiling
-    block_tokens: int
-    num_stages: int
-    ctas_per_sm: int
-    reason: str = field(compare=False)  # the same kernel is compiled once, whatever it was chosen for
-
-    def num_ctas(self, num_sms: int) -> int:
-        """CTAs per tile of query rows that are resident at once on a GPU of ``num_sms`` multiprocessors."""
-        return max(1, min(MAX_SPLITS, num_sms * self.ctas_per_sm // self.tiling.num_tiles))
 
 
 def padded_columns(width: int) -> int:
@@ -113,13 +89,13 @@ def _streamed(shape: GQAShape, tiling: RowTiling, limit: int):
                 and _registers(tiling, shape.v_head_dim) <= min(registers, 255)
             )
             in_flight = ctas_per_sm * num_stages * 128 * (shape.qk_head_dim + shape.v_head_dim)
-            choice = GQAChoice(
+            choice = KernelChoice(
                 "streamed",
                 tiling,
-                64,
-                num_stages,
-                ctas_per_sm,
-                f"streamed: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {num_stages} stages, "
+                num_stages=num_stages,
+                threads=STREAMED_THREADS,
+                ctas_per_sm=ctas_per_sm,
+                reason=f"streamed: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {num_stages} stages, "
                 f"{ctas_per_sm} CTA(s) a multiprocessor, {used} bytes of shared memory each",
             )
             rank = (0, tiling.num_tiles, -min(in_flight, ENOUGH_IN_FLIGHT), -ctas_per_sm, -num_stages)
@@ -131,19 +107,17 @@ def _portable(shape: GQAShape, tiling: RowTiling, limit: int):
     for block in (64, 32):
         used = portable_shared_memory(tiling, shape.qk_head_dim, shape.v_head_dim, block)
         fits = used <= limit and _registers(tiling, shape.v_head_dim, block) <= 240
-        choice = GQAChoice(
+        choice = KernelChoice(
             "portable",
             tiling,
             block,
-            1,
-            1,
-            f"portable: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
+            reason=f"portable: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
             f"{used} bytes of shared memory",
         )
         yield (1, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
 
 
-def list_kernels(shape: GQAShape, capability: int) -> list[GQAChoice]:
+def list_kernels(shape: GQAShape, capability: int) -> list[KernelChoice]:
     """Every configuration that fits the device, the one that the rule chooses first.
 
     Raises:
@@ -163,6 +137,6 @@ def list_kernels(shape: GQAShape, capability: int) -> list[GQAChoice]:
 
 
 @lru_cache(maxsize=1024)
-def select_kernel(shape: GQAShape, capability: int) -> GQAChoice:
+def select_kernel(shape: GQAShape, capability: int) -> KernelChoice:
     """The kernel and tiles for ``shape`` on a compute capability (90 for Hopper); raises as :func:`list_kernels`."""
     return list_kernels(shape, capability)[0]

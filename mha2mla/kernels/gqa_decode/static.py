@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape, padded_columns
+from mha2mla.kernels.gqa_decode.selection import GQAShape, padded_columns
 from mha2mla.kernels.machine import GPU, Machine
 from mha2mla.kernels.split_kv.call import Types
+from mha2mla.kernels.split_kv.choice import KernelChoice
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class GQAStatic:
     """Parameters of a kernel body, ``shape`` and ``choice``, and what follows from them."""
 
     shape: GQAShape
-    choice: GQAChoice
+    choice: KernelChoice
     machine: Machine = GPU
 
     @property

@@ -8,7 +8,7 @@ softmax, and keys and values wait in rings that run on into the next sequence of
 
 import tilelang.language as T
 
-from mha2mla.kernels.gqa_decode.selection import GQAChoice, GQAShape
+from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.gqa_decode.static import GQAStatic, GQATypes
 from mha2mla.kernels.machine import GPU, Buffers
 from mha2mla.kernels.split_kv import softmax
@@ -22,13 +22,13 @@ from mha2mla.kernels.split_kv.call import (
     store,
     take_work,
 )
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import fill_slot, load_queries
 
 CONSUMERS = 128  # threads that compute: one warpgroup
-THREADS = CONSUMERS + 32
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
 BARRIER = 8  # named barriers below 8 belong to the compiler
 BY_ROW = T.GemmWarpPolicy.FullRow
@@ -121,7 +121,7 @@ def consume(k, work, tile, memory, call, q):
         store(call, work.span, write_columns, x, o, x.den, x.top)
 
 
-def make_gqa_decode_streamed(shape: GQAShape, choice: GQAChoice):
+def make_gqa_decode_streamed(shape: GQAShape, choice: KernelChoice):
     """A TileLang function ``gqa_decode_streamed`` for sm_90; :class:`GQATypes` has its arguments."""
     k = GQAStatic(shape, choice)
     types = GQATypes(k)
@@ -132,7 +132,7 @@ def make_gqa_decode_streamed(shape: GQAShape, choice: GQAChoice):
         schedule: types.schedule, partial_out: types.partial_out, partial_lse: types.partial_lse, out: types.out,
         lse: types.lse, softmax_scale: T.float32, causal: T.int32, window: T.int32, sinks: T.int32,
     ):  # fmt: skip
-        with T.Kernel(choice.tiling.num_tiles, types.num_ctas, threads=THREADS) as (y, cta):
+        with T.Kernel(choice.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
             T.annotate_min_blocks_per_sm(choice.ctas_per_sm)
             call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate(k)

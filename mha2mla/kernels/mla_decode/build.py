@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from mha2mla.kernels.machine import Machine
 from mha2mla.kernels.mla_decode.heads_on_m import make_heads_on_m
-from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice
+from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode.swap_ab import make_swap_ab
 from mha2mla.kernels.mla_decode.swap_ab_ws import make_swap_ab_ws
+from mha2mla.kernels.split_kv.choice import KernelChoice
 
 
 def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = None, on_cpu: bool = False):

@@ -19,7 +19,6 @@ from tilelang import tvm
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.mla_decode.fp8_products import INLINE, multiply_output, multiply_scores, store_weights
-from mha2mla.kernels.mla_decode.fp8_selection import Fp8Choice
 from mha2mla.kernels.mla_decode.fp8_state import (
     BARRIER,
     BLOCK,
@@ -46,10 +45,10 @@ from mha2mla.kernels.split_kv.call import (
     store,
     take_work,
 )
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED, first_token, holds_unseen, needs_mask, sees, unseen
 from mha2mla.kernels.split_kv.schedule import STOP, TILES
 
-THREADS = 3 * WARPGROUP
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SLACK = 6.0  # the maximum may fall behind by this many powers of two before the output is scaled down: 2**6 in float16
 LARGEST_EXPONENT = 14  # of a scaled query; float16 ends below 2**16
@@ -304,7 +303,7 @@ def consume(k, w, work, tile, memory, call, q_latent, q_pe, thread):
         finish(k, c, work.span, tile, call)
 
 
-def make_mla_decode_fp8(shape: DecodeShape, choice: Fp8Choice):
+def make_mla_decode_fp8(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_fp8`` for sm_90; :class:`MLATypes` has its arguments, of which latent_cache is
     e4m3 and followed by latent_scale [P,page] (float32)."""
     k, types = static_of(shape, choice), MLATypes(shape, latent_dtype=CODES)
@@ -316,7 +315,7 @@ def make_mla_decode_fp8(shape: DecodeShape, choice: Fp8Choice):
         schedule: types.schedule, partial_out: types.partial_out, partial_lse: types.partial_lse, out: types.out,
         lse: types.lse, softmax_scale: T.float32, causal: T.int32, window: T.int32, sinks: T.int32,
     ):  # fmt: skip
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=THREADS) as (y, cta):
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
             T.import_source(INLINE)
             call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate(k)

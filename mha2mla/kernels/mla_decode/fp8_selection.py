@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.limits import rank_choices, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
 CAPABILITY = 90  # wgmma with register operands exists there and nowhere else
+THREADS = 384  # two warpgroups that compute, one that loads
 TILE_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
 SCALE_ALIGNMENT = 128  # bytes: where the scales of each page of a tile start
-
-
-@dataclass(frozen=True)
-class Fp8Choice:
-    """Static arguments of the kernel: which rows a CTA serves, tiles in flight per warpgroup, and why, in words."""
-
-    tiling: RowTiling
-    num_stages: int
-    reason: str
-
-    def num_ctas(self, num_sms: int) -> int:
-        """CTAs per tile of query rows that are resident at once: one on each multiprocessor."""
-        return max(1, num_sms // self.tiling.num_tiles)
 
 
 def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, num_stages: int) -> int:
@@ -47,7 +36,7 @@ def refusal_fp8(shape: DecodeShape) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def select_fp8(shape: DecodeShape, capability: int = CAPABILITY) -> Fp8Choice:
+def select_fp8(shape: DecodeShape, capability: int = CAPABILITY) -> KernelChoice:
     """Fewest tiles of rows (each reads the cache again), then most stages.
 
     Raises:
@@ -68,6 +57,7 @@ def select_fp8(shape: DecodeShape, capability: int = CAPABILITY) -> Fp8Choice:
                 " memory"
             )
             single = num_stages == 1  # nothing is read ahead
-            choice = Fp8Choice(tiling, num_stages, reason) if used <= limit else None
-            candidates.append(((single, tiling.num_tiles, -num_stages, tiling.rows), choice, used))
+            choice = KernelChoice("fp8", tiling, num_stages=num_stages, threads=THREADS, warpgroups=2, reason=reason)
+            rank = (single, tiling.num_tiles, -num_stages, tiling.rows)
+            candidates.append((rank, choice if used <= limit else None, used))
     return rank_choices(shape, capability, candidates)[0]

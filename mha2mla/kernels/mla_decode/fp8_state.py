@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from mha2mla.kernels.machine import Buffers
-from mha2mla.kernels.mla_decode.fp8_selection import Fp8Choice
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode.static import MLAStatic
+from mha2mla.kernels.split_kv.choice import KernelChoice
 
 WARPGROUP = 128  # threads
 CONSUMERS = 2 * WARPGROUP
@@ -34,7 +34,7 @@ class Static(MLAStatic):
     mine: int  # heads that a thread has accumulators for
 
 
-def static_of(shape: DecodeShape, choice: Fp8Choice) -> Static:
+def static_of(shape: DecodeShape, choice: KernelChoice) -> Static:
     rows = choice.tiling.rows
     return Static(
         shape,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import get_type_hints
 
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.limits import rank_choices, refusals, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 from mha2mla.kernels.split_kv.tuning import BATCHES, TuningTable
@@ -51,60 +52,7 @@ class DecodeShape:
         )
 
 
-@dataclass(frozen=True)
-class KernelChoice:
-    """A kernel file and its static arguments, with the reason it was chosen.
-
-    Attributes:
-        kernel: "swap_ab_ws", "heads_on_m" (both sm_90) or "swap_ab" (anything from sm_80 on).
-        tiling: which query rows one CTA serves.
-        block_tokens: cached tokens a CTA works on at a time.
-        num_stages: latent tiles in flight.
-        rope_stages: chunks of rotary keys in flight.
-        threads: of a CTA.
-        warpgroups: that compute (sm_90 kernels).
-        ctas_per_sm: CTAs that are resident on a multiprocessor.
-        reason: in words, with the numbers.
-        variant: of the kernel where it has several: one of :func:`rope_variants` or :func:`heads_on_m_variants`.
-    """
-
-    kernel: str
-    tiling: RowTiling
-    block_tokens: int
-    num_stages: int
-    rope_stages: int
-    threads: int
-    warpgroups: int
-    ctas_per_sm: int
-    reason: str = field(compare=False)  # the same kernel is compiled once, whatever it was chosen for
-    variant: str = ""
-
-    def configuration(self) -> dict[str, str | int]:
-        """What names it in a tuning table."""
-        tiled = {name: getattr(self.tiling, name) for name in ("rows", "head_tiles", "token_tiles")}
-        return {name: tiled.get(name, getattr(self, name, None)) for name in TUNING.configuration}
-
-    def num_ctas(self, num_sms: int) -> int:
-        """CTAs per tile of query rows that are resident at once on a GPU of ``num_sms`` multiprocessors."""
-        return max(1, num_sms * self.ctas_per_sm // self.tiling.num_tiles)
-
-
-TUNING = TuningTable(
-    shape=get_type_hints(DecodeShape),
-    configuration={
-        "kernel": str,
-        "variant": str,  # "": the first that fits
-        "rows": int,
-        "head_tiles": int,
-        "token_tiles": int,
-        "num_stages": int,
-        "rope_stages": int,
-        "warpgroups": int,
-        "ctas_per_sm": int,
-        "block_tokens": int,
-    },
-    package=Path(__file__).with_name("tuning.json"),
-)
+TUNING = TuningTable(shape=get_type_hints(DecodeShape), package=Path(__file__).with_name("tuning.json"))
 
 
 def refusal(shape: DecodeShape) -> str | None:

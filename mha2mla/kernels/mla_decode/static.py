@@ -1,7 +1,6 @@
 """What is static of an MLA decode kernel, whichever it is, and the types of its tensors."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import tilelang.language as T
 from tilelang import tvm
@@ -9,15 +8,16 @@ from tilelang import tvm
 from mha2mla.kernels.machine import GPU, Machine
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.call import Types
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.tiling import RowTiling
 
 
 @dataclass(frozen=True)
 class MLAStatic:
-    """Parameters of a kernel body, ``shape`` and ``choice`` (a :class:`KernelChoice`), and what follows from them."""
+    """Parameters of a kernel body, ``shape`` and ``choice``, and what follows from them."""
 
     shape: DecodeShape
-    choice: Any
+    choice: KernelChoice
 
     @property
     def tiling(self) -> RowTiling:

@@ -12,13 +12,13 @@ import tilelang.language as T
 from mha2mla.kernels.machine import GPU, Buffers, Machine
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
-    KernelChoice,
     padded_latent_columns,
     padded_rope_columns,
 )
 from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes, load_rope_queries
 from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.call import FRAGMENTS, Call, locate, read_fragment, store, take_work
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.fragment import LOG2E, MASKED, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns

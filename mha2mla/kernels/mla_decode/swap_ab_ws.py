@@ -15,7 +15,6 @@ from tilelang.layout import make_full_bank_swizzled_layout
 from mha2mla.kernels.machine import GPU, Buffers
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
-    KernelChoice,
     RopeBlocks,
     padded_latent_columns,
     rope_blocks,
@@ -32,6 +31,7 @@ from mha2mla.kernels.split_kv.call import (
     store,
     take_work,
 )
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import SEQUENCE, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns

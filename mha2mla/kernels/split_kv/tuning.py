@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from mha2mla.cache_folder import cache_folder
+from mha2mla.kernels.split_kv.choice import CONFIGURATION
 
 VERSION = 2
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # upper ends of the buckets; the last has no end: every CTA has work enough
@@ -67,22 +68,21 @@ def user_table() -> Path | None:
 
 @dataclass(frozen=True, eq=False)
 class TuningTable:
-    """The columns that an op's rows have, and what is done with such rows.
+    """The columns that an op's rows have, and what is done with such rows. What a choice is named by
+    (:data:`CONFIGURATION`) no two of a shape share.
 
     Attributes:
         shape: of what one compilation is for, by name with their types; ``page_size`` and ``dtype`` are among them.
-        configuration: the same of a choice; ``choice.configuration()`` gives them, and no two of a shape have the same.
         package: the file that the package brings.
     """
 
     shape: Mapping[str, Any]
-    configuration: Mapping[str, Any]
     package: Path
 
     @property
     def fields(self) -> dict[str, Any]:
         """All columns of a row, in their order, with their types."""
-        return {"gpu": str} | dict(self.shape) | dict(self.configuration) | _MEASUREMENT
+        return {"gpu": str} | dict(self.shape) | CONFIGURATION | _MEASUREMENT
 
     def key_of(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
         """What a table has one row for: GPU name, shape and bucket of batch sizes."""
@@ -199,7 +199,7 @@ class TuningTable:
 
     def match(self, row: Mapping[str, Any], choices: Iterable[Any]) -> Any | None:
         """The choice that a row names; None if it is no longer among them (the kernels have changed since)."""
-        wanted = {name: row[name] for name in self.configuration if row[name] != ""}
+        wanted = {name: row[name] for name in CONFIGURATION if row[name] != ""}
         return next((choice for choice in choices if choice.configuration() | wanted == choice.configuration()), None)
 
     def prefer(self, shape: Any, gpu: str, batch: int, choices: Sequence[Any]) -> tuple[Any, str]:

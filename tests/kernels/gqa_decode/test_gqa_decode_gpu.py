@@ -13,7 +13,8 @@ from mha2mla.kernel_testing.judgement import errors
 from mha2mla.kernel_testing.problems import exact, judge
 from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import num_sms
-from mha2mla.kernels.gqa_decode.selection import GQAChoice, list_kernels, select_kernel
+from mha2mla.kernels.gqa_decode.selection import list_kernels, select_kernel
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from tests.kernels.gqa_decode.test_gqa_decode import poison_unseen_pages, run_kernels
 from tests.kernels.problems import random_work
 
@@ -88,7 +89,7 @@ def test_shapes_failures_2_3_6(problem):
     check(dataclasses.replace(problem, causal=False, lengths=(0, 0, 0, 0, 0)))
 
 
-def varied(problem: GQAProblem) -> list[GQAChoice]:
+def varied(problem: GQAProblem) -> list[KernelChoice]:
     """The rule's choice and the portable kernel; of one shape, all numbers of CTAs a multiprocessor."""
     listed = list_kernels(problem.shape(), capability())
     every = problem is SHAPES[1]

@@ -13,7 +13,8 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
 from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS
 from mha2mla.kernels.mla_decode.build import make_split
-from mha2mla.kernels.mla_decode.selection import DecodeShape, KernelChoice, list_kernels, select_kernel
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.launch import MERGES, make_merge
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
