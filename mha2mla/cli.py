@@ -49,9 +49,8 @@ def convert(
     import torch
 
     import mha2mla
-    from mha2mla.eval.report import print_table, print_values
 
-    report = mha2mla.convert(
+    mha2mla.convert(
         source,
         destination,
         recipe,
@@ -59,12 +58,8 @@ def convert(
         dtype=None if dtype is None else getattr(torch, dtype),
         overwrite=overwrite,
         resume=resume,
-        progress=True,
     )
-    values = report.to_dict()
-    layers = values.pop("layers")
-    print_values(dict(_flat(values)), title=f"{source} → {destination}")
-    print_table(layers, title="relative errors by layer")
+    inspect_checkpoint(destination)
 
 
 VERBS: dict[str, Callable[..., int | None]] = {
@@ -230,18 +225,6 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("mha2mla: interrupted", file=sys.stderr)
         return 130
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested dicts as rows with dotted keys; lists as text."""
-    rows: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            rows += _flat(value, f"{name}.")
-        else:
-            rows.append((name, value if isinstance(value, int | float | str | None) else str(value)))
-    return rows
 
 
 if __name__ == "__main__":

@@ -348,7 +348,7 @@ def env(json: str | None = None) -> None:
     from mha2mla.eval.report import print_values, write_json
 
     environment = collect_environment()
-    print_values({key: None if value is None else str(value) for key, value in environment.items()})
+    print_values(environment)
     if json:
         write_json(json, kind="environment", rows=[environment])
 
@@ -373,21 +373,15 @@ def inspect_checkpoint(
     from mha2mla.eval.report import print_table, print_values, write_json
 
     found = inspection.inspect_checkpoint(checkpoint, dtype, batches=batch or (1,), lengths=length)
-    print_values({key: None if value is None else str(value) for key, value in found.summary.items()}, checkpoint)
-    print_table(found.geometries, title="geometry of the layers")
+    print_values(found.summary, checkpoint)
+    print_table(found.geometries, title="geometry of the layers", columns=inspection.GEOMETRY_COLUMNS)
     print_table(found.cache, title=f"cache in {dtype}, all layers", columns=inspection.CACHE_COLUMNS)
     if found.measured:
-        print_values(found.measured, title="measured by the conversion, source → converted")
+        print_table(found.measured, title="measured by the conversion", columns=inspection.LOSS_COLUMNS)
+        print_values(found.run)
         print_table(found.layers, title="relative errors by layer")
     else:
         print(f"no {inspection.RECORD_FILE}: what the conversion lost is not recorded")
     if json:
-        write_json(
-            json,
-            kind="inspection",
-            rows=found.geometries,
-            summary=found.summary,
-            cache=found.cache,
-            measured=found.measured,
-            layers=found.layers,
-        )
+        fields = {key: value for key, value in vars(found).items() if key != "geometries"}
+        write_json(json, kind="inspection", rows=found.geometries, **fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2mla.eval.loading import check_folder
+from mha2mla.eval.report import flat
 
 if TYPE_CHECKING:
     from mha2mla.modeling import MHA2MLAConfig
@@ -25,6 +26,30 @@ CACHE_COLUMNS = {
     "reduction": "reduction",
 }
 
+GEOMETRY_COLUMNS = {
+    "layers": "layers",
+    "num_attention_heads": "H",
+    "num_rope_heads": "G",
+    "kv_lora_rank": "d_c",
+    "qk_rope_head_dim": "d_r",
+    "qk_nope_head_dim": "d_n",
+    "num_up_projection_heads": "up-projections",
+    "bytes_per_token_and_layer": "bytes per token",
+    "decode_on_cuda": "decode on CUDA",
+    "no_kernel_because": "no kernel because",
+}
+LOSS_COLUMNS = {
+    "text": "text",
+    "length": "window",
+    "tokens": "tokens",
+    "perplexity_source": "perplexity source",
+    "perplexity_converted": "converted",
+    "perplexity_ratio": "ratio",
+    "kl": "KL (nats)",
+    "top1_agreement": "top-1 agreement",
+    "logits_relative_error": "logits' error",
+}
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -36,14 +61,17 @@ class Inspection:
             machine has no GPU).
         cache: a row per batch and length: ``source_cache_bytes``, ``cache_bytes`` (all sequences, all layers), the same
             in MiB, and the reduction.
-        measured: perplexities and the like, with what they were measured on; empty without a record.
-        layers: a row per layer, errors and seconds; empty without a record.
+        measured: a row per text that the conversion compared with its source: windows, perplexities and the like; empty
+            without a record, as the two that follow.
+        run: calibration, seconds, memory and environment of the conversion.
+        layers: a row per layer, errors and seconds.
     """
 
     summary: dict[str, Any]
     geometries: list[dict[str, Any]]
     cache: list[dict[str, Any]]
-    measured: dict[str, Any]
+    measured: list[dict[str, Any]]
+    run: dict[str, Any]
     layers: list[dict[str, Any]]
 
 
@@ -95,15 +123,14 @@ def inspect_checkpoint(
         "reduction": f"{1 - after / before:.1%}",
         "calibrated length": _calibrated_length(config, record),
         "schema version": config.schema_version,
+        **flat({"recipe": config.recipe or {}}),
     }
-    for key, value in (config.recipe or {}).items():  # flat in checkpoints of earlier versions
-        inner = value.items() if isinstance(value, dict) else ((None, value),)
-        summary |= {".".join(filter(None, ("recipe", key, name))): each for name, each in inner}
     return Inspection(
         summary=summary,
         geometries=_geometries(config, dtype),
         cache=[_cache_row(config, itemsize, batch, length) for batch in batches for length in lengths],
-        measured=_measured(record),
+        measured=measured_rows(record),
+        run=_run(record),
         layers=list(record.get("rows", [])),
     )
 
@@ -169,20 +196,21 @@ def _record(checkpoint: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def _measured(record: dict[str, Any]) -> dict[str, Any]:
+def measured_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row of :data:`LOSS_COLUMNS` per text in ``conversion.json``, or in ``ConversionReport.to_dict()``."""
+    return [
+        {"text": record[f"{kind}evaluation_text"], "length": record[f"{kind}evaluation_length"], **lost}
+        for kind in ("", "long_")
+        if (lost := record.get(f"{kind}parity"))
+    ]
+
+
+def _run(record: dict[str, Any]) -> dict[str, Any]:
     if not record:
         return {}
-    environment = record["environment"]
+    own = ("calibration_tokens", "compute_dtype", "weights_dtype", "device", "seconds", "peak_rss_bytes")
     return {
-        **record["parity"],
-        "evaluation_text": record["evaluation_text"],
-        "evaluation_length": record["evaluation_length"],
-        "calibration_tokens": record["calibration_tokens"],
-        "compute_dtype": record["compute_dtype"],
-        "weights_dtype": record["weights_dtype"],
-        "device": record["device"],
-        **{f"seconds.{name}": value for name, value in record["seconds"].items()},
-        "peak_rss_bytes": record["peak_rss_bytes"],
+        **flat({key: record[key] for key in own}),
         "mha2mla": record["mha2mla_version"],
-        **{name: environment[name] for name in ("torch", "transformers", "gpu", "commit", "date")},
+        **{name: record["environment"][name] for name in ("torch", "transformers", "gpu", "commit", "date")},
     }

@@ -17,6 +17,7 @@ from rich.text import Text
 
 SCHEMA = "mha2mla.report/1"
 _LONGEST_CELL = 56
+_LONGEST_LIST = 6
 _PIPE_WIDTH = 160
 Row = Mapping[str, Any]
 
@@ -34,13 +35,13 @@ def print_table(
     Args:
         rows: dicts of plain values; a row may lack a column (shown as a dash).
         title: printed above the table.
-        columns: which keys, in which order; a mapping key → heading gives other headings. Default: every key, in the
-            order of its first appearance.
+        columns: which keys, in which order; a mapping key → heading gives other headings. Default: every key
+            that has a value somewhere, in the order of its first appearance.
         caption: printed below the table (the environment, usually).
         console: where to print; default standard output.
     """
     if columns is None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
+        columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if value not in (None, "")))
     headings = dict(columns) if isinstance(columns, Mapping) else {key: key.replace("_", " ") for key in columns}
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.show_header = any(headings.values())
@@ -67,13 +68,22 @@ def print_table(
 
 
 def print_values(values: Mapping[str, Any], title: str | None = None) -> None:
-    """Prints names beside their values, as a table of two columns without headings."""
-    rows = [{"name": name.replace("_", " "), "value": value} for name, value in values.items()]
+    """Prints names beside their values, as a table of two columns without headings; dicts as :func:`flat` has them."""
+    rows = [{"name": name.replace("_", " "), "value": value} for name, value in flat(values).items()]
     print_table(rows, title=title, columns={"name": "", "value": ""})
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dicts within ``values`` under dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 def format_value(value: Any) -> str:
-    """Text of one cell: four significant digits for a float, grouped digits for an int, a dash for nothing."""
+    """Text of one cell: four significant digits for a float, grouped digits for an int, a dash for nothing; of many
+    numbers how many there are, and from where to where."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -87,6 +97,10 @@ def format_value(value: Any) -> str:
             return f"{value:.2e}"
         digits = 0 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
         return f"{value:,.{digits}f}"
+    if isinstance(value, list | tuple):
+        if len(value) > _LONGEST_LIST and all(isinstance(each, int | float) for each in value):
+            return f"{format_value(min(value))} to {format_value(max(value))} ({len(value)} values)"
+        return ", ".join(map(format_value, value))
     return str(value)
 
 

@@ -33,17 +33,18 @@ def test_a_source_s_sliding_layers_cache_their_window_only(tmp_path):
 def test_the_record_of_the_conversion_is_shown(tiny_converted, tmp_path, capsys):
     record = json.loads((tiny_converted / "conversion.json").read_text())
     found = inspect_checkpoint(tiny_converted)
-    assert found.measured["perplexity_converted"] == record["parity"]["perplexity_converted"]
-    assert found.measured["seconds.total"] == record["seconds"]["total"] and found.measured["torch"]
+    assert found.measured[0]["perplexity_converted"] == record["parity"]["perplexity_converted"]
+    assert [row["length"] for row in found.measured] == [record["evaluation_length"]]
+    assert found.run["seconds.total"] == record["seconds"]["total"] and found.run["torch"]
     assert [row["score_error"] for row in found.layers] == [row["score_error"] for row in record["rows"]]
 
     written = tmp_path / "inspect.json"
     assert main(["inspect", str(tiny_converted), "--batch", "[2]", "--length=[7]", "--json", str(written)]) == 0
     shown = json.loads(written.read_text())
-    assert shown["measured"]["kl"] == record["parity"]["kl"] and len(shown["layers"]) == 2
+    assert shown["measured"][0]["kl"] == record["parity"]["kl"] and len(shown["layers"]) == 2
     assert [(row["batch"], row["length"]) for row in shown["cache"]] == [(2, 7)]
     out = capsys.readouterr().out
-    for text in ("perplexity converted", "relative errors by layer", "converted, MiB", "recipe.target.layout"):
+    for text in ("perplexity source", "relative errors by layer", "converted, MiB", "recipe.target.layout"):
         assert text in out
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from mha2mla.eval.report import SCHEMA, format_value, print_table, write_json
+from mha2mla.eval.report import SCHEMA, flat, format_value, print_table, write_json
 
 
 def printed(rows, **arguments) -> str:
@@ -35,10 +35,16 @@ def printed(rows, **arguments) -> str:
         (3e8, "3.00e+08"),
         (math.inf, "inf"),
         ("[x]", "[x]"),
+        ([512, 2048.5], "512, 2,048"),
+        ([0.25] * 30 + [1.5], "0.2500 to 1.500 (31 values)"),
     ],
 )
 def test_format_value(value, text):
     assert format_value(value) == text
+
+
+def test_values_within_values_have_dotted_names():
+    assert flat({"a": 1, "b": {"c": {"d": [2]}, "e": None}}) == {"a": 1, "b.c.d": [2], "b.e": None}
 
 
 def test_table_shows_every_key_of_every_row():
