@@ -84,9 +84,9 @@ def absorbs_up_to(geometry: MLAGeometry) -> int:
     """Query length up to which the absorbed form needs fewer FLOP than the expanded one over the same cached tokens.
 
     Per cached token, absorbed attention costs ``2 H (2 d_c + d_r)`` for each query, expanded attention
-    ``2 H (d_n + d_r + d_v)`` for each query and ``2 h_up d_c (d_n + d_v)`` once, for expanding the token. A rotary key
-    that is computed from the latent costs ``2 d_c d_r`` once in the expanded form, and in the absorbed one in every call
-    of the decode op, of 8 queries.
+    ``2 H (d_n + d_r + d_v)`` for each query and ``2 h_up d_c (d_n + d_v)`` once, for expanding the token. A rotary
+    key that is computed from the latent costs ``2 d_c d_r`` once in the expanded form, in the absorbed one once in every
+    call of the decode op, of 8 queries.
     """
     heads, latent, rope = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.qk_rope_head_dim
     absorbed = heads * (2 * latent + rope)

@@ -10,7 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import attention_combine, gqa_attention, mla_attention, plan_gqa_attention, plan_mla_attention
+from mha2mla.kernels import (
+    LatentRope,
+    attention_combine,
+    gqa_attention,
+    mla_attention,
+    plan_gqa_attention,
+    plan_mla_attention,
+    rotary_keys,
+)
 from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
 from mha2mla.kernels.mixed_attention.parts import parts_of
@@ -31,6 +39,7 @@ class Widths:
     nope: int
     value: int
     page: int = 16
+    from_latent: bool = False  # nothing rotary is cached
 
 
 WIDTHS = {
@@ -38,6 +47,8 @@ WIDTHS = {
     "shared": Widths(4, 4, 1, 24, 8, 16, 8),
     "odd groups": Widths(6, 2, 3, 16, 8, 8, 8),
     "no nope": Widths(4, 2, 2, 32, 16, 0, 16),
+    "from the latent": Widths(4, 2, 1, 24, 8, 16, 8, from_latent=True),
+    "no nope from the latent": Widths(6, 2, 1, 16, 24, 0, 16, from_latent=True),
 }
 # new and cached tokens: decodes, a draft, an empty one, a short query over a long context, chunks, a fresh prompt
 LENGTHS = ([1, 0, 1, 3, 12, 1, 40, 25, 8], [5, 4, 37, 16, 50, 0, 33, 0, 20])
@@ -48,6 +59,7 @@ def widths_on_gpu() -> list[Widths]:
         Widths(32, 32, 32, 512, 16, 112, 128, 64),
         Widths(9, 3, 3, 192, 16, 48, 64, 64),
         Widths(32, 32, 1, 512, 64, 64, 128, 64),
+        Widths(32, 8, 1, 512, 64, 64, 128, 64, from_latent=True),
     ]
 
 
@@ -58,9 +70,10 @@ class Problem:
     q_nope: torch.Tensor
     q_pe: torch.Tensor
     latent_cache: torch.Tensor
-    rope_cache: torch.Tensor
+    rope_cache: torch.Tensor | None
     k_up: torch.Tensor | None
     v_up: torch.Tensor
+    rope: LatentRope | None = None
 
     @classmethod
     def make(cls, widths, lengths=LENGTHS, dtype=torch.float32, device="cpu", combined=False, starts=None, **pad):
@@ -88,9 +101,14 @@ class Problem:
             latent, rope = latent.contiguous(), rope.contiguous()
         tokens = batch.num_tokens
         k_up = normal(widths.kv_heads, widths.nope, widths.latent, scale=widths.latent**-0.5) if widths.nope else None
+        made = None
+        if widths.from_latent:
+            weight = normal(widths.rope, widths.latent, scale=widths.latent**-0.5)
+            inv_freq = (10.0 ** -torch.rand(widths.rope // 2)).to(device)
+            rope, made = None, LatentRope(weight, normal(widths.rope), inv_freq, 1.3)
         return cls(
             widths, batch, normal(tokens, widths.heads, widths.nope), normal(tokens, widths.heads, widths.rope), latent,
-            rope, k_up, normal(widths.kv_heads, widths.value, widths.latent, scale=widths.latent**-0.5),
+            rope, k_up, normal(widths.kv_heads, widths.value, widths.latent, scale=widths.latent**-0.5), made,
         )  # fmt: skip
 
     def plan(self, **options):
@@ -98,21 +116,31 @@ class Problem:
         return plan_mla_attention(
             self.latent_cache, self.rope_cache, b.block_table, b.cache_seqlens, b.lengths, num_attention_heads=w.heads,
             num_key_value_heads=w.kv_heads, qk_nope_head_dim=w.nope, v_head_dim=w.value, cache_starts=b.cache_starts,
-            **options,
+            **({"qk_rope_head_dim": w.rope} if w.from_latent else {}), **options,
         )  # fmt: skip
 
     def run(self, plan=None, backend=None, **options):
         plan = self.plan(backend=backend, **options) if plan is None else plan
         return mla_attention(
             self.q_nope, self.q_pe, self.latent_cache, self.rope_cache, self.k_up, self.v_up, plan,
-            softmax_scale=SCALE, backend=backend,
+            softmax_scale=SCALE, backend=backend, rope=self.rope,
         )  # fmt: skip
+
+    def keys(self):
+        """``rope_cache`` as it would be: rotary keys of the latents at their places in their sequences."""
+        if self.rope is None:
+            return self.rope_cache
+        places = torch.zeros(self.latent_cache.shape[:2], dtype=torch.int64, device=self.latent_cache.device)
+        for pages in self.batch.block_table.tolist():
+            for index, page in enumerate(page for page in pages if page >= 0):
+                places[page] = torch.arange(self.widths.page) + index * self.widths.page
+        return rotary_keys(self.latent_cache.double(), self.rope, places)[:, :, None]
 
     def exact(self, dtype=torch.float64, window=None):
         """The oracle at a dtype; whatever the sequence does not see is zero there, since 0 · NaN is NaN."""
         moved = [
             None if x is None else x.nan_to_num(0.0).to(dtype)
-            for x in (self.q_nope, self.q_pe, self.latent_cache, self.rope_cache, self.k_up, self.v_up)
+            for x in (self.q_nope, self.q_pe, self.latent_cache, self.keys(), self.k_up, self.v_up)
         ]
         queries, _, starts = self.batch.lengths.tolist()
         return mla_attention_reference(
@@ -138,17 +166,19 @@ def test_any_mix_equals_sequences_one_by_one(widths, combined):
     assert error(out, problem.exact()) < 2e-6
 
 
+@pytest.mark.parametrize("widths", ["per group", "from the latent"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_errs_as_torch_does(dtype):
-    problem = Problem.make(WIDTHS["per group"], dtype=dtype)
+def test_half_precision_errs_as_torch_does(dtype, widths):
+    problem = Problem.make(WIDTHS[widths], dtype=dtype)
     exact, eps = problem.exact(), torch.finfo(dtype).eps
     # Rounded on the way: absorbed query, latent output, expanded keys and values, the result; each by eps / 2 a number.
     assert error(problem.run(), exact) < 2 * eps
 
 
 @pytest.mark.parametrize("limit", [7, 16, 64])
-def test_chunks_of_the_context_are_merged(limit):
-    problem = Problem.make(WIDTHS["per group"])
+@pytest.mark.parametrize("widths", ["per group", "from the latent"])
+def test_chunks_of_the_context_are_merged(widths, limit):
+    problem = Problem.make(WIDTHS[widths])
     plan = problem.plan(max_expanded_tokens=limit)
     waves = layout_of(plan).waves
     assert limit == 64 or any(len(wave.chunks) > 1 for wave in waves)
@@ -178,17 +208,19 @@ def test_the_merges_run_where_the_caller_said(monkeypatch):
         asked.clear()
 
 
-def test_first_visible_tokens():
+@pytest.mark.parametrize("widths", ["per group", "from the latent"])
+def test_first_visible_tokens(widths):
     starts = [2, 0, 30, 0, 11, 0, 7, 5, 28]
-    problem = Problem.make(WIDTHS["per group"], starts=starts)
+    problem = Problem.make(WIDTHS[widths], starts=starts)
     out = problem.run()
     assert not out.isnan().any() and error(out, problem.exact()) < 2e-6
     assert error(problem.run(max_expanded_tokens=9), problem.exact()) < 2e-6
 
 
+@pytest.mark.parametrize("widths", ["per group", "from the latent"])
 @pytest.mark.parametrize("window", [1, 5, 30])
-def test_sliding_windows(window):
-    problem = Problem.make(WIDTHS["per group"])
+def test_sliding_windows(window, widths):
+    problem = Problem.make(WIDTHS[widths])
     assert not layout_of(problem.plan(window=window)).waves
     assert error(problem.run(window=window), problem.exact(window=window)) < 2e-6
 
@@ -297,6 +329,27 @@ def test_refusals_name_the_argument(change, message):
         replace(problem, **change).run(plan)
 
 
+def test_refusals_of_what_rotary_keys_are_made_from():
+    problem, stored = Problem.make(WIDTHS["from the latent"]), Problem.make(WIDTHS["shared"])
+    plan, weight, bias, inv_freq = problem.plan(), *(getattr(problem.rope, n) for n in ("weight", "bias", "inv_freq"))
+    offsets = torch.zeros_like(problem.batch.block_table)
+    for change, message in (
+        ({"rope": None}, "rope_cache and rope: neither given; expected exactly one"),
+        ({"rope_cache": stored.rope_cache}, "rope_cache and rope: both given; expected exactly one"),
+        ({"rope": replace(problem.rope, page_offsets=offsets)}, "rope.page_offsets is given; expected None"),
+        ({"rope": replace(problem.rope, weight=weight[:, 1:])}, r"rope.weight.shape is \(8, 23\); expected \[8, 24\]"),
+        ({"rope": replace(problem.rope, weight=weight.double())}, "rope.weight is torch.float64"),
+        ({"rope": replace(problem.rope, bias=bias.double())}, "rope.bias is torch.float64"),
+        ({"rope": replace(problem.rope, inv_freq=inv_freq.double())}, "rope.inv_freq is torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(problem, **change).run(plan)
+    with pytest.raises(ValueError, match="qk_rope_head_dim is None where rope_cache is None; expected one of the two"):
+        replace(problem, widths=replace(problem.widths, from_latent=False)).plan()
+    with pytest.raises(ValueError, match="qk_rope_head_dim is 8 where rope_cache is given; expected one of the two"):
+        stored.plan(qk_rope_head_dim=8)
+
+
 def test_refusals_of_a_plan():
     problem = Problem.make(WIDTHS["per group"])
     with pytest.raises(ValueError, match="window is 0"):
@@ -343,6 +396,9 @@ def test_the_form_follows_from_flop():
     """H=32, d_c=512, d_r=16, 112 + 128: 2·512·32·240 FLOP expand a token, (2·32·1040 − 2·32·256) a query costs more."""
     assert absorbs_up_to(MLAGeometry(32, 32, 512, 16, 112, 128)) == (512 * 32 * 240) // (32 * 1040 - 32 * 256) == 156
     assert absorbs_up_to(MLAGeometry(4, 4, 4, 8, 8, 8)) == 2**30  # a latent narrower than a head never needs expanding
+    # Keys from the latent: 512·64 once a token, and once in 8 queries of the absorbed form.
+    geometry = MLAGeometry(32, 1, 512, 64, 64, 128, 8, rope_from_latent=True)
+    assert absorbs_up_to(geometry) == (512 * 8 * 192 + 512 * 64) // (32 * 1088 + 512 * 8 - 32 * 256) == 26
 
 
 def gqa_problem(dtype=torch.float32, device="cpu", heads=6, kv_heads=2, width=16, value=8, page=16, lengths=LENGTHS):
@@ -361,16 +417,17 @@ def gqa_exact(batch, query, keys, values, dtype=torch.float64, window=None):
     return attend_sequences(query.to(dtype), queries, pairs, starts, SCALE, window)
 
 
-def test_latents_of_eight_bits():
+@pytest.mark.parametrize("widths", ["per group", "from the latent"])
+def test_latents_of_eight_bits(widths):
     """The same numbers as over the dequantised latents; their scales are NaN where nobody may look."""
-    problem = Problem.make(WIDTHS["per group"])
+    problem = Problem.make(WIDTHS[widths])
     codes, scale = quantize_latent(problem.latent_cache)
     unseen = problem.latent_cache.isnan().any(-1)
     exact = replace(problem, latent_cache=dequantize_latent(codes, scale).masked_fill(unseen[..., None], torch.nan))
     eight = replace(problem, latent_cache=codes)
     out = mla_attention(
-        problem.q_nope, problem.q_pe, codes, problem.rope_cache, problem.k_up, problem.v_up, eight.plan(),
-        softmax_scale=SCALE, latent_scale=scale,
+        problem.q_nope, problem.q_pe, codes, problem.rope_cache, problem.k_up, problem.v_up,
+        eight.plan(dtype=torch.float32), softmax_scale=SCALE, latent_scale=scale, rope=problem.rope,
     )  # fmt: skip
     assert error(out, exact.exact()) < 2e-6
     with pytest.raises(ValueError, match="latent_scale is None for a latent_cache of torch.float8_e4m3fn"):
@@ -451,6 +508,15 @@ def test_opcheck():
             None, None, None, 1.0, *problem.plan().fields(), SCALE, None,
         ),
     )  # fmt: skip
+    problem = Problem.make(WIDTHS["from the latent"])
+    rope = problem.rope
+    torch.library.opcheck(
+        torch.ops.mha2mla.mla_attention.default,
+        (
+            problem.q_nope, problem.q_pe, problem.latent_cache, None, None, problem.k_up, problem.v_up, rope.weight,
+            rope.bias, rope.inv_freq, rope.scaling, *problem.plan().fields(), SCALE, None,
+        ),
+    )  # fmt: skip
     batch, query, keys, values = gqa_problem()
     plan = plan_gqa_attention(
         keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
@@ -463,8 +529,8 @@ def test_opcheck():
 @pytest.mark.parametrize(
     ("widths", "dtype"),
     # Not every pair: each op's own tests have both dtypes, and a pair takes up to ten compilations.
-    list(zip(widths_on_gpu(), (torch.bfloat16, torch.float16, torch.bfloat16), strict=True)),
-    ids=("per head", "per group", "shared"),
+    list(zip(widths_on_gpu(), (torch.bfloat16, torch.float16, torch.bfloat16, torch.bfloat16), strict=True)),
+    ids=("per head", "per group", "shared", "from the latent"),
 )
 def test_kernels_are_as_right_as_torch(widths, dtype):
     lengths = ([1, 1, 4, 40, 300, 0, 1, 129], [700, 0, 90, 500, 1000, 5, 64, 0])

@@ -106,6 +106,28 @@ def test_mla_append(shape, dtype, combined, interleaved, scaling):
     assert_right(before, given, out, scaling, interleaved)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_where_nothing_rotary_is_cached_one_row_is_written(device, dtype):
+    """Queries turn all the same; e4m3 latents too."""
+    given = tensors(SHAPES[3], dtype=dtype, device=device)
+    both = copied(given)
+    expected = mla_append(**both)
+    alone = {**copied(given), "k_pe": None, "rope_cache": None}
+    assert torch.equal(mla_append(**alone), expected)
+    assert torch.equal(alone["latent_cache"], both["latent_cache"])
+    codes, scale = quantize_latent(given["latent_cache"])
+    eight = {**alone, "latent_cache": codes, "latent_scale": scale}
+    assert torch.equal(mla_append(**eight), expected)
+    wanted, wanted_scale = quantize_latent(both["latent_cache"])
+    written = given["slots"][(given["slots"] >= 0) & (given["slots"] < PAGES * PAGE)].long()
+    assert torch.equal(codes.float().flatten(0, 1)[written], wanted.float().flatten(0, 1)[written])
+    assert torch.equal(scale.flatten()[written], wanted_scale.flatten()[written])
+    for missing in ("k_pe", "rope_cache"):
+        with pytest.raises(ValueError, match=f"{missing} is None; expected both k_pe and rope_cache, or neither"):
+            mla_append(**{**given, missing: None})
+
+
 def test_no_token_with_a_slot_leaves_the_cache_alone():
     given = tensors(SHAPES[0])
     given["slots"].fill_(-1)
