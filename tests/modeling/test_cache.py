@@ -77,9 +77,9 @@ def test_a_static_cache_does_not_move_and_has_an_end():
 class TestVerbs:
     """Each verb, then one step, against a cache that was filled with what the verb should leave."""
 
-    @pytest.fixture
-    def model(self):
-        return models.mla_model("some sliding")
+    @pytest.fixture(params=["some sliding", "latent some sliding"])
+    def model(self, request):
+        return models.mla_model(request.param)
 
     @pytest.fixture
     def keys(self, static):

@@ -57,10 +57,12 @@ def same(before: list, after: list) -> bool:
 class LatentCacheMachine(RuleBasedStateMachine):
     """Against the ids that were fed, whose logits the model gives without a cache."""
 
+    case = "per layer"
+
     @initialize(static=st.booleans(), seed=st.integers(0, 2**31))
     def start(self, static, seed):
         torch.manual_seed(seed)
-        self.model = models.mla_model("per layer")
+        self.model = models.mla_model(self.case)
         self.static = static
         self.cache = LatentCache(self.model.config, max_cache_len=CAPACITY if static else None, page_size=PAGE)
         # What a static cache was made for stays, and so do its sequences when it is reset.
@@ -197,5 +199,10 @@ class LatentCacheMachine(RuleBasedStateMachine):
             assert {layer.batch_size for layer in self.cache.layers} == {len(self.ids)}
 
 
-TestLatentCacheMachine = LatentCacheMachine.TestCase
+class MachineOfLatentsAlone(LatentCacheMachine):
+    case = "latent per layer"
+
+
+TestLatentCacheMachine, TestMachineOfLatentsAlone = LatentCacheMachine.TestCase, MachineOfLatentsAlone.TestCase
 TestLatentCacheMachine.settings = settings(max_examples=15, stateful_step_count=12, deadline=None)
+TestMachineOfLatentsAlone.settings = TestLatentCacheMachine.settings

@@ -17,7 +17,11 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@few("case, padded", [("per-group", False), ("some sliding", True), ("shared", True)], count=2)
+@few(
+    "case, padded",
+    [("per-group", False), ("latent some sliding", True), ("some sliding", True), ("shared", True)],
+    count=3,
+)
 @torch.no_grad()
 def test_one_full_graph_for_all_lengths_failures_17_22(case, padded):
     model = models.mla_model(case, attention_backend="mla_reference")
@@ -52,7 +56,7 @@ def test_one_full_graph_for_all_lengths_failures_17_22(case, padded):
         assert torch.equal(layer.cache_seqlens, torch.full((2,), 24, dtype=torch.int32))
 
 
-@few("case", ["per layer", "sliding"], count=1)
+@few("case", ["per layer", "latent per layer", "sliding"], count=2)
 @torch.no_grad()
 def test_several_new_tokens_compiled(case):
     """The compiled step makes its own plan: none has to lie in the cache, and none is left there."""
@@ -70,11 +74,11 @@ def test_several_new_tokens_compiled(case):
     assert counter.frame_count == 1 and not cache.plans
 
 
-@pytest.mark.parametrize("name", [None, "mla_fp8_reference"])
+@pytest.mark.parametrize(("case", "name"), [("per layer", None), ("latent", None), ("per layer", "mla_fp8_reference")])
 @torch.no_grad()
-def test_a_prompt_compiled_before_the_cache_has_pages(name):
+def test_a_prompt_compiled_before_the_cache_has_pages(case, name):
     """Which backend serves is found while the step is traced, and not traced itself."""
-    model = models.mla_model("per layer", attention_backend=name)
+    model = models.mla_model(case, attention_backend=name)
     ids = models.tokens(2, 7)
     expected, cache = LatentCache(model.config, max_cache_len=32), LatentCache(model.config, max_cache_len=32)
     step = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -85,10 +89,10 @@ def test_a_prompt_compiled_before_the_cache_has_pages(name):
     assert {layer.backend.name for layer in cache.layers} == {name or "mla_reference"}
 
 
-@pytest.mark.parametrize("form", ["auto", "expanded"])
-def test_generate_compiles_its_step(form):
+@pytest.mark.parametrize(("case", "form"), [("per-group", "auto"), ("per-group", "expanded"), ("latent", "auto")])
+def test_generate_compiles_its_step(case, form):
     """As generate does by itself on a GPU with a static cache, in both forms: one graph, and one for two prompts."""
-    model = models.mla_model(attention_backend=models.FORMS[form])
+    model = models.mla_model(case, attention_backend=models.FORMS[form])
     graphs = []
 
     def backend(graph, inputs):

@@ -51,7 +51,7 @@ def test_cached_equals_uncached_in_both_forms_failure_28(case, static, monkeypat
     assert calls == 2 * [length for length in (1, 1, 4, 3, 1, 1, 2) for _ in range(2)]
 
 
-@each("query_length, case", range(2, 9), ["sliding", "some sliding"])
+@each("query_length, case", range(2, 9), ["sliding", "some sliding", "latent sliding"])
 @torch.no_grad()
 def test_several_tokens_under_a_window_are_absorbed(case, query_length, monkeypatch):
     """Each query has its own first token, before the window is full and after; one sequence begins with padding."""
@@ -100,10 +100,11 @@ def test_stock_caches_serve_the_expanded_form(case):
 @few(
     "case, form, static",
     [("per-group", "absorbed", False), ("sliding", "absorbed", True), ("some sliding", "expanded", False)]
+    + [("latent", "absorbed", True), ("latent some sliding", "expanded", False), ("latent per layer", "auto", False)]
     + [("sliding", "expanded", True), ("some sliding", "absorbed", True), ("per-group", "expanded", False)]
     + [("per-group", "absorbed", True), ("sliding", "absorbed", False), ("some sliding", "expanded", True)]
     + [("sliding", "expanded", False), ("some sliding", "absorbed", False), ("per-group", "expanded", True)],
-    count=6,
+    count=9,
 )
 @torch.no_grad()
 def test_left_padding(case, form, static):
@@ -217,11 +218,12 @@ def test_a_backend_by_name_serves_prompts_too(case, monkeypatch):
         start = stop
 
 
+@pytest.mark.parametrize("case", ["some sliding", "latent some sliding"])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @torch.no_grad()
-def test_eight_bit_latents_through_every_form(static):
+def test_eight_bit_latents_through_every_form(static, case):
     """Prompt, single tokens, several, a chunk, a mask with a hole: all over codes, near what 32 bits give."""
-    model = models.mla_model("some sliding")
+    model = models.mla_model(case)
     ids, mask = models.tokens(2, 40), torch.ones(2, 40, dtype=torch.long)
     mask[0, :3], mask[1, 33:36] = 0, 0
     expected = model(ids, attention_mask=mask, use_cache=False).logits

@@ -80,29 +80,35 @@ def test_the_watch_sees_a_read(read):
 
 
 @pytest.mark.parametrize("case", ["per-group", "some sliding", "per layer", "latent", "latent per layer"])
+@pytest.mark.parametrize("placed", [False, True], ids=["no positions", "positions"])
 @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "left padding"])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @torch.no_grad()
-def test_a_one_token_step_reads_nothing(static, masked, case, as_on_a_gpu):
-    """Positions are the model's own to find, as when a caller passes tokens and a cache and nothing else."""
+def test_a_one_token_step_reads_nothing(static, masked, placed, case, as_on_a_gpu):
+    """Positions are the model's own to find, as when a caller passes tokens and a cache and nothing else; or given, as
+    ``generate`` gives them."""
     model = models.mla_model(case, attention_backend="mla_reference")
     ids, mask = models.tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     if masked:
         mask[1, :3] = 0
     expected = model(ids, attention_mask=mask).logits[:, 10:]
     cache = LatentCache(model.config, max_cache_len=16 if static else None, page_size=16)
-    model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    keys = {"position_ids": positions[:, :10]} if placed else {}
+    model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache, **keys)
     logits = []
     for stop in (11, 12):
         keys = {"attention_mask": mask[:, :stop]} if masked else {}
+        keys |= {"position_ids": positions[:, stop - 1 : stop]} if placed else {}
         with NoHostReads():
             logits.append(model(ids[:, stop - 1 : stop], past_key_values=cache, **keys).logits)
     assert models.relative_error(torch.cat(logits, 1), expected) < 2e-5
 
 
+@pytest.mark.parametrize("case", ["per-group", "latent"])
 @torch.no_grad()
-def test_a_batch_of_decodes_reads_nothing(as_on_a_gpu):
-    model = models.mla_model()
+def test_a_batch_of_decodes_reads_nothing(case, as_on_a_gpu):
+    model = models.mla_model(case)
     cache = model.paged_cache(8, page_size=16)
     first, second = cache.open(), cache.open()
     batch = cache.extend({first: 5, second: 9})

@@ -117,11 +117,12 @@ def test_inputs_are_given_once(padded):
         model(**padded, inputs_embeds=torch.zeros(2, 12, 48))
 
 
+@pytest.mark.parametrize("case", ["per-group", "latent"])
 @torch.no_grad()
-def test_forward_batch_under_autocast():
+def test_forward_batch_under_autocast(case):
     """Projections in bfloat16, attention in the cache's dtype."""
     for dtype in (torch.float32, torch.bfloat16):
-        model = models.mla_model(qk_rope_head_dim=8).to(dtype)
+        model = models.mla_model(case, qk_rope_head_dim=8).to(dtype)
         ids = models.tokens(1, 9)[0]
         logits = {}
         for enabled in (False, True):
@@ -136,9 +137,10 @@ def test_forward_batch_under_autocast():
         assert models.relative_error(logits[True], logits[False]) < 0.05
 
 
+@pytest.mark.parametrize("case", ["per-group", "latent"])
 @torch.no_grad()
-def test_decoding_under_autocast():
-    model = models.mla_model(qk_rope_head_dim=8)
+def test_decoding_under_autocast(case):
+    model = models.mla_model(case, qk_rope_head_dim=8)
     ids = models.tokens(2, 12)
     expected = model(ids, use_cache=False).logits[:, 10:]
     with torch.autocast("cpu", dtype=torch.bfloat16):

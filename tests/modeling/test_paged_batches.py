@@ -51,13 +51,14 @@ def test_mixed_steps_equal_each_sequence_alone(case):
             done[sequence] += counts[sequence]
 
 
+@pytest.mark.parametrize("rope_from_latent", [False, True])
 @pytest.mark.parametrize("case", ["llama-yarn-tied", "qwen3-moe", "gemma3", "olmo2"])
 @torch.no_grad()
-def test_families(case):
+def test_families(case, rope_from_latent):
     from tests.modeling.full_rank import full_rank
 
     source = models.source_model(case)
-    model = full_rank(source)
+    model = full_rank(source, rope_from_latent=rope_from_latent)
     ids = models.tokens(2, 40)
     expected = source(ids, use_cache=False).logits
     cache = model.paged_cache(num_pages=8, page_size=16)
@@ -68,9 +69,10 @@ def test_families(case):
     assert models.relative_error(logits[two], expected[1]) < 1e-4
 
 
+@pytest.mark.parametrize("case", ["per-group", "latent"])
 @torch.no_grad()
-def test_forks_share_a_prompt_and_write_apart():
-    model = models.mla_model()
+def test_forks_share_a_prompt_and_write_apart(case):
+    model = models.mla_model(case)
     ids = models.tokens(2, 30)
     cache = model.paged_cache(num_pages=6, page_size=16)
     parent = cache.open()
@@ -152,12 +154,13 @@ def poison_free_pages(cache: PagedCache) -> None:
             tensor[free] = torch.nan
 
 
+@pytest.mark.parametrize("case", ["per-group", "latent"])
 @pytest.mark.parametrize("padding", [0, 2])
 @torch.no_grad()
-def test_nan_in_a_free_page_reaches_nobody_failure_2(padding):
+def test_nan_in_a_free_page_reaches_nobody_failure_2(padding, case):
     """Freed pages are not wiped: whoever gets one next, and rows that pad a batch, must not see what is left there.
     Rows of padding are as long as the shortest query, a long one here, and have no page: page 0 is nobody's."""
-    model = models.mla_model()
+    model = models.mla_model(case)
     ids = models.tokens(2, 60)
     expected = model(ids, use_cache=False).logits
     cache = model.paged_cache(num_pages=8, page_size=16)
@@ -177,9 +180,10 @@ def test_nan_in_a_free_page_reaches_nobody_failure_2(padding):
         done += count
 
 
+@pytest.mark.parametrize("case", ["per-group", "latent"])
 @torch.no_grad()
-def test_eight_bit_latents_by_name():
-    model = models.mla_model(attention_backend="mla_fp8_reference")
+def test_eight_bit_latents_by_name(case):
+    model = models.mla_model(case, attention_backend="mla_fp8_reference")
     ids = models.tokens(1, 30)
     expected = model(ids, use_cache=False).logits[0]
     cache = model.paged_cache(num_pages=2, page_size=16)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import CacheCapacityError, PagedCache, SequenceBatch, StaleBatchError
 from mha2mla.modeling.backends import BUILT_IN
 from mha2mla.modeling.paged_cache import BatchStep
@@ -24,6 +25,8 @@ from tests.modeling.test_pages import slots_of
 
 PAGES, PAGE = 12, 4
 LAYERS = [(BUILT_IN["gqa_reference"], AttentionConstants(GQAGeometry(1, 1, 2, 1), 1.0))] * 2
+# Latents of one number, which is the value; their rotary keys do not matter to queries of zero.
+ALONE = [(BUILT_IN["mla_reference"], AttentionConstants(MLAGeometry(1, 1, 1, 2, rope_from_latent=True), 1.0))] * 2
 
 
 class Injected(RuntimeError):
@@ -53,8 +56,10 @@ def state_of(cache: PagedCache) -> tuple:
 
 def attend(step: BatchStep, values: torch.Tensor) -> torch.Tensor:
     """Runs both layers; the new tokens' values are ``values`` [N] and keys and queries zero. [N]."""
-    zero = torch.zeros(len(values), 1, 2)
+    zero, one = torch.zeros(len(values), 1, 2), torch.ones(1, 1, 1)
     tensors = {"query": zero, "key": zero, "value": values[:, None, None], "inv_freq": torch.zeros(1, 1)}
+    tensors |= {"q_nope": zero[..., :0], "q_pe": zero, "latent": values[:, None], "k_up": None, "v_up": one}
+    tensors |= {"rope_weight": torch.ones(2, 1), "rope_bias": torch.ones(2)}
     outs = [step.run(layer, tensors)[1] for layer in range(len(LAYERS))]
     # What a batch that was never run has promised is NaN, in both.
     assert torch.equal(*[out.nan_to_num(-1.0) for out in outs])
@@ -72,9 +77,11 @@ class Pending:
 
 
 class PagedCacheMachine(RuleBasedStateMachine):
+    layers, stored = LAYERS, "value_cache"
+
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PagedCache(LAYERS, PAGES, PAGE, dtype=torch.float32)
+        self.cache = PagedCache(self.layers, PAGES, PAGE, dtype=torch.float32)
         # Per sequence, the values of its tokens; None where a token was promised and never brought.
         self.values: dict[int, list[float | None]] = {}
         self.batches: list[Pending] = []
@@ -244,19 +251,23 @@ class PagedCacheMachine(RuleBasedStateMachine):
         for sequence, values in self.values.items():
             slots = slots_of(allocator, sequence)
             for tensors in self.cache.tensors:
-                found = tensors["value_cache"].flatten()[slots].tolist()
+                found = tensors[self.stored].flatten()[slots].tolist()
                 assert [a for a, b in zip(found, values, strict=True) if b is not None] == [
                     b for b in values if b is not None
                 ]
 
 
-PagedCacheMachine.TestCase.settings = settings(
+class MachineOfLatentsAlone(PagedCacheMachine):
+    layers, stored = ALONE, "latent_cache"
+
+
+TestPagedCacheMachine, TestMachineOfLatentsAlone = PagedCacheMachine.TestCase, MachineOfLatentsAlone.TestCase
+TestPagedCacheMachine.settings = TestMachineOfLatentsAlone.settings = settings(
     max_examples=50,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestPagedCacheMachine = PagedCacheMachine.TestCase
 
 
 def filled() -> tuple[PagedCache, int, int, int]:

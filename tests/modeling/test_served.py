@@ -126,18 +126,20 @@ def test_a_name_decides_both_ways_of_calling_the_model(name, width, device, expe
         assert layer.batch_backend is ATTENTION_BACKENDS.choose(None, layer.geometry, 64, torch.bfloat16, device)
 
 
+@pytest.mark.parametrize("case", ["some sliding", "latent some sliding"])
 @torch.no_grad()
-def test_the_answer_is_what_a_cache_does():
+def test_the_answer_is_what_a_cache_does(case):
     for name in (None, "mla_reference", "mla_expanded", "mla_fp8_reference"):
-        model = models.mla_model("some sliding", attention_backend=name)
+        model = models.mla_model(case, attention_backend=name)
         cache = model(models.tokens(2, 9)).past_key_values
         for layer, said in zip(cache.layers, model.attention_report(), strict=True):
             assert layer.attends(1) is (said.form == "absorbed")
             assert not layer.attends(1) or layer.backend.name == said.backend
 
 
-def test_report_and_paged_cache_give_the_same_answer():
-    model = models.mla_model("some sliding")
+@pytest.mark.parametrize("case", ["some sliding", "latent some sliding"])
+def test_report_and_paged_cache_give_the_same_answer(case):
+    model = models.mla_model(case)
     expected = what_serves(model.config, "cpu", torch.float32)
     assert model.attention_report() == list(expected)
     assert [layer.sliding_window for layer in expected] == [None, models.WINDOW]

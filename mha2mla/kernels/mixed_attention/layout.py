@@ -85,8 +85,8 @@ def absorbs_up_to(geometry: MLAGeometry) -> int:
 
     Per cached token, absorbed attention costs ``2 H (2 d_c + d_r)`` for each query, expanded attention
     ``2 H (d_n + d_r + d_v)`` for each query and ``2 h_up d_c (d_n + d_v)`` once, for expanding the token. A rotary
-    key that is computed from the latent costs ``2 d_c d_r`` once in the expanded form, in the absorbed one once in every
-    call of the decode op, of 8 queries.
+    key that is computed from the latent costs ``2 d_c d_r`` once in the expanded form, and in the absorbed one once in
+    every call of the decode op, of 8 queries.
     """
     heads, latent, rope = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.qk_rope_head_dim
     absorbed = heads * (2 * latent + rope)
