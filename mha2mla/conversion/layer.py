@@ -139,17 +139,10 @@ def prepare_layer(
     windows, from_latent = None, geometry.rope_from_latent
     if recipe.refits_queries(geometry) and sample is not None:
         windows = score_windows(spec, weights, sample, None if from_latent else basis)
-        if geometry.qk_nope_head_dim:
-            keys = un_rotated_keys(spec, weights, basis)
-            rotary = rotary_keys(spec, weights, basis) if from_latent else ()
-            basis = _refitted(spec, windows, basis, _key_maps(spec, basis, keys, *rotary))
+        if not from_latent:  # there it changed nothing: what the latent loses is more
+            basis = _refitted(spec, windows, basis, KeyMaps(un_rotated_keys(spec, weights, basis)))
     problem = latent_problem(spec, weights, basis, statistics, rope_from_latent=from_latent)
     return PreparedLayer(weights, basis, problem, sample, windows)
-
-
-def _key_maps(spec: SourceSpec, basis: RotaryBasis, nope: torch.Tensor, *rotary: torch.Tensor) -> KeyMaps:
-    """Of un-rotated keys and, where it is read from the latent, the rotary key and its bias."""
-    return KeyMaps(nope, *rotary, inv_freq=basis.inv_freq, scaling=spec.attention_factor)
 
 
 def _refitted(spec: SourceSpec, windows: list[ScoreWindow], basis: RotaryBasis, maps: KeyMaps) -> RotaryBasis:
@@ -182,9 +175,10 @@ def finish_layer(
     factors = factorise(
         recipe.latent.low_rank, prepared.problem, geometry.kv_lora_rank, centered=recipe.latent.centered
     )
-    maps = _key_maps(spec, basis, factors.key_decoder @ factors.encoder)
+    maps = KeyMaps(factors.key_decoder @ factors.encoder)
     if factors.rope_decoder is not None:
-        maps = replace(maps, rotary=factors.rope_decoder @ factors.encoder, rotary_bias=factors.rope_offset)
+        rotary = factors.rope_decoder @ factors.encoder
+        maps = KeyMaps(maps.nope, rotary, factors.rope_offset, basis.inv_freq, spec.attention_factor)
     if prepared.windows is not None:
         basis = _refitted(spec, prepared.windows, basis, maps)
     tensors = assemble(spec, geometry, recipe, weights, basis, factors)

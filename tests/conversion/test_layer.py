@@ -61,7 +61,9 @@ class Layer:
     def measure(self) -> None:
         """Takes the statistics of the inputs."""
         window = self.spec.sliding_windows[0]
-        collector = StatisticsCollector(self.spec, self.weights, window=window, phases=True, attended=True)
+        collector = StatisticsCollector(
+            self.spec, self.weights, window=window, phases=True, attended=True, distances=True
+        )
         collector.add(self.inputs[:4])
         collector.add(self.inputs[4:])
         self.statistics: LayerStatistics = collector.finish()
@@ -403,6 +405,20 @@ def test_attended_statistics_are_those_of_the_formulas():
     within = x[:, None, None] - averages[:, :, :, None]  # [windows, H, queries, keys, E]
     expected = torch.einsum("whst,whste,whstf->ef", weight, within, within) / count
     assert torch.allclose(statistics.attention_covariance, expected)
+    distance = (torch.arange(40)[::8, None] - torch.arange(40)).clamp_min(0)
+    mass = weight[..., 1:].sum(0).flatten(1)  # without the sink
+    expected = torch.zeros(4, 40).double().index_add_(1, distance[:, 1:].flatten(), mass)
+    assert torch.allclose(statistics.distances, expected / expected.sum(-1, keepdim=True))
+
+
+def test_a_head_that_looks_nowhere_but_at_the_sink_looks_no_distance_back():
+    layer = Layer("llama")
+    collector = StatisticsCollector(layer.spec, layer.weights, window=None, distances=True)
+    collector.add(layer.inputs[:, :1])
+    collector.add(layer.inputs[:, :1])
+    assert collector.finish().distances.tolist() == [[1.0]] * 4
+    collector.add(layer.inputs)  # longer windows than before
+    assert torch.allclose(collector.finish().distances, layer.statistics.distances)
 
 
 def test_blocks_of_an_attention_map_add_up(monkeypatch):
@@ -426,6 +442,10 @@ def test_every_recipe_gives_the_tensors_of_its_geometry(case, layout, selection,
     assert set(tensors["inv_freq"].flatten().tolist()) <= set(layer.spec.inv_freq.tolist())
     assert tensors["k_b_proj"].shape == (2, geometry.qk_nope_head_dim, 24)
     assert tensors["v_b_proj"].shape == (2, 16, 24)
+    if geometry.rope_from_latent:
+        assert tensors["k_rope_proj.weight"].shape == (8, 24) and tensors["k_rope_proj.bias"].shape == (8,)
+    encoders = [name for name in tensors if name in ("kv_a_proj.weight", "k_a_proj.weight")]
+    assert [tensors[name].shape[0] for name in encoders] == [geometry.cache_numel_per_token]
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     assert relative(layer.output(recipe), layer.source_output()) < 1.5
 

@@ -7,7 +7,16 @@ import torch
 
 from mha2mla.conversion.calibration.statistics import AttentionSample, StatisticsCollector
 from mha2mla.conversion.fit import closed_form
-from mha2mla.conversion.layer import convert_layer, finish_layer, prepare_layer, rotary_basis, un_rotated_keys
+from mha2mla.conversion.latent.rules import LOW_RANKS, factorise
+from mha2mla.conversion.layer import (
+    convert_layer,
+    finish_layer,
+    latent_problem,
+    prepare_layer,
+    rotary_basis,
+    rotary_keys,
+    un_rotated_keys,
+)
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion.plain_mla import plain_mla_attention
 from tests.conversion.test_layer import Layer, relative
@@ -36,22 +45,45 @@ def basis_and_keys(layer: Layer, **keys):
     return basis, un_rotated_keys(layer.spec, layer.weights, basis)
 
 
+def maps_of(layer: Layer, layout: str):
+    """Basis and keys of a recipe; where rotary ones come from a latent, such as it gives them back."""
+    rank = 20 if layout == "latent" else 40
+    basis, keys = basis_and_keys(layer, layout=layout, kv_lora_rank=rank)
+    if layout != "latent":
+        return (
+            basis,
+            closed_form.KeyMaps(keys),
+            closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis),
+        )
+    problem = latent_problem(layer.spec, layer.weights, basis, layer.statistics, rope_from_latent=True)
+    factors = factorise(LOW_RANKS["whitened-joint"], problem, rank, centered=True)
+    maps = closed_form.KeyMaps(
+        factors.key_decoder @ factors.encoder,
+        factors.rope_decoder @ factors.encoder,
+        factors.rope_offset,
+        basis.inv_freq,
+        layer.spec.attention_factor,
+    )
+    return basis, maps, closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, None)
+
+
+@pytest.mark.parametrize("layout", ["per-group", "latent"])
 @pytest.mark.parametrize("case", ["llama", "qwen3-biases-yarn"])
-def test_conjugate_gradients_reach_the_least_squares_solution(case, monkeypatch):
+def test_conjugate_gradients_reach_the_least_squares_solution(case, layout, monkeypatch):
     """Every query, no ridge, many steps: the solution of the normal equations, written out."""
     layer = SampledLayer(case)
     monkeypatch.setattr(closed_form, "_RIDGE", 0.0)
     monkeypatch.setattr(closed_form, "_STEPS", 30)
-    basis, keys = basis_and_keys(layer)
-    windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
-    found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, closed_form.KeyMaps(keys))
+    basis, maps, windows = maps_of(layer, layout)
+    start_map = closed_form.fitted_queries(basis, maps)
+    found = closed_form.refit_queries(layer.spec, windows, start_map, maps)
     head, scale = 1, layer.spec.softmax_scale
     rows, targets = [], []
     for window in windows:
-        outer = (
-            torch.einsum("qd,tn->qtnd", window.query[head], window.keys(closed_form.KeyMaps(keys))[head]).flatten(2)
-            * scale
-        )
+        # A query map's rotary rows turn with the query: column by column.
+        columns = torch.eye(found[0].numel(), dtype=torch.float64).view(-1, *found[0].shape)
+        turned = maps.turned(window.query[head] @ columns.mT, window.position)
+        outer = torch.einsum("nqe,te->qtn", turned, window.keys(maps)[head]) * scale
         weight = window.weight[head][..., None]
         centred = outer - (weight * outer).sum(1, keepdim=True)
         rows.append((weight.sqrt() * centred).flatten(0, 1))
@@ -59,9 +91,27 @@ def test_conjugate_gradients_reach_the_least_squares_solution(case, monkeypatch)
     rows, targets = torch.cat(rows), torch.cat(targets)
     best = targets - rows @ torch.linalg.lstsq(rows, targets[:, None], driver="gelsd").solution[:, 0]
     reached = targets - rows @ found[head].flatten()
-    start = targets - rows @ basis.query_nope[head].flatten()
+    start = targets - rows @ start_map[head].flatten()
     losses = [float(part.square().sum()) for part in (best, reached, start)]
     assert losses[0] * (1 - 1e-9) <= losses[1] <= losses[0] + 1e-2 * (losses[2] - losses[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_refit_of_queries_never_raises_what_it_minimises(case, layout):
+    """As it is: few steps, with a ridge."""
+    layer = SampledLayer(case)
+    basis, maps, windows = maps_of(layer, layout)
+    start = closed_form.fitted_queries(basis, maps)
+    found = closed_form.refit_queries(layer.spec, windows, start, maps)
+    before, after = (
+        sum(
+            (w.weight * (w.target - w.scores(queries, w.asked(maps)) * layer.spec.softmax_scale).square()).sum((1, 2))
+            for w in windows
+        )
+        for queries in (start, found)
+    )
+    assert (after <= before).all() and after.sum() < before.sum()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -110,6 +160,19 @@ def test_scores_that_need_no_fit_keep_their_queries(case):
     windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis)
     found = closed_form.refit_queries(layer.spec, windows, basis.query_nope, closed_form.KeyMaps(keys))
     assert torch.allclose(found, basis.query_nope, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rotary_keys_that_are_the_source_s_keep_their_queries(case):
+    """Every pair rotates, and the latent loses nothing: scores are the source's already."""
+    layer = SampledLayer(case)
+    width = layer.spec.num_key_value_heads * layer.spec.head_dim
+    basis, keys = basis_and_keys(layer, layout="latent", qk_rope_head_dim=width, kv_lora_rank=width)
+    rotary = rotary_keys(layer.spec, layer.weights, basis)
+    maps = closed_form.KeyMaps(keys, *rotary, basis.inv_freq, layer.spec.attention_factor)
+    windows = closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, None)
+    found = closed_form.refit_queries(layer.spec, windows, closed_form.fitted_queries(basis, maps), maps)
+    assert torch.allclose(found, basis.query_rope, atol=1e-9)
 
 
 def test_an_uncentred_refit_makes_no_bias():
