@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from mha2mla.conversion.target import WIDTHS
+from mha2mla.conversion.target import DEFAULT_LAYOUT, WIDTHS
 
 NO_PRESET = "minimal"
 AUTO = "auto"  # no preset yet: choose_preset names one when the device is known
@@ -46,12 +46,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         # arXiv 2502.07864: RoRoPE with FreqFold, then one PCA of keys and values scaled to the same energy.
         "published-transmla": {
+            "layout": "shared",
             "rope.selection": "rorope-2",
             "rope.share": 1 / 3,
             "latent.rule": "balanced-pca",
             **_PUBLISHED,
         },
-        "shared": _FITTED,
+        "shared": {"layout": "shared", **_FITTED},
         "per-group": {"layout": "per-group", **_FITTED},
         "latent": {"layout": "latent", **_FITTED},
         # No gradient steps: minutes on two CPU cores for a model of 135M parameters.
@@ -67,6 +68,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # DeepSeek's widths, which FlashMLA and its engines compile for; those know no bias of o_proj.
         "deepseek-512+64": {
             **_FITTED,
+            "layout": "shared",
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
             "latent.centered": False,
@@ -108,15 +110,15 @@ def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> Pr
         return PresetChoice(preset, f"{preset}, as asked for")
     if given.get("cache_ratio") == 1.0:
         return PresetChoice("quick", "quick, chosen by auto: at cache_ratio 1.0 nothing is lost, whatever the preset")
-    layout = given.get("layout", "shared")
-    best = layout if layout in MEASURED else "shared"
+    layout = given.get("layout", DEFAULT_LAYOUT)
+    best = layout if layout in PRESETS else DEFAULT_LAYOUT  # a layout's own preset has its name
     if device_type == "cuda":
         return PresetChoice(best, f"{best}, chosen by auto: the best there is, on a GPU")
-    figures = ", ".join(f"{name} {ratio}" for name, ratio in MEASURED[best].items())
+    figures = ", ".join(f"{name} {ratio}" for name, ratio in MEASURED.get(best, {}).items())
     return PresetChoice(
         "quick",
-        f"quick, chosen by auto: minutes without a GPU. The next better ones: cpu (an hour), {best} (needs a GPU)."
-        f" Perplexity over the source's: {figures} ({MEASURED_ON})",
+        f"quick, chosen by auto: minutes without a GPU. The next better ones: cpu (an hour), {best} (needs a GPU)"
+        + (f". Perplexity over the source's: {figures} ({MEASURED_ON})" if figures else ""),
     )
 
 

@@ -14,6 +14,7 @@ from mha2mla.conversion.value_rules import Rule, int_from, is_int, number_from, 
 from mha2mla.geometry import MLAGeometry
 
 DEFAULT_CACHE_RATIO = 0.5
+DEFAULT_LAYOUT = "shared"  # what recipes and presets have that name none, and so what "auto" takes
 # Keys wider than this have no fused attention: not torch's, whose gradients then keep every score of a long window, not
 # FlashAttention's, and no prefill kernel of ours.
 FUSED_WIDTH = 256
@@ -97,7 +98,7 @@ class Target(Stage):
         ),
     }
 
-    layout: str = "shared"
+    layout: str = DEFAULT_LAYOUT
     cache_ratio: float | None = None
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None

@@ -68,7 +68,8 @@ def same(one, other):
     [("llama", "shared", "half corrected"), ("qwen3-biases-yarn", "per-group", "corrected")]
     + [("llama", "shared", target) for target in ("corrected", "not corrected")]
     + [("qwen3-biases-yarn", "shared", "corrected")]
-    + [("qwen2-sliding", layout, "corrected") for layout in ("shared", "per-group")],
+    + [("qwen2-sliding", layout, "corrected") for layout in ("shared", "per-group")]
+    + [("qwen3-biases-yarn", "latent", "half corrected"), ("qwen2-sliding", "latent", "corrected")],
     count=2,
 )
 def test_every_target_lowers_the_loss_of_every_layer(case, layout, target, sources, tmp_path, monkeypatch):
@@ -97,6 +98,18 @@ def test_reconstruction_brings_the_logits_closer(sources, tmp_path):
 
     plain = error(Recipe(layout="shared", qk_rope_head_dim=8, kv_lora_rank=24))
     assert error(recipe) < 0.9 * plain
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-biases-yarn"])
+def test_steps_fit_the_map_from_the_latent_to_rotary_keys(case, sources, tmp_path):
+    source = sources(case)
+    start, fitted = (
+        next(iter(sequence(source, Fitted(layout="latent", fit_steps=steps), tmp_path, windows=160))).tensors
+        for steps in (0, 64)
+    )
+    for name in ("k_rope_proj.weight", "k_rope_proj.bias"):
+        assert (start[name] != fitted[name]).float().mean() > 0.9, name
+    assert torch.equal(start["inv_freq"], fitted["inv_freq"])
 
 
 def converted_model(source, walk):

@@ -1,10 +1,13 @@
 """Presets: naming one is taking it, and naming none takes what the device can run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mha2mla.conversion.presets import MEASURED, PRESETS, choose_preset, sets
 from mha2mla.conversion.recipe import KEYS, Recipe
+from mha2mla.conversion.target import LAYOUTS
 from mha2mla.pipeline.check import named_recipe
 
 CPU = torch.device("cpu")
@@ -22,6 +25,8 @@ def test_presets_set_keys_that_there_are():
         ({}, "cuda", "shared"),
         ({"layout": "per-group"}, "cpu", "quick"),
         ({"layout": "per-group"}, "cuda", "per-group"),
+        ({"layout": "latent"}, "cpu", "quick"),
+        ({"layout": "latent"}, "cuda", "latent"),
         ({"layout": "shared", "kv_lora_rank": 64, "qk_rope_head_dim": 16}, "cuda", "shared"),
         ({"cache_ratio": 1.0}, "cuda", "quick"),
     ],
@@ -54,6 +59,14 @@ def test_a_recipe_takes_one_preset():
     for recipe in (Recipe.from_preset("quick"), {"preset": "quick"}):
         with pytest.raises(ValueError, match="preset is 'shared' beside a recipe of preset 'quick'"):
             named_recipe(recipe, "shared", CPU)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_s_own_preset_has_its_name(layout):
+    recipe = Recipe.from_preset(layout)
+    assert recipe.target.layout == layout and recipe.fit.steps
+    assert replace(recipe, target=Recipe.from_preset("shared").target, preset="shared") == Recipe.from_preset("shared")
+    assert f"{layout} (needs a GPU)" in choose_preset("auto", {"layout": layout}, "cpu").reason
 
 
 def test_what_a_recipe_was_changed_to_stays():

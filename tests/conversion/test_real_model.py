@@ -92,3 +92,12 @@ def test_our_rules_beat_the_peers_at_equal_bytes(layers):
     )
     mha2mla = sum(layers.losses(recipes.Recipe.from_preset("published-mha2mla")))
     assert ours < transmla < mha2mla
+
+
+def test_rotary_keys_from_the_latent_lose_less_than_stored_ones_at_equal_bytes(layers):
+    for ratio in (0.5, 0.1875):
+        stored, computed = (
+            layers.losses(recipes.Recipe.from_preset("minimal", layout=layout, cache_ratio=ratio))
+            for layout in ("shared", "latent")
+        )
+        assert all(less < more for less, more in zip(computed, stored, strict=True))

@@ -26,6 +26,8 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
     [
         ({"layout": "per-head"}, "layout is 'per-head'; expected one of 'per-group', 'shared', 'latent'"),
         ({"rope.selection": "best"}, "rope.selection is 'best'; expected one of 'high'"),
+        ({"layout": "latent", "rope.share": 0.2}, "rope.share is 0.2 in the latent layout; expected none"),
+        ({"layout": "latent", "rope.share": "auto"}, "rope.share is 'auto' in the latent layout; expected none"),
         ({"latent.rule": "svd"}, "latent.rule is 'svd'; expected one of 'svd-joint'"),
         ({"cache_ratio": 0}, "cache_ratio is 0; expected a number above 0, at most 1"),
         ({"cache_ratio": 1.5}, "cache_ratio is 1.5"),
