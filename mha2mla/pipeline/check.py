@@ -80,6 +80,10 @@ class Arguments:
             if not isinstance(getattr(self, name), kinds):
                 raise ValueError(f"{name} is {getattr(self, name)!r:.80}; expected {expected}")
 
+    def source_name(self, folder: Path) -> str:
+        """What the caller called the source, which is in ``folder``: a hub id, or a folder's last part."""
+        return folder.name if Path(self.source).exists() else str(self.source)
+
     def say(self, text: str) -> None:
         """On standard error, where there is one: nobody's listening is no reason to lose a conversion."""
         if self.progress:
@@ -148,16 +152,18 @@ class Plan:
         return self.arguments.dtype or self.source_dtype
 
 
-def check(arguments: Arguments) -> Plan:
+def check(arguments: Arguments, folder: Path) -> Plan:
     """Refuses what cannot be converted as it was asked for.
+
+    Args:
+        folder: of the source (:func:`source_folder`).
 
     Raises:
         UnsupportedSourceError, CheckpointError, DestinationError, ValueError: as ``convert``.
     """
-    device = _device(arguments.device)
+    device = compute_device(arguments.device)
     recipe, why = named_recipe(arguments.recipe, arguments.preset, device)
     changed = ", ".join(f"{name}={value!r}" for name, value in recipe.changes().items())
-    folder = _source_folder(arguments.source)
     check_destination(arguments.destination, folder, overwrite=arguments.overwrite)
     opened = open_source(folder, longrope_table=recipe.rope.longrope_table)
     calibration = _calibration(arguments, recipe, opened.spec)
@@ -171,7 +177,7 @@ def check(arguments: Arguments) -> Plan:
     return Plan(
         arguments=arguments,
         opened=opened,
-        source_name=folder.name if Path(arguments.source).exists() else str(arguments.source),
+        source_name=arguments.source_name(folder),
         recipe=recipe,
         preset=why + (f"; with {changed}" if changed else ""),
         model=model,
@@ -240,7 +246,12 @@ def _held_out(
     return short, HeldOut(long_text, windows), []
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def compute_device(device: str | torch.device | None) -> torch.device:
+    """The one that was asked for, else CUDA where there is one.
+
+    Raises:
+        ValueError: it cannot be used here.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -253,7 +264,12 @@ def _device(device: str | torch.device | None) -> torch.device:
     return target
 
 
-def _source_folder(source: str | os.PathLike[str]) -> Path:
+def source_folder(source: str | os.PathLike[str]) -> Path:
+    """The folder of that path, or of a hub id, which is downloaded.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder

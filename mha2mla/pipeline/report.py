@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,15 @@ from mha2mla.conversion.result.card import PLOT_FILE, model_card
 from mha2mla.conversion.result.plot import plot_layers
 from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.geometry import MLAGeometry
+from mha2mla.pipeline.check import Arguments
 from mha2mla.pipeline.prepare import Prepared, version
 
 if TYPE_CHECKING:
     from mha2mla.modeling import LayerAttention
+    from mha2mla.modeling.config import MHA2MLAConfig
+
+
+MADE = "converted to Multi-head Latent Attention"
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,12 @@ class ConversionReport:
         )
 
 
+def peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def make_report(
     prepared: Prepared,
     parities: tuple[ParityReport, ParityReport | None],
@@ -129,7 +141,6 @@ def make_report(
     from mha2mla.modeling.served import describe
 
     plan, (parity, long_parity) = prepared.plan, parities
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     geometries, count = prepared.geometries, plan.spec.num_layers
     return ConversionReport(
         name=plan.destination.resolve().name,
@@ -159,23 +170,29 @@ def make_report(
             {**asdict(layer), "kv_lora_rank": geometries[layer.layer].kv_lora_rank, **layers.record(layer.layer)}
             for layer in parity.layers
         ),
-        decode_backend=f"on CUDA {describe(_what_serves(prepared))}",
+        decode_backend=f"on CUDA {describe(serving_on_cuda(prepared.config(), plan.stored_dtype, plan.model.device))}",
         rope_note=plan.spec.rope_note,
         resumed_layers=resumed,
         seconds=seconds,
-        peak_rss_bytes=peak if sys.platform == "darwin" else peak * 1024,
+        peak_rss_bytes=peak_rss_bytes(),
         weight_bytes=weight_bytes,
         mha2mla_version=version(),
     )
 
 
-def write_report(prepared: Prepared, folder: Path, report: ConversionReport) -> None:
-    """conversion.json, the model card, and its plot where matplotlib is installed."""
+def write_report(
+    arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str = MADE
+) -> None:
+    """conversion.json, the model card, and its plot where matplotlib is installed.
+
+    Args:
+        made: what was done to the source, for the card.
+    """
     from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.inspection import RECORD_FILE
     from mha2mla.eval.report import write_json
 
-    environment = collect_environment(prepared.plan.model.device.index or 0)
+    environment = collect_environment(device.index or 0)
     values = report.to_dict()
     fields = {key: value for key, value in values.items() if key != "layers"}
     write_json(folder / RECORD_FILE, kind="conversion", rows=values["layers"], environment=environment, **fields)
@@ -184,17 +201,21 @@ def write_report(prepared: Prepared, folder: Path, report: ConversionReport) -> 
         plot_layers(values["layers"], folder / PLOT_FILE)
     except ImportError as error:
         plot = None
-        prepared.plan.arguments.say(f"the model card has no plot: {error}")
+        arguments.say(f"the model card has no plot: {error}")
     base_model = None if Path(report.source_name).exists() or "/" not in report.source_name else report.source_name
     card = model_card(
-        values, base_model=base_model, plot=plot, record=RECORD_FILE, environment=describe_environment(environment)
+        values,
+        made=made,
+        base_model=base_model,
+        plot=plot,
+        record=RECORD_FILE,
+        environment=describe_environment(environment),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def warn_of_slow_layers(prepared: Prepared) -> None:
+def warn_of_slow_layers(layers: Sequence[LayerAttention]) -> None:
     """Warns of geometries that no kernel will serve, once they are known and before they cost any work."""
-    layers = _what_serves(prepared)
     slow = [layer for layer in layers if not layer.compiled]
     if slow:
         warnings.warn(
@@ -205,10 +226,9 @@ def warn_of_slow_layers(prepared: Prepared) -> None:
         )
 
 
-def _what_serves(prepared: Prepared) -> tuple[LayerAttention, ...]:
+def serving_on_cuda(config: MHA2MLAConfig, written: torch.dtype, device: torch.device) -> tuple[LayerAttention, ...]:
     """What will serve the layers on CUDA, where that is worth a question, in the 16 bits that kernels take."""
     from mha2mla.modeling import what_serves
 
-    written, device = prepared.plan.stored_dtype, prepared.plan.model.device
     half = written if written in (torch.bfloat16, torch.float16) else torch.bfloat16
-    return what_serves(prepared.config(), device if device.type == "cuda" else "cuda", half)
+    return what_serves(config, device if device.type == "cuda" else "cuda", half)

@@ -13,14 +13,21 @@ import torch
 from mha2mla.conversion.calibration.activations import SPILL_BYTES
 from mha2mla.conversion.calibration.windows import Windows
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.result.destination import WORK_FOLDER, temporary_folder, temporary_path
+from mha2mla.conversion.result.destination import WORK_FOLDER, is_converted, temporary_folder, temporary_path
 from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
-from mha2mla.conversion.resume import WorkFolder, has_pieces
+from mha2mla.conversion.resume import has_pieces
 from mha2mla.conversion.source.checkpoint import CheckpointError
-from mha2mla.conversion.source.files import FileIdentity, SourceChangedError, check_unchanged
-from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, Arguments, Plan, check
+from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
+from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, Arguments, Plan, check, source_folder
 from mha2mla.pipeline.prepare import open_work, prepare
-from mha2mla.pipeline.report import ConversionReport, make_report, warn_of_slow_layers, write_report
+from mha2mla.pipeline.relayout import change_layout
+from mha2mla.pipeline.report import (
+    ConversionReport,
+    make_report,
+    serving_on_cuda,
+    warn_of_slow_layers,
+    write_report,
+)
 from mha2mla.pipeline.verify import verify
 from mha2mla.pipeline.write import convert_layers, finished_layers, write_companions, write_weights
 
@@ -44,6 +51,9 @@ def convert(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> ConversionReport:
     """Converts an MHA/GQA checkpoint to MLA and proves what came out.
+
+    A checkpoint of this package that caches rotary keys is a source, too, for the recipe ``{"layout": "latent"}``: it
+    becomes one that caches the latent alone, as many numbers, and is the same model to rounding.
 
     Everything that can be refused is refused before any work. Layers are read, calibrated, converted and put on disk
     one at a time; the result is read back from a temporary folder, compared with the source on held-out text, and only
@@ -108,7 +118,11 @@ def convert(
             spill_bytes=spill_bytes,
             max_shard_bytes=max_shard_bytes,
         )
-        plan = check(arguments)
+        folder = source_folder(arguments.source)
+    if is_converted(folder):
+        return change_layout(arguments, folder, started)
+    with _timed(seconds, "prepare"):
+        plan = check(arguments, folder)
     for note in plan.notes:
         arguments.say(note)
     return _run(plan, started, seconds)
@@ -125,10 +139,10 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
             weights, others = opened.identity()
             work = open_work(plan, folder / WORK_FOLDER, weights)
         files = {**weights, **others}
-        with _faults_of_the_source_named(plan, files, work):
+        with faults_of_the_source_named(plan.opened.folder, files, work.discard):
             with _timed(seconds, "prepare"), _degenerate_named():
                 prepared = prepare(plan, work, folder)
-                warn_of_slow_layers(prepared)
+                warn_of_slow_layers(serving_on_cuda(prepared.config(), plan.stored_dtype, plan.model.device))
             layers = finished_layers(prepared, work)
             resumed = len(layers)
             with _timed(seconds, "convert"), _degenerate_named():
@@ -143,7 +157,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
             report = make_report(
                 prepared, parities, layers, resumed=resumed, seconds=seconds, weight_bytes=weight_bytes
             )
-            write_report(prepared, folder, report)
+            write_report(arguments, plan.model.device, folder, report)
             check_unchanged(opened.folder, files)
     arguments.say(str(report))
     return report
@@ -158,23 +172,6 @@ def _leftovers_named(plan: Plan) -> Iterator[None]:
         work = temporary_path(plan.destination) / WORK_FOLDER
         if has_pieces(work):
             plan.arguments.say(f"what was finished is kept in {work}: the same command goes on from there")
-        raise
-
-
-@contextmanager
-def _faults_of_the_source_named(plan: Plan, files: dict[str, FileIdentity], work: WorkFolder) -> Iterator[None]:
-    """Whatever a source that changes does to a conversion is said to be its doing, and nothing of that is kept."""
-    try:
-        yield
-    except SourceChangedError:
-        work.discard()
-        raise
-    except Exception as error:
-        try:
-            check_unchanged(plan.opened.folder, files)
-        except SourceChangedError as changed:
-            work.discard()
-            raise changed from error
         raise
 
 

@@ -13,7 +13,6 @@ from mha2mla.conversion.parity import ParityReport, compare
 from mha2mla.conversion.recipe import is_exact
 from mha2mla.conversion.source.checkpoint import CheckpointError, CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
-from mha2mla.pipeline.check import Plan
 from mha2mla.pipeline.prepare import Prepared
 
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
@@ -50,13 +49,8 @@ def verify(prepared: Prepared, folder: Path) -> tuple[ParityReport, ParityReport
         long_parity = compared(plan.long_evaluation.tokens, by_layer=False)
     reader.release()
     if all(map(is_exact, prepared.geometries)):
-        tolerance = parity_tolerance(plan)
-        # Written so that NaN fails.
-        if not parity.logits_relative_error <= tolerance:
-            raise ParityError(
-                f"logits of the full-rank conversion differ from the source's by {parity.logits_relative_error:.3g}"
-                f" (relative); expected at most {tolerance:.3g}"
-            )
+        tolerance = parity_tolerance(arguments.compute_dtype, plan.stored_dtype, plan.source_dtype)
+        check_exact(parity, tolerance, "the full-rank conversion")
     guess = math.log(plan.model.vocab_size)
     for measured in (parity, long_parity):
         if measured is not None and not measured.kl <= guess:
@@ -67,9 +61,22 @@ def verify(prepared: Prepared, folder: Path) -> tuple[ParityReport, ParityReport
     return parity, long_parity
 
 
-def parity_tolerance(plan: Plan) -> float:
-    """Largest relative error of logits at full rank: 1e-4 in float32; a few roundings where numbers are narrower."""
-    computed, written, source = (
-        torch.finfo(dtype).eps for dtype in (plan.arguments.compute_dtype, plan.stored_dtype, plan.source_dtype)
-    )
+def check_exact(parity: ParityReport, tolerance: float, what: str) -> None:
+    """Refuses logits of ``what`` that are not the source's to rounding.
+
+    Raises:
+        ParityError: with both numbers.
+    """
+    # Written so that NaN fails.
+    if not parity.logits_relative_error <= tolerance:
+        raise ParityError(
+            f"logits of {what} differ from the source's by {parity.logits_relative_error:.3g} (relative); expected at"
+            f" most {tolerance:.3g}"
+        )
+
+
+def parity_tolerance(computed: torch.dtype, written: torch.dtype, source: torch.dtype) -> float:
+    """Largest relative error of logits that are to be exact: 1e-4 in float32; a few roundings where numbers are
+    narrower."""
+    computed, written, source = (torch.finfo(dtype).eps for dtype in (computed, written, source))
     return max(FULL_RANK_TOLERANCE, 8 * computed, 8 * written if written > source else 0)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch
 from tqdm import tqdm
 
 from mha2mla.conversion.layer_walk import LayerRecord, LayerWalk
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder
+from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.files import regular_file
+from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.pipeline.check import Plan
 from mha2mla.pipeline.prepare import Prepared, layer_inputs
+
+if TYPE_CHECKING:
+    from mha2mla.modeling.config import MHA2MLAConfig
 
 
 def finished_layers(prepared: Prepared, work: WorkFolder) -> FinishedLayers:
@@ -63,14 +70,15 @@ def write_weights(plan: Plan, folder: Path, layers: FinishedLayers) -> int:
     for layer in range(plan.spec.num_layers):
         attention |= set(adapter.attention_names(plan.spec, layer).values())
     copied = sorted(plan.model.expected_names() - attention)
+    dtype = plan.arguments.dtype
     for name in copied:
         if not name.startswith("model.layers."):
-            _copy(plan, writer, name)
+            copy_tensor(reader, writer, name, dtype)
     for layer in range(plan.spec.num_layers):
         prefix = adapter.layer_prefix(layer)
         for name in copied:
             if name.startswith(prefix):
-                _copy(plan, writer, name)
+                copy_tensor(reader, writer, name, dtype)
         for name, tensor in layers[layer].items():
             writer.add(f"{prefix}self_attn.{name}", tensor)
         reader.release()
@@ -78,24 +86,27 @@ def write_weights(plan: Plan, folder: Path, layers: FinishedLayers) -> int:
     return writer.total_bytes
 
 
-def _copy(plan: Plan, writer: ShardedWriter, name: str) -> None:
-    tensor = plan.opened.reader.tensor(name)
-    if plan.arguments.dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(plan.arguments.dtype)
-    writer.add(name, tensor)
+def copy_tensor(reader: CheckpointReader, writer: ShardedWriter, name: str, dtype: torch.dtype | None) -> None:
+    """A tensor of the source as it is, or in another floating-point ``dtype``."""
+    tensor = reader.tensor(name)
+    writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
 
 
 def write_companions(prepared: Prepared, folder: Path) -> None:
     """config.json, and everything that the source carries beside its weights."""
-    from mha2mla.modeling import MHA2MLAForCausalLM
-
-    opened = prepared.plan.opened
-    for name in opened.companions:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(regular_file(opened.folder, name), folder / name)
     config = prepared.config()
     config.recipe = prepared.plan.recipe.to_dict()
     config.calibrated_length = prepared.calibrated_length
-    config.dtype = prepared.plan.stored_dtype
+    write_config(prepared.plan.opened, config, prepared.plan.stored_dtype, folder)
+
+
+def write_config(opened: OpenedFolder, config: MHA2MLAConfig, dtype: torch.dtype, folder: Path) -> None:
+    """config.json of weights of ``dtype``, and everything that the source carries beside its own."""
+    from mha2mla.modeling import MHA2MLAForCausalLM
+
+    for name in opened.companions:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(regular_file(opened.folder, name), folder / name)
+    config.dtype = dtype
     config.architectures = [MHA2MLAForCausalLM.__name__]
     config.save_pretrained(folder)

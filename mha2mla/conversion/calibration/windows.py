@@ -10,7 +10,7 @@ import torch
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.generated_text import generator_of
 from mha2mla.conversion.source.files import CheckpointError
-from mha2mla.conversion.source.opening import Source
+from mha2mla.conversion.source.opening import OpenedFolder, Source
 from mha2mla.texts import load_text, mixed_windows, token_windows
 
 Windows = torch.Tensor | Sequence[torch.Tensor]  # int64 [windows, length], or one of these per length
@@ -59,7 +59,7 @@ def calibration_windows(
     return TokenBlocks.of(parts)
 
 
-def evaluation_windows(source: Source, text: str | torch.Tensor, *, length: int, tokens: int) -> torch.Tensor:
+def evaluation_windows(source: OpenedFolder, text: str | torch.Tensor, *, length: int, tokens: int) -> torch.Tensor:
     """The first windows of ``text``, int64 [windows, length]: at most so many ``tokens``, but at least one window.
 
     Raises:
@@ -72,7 +72,7 @@ def evaluation_windows(source: Source, text: str | torch.Tensor, *, length: int,
     return _checked(windows, "evaluation", source)
 
 
-def _tokenizer_of(source: Source, name: str) -> Any:
+def _tokenizer_of(source: OpenedFolder, name: str) -> Any:
     try:
         return source.tokenizer()
     except CheckpointError as error:
@@ -91,7 +91,7 @@ def listed(windows: Windows) -> list[torch.Tensor]:
     return [windows] if isinstance(windows, torch.Tensor) else list(windows)
 
 
-def _checked(windows: torch.Tensor, name: str, source: Source) -> torch.Tensor:
+def _checked(windows: torch.Tensor, name: str, source: OpenedFolder) -> torch.Tensor:
     """On the CPU.
 
     Raises:

@@ -21,12 +21,13 @@ _LAYER_HEADINGS = {
 
 
 def model_card(
-    report: Mapping[str, Any], *, base_model: str | None, plot: str | None, record: str, environment: str
+    report: Mapping[str, Any], *, made: str, base_model: str | None, plot: str | None, record: str, environment: str
 ) -> str:
     """README.md of a checkpoint.
 
     Args:
         report: ``ConversionReport.to_dict()``.
+        made: what was done to the source.
         base_model: hub id of the source, for the hub's metadata; None for a local folder.
         plot: name of the picture beside the card; None when there is none.
         record: name of the file that holds the numbers.
@@ -45,8 +46,8 @@ def model_card(
         "",
         f"# {report['name']}",
         "",
-        f"A `{report['model_type']}` checkpoint (`{report['source_name']}`) converted to Multi-head Latent Attention by"
-        f" mha2mla {report['mha2mla_version']}, without training.",
+        f"A `{report['model_type']}` checkpoint (`{report['source_name']}`) {made} by mha2mla"
+        f" {report['mha2mla_version']}, without training.",
         "",
         "```python",
         "import mha2mla  # registers the model type",

@@ -46,14 +46,15 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
         raise DestinationError(f"destination {str(destination)!r} is a file; expected a folder name")
     if not overwrite:
         raise DestinationError(f"destination {str(destination)!r} exists; expected a new folder, or overwrite=True")
-    if any(destination.iterdir()) and not _is_converted(destination):
+    if any(destination.iterdir()) and not is_converted(destination):
         raise DestinationError(
             f"destination {str(destination)!r} is neither empty nor a converted checkpoint; overwrite=True replaces"
             " nothing else: remove it yourself, or take another name"
         )
 
 
-def _is_converted(folder: Path) -> bool:
+def is_converted(folder: Path) -> bool:
+    """Whether a folder says that it is a checkpoint of this package."""
     config = folder / "config.json"
     try:
         return config.is_file() and json.loads(config.read_text(encoding="utf-8"))["model_type"] == MODEL_TYPE

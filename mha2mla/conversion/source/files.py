@@ -7,7 +7,8 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,29 @@ def identify(folder: Path, names: Iterable[str]) -> dict[str, FileIdentity]:
         settled = time.time_ns() - state[-1] > _RACY * 1e9
         found[name] = FileIdentity(_content_hash(folder / name), state, settled)
     return found
+
+
+@contextmanager
+def faults_of_the_source_named(
+    folder: Path, before: dict[str, FileIdentity], discard: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Whatever a source that changes does to a conversion is said to be its doing, and nothing of that is kept.
+
+    Args:
+        discard: called where it changed.
+    """
+    try:
+        yield
+    except SourceChangedError:
+        discard()
+        raise
+    except Exception as error:
+        try:
+            check_unchanged(folder, before)
+        except SourceChangedError as changed:
+            discard()
+            raise changed from error
+        raise
 
 
 def check_unchanged(folder: Path, before: dict[str, FileIdentity]) -> None:

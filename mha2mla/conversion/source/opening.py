@@ -1,13 +1,17 @@
-"""A source folder whose files, config, names and weights have been looked at: what can be refused before any work."""
+"""A source folder whose files, config, names and weights have been looked at: what can be refused before any work.
+
+Sources are models of the families, or converted checkpoints, of which only the layout of the cache may change.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -28,6 +32,9 @@ from mha2mla.conversion.source.files import (
 )
 from mha2mla.conversion.source.streaming import StreamedModel
 
+if TYPE_CHECKING:
+    from mha2mla.modeling.config import MHA2MLAConfig
+
 _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -36,23 +43,25 @@ _MAPPED_BYTES = 1 << 26  # of the source that stay in memory while it is looked 
 
 
 @dataclass(frozen=True)
-class Source:
-    """A source folder and what it holds.
+class OpenedFolder(ABC):
+    """A folder of a model and what it holds.
 
     Attributes:
         folder: where it is.
         config: by transformers.
-        adapter, spec: what its attention is.
         reader: its tensors.
         companions: names of the files that belong to it beside weights and config.
     """
 
     folder: Path
     config: PreTrainedConfig
-    adapter: FamilyAdapter
-    spec: SourceSpec
     reader: CheckpointReader
     companions: tuple[str, ...]
+
+    @property
+    @abstractmethod
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        """Per layer, visible tokens or None."""
 
     def model(self, device: torch.device, dtype: torch.dtype) -> StreamedModel:
         """The model without weights.
@@ -61,11 +70,11 @@ class Source:
             CheckpointError: transformers cannot make it, or a tensor is absent or has another shape.
             UnsupportedSourceError: a tensor would be lost.
         """
-        with _by_transformers(f"the {self.spec.model_type} of {self.folder / CONFIG_FILE} cannot be made"):
+        with _by_transformers(f"the {self.config.model_type} of {self.folder / CONFIG_FILE} cannot be made"):
             model = StreamedModel(
                 self.config,
                 self.reader,
-                self.spec.sliding_windows,
+                self.sliding_windows,
                 device=device,
                 dtype=dtype,
                 attn_implementation=REPEATABLE_ATTENTION,
@@ -102,7 +111,7 @@ class Source:
 
         Raises:
             CheckpointError: a tensor is not of floating-point numbers, or has a NaN, infinite or absurdly large one.
-            UnsupportedSourceError: the embedding or a projection of an attention is zero everywhere.
+            UnsupportedSourceError: the embedding is zero everywhere.
         """
         names, mapped = sorted(self.reader.names()), 0
         for name in tqdm(names, desc="check", unit="tensor", disable=not progress):
@@ -113,6 +122,38 @@ class Source:
             if mapped > _MAPPED_BYTES:
                 self.reader.release()
                 mapped = 0
+        self.reader.release()
+
+
+@dataclass(frozen=True)
+class ConvertedSource(OpenedFolder):
+    """A checkpoint that this package wrote."""
+
+    config: MHA2MLAConfig
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        return tuple(map(self.config.layer_sliding_window, range(self.config.num_hidden_layers)))
+
+
+@dataclass(frozen=True)
+class Source(OpenedFolder):
+    """A model of one of the families.
+
+    Attributes:
+        adapter, spec: what its attention is.
+    """
+
+    adapter: FamilyAdapter
+    spec: SourceSpec
+
+    @property
+    def sliding_windows(self) -> tuple[int | None, ...]:
+        return self.spec.sliding_windows
+
+    def check_weights(self, *, progress: bool = False) -> None:
+        """As of every folder; and no projection of an attention is zero everywhere."""
+        super().check_weights(progress=progress)
         for layer in range(self.spec.num_layers):
             self._check_attention(layer)
             self.reader.release()
@@ -138,6 +179,47 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
         UnsupportedSourceError: the source cannot be converted, by name of what stands in the way.
         CheckpointError: it is incomplete or damaged, or a file of it is no regular file inside the folder.
     """
+    values = _config_values(folder)
+    adapter = adapter_for(values)
+    check_config(values)
+    config = _config(folder, values)
+    check_config(config.to_dict())
+    with _by_transformers(f"{folder / CONFIG_FILE} describes no {config.model_type} that can be converted"):
+        spec = adapter.specify(config, longrope_table=longrope_table)
+    _check_spec(spec)
+    reader = CheckpointReader(folder)
+    check_config(config.to_dict(), reader.names())
+    return Source(folder, config, reader, _companions(folder), adapter, spec)
+
+
+def open_converted(folder: Path) -> ConvertedSource:
+    """The same of a checkpoint that this package wrote.
+
+    Raises:
+        UnsupportedSourceError, CheckpointError: as :func:`open_source`.
+    """
+    from mha2mla.modeling.config import MHA2MLAConfig
+
+    values = _config_values(folder)
+    if values.get("model_type") != MHA2MLAConfig.model_type:
+        raise UnsupportedSourceError(f"model_type is {values.get('model_type')!r}; expected 'mha2mla'")
+    if values.get("quantization_config"):
+        raise UnsupportedSourceError("quantization_config is set in the source's config; expected none")
+    for each in (_given(values), values.get("source_config")):
+        check_config(each if isinstance(each, dict) else {})
+    config = _config(folder, values)
+    reader = CheckpointReader(folder)
+    check_config(_given(config.to_dict()), reader.names())
+    return ConvertedSource(folder, config, reader, _companions(folder))
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what a converted config repeats of every source, and this source has not."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _config_values(folder: Path) -> dict[str, Any]:
+    """Of ``config.json``, in a folder where opening files is safe."""
     if not (folder / CONFIG_FILE).exists():
         raise CheckpointError(f"source {str(folder)!r} has no {CONFIG_FILE}")
     check_folder(folder)
@@ -145,21 +227,23 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
     model_type = values.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise UnsupportedSourceError(f"model_type is {model_type!r:.80} in the source's config; expected a string")
-    adapter = adapter_for(values)
-    check_config(values)
+    return values
+
+
+def _config(folder: Path, values: dict[str, Any]) -> PreTrainedConfig:
+    """By transformers."""
     if (folder / _ADAPTER_FILE).exists():
         raise UnsupportedSourceError(
             f"{folder / _ADAPTER_FILE} says that an adapter changes the weights; merge it before conversion"
         )
-    with _by_transformers(f"{folder / CONFIG_FILE} is not the config of a {model_type}"):
+    with _by_transformers(f"{folder / CONFIG_FILE} is not the config of a {values.get('model_type')}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        made = config.to_dict()
-    check_config(made)
-    with _by_transformers(f"{folder / CONFIG_FILE} describes no {model_type} that can be converted"):
-        spec = adapter.specify(config, longrope_table=longrope_table)
-    _check_spec(spec)
-    reader = CheckpointReader(folder)
-    check_config(made, reader.names())
+        config.to_dict()
+    return config
+
+
+def _companions(folder: Path) -> tuple[str, ...]:
+    """Of a source; the JSON among them is JSON."""
     found = companions(folder)
     for name in found:
         if name.endswith(".json"):
@@ -167,7 +251,7 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
     if _GENERATION_CONFIG in found:
         with _by_transformers(f"{folder / _GENERATION_CONFIG} is no generation config"):
             GenerationConfig.from_pretrained(folder)
-    return Source(folder, config, adapter, spec, reader, tuple(found))
+    return tuple(found)
 
 
 @contextmanager

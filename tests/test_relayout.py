@@ -1,0 +1,186 @@
+"""``convert`` of a converted checkpoint: exact, streamed, and only what is exact."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import mha2mla
+from mha2mla.cli import main
+from mha2mla.conversion.families import UnsupportedSourceError
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.source.checkpoint import CheckpointError
+from mha2mla.conversion.source.files import SourceChangedError
+from mha2mla.eval.inspection import inspect_checkpoint
+from mha2mla.pipeline import relayout
+from mha2mla.pipeline.verify import ParityError
+from tests.conversion import tiny
+from tests.few import each
+
+SHORT = {"preset": "minimal", "calibration.tokens": 512, "calibration.lengths": 64}
+LATENT = {"layout": "latent"}
+CASES = ("llama-biases", "qwen3-biases-yarn", "mistral-sliding", "phi3-partial-longrope", "olmo2-mha-biases", "gemma3")
+CASES += ("qwen3-moe", "llama-tied", "smollm3-sliding", "qwen2-tied-yarn")
+
+
+def convert(source, destination, recipe, **keys):
+    keys = {"evaluation_tokens": 256, "device": "cpu", "progress": False, **keys}
+    return mha2mla.convert(source, destination, recipe, **keys)
+
+
+def relative(actual, expected):
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A checkpoint that caches rotary keys, with another rank in each layer."""
+    folder = tmp_path_factory.mktemp("stored")
+    tiny.checkpoint(folder / "source", "qwen2")
+    recipe = {"layout": "per-group", "latent.ranks": [24, 16], "kv_lora_rank": 20, "qk_rope_head_dim": 4, **SHORT}
+    convert(folder / "source", folder / "stored", recipe, evaluation=tiny.some_tokens(2, 32))
+    return folder / "stored"
+
+
+@each("case, layout", CASES, ["per-group", "shared"])
+def test_logits_and_tokens_are_the_sources(case, layout, tmp_path):
+    family, keys = tiny.CASES[case]
+    tiny.checkpoint(tmp_path / "source", family, **keys)
+    path = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(path)  # at half rank a random model may be further from its source than a guess
+    head = "lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"
+    save_file(tensors | {head: tensors[head] / 10}, path, metadata={"format": "pt"})
+    stored, latent = tmp_path / "stored", tmp_path / "latent"
+    convert(tmp_path / "source", stored, {"layout": layout, **SHORT}, evaluation=tiny.some_tokens(2, 32))
+    report = convert(stored, latent, LATENT)
+    assert report.parity.logits_relative_error <= 1e-5 and report.cache_ratio == 1.0
+    tokens = tiny.some_tokens()
+    assert relative(tiny.logits(latent, tokens), tiny.logits(stored, tokens)) <= 1e-5
+    prompt = {"input_ids": tokens[:, :14], "attention_mask": torch.ones(3, 14, dtype=torch.int64)}
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval() for each in (stored, latent)
+    )
+    assert torch.equal(after.generate(**prompt, **options), before.generate(**prompt, **options))
+
+
+def test_ranks_by_layer_shards_records_and_files(converted, tmp_path):
+    before = {path.name: path.read_bytes() for path in converted.iterdir()}
+    report = convert(converted, tmp_path / "out", LATENT, max_shard_bytes=40_000)
+    assert {path.name: path.read_bytes() for path in converted.iterdir()} == before
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["kv_lora_rank"] == [24 + 8, 16 + 8] and config["qk_rope_head_dim"] == 8
+    assert config["rope_from_latent"] is True and config["num_rope_heads"] == 1 and config["schema_version"] == 2
+    old = json.loads(before["config.json"])
+    assert config["recipe"] == {**old["recipe"], "layout_changed_to": "latent"}
+    assert config["calibrated_length"] == old["calibrated_length"]
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == before["tokenizer.json"]
+    assert [layer["kv_lora_rank"] for layer in report.layers] == [32, 24]
+    assert report.cache_numel_per_token == report.source_cache_numel_per_token == 32 + 24
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "A `mha2mla` checkpoint (`stored`) moved, exactly, into the layout that caches the latent alone" in card
+    inspected = inspect_checkpoint(tmp_path / "out", "float32")
+    assert inspected.summary["cache bytes per token"] == 4 * 56
+    tokens = tiny.some_tokens()
+    assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(converted, tokens)) <= 1e-5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_another_dtype(converted, tmp_path):
+    report = convert(converted, tmp_path / "out", LATENT, dtype=torch.bfloat16)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    full = {name for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert full == {name for name in tensors if name.endswith(("inv_freq", "o_proj.bias"))} and full
+    assert report.weights_dtype == "bfloat16"
+
+
+def test_the_command_line(converted, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["convert", str(converted), str(out), "--layout", "latent", "--device", "cpu"]) in (0, None)
+    assert "perplexity" in capsys.readouterr().out
+    assert json.loads((out / "config.json").read_text())["rope_from_latent"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "named"),
+    [
+        (None, {}, "layout is None; expected 'latent'"),
+        ({"layout": "shared"}, {}, "layout is 'shared'; expected 'latent'"),
+        ({"layout": "latent", "cache_ratio": 0.25}, {}, "cache_ratio is 0.25; expected nothing beside layout='latent'"),
+        ({"layout": "latent", "latent.rule": "svd-joint"}, {}, "latent.rule is 'svd-joint'; expected nothing"),
+        ({"layout": "latent", "preset": "quick"}, {}, "preset is 'quick'; expected nothing"),
+        ({"layout": "latent"}, {"preset": "cpu"}, "preset is 'cpu'; expected none"),
+        (Recipe(), {}, "recipe is a Recipe; expected the mapping"),
+        ({"layot": "latent"}, {}, "'layot' is unknown"),
+    ],
+)
+def test_whatever_loses_something_is_refused_by_name(converted, tmp_path, recipe, keys, named):
+    with pytest.raises(ValueError, match=named):
+        convert(converted, tmp_path / "out", recipe, **keys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_already_is_refused(converted, tmp_path):
+    convert(converted, tmp_path / "out", LATENT)
+    with pytest.raises(UnsupportedSourceError, match="is in the layout 'latent' already"):
+        convert(tmp_path / "out", tmp_path / "again", LATENT)
+    with pytest.raises(DestinationError, match="exists"):
+        convert(converted, tmp_path / "out", LATENT)
+    convert(converted, tmp_path / "out", LATENT, overwrite=True)
+    with pytest.raises(DestinationError, match="overlap"):
+        convert(converted, converted, LATENT, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors, name: tensors.pop(name), "tensor {} is absent"),
+        (lambda tensors, name: tensors.update({name: torch.ones(3, 48)}), r"tensor {} has shape \(3, 48\)"),
+        (lambda tensors, name: tensors[name].fill_(float("nan")), "tensor {} in model.safetensors has .* NaN"),
+    ],
+)
+def test_a_damaged_source_is_named_and_leaves_nothing(converted, tmp_path, change, named):
+    damaged, name = tmp_path / "damaged", "model.layers.1.self_attn.kv_a_proj.weight"
+    damaged.mkdir()
+    for path in converted.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(damaged / "model.safetensors")
+    change(tensors, name)
+    save_file(tensors, damaged / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=named.format(name)):
+        convert(damaged, tmp_path / "out", LATENT)
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_a_source_that_changes_meanwhile_is_named(converted, tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in converted.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+
+    def changing(*args):
+        (source / "config.json").write_text((source / "config.json").read_text() + " ")
+        return write(*args)
+
+    write = relayout._write
+    monkeypatch.setattr(relayout, "_write", changing)
+    with pytest.raises(SourceChangedError, match=r"config\.json"):
+        convert(source, tmp_path / "out", LATENT)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_result_that_is_not_the_source_is_thrown_away(converted, tmp_path, monkeypatch):
+    exact = relayout.latent_tensors
+
+    def wrong(geometry, tensors):
+        found = exact(geometry, tensors)
+        return found | {"inv_freq": found["inv_freq"].flip(1)}
+
+    monkeypatch.setattr(relayout, "latent_tensors", wrong)
+    with pytest.raises(ParityError, match="logits of the layout 'latent' differ from the source's"):
+        convert(converted, tmp_path / "out", LATENT)
+    assert not list(tmp_path.iterdir())
