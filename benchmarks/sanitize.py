@@ -1,4 +1,4 @@
-"""Ten small decode calls for compute-sanitizer: each kernel family, windows, several new tokens, empty sequences.
+"""Eleven small decode calls for compute-sanitizer: each kernel family, windows, several new tokens, empty sequences.
 
 Compile first, in parallel and without the tool; then run under each tool, in one process that compiles nothing:
 
@@ -45,6 +45,7 @@ PROBLEMS = (
     Problem(128, 1, 512, 64, (1, 64, 400), combined=True),
     Problem(128, 1, 512, 64, (90, 260), seqlen_q=2, window=128, sinks=70),
     Problem(40, 40, 448, 16, (65, 190), seqlen_q=3, causal=False),
+    Problem(32, 1, 1024, 64, (1, 64, 300), window=100, sinks=4),
 )
 DTYPE = torch.bfloat16
 

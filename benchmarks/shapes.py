@@ -101,6 +101,11 @@ def speed_cases() -> list[SpeedCase]:
         length = math.ceil(280e6 / (64 * (c + g * r) * 2) / 1024) * 1024
         add(h, g, c, r, 64, length, target=Target(share=0.80))
     add(64, 1, 512, 64, 64, 4096, target=Target(share=0.80))
+    for width in (1024, 960):  # half the cache of Llama-3-8B and Qwen3-8B: 8 kv heads of 128
+        for heads in (32, 16, 8, 64):
+            for batch, length in ((64, 4096), (8, 2048)):
+                share = Target(share=0.70) if (heads, batch) == (32, 64) else NO_TARGET
+                add(heads, 1, width, 64, batch, length, target=share)
     add(*deepseek, 1, 8192, target=Target(us=22))
     add(*deepseek, 16, 8192, target=Target(peers=True))
     add(*deepseek, 128, 4096, target=Target(peers=True))

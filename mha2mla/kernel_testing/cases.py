@@ -50,7 +50,8 @@ def draw_geometry(rng: random.Random) -> tuple[Problem, str]:
         heads = rng.choice((1, 3, 8, 9, 12, 14, 16, 24, 32, 40, 48, 56, 63, 64, 126, 128, *[rng.randint(1, 128)] * 8))
         divisors = [g for g in range(1, heads + 1) if heads % g == 0]
         groups = rng.choice((1, heads, rng.choice(divisors)))
-        d_c = rng.choice((64, 80, 96, 128, 144, 192, 256, 320, 384, 448, 512, *[8 * rng.randint(1, 64)] * 8))
+        wide = (520, 576, 768, 960, 1024, 8 * rng.randint(65, 128))
+        d_c = rng.choice((64, 80, 96, 128, 144, 192, 256, 320, 384, 448, 512, *[8 * rng.randint(1, 64)] * 8, *wide))
         widest = min(MAX_ROPE_SHARED if groups == 1 else MAX_ROPE_PER_HEAD, MAX_ROPE_WIDTH // groups // 8 * 8)
         d_r = min(widest, rng.choice((8, 16, 24, 32, 64, *[8 * rng.randint(1, widest // 8)] * 3)))
         problem = Problem(

@@ -55,6 +55,7 @@ GEOMETRIES: tuple[Geometry, ...] = (
     (32, 1, 512, 64, 2),
     (32, 1, 512, 64, 4),
     (64, 1, 512, 64, 2),
+    *((heads, 1, 1024, 64) for heads in (16, 32, 64)),
 )
 
 COLUMNS = {

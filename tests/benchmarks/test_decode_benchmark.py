@@ -89,8 +89,8 @@ def test_the_sanitizer_runs_every_kernel_family_of_hopper():
     from benchmarks import sanitize
     from mha2mla.kernels.mla_decode.selection import select_kernel
 
-    assert len(sanitize.PROBLEMS) == 10
+    assert len(sanitize.PROBLEMS) == 11
     kernels = {select_kernel(sanitize.shape_of(problem), 90).kernel for problem in sanitize.PROBLEMS}
-    assert kernels >= {"swap_ab_ws", "heads_on_m"}
+    assert kernels >= {"swap_ab_ws", "heads_on_m", "swap_ab_cluster"}
     assert any(problem.window for problem in sanitize.PROBLEMS)
     assert {problem.seqlen_q for problem in sanitize.PROBLEMS} >= {1, 2, 3, 4}

@@ -32,8 +32,8 @@ def test_a_geometry_within_the_limits_is_served_by_kernels_on_cuda():
 
 
 BEYOND = {
-    "kv_lora_rank is 768; TileLang kernels take multiples of 8 up to 512": {"kv_lora_rank": 768},
-    "kv_lora_rank is 100; TileLang kernels take multiples of 8 up to 512": {"kv_lora_rank": 100},
+    "kv_lora_rank is 1280; TileLang kernels take multiples of 8 up to 1024": {"kv_lora_rank": 1280},
+    "kv_lora_rank is 100; TileLang kernels take multiples of 8 up to 1024": {"kv_lora_rank": 100},
     "qk_rope_head_dim is 4; TileLang kernels take multiples of 8 up to 128": {"qk_rope_head_dim": 4},
     "qk_rope_head_dim is 136; TileLang kernels take multiples of 8 up to 128": {"qk_rope_head_dim": 136},
     "qk_rope_head_dim is 264; TileLang kernels take multiples of 8 up to 256": {
@@ -86,24 +86,24 @@ def test_a_wide_head_is_decoded_by_a_kernel_but_not_prefilled_by_one():
 
 
 def test_layers_that_differ_are_told_apart():
-    layers = what_serves(config(kv_lora_rank=[512, 768]), CUDA)
+    layers = what_serves(config(kv_lora_rank=[512, 1280]), CUDA)
     assert [layer.backend for layer in layers] == ["mla_paged", "sdpa"]
     text = describe(layers)
     assert text.startswith("1 layers: absorbed, mla_paged; batches: mla_paged | 1 layers: expanded, sdpa")
     with pytest.warns(UserWarning, match="1 of 2 layers attend in plain torch"):
-        names = [backend.name for backend in batch_backends(config(kv_lora_rank=[512, 768]), CUDA, torch.bfloat16, 64)]
+        names = [backend.name for backend in batch_backends(config(kv_lora_rank=[512, 1280]), CUDA, torch.bfloat16, 64)]
     assert names == ["mla_paged", "mla_reference"]
 
 
 def test_what_is_asked_for_by_name_is_no_surprise():
-    wide = config(kv_lora_rank=768, attention_backend="mla_reference")
+    wide = config(kv_lora_rank=1280, attention_backend="mla_reference")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert batch_backends(wide, CUDA, torch.bfloat16, 64)[0].name == "mla_reference"
-        assert batch_backends(config(kv_lora_rank=768), "cpu", torch.bfloat16, 64)[0].name == "mla_reference"
-    refused = config(kv_lora_rank=768, attention_backend="mla_paged")
+        assert batch_backends(config(kv_lora_rank=1280), "cpu", torch.bfloat16, 64)[0].name == "mla_reference"
+    refused = config(kv_lora_rank=1280, attention_backend="mla_paged")
     assert str(what_serves(refused, CUDA)[0]).endswith("batches: refused")
-    with pytest.raises(ValueError, match="layer 0: attention backend 'mla_paged' refuses: kv_lora_rank is 768"):
+    with pytest.raises(ValueError, match="layer 0: attention backend 'mla_paged' refuses: kv_lora_rank is 1280"):
         batch_backends(refused, CUDA, torch.bfloat16, 64)
 
 
@@ -111,12 +111,14 @@ def test_what_is_asked_for_by_name_is_no_surprise():
     ("name", "width", "device", "expected"),
     [
         (None, 512, "cuda", ("absorbed", "mla_paged", "mla_paged")),
-        (None, 768, "cuda", ("expanded", "sdpa", "mla_reference")),
+        (None, 1024, "cuda", ("absorbed", "mla_paged", "mla_paged")),
+        (None, 1280, "cuda", ("expanded", "sdpa", "mla_reference")),
         (None, 512, "cpu", ("absorbed", "mla_reference", "mla_reference")),
         ("mla_reference", 512, "cuda", ("absorbed", "mla_reference", "mla_reference")),
         ("mla_fp8", 512, "cuda", ("absorbed", "mla_fp8", "mla_fp8")),
         ("mla_expanded", 512, "cuda", ("expanded", "sdpa", None)),
-        ("mla_paged", 768, "cuda", ("expanded", "sdpa", None)),
+        ("mla_fp8", 1024, "cuda", ("expanded", "sdpa", None)),
+        ("mla_paged", 1280, "cuda", ("expanded", "sdpa", None)),
     ],
 )
 def test_a_name_decides_both_ways_of_calling_the_model(name, width, device, expected):

@@ -8,6 +8,7 @@ from mha2mla.kernels.machine import Machine
 from mha2mla.kernels.mla_decode.heads_on_m import make_heads_on_m
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode.swap_ab import make_swap_ab
+from mha2mla.kernels.mla_decode.swap_ab_cluster import make_swap_ab_cluster
 from mha2mla.kernels.mla_decode.swap_ab_ws import make_swap_ab_ws
 from mha2mla.kernels.split_kv.choice import KernelChoice
 
@@ -16,6 +17,8 @@ def make_split(shape: DecodeShape, choice: KernelChoice, *, dtype: str | None = 
     """The TileLang function of ``choice`` (not compiled); ``dtype`` overrides the shape's, for the CPU target."""
     if choice.kernel == "swap_ab_ws":
         return make_swap_ab_ws(shape, choice)
+    if choice.kernel == "swap_ab_cluster":
+        return make_swap_ab_cluster(shape, choice)
     if choice.kernel == "heads_on_m":
         return make_heads_on_m(shape, choice)
     return make_swap_ab(replace(shape, dtype=dtype or shape.dtype), choice, Machine(on_cpu))

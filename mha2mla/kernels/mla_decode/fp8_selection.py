@@ -14,6 +14,7 @@ from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 CAPABILITY = 90  # wgmma with register operands exists there and nowhere else
 THREADS = 384  # two warpgroups that compute, one that loads
 TILE_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
+MAX_CODES = 512  # of a token
 SCALE_ALIGNMENT = 128  # bytes: where the scales of each page of a tile start
 
 
@@ -32,6 +33,8 @@ def refusal_fp8(shape: DecodeShape) -> str | None:
     """Why the kernel serves a shape on no GPU, or None."""
     if shape.kv_lora_rank % 16:
         return f"kv_lora_rank is {shape.kv_lora_rank}; rows of e4m3 numbers must be multiples of 16 bytes"
+    if shape.kv_lora_rank > MAX_CODES:
+        return f"kv_lora_rank is {shape.kv_lora_rank}; the fp8 kernel takes at most {MAX_CODES}"
     return refusal(shape)
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import get_type_hints
 
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels.mla_decode.halves import CLUSTER, MAX_ROPE_HALF, cluster_shared_memory, halve
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.limits import rank_choices, refusals, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 from mha2mla.kernels.split_kv.tuning import BATCHES, TuningTable
 
-MAX_LATENT = 512
+MAX_LATENT = 1024
+WIDE_LATENT = 512  # wider ones are what two CTAs share
 HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
 MAX_ROPE_SHARED = 256
 MAX_ROPE_PER_HEAD = 128
@@ -205,6 +207,26 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
         yield rank, choice if fits else None, used
 
 
+def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int):
+    """As ``swap_ab_ws``, which comes first where both take as many tiles; a ring of 1.5 to 3 tiles."""
+    cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim)
+    if shape.kv_lora_rank <= WIDE_LATENT or cut.rope_columns > MAX_ROPE_HALF:
+        return
+    warpgroups = 2 if tiling.rows == 64 else 1
+    for halves, rope_stages in product((6, 5, 4, 3), (3, 2)):
+        num_stages = halves * cut.units // 2
+        used = cluster_shared_memory(tiling, cut, num_stages, rope_stages, warpgroups)
+        choice = KernelChoice(
+            "swap_ab_cluster", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, 1,
+            f"swap_ab_cluster: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {CLUSTER} x {cut.columns} columns, "
+            f"{warpgroups} warpgroup(s), {num_stages} pieces of {cut.unit} columns and {rope_stages} rope stages, "
+            f"{used} bytes of shared memory a CTA",
+            cluster_size=CLUSTER,
+        )  # fmt: skip
+        rank = (0, tiling.num_tiles, tiling.rows, 0, -num_stages, -rope_stages)
+        yield rank, choice if used <= limit else None, used
+
+
 def can_pair(tiling: RowTiling) -> bool:
     """Whether two neighbouring tiles always read the same columns of the cache, so that a cluster may share them."""
     return tiling.num_tiles % 2 == 0 and (tiling.head_tiles == 1 or tiling.tiles_per_group % 2 == 0)
@@ -266,6 +288,7 @@ def _candidates(shape: DecodeShape, capability: int, limit: int):
     for tiling in tilings:
         if capability == 90:
             yield from _swap_ab_ws(shape, tiling, limit)
+            yield from _swap_ab_cluster(shape, tiling, limit)
             yield from _heads_on_m(shape, tiling, limit)
         yield from _swap_ab(shape, tiling, capability, limit)
 

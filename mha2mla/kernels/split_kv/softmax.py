@@ -139,12 +139,13 @@ def clean(machine, span, t0, tokens, columns, tile, *slot):
 
 
 @T.macro
-def write_columns(target, x, o, inverse, lse):
-    """Oᵀ[columns, rows], to be called by ``store``."""
-    for j in x.parallel(x.shape[1]):
-        if x.tile.holds(x.first_row + j):
-            target.lse[target.place(x.tile, x.first_row + j)] = lse[j]
+def write_columns(target, x, o, inverse, lse, left=0):
+    """Oᵀ[columns, rows], columns from ``left`` on, to be called by ``store``; the first ones with the log-sum-exps."""
+    if left == 0:
+        for j in x.parallel(x.shape[1]):
+            if x.tile.holds(x.first_row + j):
+                target.lse[target.place(x.tile, x.first_row + j)] = lse[j]
     for d, j in x.parallel(int(o.shape[0]), x.shape[1]):
         if x.tile.holds(x.first_row + j):
-            if d < target.out.shape[-1]:
-                target.out[target.row(x.tile, x.first_row + j, d)] = o[d, j] * inverse[j]
+            if left + d < target.out.shape[-1]:
+                target.out[target.row(x.tile, x.first_row + j, left + d)] = o[d, j] * inverse[j]

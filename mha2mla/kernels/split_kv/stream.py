@@ -61,8 +61,9 @@ def stream(work, source, lefts, rings, full, free, thread, leader, cluster_mask=
 
 
 @T.macro
-def stream_queries(work, tile, q_latent, q_tile, full, free, thread, leader):
-    """One warp: the queries of every fragment of this CTA, one after another into ``q_tile``."""
+def stream_queries(work, tile, q_latent, q_tile, full, free, thread, leader, left=0):
+    """One warp: the queries of every fragment of this CTA, one after another into ``q_tile``, as many columns of them
+    from ``left`` on as it has."""
     columns = int(q_tile.shape[1])
     tokens, rows = tile.tiling.tokens_per_tile, tile.tiling.head_rows
     for f in T.serial(work.state[FRAGMENTS]):
@@ -70,13 +71,15 @@ def stream_queries(work, tile, q_latent, q_tile, full, free, thread, leader):
         T.barrier_wait(free, (f & 1) ^ 1)
         if tokens == 1:
             T.tma_copy(
-                q_latent[b, tile.token0, tile.head0 : tile.head0 + tile.tiling.rows, 0:columns], q_tile, barrier=full
+                q_latent[b, tile.token0, tile.head0 : tile.head0 + tile.tiling.rows, left : left + columns],
+                q_tile,
+                barrier=full,
             )
         else:
             for v in list(range(tokens)):
                 for c, width in panels(columns):
                     T.tma_copy(
-                        q_latent[b, tile.token0 + v, tile.head0 : tile.head0 + rows, c : c + width],
+                        q_latent[b, tile.token0 + v, tile.head0 : tile.head0 + rows, left + c : left + c + width],
                         q_tile[v * rows : (v + 1) * rows, c : c + width],
                         barrier=full,
                     )

@@ -25,6 +25,7 @@ CHOSEN = [
     DecodeShape(32, 32, 512, 16, 64, 1, "bfloat16"),
     DecodeShape(14, 2, 80, 8, 64, 1, "float16"),
     DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16"),
+    DecodeShape(32, 1, 1024, 64, 64, 1, "bfloat16"),
     DecodeShape(9, 3, 216, 24, 64, 1, "bfloat16"),  # rope columns that fill no chunk
     DecodeShape(32, 1, 512, 64, 16, 1, "bfloat16"),
     DecodeShape(40, 40, 256, 32, 64, 1, "bfloat16"),  # rope scores by blocks of 8 rows
@@ -32,6 +33,9 @@ CHOSEN = [
     DecodeShape(3, 1, 88, 256, 128, 2, "bfloat16"),
     DecodeShape(14, 1, 256, 216, 64, 4, "bfloat16"),  # more chunks of rope columns than the ring holds
     DecodeShape(9, 9, 64, 72, 16, 1, "bfloat16"),  # 9 chunks of rope columns a block: 2.8 kB of spills, once
+    DecodeShape(64, 1, 960, 64, 16, 1, "float16"),
+    DecodeShape(32, 8, 896, 16, 16, 1, "bfloat16"),  # pieces of 64 columns
+    DecodeShape(16, 1, 1000, 256, 64, 4, "bfloat16"),
 ]
 # Kernels that a tuning table may prefer to the rule's: (kernel, computing warpgroups), on shapes that have them.
 OTHERS = [
@@ -39,6 +43,9 @@ OTHERS = [
     ("swap_ab_ws", 2, DecodeShape(64, 1, 512, 64, 16, 1, "bfloat16")),
     ("heads_on_m", None, DecodeShape(64, 1, 200, 64, 16, 1, "bfloat16")),
     ("swap_ab", None, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
+    ("swap_ab", None, DecodeShape(32, 1, 1024, 64, 64, 1, "bfloat16")),
+    ("swap_ab_ws", 1, DecodeShape(16, 1, 576, 64, 64, 1, "bfloat16")),
+    ("swap_ab_cluster", 1, DecodeShape(64, 1, 768, 64, 64, 1, "bfloat16")),
 ]
 # Ways to compute rope scores, and of 64 rows a tile, that only a tuning table chooses.
 VARIANTS = [
@@ -51,6 +58,7 @@ VARIANTS = [
 BEFORE_HOPPER = [
     (80, DecodeShape(9, 3, 144, 16, 16, 2, "float16")),
     (80, DecodeShape(32, 1, 512, 64, 64, 1, "bfloat16")),
+    (80, DecodeShape(32, 1, 1024, 64, 64, 1, "bfloat16")),
     (89, DecodeShape(32, 32, 256, 16, 64, 1, "bfloat16")),
 ]
 
@@ -78,7 +86,7 @@ def gate(shape: DecodeShape, choice: KernelChoice, capability: int):
     return report
 
 
-@few("shape", CHOSEN, count=3, ids=name)
+@few("shape", CHOSEN, count=4, ids=name)
 def test_hopper_failure_9(shape):
     report = gate(shape, select_kernel(shape, 90), 90)
     if report.instructions is not None:
@@ -110,7 +118,11 @@ def test_before_hopper(capability, shape):
         assert report.instructions.get("HMMA", 0), report.instructions
 
 
-@few("splits, kv_lora_rank", [*((splits, 200) for splits in reversed(MERGES)), *((s, 512) for s in MERGES)], count=1)
+@few(
+    "splits, kv_lora_rank",
+    [*((splits, 200) for splits in reversed(MERGES)), *((s, d_c) for d_c in (512, 1024, 960) for s in MERGES)],
+    count=1,
+)
 def test_combine(splits, kv_lora_rank):
     (report,) = compile_only(make_merge(9, kv_lora_rank, "bfloat16", splits), "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == []

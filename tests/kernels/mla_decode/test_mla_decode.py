@@ -315,7 +315,7 @@ def test_explanations_name_the_limit():
         return explain_mla_decode(MLAGeometry(**(usual | geometry)), page, dtype, device, seqlen_q)
 
     assert "float32" in why(dtype=torch.float32)
-    assert "kv_lora_rank is 520" in why(kv_lora_rank=520)
+    assert "kv_lora_rank is 1032" in why(kv_lora_rank=1032)
     assert "kv_lora_rank is 12" in why(kv_lora_rank=12)
     assert "qk_rope_head_dim is 136" in why(qk_rope_head_dim=136)
     assert "num_attention_heads is 160" in why(num_attention_heads=160)
@@ -353,7 +353,7 @@ def test_tiles_cover_every_head_once(groups, per_group, seqlen_q, max_rows, max_
 @given(
     groups=st.sampled_from((1, 2, 3, 5, 8, 16, 32, 64, 128)),
     per_group=st.sampled_from((1, 2, 3, 4, 7, 8, 16, 32)),
-    d_c=st.integers(1, 64).map(lambda n: 8 * n),
+    d_c=st.integers(1, 128).map(lambda n: 8 * n),
     d_r=st.integers(1, 16).map(lambda n: 8 * n),
     page=st.sampled_from((16, 32, 64, 256)),
     seqlen_q=st.sampled_from(SEQLENS_Q),
@@ -363,9 +363,14 @@ def test_every_geometry_in_the_contract_gets_a_kernel(groups, per_group, d_c, d_
     if groups * per_group > 128 or groups * d_r > 2048:
         return
     shape = DecodeShape(groups * per_group, groups, d_c, d_r, page, seqlen_q, "bfloat16")
-    choice = select_kernel(shape, capability)
+    try:
+        choice = select_kernel(shape, capability)
+    except ValueError as error:
+        assert capability != 90 and d_c > 512 and "bytes of shared memory a block; sm_" in str(error)
+        return
     assert choice == list_kernels(shape, capability)[0]
-    assert choice.kernel in (("swap_ab_ws", "heads_on_m") if capability == 90 else ("swap_ab",))
+    hopper = ("swap_ab_ws", "heads_on_m", *(("swap_ab_cluster",) if d_c > 512 else ()))
+    assert choice.kernel in (hopper if capability == 90 else ("swap_ab",))
     assert 64 % choice.block_tokens == 0, "a step is a part of a tile of the schedule"
     used, limit = re.search(r"(\d+) bytes of shared memory.* of (\d+) on sm_", choice.reason).groups()
     assert int(used) <= int(limit) == SHARED_MEMORY[capability] == shared_memory_limit(capability)

@@ -52,6 +52,16 @@ SHAPES = [
     Problem(64, 16, 192, 128, (65, 300)),
     Problem(63, 7, 304, 32, (65, 300), page_size=16),  # two warpgroups, more chunks of rope columns than the ring holds
     Problem(14, 1, 256, 216, (65, 300), seqlen_q=4),
+    Problem(32, 1, 1024, 64, (0, 1, 63, 64, 65, 2000), combined=True),
+    Problem(32, 8, 896, 16, (0, 1, 15, 16, 17, 700), page_size=16),
+    Problem(64, 1, 960, 64, (65, 300)),
+    Problem(64, 8, 1024, 32, (65, 300), page_size=128),
+    Problem(16, 16, 768, 24, (65, 300), page_size=32),
+    Problem(9, 3, 520, 40, (5, 300)),
+    Problem(40, 8, 576, 32, (65, 300)),
+    Problem(128, 1, 1024, 64, (65, 300)),
+    Problem(12, 1, 1000, 96, (65, 300), seqlen_q=4),
+    Problem(3, 1, 1024, 256, (65, 300)),
 ]
 
 
@@ -88,7 +98,7 @@ def test_shapes_failures_2_3_6_7_20(problem):
         assert torch.equal(out, again)
 
 
-@pytest.mark.parametrize("problem", [SHAPES[0], SHAPES[4], SHAPES[9]], ids=name)
+@pytest.mark.parametrize("problem", [SHAPES[0], SHAPES[4], SHAPES[9], *SHAPES[23:26]], ids=name)
 def test_float16(problem):
     check(problem, torch.float16)
 
@@ -102,6 +112,7 @@ def test_several_new_tokens_failure_5(seqlen_q, causal):
     check(Problem(6, 2, 64, 16, lengths, seqlen_q=seqlen_q, causal=causal, starts=(0, 1, 0, 70, 190, 64, 7, 195)))
     check(Problem(9, 3, 192, 64, lengths, seqlen_q=seqlen_q, causal=causal))
     check(Problem(64, 1, 512, 64, lengths, seqlen_q=seqlen_q, causal=causal))  # rows for heads_on_m
+    check(Problem(24, 1, 960, 64, lengths, seqlen_q=seqlen_q, causal=causal))
 
 
 def test_left_padding():
@@ -120,6 +131,8 @@ WINDOWED = (0, 1, 63, 64, 65, 100, 321, 470, 3000)
         Problem(128, 1, 512, 64, WINDOWED, page_size=128),
         Problem(32, 8, 128, 16, WINDOWED, page_size=32, seqlen_q=2),
         Problem(16, 1, 256, 64, WINDOWED, page_size=16, seqlen_q=4, causal=False),
+        Problem(32, 1, 1024, 64, WINDOWED),
+        Problem(64, 8, 648, 16, WINDOWED, page_size=16),
     ],
     ids=name,
 )
@@ -138,6 +151,9 @@ CANDIDATES = [
     Problem(64, 1, 200, 64, (0, 1, 65, 700, 64), page_size=16),
     Problem(32, 1, 512, 64, (0, 1, 65, 700, 64), seqlen_q=2),
     Problem(9, 3, 72, 16, (0, 1, 65, 700, 64), page_size=32, seqlen_q=8),
+    Problem(32, 1, 1024, 64, (0, 1, 65, 700, 64)),
+    Problem(64, 1, 576, 64, (0, 1, 65, 700, 64), page_size=16),
+    Problem(16, 8, 640, 16, (0, 1, 65, 700, 64), page_size=32, seqlen_q=2),
 ]
 
 

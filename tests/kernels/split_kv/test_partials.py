@@ -65,6 +65,8 @@ def functions(dtype: str) -> dict:
     for kernel in ("swap_ab", "swap_ab_ws", "heads_on_m"):
         choice = next(choice for choice in list_kernels(shape, 90) if choice.kernel == kernel)
         made[kernel] = make_split(shape, choice)
+    wide = DecodeShape(32, 1, 1024, 64, 64, 1, dtype)
+    made["swap_ab_cluster"] = make_split(wide, list_kernels(wide, 90)[0])
     gqa = GQAProblem(8, 2, 64, 64, (1,)).shape(getattr(torch, dtype))
     for kernel in ("streamed", "portable"):
         choice = next(choice for choice in list_gqa_kernels(gqa, 90) if choice.kernel == kernel)
