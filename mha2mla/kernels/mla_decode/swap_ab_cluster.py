@@ -296,5 +296,6 @@ def make_swap_ab_cluster(shape: DecodeShape, choice: KernelChoice):
                         work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread, k.consumers + 64,
                         half * k.cut.columns,
                     )  # fmt: skip
+            T.cluster_sync()  # what this CTA sent may still be on its way
 
     return mla_decode_swap_ab_cluster
