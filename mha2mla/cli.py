@@ -23,6 +23,7 @@ from mha2mla.verbs import (
     eval_quality,
     eval_tasks,
     inspect_checkpoint,
+    plot,
     tune,
 )
 
@@ -70,6 +71,7 @@ VERBS: dict[str, Callable[..., int | None]] = {
     "tune": tune,
     "demo": demo,
     "inspect": inspect_checkpoint,
+    "plot": plot,
     "env": env,
 }
 GROUPS = {

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 Device = str | None
@@ -61,7 +60,7 @@ def eval_quality(
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: what the models compute in.
         json: also write everything to this file.
-        plot: also draw the ratio by position, and the probes, to this PNG file.
+        plot: also draw the ratio by position, and the probes, to this PNG or SVG file.
     """
     import torch
 
@@ -98,7 +97,7 @@ def eval_quality(
     for reason in report.skipped:
         print(f"not measured: {reason}")
     if plot:
-        plots.plot_quality(found, plot, title=f"{Path(source).name} → {Path(converted).name}")
+        plots.plot_quality(found | fields, plot)
 
 
 def eval_tasks(
@@ -196,8 +195,29 @@ def eval_latency(
         backend=backend,
         min_run_time=min_run_time,
     )
-    _show(rows, COLUMNS, title=f"{source} → {converted}", kind="latency", json=json)
+    fields = {"source": source, "converted": converted}
+    _show(rows, COLUMNS, title=f"{source} → {converted}", kind="latency", json=json, **fields)
     return int(bool(wrong_rows(rows)))
+
+
+def plot(picture: str, report: str, more: list[str] | None = None) -> None:
+    """Draws what JSON files say of conversions, wherever they were measured.
+
+    One of eval quality: the ratio by position in the window, and probes. Those of eval quality and eval latency of the
+    same checkpoints: loss against the time of a decode call. Those of benchmarks/conversion.py: loss against cached
+    bytes.
+
+    Args:
+        picture: PNG or SVG file to write.
+        report: JSON file to read.
+        more: one or several further files, drawn beside it.
+    """
+    from json import loads
+    from pathlib import Path
+
+    from mha2mla.eval.plots import plot_reports
+
+    plot_reports([loads(Path(file).read_text(encoding="utf-8")) for file in (report, *(more or ()))], picture)
 
 
 def demo(

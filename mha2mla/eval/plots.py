@@ -1,14 +1,27 @@
-"""Quality by position and probes by length, as one picture."""
+"""Pictures of what conversions cost, drawn from rows as they were measured or as their JSON files hold them."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+Row = Mapping[str, Any]
+Draw = Callable[[Any], None]  # into axes of matplotlib
+
 _COLORS = 64
+LAYER_CURVES = {
+    "score_error": "attention scores, on the source's inputs",
+    "output_error": "attention output, on the source's inputs",
+    "stream_output_error": "attention output, after the converted layers before",
+    "hidden_error": "hidden states after the layer",
+}
+_RATIO = "perplexity ÷ source's"
+_TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 4, 10, 100)
 
 
 def check_installed() -> None:
@@ -17,46 +30,156 @@ def check_installed() -> None:
         raise ImportError("a plot needs matplotlib: pip install 'mha2mla[plots]'")
 
 
+def plot_layers(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
+    """Draws relative errors by layer on a logarithmic axis.
+
+    Args:
+        rows: one per layer, with ``layer`` and the keys of :data:`LAYER_CURVES`; a curve whose values are absent, zero
+            or not finite is left out there.
+        path: PNG file to write, well below 100 kB, or SVG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    _picture([partial(_draw_layers, rows)], path)
+
+
 def plot_quality(report: Mapping[str, Any], path: str | os.PathLike[str], *, title: str | None = None) -> None:
     """Draws the perplexity ratio by position in the window, and below it the probes, source beside converted.
 
     Args:
         report: what ``QualityReport.to_dict`` gives, or the JSON that ``mha2mla eval quality`` wrote: its keys
             ``by_position`` and ``probes``, either of which may be empty.
-        path: PNG file to write; its folder is made when missing.
-        title: printed above.
+        path: PNG or SVG file to write; its folder is made when missing.
+        title: printed above; default the names in the report.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: the report has neither positions nor probes.
     """
+    choices = [row for row in report.get("probes", []) if row["measure"] == "accuracy"]
+    gains = [row for row in report.get("probes", []) if row["measure"] == "gain"]
+    drawings = [(_draw_positions, report.get("by_position", [])), (_draw_probes, choices), (_draw_probes, gains)]
+    panels = [partial(draw, rows) for draw, rows in drawings if rows]
+    if not panels:
+        raise ValueError("report has neither by_position nor probes; expected at least one of them")
+    if title is None and "source" in report:
+        title = f"{Path(report['source']).name} → {_name(report)}"
+    _picture(panels, path, title=title)
+
+
+def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:
+    """Draws what JSON files of this package say of conversions: which picture, their kinds decide.
+
+    One of ``eval quality`` gives :func:`plot_quality`; those of several checkpoints beside those of ``eval latency`` of
+    the same checkpoints, loss against the time of a decode call; those of ``benchmarks/conversion.py``, loss against
+    cached bytes.
+
+    Args:
+        reports: what the files hold.
+        path: PNG or SVG file to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: nothing of that can be drawn.
+    """
+    of_kind = {kind: [each for each in reports if each.get("kind") == kind] for kind in ("quality", "latency")}
+    converted = [row for each in reports if str(each.get("kind")).startswith("conversion") for row in each["rows"]]
+    panels: list[Draw] = []
+    if points := _bytes_and_losses(converted):
+        panels.append(partial(_draw_losses, points, "cached bytes ÷ source's"))
+    for what, points in _times_and_losses(**of_kind).items():
+        panels.append(partial(_draw_losses, points, what))
+    if panels:
+        _picture(panels, path)
+    elif len(of_kind["quality"]) == 1:
+        plot_quality(of_kind["quality"][0], path)
+    else:
+        kinds = ", ".join(str(each.get("kind")) for each in reports)
+        raise ValueError(
+            f"reports are of kind {kinds}; expected one of 'quality', 'quality' and 'latency' of the same checkpoints,"
+            " or 'conversion'"
+        )
+
+
+def _name(report: Mapping[str, Any]) -> str:
+    return Path(report["converted"]).name
+
+
+def _bytes_and_losses(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
+    """Preset and layout → (share of the cache, ratio in the longest windows) for each cache ratio; rows that are about
+    something else (one step of a conversion, other widths) are left out."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        share, _, name = row["name"].partition(" ")
+        lengths = sorted(int(key) for key in row if key.isdecimal())
+        if share.replace(".", "").isdecimal() and lengths and "=" not in name and row["status"] == "ok":
+            ratio = float(row[str(lengths[-1])])
+            points.setdefault(name, []).append((row["cache_ratio"], ratio))
+    return points
+
+
+def _times_and_losses(
+    quality: Sequence[Mapping[str, Any]], latency: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """What was timed → checkpoint → (µs, ratio in its longest windows, the text that loses most)."""
+    losses: dict[str, float] = {}
+    for report in quality if latency else ():
+        longest = max(row["seqlen"] for row in report["rows"])
+        losses[_name(report)] = max(
+            float(row["perplexity_ratio"]) for row in report["rows"] if row["seqlen"] == longest
+        )
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for report in latency:
+        ours = [row for row in report["rows"] if row["implementation"].startswith(("converted", "mla_decode"))]
+        for row in ours if _name(report) in losses else ():
+            if row["status"] == "ok":
+                what = f"{row['op']}, {row['batch']:,} × {row['seqlen']:,}: µs"
+                found.setdefault(what, {})[_name(report)] = [(row["us_p50"], losses[_name(report)])]
+    return found
+
+
+def _picture(panels: Sequence[Draw], path: str | os.PathLike[str], *, title: str | None = None) -> None:
+    """One panel below the other."""
     check_installed()
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
 
-    choices = [row for row in report.get("probes", []) if row["measure"] == "accuracy"]
-    gains = [row for row in report.get("probes", []) if row["measure"] == "gain"]
-    drawings = [(_draw_positions, report.get("by_position", [])), (_draw_probes, choices), (_draw_probes, gains)]
-    drawings = [(draw, rows) for draw, rows in drawings if rows]
-    if not drawings:
-        raise ValueError("report has neither by_position nor probes; expected at least one of them")
     # Not pyplot: it would choose a display for the whole process.
-    figure = Figure(figsize=(7.5, 3.2 * len(drawings)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(7.5, 3.2 * len(panels)), dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    for place, (draw, rows) in enumerate(drawings):
-        draw(figure.add_subplot(len(drawings), 1, place + 1), rows)
+    for place, draw in enumerate(panels):
+        draw(figure.add_subplot(len(panels), 1, place + 1))
     if title:
         figure.suptitle(title, fontsize=10)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".svg":
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha2mla"}):
+            figure.savefig(path, metadata={"Date": None})
+        return
     canvas.draw()
     # A palette takes a third of the bytes; Pillow comes with matplotlib.
     picture = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
     picture.quantize(_COLORS, dither=Image.Dither.NONE).save(path, format="PNG", optimize=True)
 
 
-def _draw_positions(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw_layers(rows: Sequence[Row], axes: Any) -> None:
+    for key, label in LAYER_CURVES.items():
+        points = [(row["layer"], row.get(key)) for row in rows]
+        points = [(layer, value) for layer, value in points if value is not None and 0 < value < math.inf]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=label)
+    axes.set(xlabel="layer", ylabel="relative error", yscale="log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(which="both", alpha=0.25)
+    if axes.lines:
+        axes.figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)
+
+
+def _draw_positions(rows: Sequence[Row], axes: Any) -> None:
     """A step for each part of the window, a curve for each text."""
     for text in dict.fromkeys(row["text"] for row in rows):
         parts = [row for row in rows if row["text"] == text]
@@ -69,12 +192,12 @@ def _draw_positions(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
             label=label,
         )
     axes.axhline(1.0, color="0.6", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="position in the window (tokens)", ylabel="perplexity ÷ source's")
+    axes.set(xlabel="position in the window (tokens)", ylabel=_RATIO)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
 
 
-def _draw_probes(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+def _draw_probes(rows: Sequence[Row], axes: Any) -> None:
     """Two bars for each probe at each length; pale where the source is at chance, which a line marks."""
     for place, row in enumerate(rows):
         for side, color, shift in (("source", "0.45", -0.2), ("converted", "tab:blue", 0.2)):
@@ -86,3 +209,18 @@ def _draw_probes(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_ylabel("gain (nats a token)" if is_gain else "right choices (dotted: chance)")
     axes.grid(axis="y", alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
+
+
+def _draw_losses(points: Mapping[str, Sequence[tuple[float, float]]], what: str, axes: Any) -> None:
+    """A curve for each name; what is lost is the distance from 1, which gets the logarithm."""
+    lost = {name: sorted((x, y - 1) for x, y in found if 1 < y < math.inf) for name, found in points.items()}
+    for name, found in lost.items():
+        if found:
+            axes.plot(*zip(*found, strict=True), marker="o", markersize=4, linewidth=1.2, label=name)
+    axes.set(xlabel=what, ylabel=f"{_RATIO}, longest windows", yscale="log")
+    values = [y for found in lost.values() for _, y in found] or [1.0]
+    ticks = [tick - 1 for tick in _TICKS if min(values) / 3 <= tick - 1 <= 3 * max(values)]
+    axes.set_yticks(ticks, [f"{1 + tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)

@@ -14,7 +14,6 @@ import torch
 
 from mha2mla.conversion.parity import ParityReport
 from mha2mla.conversion.result.card import PLOT_FILE, model_card
-from mha2mla.conversion.result.plot import plot_layers
 from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.geometry import MLAGeometry
 from mha2mla.pipeline.check import Arguments
@@ -190,6 +189,7 @@ def write_report(
     """
     from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.inspection import RECORD_FILE
+    from mha2mla.eval.plots import plot_layers
     from mha2mla.eval.report import write_json
 
     environment = collect_environment(device.index or 0)

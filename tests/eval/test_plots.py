@@ -1,10 +1,11 @@
+import json
 import math
 
 import pytest
 
 from mha2mla.cli import main
 from mha2mla.eval import plots
-from mha2mla.eval.plots import plot_quality
+from mha2mla.eval.plots import LAYER_CURVES, plot_layers, plot_quality
 
 pytest.importorskip("matplotlib")
 from PIL import Image
@@ -65,3 +66,77 @@ def test_what_is_missing_is_said_before_anything_is_measured(monkeypatch, capsys
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert main(["eval", "quality", "/no/such/a", "/no/such/b", "--plot", "plot.png"]) == 2
     assert "a plot needs matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layers", [1, 126])
+def test_the_picture_of_layers_stays_small(layers, tmp_path):
+    # Jagged curves, as a PNG likes least.
+    rows = [
+        {"layer": layer, **{key: 0.01 + (layer * (7 + 3 * i) % 11) / 10 for i, key in enumerate(LAYER_CURVES)}}
+        for layer in range(layers)
+    ]
+    plot_layers(rows, tmp_path / "plot.png")
+    assert 1000 < (tmp_path / "plot.png").stat().st_size < 100_000
+
+
+def test_what_has_no_place_on_a_logarithmic_axis_is_left_out(tmp_path):
+    values = [0.0, math.inf, math.nan, None]
+    plot_layers([{"layer": layer, "score_error": value} for layer, value in enumerate(values)], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _drawn(tmp_path, *reports) -> str:
+    """The SVG that the verb makes of JSON files."""
+    files = [tmp_path / f"{place}.json" for place in range(len(reports))]
+    for file, report in zip(files, reports, strict=True):
+        file.write_text(json.dumps(report))
+    first, *more = map(str, files)
+    assert main(["plot", str(tmp_path / "plot.svg"), first, *(["--more", *more] if more else [])]) == 0
+    return (tmp_path / "plot.svg").read_text()
+
+
+def test_a_report_of_quality_is_drawn_where_it_was_not_measured(tmp_path):
+    names = {"kind": "quality", "source": "/far/away/llama", "converted": "/far/away/llama-mla"}
+    svg = _drawn(tmp_path, _report("inf") | names)
+    for text in ("llama → llama-mla", "prose, window of 8,192", "one key"):
+        assert text in svg
+
+
+def test_losses_are_drawn_against_cached_bytes_by_preset_and_layout(tmp_path):
+    rows = [
+        {"name": f"{share} {name}", "cache_ratio": share, "status": "ok", "512": 1.1, "8192": 1 + lost / share}
+        for name, lost in (("shared", 0.1), ("quick, per-group", 0.3))
+        for share in (0.5, 0.25)
+    ]
+    rows += [{"name": "RoPE 64 quick", "cache_ratio": 1.0, "status": "ok", "8192": 1.1}]
+    rows += [{"name": "0.5 failed", "cache_ratio": 0.5, "status": "failed: because"}]
+    points = plots._bytes_and_losses(rows)
+    assert points["shared"] == [(0.5, 1.2), (0.25, 1.4)] and len(points) == 2
+    svg = _drawn(tmp_path, {"kind": "conversion", "rows": rows})
+    assert "quick, per-group" in svg and "longest windows" in svg and "cached bytes" in svg and "RoPE" not in svg
+
+
+def test_losses_are_drawn_against_the_time_of_the_same_checkpoints(tmp_path):
+    def quality(name, ratio):
+        rows = [{"seqlen": 512, "perplexity_ratio": 9.0}, {"seqlen": 2048, "perplexity_ratio": ratio}]
+        return {"kind": "quality", "converted": f"x/{name}", "rows": [*rows, {**rows[1], "perplexity_ratio": 1.01}]}
+
+    def latency(name, time):
+        row = {"op": "decode step", "batch": 8, "seqlen": 2048, "status": "ok"}
+        rows = [
+            row | {"implementation": "source", "us_p50": 1.0},
+            row | {"implementation": "converted", "us_p50": time},
+        ]
+        return {"kind": "latency", "converted": f"elsewhere/{name}", "rows": rows}
+
+    reports = [quality("a", 1.2), quality("b", 1.1), latency("a", 20.0), latency("b", 30.0), latency("c", 40.0)]
+    assert plots._times_and_losses(reports[:2], reports[2:]) == {
+        "decode step, 8 × 2,048: µs": {"a": [(20.0, 1.2)], "b": [(30.0, 1.1)]}
+    }
+    assert "decode step, 8 × 2,048: µs" in _drawn(tmp_path, *reports)
+
+
+def test_files_that_say_nothing_of_a_conversion_are_refused(tmp_path, capsys):
+    (tmp_path / "env.json").write_text(json.dumps({"kind": "environment", "rows": []}))
+    assert main(["plot", str(tmp_path / "plot.png"), str(tmp_path / "env.json")]) == 2
+    assert "reports are of kind environment; expected one of" in capsys.readouterr().err
