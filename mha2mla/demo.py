@@ -201,7 +201,8 @@ def _size(model: torch.nn.Module) -> dict[str, Any]:
     geometries = Counter(config.layer_geometry(layer) for layer in range(config.num_hidden_layers))
     usual = geometries.most_common(1)[0][0]
     others = f" (+{len(geometries) - 1} more)" if len(geometries) > 1 else ""
-    text = f"G={usual.num_rope_heads} d_c={usual.kv_lora_rank} d_r={usual.qk_rope_head_dim}{others}"
+    rope = " from it" if usual.rope_from_latent else ""
+    text = f"G={usual.num_rope_heads} d_c={usual.kv_lora_rank} d_r={usual.qk_rope_head_dim}{rope}{others}"
     return row | {"geometry": text}
 
 

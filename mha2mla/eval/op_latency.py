@@ -14,6 +14,7 @@ from mha2mla.eval.measurement import measured
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing import textbook
 from mha2mla.kernel_testing.judgement import Judgement, verdict
+from mha2mla.kernel_testing.latent_problems import LatentProblem
 from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernel_testing.timing import time_callable
 from mha2mla.kernels import explain_gqa_decode, explain_mla_decode, gqa_decode, mla_decode, plan_gqa_decode
@@ -130,7 +131,8 @@ def attention_latency(
 ) -> list[dict[str, Any]]:
     """Decode attention alone, one new token per sequence: the source's over its KV cache, ours over the latent cache.
 
-    Neither includes projections, RoPE or the write of the new token. Inputs are random normal numbers, pages shuffled.
+    Neither includes projections, RoPE of the new token or its write; rotary keys that are read from the latent are
+    part of ours. Inputs are random normal numbers, pages shuffled.
 
     Args:
         geometry: of the MLA layer; the source is its ``num_key_value_heads`` heads of width ``v_head_dim``.
@@ -157,7 +159,8 @@ def attention_latency(
             inputs = AttentionInputs.random(geometry, batch, seqlen, scale, dtype, device, seed)
             rows += (shape | row for row in _source_rows(inputs, baselines, min_run_time))
             del inputs
-            problem = Problem(
+            made = LatentProblem if geometry.rope_from_latent else Problem
+            problem = made(
                 geometry.num_attention_heads, geometry.num_rope_heads, geometry.kv_lora_rank,
                 geometry.qk_rope_head_dim, (seqlen,) * batch, page_size=page_size, slack=0, seed=seed,
             )  # fmt: skip

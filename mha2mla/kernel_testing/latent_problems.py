@@ -31,8 +31,9 @@ class LatentProblem(Problem):
         return replace(super().geometry, rope_from_latent=True)
 
     def flops(self) -> int:
-        """Those of :class:`Problem`, and of one rotary key a token."""
-        return super().flops() + 2 * self.tokens_seen() * self.kv_lora_rank * self.qk_rope_head_dim
+        """Those of :class:`Problem`, and of one rotary key a token, however many queries read it."""
+        read = super().geometry.decode_flops_per_token() * self.seqlen_q
+        return self.tokens_seen() * (read + 2 * self.kv_lora_rank * self.qk_rope_head_dim)
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
         """As :meth:`Problem.inputs`, with ``rope`` and without ``rope_cache``. The slowest pair does not turn."""

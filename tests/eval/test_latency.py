@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+import mha2mla
 from mha2mla.eval import attention_latency, decode_step_latency, model_latency
 from mha2mla.eval.measurement import COLUMNS
 from mha2mla.eval.op_latency import (
@@ -20,11 +21,13 @@ from mha2mla.modeling import MHA2MLAForCausalLM
 
 QUICK = {"min_run_time": 0.002}
 GEOMETRY = MLAGeometry(6, 3, 24, 8, 8, 16, 3)
+LATENT_GEOMETRY = MLAGeometry(6, 1, 24, 32, 16, 16, 3, rope_from_latent=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_rows(dtype):
-    rows = attention_latency(GEOMETRY, batch_sizes=(1, 3), seqlens=(1, 64, 65), dtype=dtype, **QUICK)
+@pytest.mark.parametrize(("geometry", "cached"), [(GEOMETRY, 24 + 3 * 8), (LATENT_GEOMETRY, 24)])
+def test_attention_rows(geometry, cached, dtype):
+    rows = attention_latency(geometry, batch_sizes=(1, 3), seqlens=(1, 64, 65), dtype=dtype, **QUICK)
     assert len(rows) == 2 * 3 * 4
     for row in rows:
         if row["implementation"] in ("FlashAttention-3", "gqa_decode"):
@@ -32,7 +35,7 @@ def test_attention_rows(dtype):
             continue
         assert row["status"] == "ok", row
         assert 0 < row["us_p20"] <= row["us_p50"] * (1 + 1e-12) <= row["us_p80"] * (1 + 2e-12)
-        width = 3 * 2 * 16 if row["implementation"] == "torch SDPA" else 24 + 3 * 8
+        width = 3 * 2 * 16 if row["implementation"] == "torch SDPA" else cached
         assert row["cache_bytes"] == row["batch"] * row["seqlen"] * width * dtype.itemsize
         assert row["gb_per_s"] == pytest.approx(row["cache_bytes"] / row["us_p50"] / 1e3)
     assert {"mla_decode (reference)", "torch SDPA"} <= {row["implementation"] for row in rows}
@@ -117,6 +120,19 @@ def test_decode_step_rows(tiny_source, tiny_converted):
         assert row["ms_per_token"] == row["us_p50"] / 1e3 > 0
     half = [row["cache_bytes"] for row in rows]
     assert all(after <= before / 2 for before, after in zip(half[:6], half[6:], strict=True))
+
+
+@pytest.mark.parametrize("backend", [None, "mla_fp8_reference"])
+def test_a_step_over_a_cache_of_the_latent_alone(backend, tiny_converted, tmp_path):
+    """From the same checkpoint, and as many numbers; those of 8 bits are all of them then."""
+    mha2mla.convert(tiny_converted, tmp_path / "latent", {"layout": "latent"}, device="cpu", progress=False)
+    model = MHA2MLAForCausalLM.from_pretrained(tmp_path / "latent", attention_backend=backend)
+    row = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)[0]
+    numbers = sum(model.config.layer_geometry(layer).kv_lora_rank for layer in range(2))
+    stored = MHA2MLAForCausalLM.from_pretrained(tiny_converted).config
+    assert 4 * numbers == stored.cache_bytes_per_token(4) == model.config.cache_bytes_per_token(4)
+    assert row["status"] == "ok" or backend is not None  # eight bits are no rounding of 32
+    assert row["cache_bytes"] == 2 * 40 * (4 * numbers if backend is None else numbers + 2 * 4)
 
 
 def test_cached_bytes_count_latents_of_eight_bits_and_their_scales(tiny_converted):
