@@ -638,6 +638,29 @@ def test_a_geometry_that_no_kernel_serves_is_said_at_conversion_in_the_card_and_
     assert reason in rows[0]["no_kernel_because"]
 
 
+def test_a_geometry_too_wide_is_told_the_ratio_that_a_kernel_serves():
+    """Llama-2-7B at half its cache: at the ratio named a latent in proportion is within the limit, above it is not."""
+    from mha2mla.modeling import what_serves
+    from mha2mla.pipeline.report import served_cache_ratio, warn_of_slow_layers
+    from tests.modeling import models
+
+    source = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
+
+    def layers(kv_lora_rank, d_r):
+        geometry = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": d_r, "qk_nope_head_dim": 128 - d_r}
+        keys = {"num_rope_heads": 32, "v_head_dim": 128, **geometry}
+        return what_serves(
+            models.mla_config(source_config=models.source_config("llama", **source).to_dict(), **keys), "cuda"
+        )
+
+    assert served_cache_ratio(layers(3456, 20)) is None, "20 is no multiple of 8, whatever the latent is"
+    assert all(layer.compiled for layer in layers(1024, 24))
+    ratio = served_cache_ratio(layers(3328, 24))
+    assert 3328 * ratio <= 1024 * 0.5 < 3328 * (ratio + 0.01)
+    with pytest.warns(UserWarning, match=f"a cache_ratio up to {ratio:.2f} would give a geometry that one serves"):
+        warn_of_slow_layers(layers(3328, 24))
+
+
 def test_a_geometry_that_a_kernel_serves_is_converted_without_a_warning(source, tmp_path, recwarn):
     from mha2mla.eval.inspection import inspect_checkpoint
 

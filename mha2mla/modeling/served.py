@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -132,6 +132,28 @@ def what_serves(
         LayerAttention(index, geometry, config.layer_sliding_window(index), *served[geometry])
         for index, geometry in enumerate(geometries)
     )
+
+
+def widest_served(
+    geometry: MLAGeometry,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    page_size: int = PAGE_SIZE,
+    registry: AttentionRegistry = ATTENTION_BACKENDS,
+) -> int | None:
+    """The largest ``kv_lora_rank`` up to a layer's own with which, all else being the same, kernels would serve it in
+    both ways of calling the model; None: its latent is not what they refuse."""
+    where = (page_size, dtype, device)
+    served, refused_from = 0, geometry.kv_lora_rank // 8 + 1  # in eights
+    while refused_from - served > 1:
+        width = (served + refused_from) // 2
+        layer = replace(geometry, kv_lora_rank=8 * width)
+        found = find_over_cache(None, layer, *where, registry)[0], registry.find(None, layer, *where)[0]
+        if all(backend is not None and backend.compiled for backend in found):
+            served = width
+        else:
+            refused_from = width
+    return 8 * served or None
 
 
 def batch_backends(

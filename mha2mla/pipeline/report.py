@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import warnings
@@ -218,12 +219,29 @@ def warn_of_slow_layers(layers: Sequence[LayerAttention]) -> None:
     """Warns of geometries that no kernel will serve, once they are known and before they cost any work."""
     slow = [layer for layer in layers if not layer.compiled]
     if slow:
+        ratio = served_cache_ratio(layers)
+        smaller = "kv_lora_rank and qk_rope_head_dim may" if ratio is None else f"a cache_ratio up to {ratio:.2f} would"
         warnings.warn(
-            f"no kernel will serve {len(slow)} of {len(layers)} converted layers on a GPU ({slow[0]}): {slow[0].why}; a"
-            " smaller cache_ratio, or kv_lora_rank and qk_rope_head_dim, give a geometry that one serves"
-            " (docs/limits.md)",
+            f"no kernel will serve {len(slow)} of {len(layers)} converted layers on a GPU ({slow[0]}): {slow[0].why};"
+            f" {smaller} give a geometry that one serves (docs/limits.md)",
             stacklevel=4,
         )
+
+
+def served_cache_ratio(layers: Sequence[LayerAttention]) -> float | None:
+    """The cache ratio, in whole percents, up to which every latent would be one that kernels serve, were latents and
+    rotary keys smaller in proportion; None where narrower latents would change nothing."""
+    from mha2mla.modeling.served import widest_served
+
+    share = 1.0
+    for layer in layers:
+        if not layer.compiled:
+            width = widest_served(layer.geometry, layer.device)
+            if width is None:
+                return None
+            share = min(share, width / layer.geometry.kv_lora_rank)
+    cached = sum(layer.geometry.cache_numel_per_token for layer in layers)
+    return math.floor(100 * share * cached / sum(x.geometry.source_cache_numel_per_token for x in layers)) / 100 or None
 
 
 def serving_on_cuda(config: MHA2MLAConfig, written: torch.dtype, device: torch.device) -> tuple[LayerAttention, ...]:

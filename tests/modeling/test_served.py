@@ -8,7 +8,7 @@ import torch
 
 from mha2mla.modeling import what_serves
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
-from mha2mla.modeling.served import batch_backends, describe
+from mha2mla.modeling.served import batch_backends, describe, widest_served
 from tests.modeling import models
 
 CUDA = torch.device("cuda")
@@ -83,6 +83,23 @@ def test_a_wide_head_is_decoded_by_a_kernel_but_not_prefilled_by_one():
     layer = what_serves(config(qk_rope_head_dim=96, qk_nope_head_dim=168), CUDA)[0]
     assert layer.backend == "mla_paged" and layer.batch_backend.name == "mla_reference"
     assert not layer.compiled and "d_qk is 264; it takes up to 256" in layer.why
+
+
+@pytest.mark.parametrize(
+    ("geometry", "widest"),
+    [
+        ({"kv_lora_rank": 3400}, 1024),
+        ({"kv_lora_rank": 1024}, 1024),
+        ({"kv_lora_rank": 100}, 96),
+        ({"qk_rope_head_dim": 4}, None),
+    ],
+)
+def test_the_widest_latent_that_kernels_serve(geometry, widest):
+    asked = config(source={"num_key_value_heads": 32}, **geometry).layer_geometry(0)
+    assert widest_served(asked, CUDA) == widest
+    if widest is not None:
+        assert what_serves(config(kv_lora_rank=widest), CUDA)[0].compiled
+        assert widest == 1024 or not what_serves(config(kv_lora_rank=asked.kv_lora_rank), CUDA)[0].compiled
 
 
 def test_layers_that_differ_are_told_apart():
