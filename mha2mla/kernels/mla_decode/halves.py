@@ -43,7 +43,7 @@ def halve(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int) -> Halves
     return Halves(panels * 64 // unit, unit, own, padded)
 
 
-def cluster_shared_memory(tiling: RowTiling, cut: Halves, num_stages: int, rope_stages: int, warpgroups: int) -> int:
+def cluster_shared_memory(tiling: RowTiling, cut: Halves, num_stages: int, rope_stages: int) -> int:
     """Bytes of shared memory that a CTA allocates (16-bit elements), with 1 KiB for alignment and barriers."""
     queries = tiling.rows * (cut.columns + cut.rope_columns)
     rings = 64 * (num_stages * cut.unit + rope_stages * cut.rope_columns)

@@ -215,7 +215,7 @@ def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int):
     warpgroups = 2 if tiling.rows == 64 else 1
     for halves, rope_stages in product((6, 5, 4, 3), (3, 2)):
         num_stages = halves * cut.units // 2
-        used = cluster_shared_memory(tiling, cut, num_stages, rope_stages, warpgroups)
+        used = cluster_shared_memory(tiling, cut, num_stages, rope_stages)
         choice = KernelChoice(
             "swap_ab_cluster", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, 1,
             f"swap_ab_cluster: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {CLUSTER} x {cut.columns} columns, "
