@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from mha2mla.kernels import LatentRope, rotary_keys
+from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 from mha2mla.modeling.step import AttentionStep
@@ -174,11 +175,14 @@ class MLAAttention(nn.Module):
         latent, k_pe = self._latent(hidden_states)
         if k_pe is None:
             if past_key_values is not None:
-                # Which tokens update() returns, by transformers' own contract for masks. Rows of no width are values.
+                # Which tokens update() returns, by transformers' own contract for masks.
                 tokens, first = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
                 position_ids = torch.arange(first, first + tokens, device=latent.device)[None]
-                rows = latent[:, None]
-                latent = past_key_values.update(rows, rows[..., :0], self.layer_idx)[0][:, 0]
+                # Stock caches want keys and values: halves of the latent, since some cannot hold rows of no width.
+                keys = latent.shape[-1] if isinstance(past_key_values, LatentCache) else -(-latent.shape[-1] // 2)
+                halves = latent[:, None].tensor_split([keys], dim=-1)
+                keys, values = past_key_values.update(*halves, self.layer_idx)
+                latent = (torch.cat((keys, values), dim=-1) if values.shape[-1] else keys)[:, 0]
             k_pe = self._rotary_keys(latent, position_ids)
             return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
         k_pe = apply_rotary(k_pe, *turn)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
 
 from mha2mla.geometry import MLAGeometry
 from tests.few import each
@@ -76,7 +76,8 @@ def test_full_rank_is_the_source(case, implementation):
     cache = DynamicCache()
     logits = [model(part, past_key_values=cache).logits for part in ids.split((20, 1, 1, 9, 6), 1)]
     assert models.relative_error(torch.cat(logits, 1), expected) < 1e-5
-    assert all(layer.values.numel() == 0 for layer in cache.layers)
+    widths = [layer.keys.shape[-1] + layer.values.shape[-1] for layer in cache.layers]
+    assert widths == [model.config.layer_geometry(index).kv_lora_rank for index in range(len(widths))]
 
 
 @pytest.mark.parametrize("case", ["mistral", "mixtral", "qwen3-moe", "gemma3"])
@@ -121,8 +122,8 @@ def test_stock_caches_hold_the_latent_alone(case, kind):
                 assert models.relative_error(logits[row, first - start :], expected) < TOLERANCE
             start = stop
         for index, layer in enumerate(cache.layers):
-            assert layer.keys.shape[-1] == model.config.layer_geometry(index).cache_numel_per_token
-            assert layer.values.numel() == 0
+            width = layer.keys.shape[-1] + layer.values.shape[-1]
+            assert width == model.config.layer_geometry(index).cache_numel_per_token
 
 
 @pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
@@ -136,6 +137,16 @@ def test_generate_over_stock_caches(case):
     beams = model.generate(**inputs, use_cache=False, num_beams=2, **options)
     again = model.generate(**inputs, past_key_values=stock_cache(model, "dynamic", 26), num_beams=2, **options)
     assert torch.equal(again, beams)
+
+
+@torch.no_grad()
+def test_a_quantised_stock_cache():
+    """transformers' own eight bits; the sink and all else have one scale there."""
+    model, ids = models.mla_model("latent"), models.tokens(2, 20)
+    expected, cache = model(ids, use_cache=False).logits, QuantizedCache("fp8", model.config)
+    logits = torch.cat([model(part, past_key_values=cache).logits for part in ids.split((12, 1, 7), 1)], 1)
+    assert models.relative_error(logits[:, :12], expected[:, :12]) < TOLERANCE
+    assert 1e-4 < models.relative_error(logits, expected) < 0.2
 
 
 @torch.no_grad()
