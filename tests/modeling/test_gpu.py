@@ -18,19 +18,26 @@ CASES = {
     "shared": {"num_rope_heads": 1, "kv_lora_rank": 96, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64},
     "sliding": {"num_rope_heads": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48},
     "full rank": {"num_rope_heads": 2, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 0},
+    "latent": {"kv_lora_rank": 96, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
+    "latent sliding": {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64},
+    "latent full rank": {"kv_lora_rank": 256, "qk_rope_head_dim": 128, "qk_nope_head_dim": 0},
 }
+for case, keys in CASES.items():
+    if case.startswith("latent"):
+        keys |= {"num_rope_heads": 1, "rope_from_latent": True}
 
 
 @pytest.fixture(params=CASES)
 def model(request) -> MHA2MLAForCausalLM:
     """bfloat16, two layers, 6 query and 2 kv heads of width 64; the kernel serves it."""
     keys = {"hidden_size": 384, "head_dim": 64, "initializer_range": 0.05}
-    if request.param == "sliding":
+    sliding = request.param.endswith("sliding")
+    if sliding:
         source = models.source_config("mistral-sliding", sliding_window=70, **keys)
     else:
         source = models.source_config("llama", **keys)
     config = models.mla_config(
-        "sliding" if request.param == "sliding" else "per-group",
+        "sliding" if sliding else "per-group",
         source_config=source.to_dict(),
         v_head_dim=64,
         softmax_scale=0.125,
@@ -196,9 +203,49 @@ print("not refused", flush=True)
 """
 
 
-def test_a_hole_in_a_one_token_step_is_refused_by_the_device():
+GAP = """
+import torch
+from tests.modeling import models
+from mha2mla.modeling import LatentCache
+model = models.mla_model("latent", attention_backend="mla_reference").cuda()
+ids, mask = models.tokens(2, 12).cuda(), torch.ones(2, 12, dtype=torch.long, device="cuda")
+mask[1, :4] = 0
+positions = (mask.cumsum(1) - 1).clamp(min=0)
+with torch.no_grad():
+    cache = LatentCache(model.config)
+    model(ids[:, :11], attention_mask=mask[:, :11], position_ids=positions[:, :11], past_key_values=cache)
+    model(ids[:, 11:], attention_mask=mask, position_ids=positions[:, 11:], past_key_values=cache)
+    torch.cuda.synchronize()
+    cache.crop(-1)
+    print("no hole, no error", flush=True)
+    model(ids[:, 11:], attention_mask=mask, position_ids=positions[:, 11:] + 1, past_key_values=cache)
+    torch.cuda.synchronize()
+print("not refused", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (HOLE, "attention_mask hides tokens between visible ones"),
+        (GAP, "position_ids do not count on from each row's first visible token"),
+    ],
+    ids=["hole", "gap"],
+)
+def test_a_hole_in_a_one_token_step_is_refused_by_the_device(script, message):
     """In a process of its own, whose CUDA context does not survive it."""
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", HOLE], cwd=root, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "no hole, no error" in done.stdout and "not refused" not in done.stdout
-    assert "attention_mask hides tokens between visible ones" in done.stderr
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("case", models.LATENT_GEOMETRIES)
+def test_the_reference_generates_as_no_cache_does(case):
+    """float32, where no kernel serves: the same greedy tokens over what is cached, padded rows too."""
+    model = models.mla_model(case, attention_backend="mla_reference").cuda()
+    ids, mask, _ = batch(20, 0, 9)
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **options), expected)

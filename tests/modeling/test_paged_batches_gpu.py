@@ -15,12 +15,12 @@ from tests.modeling.test_gpu import CASES
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.fixture
-def model() -> MHA2MLAForCausalLM:
+@pytest.fixture(params=["per-group", "latent"])
+def model(request) -> MHA2MLAForCausalLM:
     """bfloat16, two layers, 6 query and 2 kv heads of width 64."""
     source = models.source_config("llama", hidden_size=384, head_dim=64, initializer_range=0.05)
     config = models.mla_config(
-        "per-group", source_config=source.to_dict(), v_head_dim=64, softmax_scale=0.125, **CASES["per-group"]
+        "per-group", source_config=source.to_dict(), v_head_dim=64, softmax_scale=0.125, **CASES[request.param]
     )
     return models.randomise(MHA2MLAForCausalLM(config).eval()).to("cuda", torch.bfloat16)
 
@@ -54,6 +54,11 @@ PLAN = [(150, 0, 40), (1, 130, 1), (1, 0, 100), (48, 70, 59)]
 @pytest.mark.parametrize("name", ["mla_paged", "mla_fp8"])
 @torch.no_grad()
 def test_mixed_steps_are_as_right_as_the_expanded_form(model, name):
+    if name == "mla_fp8" and model.config.rope_from_latent:
+        model.config.attention_backend = name
+        with pytest.raises(ValueError, match="'mla_fp8' refuses: .* no TileLang kernel serves"):
+            model.paged_cache(num_pages=24)
+        name = "mla_fp8_reference"
     model.config.attention_backend = name
     ids = models.tokens(3, 200).cuda()
     exact = copy.deepcopy(model).float()(ids, use_cache=False).logits
@@ -103,14 +108,16 @@ def test_a_decode_step_in_a_cuda_graph_with_padding_rows(model):
                 assert models.relative_error(captured[row], expected[sequences[index]]) < 0.03
 
 
-@pytest.mark.parametrize("name", ["mla_paged", "mla_fp8", "gqa_paged"])
+@pytest.mark.parametrize(
+    ("name", "case"), [("mla_paged", "per-group"), ("mla_paged", "latent"), ("mla_fp8", "per-group"), ("gqa_paged", "")]
+)
 @torch.no_grad()
-def test_a_layer_compiles_with_inductor(name):
+def test_a_layer_compiles_with_inductor(name, case):
     """fullgraph, mutated caches included; another mix takes the same graph."""
     backend = BUILT_IN[name]
     geometry = GQAGeometry(8, 2, 64, 64) if name == "gqa_paged" else models.mla_config(
         source_config=models.source_config("llama", hidden_size=384, head_dim=64).to_dict(), v_head_dim=64,
-        **CASES["per-group"],
+        **CASES[case],
     ).layer_geometry(0)  # fmt: skip
     layer = AttentionLayer(backend, AttentionConstants(geometry, 0.125), "cuda")
     layer.inv_freq.copy_(10.0 ** -torch.rand(layer.inv_freq.shape))
@@ -122,10 +129,13 @@ def test_a_layer_compiles_with_inductor(name):
         if name == "gqa_paged":
             shapes = {"query": (n, heads, 64), "key": (n, 2, 64), "value": (n, 2, 64)}
         else:
+            nope, rope, width = geometry.qk_nope_head_dim, geometry.qk_rope_head_dim, geometry.kv_lora_rank
             shapes = {
-                "q_nope": (n, heads, 48), "q_pe": (n, heads, 16), "k_pe": (n, 2, 16), "latent": (n, 64),
-                "k_up": (2, 48, 64), "v_up": (2, 64, 64),
+                "q_nope": (n, heads, nope), "q_pe": (n, heads, rope), "latent": (n, width), "k_up": (2, nope, width),
+                "v_up": (2, 64, width),
             }  # fmt: skip
+            alone = geometry.rope_from_latent
+            shapes |= {"rope_weight": (rope, width), "rope_bias": (rope,)} if alone else {"k_pe": (n, 2, rope)}
         tensors = {key: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for key, shape in shapes.items()}
         cache = backend.cache_layout(geometry, 64, torch.bfloat16).make(15, "cuda")
         for tensor in cache.values():
