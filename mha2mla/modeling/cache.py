@@ -1,4 +1,4 @@
-"""The paged cache of the absorbed form: per layer the latent c and the rotated k_pe, and nothing else."""
+"""The paged cache of the absorbed form: per layer the latent c, the rotated k_pe where it is cached, nothing else."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mha2mla.modeling.step import DecodePlans, mixed_plans
 
 
 class LatentCache(Cache):
-    """Cache of a converted model for transformers: pages of c and k_pe per layer, served by attention backends.
+    """Cache of a converted model for transformers: pages of c and stored k_pe per layer, served by attention backends.
 
     Every verb, a model's step included, is done in all layers or in none: after an error (out of memory included) the
     cache holds the tokens that it held before.

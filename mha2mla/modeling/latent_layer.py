@@ -1,4 +1,4 @@
-"""One layer of the latent cache: pages of the latent c, of the rotated k_pe where it is cached, and nothing else."""
+"""One layer of the latent cache: pages of the latent c, of the rotated k_pe where it is cached, nothing else."""
 
 from __future__ import annotations
 

@@ -31,19 +31,24 @@ def next_logits(model, ids, cache):
     return model(ids, past_key_values=cache).logits
 
 
-def test_pages_are_what_the_op_expects(kind):
-    model = models.mla_model("per-group")
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [("per-group", {"latent_cache": (16,), "rope_cache": (2, 4)}), ("latent", {"latent_cache": (24,)})],
+)
+def test_pages_are_what_the_op_expects(case, expected, kind):
+    model = models.mla_model(case)
     cache = filled(model, models.tokens(3, 37), kind)
     layer, pages = cache.layers[0], cache.capacity // 16
     shapes = {name: tuple(tensor.shape) for name, tensor in layer.tensors.items()}
-    assert shapes == {"latent_cache": (3 * pages, 16, 16), "rope_cache": (3 * pages, 16, 2, 4)}
+    assert shapes == {name: (3 * pages, 16, *numbers) for name, numbers in expected.items()}
     assert torch.equal(layer.block_table, torch.arange(3 * pages, dtype=torch.int32).view(3, pages))
     assert torch.equal(layer.cache_seqlens, torch.full((3,), 37, dtype=torch.int32))
 
 
-def test_a_copy_is_another_cache(kind):
+@pytest.mark.parametrize("case", ["per-group", "latent"])
+def test_a_copy_is_another_cache(case, kind):
     """A prompt is prefilled once and continued several times."""
-    model = models.mla_model()
+    model = models.mla_model(case)
     prompt = filled(model, models.tokens(2, 20), kind)
     more = models.tokens(2, 1)
     first = next_logits(model, more, copy.deepcopy(prompt))
@@ -52,8 +57,9 @@ def test_a_copy_is_another_cache(kind):
     assert int(prompt.get_seq_length()) == 20
 
 
-def test_unused_pages_do_not_matter_failure_2(kind):
-    model = models.mla_model(attention_backend="mla_reference")
+@pytest.mark.parametrize("case", ["per-group", "latent"])
+def test_unused_pages_do_not_matter_failure_2(case, kind):
+    model = models.mla_model(case, attention_backend="mla_reference")
     ids, more = models.tokens(2, 20), models.tokens(2, 1)
     expected = next_logits(model, more, filled(model, ids, kind))
     cache = filled(model, ids, kind)
@@ -63,8 +69,9 @@ def test_unused_pages_do_not_matter_failure_2(kind):
     assert torch.equal(next_logits(model, more, cache), expected)
 
 
-def test_gradients_reach_a_prefilled_batch():
-    model = models.mla_model().train()
+@pytest.mark.parametrize("case", ["per-group", "latent"])
+def test_gradients_reach_a_prefilled_batch(case):
+    model = models.mla_model(case).train()
     ids = models.tokens(2, 12)
     grads = []
     for use_cache in (False, True):

@@ -51,11 +51,12 @@ def addresses(plan: DecodePlan) -> list[int]:
     return [t.data_ptr() for t in (plan.schedule, plan.splits, plan.partial_out, plan.partial_lse)]
 
 
+@pytest.mark.parametrize(("case", "width"), [("per-group", 16), ("latent", 24)])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @torch.no_grad()
-def test_one_plan_for_all_layers_and_all_steps(static, refreshed, used):
+def test_one_plan_for_all_layers_and_all_steps(static, case, width, refreshed, used):
     """Lengths are those with the new tokens; buffers stay, also where other numbers of tokens come between."""
-    model = models.mla_model("per-group", num_hidden_layers=2)
+    model = models.mla_model(case, num_hidden_layers=2)
     ids = models.tokens(2, 25)
     cache = LatentCache(model.config, max_cache_len=32 if static else None, page_size=32)
     kept, start = {}, 0
@@ -67,7 +68,7 @@ def test_one_plan_for_all_layers_and_all_steps(static, refreshed, used):
             ((plan, lengths, starts),) = refreshed
             assert lengths == [stop, stop] == cache.layers[0].cache_seqlens.tolist() and starts == [0, 3]
             assert [other is plan for other in used] == [True, True]
-            assert plan.shape == (2, stop - start, 6, 16) and plan.capacity == 32
+            assert plan.shape == (2, stop - start, 6, width) and plan.capacity == 32
             assert kept.setdefault(stop - start, addresses(plan)) == addresses(plan)
         refreshed.clear()
         used.clear()

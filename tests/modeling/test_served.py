@@ -145,6 +145,23 @@ def test_a_name_decides_both_ways_of_calling_the_model(name, width, device, expe
         assert layer.batch_backend is ATTENTION_BACKENDS.choose(None, layer.geometry, 64, torch.bfloat16, device)
 
 
+LATENT = {"num_rope_heads": 1, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "rope_from_latent": True}
+
+
+def test_no_kernel_takes_eight_bit_latents_alone():
+    asked = config(attention_backend="mla_fp8", **LATENT)
+    layer = what_serves(asked, CUDA)[0]
+    assert (layer.form, layer.backend, layer.batch_backend, layer.compiled) == ("expanded", "sdpa", None, False)
+    why = "the cache is of e4m3 latents alone, which no TileLang kernel serves"
+    assert why in layer.reason and why in layer.batch_reason
+    with pytest.raises(ValueError, match=f"layer 0: attention backend 'mla_fp8' refuses: {why}"):
+        batch_backends(asked, CUDA, torch.bfloat16, 64)
+    asked.attention_backend = "mla_fp8_reference"
+    layer = what_serves(asked, CUDA)[0]
+    assert (layer.form, layer.backend, layer.batch_backend.name) == ("absorbed", *["mla_fp8_reference"] * 2)
+    assert not layer.compiled
+
+
 @pytest.mark.parametrize("case", ["some sliding", "latent some sliding"])
 @torch.no_grad()
 def test_the_answer_is_what_a_cache_does(case):

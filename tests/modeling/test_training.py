@@ -46,8 +46,9 @@ def test_every_parameter_learns(case):
     assert loss_and_gradients(model, ids)[0] < first
 
 
-def test_gradient_checkpointing():
-    model = models.mla_model().train()
+@pytest.mark.parametrize("case", ["per-group", "latent"])
+def test_gradient_checkpointing(case):
+    model = models.mla_model(case).train()
     ids = models.tokens(2, 14)
     expected = loss_and_gradients(model, ids)[1]
     model.gradient_checkpointing_enable()
@@ -72,8 +73,9 @@ def test_no_cache_while_training_unless_asked_for():
     assert isinstance(model.eval()(ids).past_key_values, LatentCache)
 
 
-def test_gradients_pass_the_first_call_over_a_latent_cache_and_no_other():
-    model = models.mla_model().train()
+@pytest.mark.parametrize("case", ["per-group", "latent"])
+def test_gradients_pass_the_first_call_over_a_latent_cache_and_no_other(case):
+    model = models.mla_model(case).train()
     ids = models.tokens(2, 14)
     expected = loss_and_gradients(model, ids)[1]
     cache = LatentCache(model.config)
