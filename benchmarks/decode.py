@@ -5,57 +5,37 @@
     python benchmarks/decode.py speed --only "H128"        # shapes.py has the names
     python benchmarks/decode.py host --profile true
 
-A speed is printed only after the same inputs, poisoned wherever nobody may look, gave the right result. The main
-number is the median with a cold L2: ``triton.testing.do_bench`` zeroes a buffer before each run, so a part of the L2
-cache is dirty and is written back during the run, for every implementation alike. The plan is made before and timed
-apart, as a decode step makes one for all its layers. Shares are of R, the rate at which FlashAttention-3 reads a 2 GB
-cache in MHA decode in the same run. ``peers.py`` says where the other implementations come from. Everything that may
-hang runs in a process of its own, under a time-out.
+``runner.py`` says what the numbers of ``speed`` are. Everything that may hang runs in a process of its own, under a
+time-out.
 """
 
 from __future__ import annotations
 
-import collections
 import cProfile
 import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring import (
-    PIPE_WIDTH,
-    TIMEOUT,
-    checked_columns,
-    clean,
-    is_text,
-    read_rate,
-    start_measuring,
-    time_in_turn,
-    time_planning,
-    timed_columns,
-)
-from benchmarks.peers import flash_attention_3_mha, mla_peers
-from benchmarks.shapes import PEERS, SpeedCase, choose, target_us
+from benchmarks.measuring import decode_jobs, measure_decode
+from benchmarks.peers import Peer, flash_attention_3_mha, mla_peers
+from benchmarks.runner import Benchmark, command, run
+from benchmarks.shapes import MLA_PEERS, SpeedCase, choose, decode_case, decode_cases
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernel_testing.check import check_cases
-from mha2mla.kernel_testing.compiling import compile_shapes
-from mha2mla.kernel_testing.judgement import verdict
-from mha2mla.kernel_testing.problems import Problem, expected
-from mha2mla.kernel_testing.workers import run_in_workers
+from mha2mla.kernel_testing.compiling import compile_launches
+from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.devices import capability, device_name
-from mha2mla.kernels.mla_decode.selection import select_kernel
 
 # heads -> kv heads of a model with so many heads (SmolLM2, Qwen2, Gemma, Llama and their kin)
 KV_HEADS = {9: 3, 14: 2, 16: 4, 24: 8, 32: 8, 40: 8, 64: 8, 128: 16}
@@ -95,9 +75,6 @@ COLUMNS = {
     "FA3_MHA_us": "FA3 MHA",
     "status": "status",
 }
-
-
-PEER_COLUMNS = (*PEERS, "FA3_MHA_us")
 
 
 def check(json: str | None = None) -> bool:
@@ -147,138 +124,47 @@ def matrix() -> list[Case]:
     ]
 
 
-def speed(only: str | None = None, json: str | None = None, peers: bool = True, min_run_time: float = 0.3) -> bool:
+def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
+    """Of the call itself; and the attention of the MHA model behind it."""
+    problem = case.problem
+    peers = mla_peers(problem, inputs, expected)
+    if case.mha_head_dim is not None:
+        batch, length = len(problem.lengths), problem.lengths[0]
+        peers["FA3_MHA_us"] = flash_attention_3_mha(problem.heads, case.mha_head_dim, batch, length)
+    return peers
+
+
+measure = partial(measure_decode, mla_decode, peers_of)
+BENCHMARK = Benchmark(
+    kind="decode-speed",
+    title="mla_decode, bfloat16, µs with cold L2",
+    columns=COLUMNS,
+    measure=measure,
+    compile=compile_launches,
+    jobs=decode_jobs,
+    peers=(*MLA_PEERS, "FA3_MHA_us"),
+)
+
+
+def speed(
+    only: str | None = None,
+    json: str | None = None,
+    peers: bool = True,
+    min_run_time: float = 0.3,
+    budget: float | None = None,
+) -> bool:
     """Times the op (decode and combine kernel) and its peers on every shape of the target table.
 
     Args:
-        only: measure shapes whose name contains this, and those that their targets refer to.
+        only: measure shapes whose name contains this, or one of these, separated by commas, and those that their
+            targets refer to.
         json: also write every row to this file.
         peers: time the other implementations too.
         min_run_time: seconds of cold-L2 runs per implementation and shape.
+        budget: seconds for all.
     """
-    cases = choose(only)
-    shapes = [case.problem.shape() for case in cases]
-    compile_seconds = 0.0
-    rows: dict[str, dict[str, Any]] = {}
-
-    def jobs() -> Iterator[tuple[SpeedCase, bool, float] | None]:
-        nonlocal compile_seconds
-        began = time.perf_counter()
-        broken = compile_shapes(shapes, torch.device("cuda"))
-        compile_seconds = time.perf_counter() - began
-        for case, shape in zip(cases, shapes, strict=True):
-            if shape in broken:
-                rows[case.name] = {"name": case.name, "status": broken[shape]}
-        yield None
-        yield from ((case, peers, min_run_time) for case in cases if case.name not in rows)
-
-    rate: dict[str, Any] = {"R": None, "R_from": "missing"}
-    environment = collect_environment()
-    table: list[dict[str, Any]] = []
-    outcomes = run_in_workers(measure, jobs(), timeout=TIMEOUT, prepare=start_measuring)
-    for outcome in tqdm(outcomes, total=len(cases) + 1, desc="timing", disable=None):
-        if outcome.job is None:
-            rate = outcome.value or {"R": None, "R_from": f"missing: {outcome.failure}"}
-        else:
-            name = outcome.job[0].name
-            rows[name] = outcome.value or {"name": name, "status": outcome.failure}
-            tqdm.write(f"{name}: {rows[name].get('us') or rows[name]['status']} ({outcome.seconds:.1f} s)")
-        table = with_targets(cases, rows, rate)
-        if json:  # after every shape, so that a run that is cut short keeps what it has
-            write_json(
-                json, kind="decode-speed", rows=table, environment=environment, compile_seconds=compile_seconds, **rate
-            )
-    shown = "not measured" if rate["R"] is None else f"{rate['R'] / 1e12:.2f} TB/s"
-    missing = collections.Counter(
-        f"{COLUMNS[key]} {value}"
-        for row in table
-        for key, value in row.items()
-        if key in PEER_COLUMNS and is_text(value)
-    )
-    print_table(
-        [{key: "missing" if key in PEER_COLUMNS and is_text(row[key]) else row[key] for key in row} for row in table],
-        title=f"mla_decode, bfloat16, µs with cold L2; R = {shown} ({rate['R_from']})",
-        columns={key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in table)},
-        caption=f"{describe_environment(environment)} · compiled in {compile_seconds:.0f} s",
-        console=None if sys.stdout.isatty() else Console(width=PIPE_WIDTH),
-    )
-    for why, count in missing.items():
-        print(f"{why} ({count} shapes)")
-    asked = [row for row in table if row.get("met") is not None]
-    print(f"targets met: {sum(row['met'] for row in asked)} of {len(asked)}")
-    return all(row["status"] == "ok" for row in table)
-
-
-def with_targets(
-    cases: Sequence[SpeedCase], rows: Mapping[str, dict[str, Any]], rate: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """The rows measured so far in the order of ``cases``, with their share of R and their targets."""
-    table = []
-    for case in cases:
-        if case.name not in rows:
-            continue
-        row = dict(rows[case.name])
-        if "us" in row:
-            if rate["R"]:
-                row["share"] = row["TB/s"] * 1e12 / rate["R"]
-            row["target_us"] = target_us(case, row, rows, rate["R"])
-            row["met"] = None if row["target_us"] is None else row["us"] <= row["target_us"]
-        table.append(row)
-    return table
-
-
-def measure(job: tuple[SpeedCase, bool, float] | None) -> dict[str, Any]:
-    """One shape's row, or for None the read rate R in bytes per second; runs in a worker process."""
-    return read_rate() if job is None else measure_case(*job)
-
-
-@torch.inference_mode()
-def measure_case(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cuda:0") -> dict[str, Any]:
-    """Checks a shape, then times the op and its peers in turn. On a CPU that is the reference backend."""
-    problem = case.problem
-    backend = "reference" if device == "cpu" else "tilelang"
-    inputs = problem.inputs(torch.bfloat16, device)
-    plan = problem.plan(inputs, backend)
-    out = torch.empty_like(inputs["q_latent"])
-
-    def ours() -> torch.Tensor:
-        return mla_decode(**inputs, plan=plan, out=out, backend=backend)
-
-    _, lse = mla_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
-    right = expected(inputs, **problem.visibility)
-    judgement = verdict(out, lse, *right)
-    row: dict[str, Any] = {
-        "name": case.name,
-        **problem.columns,
-        "B": len(problem.lengths),
-        "longest": max(problem.lengths),
-        "MB": problem.cache_bytes() / 1e6,
-        "kernel": backend,
-        **checked_columns(judgement, plan),
-    }
-    if backend == "tilelang":
-        here = torch.device(device)
-        choice = select_kernel(problem.shape(), capability(here), device_name(here), len(problem.lengths))
-        row |= {"kernel": choice.kernel, "reason": choice.reason}
-    if not judgement.ok:
-        return row
-    clean(inputs)
-    calls: dict[str, Callable[[], Any]] = {"us": ours}
-    if peers:
-        others = mla_peers(problem, inputs, right[0])
-        if case.mha_head_dim is not None:
-            batch = len(problem.lengths)
-            others["FA3_MHA_us"] = flash_attention_3_mha(problem.heads, case.mha_head_dim, batch, problem.lengths[0])
-        row |= {column: peer for column, peer in others.items() if isinstance(peer, str)}
-        calls |= {column: peer for column, peer in others.items() if not isinstance(peer, str)}
-    timings = time_in_turn(calls, device, min_run_time)
-    mine = timings.pop("us")
-    return row | {
-        **timed_columns(mine, problem.cache_bytes()),
-        "plan_us": time_planning(plan, inputs, device, min_run_time),
-        "TFLOP/s": problem.flops() / mine.p50 / 1e6,
-        **{column: timing.p50 for column, timing in timings.items()},
-    }
+    cases = choose(decode_cases(), only)
+    return run(BENCHMARK, cases, peers=peers, min_run_time=min_run_time, json=json, budget=budget)
 
 
 @torch.inference_mode()
@@ -291,7 +177,9 @@ def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bo
         calls: per row.
     """
     problems = [Problem(32, 32, 512, 16, (64,)), Problem(32, 1, 512, 64, (64,)), Problem(128, 1, 512, 64, (64,))]
-    compile_shapes([problem.shape() for problem in problems], torch.device("cuda"))
+    for case in map(decode_case, problems):
+        for job in decode_jobs(case):
+            compile_launches(job)
     rows = []
     for problem in problems:
         inputs = problem.inputs(torch.bfloat16, "cuda")
@@ -302,7 +190,7 @@ def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bo
             "no plan": lambda i=inputs: mla_decode(**i),
             "refresh": lambda i=inputs, p=plan: p.refresh(i["cache_seqlens"], i["cache_starts"]),
         }
-        row: dict[str, Any] = {"shape": SpeedCase(problem).name}
+        row: dict[str, Any] = {"shape": decode_case(problem).name}
         for name, call in ways.items():
             row[name] = host_us(call, calls)
         rows.append(row)
@@ -338,8 +226,4 @@ def host_us(call: Callable[[], Any], calls: int, rounds: int = 5) -> float:
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
-        sys.exit("benchmarks/decode.py: no CUDA device is available")
-    sys.exit(0 if auto_cli([check, speed, host]) else 1)
+    sys.exit(command("decode", check, speed, host))

@@ -3,50 +3,32 @@
     python benchmarks/fp8_decode.py speed --json benchmarks/results/h200-fp8-decode.json
     python benchmarks/fp8_decode.py append
 
-A speed is printed only after the same inputs, poisoned wherever nobody may look, gave the right result: ``error`` is
-against float64 over the cache as it is stored, ``of original`` over the cache before it was rounded to e4m3, ``bf16``
-what the bfloat16 op has there. Times are medians with a cold L2 (decode and combine kernel), ``graph`` those of CUDA
-graph replays. ``gain`` is the bfloat16 op's time through the fp8 op's, for the same tokens.
+``error`` is against float64 over the cache as it is stored, ``of original`` over the cache before it was rounded to
+e4m3, ``bf16 error`` what the bfloat16 op has there. ``gain`` is the bfloat16 op's time through the fp8 op's, for the
+same tokens. ``runner.py`` says what the numbers are.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring import time_in_turn
+from benchmarks.measuring import Row, check_then_time, decode_jobs, time_in_turn
+from benchmarks.runner import Benchmark, command, run
+from benchmarks.shapes import SpeedCase, choose, fp8_cases
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
+from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
 from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import Problem, exact, judge
-from mha2mla.kernel_testing.workers import run_in_workers
-from mha2mla.kernels import (
-    dequantize_latent,
-    mla_append,
-    mla_decode,
-    plan_mla_decode,
-    quantize_latent,
-)
+from mha2mla.kernel_testing.problems import exact, judge
+from mha2mla.kernels import dequantize_latent, mla_append, mla_decode, plan_mla_decode, quantize_latent
+from mha2mla.kernels.mla_decode.api import FP8, MLA
 
-TARGET = ("H=32 G=1 d_c=512 d_r=64 64x16384", 1.6)  # issue 5, item 8
-TIMEOUT = 180.0  # seconds for one shape
-# heads, rope heads, latent width, rope width, batch, length
-SHAPES = [
-    (32, 1, 512, 64, 64, 16384),
-    (32, 1, 512, 64, 64, 4096),
-    (32, 1, 512, 64, 8, 4096),
-    (32, 1, 512, 64, 1, 32768),
-    (16, 1, 512, 64, 64, 4096),
-    (32, 8, 512, 16, 64, 4096),
-    (9, 3, 256, 16, 64, 8192),
-    (128, 1, 512, 64, 64, 4096),
-]
 COLUMNS = {
     "name": "shape",
     "MB": "MB",
@@ -54,102 +36,80 @@ COLUMNS = {
     "error": "error",
     "torch_error": "torch",
     "original_error": "of original",
-    "bf16_error": "bf16",
+    "bf16_error": "bf16 error",
     "us": "µs",
-    "us_bf16": "µs bf16",
+    "bf16_us": "µs bf16",
     "gain": "gain",
-    "us_graph": "graph",
-    "us_graph_bf16": "graph bf16",
+    "us_graph_warm": "graph",
+    "bf16_us_graph": "graph bf16",
     "gain_graph": "gain, graph",
     "TB/s": "TB/s",
+    "share": "of R",
+    "target_us": "target",
     "met": "met",
     "status": "status",
 }
 
 
-def speed(only: str | None = None, json: str | None = None, min_run_time: float = 0.3) -> bool:
+def speed(
+    only: str | None = None, json: str | None = None, min_run_time: float = 0.3, budget: float | None = None
+) -> bool:
     """Times both decode ops on every shape.
 
     Args:
-        only: measure shapes whose name contains this.
+        only: measure shapes whose name contains this, or one of these, separated by commas.
         json: also write every row to this file.
         min_run_time: seconds of cold-L2 runs per op and shape.
+        budget: seconds for all.
     """
-    jobs = [(*shape, min_run_time) for shape in SHAPES if only is None or only in name_of(*shape)]
-    rows = []
-    environment = collect_environment()
-    for outcome in run_in_workers(measure, jobs, timeout=TIMEOUT):
-        rows.append(outcome.value or {"name": name_of(*outcome.job[:-1]), "status": outcome.failure})
-        tqdm.write(f"{rows[-1]['name']}: {rows[-1].get('us') or rows[-1]['status']}, bf16 {rows[-1].get('us_bf16')}")
-        if json:  # after every shape, so that a run that is cut short keeps what it has
-            write_json(json, kind="fp8-decode-speed", rows=rows, environment=environment)
-    shown = {key: heading for key, heading in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
-    print_table(
-        rows,
-        title="mla_decode over an fp8 latent cache beside bfloat16",
-        columns=shown,
-        caption=describe_environment(environment),
-    )
-    return all(row["status"] == "ok" and row.get("met") is not False for row in rows)
+    return run(BENCHMARK, choose(fp8_cases(), only), min_run_time=min_run_time, json=json, budget=budget)
 
 
-def name_of(heads: int, groups: int, d_c: int, d_r: int, batch: int, length: int) -> str:
-    return f"H={heads} G={groups} d_c={d_c} d_r={d_r} {batch}x{length}"
+def jobs(case: SpeedCase) -> list[CompileJob]:
+    """Of the fp8 op and of the bfloat16 op beside it."""
+    return [job for op in (FP8, MLA) for job in decode_jobs(case, op)]
 
 
 @torch.inference_mode()
-def measure(job: tuple[Any, ...], device: str = "cuda") -> dict[str, Any]:
+def measure(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cuda") -> Row:
     """One shape's row: both ops checked, then timed in turn. On a CPU these are the references."""
-    *shape, min_run_time = job
-    heads, groups, d_c, d_r, batch, length = shape
-    problem = Problem(heads, groups, d_c, d_r, (length,) * batch)
+    problem = case.problem
     inputs = problem.inputs(torch.bfloat16, device)
     codes, scale = quantize_latent(inputs["latent_cache"])
     stored = inputs | {"latent_cache": codes, "latent_scale": scale}
     plan = problem.plan(inputs)
     plan_fp8 = plan_mla_decode(
-        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"], qk_rope_head_dim=d_r,
-        latent_dtype=codes.dtype,
+        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"],
+        qk_rope_head_dim=problem.qk_rope_head_dim, latent_dtype=codes.dtype,
     )  # fmt: skip
     out, lse = mla_decode(**stored, plan=plan_fp8, return_lse=True)
     judgement = judge(inputs | {"latent_cache": dequantize_latent(codes, scale, torch.float64)}, out, lse)
     original, _ = exact(inputs)
     plain = mla_decode(**inputs, plan=plan)
-    small, large = (problem.tokens_seen() * width for width in (d_c + 4 + 2 * groups * d_r, 2 * (d_c + groups * d_r)))
-    row = {
-        "name": name_of(*shape),
-        "MB": small / 1e6,
-        "MB_bf16": large / 1e6,
-        "error": judgement.error,
-        "torch_error": judgement.torch_error,
-        "original_error": errors(out, original)[0],
-        "bf16_error": errors(plain, original)[0],
-        "status": "ok" if judgement.ok else f"wrong: {judgement.reason}",
-    }
+    small, large = problem.cache_bytes() - problem.tokens_seen() * (problem.kv_lora_rank - 4), problem.cache_bytes()
+    row: Row = {"name": case.name, "MB": small / 1e6, "MB_bf16": large / 1e6}
+    row |= {"original_error": errors(out, original)[0], "bf16_error": errors(plain, original)[0]}
     del original
-    if not judgement.ok:
-        return row
-    kept, kept_plain = torch.empty_like(out), torch.empty_like(plain)
-    timings = time_in_turn(
-        {
-            "fp8": lambda: mla_decode(**stored, plan=plan_fp8, out=kept),
-            "bf16": lambda: mla_decode(**inputs, plan=plan, out=kept_plain),
-        },
-        device,
-        min_run_time,
-    )
-    mine, other = timings["fp8"], timings["bf16"]
-    gain = other.p50 / mine.p50
-    return row | {
-        "us": mine.p50,
-        "us_bf16": other.p50,
-        "gain": gain,
-        "us_graph": mine.graph,
-        "us_graph_bf16": other.graph,
-        "gain_graph": None if mine.graph is None or other.graph is None else other.graph / mine.graph,
-        "TB/s": small / mine.p50 / 1e6,
-        "met": gain >= TARGET[1] if row["name"] == TARGET[0] else None,
-    }
+    row = check_then_time(
+        row, judgement, partial(mla_decode, **stored, plan=plan_fp8, out=out),
+        lambda: {"bf16_us": partial(mla_decode, **inputs, plan=plan, out=plain)}, device, min_run_time,
+        cache_bytes=small,
+    )  # fmt: skip
+    if judgement.ok:
+        row["gain"] = row["bf16_us"] / row["us"]
+        both = row["us_graph_warm"], row["bf16_us_graph"]
+        row["gain_graph"] = None if None in both else both[1] / both[0]
+    return row
+
+
+BENCHMARK = Benchmark(
+    kind="fp8-decode-speed",
+    title="mla_decode over an fp8 latent cache beside bfloat16",
+    columns=COLUMNS,
+    measure=measure,
+    compile=compile_launches,
+    jobs=jobs,
+)
 
 
 @torch.inference_mode()
@@ -211,8 +171,4 @@ def append(json: str | None = None, tokens: int = 65536, device: str = "cuda", m
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
-        sys.exit("benchmarks/fp8_decode.py: no CUDA device is available")
-    sys.exit(0 if auto_cli([speed, append]) else 1)
+    sys.exit(command("fp8_decode", speed, append))

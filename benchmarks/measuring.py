@@ -1,25 +1,30 @@
-"""What the decode benchmarks share: the read rate R, timing in turn, and the columns that a row gets."""
+"""How a case is checked and timed: the read rate R, timing in turn, and the columns that a row gets."""
 
 from __future__ import annotations
 
+import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.peers import flash_attention_3_mha, load_peer
-from mha2mla.kernel_testing.judgement import Judgement
+from benchmarks.peers import Peer, flash_attention_3_mha, load_peer
+from benchmarks.shapes import SpeedCase
+from mha2mla.kernel_testing.case_check import plan_for
+from mha2mla.kernel_testing.cases import Case
+from mha2mla.kernel_testing.compiling import CompileJob
+from mha2mla.kernel_testing.judgement import Judgement, verdict
+from mha2mla.kernel_testing.problems import expected
 from mha2mla.kernel_testing.timing import Timing, time_callable
-from mha2mla.kernels import DecodePlan
+from mha2mla.kernel_testing.trial_run import launcher
+from mha2mla.kernels.devices import capability, num_sms
+from mha2mla.kernels.split_kv.op import PagedOp
 
 READ_RATE = (32, 128, 64, 2048)  # heads, head width, batch, length of the MHA decode that R is measured with: 2.1 GB
-TIMEOUT = 240.0  # seconds for one shape, peers included
-PIPE_WIDTH = 260  # of the table of speeds where no terminal says how wide it may be
 
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
+Row = dict[str, Any]
 
 
 def start_measuring() -> None:
@@ -27,14 +32,15 @@ def start_measuring() -> None:
     import tilelang  # noqa: F401
     import triton.testing  # noqa: F401
 
+    logging.getLogger("tilelang").setLevel(logging.WARNING)
     torch.zeros(1, device="cuda").item()
     for namespace, op in (("_vllm_fa3_C", "fwd"), ("_flashmla_C", "dense_decode_fwd")):
         load_peer(namespace, op)
 
 
 @torch.inference_mode()
-def read_rate() -> dict[str, Any]:
-    """R, and what it was measured with."""
+def read_rate() -> Row:
+    """R in bytes per second, and what it was measured with."""
     heads, width, batch, length = READ_RATE
     call = flash_attention_3_mha(heads, width, batch, length)
     if not isinstance(call, str):
@@ -47,15 +53,6 @@ def read_rate() -> dict[str, Any]:
     target = torch.empty_like(source)
     us = time_callable(lambda: target.copy_(source), "cuda", graph=False).p50
     return {"R": 2 * 2**30 / us * 1e6, "R_from": f"device copy of 1 GiB, read and write; FlashAttention-3 {call}"}
-
-
-def time_planning(plan: DecodePlan, inputs: dict[str, Any], device: str, min_run_time: float) -> float:
-    """Microseconds of making the plan anew, of a third as many runs as an implementation has."""
-
-    def call() -> None:
-        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
-
-    return time_callable(call, device, min_run_time=min_run_time / 3, graph=False).p50
 
 
 def time_in_turn(
@@ -80,32 +77,108 @@ def time_in_turn(
     }
 
 
-def checked_columns(judgement: Judgement, plan: DecodePlan) -> dict[str, Any]:
-    """What a check found, and what the plan splits."""
-    return {
-        "num_ctas": plan.num_ctas,
-        "splits": int(plan.splits[:, 0].max()) if plan.num_ctas else None,
-        "error": judgement.error,
-        "torch_error": judgement.torch_error,
-        "status": "ok" if judgement.ok else f"wrong: {judgement.reason}",
-    }
+def check_then_time(
+    row: Row,
+    judgement: Judgement,
+    ours: Callable[[], Any],
+    others: Callable[[], Mapping[str, Peer]],
+    device: str,
+    min_run_time: float,
+    *,
+    cache_bytes: int | None = None,
+    flops: int | None = None,
+) -> Row:
+    """``row``, with what a check found, and where that is right with the times of our call and of others, in turn.
+
+    Args:
+        others: makes column → the call, or "missing: why"; called when ours is right.
+        cache_bytes, flops: of the call, for its rates.
+    """
+    row |= {"error": judgement.error, "torch_error": judgement.torch_error}
+    row["status"] = "ok" if judgement.ok else f"wrong: {judgement.reason}"
+    if not judgement.ok:
+        return row
+    peers = others()
+    calls = {column: peer for column, peer in peers.items() if not isinstance(peer, str)}
+    timings = time_in_turn({"us": ours} | calls, device, min_run_time)
+    mine = timings.pop("us")
+    row |= {"us_p20": mine.p20, "us": mine.p50, "us_p80": mine.p80, "us_graph_warm": mine.graph}
+    row["graph_refused"] = mine.graph_refused
+    if cache_bytes is not None:
+        row["TB/s"] = cache_bytes / mine.p50 / 1e6
+    if flops is not None:
+        row["TFLOP/s"] = flops / mine.p50 / 1e6
+    row |= {column: peer for column, peer in peers.items() if isinstance(peer, str)}
+    for column, timing in timings.items():
+        row |= {column: timing.p50, f"{column}_graph": timing.graph}
+    return row
 
 
-def timed_columns(timing: Timing, cache_bytes: int) -> dict[str, Any]:
-    """Of the op itself."""
-    return {
-        "us_p20": timing.p20,
-        "us": timing.p50,
-        "us_p80": timing.p80,
-        "us_graph_warm": timing.graph,
-        "graph_refused": timing.graph_refused,
-        "TB/s": cache_bytes / timing.p50 / 1e6,
-    }
+def decode_jobs(case: SpeedCase, op: PagedOp | None = None) -> list[CompileJob]:
+    """What a decode case launches on this machine's GPU; ``op`` in place of the problem's."""
+    here = torch.device("cuda", torch.cuda.current_device())
+    op, batch, shape = op or case.problem.op, len(case.problem.lengths), Case(0, case.problem, "bfloat16").shape()
+    choice = case.choice or op.choose(shape, here, batch)
+    launch = (choice, choice.num_ctas(num_sms(here)), batch)
+    return [CompileJob(op.name, shape, capability(here), (launch,))]
+
+
+@torch.inference_mode()
+def measure_decode(
+    decode: Callable[..., Any],
+    peers_of: Callable[[SpeedCase, dict[str, Any], torch.Tensor], Mapping[str, Peer]],
+    case: SpeedCase,
+    peers: bool,
+    min_run_time: float,
+    device: str = "cuda:0",
+) -> Row:
+    """Checks a decode case, then times the op and its peers in turn. On a CPU that is the reference backend.
+
+    Args:
+        decode: the op.
+        peers_of: case, inputs and float64's result → column → the call, or "missing: why".
+        case, peers, min_run_time: as :class:`benchmarks.runner.Benchmark` has them. A case's configuration is launched
+            without the op around it.
+    """
+    problem, backend = case.problem, "reference" if device == "cpu" else "tilelang"
+    batch, shape, here = len(problem.lengths), Case(0, problem, "bfloat16").shape(), torch.device(device)
+    inputs = problem.inputs(torch.bfloat16, device)
+    plan = problem.plan(inputs, backend)
+    out = torch.empty(plan.shape, dtype=torch.bfloat16, device=device)
+    row: Row = {"name": case.name, **problem.columns, "B": batch, "longest": max(problem.lengths)}
+    row |= {"MB": problem.cache_bytes() / 1e6, "kernel": backend}
+    if backend == "tilelang":
+        choice = case.choice or problem.op.choose(shape, here, batch)
+        row |= choice.configuration() | {"reason": choice.reason}
+    if case.choice is None:
+
+        def ours() -> torch.Tensor:
+            return decode(**inputs, plan=plan, out=out, backend=backend)
+
+        _, lse = decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
+    else:
+        plan = plan_for(plan, choice.num_ctas(num_sms(here)))
+        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+        lse = torch.empty(batch, problem.heads, problem.seqlen_q, device=device)
+        ours = launcher(problem.op, shape, choice, capability(here), inputs, plan, out, lse)
+        ours()
+    right = expected(inputs, **problem.visibility)
+    judgement = verdict(out, lse, *right)
+    row |= {"num_ctas": plan.num_ctas, "splits": int(plan.splits[:, 0].max()) if plan.num_ctas else None}
+    clean(inputs)
+    row = check_then_time(
+        row, judgement, ours, lambda: peers_of(case, inputs, right[0]) if peers else {}, device, min_run_time,
+        cache_bytes=problem.cache_bytes(), flops=problem.flops(),
+    )  # fmt: skip
+    if judgement.ok:  # a third as many runs as an implementation has
+        planning = partial(plan.refresh, inputs["cache_seqlens"], inputs["cache_starts"])
+        row["plan_us"] = time_callable(planning, device, min_run_time=min_run_time / 3, graph=False).p50
+    return row
 
 
 def clean(inputs: dict[str, Any]) -> None:
     """Takes the poison out of a call's caches and table: peers promise nothing about a cache that holds NaN."""
-    caches = [tensor for name, tensor in inputs.items() if name.endswith("_cache")]
+    caches = [tensor for name, tensor in inputs.items() if name.endswith("_cache") and tensor is not None]
     for cache in caches:
         cache.nan_to_num_()
     table = inputs["block_table"]

@@ -27,7 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mha2mla.kernel_testing.compiling import compile_shapes
+from mha2mla.kernel_testing.cases import Case
+from mha2mla.kernel_testing.compiling import compile_in_processes, compile_job, compile_launches
 from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.devices import capability, device_name
@@ -56,9 +57,11 @@ def shape_of(problem: Problem) -> DecodeShape:
 
 def compile() -> bool:
     """Puts every kernel into TileLang's disk cache."""
-    broken = compile_shapes([shape_of(problem) for problem in PROBLEMS], torch.device("cuda"))
-    for shape, why in broken.items():
-        print(f"{shape}: {why}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    jobs = [compile_job([Case(0, problem, "bfloat16")], device) for problem in PROBLEMS]
+    broken = compile_in_processes(compile_launches, jobs)
+    for job, why in broken.items():
+        print(f"{job.shape}: {why}")
     return not broken
 
 

@@ -1,4 +1,4 @@
-"""What the decode benchmark measures, and what each shape has to reach. Numbers only, no GPU."""
+"""What the speed benchmarks measure, and what each case has to reach. Numbers only, no GPU: a new row is a line."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mha2mla.kernel_testing.gqa_problems import GQAProblem
+from mha2mla.kernel_testing.latent_problems import LatentProblem
+from mha2mla.kernel_testing.prefill_problems import PrefillProblem
 from mha2mla.kernel_testing.problems import Problem
+from mha2mla.kernels.split_kv.choice import KernelChoice
 
-PEERS = ("FlashMLA_us", "FA3_MLA_us", "Triton_us", "torch_us")  # the same attention; FA3_MHA_us is another model's
+MLA_PEERS = ("FlashMLA_us", "FA3_MLA_us", "Triton_us", "torch_us")  # the same attention; FA3_MHA_us is another model's
+FA3_PREFILL = ("FA3_varlen_us", "FA3_batch_us")
 
 
 @dataclass(frozen=True)
@@ -22,14 +27,14 @@ class Target:
         share: of the read rate R at least, counting the cache that is seen once.
         tflops: at least.
         than: (name of another case, factor): at most so many times that case's time, scaled to equal bytes.
-        peers: faster than every peer that ran.
+        peers: (columns, factor): at most so many times the time of the fastest of these implementations that ran.
     """
 
     us: float | None = None
     share: float | None = None
     tflops: float | None = None
     than: tuple[str, float] | None = None
-    peers: bool = False
+    peers: tuple[tuple[str, ...], float] | None = None
 
 
 NO_TARGET = Target()
@@ -37,36 +42,42 @@ NO_TARGET = Target()
 
 @dataclass(frozen=True)
 class SpeedCase:
-    """A shape to time. ``mha_head_dim``: head width of the MHA model behind it, to time that model's attention too."""
+    """A call to time.
 
-    problem: Problem
+    Attributes:
+        name: such as "H32 G8 c512 r16 64x4096"; with it, ``--only`` chooses.
+        problem: the call: a :class:`Problem`, :class:`GQAProblem` or :class:`PrefillProblem`.
+        target: what its time has to reach.
+        mha_head_dim: head width of the MHA model behind it, to time that model's attention too.
+        choice: a configuration in place of the one that dispatch chooses.
+    """
+
+    name: str
+    problem: Any
     target: Target = NO_TARGET
     mha_head_dim: int | None = None
-    label: str | None = None
-
-    @property
-    def name(self) -> str:
-        """Such as "H32 G8 c512 r16 64x4096"."""
-        problem = self.problem
-        lengths = set(problem.lengths)
-        length = self.label or (str(lengths.pop()) if len(lengths) == 1 else "mixed")
-        parts = [
-            f"H{problem.heads} G{problem.num_rope_heads} c{problem.kv_lora_rank} r{problem.qk_rope_head_dim}",
-            f"{len(problem.lengths)}x{length}",
-        ]
-        if problem.seqlen_q > 1:
-            parts.append(f"q{problem.seqlen_q}")
-        if problem.page_size != 64:
-            parts.append(f"p{problem.page_size}")
-        if problem.window is not None:
-            parts.append(f"w{problem.window}+{problem.sinks}")
-        return " ".join(parts)
+    choice: KernelChoice | None = None
 
 
-def _problem(h: int, g: int, c: int, r: int, batch: int, length: int, **changes: Any) -> Problem:
+def decode_case(problem: Problem | GQAProblem, target: Target = NO_TARGET, label: str = "", **more: Any) -> SpeedCase:
+    """A case named after its problem; ``label`` in place of the length."""
+    if isinstance(problem, GQAProblem):
+        widths = {problem.qk_head_dim: ""}.get(problem.v_head_dim, f"/{problem.v_head_dim}")
+        name = f"H{problem.heads} G{problem.num_kv_heads} d{problem.qk_head_dim}{widths}"
+    else:
+        latent = " latent" * isinstance(problem, LatentProblem)
+        name = f"H{problem.heads} G{problem.num_rope_heads} c{problem.kv_lora_rank} r{problem.qk_rope_head_dim}{latent}"
+    length = label or (str(problem.lengths[0]) if len(set(problem.lengths)) == 1 else "mixed")
+    name += f" {len(problem.lengths)}x{length}"
+    name += f" q{problem.seqlen_q}" * (problem.seqlen_q > 1) + f" p{problem.page_size}" * (problem.page_size != 64)
+    name += f" w{problem.window}+{problem.sinks}" * (problem.window is not None)
+    return SpeedCase(name, problem, target, **more)
+
+
+def _problem(h: int, g: int, c: int, r: int, batch: int, length: int, kind: type = Problem, **changes: Any) -> Problem:
     # One buffer for latent and k_pe where FlashMLA can read it, so that all implementations read the same memory.
-    common = {"lengths": (length,) * batch, "combined": (g, c, r) == (1, 512, 64), "slack": 0}
-    return Problem(h, g, c, r, **common | changes)
+    combined = kind is Problem and (g, c, r) == (1, 512, 64)
+    return kind(h, g, c, r, **{"lengths": (length,) * batch, "combined": combined, "slack": 0} | changes)
 
 
 def mixed_lengths(batch: int = 64, low: int = 64, high: int = 16384, seed: int = 0) -> tuple[int, ...]:
@@ -75,14 +86,12 @@ def mixed_lengths(batch: int = 64, low: int = 64, high: int = 16384, seed: int =
     return tuple(round(math.exp(rng.uniform(math.log(low), math.log(high)))) for _ in range(batch))
 
 
-def speed_cases() -> list[SpeedCase]:
+def decode_cases() -> list[SpeedCase]:
     """Every shape of the target table, and what relative targets refer to."""
     cases = []
 
-    def add(
-        *shape: int, target: Target = NO_TARGET, mha: int | None = None, label: str | None = None, **changes
-    ) -> str:
-        cases.append(SpeedCase(_problem(*shape, **changes), target, mha, label))
+    def add(*shape: int, target: Target = NO_TARGET, mha: int | None = None, label: str = "", **changes: Any) -> str:
+        cases.append(decode_case(_problem(*shape, **changes), target, label, mha_head_dim=mha))
         return cases[-1].name
 
     llama, deepseek = (32, 32, 512, 16), (128, 1, 512, 64)
@@ -107,9 +116,9 @@ def speed_cases() -> list[SpeedCase]:
                 share = Target(share=0.70) if (heads, batch) == (32, 64) else NO_TARGET
                 add(heads, 1, width, 64, batch, length, target=share)
     add(*deepseek, 1, 8192, target=Target(us=22))
-    add(*deepseek, 16, 8192, target=Target(peers=True))
-    add(*deepseek, 128, 4096, target=Target(peers=True))
-    add(*deepseek, 128, 8192, target=Target(peers=True, tflops=620))
+    add(*deepseek, 16, 8192, target=Target(peers=(MLA_PEERS, 1.0)))
+    add(*deepseek, 128, 4096, target=Target(peers=(MLA_PEERS, 1.0)))
+    add(*deepseek, 128, 8192, target=Target(peers=(MLA_PEERS, 1.0), tflops=620))
     mixed = mixed_lengths()
     for shape in (llama, (32, 1, 512, 64)):
         equal = add(*shape, 64, round(sum(mixed) / 64), label="mean")
@@ -127,14 +136,74 @@ def speed_cases() -> list[SpeedCase]:
     return cases
 
 
-def choose(only: str | None) -> list[SpeedCase]:
-    """Cases whose name contains ``only``, and those that their targets refer to.
+def fp8_cases() -> list[SpeedCase]:
+    """The e4m3 latent cache; bfloat16 over the same tokens is its peer."""
+    shapes = [(32, 1, 512, 64, 64, 16384), (32, 1, 512, 64, 64, 4096), (32, 1, 512, 64, 8, 4096)]
+    shapes += [(32, 1, 512, 64, 1, 32768), (16, 1, 512, 64, 64, 4096), (32, 8, 512, 16, 64, 4096)]
+    shapes += [(9, 3, 256, 16, 64, 8192), (128, 1, 512, 64, 64, 4096)]
+    gain = Target(peers=(("bf16_us",), 1 / 1.6))
+    return [
+        decode_case(_problem(*shape, combined=False), gain if shape == shapes[0] else NO_TARGET) for shape in shapes
+    ]
+
+
+def gqa_cases() -> list[SpeedCase]:
+    """Decode of MHA and GQA models."""
+    shapes = (  # H, G, d_qk, d_v, batch, length, S_q
+        (32, 32, 128, 128, 64, 4096, 1),
+        (32, 32, 128, 128, 16, 16384, 1),
+        (32, 8, 128, 128, 64, 4096, 1),
+        (32, 8, 128, 128, 64, 4096, 4),
+        (28, 4, 128, 128, 64, 4096, 1),
+        (28, 4, 128, 128, 1, 32768, 1),
+        (14, 2, 64, 64, 64, 4096, 1),
+        (9, 3, 64, 64, 64, 4096, 1),
+        (32, 32, 80, 80, 64, 4096, 1),
+        (24, 8, 96, 96, 64, 4096, 1),
+        (16, 16, 192, 128, 64, 4096, 1),
+    )
+    return [
+        decode_case(GQAProblem(*widths, (length,) * batch, seqlen_q=q, slack=0), Target(peers=(("FA3_us",), 1.1)))
+        for *widths, batch, length, q in shapes
+    ]
+
+
+def prefill_cases() -> list[SpeedCase]:
+    """Varlen prefill; targets are shares of FlashAttention-3's speed."""
+    cases = []
+
+    def add(name: str, heads, widths, key_heads, d_v, lengths, share=None, masks=(True,)) -> None:
+        target = NO_TARGET if share is None else Target(peers=(FA3_PREFILL, 1 / share))
+        for causal in masks:
+            problem = PrefillProblem(heads, widths, key_heads, d_v, lengths, causal=causal, behind=0)
+            cases.append(SpeedCase(f"{name} {'causal' if causal else 'full'}", problem, target))
+
+    long, both = ((8192, 8192),), (True, False)
+    various = tuple((length, length) for length in mixed_lengths(16, 64, 8192))
+    add("H32 128/128 1x8192", 32, (128,), (32,), 128, long, 0.85, both)
+    add("H32 192/128 1x8192", 32, (192,), (32,), 128, long, 0.75, both)
+    add("H32 128+64/128 G1 1x8192", 32, (128, 64), (32, 1), 128, long, 0.75, both)
+    add("H32 128/128 4x2048", 32, (128,), (32,), 128, ((2048, 2048),) * 4)
+    add("H32/8 128/128 1x8192", 32, (128,), (8,), 128, long)
+    add("H32/8 128/128 16 mixed 64-8192", 32, (128,), (8,), 128, various)
+    add("H32/8 128/128 1024 of 9216", 32, (128,), (8,), 128, ((1024, 9216),))
+    add("H128 128+64/128 G1 1x4096", 128, (128, 64), (128, 1), 128, ((4096, 4096),))
+    add("H32 112+16/128 G32 1x8192", 32, (112, 16), (32, 32), 128, long)
+    add("H9 48+16/64 G3 4x2048", 9, (48, 16), (3, 3), 64, ((2048, 2048),) * 4)
+    add("H32 64/64 1x8192", 32, (64,), (32,), 64, long)
+    add("H32 80/80 1x8192", 32, (80,), (32,), 80, long)
+    add("H32 96/96 1x8192", 32, (96,), (32,), 96, long)
+    add("H16 256/256 1x8192", 16, (256,), (16,), 256, long)
+    return cases
+
+
+def choose(cases: list[SpeedCase], only: str | None) -> list[SpeedCase]:
+    """Cases whose name contains ``only``, or one of the texts between its commas, and what their targets refer to.
 
     Raises:
         ValueError: there is none.
     """
-    cases = speed_cases()
-    wanted = {case.name for case in cases if only is None or only in case.name}
+    wanted = {case.name for case in cases if only is None or any(part in case.name for part in only.split(","))}
     if not wanted:
         raise ValueError(f"only is {only!r}; expected a part of one of {[case.name for case in cases]}")
     wanted |= {case.target.than[0] for case in cases if case.name in wanted and case.target.than}
@@ -159,6 +228,7 @@ def target_us(case: SpeedCase, row: Mapping[str, Any], rows: Mapping[str, Mappin
         limits.append(case.problem.flops() / target.tflops / 1e6)
     if target.than is not None and (other := rows.get(target.than[0], {})).get("us") is not None:
         limits.append(other["us"] * target.than[1] * case.problem.cache_bytes() / (other["MB"] * 1e6))
-    if target.peers:
-        limits += [row[key] for key in PEERS if isinstance(row.get(key), float)]
+    if target.peers is not None:
+        columns, factor = target.peers
+        limits += [row[key] * factor for key in columns if isinstance(row.get(key), float)]
     return min(limits, default=None)

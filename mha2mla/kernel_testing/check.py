@@ -19,7 +19,7 @@ import torch
 from mha2mla.kernel_testing.case_check import check_case, start_checking
 from mha2mla.kernel_testing.cases import Case, draw_cases
 from mha2mla.kernel_testing.check_rows import NOT_CHECKED, case_row, is_broken, match_known
-from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, compile_job, compile_shape, processes_for
+from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, compile_job, compile_launches, processes_for
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernel_testing.workers import OUT_OF_TIME, Outcome, Stage, Tally, run_in_stages
 from mha2mla.kernels import explain_mla_decode
@@ -153,14 +153,14 @@ def _in_processes(
     for case in wanted:
         if case.group not in broken:
             by_shape.setdefault(case.shape(), []).append(case)
-    by_job = {compile_job(shape, cases, device): cases for shape, cases in by_shape.items()}
+    by_job = {compile_job(cases, device): cases for cases in by_shape.values()}
 
     def compiled(outcome: Outcome) -> Iterator[Case]:
         if outcome.failure is None:
             yield from (case for case in by_job[outcome.job] if case.group not in broken)
 
     stages = (
-        Stage(compile_shape, processes_for(len(by_job)), COMPILE_TIMEOUT, then=compiled),
+        Stage(compile_launches, processes_for(len(by_job)), COMPILE_TIMEOUT, then=compiled),
         Stage(partial(check_case, device=device), CHECKERS, timeout, prepare=partial(start_checking, device)),
     )
     for stage, outcome in run_in_stages(stages, by_job, until=until):

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from mha2mla.kernel_testing.problems import Problem
-from mha2mla.kernels.devices import dtype_name
-from mha2mla.kernels.gqa_decode.api import plan_gqa_decode
+from mha2mla.kernels.gqa_decode.api import GQA, plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape
-from mha2mla.kernels.split_kv.op import compiled_shape
+from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 
@@ -42,6 +41,10 @@ class GQAProblem:
     seed: int = 0
 
     @property
+    def op(self) -> PagedOp:
+        return GQA
+
+    @property
     def name(self) -> str:
         widths = self.qk_head_dim if self.qk_head_dim == self.v_head_dim else f"{self.qk_head_dim}/{self.v_head_dim}"
         return f"H{self.heads}-G{self.num_kv_heads}-d{widths}-p{self.page_size}-q{self.seqlen_q}".replace("/", "v")
@@ -53,6 +56,12 @@ class GQAProblem:
         return Problem(self.heads, self.num_kv_heads, self.num_kv_heads * self.v_head_dim, self.qk_head_dim, **shared)
 
     @property
+    def columns(self) -> dict[str, int]:
+        """As :meth:`Problem.columns`."""
+        widths = {"d_qk": self.qk_head_dim, "d_v": self.v_head_dim}
+        return {"H": self.heads, "G": self.num_kv_heads} | widths | {"page": self.page_size, "S_q": self.seqlen_q}
+
+    @property
     def softmax_scale(self) -> float:
         return self.qk_head_dim**-0.5
 
@@ -60,17 +69,21 @@ class GQAProblem:
     def visibility(self) -> dict[str, Any]:
         return self.storage.visibility
 
-    def shape(self, dtype: torch.dtype = torch.bfloat16, seqlen_q: int | None = None) -> GQAShape:
+    def shape(self, dtype: str = "bfloat16", seqlen_q: int | None = None) -> GQAShape:
         """What is compiled for it."""
         shape = GQAShape(
             self.heads, self.num_kv_heads, self.qk_head_dim, self.v_head_dim, self.page_size, seqlen_q or self.seqlen_q,
-            dtype_name(dtype),
+            dtype,
         )  # fmt: skip
         return compiled_shape(shape)
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Bytes of keys and values that a call has to read, once."""
         return self.storage.tokens_seen() * self.num_kv_heads * (self.qk_head_dim + self.v_head_dim) * itemsize
+
+    def flops(self) -> int:
+        """As :meth:`Problem.flops`."""
+        return 2 * self.storage.tokens_seen() * self.seqlen_q * self.heads * (self.qk_head_dim + self.v_head_dim)
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Arguments of ``gqa_decode`` by name, poisoned wherever nobody may look, as :meth:`Problem.inputs` says."""

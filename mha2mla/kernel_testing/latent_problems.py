@@ -10,6 +10,8 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.latent_rope import LatentRope
+from mha2mla.kernels.mla_decode.api import LATENT
+from mha2mla.kernels.split_kv.op import PagedOp
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class LatentProblem(Problem):
     scaling: float = 1.0
     first_position: int = 0
     shuffled: bool = False
+
+    @property
+    def op(self) -> PagedOp:
+        return LATENT
 
     @property
     def geometry(self) -> MLAGeometry:

@@ -17,9 +17,10 @@ from mha2mla.kernel_testing.judgement import Judgement, verdict
 from mha2mla.kernel_testing.textbook import Sequence, yardstick
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
-from mha2mla.kernels.mla_decode.api import plan_mla_decode
+from mha2mla.kernels.mla_decode.api import MLA, plan_mla_decode
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, Span, attended_span
 
@@ -60,6 +61,11 @@ class Problem:
     slack: int = 1
     scale: float = 1.0
     seed: int = 0
+
+    @property
+    def op(self) -> PagedOp:
+        """That is called."""
+        return MLA
 
     @property
     def softmax_scale(self) -> float:

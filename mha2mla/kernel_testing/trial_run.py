@@ -16,21 +16,10 @@ from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, expected
 from mha2mla.kernel_testing.timing import time_callable
 from mha2mla.kernel_testing.trials import Candidate, Trial
 from mha2mla.kernels import DecodePlan
-from mha2mla.kernels.mla_decode.api import MLA
-from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.op import PagedOp
 
 ROUNDS = 3
-
-
-def compile_candidate(job: tuple[DecodeShape, KernelChoice, int, int, int]) -> None:
-    """Puts all that a candidate launches into TileLang's disk cache. ``job`` is (shape, choice, CTAs, batch, compute
-    capability)."""
-    from mha2mla.kernels.split_kv.launch import compile_kernels, compile_planner
-
-    shape, choice, num_ctas, batch, major_minor = job
-    compile_planner(major_minor)
-    compile_kernels(MLA, shape, choice, major_minor, batch, shape.kv_lora_rank, num_ctas)
 
 
 @torch.inference_mode()
@@ -67,7 +56,7 @@ def prepared_call(
     out = torch.full_like(inputs["q_latent"], torch.nan)
     batch, seqlen_q, heads, _ = out.shape
     lse = torch.full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32, device=device)
-    return launcher(problem.shape(dtype), candidate.choice, capability, inputs, mine, out, lse), out, lse
+    return launcher(problem.op, problem.shape(dtype), candidate.choice, capability, inputs, mine, out, lse), out, lse
 
 
 @lru_cache(maxsize=1)
@@ -85,7 +74,8 @@ def expected_of(problem: Problem, dtype: str, device: str) -> tuple[Tensor, Tens
 
 
 def launcher(
-    shape: DecodeShape,
+    op: PagedOp,
+    shape: Any,
     choice: KernelChoice,
     capability: int,
     inputs: dict[str, Any],
@@ -93,10 +83,10 @@ def launcher(
     out: Tensor,
     lse: Tensor,
 ) -> Callable[[], None]:
-    """A call that launches a choice's kernels as the op launches those that dispatch chooses."""
+    """A call that launches a choice's kernels as ``op`` launches those that dispatch chooses."""
     from mha2mla.kernels.split_kv.launch import compile_kernels, launch
 
-    kernels = compile_kernels(MLA, shape, choice, capability, out.shape[0], out.shape[-1], plan.num_ctas)
-    data = (*MLA.kernel_arguments(inputs[name] for name in MLA.names), inputs["block_table"])
+    kernels = compile_kernels(op, shape, choice, capability, out.shape[0], out.shape[-1], plan.num_ctas)
+    data = (*op.kernel_arguments(inputs[name] for name in op.names), inputs["block_table"])
     call = (data, inputs["softmax_scale"], inputs["causal"], *plan.buffers, out, lse)
-    return partial(launch, MLA, shape, *call, kernels=kernels)
+    return partial(launch, op, shape, *call, kernels=kernels)

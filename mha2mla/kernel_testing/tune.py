@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from mha2mla.environment import collect_environment
-from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, processes_for
-from mha2mla.kernel_testing.trial_run import compile_candidate, measure
+from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, CompileJob, compile_in_processes, compile_launches
+from mha2mla.kernel_testing.trial_run import measure
 from mha2mla.kernel_testing.trials import (
     Candidate,
     Geometry,
@@ -163,9 +163,7 @@ def _measure_all(
     progress: bool,
 ) -> list[dict[str, Any]]:
     """:func:`tune`'s rows; ``run`` measures a trial in a worker, and ``keep`` takes a shape's row for the table."""
-    results: dict[Trial, dict[str, Any]] = {
-        trial: {"status": f"not compiled: {why}"} for trial, why in failures.items()
-    }
+    results: dict[Trial, dict[str, Any]] = {trial: {"status": why} for trial, why in failures.items()}
     finals: dict[tuple[DecodeShape, int], Outcome] = {}
     total = sum(map(len, entered.values())) - len(failures) + len(entered)
 
@@ -192,10 +190,10 @@ def compile_all(trials: Sequence[Trial], major_minor: int, *, timeout: float, pr
     jobs = {}
     for trial in trials:
         (candidate,) = trial.candidates
-        jobs[trial.shape, candidate.choice, candidate.num_ctas, len(trial.problem.lengths), major_minor] = trial
-    outcomes = run_in_workers(compile_candidate, list(jobs), workers=processes_for(len(jobs)), timeout=timeout)
-    bar = progress_bar(outcomes, len(jobs), "compiling", progress)
-    return {jobs[outcome.job]: outcome.failure for outcome in bar if outcome.failure is not None}
+        launch = (candidate.choice, candidate.num_ctas, len(trial.problem.lengths))
+        jobs[trial] = CompileJob(trial.problem.op.name, trial.shape, major_minor, (launch,))
+    broken = compile_in_processes(compile_launches, jobs.values(), progress=progress, timeout=timeout)
+    return {trial: broken[job] for trial, job in jobs.items() if job in broken}
 
 
 def _result_row(trial: Trial, result: dict[str, Any], final: Outcome | None) -> dict[str, Any]:

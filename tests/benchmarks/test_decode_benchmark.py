@@ -9,15 +9,15 @@ import torch
 
 from benchmarks import decode
 from benchmarks.peers import checked
-from benchmarks.shapes import SpeedCase, Target, choose, speed_cases, target_us
+from benchmarks.shapes import MLA_PEERS, SpeedCase, Target, choose, decode_case, decode_cases, target_us
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.mla_decode.selection import refusal
 
 
 def test_every_shape_has_a_name_of_its_own_and_is_one_that_kernels_take():
-    cases = speed_cases()
+    cases = decode_cases()
     assert len({case.name for case in cases}) == len(cases)
-    assert cases == speed_cases(), "lengths are drawn from a seed"
+    assert cases == decode_cases(), "lengths are drawn from a seed"
     for case in cases:
         problem = case.problem
         assert refusal(problem.shape()) is None
@@ -29,21 +29,21 @@ def test_every_shape_has_a_name_of_its_own_and_is_one_that_kernels_take():
 
 
 def test_choosing_brings_what_targets_refer_to():
-    assert [case.name for case in choose("p16")] == [
+    assert [case.name for case in choose(decode_cases(), "p16")] == [
         "H32 G32 c512 r16 64x2048",
         "H32 G1 c512 r64 64x4096",
         "H32 G32 c512 r16 64x2048 p16",
         "H32 G1 c512 r64 64x4096 p16",
     ]
     with pytest.raises(ValueError, match="only is 'H7'"):
-        choose("H7")
+        choose(decode_cases(), "H7")
 
 
 def test_targets_in_microseconds():
     problem = Problem(32, 32, 512, 16, (1000,) * 10)  # 20.48 MB
 
     def limit(target: Target, row=None, rows=None, rate=4e12):
-        return target_us(SpeedCase(problem, target), row or {}, rows or {}, rate)
+        return target_us(SpeedCase("a case", problem, target), row or {}, rows or {}, rate)
 
     assert limit(Target()) is None
     assert limit(Target(us=7)) == 7
@@ -52,21 +52,22 @@ def test_targets_in_microseconds():
     assert limit(Target(tflops=100)) == pytest.approx(problem.flops() / 1e14 * 1e6)
     assert limit(Target(than=("a", 1.1)), rows={"a": {"us": 10.0, "MB": 10.24}}) == pytest.approx(22)
     assert limit(Target(than=("a", 1.1)), rows={"a": {"status": "hung"}}) is None
-    assert limit(Target(peers=True), {"FlashMLA_us": 9.0, "FA3_MLA_us": "missing: none", "FA3_MHA_us": 1.0}) == 9.0
+    row = {"FlashMLA_us": 9.0, "FA3_MLA_us": "missing: none", "FA3_MHA_us": 1.0}
+    assert limit(Target(peers=(MLA_PEERS, 1.1)), row) == pytest.approx(9.9)
 
 
 def test_one_shape_from_end_to_end(monkeypatch):
     monkeypatch.delenv("MHA2MLA_PEERS", raising=False)
-    case = SpeedCase(Problem(4, 1, 512, 64, (130,) * 2, combined=True, slack=0))
-    row = decode.measure_case(case, True, 0.03, "cpu")
+    case = decode_case(Problem(4, 1, 512, 64, (130,) * 2, combined=True, slack=0))
+    row = decode.measure(case, True, 0.03, "cpu")
     assert row["status"] == "ok"
     assert row["us_p20"] <= row["us"] <= row["us_p80"]
     assert row["FlashMLA_us"] == "missing: MHA2MLA_PEERS names no folder"
     assert row["Triton_us"].startswith("missing: ") and row["FA3_MLA_us"].startswith("missing: ")
     assert isinstance(row["torch_us"], float)
     assert row["MB"] == pytest.approx(2 * 130 * 576 * 2 / 1e6)
-    windowed = SpeedCase(replace(case.problem, window=64, sinks=4))
-    row = decode.measure_case(windowed, True, 0.03, "cpu")
+    windowed = decode_case(replace(case.problem, window=64, sinks=4))
+    row = decode.measure(windowed, True, 0.03, "cpu")
     assert row["status"] == "ok"
     assert row["FlashMLA_us"].startswith("missing: no sinks")
 

@@ -8,20 +8,21 @@ import pytest
 import torch
 
 from benchmarks import prefill
+from benchmarks.shapes import SpeedCase, choose, prefill_cases
 from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge, sample
 from mha2mla.kernels.attention_varlen.tiling import hopper_tiling
 
 
 def test_every_case_has_a_name_of_its_own_and_is_one_that_kernels_take():
-    cases = prefill.cases()
+    cases = prefill_cases()
     assert len({case.name for case in cases}) == len(cases)
-    assert cases == prefill.cases(), "lengths are drawn from a seed"
+    assert cases == prefill_cases(), "lengths are drawn from a seed"
     for case in cases:
         hopper_tiling(case.problem.shape())
-    targets = {(case.problem.widths, case.problem.causal): case.target for case in cases if case.target}
+    targets = {(case.problem.widths, case.problem.causal): case.target for case in cases if case.target.peers}
     assert {(widths, causal) for widths in ((128,), (192,), (128, 64)) for causal in (True, False)} == set(targets)
     with pytest.raises(ValueError, match="only is 'H7'"):
-        prefill.choose("H7")
+        choose(prefill_cases(), "H7")
 
 
 def test_pairs_are_counted():
@@ -48,12 +49,12 @@ def test_a_sample_judges_the_whole(causal):
 def test_one_case_from_end_to_end(widths, monkeypatch):
     monkeypatch.delenv("MHA2MLA_PEERS", raising=False)
     problem = PrefillProblem(4, widths, (2, 1)[: len(widths)], 8, ((40, 40),) * 2, behind=0)
-    row = prefill.measure((prefill.PrefillCase("small", problem, 0.5), 0.01), "cpu")
+    row = prefill.measure(SpeedCase("small", problem), True, 0.01, "cpu")
     assert row["status"] == "ok"
     assert row["us"] > 0
     assert row["torch_us"] > 0, row["torch_us"]
     assert row["FA3_varlen_us"].startswith("missing: MHA2MLA_PEERS names no folder")
-    assert "met" not in row
+    assert "of_FA3" not in row
     short = dataclasses.replace(problem, lengths=((3, 40),))
-    row = prefill.measure((prefill.PrefillCase("short", short), 0.01), "cpu")
+    row = prefill.measure(SpeedCase("short", short), True, 0.01, "cpu")
     assert row["torch_us"] == "missing: its causal mask is aligned at the beginning"

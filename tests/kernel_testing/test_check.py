@@ -19,7 +19,7 @@ from mha2mla.kernel_testing.check import check_kernels
 from mha2mla.kernel_testing.check_rows import summarize
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernel_testing.workers import Stage, run_in_stages, run_in_workers
-from mha2mla.kernels.mla_decode.selection import refusal
+from mha2mla.kernels.mla_decode.selection import refusal, select_kernel
 from mha2mla.kernels.split_kv.schedule import FIELDS, plan_fragments, write_schedule
 
 
@@ -104,7 +104,7 @@ def forked(monkeypatch):
 @pytest.fixture
 def like_a_gpu(forked, monkeypatch):
     """check_cases(..., in_processes=True) on the CPU: compile, then check in a worker, as on a GPU."""
-    monkeypatch.setattr(check, "compile_shape", pretend_to_compile)
+    monkeypatch.setattr(check, "compile_launches", pretend_to_compile)
     for name, value in {"capability": 90, "device_name": "a GPU", "num_sms": 132}.items():
         for module in (compiling, check_rows):
             monkeypatch.setattr(module, name, lambda _, value=value: value, raising=False)
@@ -147,7 +147,7 @@ def test_a_budget_leaves_rows_that_say_so_and_a_later_run_goes_on_from_them(like
 
 def test_a_budget_holds_where_a_job_hangs(like_a_gpu, monkeypatch):
     """Compiling for minutes must not keep a run from writing what it has."""
-    monkeypatch.setattr(check, "compile_shape", sleep_for_long)
+    monkeypatch.setattr(check, "compile_launches", sleep_for_long)
     began = time.monotonic()
     rows = like_a_gpu([Case(0, Problem(4, 2, 32, 8, (70,)), "bfloat16")], budget=1.0)
     assert time.monotonic() - began < 30
@@ -180,14 +180,20 @@ def test_a_file_of_another_machine_or_seed_is_not_gone_on_from(tmp_path):
         check_rows.read_known(path, settings, environment)
 
 
+def merges(job):
+    from mha2mla.kernels.split_kv.launch import merge_splits
+
+    return {merge_splits(num_ctas, batch) for _, num_ctas, batch in job.launches}
+
+
 def test_only_the_combine_kernels_that_are_launched_are_compiled(like_a_gpu):
     problem = Problem(4, 1, 32, 8, (70,))
     many = replace(problem, lengths=(70,) * 64)
     cases = [Case(0, many, "bfloat16"), Case(0, problem, "bfloat16", share=0.001, call=1)]
-    job = compiling.compile_job(problem.shape(), cases[:1], torch.device("cpu"))
-    assert job.merges == (4,)
-    job = compiling.compile_job(problem.shape(), cases, torch.device("cpu"))
-    assert job.merges == (4, 64), "one CTA by its plan, all of them in the call without one"
+    job = compiling.compile_job(cases[:1], torch.device("cpu"))
+    assert merges(job) == {4}
+    job = compiling.compile_job(cases, torch.device("cpu"))
+    assert merges(job) == {4, 64}, "one CTA by its plan, all of them in the call without one"
 
 
 def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
@@ -199,7 +205,8 @@ def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     monkeypatch.setattr(launch, "compile_for", lambda function, *_: compiled.append(function))
     for name in ("compile_choice", "compile_merge", "compile_planner"):
         monkeypatch.setattr(launch, name, cache(getattr(launch, name).__wrapped__))
-    compiling.compile_shape(compiling.CompileJob(Problem(7, 1, 72, 8, ()).shape(), 90, "a GPU"))
+    shape = Problem(7, 1, 72, 8, ()).shape()
+    compiling.compile_launches(compiling.CompileJob("mla_decode", shape, 90, ((select_kernel(shape, 90), 132, 64),)))
     names = {function.attrs["global_symbol"] for function in compiled}
     assert names >= {"mla_decode_plan", "mla_decode_combine"}
     assert len(names) == 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mha2mla.cli import main
-from mha2mla.kernel_testing import trial_run, trials
+from mha2mla.kernel_testing import compiling, trial_run, trials
 from mha2mla.kernel_testing import tune as tuner
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernel_testing.timing import Timing
@@ -53,9 +53,9 @@ class FakeGpu:
 
     def run_in_workers(self, function, jobs, *, workers=1, timeout=0.0):
         for job in jobs:
-            if function is trial_run.compile_candidate:
+            if function is compiling.compile_launches:
                 self.compiled.append(job)
-                failure = "hung: no answer" if job[1].configuration()["kernel"] in self.compile_failures else None
+                failure = "hung: no answer" if job.launches[0][0].kernel in self.compile_failures else None
                 yield Outcome(job, None, failure)
                 continue
             assert function.func is measure and function.keywords["device"] == "cuda:0"
@@ -72,7 +72,8 @@ class FakeGpu:
 @pytest.fixture
 def gpu(monkeypatch, tmp_path) -> FakeGpu:
     fake = FakeGpu()
-    monkeypatch.setattr(tuner, "run_in_workers", fake.run_in_workers)
+    for module in (compiling, tuner):
+        monkeypatch.setattr(module, "run_in_workers", fake.run_in_workers)
     monkeypatch.setattr(tuner, "_cuda", lambda _: torch.device("cuda:0"))
     monkeypatch.setattr(tuner, "capability", lambda _: 90)
     monkeypatch.setattr(tuner, "device_name", lambda _: GPU)
@@ -270,7 +271,7 @@ def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):
     monkeypatch.setattr(op, "dispatch", lambda *_: shape)
     mine = plan_for(replace(mine, schedule=mine.schedule.new_empty(0, 16)), 5)
     out, lse = torch.empty_like(inputs["q_latent"]), torch.empty(2, 4, 1)
-    launcher(shape, choice, 90, inputs, mine, out, lse)()
+    launcher(MLA, shape, choice, 90, inputs, mine, out, lse)()
     ours, launched[:] = list(launched), []
     mla_decode(**inputs, plan=mine, out=out)
     assert len(ours) == len(launched) == 2
@@ -289,7 +290,8 @@ def test_everything_a_candidate_launches_is_compiled_beforehand(monkeypatch):
     compiled = []
     monkeypatch.setattr(launch, "compile_for", lambda function, *_, **__: compiled.append(function))
     shape = DecodeShape(7, 1, 104, 8, 64, 1, "bfloat16")
-    trial_run.compile_candidate((shape, list_kernels(shape, 90)[0], 132, 64, 90))
+    launches = ((list_kernels(shape, 90)[0], 132, 64),)
+    compiling.compile_launches(compiling.CompileJob("mla_decode", shape, 90, launches))
     names = {function.attrs["global_symbol"] for function in compiled}
     assert "mla_decode_combine" in names and len(names) >= 2  # the planner may have been compiled by a test before
 
@@ -303,7 +305,7 @@ def test_a_candidate_is_timed_only_if_it_is_right(monkeypatch, factor):
     empty = replace(empty, schedule=empty.schedule.new_empty(0, 16))
     launched, timed, planned = [], [], []
 
-    def fake_launcher(shape, choice, capability, inputs, plan, out, lse):
+    def fake_launcher(op, shape, choice, capability, inputs, plan, out, lse):
         assert (shape, capability) == (problem.shape(), 90)
         assert plan.partial_out.isnan().all() and plan.partial_out.shape == (plan.num_ctas, 2, 1, 4, 32)
 

@@ -12,7 +12,7 @@ from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernel_testing.judgement import errors
 from mha2mla.kernel_testing.problems import exact, judge
 from mha2mla.kernels import gqa_decode
-from mha2mla.kernels.devices import num_sms
+from mha2mla.kernels.devices import dtype_name, num_sms
 from mha2mla.kernels.gqa_decode.selection import list_kernels, select_kernel
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from tests.kernels.gqa_decode.test_gqa_decode import poison_unseen_pages, run_kernels
@@ -60,7 +60,7 @@ def check(problem: GQAProblem, dtype: torch.dtype = torch.bfloat16, planned: boo
         pytest.fail(
             f"{problem.name} {dtype}, {'planned' if planned else 'not planned'}: {judgement}; called again, the bits "
             f"are {'the same' if repeats else 'others'}; {worst_rows(problem, inputs, out, lse, plan)}; "
-            f"{select_kernel(problem.shape(dtype), capability()).reason}",
+            f"{select_kernel(problem.shape(dtype_name(dtype)), capability()).reason}",
             pytrace=False,
         )
 

@@ -67,7 +67,7 @@ def functions(dtype: str) -> dict:
         made[kernel] = make_split(shape, choice)
     wide = DecodeShape(32, 1, 1024, 64, 64, 1, dtype)
     made["swap_ab_cluster"] = make_split(wide, list_kernels(wide, 90)[0])
-    gqa = GQAProblem(8, 2, 64, 64, (1,)).shape(getattr(torch, dtype))
+    gqa = GQAProblem(8, 2, 64, 64, (1,)).shape(dtype)
     for kernel in ("streamed", "portable"):
         choice = next(choice for choice in list_gqa_kernels(gqa, 90) if choice.kernel == kernel)
         made[f"gqa {kernel}"] = make_gqa(gqa, choice)
