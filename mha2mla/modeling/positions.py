@@ -56,7 +56,9 @@ def _are_places(position_ids: Tensor, attention_mask: Any, place: Tensor, cache:
         return (ahead == 0).all()
     if is_padding_mask(attention_mask):
         shown = attention_mask.to(place.device).bool()
-        hidden, first = ~shown[:, place], shown.byte().argmax(-1, keepdim=True)
+        # Clamped: a mask that is too short is the base model's to refuse, and no out-of-bounds read on a device.
+        hidden = ~shown[:, place.clamp(max=shown.shape[1] - 1)]
+        first = shown.byte().argmax(-1, keepdim=True)
         return (((ahead == 0) | hidden).all(-1) | ((ahead == -first) | hidden).all(-1)).all()
     if not isinstance(attention_mask, Tensor):
         return torch.ones((), dtype=torch.bool, device=place.device)

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
 
 from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling import positions
 from tests.few import each
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank
@@ -157,10 +158,10 @@ def test_positions_that_are_no_places_are_refused():
     mask[1, 3:5] = 0  # right padding, and a token behind it
     among_shown = (mask.cumsum(1) - 1).clamp(min=0)
     gap, depth = torch.tensor([[0, 1, 2, 3, 8, 9]]), torch.tensor([[0, 1, 2, 3, 3, 3]])
-    for positions in (gap, depth, gap.expand(2, -1)):
+    for numbers in (gap, depth, gap.expand(2, -1)):
         with pytest.raises(ValueError, match="position_ids do not count on from each row's first visible token"):
-            model(ids, position_ids=positions, past_key_values=DynamicCache())
-        assert model(ids, position_ids=positions, use_cache=False).logits.isfinite().all()
+            model(ids, position_ids=numbers, past_key_values=DynamicCache())
+        assert model(ids, position_ids=numbers, use_cache=False).logits.isfinite().all()
     with pytest.raises(ValueError, match="position_ids do not count on"):
         model(ids, attention_mask=mask, position_ids=among_shown, past_key_values=DynamicCache())
     cache = DynamicCache()
@@ -171,6 +172,25 @@ def test_positions_that_are_no_places_are_refused():
     expected = model(ids, attention_mask=mask, use_cache=False).logits[:, 5:]
     logits = model(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
     assert models.relative_error(logits, expected) < TOLERANCE
+
+
+@torch.no_grad()
+def test_the_device_asserts_where_the_host_may_not_look(monkeypatch):
+    """As on a GPU: single tokens, right numbers and wrong ones, padding counted or not."""
+    model, ids = models.mla_model("latent"), models.tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    among_shown = (mask.cumsum(1) - 1).clamp(min=0)
+    monkeypatch.setattr(positions, "host_may_look", lambda given, query_length: query_length > 1)
+    cache = DynamicCache()
+    model(ids[:, :8], attention_mask=mask[:, :8], position_ids=among_shown[:, :8], past_key_values=cache)
+    for right in (among_shown[:, 8:], torch.tensor([[8], [8]]), torch.tensor([[8]])):
+        model(ids[:, 8:], attention_mask=mask, position_ids=right, past_key_values=cache)
+        cache.crop(-1)
+    for wrong in (among_shown[:, 8:] + 1, torch.tensor([[5], [5]])):
+        with pytest.raises(RuntimeError, match="position_ids do not count on"):
+            model(ids[:, 8:], attention_mask=mask, position_ids=wrong, past_key_values=cache)
+    assert cache.get_seq_length() == 8
 
 
 @torch.no_grad()
