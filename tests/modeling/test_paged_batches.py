@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mha2mla.modeling import CacheCapacityError, MHA2MLAForCausalLM, PagedCache
+from mha2mla.modeling import CacheCapacityError, MHA2MLAForCausalLM, PagedCache, SequenceBatch
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionRegistry, GQAGeometry
 from mha2mla.modeling.step import with_one_workspace
@@ -34,6 +34,7 @@ def test_mixed_steps_equal_each_sequence_alone(case):
     ids = models.tokens(3, 60)
     expected = model(ids, use_cache=False).logits
     cache = model.paged_cache(num_pages=20, page_size=16)
+    assert cache.nbytes == 20 * 16 * model.config.cache_bytes_per_token(4)
     first, second, third = (cache.open() for _ in range(3))
     done = dict.fromkeys((first, second, third), 0)
     # a prompt; a chunk of a long one beside a decode; all three, with a draft; a chunk over a longer context
@@ -88,6 +89,28 @@ def test_forks_share_a_prompt_and_write_apart(case):
     cache.close(parent)
     cache.close(child)
     assert cache.allocator.num_free == 6
+
+
+@pytest.mark.parametrize("new", [1, 5, 30])
+@pytest.mark.parametrize(("case", "right"), [("latent", True), ("latent some sliding", True), ("per-group", False)])
+@torch.no_grad()
+def test_rows_that_carry_no_position_are_attended_at_another_place(case, right, new):
+    """A prefix that saw nothing before it, behind a page that nobody sees; stored keys would be a page too far away."""
+    model = models.mla_model(case)
+    ids = models.tokens(1, 16 + new)
+    expected = model(ids, use_cache=False).logits[0, 16:]
+    cache = model.paged_cache(num_pages=6, page_size=16)
+    prefix = cache.open()
+    run(model, cache, {prefix: ids[0, :16]})
+    (page,) = cache.allocator.pages(prefix)
+    free = [other for other in range(6) if other != page]
+    for tensors in cache.tensors:
+        for tensor in tensors.values():
+            tensor[free[0]] = torch.nan
+    pages = [[free[0], page, *free[1 : 2 + new // 16]]]
+    batch = SequenceBatch.build([new], [32], pages, 16, cache_starts=[16])
+    logits = model.forward_batch(ids[0, 16:], cache.step(batch), all_logits=True)
+    assert (models.relative_error(logits, expected) < TOLERANCE) is right
 
 
 @torch.no_grad()
