@@ -180,6 +180,11 @@ def test_append_writes_the_cache_and_attends():
             before[1].view(12, groups, rope)[slot] = k_pe[token]
     assert torch.equal(latent_cache, before[0])
     assert torch.equal(rope_cache, before[1])
+    alone = torch.zeros_like(latent_cache)  # where nothing rotary is cached
+    out = mla_prefill_append(q_nope, q_pe, k_nope, k_pe, v, latent, alone, None, slots, bounds, 4, softmax_scale=0.2)
+    written = slots[(slots >= 0) & (slots < 12)].long()
+    assert torch.equal(out, expected) and alone.view(12, width).any(-1).nonzero().flatten().equal(written.sort().values)
+    assert torch.equal(alone.view(12, width)[written], latent_cache.view(12, width)[written])
 
 
 def arguments(**changes):
