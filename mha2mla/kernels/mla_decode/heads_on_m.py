@@ -7,9 +7,7 @@ the tensor cores idle where a warpgroup that holds half of the output also has a
 output, and registers suffice for a fourth warpgroup that streams the cache).
 
 Variants: ``lazy`` rescales the output only when a row's maximum has grown by more than ``GROWTH``; until then weights
-are taken relative to the older maximum, which is exact: sum and logsumexp are relative to it too. ``paired``: CTAs of
-neighbouring tiles, whose rope columns are the same (``selection.can_pair``), form a cluster and share what they read:
-the first sends it to both.
+are taken relative to the older maximum, which is exact: sum and logsumexp are relative to it too. ``plain``: always.
 """
 
 from dataclasses import dataclass
@@ -49,13 +47,11 @@ class Static(MLAStatic):
     rope_cols: int
     stages: int  # tiles in flight
     lazy: bool
-    paired: bool
 
 
 def static_of(shape: DecodeShape, choice: KernelChoice) -> Static:
     latent_cols = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS)
     rope_cols = padded_rope_columns(choice.tiling.groups_per_tile * shape.qk_rope_head_dim)
-    variant = choice.variant
     return Static(
         shape,
         choice,
@@ -63,16 +59,13 @@ def static_of(shape: DecodeShape, choice: KernelChoice) -> Static:
         latent_cols // 4,
         rope_cols,
         choice.num_stages,
-        variant == "lazy",
-        variant == "paired",
+        choice.variant == "lazy",
     )
 
 
 def allocate(k: Static) -> Buffers:
     """Shared memory and barriers of a CTA; ``latent``: rings of the quarters."""
     stages = k.stages
-    new_free = T.alloc_cluster_barrier if k.paired else T.alloc_barrier
-    readers = 2 * WARPGROUP // 32 if k.paired else WARPGROUP  # that a slot waits for: warps of both CTAs, or threads
     return Buffers(
         q_tile=T.alloc_shared([ROWS, k.latent_cols], k.dtype),
         qp_tile=T.alloc_shared([ROWS, k.rope_cols], k.dtype),
@@ -84,9 +77,9 @@ def allocate(k: Static) -> Buffers:
         q_full=T.alloc_barrier(1),
         q_free=T.alloc_barrier(WARPGROUP),
         half_full=[T.alloc_barrier([1] * stages) for _ in range(2)],
-        half_free=[new_free([readers] * stages) for _ in range(2)],
+        half_free=[T.alloc_barrier([WARPGROUP] * stages) for _ in range(2)],
         k_full=T.alloc_barrier([1] * stages),
-        k_free=new_free([readers] * stages),
+        k_free=T.alloc_barrier([WARPGROUP] * stages),
         p_full=T.alloc_barrier(WARPGROUP),
         p_free=T.alloc_barrier(2 * WARPGROUP),
         end=T.alloc_barrier(WARPGROUP),
@@ -94,18 +87,7 @@ def allocate(k: Static) -> Buffers:
 
 
 @T.macro
-def release(k, free, slot, thread):
-    """Tells whoever fills a slot that this warpgroup has read it."""
-    if k.paired:
-        if thread % 32 == 0:
-            T.mbarrier_arrive(free[slot], 0)
-            T.mbarrier_arrive(free[slot], 1)
-    else:
-        T.barrier_arrive(free[slot])
-
-
-@T.macro
-def multiply_scores(k, n, memory, s, thread):
+def multiply_scores(k, n, memory, s):
     """Scores of the n-th tile of this CTA."""
     slot, phase = n % k.stages, (n // k.stages) & 1
     for i in list(range(4)):
@@ -122,7 +104,7 @@ def multiply_scores(k, n, memory, s, thread):
     T.barrier_wait(memory.k_full[slot], phase)
     T.wgmma_gemm(memory.qp_tile, memory.k_ring[slot, :, :], s, transpose_B=True, policy=BY_ROW)
     T.wait_wgmma(0)
-    release(k, memory.k_free, slot, thread)
+    T.barrier_arrive(memory.k_free[slot])
 
 
 @T.macro
@@ -142,7 +124,7 @@ def find_weights(k, x, scale):
 
 
 @T.macro
-def weigh(k, work, tile, memory, call, q_pe, thread):
+def weigh(k, work, tile, memory, call, q_pe):
     """The first warpgroup: scores and weights of all fragments, and their log-sum-exps."""
     T.set_max_nreg(SCORE_REGISTERS, 0)
     x = Buffers(
@@ -171,7 +153,7 @@ def weigh(k, work, tile, memory, call, q_pe, thread):
         for u in T.serial(span[TILES]):
             t0 = first_token(span, u)
             n = work.state[DONE] + u
-            multiply_scores(k, n, memory, x.s, thread)
+            multiply_scores(k, n, memory, x.s)
             if needs_mask(span, t0, BLOCK, tail):
                 for i, j in T.Parallel(ROWS, BLOCK):
                     x.s[i, j] = T.if_then_else(
@@ -215,7 +197,7 @@ def write_rows(target, tile, o, inverse, left):
 
 
 @T.macro
-def multiply(k, w, work, tile, memory, call, thread):
+def multiply(k, w, work, tile, memory, call):
     """One warpgroup: half ``w`` of the output's columns, for all fragments."""
     T.set_max_nreg(OUTPUT_REGISTERS, 1)
     quarters = memory.latent[2 * w : 2 * w + 2]
@@ -251,7 +233,7 @@ def multiply(k, w, work, tile, memory, call, thread):
                 T.wgmma_gemm(memory.p_tile, quarters[u][slot, :, :], o[u], policy=BY_ROW)
             T.wait_wgmma(0)
             T.barrier_arrive(memory.p_free)
-            release(k, memory.half_free[w], slot, thread)
+            T.barrier_arrive(memory.half_free[w][slot])
         work.state[DONE] += work.span[TILES]
         T.barrier_wait(memory.end, f & 1)
         T.copy(memory.inverses[f & 1, :], factor)
@@ -262,7 +244,6 @@ def multiply(k, w, work, tile, memory, call, thread):
 def make_heads_on_m(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_heads_on_m`` for sm_90; :class:`MLATypes` has its arguments."""
     k, types = static_of(shape, choice), MLATypes(shape)
-    mask = 0b11 if k.paired else None
 
     @T.prim_func
     def mla_decode_heads_on_m(
@@ -271,9 +252,7 @@ def make_heads_on_m(shape: DecodeShape, choice: KernelChoice):
         partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
         window: T.int32, sinks: T.int32,
     ):  # fmt: skip
-        with T.Kernel(
-            k.tiling.num_tiles, types.num_ctas, threads=HEADS_ON_M_THREADS, cluster_dims=2 if k.paired else None
-        ) as (y, cta):
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=HEADS_ON_M_THREADS) as (y, cta):
             call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate(k)
             thread = T.get_thread_binding()
@@ -282,33 +261,31 @@ def make_heads_on_m(shape: DecodeShape, choice: KernelChoice):
             T.pdl_trigger()
 
             if thread < WARPGROUP:
-                weigh(k, work, tile, memory, call, q_pe, thread)
+                weigh(k, work, tile, memory, call, q_pe)
             elif thread < 2 * WARPGROUP:
-                multiply(k, 0, work, tile, memory, call, thread)
+                multiply(k, 0, work, tile, memory, call)
             elif thread < 3 * WARPGROUP:
-                multiply(k, 1, work, tile, memory, call, thread)
+                multiply(k, 1, work, tile, memory, call)
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < CONSUMERS + 32:
                     stream(
                         work, latent_cache, [0], memory.latent[0:2], memory.half_full[0], memory.half_free[0], thread,
-                        CONSUMERS, mask,
+                        CONSUMERS,
                     )  # fmt: skip
                 elif thread < CONSUMERS + 64:
                     stream(
                         work, latent_cache, [2 * k.quarter], memory.latent[2:4], memory.half_full[1],
-                        memory.half_free[1], thread, CONSUMERS + 32, mask,
+                        memory.half_free[1], thread, CONSUMERS + 32,
                     )  # fmt: skip
                 elif thread < CONSUMERS + 96:
                     stream(
                         work, rope_cache, [tile.column], [memory.k_ring], memory.k_full, memory.k_free, thread,
-                        CONSUMERS + 64, mask,
+                        CONSUMERS + 64,
                     )  # fmt: skip
                 else:
                     stream_queries(
                         work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread, CONSUMERS + 96
                     )
-            if k.paired:
-                T.cluster_sync()  # the other CTA may still arrive at this one's barriers
 
     return mla_decode_heads_on_m

@@ -227,20 +227,13 @@ def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int):
         yield rank, choice if used <= limit else None, used
 
 
-def can_pair(tiling: RowTiling) -> bool:
-    """Whether two neighbouring tiles always read the same columns of the cache, so that a cluster may share them."""
-    return tiling.num_tiles % 2 == 0 and (tiling.head_tiles == 1 or tiling.tiles_per_group % 2 == 0)
-
-
 def heads_on_m_variants(tiling: RowTiling) -> tuple[str, ...]:
     """The variants of ``heads_on_m`` by name, each an option of its that is on; the rule's choice first.
 
     With two tiles and more, which is where the matrix instructions bind and not the memory: ``lazy``. On an H200 it
     took 6.1 and 7.1 % less time than ``plain`` at H=128 d_c=512 d_r=64 128 x 8192, 1.7 at 16 x 8192, 0.5 at 1 x 8192.
-    ``paired`` is 0 to 9 % slower at d_c <= 512: it is kept for wider latents, whose tiles several CTAs have to share.
     """
-    alone = ("lazy", "plain") if tiling.num_tiles > 1 else ("plain", "lazy")
-    return (*alone, "paired") if can_pair(tiling) else alone
+    return ("lazy", "plain") if tiling.num_tiles > 1 else ("plain", "lazy")
 
 
 def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):

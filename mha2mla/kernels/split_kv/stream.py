@@ -14,12 +14,10 @@ def panels(columns: int) -> list[tuple[int, int]]:
 
 
 @T.macro
-def fill_slot(work, t0, source, row, left, rings, n, full, free, thread, leader, cluster_mask=None):
+def fill_slot(work, t0, source, row, left, rings, n, full, free, thread, leader):
     """By TMA: the tile from token ``t0`` on into the slot of load ``n``, of each ring as many columns of
     ``source[page, token, *row]`` as it has, one ring's beside the other's from ``left`` on. The slots of all rings
-    share their barriers; of ``full`` there may be more than slots. ``cluster_mask``: CTAs of the cluster that the tile
-    is sent to; the first of them reads it from L2, all of them run this over the same tiles, and ``free`` counts all
-    readers."""
+    share their barriers; of ``full`` there may be more than slots."""
     stages, columns = int(rings[0].shape[0]), int(rings[0].shape[2])
     slot, phase = n % stages, n % int(full.shape[0])
     T.barrier_wait(free[slot], ((n // stages) & 1) ^ 1)
@@ -31,7 +29,6 @@ def fill_slot(work, t0, source, row, left, rings, n, full, free, thread, leader,
                     source[(work.pages[0], slice(first, first + TILE_TOKENS), *row, slice(at, at + columns))],
                     rings[u][slot, :, :],
                     barrier=full[phase],
-                    cluster_mask=cluster_mask,
                 )
             else:
                 for c, width in panels(columns):
@@ -40,14 +37,13 @@ def fill_slot(work, t0, source, row, left, rings, n, full, free, thread, leader,
                         source[(work.pages[v], slice(0, work.page_size), *row, slice(at, at + width))],
                         rings[u][slot, v * work.page_size : (v + 1) * work.page_size, c : c + width],
                         barrier=full[phase],
-                        cluster_mask=cluster_mask,
                     )
     if thread == leader:
         T.barrier_arrive(full[phase])
 
 
 @T.macro
-def stream(work, source, lefts, rings, full, free, thread, leader, cluster_mask=None):
+def stream(work, source, lefts, rings, full, free, thread, leader):
     """One warp: every tile of this CTA's fragments, a slot for each of its parts, which begin at columns ``lefts``."""
     for f in T.serial(work.state[FRAGMENTS]):
         read_fragment(work, f)
@@ -56,7 +52,7 @@ def stream(work, source, lefts, rings, full, free, thread, leader, cluster_mask=
             find_pages(work, t0)
             for u in list(range(len(lefts))):
                 n = (work.state[DONE] + k) * len(lefts) + u
-                fill_slot(work, t0, source, (), lefts[u], rings, n, full, free, thread, leader, cluster_mask)
+                fill_slot(work, t0, source, (), lefts[u], rings, n, full, free, thread, leader)
         work.state[DONE] += work.span[TILES]
 
 

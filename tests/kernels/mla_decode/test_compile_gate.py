@@ -51,7 +51,7 @@ OTHERS = [
 VARIANTS = [
     ("gemv", DecodeShape(9, 3, 256, 16, 64, 1, "bfloat16")),
     ("octets", DecodeShape(32, 8, 128, 16, 64, 1, "bfloat16")),
-    ("paired", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
+    ("plain", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
     ("gemv", DecodeShape(64, 8, 128, 64, 64, 1, "float16")),
     ("plain", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16")),
 ]

@@ -175,8 +175,8 @@ VARIANTS = [
     (Problem(9, 3, 256, 16, (0, 1, 65, 700, 64)), ("gemv",)),
     (Problem(64, 4, 128, 32, (0, 1, 65, 700, 64), page_size=16), ("gemv",)),
     (Problem(128, 1, 512, 64, (0, 1, 65, 700, 64)), heads_on_m_variants(tile_rows(128, 1, 1, 64, 1))),
-    (Problem(128, 1, 512, 64, (0, 1, 65, 700, 64), page_size=16), ("paired",)),
-    (Problem(64, 1, 512, 64, (0, 1, 65, 700, 64), seqlen_q=2), ("paired",)),
+    (Problem(128, 1, 512, 64, (0, 1, 65, 700, 64), page_size=16), ("plain",)),
+    (Problem(64, 1, 512, 64, (0, 1, 65, 700, 64), seqlen_q=2), ("plain",)),
     (Problem(64, 1, 512, 64, (0, 1, 65, 700, 64)), ("lazy",)),
 ]
 
