@@ -112,7 +112,7 @@ def check(words: list[str]) -> None:
             build_parser().parse_args(arguments)
         case ["python", script, *arguments]:
             assert (ROOT / script).is_file()
-            if re.search(r"auto_cli|ArgumentParser", (ROOT / script).read_text(encoding="utf-8")):
+            if re.search(r"auto_cli|ArgumentParser|command\(", (ROOT / script).read_text(encoding="utf-8")):
                 parser_of(ROOT / script).parse_args(arguments)
             else:
                 assert not arguments

@@ -327,7 +327,7 @@ def poison_unseen_pages(problem: GQAProblem, inputs: dict) -> dict:
 
 
 def run_on_cpu(problem: GQAProblem, num_ctas: int, work=None, max_rows=32, block_tokens=64, splits=64, compiled_q=None):
-    shape = problem.shape(torch.float32, compiled_q)
+    shape = problem.shape("float32", compiled_q)
     split, merge = compiled_for_cpu(shape, max_rows, block_tokens, splits)
     inputs = poison_unseen_pages(problem, problem.inputs(torch.float32))
     out, lse = run_kernels(problem, split, merge, inputs, num_ctas, work)
@@ -358,7 +358,7 @@ def test_no_page_inside_a_length_reads_no_other_page(page_size):
     """Such tokens are zeros, whatever lies on the page that stands in for theirs."""
     problem = GQAProblem(4, 2, 16, 8, (70, 200), page_size=page_size)
     inputs = problem.inputs(torch.float32)
-    split, merge = compiled_for_cpu(problem.shape(torch.float32), 32, 64, 64)
+    split, merge = compiled_for_cpu(problem.shape("float32"), 32, 64, 64)
     filled, holes = inputs["block_table"].clone(), inputs["block_table"].clone()
     for (row, entry), hole in {(0, 0): -1, (1, 1): 10**6, (1, 64 // page_size + 1): -(2**31)}.items():
         holes[row, entry], filled[row, entry] = hole, len(inputs["k_cache"])
