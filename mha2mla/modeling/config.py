@@ -180,6 +180,9 @@ class MHA2MLAConfig(PreTrainedConfig):
                 self.layer_geometry(index)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from error
+            scaling = self.layer_rope_scaling(index)
+            if not (isinstance(scaling, int | float) and math.isfinite(scaling) and scaling > 0):
+                raise ValueError(f"rope_attention_scaling is {scaling!r} in layer {index}; expected a positive number")
         if not (math.isfinite(self.softmax_scale) and self.softmax_scale > 0):
             raise ValueError(f"softmax_scale is {self.softmax_scale}; expected a positive finite number")
         if self.calibrated_length is not None and self.calibrated_length < 1:
