@@ -85,6 +85,9 @@ def test_ranks_by_layer_shards_records_and_files(converted, tmp_path):
     assert "A `mha2mla` checkpoint (`stored`) moved, exactly, into the layout that caches the latent alone" in card
     inspected = inspect_checkpoint(tmp_path / "out", "float32")
     assert inspected.summary["cache bytes per token"] == 4 * 56
+    assert [row["bytes_per_token_and_layer"] for row in inspected.geometries] == [4 * 32, 4 * 24]
+    assert {row["rotary_keys"] for row in inspected.geometries} == {"from the latent"}
+    assert {row["rotary_keys"] for row in inspect_checkpoint(converted).geometries} == {"cached"}
     tokens = tiny.some_tokens()
     assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(converted, tokens)) <= 1e-5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -32,6 +32,7 @@ GEOMETRY_COLUMNS = {
     "num_rope_heads": "G",
     "kv_lora_rank": "d_c",
     "qk_rope_head_dim": "d_r",
+    "rotary_keys": "rotary keys",
     "qk_nope_head_dim": "d_n",
     "num_up_projection_heads": "up-projections",
     "bytes_per_token_and_layer": "bytes per token",
@@ -154,10 +155,17 @@ def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any
             rows[-1]["layers"] = f"{rows[-1]['layers'].partition('–')[0]}–{index}"
             continue
         previous = geometry
+        rotary = {"rotary_keys": "from the latent" if geometry.rope_from_latent else "cached"}
         served = {"decode_on_cuda": str(serving[index]), "no_kernel_because": serving[index].why or None}
         bytes_per_token = geometry.cache_bytes_per_token(dtype.itemsize)
         rows.append(
-            {"layers": str(index), **geometry.to_dict(), "bytes_per_token_and_layer": bytes_per_token, **served}
+            {
+                "layers": str(index),
+                **geometry.to_dict(),
+                **rotary,
+                "bytes_per_token_and_layer": bytes_per_token,
+                **served,
+            }
         )
     return rows
 
