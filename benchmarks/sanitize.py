@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernel_testing.compiling import compile_in_processes, compile_job, compile_launches
+from mha2mla.kernel_testing.latent_problems import LatentProblem
 from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.devices import capability, device_name
-from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
-from mha2mla.kernels.split_kv.op import compiled_shape
 
 PROBLEMS = (
     Problem(32, 32, 512, 16, (0, 1, 65, 700)),  # a converted MHA model, one rope head per head
@@ -47,12 +46,12 @@ PROBLEMS = (
     Problem(128, 1, 512, 64, (90, 260), seqlen_q=2, window=128, sinks=70),
     Problem(40, 40, 448, 16, (65, 190), seqlen_q=3, causal=False),
     Problem(32, 1, 1024, 64, (1, 64, 300), window=100, sinks=4),
+    LatentProblem(32, 1, 512, 64, (0, 1, 65, 400), shuffled=True),
+    LatentProblem(9, 1, 192, 96, (17, 300), page_size=16, window=100, sinks=4),
+    LatentProblem(16, 1, 72, 32, (130, 64), seqlen_q=4, combined=True),
+    LatentProblem(3, 1, 512, 128, (5, 70)),
 )
 DTYPE = torch.bfloat16
-
-
-def shape_of(problem: Problem) -> DecodeShape:
-    return compiled_shape(problem.shape())
 
 
 def compile() -> bool:
@@ -89,12 +88,13 @@ def run(only: str | None = None) -> bool:
     device = torch.device("cuda", torch.cuda.current_device())
     right = True
     for number, problem in enumerate(PROBLEMS):
-        shape, batch = shape_of(problem), len(problem.lengths)
-        kernel = select_kernel(shape, capability(device), device_name(device), batch).kernel
+        kernel = Case(number, problem, "bfloat16").choice(device).kernel
         if only is not None and kernel != only:
             continue
         inputs = problem.inputs(DTYPE, "cpu")
         on_device = to_device(inputs, device)
+        if rope := inputs.get("rope"):
+            on_device["rope"] = replace(rope, **to_device(vars(rope), device))
         plan = problem.plan(on_device, "tilelang")
         out = mla_decode(**on_device, plan=plan, backend="tilelang").cpu()
         judgement = judge(inputs, out, None, **problem.visibility)

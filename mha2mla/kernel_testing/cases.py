@@ -6,6 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
+from mha2mla.kernel_testing.latent_problems import LatentProblem
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.mla_decode.selection import (
     MAX_ROPE_PER_HEAD,
@@ -14,6 +17,7 @@ from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
     refusal,
 )
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.op import compiled_shape
 
 
@@ -39,9 +43,30 @@ class Case:
         """What is compiled for it."""
         return compiled_shape(self.problem.shape(self.dtype))
 
+    def choice(self, device: torch.device) -> KernelChoice:
+        """The kernel that it runs on a device."""
+        return self.problem.op.choose(self.shape(), device, len(self.problem.lengths))
+
     def num_ctas(self, planned: int) -> int:
         """CTAs that it plans for where the device would plan for ``planned``."""
         return planned if self.share is None else max(1, round(self.share * planned))
+
+
+def draw_latent_geometry(rng: random.Random) -> tuple[LatentProblem, str]:
+    """As :func:`draw_geometry`, of a cache of the latent alone."""
+    return (
+        LatentProblem(
+            rng.choice((1, 8, 9, 14, 16, 24, 32, 40, 64, 128, rng.randint(1, 128))),
+            1,
+            rng.choice((72, 120, 192, 256, 384, 512, *[8 * rng.randint(1, 64)] * 5)),
+            rng.choice((32, 64, 64, 96, 8 * rng.randint(1, 16))),
+            (),
+            page_size=rng.choice((16, 32, 64, 64, 128)),
+            seqlen_q=rng.choice((1, 1, 1, 2, 4, 8)),
+            scaling=rng.choice((1.0, 1.3)),
+        ),
+        rng.choice(("bfloat16", "bfloat16", "float16")),
+    )
 
 
 def draw_geometry(rng: random.Random) -> tuple[Problem, str]:
@@ -79,6 +104,10 @@ def draw_call(rng: random.Random, geometry: Problem, longest: int, most_sequence
     batch = rng.choice((1, 2, 3, rng.randint(1, most_sequences)))
     lengths = tuple(min(length(), longest) for _ in range(batch))
     windowed = rng.random() < 0.4
+    if isinstance(geometry, LatentProblem):
+        geometry = replace(
+            geometry, first_position=rng.choice((0, 0, 131072, rng.randint(0, 2**17))), shuffled=rng.random() < 0.3
+        )
     return replace(
         geometry,
         lengths=lengths,
@@ -103,7 +132,8 @@ def draw_cases(
     most_sequences: int = 40,
     accepts: Callable[[Problem, str], bool] = lambda problem, dtype: True,
 ) -> list[Case]:
-    """``count`` geometries times ``calls`` calls. The n-th geometry of a seed is the same whatever ``count`` is.
+    """``count`` geometries times ``calls`` calls. The n-th geometry of a seed is the same whatever ``count`` is; every
+    fourth one is of a cache of the latent alone.
 
     Args:
         count, seed, calls: as :func:`check_kernels`.
@@ -114,9 +144,10 @@ def draw_cases(
     cases = []
     for group in range(count):
         rng = random.Random(f"{seed}/{group}")
-        geometry, dtype = draw_geometry(rng)
+        draw = draw_latent_geometry if group % 4 == 3 else draw_geometry
+        geometry, dtype = draw(rng)
         while not accepts(geometry, dtype):
-            geometry, dtype = draw_geometry(rng)
+            geometry, dtype = draw(rng)
         for call in range(calls):
             problem = draw_call(rng, geometry, longest, most_sequences)
             cases.append(Case(group, problem, dtype, rng.random() if call % 2 else None, call))

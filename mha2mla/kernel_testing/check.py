@@ -149,10 +149,10 @@ def _in_processes(
     wanted: Sequence[Case], broken: set[int], device: torch.device, timeout: float, until: float | None
 ) -> Iterator[tuple[Case, Outcome]]:
     """Compiles and checks ``wanted``, those of ``broken`` groups left out; groups that break are added to them."""
-    by_shape: dict[DecodeShape, list[Case]] = {}
+    by_shape: dict[tuple[str, DecodeShape], list[Case]] = {}
     for case in wanted:
         if case.group not in broken:
-            by_shape.setdefault(case.shape(), []).append(case)
+            by_shape.setdefault((case.problem.op.name, case.shape()), []).append(case)
     by_job = {compile_job(cases, device): cases for cases in by_shape.values()}
 
     def compiled(outcome: Outcome) -> Iterator[Case]:

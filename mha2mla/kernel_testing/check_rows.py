@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from mha2mla.kernel_testing.cases import Case
-from mha2mla.kernels.devices import capability, device_name
-from mha2mla.kernels.mla_decode.selection import select_kernel
 
 SIZES = ("≤ 16", "≤ 32", "≤ 64", "≤ 128", "> 128")
 KIND = "kernel-check"  # of the JSON file
@@ -139,7 +137,7 @@ def case_row(case: Case, device: torch.device | None) -> dict[str, Any]:
         "seed": problem.seed,
     }
     if device is not None:
-        choice = select_kernel(case.shape(), capability(device), device_name(device), len(problem.lengths))
+        choice = case.choice(device)
         row |= {"kernel": choice.kernel, "reason": choice.reason}
     return row
 

@@ -10,6 +10,7 @@ import torch
 from benchmarks import decode
 from benchmarks.peers import checked
 from benchmarks.shapes import MLA_PEERS, SpeedCase, Target, choose, decode_case, decode_cases, target_us
+from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.mla_decode.selection import refusal
 
@@ -88,10 +89,9 @@ def test_the_matrix_covers_heads_rope_heads_pages_and_lengths():
 
 def test_the_sanitizer_runs_every_kernel_family_of_hopper():
     from benchmarks import sanitize
-    from mha2mla.kernels.mla_decode.selection import select_kernel
 
-    assert len(sanitize.PROBLEMS) == 11
-    kernels = {select_kernel(sanitize.shape_of(problem), 90).kernel for problem in sanitize.PROBLEMS}
-    assert kernels >= {"swap_ab_ws", "heads_on_m", "swap_ab_cluster"}
+    shapes = [(problem.op, Case(0, problem, "bfloat16").shape()) for problem in sanitize.PROBLEMS]
+    kernels = {op.select(shape, 90, None, 1).kernel for op, shape in shapes}
+    assert kernels >= {"swap_ab_ws", "heads_on_m", "swap_ab_cluster", "latent_ws", "latent_portable"}
     assert any(problem.window for problem in sanitize.PROBLEMS)
     assert {problem.seqlen_q for problem in sanitize.PROBLEMS} >= {1, 2, 3, 4}

@@ -212,11 +212,16 @@ def run_kernels(
     partial_out = torch.full((num_ctas, 2, seqlen_q, heads, d_c), torch.nan, **floats)
     partial_lse = torch.full((num_ctas, 2, seqlen_q, heads), torch.nan, **floats)
     out, lse = torch.full_like(q, torch.nan), torch.full((batch, heads, seqlen_q), torch.nan, **floats)
+    if (rope := inputs.get("rope")) is None:
+        keys, last = (inputs["rope_cache"].flatten(2),), ()
+    else:
+        offsets = inputs["block_table"] if rope.page_offsets is None else rope.page_offsets
+        keys, last = (rope.weight, rope.bias, rope.inv_freq, offsets), (rope.scaling, rope.page_offsets is not None)
     split(
         q,
         inputs["q_pe"],
         inputs["latent_cache"],
-        inputs["rope_cache"].flatten(2),
+        *keys,
         inputs["block_table"],
         schedule,
         partial_out,
@@ -227,6 +232,8 @@ def run_kernels(
         int(inputs["causal"]),
         NO_WINDOW if window is None else window,
         sinks,
+        *map(float, last[:1]),
+        *map(int, last[1:]),
     )
     merge(splits, partial_out, partial_lse, out, lse)
     return out, lse

@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
-from mha2mla.kernels.mla_decode.selection import DecodeShape
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from mha2mla.kernels.mla_decode.selection import (
+    MAX_LATENT,
+    DecodeShape,
+    RopeBlocks,
+    padded_latent_columns,
+    padded_rope_columns,
+    refusal,
+    swap_ab_shared_memory,
+    swap_ab_ws_shared_memory,
+)
+from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.limits import rank_choices, shared_memory_limit
+from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
+
+MAX_ROTARY = 128  # d_r
+KEY_TILE = 64  # rows of W_KR that a warpgroup of ``latent_ws`` holds: the M of one wgmma
+KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatever else
+STREAMING_REGISTERS = 40
+CONSUMER_OVERHEAD = 60  # of a computing thread, beside its accumulators
 
 
-def latent_shape(heads: int, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, seqlen_q: int, dtype: str):
-    """The :class:`DecodeShape` of a call: one rope head."""
+@dataclass(frozen=True)
+class LatentChoice(KernelChoice):
+    """A :class:`KernelChoice` of "latent_ws" (sm_90) or "latent_portable" (anything from sm_80 on).
+
+    Attributes: ``variant`` of the portable kernel, where W_KR is: "resident" in shared memory or "streamed" through it;
+    ``registers`` of a thread that computes, makes keys, streams ("latent_ws").
+    """
+
+    registers: tuple[int, int, int] = (0, 0, 0)
+
+
+Candidates = Iterator[tuple[Any, LatentChoice | None, int]]  # rank, where it fits, bytes of shared memory
+
+
+def latent_shape(
+    heads: int, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, seqlen_q: int, dtype: str
+) -> DecodeShape:
+    """Of a call: one rope head."""
     return DecodeShape(heads, 1, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype)
 
 
 def refusal_latent(shape: DecodeShape) -> str | None:
     """Why no kernel serves a shape on any GPU, or None."""
-    return "the cache is of the latent alone, which no TileLang kernel serves yet"
+    limits = {"qk_rope_head_dim": MAX_ROTARY, "kv_lora_rank": MAX_LATENT}
+    for name, limit in limits.items():
+        if getattr(shape, name) > limit:
+            return f"{name} is {getattr(shape, name)}; TileLang kernels that make rotary keys take at most {limit}"
+    return refusal(shape)
 
 
 def refusal_latent_fp8(shape: DecodeShape) -> str | None:
@@ -20,5 +64,96 @@ def refusal_latent_fp8(shape: DecodeShape) -> str | None:
     return "the cache is of e4m3 latents alone, which no TileLang kernel serves"
 
 
-def select_latent(shape: DecodeShape, capability: int):
-    raise ValueError(refusal_latent(shape))
+def portable_shared_memory(
+    tiling: RowTiling, shape: DecodeShape, block_tokens: int, threads: int, weight_columns: int
+) -> int:
+    """Bytes of shared memory that ``latent_portable`` allocates for 16-bit elements."""
+    half = padded_rope_columns(shape.qk_rope_head_dim // 2)
+    shared = swap_ab_shared_memory(tiling, shape.kv_lora_rank, 2 * half, block_tokens, 1, threads)
+    return shared + 4 * half * weight_columns + 8 * half * (1 + block_tokens // 16 + 16)
+
+
+def _portable(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int) -> Candidates:
+    """(rank, choice or None, bytes)"""
+    threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
+    latent = padded_latent_columns(shape.kv_lora_rank, threads)
+    half = padded_rope_columns(shape.qk_rope_head_dim // 2)
+    for block in (64,) if capability == 90 else (64, 32):
+        for variant, columns in (("resident", latent), ("streamed", 64)):
+            used = portable_shared_memory(tiling, shape, block, threads, columns)
+            registers = ((latent + 2 * block) * tiling.rows + 2 * block * half) // threads
+            choice = LatentChoice(
+                "latent_portable", tiling, block, 1, 0, threads, threads // 128, 1,
+                f"latent_portable: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, W_KR "
+                f"{variant}, {used} bytes of shared memory",
+                variant,
+            )  # fmt: skip
+            rank = (2, tiling.num_tiles, variant == "streamed", -block, tiling.rows)
+            yield rank, choice if used <= limit and registers <= 160 else None, used
+
+
+def key_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
+    """How ``latent_ws`` cuts rotary keys: one block of all rows, a chunk from each warpgroup that makes keys."""
+    chunks = -(-qk_rope_head_dim // KEY_TILE)
+    return RopeBlocks(1, tiling.rows, chunks * KEY_TILE, chunks, KEY_TILE)
+
+
+def key_steps(kv_lora_rank: int) -> int:
+    """Products of depth 16 between W_KR and a tile; 4 registers of W_KR each."""
+    return -(-kv_lora_rank // 16)
+
+
+def _registers(shape: DecodeShape, tiling: RowTiling, warpgroups: int, resident: int) -> tuple[int, int, int] | None:
+    """Of a thread that computes, makes keys, streams; None if they are not enough."""
+    makers = -(-shape.qk_rope_head_dim // KEY_TILE)
+    roles = warpgroups + makers + 1
+    launched = 65536 // (resident * roles * 128) // 8 * 8
+    key = max(launched, -(-(4 * key_steps(shape.kv_lora_rank) + KEY_OVERHEAD) // 8) * 8)
+    computing = min(240, (launched * roles - STREAMING_REGISTERS - makers * key) // warpgroups // 8 * 8)
+    latent = padded_latent_columns(shape.kv_lora_rank, 128)
+    needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + CONSUMER_OVERHEAD
+    return (computing, key, STREAMING_REGISTERS) if computing >= max(launched, needed) and key <= 240 else None
+
+
+def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """(rank, choice or None, bytes); few tiles first (each reads the cache again), then bytes in flight."""
+    latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
+    makers = blocks.chunks_per_block
+    sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (6, 4, 3, 2), (3 * makers, 2 * makers))
+    for warpgroups, resident, num_stages, rope_stages in sizes:
+        used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
+        registers = _registers(shape, tiling, warpgroups, resident)
+        fits = registers is not None and resident * (used + 1024) <= limit + 1024
+        choice = LatentChoice(
+            "latent_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 1), warpgroups, resident,
+            f"latent_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s) compute, {makers} "
+            f"make keys, {num_stages} latent and {rope_stages} rope stages, {resident} CTA(s) a multiprocessor, {used} "
+            "bytes of shared memory each",
+            registers=registers or (0, 0, 0),
+        )  # fmt: skip
+        in_flight = min(num_stages * latent, 2048 // resident)
+        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages)
+        yield rank, choice if fits else None, used
+
+
+def _candidates(shape: DecodeShape, capability: int, limit: int) -> Candidates:
+    for tiling in dict.fromkeys(tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1) for max_rows in (64, 32, 16)):
+        if capability == 90:
+            yield from _ws(shape, tiling, limit)
+        yield from _portable(shape, tiling, capability, limit)
+
+
+def list_latent_kernels(shape: DecodeShape, capability: int) -> list[LatentChoice]:
+    """Every configuration that fits the device, the one that the rule chooses first.
+
+    Raises:
+        ValueError: with the numbers, if no configuration fits into the device's shared memory.
+    """
+    limit = shared_memory_limit(capability)
+    return rank_choices(shape, capability, _candidates(shape, capability, limit))
+
+
+@lru_cache(maxsize=1024)
+def select_latent(shape: DecodeShape, capability: int) -> LatentChoice:
+    """The kernel and tiles for ``shape``; raises ValueError as :func:`list_latent_kernels`."""
+    return list_latent_kernels(shape, capability)[0]

@@ -40,6 +40,10 @@ class MLAStatic:
     def d_r(self) -> int:
         return self.shape.qk_rope_head_dim
 
+    def rope_dim(self, column):
+        """Which number of its query stands in rope column ``column`` of the tile."""
+        return column % self.d_r
+
     def meets(self, row, column):
         """Whether rope column ``column`` of the tile belongs to the rope head of its ``row``."""
         owner = self.tiling.head(row) // self.tiling.heads_per_group % self.tiling.groups_per_tile
@@ -64,6 +68,6 @@ def load_rope_queries(k, machine, work, tile, q_pe, qp_tile, first_row, rows, le
     for i, d in machine.parallel(rows, columns):
         qp_tile[first_row + i, left + d] = T.if_then_else(
             tvm.tirx.And(tile.holds(first_row + i), k.meets(first_row + i, left + d)),
-            q_pe[(*tile.query(work.span, first_row + i), (left + d) % k.d_r)],
+            q_pe[(*tile.query(work.span, first_row + i), k.rope_dim(left + d))],
             T.cast(0, k.dtype),
         )

@@ -59,6 +59,16 @@ class Static(MLAStatic):
     chunks: int  # of a tile
     rope_phases: int
 
+    @property
+    def latent_readers(self) -> int:
+        """Threads that read a tile of the latent."""
+        return self.consumers
+
+    @property
+    def rope_writers(self) -> int:
+        """Threads that say that a chunk of rotary keys is there."""
+        return 1
+
     def blocks_of(self, w: int) -> list[int]:
         """The rope blocks of a warpgroup."""
         every = range(self.rope.num_blocks)
@@ -108,8 +118,8 @@ def allocate(k: Static) -> Buffers:
         q_full=T.alloc_barrier(1),
         q_free=T.alloc_barrier(k.consumers),
         c_full=T.alloc_barrier([1] * stages),
-        c_free=T.alloc_barrier([k.consumers] * stages),
-        k_full=T.alloc_barrier([1] * k.rope_phases),
+        c_free=T.alloc_barrier([k.latent_readers] * stages),
+        k_full=T.alloc_barrier([k.rope_writers] * k.rope_phases),
         k_free=T.alloc_barrier([WARPGROUP if k.by_block else k.consumers] * rope_stages),
     )
 

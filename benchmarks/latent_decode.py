@@ -1,0 +1,141 @@
+"""Decode over a cache of the latent alone on a GPU, beside the op over stored rotary keys at equal bytes.
+
+    python benchmarks/latent_decode.py --json benchmarks/results/h200-latent-decode.json
+    python benchmarks/latent_decode.py --only "H32,H9"
+    python benchmarks/latent_decode.py --widths true      # all widths at H=16 too
+
+Both forms read as many bytes: d_c numbers a token, or d_c' + d_r' of them. Both are checked against float64, and timed
+in turn in one process. ``runner.py`` says what the numbers are.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measuring import Row, clean, decode_jobs, measure_decode
+from benchmarks.peers import Peer
+from benchmarks.runner import Benchmark, command, run
+from benchmarks.shapes import SpeedCase, choose, decode_case
+from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
+from mha2mla.kernel_testing.latent_problems import LatentProblem
+from mha2mla.kernel_testing.problems import Problem, judge
+from mha2mla.kernels import mla_decode
+
+# H, d_c, d_r, tokens of each of 64 sequences (256 MB and more), times the stored form's time at most
+TELLING = (
+    (32, 512, 64, 4096, 1.15),
+    (32, 512, 64, 16384, 1.15),
+    (64, 512, 64, 4096, 1.6),
+    (9, 192, 128, 12288, 1.2),  # SmolLM2 at half its cache
+    (9, 120, 128, 18432, 1.2),
+    (16, 192, 64, 12288, 1.2),
+    (16, 256, 64, 8192, 1.2),
+    (16, 384, 96, 6144, 1.2),
+)
+TOKENS = {72: 32768, 120: 18432, 192: 12288, 256: 8192, 384: 6144}
+WIDTHS = tuple((16, d_c, d_r, tokens, 1.2) for d_c, tokens in TOKENS.items() for d_r in (32, 64, 96))
+COLUMNS = {
+    "name": "shape",
+    "stored": "stored",
+    "MB": "MB",
+    "kernel": "kernel",
+    "num_stages": "stages",
+    "ctas_per_sm": "CTAs/SM",
+    "error": "error",
+    "torch_error": "torch",
+    "us": "µs",
+    "stored_us": "stored µs",
+    "ratio": "ratio",
+    "at_most": "at most",
+    "within": "within",
+    "us_graph_warm": "graph, warm",
+    "stored_us_graph": "stored graph",
+    "TB/s": "TB/s",
+    "share": "of R",
+    "status": "status",
+}
+
+
+def cases(widths: bool = False) -> list[SpeedCase]:
+    shapes = dict.fromkeys(TELLING + WIDTHS * widths)
+    return [decode_case(LatentProblem(h, 1, d_c, d_r, (n,) * 64, slack=0)) for h, d_c, d_r, n, _ in shapes]
+
+
+def at_most(problem: LatentProblem) -> float:
+    shape = (problem.heads, problem.kv_lora_rank, problem.qk_rope_head_dim, problem.lengths[0])
+    return next(ratio for *mine, ratio in TELLING + WIDTHS if tuple(mine) == shape)
+
+
+def stored_form(problem: LatentProblem) -> Problem:
+    """Of as many numbers: rotary keys as wide as the other's, up to a third of them."""
+    kept = min(problem.qk_rope_head_dim, problem.kv_lora_rank // 24 * 8)
+    return Problem(problem.heads, 1, problem.kv_lora_rank - kept, kept, problem.lengths, slack=0)
+
+
+def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
+    """The stored form, on inputs of its own."""
+    stored, device = stored_form(case.problem), inputs["q_latent"].device
+    backend = "reference" if device.type == "cpu" else "tilelang"
+    mine = stored.inputs(torch.bfloat16, device)
+    plan, out = stored.plan(mine, backend), torch.empty_like(mine["q_latent"])
+    call = partial(mla_decode, **mine, plan=plan, out=out, backend=backend)
+    judgement = judge(mine, *call(return_lse=True))
+    if not judgement.ok:
+        return {"stored_us": f"missing: wrong result: {judgement.reason}"}
+    clean(mine)
+    return {"stored_us": call}
+
+
+def measure(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cuda:0") -> Row:
+    row = measure_decode(mla_decode, peers_of, case, peers, min_run_time, device)
+    stored = stored_form(case.problem)
+    row |= {"stored": f"{stored.kv_lora_rank} + {stored.qk_rope_head_dim}", "at_most": at_most(case.problem)}
+    if isinstance(row.get("stored_us"), float):
+        row["ratio"] = row["us"] / row["stored_us"]
+        row["within"] = row["ratio"] <= row["at_most"]
+    return row
+
+
+def jobs(case: SpeedCase) -> list[CompileJob]:
+    return decode_jobs(case) + decode_jobs(decode_case(stored_form(case.problem)))
+
+
+BENCHMARK = Benchmark(
+    kind="latent-decode-speed",
+    title="mla_decode of the latent alone beside stored k_pe of equal bytes, bfloat16, page 64, µs with cold L2",
+    columns=COLUMNS,
+    measure=measure,
+    compile=compile_launches,
+    jobs=jobs,
+    peers=("stored_us",),
+)
+
+
+def speed(
+    only: str | None = None,
+    json: str | None = None,
+    widths: bool = False,
+    min_run_time: float = 0.3,
+    budget: float | None = None,
+) -> bool:
+    """Checks and times both forms of every shape.
+
+    Args:
+        only: measure shapes whose name contains this, or one of these, separated by commas.
+        json: also write every row to this file.
+        widths: fifteen more widths at H=16.
+        min_run_time: seconds of cold-L2 runs per form and shape.
+        budget: seconds for all.
+    """
+    return run(BENCHMARK, choose(cases(widths), only), min_run_time=min_run_time, json=json, budget=budget)
+
+
+if __name__ == "__main__":
+    sys.exit(command("latent_decode", speed))

@@ -1,0 +1,115 @@
+"""Which kernel serves a cache of the latent alone, and each of them compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import explain_mla_decode
+from mha2mla.kernels.mla_decode.latent_selection import (
+    LatentChoice,
+    key_blocks,
+    list_latent_kernels,
+    refusal_latent,
+    select_latent,
+)
+from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.split_kv.limits import shared_memory_limit
+from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
+from tests.few import few
+
+
+def shape(heads: int, d_c: int, d_r: int, page: int = 64, seqlen_q: int = 1, dtype: str = "bfloat16") -> DecodeShape:
+    return DecodeShape(heads, 1, d_c, d_r, page, seqlen_q, dtype)
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize("d_r", [8, 24, 64, 96, 128])
+def test_every_width_and_head_count_has_a_kernel(d_r, capability):
+    for heads in (1, 9, 32, 64, 128):
+        for d_c in (8, 72, 200, 384, 512):
+            for seqlen_q in SEQLENS_Q:
+                choice = select_latent(shape(heads, d_c, d_r, 16, seqlen_q), capability)
+                assert choice.tiling.rows >= 16
+                assert capability == 90 or choice.kernel == "latent_portable"
+
+
+def test_registers_and_memory_of_every_choice_fit_a_multiprocessor():
+    for heads, d_c, d_r in ((32, 512, 64), (16, 72, 32), (16, 72, 96), (9, 192, 96), (64, 256, 64), (16, 384, 128)):
+        for choice in list_latent_kernels(shape(heads, d_c, d_r), 90):
+            if choice.kernel != "latent_ws":
+                continue
+            computing, making, streaming = choice.registers
+            makers = key_blocks(choice.tiling, d_r).chunks_per_block
+            held = choice.warpgroups * computing + makers * making + streaming
+            assert 128 * held * choice.ctas_per_sm <= 65536, choice.reason
+            launched = 65536 // (choice.ctas_per_sm * choice.threads) // 8 * 8
+            assert streaming <= launched <= min(computing, making), "setmaxnreg gives to these and takes from that one"
+
+
+@pytest.mark.parametrize(
+    ("heads", "d_c", "d_r", "kernel"),
+    [
+        (32, 512, 64, "latent_ws"),  # W_KR in 128 registers of each thread of one warpgroup
+        (16, 72, 32, "latent_ws"),
+        (9, 192, 96, "latent_ws"),
+        (64, 512, 64, "latent_ws"),
+        (32, 512, 96, "latent_portable"),  # 2 x 128 registers beside 128 of output do not fit
+    ],
+)
+def test_the_rule(heads, d_c, d_r, kernel):
+    assert select_latent(shape(heads, d_c, d_r), 90).kernel == kernel
+
+
+def test_refusals_name_the_argument():
+    assert refusal_latent(shape(32, 512, 136)).startswith("qk_rope_head_dim is 136; ")
+    assert refusal_latent(shape(32, 520, 64)).startswith("kv_lora_rank is 520; ")
+    assert refusal_latent(shape(32, 500, 64)).startswith("kv_lora_rank is 500; ")
+    assert refusal_latent(shape(32, 512, 64, page=24)).startswith("page_size is 24; ")
+    geometry = MLAGeometry(32, 1, 512, 64, rope_from_latent=True)
+    assert explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0") is None
+    why = explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0", latent_dtype=torch.float8_e4m3fn)
+    assert "e4m3 latents alone" in why
+
+
+GATED = [
+    (90, shape(32, 512, 64)),
+    (90, shape(16, 72, 32)),  # two CTAs on a multiprocessor
+    (90, shape(9, 192, 96, dtype="float16")),  # two warpgroups make keys
+    (90, shape(64, 256, 64, 16, 2)),
+    (90, shape(32, 512, 128)),  # W_KR streamed through shared memory
+    (80, shape(32, 512, 64)),
+    (89, shape(16, 192, 96)),
+]
+
+
+def name(value) -> str:
+    return (
+        str(value)
+        if not isinstance(value, DecodeShape)
+        else (f"H{value.heads}-c{value.kv_lora_rank}-r{value.qk_rope_head_dim}-p{value.page_size}-q{value.seqlen_q}")
+    )
+
+
+@few("capability, shape", GATED, count=1, ids=name)
+def test_compiles_without_spills(capability, shape):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
+    from mha2mla.kernels.compilation import PASS_CONFIGS
+    from mha2mla.kernels.mla_decode.build import make_latent_split
+
+    if find_tool("nvcc") is None:
+        pytest.skip("nvcc is neither on PATH nor installed by pip")
+    choice: LatentChoice = select_latent(shape, capability)
+    arch = "sm_90a" if capability == 90 else f"sm_{capability}"
+    (report,) = compile_only(make_latent_split(shape, choice), arch, PASS_CONFIGS)
+    assert report.complaints(shared_memory_limit(capability)) == [], choice.reason
+    promised = int(re.search(r"(\d+) bytes of shared memory", choice.reason).group(1))
+    assert promised - 4096 <= report.shared_bytes <= promised, choice.reason
+    if choice.kernel == "latent_ws":
+        assert report.registers * choice.threads * choice.ctas_per_sm <= 65536, choice.reason
+        if report.instructions is not None:
+            assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions

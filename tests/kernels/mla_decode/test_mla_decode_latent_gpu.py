@@ -1,0 +1,162 @@
+"""The decode op over a cache of the latent alone on a GPU: every kernel against float64, far positions, graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from mha2mla.kernel_testing.latent_problems import LatentProblem
+from mha2mla.kernel_testing.problems import with_keys
+from mha2mla.kernels import mla_decode, rotary_keys
+from mha2mla.kernels.mla_decode.api import LATENT
+from mha2mla.kernels.mla_decode.latent_selection import list_latent_kernels
+from tests.kernels.problems import assert_right, errors, exact, poison_unseen_pages, random_work, run_kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+SHAPES = [
+    LatentProblem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700, 4096)),
+    LatentProblem(32, 1, 512, 64, (0, 1, 15, 16, 17, 700), page_size=16, shuffled=True, scaling=1.3),
+    LatentProblem(16, 1, 72, 32, (1, 64, 2000), combined=True),
+    LatentProblem(16, 1, 120, 96, (65, 300), page_size=32, shuffled=True),
+    LatentProblem(9, 1, 192, 96, (65, 3000)),
+    LatentProblem(16, 1, 256, 64, (65, 300), page_size=128, first_position=131072),
+    LatentProblem(40, 1, 384, 32, (65, 300), scaling=0.8),
+    LatentProblem(64, 1, 512, 64, (65, 3000)),
+    LatentProblem(64, 1, 256, 64, (65, 300)),
+    LatentProblem(14, 1, 384, 96, (65, 300)),
+    LatentProblem(3, 1, 512, 128, (65, 300)),
+    LatentProblem(1, 1, 8, 8, (1, 300)),
+    LatentProblem(128, 1, 504, 24, (65, 300)),
+]
+
+
+def name(problem: LatentProblem) -> str:
+    return (
+        f"H{problem.heads}-c{problem.kv_lora_rank}-r{problem.qk_rope_head_dim}-p{problem.page_size}-q{problem.seqlen_q}"
+    )
+
+
+def check(problem: LatentProblem, dtype=torch.bfloat16) -> torch.Tensor:
+    """Runs the op on a problem and judges the output."""
+    inputs = poison_unseen_pages(problem, problem.inputs(dtype, "cuda"))
+    plan = problem.plan(inputs, "tilelang") if problem.window is not None else None
+    if plan is not None:
+        plan.partial_out.fill_(torch.nan)
+        plan.partial_lse.fill_(torch.nan)
+    out, lse = mla_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
+    assert_right(inputs, out, lse, dtype, **problem.visibility)
+    return out
+
+
+def capability() -> int:
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+@pytest.mark.parametrize("problem", SHAPES, ids=name)
+def test_shapes(problem):
+    out = check(problem)
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    for _ in range(5):
+        assert torch.equal(out, mla_decode(**inputs, backend="tilelang")), "bit-equal when run again"
+
+
+@pytest.mark.parametrize("problem", [SHAPES[0], SHAPES[3], SHAPES[10]], ids=name)
+def test_float16(problem):
+    check(problem, torch.float16)
+
+
+@pytest.mark.parametrize("problem", [SHAPES[0], SHAPES[4], SHAPES[9]], ids=name)
+def test_keys_at_position_131072_are_the_definitions(problem):
+    """One visible token: its score is the log-sum-exp, whose error is that of rounding the key to 16 bits and no more,
+    as far from the beginning as at it."""
+    found = []
+    for length in (65, 131136):
+        far = dataclasses.replace(problem, lengths=(length,), window=1, page_size=64)
+        inputs = far.inputs(torch.bfloat16, "cuda")
+        inputs["q_latent"].zero_()
+        _, lse = mla_decode(**inputs, plan=far.plan(inputs, "tilelang"), return_lse=True, backend="tilelang")
+        token, stored = length - 1, with_keys(inputs)
+        page = inputs["block_table"][0, token // 64].long()
+        key = rotary_keys(inputs["latent_cache"][page, token % 64].double(), inputs["rope"], torch.tensor(token).cuda())
+        torch.testing.assert_close(stored["rope_cache"][page, token % 64, 0], key, rtol=1e-9, atol=1e-9)
+        products = inputs["q_pe"][0, 0].double() * key * far.softmax_scale
+        # each number of the key is off by at most half a unit (2**-9), and the sum by 1e-5 of what it sums
+        bound = products.abs().sum(-1) * (2.0**-9 + 1e-5)
+        error = (lse[0, :, 0].double() - products.sum(-1)).abs()
+        assert (error <= bound).all(), (error / bound).max()
+        found.append(float((error / bound).mean()))
+    assert found[1] <= 2 * found[0] + 0.05, found
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seqlen_q", [2, 3, 4, 8])
+def test_several_new_tokens(seqlen_q, causal):
+    lengths = (0, 1, seqlen_q, 64 + seqlen_q, 200, 65, 130, 195)
+    starts = (0, 1, 0, 70, 190, 64, 7, 195)
+    check(LatentProblem(16, 1, 512, 64, lengths, seqlen_q=seqlen_q, causal=causal))
+    check(LatentProblem(6, 1, 72, 32, lengths, seqlen_q=seqlen_q, causal=causal, starts=starts))
+    check(LatentProblem(9, 1, 192, 96, lengths, seqlen_q=seqlen_q, causal=causal))
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (20, 4), (64, 64), (65, 100), (1000, 4)])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_windows_and_sinks_over_poisoned_pages(page_size, window, sinks):
+    lengths = (0, 1, 63, 64, 65, 100, 321, 2000)
+    for shape in ((32, 1, 512, 64), (9, 1, 192, 96)):
+        check(LatentProblem(*shape, lengths, page_size=page_size, window=window, sinks=sinks))
+
+
+@pytest.mark.parametrize("problem", [SHAPES[0], SHAPES[2], SHAPES[4], SHAPES[10]], ids=name)
+def test_every_kernel_under_plans_that_no_planner_makes(problem):
+    from mha2mla.kernels.split_kv.launch import compile_kernels
+
+    draw = random.Random(0)
+    by_kernel = {choice.kernel: choice for choice in reversed(list_latent_kernels(problem.shape(), capability()))}
+    for choice in by_kernel.values():
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        tiles = [span.tiles for span in problem.spans()]
+        for num_ctas in (1, 7, 60):
+            kernels = compile_kernels(
+                LATENT, problem.shape(), choice, capability(), len(tiles), problem.kv_lora_rank, num_ctas
+            )
+            for work in (None, random_work(tiles, num_ctas, draw)):
+                out, lse = run_kernels(*kernels, inputs, num_ctas, work)
+                assert_right(inputs, out, lse, torch.bfloat16)
+
+
+def test_no_page_counts_as_zeros():
+    problem = LatentProblem(32, 1, 512, 64, (70, 200))
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    holes, filled = inputs["block_table"].clone(), inputs["block_table"].clone()
+    holes[1, 1], filled[1, 1] = -1, len(inputs["latent_cache"])
+    zeros = torch.cat((inputs["latent_cache"], torch.zeros_like(inputs["latent_cache"][:1])))
+    out, lse = mla_decode(**inputs | {"block_table": holes}, return_lse=True, backend="tilelang")
+    assert_right(inputs | {"block_table": filled, "latent_cache": zeros}, out, lse, torch.bfloat16)
+
+
+def test_a_graph_follows_lengths_and_cache():
+    problem = LatentProblem(32, 1, 512, 64, (500, 4000))
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    inputs["latent_cache"].nan_to_num_()
+    inputs["block_table"].clamp_(max=len(inputs["latent_cache"]) - 1)
+    plan, out = problem.plan(inputs, "tilelang"), torch.empty_like(inputs["q_latent"])
+
+    def step():
+        plan.refresh(inputs["cache_seqlens"], None)
+        mla_decode(**inputs, plan=plan, out=out, backend="tilelang")
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    inputs["cache_seqlens"].copy_(torch.tensor([64, 3999]))
+    graph.replay()
+    torch.cuda.synchronize()
+    right, _ = exact(inputs)
+    assert errors(out, right)[0] < 5e-3
+    assert torch.equal(out, mla_decode(**inputs, backend="tilelang"))
