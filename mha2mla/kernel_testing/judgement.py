@@ -50,6 +50,7 @@ def verdict(
     expected_lse: Tensor | None,
     torch_out: Tensor,
     rounding: Tensor | None = None,
+    torch_lse: Tensor | None = None,
     factor: float = ERROR_FACTOR,
 ) -> Judgement:
     """Judges ``out`` and ``lse`` against float64's, beside ``torch_out``, the same formula in torch.
@@ -57,7 +58,7 @@ def verdict(
     Right means: both errors at most ``factor`` times torch's, or what ``rounding`` lets expect if that is more, and
     half a unit in the last place (torch's rounding of a few numbers may be nothing by chance); inf and NaN where
     float64 has them; rows that see no token exactly 0 with a log-sum-exp of -inf; the other log-sum-exps within the
-    rounding of float32 products.
+    rounding of float32 products, and ``factor`` times torch's error where that rounds more than these.
 
     Args:
         out, expected, torch_out: [..., rows, heads, d]; ``torch_out`` in the dtype of the inputs.
@@ -65,6 +66,8 @@ def verdict(
             ``expected_lse`` every row sees a token.
         rounding: as ``expected``: root mean square of each number's error in a formula that is right
             (:meth:`mha2mla.kernel_testing.textbook.Sequence.rounding`); None: torch's error alone says.
+        torch_lse: as ``expected_lse``, in torch with what the formula rounds before scores are products of it: rotary
+            keys that are not inputs. None: there is nothing of the kind.
         factor: of another form of the same sum, which may be further from float64 than the same form.
     """
     wrong = []
@@ -91,12 +94,12 @@ def verdict(
             )
     lse_error = 0.0
     if lse is not None and expected_lse is not None:
-        why, lse_error = _lse_distance(lse, expected_lse)
+        why, lse_error = _lse_distance(lse, expected_lse, torch_lse, factor)
         wrong += [why] if why else []
     return Judgement(not wrong, "; ".join(wrong), error, torch_error, largest, torch_largest, lse_error)
 
 
-def _lse_distance(lse: Tensor, expected: Tensor) -> tuple[str, float]:
+def _lse_distance(lse: Tensor, expected: Tensor, torch_lse: Tensor | None, factor: float) -> tuple[str, float]:
     """What is wrong with a log-sum-exp, and its largest error over rows that see a token."""
     seen = expected != -torch.inf
     if not torch.equal(lse != -torch.inf, seen):
@@ -105,5 +108,7 @@ def _lse_distance(lse: Tensor, expected: Tensor) -> tuple[str, float]:
         return "", 0.0
     # Scores are sums of float32 products: the rounding of one score bounds that of the log-sum-exp.
     bound = 64 * torch.finfo(torch.float32).eps * float(expected[seen].abs().max().clamp(min=1))
+    if torch_lse is not None:
+        bound += factor * float((torch_lse[seen] - expected[seen]).abs().max())
     error = float((lse[seen].double() - expected[seen]).abs().max())
     return ("" if error <= bound else f"lse is off by {error:.2e}; expected at most {bound:.2e}"), error

@@ -229,8 +229,8 @@ def _op_of(inputs: dict[str, Any]) -> _PagedOp:
     return _GQA if "k_cache" in inputs else _MLA
 
 
-def with_keys(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same call over a cache that also holds rotary keys, in float64, if it is one over the latent alone.
+def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """The same call over a cache that also holds rotary keys, in ``dtype``, if it is one over the latent alone.
 
     Each page has to belong to one sequence, as :meth:`Problem.inputs` makes them.
     """
@@ -244,7 +244,7 @@ def with_keys(inputs: dict[str, Any]) -> dict[str, Any]:
     first = torch.zeros(latent.shape[0], dtype=torch.long, device=table.device)
     first[table[held].long()] = place[held].long()
     positions = first[:, None] + torch.arange(latent.shape[1], device=table.device)
-    keys = rotary_keys(latent.double(), rope, positions)
+    keys = rotary_keys(latent.to(dtype), rope, positions)
     return {name: value for name, value in inputs.items() if name != "rope"} | {"rope_cache": keys[:, :, None]}
 
 
@@ -337,12 +337,14 @@ def judge(
 
 def expected(
     inputs: dict[str, Any], window: int | None = None, sinks: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What :func:`verdict` compares an output with: float64's out and lse, plain torch's out, expected rounding."""
-    inputs = with_keys(inputs)
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """What :func:`verdict` compares an output with: float64's out and lse, plain torch's out, expected rounding, and
+    the lse of rotary keys that torch makes at the queries' dtype."""
     dtype = inputs[_op_of(inputs).queries[0]].dtype
+    torch_lse = None if inputs.get("rope") is None else exact(with_keys(inputs, dtype), window, sinks)[1]
+    inputs = with_keys(inputs)
     out, lse = exact(inputs, window, sinks)
     if not out.shape[0]:
-        return out, lse, out.to(dtype), None
+        return out, lse, out.to(dtype), None, None
     outs, roundings = yardstick(sequences(inputs, window, sinks), dtype)
-    return out, lse, torch.stack(outs), None if roundings is None else torch.stack(roundings)
+    return out, lse, torch.stack(outs), None if roundings is None else torch.stack(roundings), torch_lse

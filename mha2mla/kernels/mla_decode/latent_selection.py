@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 from mha2mla.kernels.mla_decode.selection import (
-    MAX_LATENT,
     DecodeShape,
     RopeBlocks,
     padded_latent_columns,
@@ -22,7 +21,7 @@ from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.limits import rank_choices, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
-MAX_ROTARY = 128  # d_r
+MAX_WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 128}
 KEY_TILE = 64  # rows of W_KR that a warpgroup of ``latent_ws`` holds: the M of one wgmma
 KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatever else
 STREAMING_REGISTERS = 40
@@ -52,8 +51,7 @@ def latent_shape(
 
 def refusal_latent(shape: DecodeShape) -> str | None:
     """Why no kernel serves a shape on any GPU, or None."""
-    limits = {"qk_rope_head_dim": MAX_ROTARY, "kv_lora_rank": MAX_LATENT}
-    for name, limit in limits.items():
+    for name, limit in MAX_WIDTHS.items():
         if getattr(shape, name) > limit:
             return f"{name} is {getattr(shape, name)}; TileLang kernels that make rotary keys take at most {limit}"
     return refusal(shape)

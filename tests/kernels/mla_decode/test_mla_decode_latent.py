@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.kernel_testing.latent_problems import LatentProblem
-from mha2mla.kernel_testing.problems import with_keys
+from mha2mla.kernel_testing.problems import judge, with_keys
 from mha2mla.kernels import LatentRope, explain_mla_decode, mla_decode, plan_mla_decode, quantize_latent, rotary_keys
 from mha2mla.kernels.mla_decode.api import LATENT
 from tests.kernels.problems import assert_right, errors, torch_at
@@ -142,6 +142,20 @@ def test_empty_batch_and_empty_cache():
     assert mla_decode(**inputs).abs().sum() == 0
     out, lse = mla_decode(**inputs | {"latent_cache": inputs["latent_cache"][:0]}, return_lse=True)
     assert out.abs().sum() == 0 and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_of_16_bits_are_judged_as_torchs_are(dtype):
+    """What a kernel does that rounds them as torch does is right; keys of the position before are not."""
+    inputs = dataclasses.replace(BASE, kv_lora_rank=72, qk_rope_head_dim=96, lengths=(300,)).inputs(dtype)
+
+    def with_keys_of(positions_off: int):
+        offsets = torch.full(inputs["block_table"].shape, positions_off, dtype=torch.int32)
+        made = with_keys(inputs | {"rope": dataclasses.replace(inputs["rope"], page_offsets=offsets)}, dtype)
+        return mla_decode(**made, return_lse=True)
+
+    assert judge(inputs, *with_keys_of(0)).ok
+    assert "lse is off" in judge(inputs, *with_keys_of(1)).reason
 
 
 def test_opcheck_and_fullgraph():

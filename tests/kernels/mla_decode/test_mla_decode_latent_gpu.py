@@ -13,21 +13,25 @@ from mha2mla.kernel_testing.problems import with_keys
 from mha2mla.kernels import mla_decode, rotary_keys
 from mha2mla.kernels.mla_decode.api import LATENT
 from mha2mla.kernels.mla_decode.latent_selection import list_latent_kernels
+from tests.few import few
 from tests.kernels.problems import assert_right, errors, exact, poison_unseen_pages, random_work, run_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
+# Ten compilations are what one run takes time for; the others are for -m exhaustive.
+WS, WIDE, NARROW = (32, 1, 512, 64), (9, 1, 192, 128), (16, 1, 120, 64)  # 1 and 2 warpgroups make keys; 2 CTAs an SM
 SHAPES = [
-    LatentProblem(32, 1, 512, 64, (0, 1, 63, 64, 65, 700, 4096)),
-    LatentProblem(32, 1, 512, 64, (0, 1, 15, 16, 17, 700), page_size=16, shuffled=True, scaling=1.3),
+    LatentProblem(*WS, (0, 1, 63, 64, 65, 700, 4096)),
+    LatentProblem(*WIDE, (65, 3000, 1), scaling=1.3),
+    LatentProblem(*NARROW, (1, 64, 2000), combined=True, shuffled=True),
+    LatentProblem(*WS, (0, 1, 15, 16, 17, 700), page_size=16, shuffled=True, scaling=1.3),
+    LatentProblem(64, 1, 512, 64, (65, 3000)),
+    LatentProblem(16, 1, 256, 64, (65, 300), first_position=131072),
+    LatentProblem(16, 1, 384, 96, (65, 300), scaling=0.8),
     LatentProblem(16, 1, 72, 32, (1, 64, 2000), combined=True),
     LatentProblem(16, 1, 120, 96, (65, 300), page_size=32, shuffled=True),
-    LatentProblem(9, 1, 192, 96, (65, 3000)),
-    LatentProblem(16, 1, 256, 64, (65, 300), page_size=128, first_position=131072),
-    LatentProblem(40, 1, 384, 32, (65, 300), scaling=0.8),
-    LatentProblem(64, 1, 512, 64, (65, 3000)),
+    LatentProblem(40, 1, 384, 32, (65, 300), page_size=128, shuffled=True),
     LatentProblem(64, 1, 256, 64, (65, 300)),
-    LatentProblem(14, 1, 384, 96, (65, 300)),
     LatentProblem(3, 1, 512, 128, (65, 300)),
     LatentProblem(1, 1, 8, 8, (1, 300)),
     LatentProblem(128, 1, 504, 24, (65, 300)),
@@ -57,7 +61,7 @@ def capability() -> int:
     return 10 * major + minor
 
 
-@pytest.mark.parametrize("problem", SHAPES, ids=name)
+@few("problem", SHAPES, count=7, ids=name)
 def test_shapes(problem):
     out = check(problem)
     inputs = problem.inputs(torch.bfloat16, "cuda")
@@ -65,12 +69,12 @@ def test_shapes(problem):
         assert torch.equal(out, mla_decode(**inputs, backend="tilelang")), "bit-equal when run again"
 
 
-@pytest.mark.parametrize("problem", [SHAPES[0], SHAPES[3], SHAPES[10]], ids=name)
+@few("problem", [SHAPES[1], SHAPES[0], SHAPES[11]], count=1, ids=name)
 def test_float16(problem):
     check(problem, torch.float16)
 
 
-@pytest.mark.parametrize("problem", [SHAPES[0], SHAPES[4], SHAPES[9]], ids=name)
+@few("problem", [SHAPES[0], SHAPES[1], SHAPES[11]], count=2, ids=name)
 def test_keys_at_position_131072_are_the_definitions(problem):
     """One visible token: its score is the log-sum-exp, whose error is that of rounding the key to 16 bits and no more,
     as far from the beginning as at it."""
@@ -94,43 +98,38 @@ def test_keys_at_position_131072_are_the_definitions(problem):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seqlen_q", [2, 3, 4, 8])
+@few("seqlen_q", [3, 4, 2, 8], count=2)
 def test_several_new_tokens(seqlen_q, causal):
     lengths = (0, 1, seqlen_q, 64 + seqlen_q, 200, 65, 130, 195)
-    starts = (0, 1, 0, 70, 190, 64, 7, 195)
-    check(LatentProblem(16, 1, 512, 64, lengths, seqlen_q=seqlen_q, causal=causal))
-    check(LatentProblem(6, 1, 72, 32, lengths, seqlen_q=seqlen_q, causal=causal, starts=starts))
-    check(LatentProblem(9, 1, 192, 96, lengths, seqlen_q=seqlen_q, causal=causal))
+    for starts in (None, (0, 1, 0, 70, 190, 64, 7, 195)):
+        check(LatentProblem(*WS, lengths, seqlen_q=seqlen_q, causal=causal, starts=starts))
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (20, 4), (64, 64), (65, 100), (1000, 4)])
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_windows_and_sinks_over_poisoned_pages(page_size, window, sinks):
+def test_windows_and_sinks_over_poisoned_pages(window, sinks):
     lengths = (0, 1, 63, 64, 65, 100, 321, 2000)
-    for shape in ((32, 1, 512, 64), (9, 1, 192, 96)):
+    for shape, page_size in ((WS, 16), (WIDE, 64)):
         check(LatentProblem(*shape, lengths, page_size=page_size, window=window, sinks=sinks))
 
 
-@pytest.mark.parametrize("problem", [SHAPES[0], SHAPES[2], SHAPES[4], SHAPES[10]], ids=name)
+@few("problem", [SHAPES[1], SHAPES[0], SHAPES[2], SHAPES[11]], count=1, ids=name)
 def test_every_kernel_under_plans_that_no_planner_makes(problem):
-    from mha2mla.kernels.split_kv.launch import compile_kernels
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge
 
-    draw = random.Random(0)
-    by_kernel = {choice.kernel: choice for choice in reversed(list_latent_kernels(problem.shape(), capability()))}
+    draw, here = random.Random(0), capability()
+    merge = compile_merge(problem.heads, problem.kv_lora_rank, "bfloat16", max(MERGES), here)
+    by_kernel = {choice.kernel: choice for choice in reversed(list_latent_kernels(problem.shape(), here))}
+    inputs, tiles = problem.inputs(torch.bfloat16, "cuda"), [span.tiles for span in problem.spans()]
     for choice in by_kernel.values():
-        inputs = problem.inputs(torch.bfloat16, "cuda")
-        tiles = [span.tiles for span in problem.spans()]
+        split = compile_choice(LATENT, problem.shape(), choice, here)
         for num_ctas in (1, 7, 60):
-            kernels = compile_kernels(
-                LATENT, problem.shape(), choice, capability(), len(tiles), problem.kv_lora_rank, num_ctas
-            )
             for work in (None, random_work(tiles, num_ctas, draw)):
-                out, lse = run_kernels(*kernels, inputs, num_ctas, work)
+                out, lse = run_kernels(split, merge, inputs, num_ctas, work)
                 assert_right(inputs, out, lse, torch.bfloat16)
 
 
 def test_no_page_counts_as_zeros():
-    problem = LatentProblem(32, 1, 512, 64, (70, 200))
+    problem = LatentProblem(*WS, (70, 200))
     inputs = problem.inputs(torch.bfloat16, "cuda")
     holes, filled = inputs["block_table"].clone(), inputs["block_table"].clone()
     holes[1, 1], filled[1, 1] = -1, len(inputs["latent_cache"])
@@ -140,7 +139,7 @@ def test_no_page_counts_as_zeros():
 
 
 def test_a_graph_follows_lengths_and_cache():
-    problem = LatentProblem(32, 1, 512, 64, (500, 4000))
+    problem = LatentProblem(*WS, (500, 4000))
     inputs = problem.inputs(torch.bfloat16, "cuda")
     inputs["latent_cache"].nan_to_num_()
     inputs["block_table"].clamp_(max=len(inputs["latent_cache"]) - 1)
