@@ -37,8 +37,8 @@ CACHES = (
     Fault(
         "what a static cache held before a reset or a crop is read",
         f"{MODELING}/latent_layer.py",
-        "return torch.where(there, latent, 0.0), torch.where(there[..., None], rope, 0.0)",
-        "return latent, rope",
+        "return torch.where(there, latent, 0.0), None if rope",
+        "return latent, None if rope",
         (
             "tests/modeling/test_cache.py",
             "tests/modeling/test_cache_contents.py",
@@ -193,8 +193,8 @@ MODEL = (
     Fault(
         "batches are attended without their windows",
         f"{MODELING}/backends.py",
-        "v_head_dim=geometry.v_head_dim,\n        cache_starts=batch.cache_starts,\n        window=constants.window,",
-        "v_head_dim=geometry.v_head_dim,\n        cache_starts=batch.cache_starts,\n        window=None,",
+        "dtype=dtype,\n        cache_starts=batch.cache_starts,\n        window=constants.window,",
+        "dtype=dtype,\n        cache_starts=batch.cache_starts,\n        window=None,",
         ("tests/modeling/test_paged_batches.py",),
     ),
 )
@@ -225,8 +225,8 @@ OPS = (
     Fault(
         "NaN in a page that nobody reads reaches the output",
         f"{KERNELS}/mla_decode/reference.py",
-        "latent = torch.where(used[..., None], latent_cache[page, row].to(dtype), 0)",
-        "latent = latent_cache[page, row].to(dtype)",
+        "latent = torch.where(used[..., None], latent_cache[page, row].to(dtype), 0)\n    k_pe",
+        "latent = latent_cache[page, row].to(dtype)\n    k_pe",
         ("tests/kernel_testing/test_problems.py",),
     ),
     Fault(
@@ -282,8 +282,8 @@ OPS = (
     Fault(
         "a limit is raised and the documentation is not",
         f"{KERNELS}/mla_decode/selection.py",
-        "MAX_LATENT = 512",
-        "MAX_LATENT = 576",
+        "MAX_LATENT = 1024",
+        "MAX_LATENT = 1088",
         ("tests/test_limits.py",),
     ),
     Fault(
