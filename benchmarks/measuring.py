@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +16,7 @@ from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernel_testing.compiling import CompileJob
 from mha2mla.kernel_testing.judgement import Judgement, verdict
 from mha2mla.kernel_testing.problems import expected
-from mha2mla.kernel_testing.timing import Timing, time_callable
+from mha2mla.kernel_testing.timing import Timing, start_device, time_callable
 from mha2mla.kernel_testing.trial_run import launcher
 from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.split_kv.op import PagedOp
@@ -29,11 +28,7 @@ Row = dict[str, Any]
 
 def start_measuring() -> None:
     """What a process that measures does once, while others compile: imports, CUDA's start, and unpacking the peers."""
-    import tilelang  # noqa: F401
-    import triton.testing  # noqa: F401
-
-    logging.getLogger("tilelang").setLevel(logging.WARNING)
-    torch.zeros(1, device="cuda").item()
+    start_device(torch.device("cuda"))
     for namespace, op in (("_vllm_fa3_C", "fwd"), ("_flashmla_C", "dense_decode_fwd")):
         load_peer(namespace, op)
 

@@ -16,14 +16,6 @@ REPEATS = 3  # a race may show only now and then
 UNSPECIFIED = -(2**31)  # what the planner's oracle leaves in fields that nobody reads
 
 
-def start_checking(device: torch.device) -> None:
-    """What a process that checks does once, before it is timed."""
-    if device.type == "cuda":
-        import tilelang  # noqa: F401
-
-        torch.zeros(1, device=device).item()
-
-
 @torch.inference_mode()
 def check_case(case: Case, device: torch.device) -> dict[str, Any]:
     """Runs one case and compares it with float64; the keys are ``status`` and what was measured."""

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from mha2mla.kernel_testing.case_check import check_case, start_checking
+from mha2mla.kernel_testing.case_check import check_case
 from mha2mla.kernel_testing.cases import Case, draw_cases
 from mha2mla.kernel_testing.check_rows import NOT_CHECKED, case_row, is_broken, match_known
 from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, compile_job, compile_launches, processes_for
 from mha2mla.kernel_testing.problems import Problem
+from mha2mla.kernel_testing.timing import start_device
 from mha2mla.kernel_testing.workers import OUT_OF_TIME, Outcome, Stage, Tally, run_in_stages
 from mha2mla.kernels import explain_mla_decode
 from mha2mla.kernels.mla_decode.selection import DecodeShape
@@ -161,7 +162,7 @@ def _in_processes(
 
     stages = (
         Stage(compile_launches, processes_for(len(by_job)), COMPILE_TIMEOUT, then=compiled),
-        Stage(partial(check_case, device=device), CHECKERS, timeout, prepare=partial(start_checking, device)),
+        Stage(partial(check_case, device=device), CHECKERS, timeout, prepare=partial(start_device, device)),
     )
     for stage, outcome in run_in_stages(stages, by_job, until=until):
         broke = outcome.failure not in (None, OUT_OF_TIME)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,16 @@ class Timing:
     def to_row(self) -> dict[str, Any]:
         row = {"us_p20": self.p20, "us_p50": self.p50, "us_p80": self.p80, "us_graph": self.graph}
         return row | ({"graph_refused": self.graph_refused} if self.graph_refused else {})
+
+
+def start_device(device: torch.device) -> None:
+    """What a process that launches kernels does once, before its jobs have a time-out: imports and CUDA's start."""
+    if device.type == "cuda":
+        import tilelang  # noqa: F401
+        import triton.testing  # noqa: F401
+
+        logging.getLogger("tilelang").setLevel(logging.WARNING)  # no line for each kernel; importing it sets a level
+        torch.zeros(1, device=device).item()
 
 
 def time_callable(

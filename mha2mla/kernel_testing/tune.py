@@ -18,6 +18,7 @@ import torch
 
 from mha2mla.environment import collect_environment
 from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, CompileJob, compile_in_processes, compile_launches
+from mha2mla.kernel_testing.timing import start_device
 from mha2mla.kernel_testing.trial_run import measure
 from mha2mla.kernel_testing.trials import (
     Candidate,
@@ -146,7 +147,9 @@ def tune(
     def keep(row: dict[str, Any]) -> None:
         TUNING.write(path, [{"gpu": device_name(device)} | row | origin])
 
-    return _measure_all(entered, failures, run, keep, timeout=timeout, progress=progress)
+    # A process that starts imports TileLang and starts CUDA: with kernels compiling beside it for as long as a time-out.
+    prepare = partial(start_device, device)
+    return _measure_all(entered, failures, run, prepare, keep, timeout=timeout, progress=progress)
 
 
 Entered = dict[tuple[DecodeShape, int], list[Trial]]
@@ -157,12 +160,13 @@ def _measure_all(
     entered: Entered,
     failures: Mapping[Trial, str],
     run: Callable[[Trial], dict[str, Any]],
+    prepare: Callable[[], None],
     keep: Callable[[dict[str, Any]], None],
     *,
     timeout: float,
     progress: bool,
 ) -> list[dict[str, Any]]:
-    """:func:`tune`'s rows; ``run`` measures a trial in a worker, and ``keep`` takes a shape's row for the table."""
+    """:func:`tune`'s rows; ``run`` measures a trial in a worker that ``prepare`` started, and ``keep`` takes a shape's row for the table."""
     results: dict[Trial, dict[str, Any]] = {trial: {"status": why} for trial, why in failures.items()}
     finals: dict[tuple[DecodeShape, int], Outcome] = {}
     total = sum(map(len, entered.values())) - len(failures) + len(entered)
@@ -174,7 +178,9 @@ def _measure_all(
             if final is not None:
                 yield final
 
-    for outcome in progress_bar(run_in_workers(run, jobs(), timeout=timeout), total, "measuring", progress):
+    for outcome in progress_bar(
+        run_in_workers(run, jobs(), timeout=timeout, prepare=prepare), total, "measuring", progress
+    ):
         trial = outcome.job
         if not trial.final:
             results[trial] = outcome.value or {"status": outcome.failure}
