@@ -148,6 +148,20 @@ def test_a_name_decides_both_ways_of_calling_the_model(name, width, device, expe
 LATENT = {"num_rope_heads": 1, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "rope_from_latent": True}
 
 
+def test_kernels_that_make_rotary_keys_serve_both_ways_of_calling_the_model():
+    """And what they do not take is named in every answer."""
+    layers = what_serves(config(**LATENT), CUDA)
+    assert all(layer.compiled for layer in layers)
+    assert describe(layers) == "absorbed, mla_paged; batches: mla_paged"
+    for beyond, why in (
+        ({"qk_rope_head_dim": 136}, "qk_rope_head_dim is 136; TileLang kernels that make rotary keys take at most 128"),
+        ({"kv_lora_rank": 768}, "kv_lora_rank is 768; TileLang kernels that make rotary keys take at most 512"),
+    ):
+        layer = what_serves(config(**{**LATENT, **beyond}), CUDA)[0]
+        assert (layer.form, layer.backend, layer.batch_backend.name) == ("expanded", "sdpa", "mla_reference")
+        assert why in layer.reason and why in layer.batch_reason and not layer.compiled
+
+
 def test_no_kernel_takes_eight_bit_latents_alone():
     asked = config(attention_backend="mla_fp8", **LATENT)
     layer = what_serves(asked, CUDA)[0]

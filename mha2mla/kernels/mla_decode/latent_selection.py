@@ -21,7 +21,8 @@ from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.limits import rank_choices, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
-MAX_WIDTHS = {"kv_lora_rank": 512, "qk_rope_head_dim": 128}
+MAX_LATENT_ALONE = 512  # d_c
+MAX_ROPE_ALONE = 128  # d_r
 KEY_TILE = 64  # rows of W_KR that a warpgroup of ``latent_ws`` holds: the M of one wgmma
 KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatever else
 STREAMING_REGISTERS = 40
@@ -51,7 +52,7 @@ def latent_shape(
 
 def refusal_latent(shape: DecodeShape) -> str | None:
     """Why no kernel serves a shape on any GPU, or None."""
-    for name, limit in MAX_WIDTHS.items():
+    for name, limit in (("kv_lora_rank", MAX_LATENT_ALONE), ("qk_rope_head_dim", MAX_ROPE_ALONE)):
         if getattr(shape, name) > limit:
             return f"{name} is {getattr(shape, name)}; TileLang kernels that make rotary keys take at most {limit}"
     return refusal(shape)
