@@ -147,7 +147,7 @@ def tune(
     def keep(row: dict[str, Any]) -> None:
         TUNING.write(path, [{"gpu": device_name(device)} | row | origin])
 
-    # A process that starts imports TileLang and starts CUDA: with kernels compiling beside it for as long as a time-out.
+    # apart from any job's time-out: where others compile, importing TileLang and starting CUDA takes most of one
     prepare = partial(start_device, device)
     return _measure_all(entered, failures, run, prepare, keep, timeout=timeout, progress=progress)
 
@@ -166,7 +166,12 @@ def _measure_all(
     timeout: float,
     progress: bool,
 ) -> list[dict[str, Any]]:
-    """:func:`tune`'s rows; ``run`` measures a trial in a worker that ``prepare`` started, and ``keep`` takes a shape's row for the table."""
+    """:func:`tune`'s rows.
+
+    Args:
+        run: measures a trial in a worker. prepare: what a worker does first.
+        keep: takes a shape's row for the table.
+    """
     results: dict[Trial, dict[str, Any]] = {trial: {"status": why} for trial, why in failures.items()}
     finals: dict[tuple[DecodeShape, int], Outcome] = {}
     total = sum(map(len, entered.values())) - len(failures) + len(entered)
