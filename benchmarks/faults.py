@@ -287,6 +287,13 @@ OPS = (
         ("tests/test_limits.py",),
     ),
     Fault(
+        "the last rotary columns of a tile are neither CTA's",
+        f"{KERNELS}/mla_decode/halves.py",
+        "-(-(tiling.groups_per_tile * qk_rope_head_dim) // (8 * CLUSTER)) * 8",
+        "max(8, tiling.groups_per_tile * qk_rope_head_dim // (8 * CLUSTER) * 8)",
+        ("tests/kernels/mla_decode/test_halves.py",),
+    ),
+    Fault(
         "32 heads take another kernel than 16 and 64",
         f"{KERNELS}/mla_decode/selection.py",
         "def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:",
