@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,10 @@ from mha2mla.eval.loading import check_device, check_folder, load_model, load_to
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import cache_bytes_per_token, decode_step_latency
 from mha2mla.pipeline import ConversionReport, convert
-from mha2mla.pipeline.check import named_recipe
 from mha2mla.trial_models import fetch_smollm2
 
 PROMPT = "Explain in three sentences why the sky is blue."
-# Presets are left to the machine. Without gradient steps, per-group k_pe holds a conversation down to three quarters of
-# the cache, shared k_pe to half of it.
+# Without gradient steps, per-group k_pe holds a conversation down to three quarters of the cache, shared k_pe to half.
 RECIPES = {
     "full rank": {"layout": "per-group", "cache_ratio": 1.0},
     "per-group k_pe": {"layout": "per-group", "cache_ratio": 0.75},
@@ -38,6 +37,7 @@ COLUMNS = {
     "reduction": "reduction",
     "perplexity": "perplexity",
     "perplexity_ratio": "ratio",
+    "long_perplexity_ratio": "ratio, long window",
     "kl": "KL (nats)",
     "top1_agreement": "top-1",
     "logits_error": "logits error",
@@ -49,19 +49,37 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """How long the demo looks: a table within minutes on two CPU cores.
+    """How much the demo looks at: a table within minutes on two CPU cores.
 
     Attributes:
-        evaluation: held-out text that ``convert`` compares source and converted on.
-        evaluation_tokens: at most so many tokens of it.
+        preset: of recipes that name none. No gradient steps, on any machine.
+        calibration: text that all recipes share.
+        calibration_tokens, calibration_lengths: how much of it, in windows of which lengths: less than the preset's.
+        evaluation: held-out text that ``convert`` compares source and converted on, in windows of the shortest length
+            and in one of the longest.
+        evaluation_tokens: at most so many tokens of it in short windows.
         cached_tokens: length of the cache in the timed decode step.
         min_run_time: seconds of measurement per model.
     """
 
-    evaluation: str = "builtin:prose"
-    evaluation_tokens: int = 4096
+    preset: str = "quick"
+    calibration: str = "builtin:pydoc"
+    calibration_tokens: int = 4096
+    calibration_lengths: tuple[int, ...] = (512, 1024)
+    evaluation: str = "builtin:opticks"
+    evaluation_tokens: int = 2048
     cached_tokens: int = 256
     min_run_time: float = 1.0
+
+    def recipe(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """A recipe of the demo, with what it leaves open."""
+        return {
+            "preset": self.preset,
+            "calibration.text": self.calibration,
+            "calibration.tokens": self.calibration_tokens,
+            "calibration.lengths": list(self.calibration_lengths),
+            **keys,
+        }
 
 
 def run_demo(
@@ -72,7 +90,7 @@ def run_demo(
     prompt: str | None = None,
     max_new_tokens: int = 48,
     json: str | os.PathLike[str] | None = None,
-    recipes: dict[str, Recipe | dict[str, Any]] | None = None,
+    recipes: Mapping[str, Mapping[str, Any]] | None = None,
     settings: DemoSettings | None = None,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
@@ -88,7 +106,7 @@ def run_demo(
         prompt: what to generate from; through the chat template where the tokenizer has one.
         max_new_tokens: tokens to generate, greedily.
         json: file to write the rows to, with texts and environment.
-        recipes: name → recipe; default :data:`RECIPES`.
+        recipes: name → keys of a recipe beside those of ``settings``; default :data:`RECIPES`.
         settings: default :class:`DemoSettings`.
         console: where to print.
 
@@ -118,7 +136,8 @@ def run_demo(
     say(f"{name} on {device}")
     rows: list[dict[str, Any]] = [{"model": "source", "checkpoint": source_folder}]
     for recipe_name, recipe in recipes.items():
-        say(f"converting: {recipe_name} ({_describe(recipe, device)})")
+        recipe = Recipe.from_dict(settings.recipe(recipe))
+        say(f"converting: {recipe_name} ({_describe(recipe)})")
         folder = output / recipe_name.replace(" ", "-")
         report = convert(
             source_folder,
@@ -152,15 +171,18 @@ def run_demo(
 
 def _lost(report: ConversionReport) -> dict[str, Any]:
     """What a conversion measured."""
-    parity = report.parity
+    parity, long_parity = report.parity, report.long_parity
     return {
         "perplexity": parity.perplexity_converted,
         "perplexity_ratio": parity.perplexity_ratio,
         "kl": parity.kl,
         "top1_agreement": parity.top1_agreement,
         "logits_error": parity.logits_relative_error,
+        "long_perplexity_ratio": None if long_parity is None else long_parity.perplexity_ratio,
         "evaluated_tokens": parity.tokens,
         "evaluation_length": report.evaluation_length,
+        "long_evaluation_length": report.long_evaluation_length,
+        "calibration_tokens": report.calibration_tokens,
         "seconds": report.seconds["total"],
         "recipe": report.recipe,
         "preset": report.preset,
@@ -174,8 +196,7 @@ def _step_time(model: torch.nn.Module, settings: DemoSettings) -> dict[str, Any]
     return row | {"ms_per_token_graph": None if row["us_graph"] is None else row["us_graph"] / 1e3}
 
 
-def _describe(recipe: Recipe | dict[str, Any], device: torch.device) -> str:
-    recipe, _ = named_recipe(recipe, None, device)
+def _describe(recipe: Recipe) -> str:
     target = recipe.target
     widths = f"d_c={target.kv_lora_rank}, d_r={target.qk_rope_head_dim}"
     cached = widths if target.cache_ratio is None else f"cache ratio {target.cache_ratio:g}"
@@ -218,6 +239,19 @@ def _served_by(model: torch.nn.Module) -> dict[str, Any]:
     return {"decode": decode, "decode_reason": "; ".join(reasons) or None}
 
 
+def _conditions(row: dict[str, Any], settings: DemoSettings) -> Iterator[str]:
+    """What the figures of a lossy row were measured on, and what it was calibrated on."""
+    text, tokens, length = settings.evaluation, row["evaluated_tokens"], row["evaluation_length"]
+    yield f"perplexity … logits error: {text}, {tokens:,} predicted tokens in windows of {length:,}, float32"
+    if row["long_evaluation_length"]:
+        yield f"ratio, long window: the first {row['long_evaluation_length']:,} tokens of the same text as one window"
+    usual = Recipe.from_preset(settings.preset).calibration
+    yield (
+        f"calibrated on {row['calibration_tokens']:,} tokens of {settings.calibration}, where convert with preset"
+        f" {settings.preset} takes {usual.tokens:,} of {usual.text} in windows of up to 8,192, and loses less"
+    )
+
+
 def _print(rows: list[dict[str, Any]], prompt: str, settings: DemoSettings, dtype: torch.dtype, output: Path) -> None:
     console = Console()
     console.print(Text(f"\nprompt: {prompt}", style="bold"))
@@ -230,10 +264,9 @@ def _print(rows: list[dict[str, Any]], prompt: str, settings: DemoSettings, dtyp
     wrong = {} if all(row["status"] == "ok" for row in rows) else {"status": "status"}
     columns = {key: heading for key, heading in (COLUMNS | wrong).items() if key != "ms_per_token_graph" or on_gpu}
     print_table(shown, title="What was gained, what was lost", columns=columns)
-    evaluated, length = rows[-1]["evaluated_tokens"], rows[-1]["evaluation_length"]
     notes = (
         "cache: bfloat16, all layers",
-        f"perplexity … logits error: {settings.evaluation}, {evaluated:,} tokens in windows of {length}, float32",
+        *_conditions(rows[-1], settings),
         f"ms/token: {str(dtype).removeprefix('torch.')}, batch 1, {settings.cached_tokens} cached tokens, median; timed"
         " only after a check against float64",
         *(f"decode: {reason}" for reason in dict.fromkeys(row["decode_reason"] for row in rows) if reason),

@@ -14,18 +14,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mha2mla import trial_models
 from mha2mla.cache_folder import cache_folder
-from mha2mla.demo import RECIPES, DemoSettings, run_demo
+from mha2mla.demo import RECIPES, DemoSettings, _conditions, run_demo
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 
-SETTINGS = DemoSettings(evaluation_tokens=256, cached_tokens=40, min_run_time=0.002)
-SMALL = {"calibration.tokens": 256, "calibration.lengths": 64}
+SETTINGS = DemoSettings(
+    calibration_tokens=256, calibration_lengths=(32, 64), evaluation_tokens=256, cached_tokens=40, min_run_time=0.002
+)
 
 
 @pytest.fixture(scope="module")
 def demo(tiny_source, tmp_path_factory):
     """Rows, JSON file and output folder of one run with the demo's own recipes, calibrated on less text."""
     folder = tmp_path_factory.mktemp("demo")
-    recipes = {name: {**recipe, **SMALL} for name, recipe in RECIPES.items()}
     console = Console(file=io.StringIO())
     rows = run_demo(
         tiny_source,
@@ -33,7 +33,6 @@ def demo(tiny_source, tmp_path_factory):
         output=folder / "out",
         max_new_tokens=6,
         json=folder / "demo.json",
-        recipes=recipes,
         settings=SETTINGS,
         console=console,
     )
@@ -76,7 +75,22 @@ def test_the_file_holds_what_the_table_shows(demo):
     assert [row["perplexity"] for row in written["rows"]] == [row["perplexity"] for row in rows]
     assert written["settings"]["cached_tokens"] == 40
     assert "converting: shared k_pe (preset quick, shared layout" in progress and "done" in progress
-    assert written["rows"][-1]["preset"].startswith("quick, chosen by auto")
+    assert written["rows"][-1]["preset"].startswith("quick, as asked for; with calibration.text=")
+
+
+def test_every_figure_names_its_text_and_window_and_the_calibration_its_size(demo):
+    rows = demo[0]
+    for row in rows[2:]:
+        assert (row["evaluation_length"], row["long_evaluation_length"]) == (32, 64)
+        assert row["long_perplexity_ratio"] > 0 and row["calibration_tokens"] == 256
+    assert rows[1]["long_evaluation_length"] is None and rows[1]["calibration_tokens"] == 0
+    notes = " ".join(_conditions(rows[-1], SETTINGS))
+    for text in (
+        "builtin:opticks, 248 predicted tokens in windows of 32, float32",
+        "the first 64 tokens of the same text",
+        "calibrated on 256 tokens of builtin:pydoc, where convert with preset quick takes 24,576",
+    ):
+        assert text in notes
 
 
 def test_the_checkpoints_stay_and_load(demo):
