@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 
+from mha2mla.environment import installed_version
 from mha2mla.streams import forgiving_streams
 from mha2mla.verbs import (
     Device,
@@ -83,7 +84,7 @@ GROUPS = {
 def build_parser() -> ArgumentParser:
     """The parser of ``mha2mla``; ``eval`` and ``check`` have verbs of their own."""
     parser = _parser("Turns MHA/GQA checkpoints into MLA ones, and measures them.", prog="mha2mla")
-    parser.add_argument("--version", action="version", version=f"mha2mla {_version()}")
+    parser.add_argument("--version", action="version", version=f"mha2mla {installed_version() or '(not installed)'}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = parser.add_subcommands(required=True, dest="verb")
     verbs.add_subcommand("convert", _convert_parser(), help=_first_line(convert))
@@ -96,15 +97,6 @@ def build_parser() -> ArgumentParser:
             kinds[group] = inner.add_subcommands(required=True, dest="kind")
         kinds.get(group, verbs).add_subcommand(kind, _function_parser(function), help=_first_line(function))
     return parser
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("mha2mla")
-    except PackageNotFoundError:
-        return "(not installed)"  # run from a folder on PYTHONPATH
 
 
 def _first_line(function: Any) -> str:

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.loading import check_device, check_folder, load_model, load_tokenizer
+from mha2mla.environment import collect_environment, compute_device, describe_environment
+from mha2mla.eval.loading import check_folder, load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import cache_bytes_per_token, decode_step_latency
 from mha2mla.pipeline import ConversionReport, convert
@@ -117,7 +117,7 @@ def run_demo(
         FileNotFoundError, ValueError: the model is not there, cannot be fetched, or cannot be converted.
     """
     console = console or Console(stderr=True)
-    device = check_device(device)
+    device = compute_device(device)
     settings, recipes = settings or DemoSettings(), recipes or RECIPES
     prompt = PROMPT if prompt is None else prompt
     if max_new_tokens < 1:

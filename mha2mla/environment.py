@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 LIBRARIES = ("mha2mla", "torch", "triton", "transformers", "tilelang", "apache-tvm-ffi", "safetensors", "numpy")
 _SMI_FIELDS = {
     "gpu": "name",
@@ -25,8 +27,8 @@ _SMI_FIELDS = {
 def collect_environment(device: int = 0) -> dict[str, Any]:
     """Everything that belongs beside a measured number, as a flat dict of JSON values.
 
-    Nothing here initialises CUDA in this process: the GPU is asked through NVML (package ``nvidia-ml-py``) or, failing
-    that, ``nvidia-smi``. What cannot be found out is ``None``, never left out.
+    Nothing here initialises CUDA in this process: ``nvidia-smi`` is asked. What cannot be found out is ``None``, never
+    left out.
 
     Args:
         device: index of the GPU as the driver counts them.
@@ -44,14 +46,36 @@ def collect_environment(device: int = 0) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_count": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
-    for name in LIBRARIES:
-        try:
-            report[name] = version(name)
-        except PackageNotFoundError:
-            report[name] = None
-    report["cuda"] = _torch_cuda()
-    report.update(_gpu_from_nvml(device) or _gpu_from_smi(device) or dict.fromkeys(_SMI_FIELDS))
+    report |= {name: installed_version(name) for name in LIBRARIES}
+    report["cuda"] = torch.version.cuda
+    report.update(_gpu_from_smi(device) or dict.fromkeys(_SMI_FIELDS))
     return report
+
+
+def installed_version(name: str = "mha2mla") -> str | None:
+    """Of a package; None where it is not installed, such as this one run from a folder on PYTHONPATH."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def compute_device(device: str | torch.device | None) -> torch.device:
+    """The one that was asked for, else CUDA where there is one.
+
+    Raises:
+        ValueError: it cannot be used here.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device is {str(device)!r:.80}, which cannot be used here: {error}") from error
+    if target.type == "meta":
+        raise ValueError("device is 'meta', which computes nothing; expected cpu or cuda")
+    return target
 
 
 def describe_environment(environment: dict[str, Any]) -> str:
@@ -102,48 +126,6 @@ def _cpu_name() -> str:
         if line.lower().startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def _torch_cuda() -> str | None:
-    import torch
-
-    return torch.version.cuda
-
-
-def _gpu_from_nvml(index: int) -> dict[str, Any] | None:
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-
-        def ask(function, *arguments):
-            try:
-                value = function(*arguments)
-            except pynvml.NVMLError:
-                return None
-            return value.decode() if isinstance(value, bytes) else value
-
-        power = ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-        memory = ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-        return {
-            "gpu": ask(pynvml.nvmlDeviceGetName, handle),
-            "driver": ask(pynvml.nvmlSystemGetDriverVersion),
-            "sm_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-            "sm_clock_max_mhz": ask(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
-            "memory_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
-            "power_cap_w": None if power is None else power / 1000,
-            "memory_mib": None if memory is None else memory.total // 2**20,
-        }
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _gpu_from_smi(index: int) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,6 +60,11 @@ def compare_predictions(source: LogitsOf, converted: LogitsOf, targets: Tensor) 
         parts.append((*nll, kl_divergence(log_p, log_q), agrees, *squares))
         start, step = part.stop, max(1, min(POSITIONS_PER_SLICE, LOGITS_PER_SLICE // log_p.shape[-1]))
     return Comparison(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def perplexity(mean_nll: float) -> float:
+    """exp that says infinity instead of raising: a broken model has a perplexity too."""
+    return math.exp(mean_nll) if mean_nll < 700 else math.inf if mean_nll == mean_nll else math.nan
 
 
 def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def test_the_gpu_line_carries_driver_clocks_and_cap():
 
 
 def test_nvidia_smi_answer_is_read(tmp_path, monkeypatch):
-    """The fall-back without NVML, against a stand-in that answers in nvidia-smi's format."""
+    """Against a stand-in that answers in nvidia-smi's format."""
     script = tmp_path / "nvidia-smi"
     script.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.95.05, 345, 1980, 3201, 700.00, 143771'\n")
     script.chmod(0o755)

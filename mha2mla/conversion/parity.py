@@ -19,7 +19,7 @@ from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationSt
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.streaming import StreamedModel
-from mha2mla.predictions import LogitsOf, compare_predictions
+from mha2mla.predictions import LogitsOf, compare_predictions, perplexity
 
 _BATCH_TOKENS = 2048  # that a layer sees at a time
 _BLOCK = 1 << 23  # numbers of one block of scores
@@ -271,8 +271,8 @@ def _compare_logits(
     error = _Error(float(values["logits_difference"].sum()), float(values["logits_energy"].sum()))
     return ParityReport(
         tokens=len(values["kl"]),
-        perplexity_source=_exp(float(values["nll_source"].mean())),
-        perplexity_converted=_exp(float(values["nll_converted"].mean())),
+        perplexity_source=perplexity(float(values["nll_source"].mean())),
+        perplexity_converted=perplexity(float(values["nll_converted"].mean())),
         kl=float(values["kl"].mean()),
         top1_agreement=float(values["agrees"].mean()),
         logits_relative_error=error.value(),
@@ -295,7 +295,3 @@ def _logits_of(model: StreamedModel, hidden: torch.Tensor) -> LogitsOf:
 def _sum(rows: torch.Tensor) -> float:
     """Rows in their own precision, their sums in float64: exact enough, and much faster than all in float64."""
     return float(rows.sum(-1).double().sum())
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf if value == value else math.nan

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from mha2mla.eval.loading import check_device, load_model
+from mha2mla.environment import compute_device
+from mha2mla.eval.loading import load_model
 from mha2mla.eval.op_latency import attention_latency
 from mha2mla.eval.step_latency import decode_step_latency
 
@@ -50,7 +51,7 @@ def model_latency(
         least = 1 if name == "batch_sizes" else 2
         if not values or any(value < least for value in values):
             raise ValueError(f"{name} is {list(values)}; expected one or more numbers >= {least}")
-    device = check_device(device)
+    device = compute_device(device)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     converted = load_model(converted, "converted", device=device, dtype=dtype)
     config = converted.config

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-
-def default_device() -> torch.device:
-    """CUDA where there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from mha2mla.environment import compute_device
 
 
 def load_model(
@@ -35,7 +32,7 @@ def load_model(
 
     import mha2mla  # noqa: F401  registers model_type "mha2mla"
 
-    device = check_device(device)
+    device = compute_device(device)
     model = check_folder(model, name)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", trust_remote_code=False)
     return loaded.to(device).eval()
@@ -63,16 +60,3 @@ def check_folder(model: str | os.PathLike[str], name: str) -> str:
     if path.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
         raise FileNotFoundError(f"{name} is {text!r}; expected an existing checkpoint folder, or a hub id")
     return text
-
-
-def check_device(device: str | torch.device | None) -> torch.device:
-    """The device to compute on; ``None`` chooses."""
-    if device is None:
-        return default_device()
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device is {device!r}; expected cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {str(device)!r}; this machine has {torch.cuda.device_count()} CUDA devices")
-    return device

@@ -21,6 +21,7 @@ LAYER_CURVES = {
     "hidden_error": "hidden states after the layer",
 }
 _RATIO = "perplexity ÷ source's"
+_BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}  # of a legend
 _TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 4, 10, 100)
 
 
@@ -194,7 +195,7 @@ def _draw_positions(rows: Sequence[Row], axes: Any) -> None:
     axes.axhline(1.0, color="0.6", linewidth=0.8, linestyle=":")
     axes.set(xlabel="position in the window (tokens)", ylabel=_RATIO)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(**_BESIDE)
 
 
 def _draw_probes(rows: Sequence[Row], axes: Any) -> None:
@@ -223,4 +224,4 @@ def _draw_losses(points: Mapping[str, Sequence[tuple[float, float]]], what: str,
     axes.set_yticks(ticks, [f"{1 + tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+    axes.legend(**_BESIDE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from tqdm import tqdm
 from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_generation
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
-from mha2mla.predictions import Comparison, Predictor, compare_predictions
+from mha2mla.predictions import Comparison, Predictor, compare_predictions, perplexity
 from mha2mla.texts import load_text, token_windows
 
 TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # of three kinds, and no preset calibrates on them
@@ -38,13 +37,8 @@ POSITION_COLUMNS = {
     "seqlen": "window",
     "first": "from token",
     "stop": "to",
-    "perplexity_source": "perplexity source",
-    "perplexity_converted": "converted",
-    "perplexity_ratio": "ratio",
+    **COLUMNS,
     "excess_over_mean": "excess ÷ window's",
-    "kl": "KL (nats)",
-    "top1_agreement": "top-1 agreement",
-    "num_tokens": "tokens",
 }
 
 
@@ -122,15 +116,8 @@ class QualityReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {
-            "rows": [row.to_dict() for row in self.rows],
-            "by_position": [row.to_dict() for row in self.by_position],
-            "probes": [row.to_dict() for row in self.probes],
-            "generation": [row.to_dict() for row in self.generation],
-            "skipped": list(self.skipped),
-            "dtype": self.dtype,
-            "device": self.device,
-        }
+        of_rows = ("rows", "by_position", "probes", "generation")
+        return {**vars(self), **{name: [row.to_dict() for row in getattr(self, name)] for name in of_rows}}
 
 
 def evaluate_quality(
@@ -319,7 +306,7 @@ def _row(
     scored = sums[:, max(0, first - 1) : stop - 1]
     tokens = len(windows) * scored.shape[1]
     nll_source, nll_converted, kl, agreeing = (scored.sum(1) / tokens).tolist()
-    perplexities = _exp(nll_source), _exp(nll_converted)
+    perplexities = perplexity(nll_source), perplexity(nll_converted)
     excess = None
     if whole is not None and whole.perplexity_ratio != 1:
         excess = (perplexities[1] / perplexities[0] - 1) / (whole.perplexity_ratio - 1)
@@ -337,11 +324,6 @@ def _row(
         top1_agreement=agreeing,
         excess_over_mean=excess,
     )
-
-
-def _exp(mean_nll: float) -> float:
-    """exp that says infinity instead of raising: a broken model has a perplexity too."""
-    return math.exp(mean_nll) if mean_nll < 700 else math.inf if mean_nll == mean_nll else math.nan
 
 
 def _check_same_vocabulary(source: torch.nn.Module, converted: torch.nn.Module) -> None:

@@ -22,6 +22,7 @@ from mha2mla.conversion.result.destination import check_destination
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.opening import Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.environment import compute_device
 
 EVALUATION_TEXT = "builtin:prose"
 EVALUATION_TOKENS = 2048
@@ -244,24 +245,6 @@ def _held_out(
     except ValueError as error:  # long enough for short windows, and no reason to refuse a conversion
         return short, None, [f"not compared with the source in a window of {lengths[-1]} tokens: {error}"]
     return short, HeldOut(long_text, windows), []
-
-
-def compute_device(device: str | torch.device | None) -> torch.device:
-    """The one that was asked for, else CUDA where there is one.
-
-    Raises:
-        ValueError: it cannot be used here.
-    """
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        target = torch.device(device)
-        torch.empty(0, device=target)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise ValueError(f"device is {str(device)!r:.80}, which cannot be used here: {error}") from error
-    if target.type == "meta":
-        raise ValueError("device is 'meta', which computes nothing; expected cpu or cuda")
-    return target
 
 
 def source_folder(source: str | os.PathLike[str]) -> Path:

@@ -24,6 +24,7 @@ from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, source_identity, tensor_hash
 from mha2mla.conversion.rope.share_search import choose_rope_share
 from mha2mla.conversion.source.files import FileIdentity
+from mha2mla.environment import installed_version
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Plan
@@ -117,14 +118,6 @@ def layer_inputs(prepared: Prepared) -> dict[str, Any]:
     return {"geometries": shapes, "calibration": tensor_hash(tokens)}
 
 
-def version() -> str:
-    """Of this package."""
-    try:
-        return metadata.version("mha2mla")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 def _windows(plan: Plan, work: WorkFolder) -> TokenBlocks:
     saved = work.get(_TEXT)
     if saved is not None:
@@ -155,7 +148,7 @@ def _request(plan: Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:
         "python": platform.python_version(),  # texts come with it
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
-        "mha2mla": version(),
+        "mha2mla": installed_version(),
         "code": code_hash(),
     }
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import AutoConfig
 
 from mha2mla.conversion.calibration.windows import evaluation_windows
 from mha2mla.conversion.families import UnsupportedSourceError
@@ -18,23 +16,21 @@ from mha2mla.conversion.presets import AUTO
 from mha2mla.conversion.recipe import asked_keys
 from mha2mla.conversion.relayout import latent_config, latent_tensors
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
-from mha2mla.conversion.result.writer import ShardedWriter
-from mha2mla.conversion.source.checkpoint import CheckpointError, CheckpointReader
+from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.conversion.source.opening import ConvertedSource, open_converted
 from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.environment import compute_device
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.pipeline.check import Arguments, compute_device
-from mha2mla.pipeline.prepare import version
+from mha2mla.pipeline.check import Arguments
 from mha2mla.pipeline.report import (
     ConversionReport,
-    peak_rss_bytes,
     serving_on_cuda,
     warn_of_slow_layers,
     write_report,
 )
-from mha2mla.pipeline.verify import check_exact, parity_tolerance
-from mha2mla.pipeline.write import copy_tensor, write_config
+from mha2mla.pipeline.verify import check_exact, parity_tolerance, read_back
+from mha2mla.pipeline.write import write_config, write_weights
 
 EVALUATION_LENGTH = 512
 MADE = "moved, exactly, into the layout that caches the latent alone"
@@ -111,43 +107,26 @@ def _dtype(reader: CheckpointReader) -> torch.dtype:
 
 def _write(arguments: Arguments, opened: ConvertedSource, model: StreamedModel, folder: Path) -> int:
     """Streams every tensor to ``folder``, those of attention moved, all others copied. Returns their bytes."""
-    reader, dtype = opened.reader, arguments.dtype
-    writer = ShardedWriter(folder, max_shard_bytes=arguments.max_shard_bytes)
-    names = sorted(model.expected_names())
-    for name in names:
-        if not name.startswith("model.layers."):
-            copy_tensor(reader, writer, name, dtype)
-    for layer in tqdm(range(model.num_layers), desc="convert", unit="layer", disable=not arguments.progress):
-        prefix, attention = f"model.layers.{layer}.", f"model.layers.{layer}.self_attn."
-        tensors = {}
-        for name in names:
-            if name.startswith(attention):
-                tensors[name.removeprefix(attention)] = reader.tensor(name)
-            elif name.startswith(prefix):
-                copy_tensor(reader, writer, name, dtype)
-        for name, tensor in latent_tensors(opened.config.layer_geometry(layer), tensors).items():
-            narrow = dtype is not None and name not in _FULL
-            writer.add(attention + name, tensor.to(dtype) if narrow else tensor)
-        del tensors
-        reader.release()
-    writer.finish()
-    return writer.total_bytes
+    names, dtype = {name for name in model.expected_names() if ".self_attn." in name}, arguments.dtype
+
+    def attention(layer: int) -> dict[str, torch.Tensor]:
+        prefix = f"model.layers.{layer}.self_attn."
+        own = {name.removeprefix(prefix): opened.reader.tensor(name) for name in names if name.startswith(prefix)}
+        moved = latent_tensors(opened.config.layer_geometry(layer), own)
+        return {name: tensor if dtype is None or name in _FULL else tensor.to(dtype) for name, tensor in moved.items()}
+
+    return write_weights(arguments, model, folder, attention, names)
 
 
 def _verify(
     arguments: Arguments, opened: ConvertedSource, model: StreamedModel, folder: Path, tokens: torch.Tensor
 ) -> ParityReport:
     """Reads ``folder`` back and compares it with the source."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    reader = CheckpointReader(folder)
-    converted = StreamedModel(config, reader, opened.sliding_windows, device=model.device, dtype=model.dtype)
-    if reader.names() != converted.expected_names():
-        different = sorted(reader.names() ^ converted.expected_names())
-        raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
+    converted = read_back(folder, model)
     parity = compare(
         model, converted, tokens, folder=folder, spill_bytes=arguments.spill_bytes, progress=arguments.progress
     )
-    reader.release()
+    converted.source.release()
     source = _dtype(opened.reader)
     tolerance = parity_tolerance(arguments.compute_dtype, arguments.dtype or source, source)
     check_exact(parity, tolerance, "the layout 'latent'")
@@ -184,9 +163,7 @@ def _report(
         cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
         source_cache_numel_per_token=sum(opened.config.layer_geometry(index).cache_numel_per_token for index in layers),
         recipe=config.recipe,
-        searches={},
         preset="none: no number was changed by more than its place",
-        calibration_tokens=0,
         calibrated_length=config.calibrated_length,
         evaluation_text=evaluation if isinstance(evaluation, str) else "token windows of the caller",
         evaluation_length=tokens.shape[1],
@@ -194,15 +171,8 @@ def _report(
         weights_dtype=str(written).removeprefix("torch."),
         device=str(device),
         parity=parity,
-        long_evaluation_text="",
-        long_evaluation_length=None,
-        long_parity=None,
         layers=tuple(rows),
         decode_backend=f"on CUDA {describe(serving_on_cuda(config, written, device))}",
-        rope_note="",
-        resumed_layers=0,
         seconds=seconds,
-        peak_rss_bytes=peak_rss_bytes(),
         weight_bytes=weight_bytes,
-        mha2mla_version=version(),
     )

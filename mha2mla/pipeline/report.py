@@ -7,7 +7,7 @@ import resource
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,10 @@ import torch
 from mha2mla.conversion.parity import ParityReport
 from mha2mla.conversion.result.card import PLOT_FILE, model_card
 from mha2mla.conversion.resume import FinishedLayers
+from mha2mla.environment import collect_environment, describe_environment, installed_version
 from mha2mla.geometry import MLAGeometry
 from mha2mla.pipeline.check import Arguments
-from mha2mla.pipeline.prepare import Prepared, version
+from mha2mla.pipeline.prepare import Prepared
 
 if TYPE_CHECKING:
     from mha2mla.modeling import LayerAttention
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 
 MADE = "converted to Multi-head Latent Attention"
+
+
+def _peak_rss_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @dataclass(frozen=True)
@@ -64,9 +71,7 @@ class ConversionReport:
     cache_numel_per_token: int
     source_cache_numel_per_token: int
     recipe: dict[str, Any]
-    searches: dict[str, Any]
     preset: str
-    calibration_tokens: int
     calibrated_length: int | None
     evaluation_text: str
     evaluation_length: int
@@ -74,17 +79,19 @@ class ConversionReport:
     weights_dtype: str
     device: str
     parity: ParityReport
-    long_evaluation_text: str
-    long_evaluation_length: int | None
-    long_parity: ParityReport | None
     layers: tuple[dict[str, Any], ...]
     decode_backend: str
-    rope_note: str
-    resumed_layers: int
     seconds: dict[str, float]
-    peak_rss_bytes: int
     weight_bytes: int
-    mha2mla_version: str
+    searches: dict[str, Any] = field(default_factory=dict)
+    calibration_tokens: int = 0
+    long_evaluation_text: str = ""
+    long_evaluation_length: int | None = None
+    long_parity: ParityReport | None = None
+    rope_note: str = ""
+    resumed_layers: int = 0
+    peak_rss_bytes: int = field(default_factory=_peak_rss_bytes)
+    mha2mla_version: str = field(default_factory=lambda: installed_version() or "(not installed)")
 
     @property
     def cache_ratio(self) -> float:
@@ -120,12 +127,6 @@ class ConversionReport:
             f" {parity.logits_relative_error:.3g}; decode: {self.decode_backend}; peak memory"
             f" {self.peak_rss_bytes / 2**30:.2f} GiB; seconds: {seconds}; preset: {self.preset}"
         )
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def make_report(
@@ -174,9 +175,7 @@ def make_report(
         rope_note=plan.spec.rope_note,
         resumed_layers=resumed,
         seconds=seconds,
-        peak_rss_bytes=peak_rss_bytes(),
         weight_bytes=weight_bytes,
-        mha2mla_version=version(),
     )
 
 
@@ -188,7 +187,6 @@ def write_report(
     Args:
         made: what was done to the source, for the card.
     """
-    from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.inspection import RECORD_FILE
     from mha2mla.eval.plots import plot_layers
     from mha2mla.eval.report import write_json

@@ -18,7 +18,16 @@ from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
 from mha2mla.conversion.resume import has_pieces
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
-from mha2mla.pipeline.check import EVALUATION_TEXT, EVALUATION_TOKENS, Arguments, Plan, check, source_folder
+from mha2mla.environment import compute_device
+from mha2mla.pipeline.check import (
+    EVALUATION_TEXT,
+    EVALUATION_TOKENS,
+    Arguments,
+    Plan,
+    check,
+    named_recipe,
+    source_folder,
+)
 from mha2mla.pipeline.prepare import open_work, prepare
 from mha2mla.pipeline.relayout import change_layout
 from mha2mla.pipeline.report import (
@@ -118,6 +127,7 @@ def convert(
             spill_bytes=spill_bytes,
             max_shard_bytes=max_shard_bytes,
         )
+        named_recipe(recipe, preset, compute_device(device))  # a mistake is said before a source is fetched
         folder = source_folder(arguments.source)
     if is_converted(folder):
         return change_layout(arguments, folder, started)
@@ -148,7 +158,9 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
             with _timed(seconds, "convert"), _degenerate_named():
                 convert_layers(prepared, folder, layers)
             with _timed(seconds, "write"):
-                weight_bytes = write_weights(plan, folder, layers)
+                names = (opened.adapter.attention_names(plan.spec, layer) for layer in range(plan.spec.num_layers))
+                replaced = {name for layer in names for name in layer.values()}
+                weight_bytes = write_weights(arguments, plan.model, folder, layers.__getitem__, replaced)
                 write_companions(prepared, folder)
             with _timed(seconds, "verify"):
                 check_unchanged(opened.folder, files)

@@ -32,14 +32,7 @@ def verify(prepared: Prepared, folder: Path) -> tuple[ParityReport, ParityReport
             further from the source's than a guess.
     """
     plan, arguments = prepared.plan, prepared.plan.arguments
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    reader = CheckpointReader(folder)
-    converted = StreamedModel(
-        config, reader, plan.spec.sliding_windows, device=plan.model.device, dtype=plan.model.dtype
-    )
-    if reader.names() != converted.expected_names():
-        different = sorted(reader.names() ^ converted.expected_names())
-        raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
+    converted = read_back(folder, plan.model)
     compared = partial(
         compare, plan.model, converted, folder=folder, spill_bytes=arguments.spill_bytes, progress=arguments.progress
     )
@@ -47,7 +40,7 @@ def verify(prepared: Prepared, folder: Path) -> tuple[ParityReport, ParityReport
     long_parity = None
     if plan.long_evaluation is not None:
         long_parity = compared(plan.long_evaluation.tokens, by_layer=False)
-    reader.release()
+    converted.source.release()
     if all(map(is_exact, prepared.geometries)):
         tolerance = parity_tolerance(arguments.compute_dtype, plan.stored_dtype, plan.source_dtype)
         check_exact(parity, tolerance, "the full-rank conversion")
@@ -59,6 +52,20 @@ def verify(prepared: Prepared, folder: Path) -> tuple[ParityReport, ParityReport
                 f" at most {guess:.3g}, as far as a guess among {plan.model.vocab_size} tokens can be from certainty"
             )
     return parity, long_parity
+
+
+def read_back(folder: Path, source: StreamedModel) -> StreamedModel:
+    """What was written, to be run as ``source`` is.
+
+    Raises:
+        CheckpointError: the written names are not the model's.
+    """
+    config, reader = AutoConfig.from_pretrained(folder, trust_remote_code=False), CheckpointReader(folder)
+    written = StreamedModel(config, reader, source.sliding_windows, device=source.device, dtype=source.dtype)
+    if reader.names() != written.expected_names():
+        different = sorted(reader.names() ^ written.expected_names())
+        raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
+    return written
 
 
 def check_exact(parity: ParityReport, tolerance: float, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +14,10 @@ from tqdm import tqdm
 from mha2mla.conversion.layer_walk import LayerRecord, LayerWalk
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder
-from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.files import regular_file
 from mha2mla.conversion.source.opening import OpenedFolder
-from mha2mla.pipeline.check import Plan
+from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.pipeline.check import Arguments
 from mha2mla.pipeline.prepare import Prepared, layer_inputs
 
 if TYPE_CHECKING:
@@ -62,34 +63,41 @@ def _losses(record: LayerRecord) -> dict[str, str]:
     return {"loss": f"{record.loss_before:.3g} -> {record.loss_after:.3g}"}
 
 
-def write_weights(plan: Plan, folder: Path, layers: FinishedLayers) -> int:
-    """Streams every tensor to ``folder``: attention converted, all others copied. Returns their bytes."""
-    adapter, reader = plan.opened.adapter, plan.opened.reader
-    writer = ShardedWriter(folder, max_shard_bytes=plan.arguments.max_shard_bytes)
-    attention: set[str] = set()
-    for layer in range(plan.spec.num_layers):
-        attention |= set(adapter.attention_names(plan.spec, layer).values())
-    copied = sorted(plan.model.expected_names() - attention)
-    dtype = plan.arguments.dtype
-    for name in copied:
-        if not name.startswith("model.layers."):
-            copy_tensor(reader, writer, name, dtype)
-    for layer in range(plan.spec.num_layers):
-        prefix = adapter.layer_prefix(layer)
-        for name in copied:
-            if name.startswith(prefix):
-                copy_tensor(reader, writer, name, dtype)
-        for name, tensor in layers[layer].items():
+def write_weights(
+    arguments: Arguments,
+    model: StreamedModel,
+    folder: Path,
+    attention: Callable[[int], Mapping[str, torch.Tensor]],
+    replaced: Collection[str],
+) -> int:
+    """Streams every tensor of a source to ``folder``, those of attention replaced, all others copied.
+
+    Args:
+        model: the source.
+        attention: layer → the tensors that its attention gets, by their names there.
+        replaced: names of the source's own, which are not copied.
+
+    Returns:
+        Bytes of all tensors.
+    """
+    reader, dtype = model.source, arguments.dtype
+    writer = ShardedWriter(folder, max_shard_bytes=arguments.max_shard_bytes)
+    copied = sorted(model.expected_names() - set(replaced))
+
+    def copy(names: Iterable[str]) -> None:
+        for name in names:
+            tensor = reader.tensor(name)
+            writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
+
+    copy(name for name in copied if not name.startswith("model.layers."))
+    for layer in tqdm(range(model.num_layers), desc="write", unit="layer", disable=not arguments.progress):
+        prefix = f"model.layers.{layer}."
+        copy(name for name in copied if name.startswith(prefix))
+        for name, tensor in attention(layer).items():
             writer.add(f"{prefix}self_attn.{name}", tensor)
         reader.release()
     writer.finish()
     return writer.total_bytes
-
-
-def copy_tensor(reader: CheckpointReader, writer: ShardedWriter, name: str, dtype: torch.dtype | None) -> None:
-    """A tensor of the source as it is, or in another floating-point ``dtype``."""
-    tensor = reader.tensor(name)
-    writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
 
 
 def write_companions(prepared: Prepared, folder: Path) -> None:

@@ -191,7 +191,7 @@ def test_the_same_vocabulary_cut_otherwise_is_refused(tiny_source, tmp_path):
         ({"max_tokens": 1}, "max_tokens is 1; expected at least 2"),
         ({"texts": []}, "texts is empty"),
         ({"texts": "no-such-file"}, "no-such-file"),
-        ({"device": "abacus"}, "device is 'abacus'; expected cpu, cuda or cuda:N"),
+        ({"device": "abacus"}, "device is 'abacus', which cannot be used here"),
     ],
 )
 def test_bad_arguments_are_named(tiny_source, changed, message):

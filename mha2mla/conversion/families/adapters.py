@@ -34,9 +34,7 @@ class MistralAdapter(FamilyAdapter):
 
     model_type = "mistral"
     window_in_every_layer = True
-
-    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
-        return dict.fromkeys("qkvo", False)
+    biased = (False,) * 4
 
 
 class MixtralAdapter(MistralAdapter):
@@ -50,9 +48,7 @@ class Qwen2Adapter(FamilyAdapter):
     """Qwen2 and Qwen2.5 (dense): biases on q, k and v; a sliding window in the layers that the config lists."""
 
     model_type = "qwen2"
-
-    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
-        return {"q": True, "k": True, "v": True, "o": False}
+    biased = (True, True, True, False)
 
 
 class Qwen2MoeAdapter(FamilyAdapter):
@@ -60,9 +56,7 @@ class Qwen2MoeAdapter(FamilyAdapter):
 
     model_type = "qwen2_moe"
     mixture_of_experts = True
-
-    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
-        return {**dict.fromkeys("qkv", config.qkv_bias), "o": False}
+    biased = ("qkv_bias",) * 3 + (False,)
 
 
 class Qwen3Adapter(FamilyAdapter):
@@ -86,9 +80,7 @@ class Phi3Adapter(FamilyAdapter):
     model_type = "phi3"
     partial_rotary = True
     window_in_every_layer = True
-
-    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
-        return dict.fromkeys("qkvo", False)
+    biased = (False,) * 4
 
     def attention_names(self, spec: SourceSpec, layer: int) -> dict[str, str]:
         prefix = f"{self.layer_prefix(layer)}self_attn."
@@ -102,9 +94,7 @@ class GlmAdapter(FamilyAdapter):
     model_type = "glm"
     partial_rotary = True
     neighbours_pair = True
-
-    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
-        return {**dict.fromkeys("qkv", config.attention_bias), "o": False}
+    biased = ("attention_bias",) * 3 + (False,)
 
 
 class Glm4Adapter(GlmAdapter):

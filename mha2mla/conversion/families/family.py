@@ -19,6 +19,8 @@ class FamilyAdapter:
     """
 
     model_type: ClassVar[str] = ""
+    # Which of q, k, v, o have a bias, or the key of the config that says it.
+    biased: ClassVar[tuple[bool | str, ...]] = ("attention_bias",) * 4
     qk_norm: ClassVar[bool] = False
     norm_per_head: ClassVar[bool] = True
     norm_offset: ClassVar[float] = 0.0
@@ -27,11 +29,6 @@ class FamilyAdapter:
     table_by_layer_type: ClassVar[bool] = False  # rope_parameters holds parameters for each of layer_types
     partial_rotary: ClassVar[bool] = False  # its code looks at partial_rotary_factor
     neighbours_pair: ClassVar[bool] = False  # rotary pairs are (2j, 2j + 1) instead of halves
-
-    def biases(self, config: PreTrainedConfig) -> dict[str, bool]:
-        """Which of q, k, v, o have a bias."""
-        bias = bool(getattr(config, "attention_bias", False))
-        return {"q": bias, "k": bias, "v": bias, "o": bias}
 
     def sliding_windows(self, config: PreTrainedConfig) -> tuple[int | None, ...]:
         """Visible tokens per layer, None for all."""
@@ -79,7 +76,8 @@ class FamilyAdapter:
                 table = tables[layer]
         rotary_dim = 2 * table.inv_freq.numel()
         note = "" if rotary_dim == head_dim else f"{rotary_dim} of {head_dim} dims of a head rotate"
-        biases = self.biases(config)
+        biases = [getattr(config, says, False) if isinstance(says, str) else says for says in self.biased]
+        q_bias, k_bias, v_bias, o_bias = map(bool, biases)
         return SourceSpec(
             model_type=self.model_type,
             num_layers=config.num_hidden_layers,
@@ -90,10 +88,10 @@ class FamilyAdapter:
             softmax_scale=self.softmax_scale(config, head_dim),
             qk_norm=self.qk_norm,
             norm_eps=config.rms_norm_eps,
-            q_bias=biases["q"],
-            k_bias=biases["k"],
-            v_bias=biases["v"],
-            o_bias=biases["o"],
+            q_bias=q_bias,
+            k_bias=k_bias,
+            v_bias=v_bias,
+            o_bias=o_bias,
             inv_freq=_padded(table.inv_freq, head_dim),
             attention_factor=table.attention_factor,
             rope_type=table.rope_type,
