@@ -406,7 +406,7 @@ RUNS = (
     Fault(
         "the names that were written are not compared",
         "mha2mla/pipeline/verify.py",
-        "if reader.names() != converted.expected_names():",
+        "if reader.names() != written.expected_names():",
         "if not reader.names():",
         ("tests/test_pipeline.py",),
         "name or tensor or written",

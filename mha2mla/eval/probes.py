@@ -93,13 +93,13 @@ class ProbeRow:
     chance: float
     source: float
     converted: float
-    source_by_depth: tuple[float, ...]
-    converted_by_depth: tuple[float, ...]
-    nll_source: float | None
-    nll_converted: float | None
     counts: bool
     text: str
     seed: int
+    source_by_depth: tuple[float, ...] = ()
+    converted_by_depth: tuple[float, ...] = ()
+    nll_source: float | None = None
+    nll_converted: float | None = None
 
     @property
     def retained(self) -> float | None:
@@ -257,10 +257,6 @@ def _gain_row(
         chance=0.0,
         source=source,
         converted=converted,
-        source_by_depth=(),
-        converted_by_depth=(),
-        nll_source=None,
-        nll_converted=None,
         counts=source > _GAIN_ERRORS * error,
         text=settings.text,
         seed=settings.seed,

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_generation
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
-from mha2mla.predictions import Comparison, Predictor, compare_predictions, perplexity
+from mha2mla.predictions import Predictor, compare_predictions, perplexity
 from mha2mla.texts import load_text, token_windows
 
 TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # of three kinds, and no preset calibrates on them
@@ -276,14 +276,10 @@ def _sums_by_position(source: Predictor, converted: Predictor, windows: torch.Te
     sums = torch.zeros(4, length - 1, dtype=torch.float64)
     for ids in windows.split(max(1, _TOKENS_AT_ONCE // length)):
         compared = compare_predictions(source.next_tokens(ids), converted.next_tokens(ids), ids[:, 1:].flatten())
-        sums += _stacked(compared).view(4, len(ids), length - 1).sum(1)
+        fields = (compared.nll_source, compared.nll_converted, compared.kl, compared.agrees)
+        sums += torch.stack([field.double().cpu() for field in fields]).view(4, len(ids), length - 1).sum(1)
         bar.update(ids.numel())
     return sums
-
-
-def _stacked(compared: Comparison) -> torch.Tensor:
-    fields = (compared.nll_source, compared.nll_converted, compared.kl, compared.agrees)
-    return torch.stack([field.double().cpu() for field in fields])
 
 
 def _parts(length: int) -> Iterator[tuple[int, int]]:
