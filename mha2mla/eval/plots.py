@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+Points = dict[str, list[tuple[float, float]]]  # name of a curve → (x, ratio)
 Draw = Callable[[Any], None]  # into axes of matplotlib
 
+_MISSING = "a plot needs matplotlib: pip install 'mha2mla[plots]'"
 _COLORS = 64
 LAYER_CURVES = {
     "score_error": "attention scores, on the source's inputs",
@@ -28,7 +30,7 @@ _TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 4, 10, 100)
 def check_installed() -> None:
     """Raises ImportError, which says what to install, where nothing can be drawn: before a measurement, not after."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("a plot needs matplotlib: pip install 'mha2mla[plots]'")
+        raise ImportError(_MISSING)
 
 
 def plot_layers(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
@@ -74,7 +76,7 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
 
     One of ``eval quality`` gives :func:`plot_quality`; those of several checkpoints beside those of ``eval latency`` of
     the same checkpoints, loss against the time of a decode call; those of ``benchmarks/conversion.py``, loss against
-    cached bytes.
+    the length of the window at the largest cache, and against cached bytes.
 
     Args:
         reports: what the files hold.
@@ -87,12 +89,16 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
     of_kind = {kind: [each for each in reports if each.get("kind") == kind] for kind in ("quality", "latency")}
     converted = [row for each in reports if str(each.get("kind")).startswith("conversion") for row in each["rows"]]
     panels: list[Draw] = []
-    if points := _bytes_and_losses(converted):
-        panels.append(partial(_draw_losses, points, "cached bytes ÷ source's"))
+    if rows := _presets(converted):
+        share = max(row["cache_ratio"] for row in rows)
+        what = f"tokens in a window, {share:g} of the source's cache"
+        panels.append(partial(_draw_losses, lengths_and_losses(rows, share), what))
+        panels.append(partial(_draw_losses, _bytes_and_losses(rows), "cached bytes ÷ source's; longest windows"))
     for what, points in _times_and_losses(**of_kind).items():
         panels.append(partial(_draw_losses, points, what))
     if panels:
-        _picture(panels, path)
+        models = dict.fromkeys(each["measured"]["model"] for each in reports if "measured" in each)
+        _picture(panels, path, title="; ".join([*models, "the text that loses most"]))
     elif len(of_kind["quality"]) == 1:
         plot_quality(of_kind["quality"][0], path)
     else:
@@ -107,22 +113,40 @@ def _name(report: Mapping[str, Any]) -> str:
     return Path(report["converted"]).name
 
 
-def _bytes_and_losses(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
-    """Preset and layout → (share of the cache, ratio in the longest windows) for each cache ratio; rows that are about
-    something else (one step of a conversion, other widths) are left out."""
-    points: dict[str, list[tuple[float, float]]] = {}
+def _presets(rows: Sequence[Row]) -> list[Row]:
+    """Rows of a whole conversion, under the name of its preset and layout; those about something else (one step of
+    one, other widths) are left out."""
+    found = []
     for row in rows:
         share, _, name = row["name"].partition(" ")
-        lengths = sorted(int(key) for key in row if key.isdecimal())
-        if share.replace(".", "").isdecimal() and lengths and "=" not in name and row["status"] == "ok":
-            ratio = float(row[str(lengths[-1])])
-            points.setdefault(name, []).append((row["cache_ratio"], ratio))
+        if share.replace(".", "").isdecimal() and "=" not in name and row["status"] == "ok" and _lengths(row):
+            found.append({**row, "name": name})
+    return found
+
+
+def _lengths(row: Row) -> list[int]:
+    return sorted(int(key) for key in row if key.isdecimal())
+
+
+def lengths_and_losses(rows: Sequence[Row], share: float) -> Points:
+    """Preset and layout, with the ratio in the longest windows → (length, ratio) at one share of the cache."""
+    points = {}
+    for row in rows:
+        if row["cache_ratio"] == share:
+            found = [(float(length), float(row[str(length)])) for length in _lengths(row)]
+            points[f"{row['name']} {found[-1][1]:.3g}"] = found
     return points
 
 
-def _times_and_losses(
-    quality: Sequence[Mapping[str, Any]], latency: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def _bytes_and_losses(rows: Sequence[Row]) -> Points:
+    """Preset and layout → (share of the cache, ratio in the longest windows) for each share."""
+    points: Points = {}
+    for row in rows:
+        points.setdefault(row["name"], []).append((row["cache_ratio"], float(row[str(_lengths(row)[-1])])))
+    return points
+
+
+def _times_and_losses(quality: Sequence[Mapping[str, Any]], latency: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
     """What was timed → checkpoint → (µs, ratio in its longest windows, the text that loses most)."""
     losses: dict[str, float] = {}
     for report in quality if latency else ():
@@ -130,24 +154,25 @@ def _times_and_losses(
         losses[_name(report)] = max(
             float(row["perplexity_ratio"]) for row in report["rows"] if row["seqlen"] == longest
         )
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    found: dict[str, Points] = {}
     for report in latency:
         ours = [row for row in report["rows"] if row["implementation"].startswith(("converted", "mla_decode"))]
         for row in ours if _name(report) in losses else ():
             if row["status"] == "ok":
-                what = f"{row['op']}, {row['batch']:,} × {row['seqlen']:,}: µs"
+                what = f"{row['op']}, {row['batch']:,} × {row['seqlen']:,}: µs; longest windows"
                 found.setdefault(what, {})[_name(report)] = [(row["us_p50"], losses[_name(report)])]
     return found
 
 
 def _picture(panels: Sequence[Draw], path: str | os.PathLike[str], *, title: str | None = None) -> None:
     """One panel below the other."""
-    check_installed()
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from PIL import Image
-
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(_MISSING) from error
     # Not pyplot: it would choose a display for the whole process.
     figure = Figure(figsize=(7.5, 3.2 * len(panels)), dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -212,16 +237,20 @@ def _draw_probes(rows: Sequence[Row], axes: Any) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-def _draw_losses(points: Mapping[str, Sequence[tuple[float, float]]], what: str, axes: Any) -> None:
+def _draw_losses(points: Points, what: str, axes: Any) -> None:
     """A curve for each name; what is lost is the distance from 1, which gets the logarithm."""
     lost = {name: sorted((x, y - 1) for x, y in found if 1 < y < math.inf) for name, found in points.items()}
     for name, found in lost.items():
         if found:
             axes.plot(*zip(*found, strict=True), marker="o", markersize=4, linewidth=1.2, label=name)
-    axes.set(xlabel=what, ylabel=f"{_RATIO}, longest windows", yscale="log")
+    axes.set(xlabel=what, ylabel=_RATIO, yscale="log")
     values = [y for found in lost.values() for _, y in found] or [1.0]
     ticks = [tick - 1 for tick in _TICKS if min(values) / 3 <= tick - 1 <= 3 * max(values)]
     axes.set_yticks(ticks, [f"{1 + tick:g}" for tick in ticks])
+    if what.startswith("tokens"):
+        axes.set_xscale("log", base=2)
+        lengths = sorted({x for found in lost.values() for x, _ in found})
+        axes.set_xticks(lengths, [f"{length:.0f}" for length in lengths])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
     axes.legend(**_BESIDE)

@@ -110,10 +110,12 @@ def test_losses_are_drawn_against_cached_bytes_by_preset_and_layout(tmp_path):
     ]
     rows += [{"name": "RoPE 64 quick", "cache_ratio": 1.0, "status": "ok", "8192": 1.1}]
     rows += [{"name": "0.5 failed", "cache_ratio": 0.5, "status": "failed: because"}]
-    points = plots._bytes_and_losses(rows)
+    presets = plots._presets(rows)
+    points = plots._bytes_and_losses(presets)
     assert points["shared"] == [(0.5, 1.2), (0.25, 1.4)] and len(points) == 2
+    assert plots.lengths_and_losses(presets, 0.5)["shared 1.2"] == [(512, 1.1), (8192, 1.2)]
     svg = _drawn(tmp_path, {"kind": "conversion", "rows": rows})
-    assert "quick, per-group" in svg and "longest windows" in svg and "cached bytes" in svg and "RoPE" not in svg
+    assert "quick, per-group 1.6" in svg and "0.5 of the source" in svg and "cached bytes" in svg and "RoPE" not in svg
 
 
 def test_losses_are_drawn_against_the_time_of_the_same_checkpoints(tmp_path):
@@ -131,7 +133,7 @@ def test_losses_are_drawn_against_the_time_of_the_same_checkpoints(tmp_path):
 
     reports = [quality("a", 1.2), quality("b", 1.1), latency("a", 20.0), latency("b", 30.0), latency("c", 40.0)]
     assert plots._times_and_losses(reports[:2], reports[2:]) == {
-        "decode step, 8 × 2,048: µs": {"a": [(20.0, 1.2)], "b": [(30.0, 1.1)]}
+        "decode step, 8 × 2,048: µs; longest windows": {"a": [(20.0, 1.2)], "b": [(30.0, 1.1)]}
     }
     assert "decode step, 8 × 2,048: µs" in _drawn(tmp_path, *reports)
 
