@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
+from mha2mla.kernels.devices import runs_compiled
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -77,10 +77,7 @@ def _combine(
     from mha2mla.kernels.attention_combine.launch import launch_attention_combine
 
     out, lse = _combine_fake(partial_out, partial_lse, num_splits, dtype, compiled)
-    launch_attention_combine(
-        capability(partial_out.device), dtype_name(partial_out.dtype), dtype_name(dtype), partial_out, partial_lse,
-        num_splits, out, lse,
-    )  # fmt: skip
+    launch_attention_combine(partial_out, partial_lse, num_splits, out, lse)
     return out, lse
 
 

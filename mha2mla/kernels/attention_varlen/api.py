@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH, VarlenShape
+from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH
 from mha2mla.kernels.devices import BACKENDS, capability, dtype_name
 from mha2mla.kernels.layouts import check_aligned
 from mha2mla.kernels.rope_append.api import mla_append
@@ -57,9 +57,8 @@ def attention_varlen(
         ValueError: naming the argument, what it was and what it must be.
     """
     return _attend(
-        (q, None), (k, None), v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, return_lse,
-        backend, ("q", ""), ("k", ""),
-    )  # fmt: skip
+        {"q": q}, {"k": k}, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, return_lse, backend
+    )
 
 
 def mla_prefill_varlen(
@@ -92,19 +91,16 @@ def mla_prefill_varlen(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, return_lse, backend: as in
             :func:`attention_varlen`, and so are the result and the errors.
     """
+    queries, keys = {"q_nope": q_nope, "q_pe": q_pe}, {"k_nope": k_nope, "k_pe": k_pe}
     if q_nope.ndim == 3 and q_nope.shape[2] == 0:
         if k_nope.ndim != 3 or k_nope.shape[2]:
             raise ValueError(
                 f"k_nope.shape is {tuple(k_nope.shape)}; expected [T_k, h_kv, 0], as q_nope has no columns"
             )
-        return _attend(
-            (q_pe, None), (k_pe, None), v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out,
-            return_lse, backend, ("q_pe", ""), ("k_pe", ""),
-        )  # fmt: skip
+        queries, keys = {"q_pe": q_pe}, {"k_pe": k_pe}
     return _attend(
-        (q_nope, q_pe), (k_nope, k_pe), v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out,
-        return_lse, backend, ("q_nope", "q_pe"), ("k_nope", "k_pe"),
-    )  # fmt: skip
+        queries, keys, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, return_lse, backend
+    )
 
 
 def mla_prefill_append(
@@ -178,35 +174,33 @@ def explain_attention_varlen(
 
 
 def _attend(
-    queries: tuple[Tensor, Tensor | None], keys: tuple[Tensor, Tensor | None], v: Tensor, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool, out: Tensor | None, return_lse: bool,
-    backend: str | None, query_names: tuple[str, str], key_names: tuple[str, str],
+    queries: dict[str, Tensor], keys: dict[str, Tensor], v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, softmax_scale: float, causal: bool, out: Tensor | None, return_lse: bool, backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    q, k = queries[0], keys[0]
-    named = [(name, x) for name, x in zip((*query_names, *key_names, "v"), (*queries, *keys, v), strict=True) if name]
-    for name, x in named:
+    """The checks and the call of both ops; ``queries`` and ``keys``: one or two parts by the caller's names."""
+    named = queries | keys | {"v": v}
+    (first, q), *_ = queries.items()
+    tokens_k = next(iter(keys.values())).shape[0]
+    for name, x in named.items():
         if x.ndim != 3:
             raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected three dimensions, [tokens, heads, width]")
         if x.dtype not in _DTYPES:
             raise ValueError(f"{name}.dtype is {x.dtype}; expected bfloat16, float16, float32 or float64")
         if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
-                f"{name} is {x.dtype} on {x.device}; expected {q.dtype} on {q.device}, as {query_names[0]}"
-            )
+            raise ValueError(f"{name} is {x.dtype} on {x.device}; expected {q.dtype} on {q.device}, as {first}")
     tokens_q, heads, _ = q.shape
-    tokens_k = k.shape[0]
-    for name, x in zip(query_names, queries, strict=True):
-        if x is not None and x.shape[:2] != q.shape[:2]:
+    for name, x in queries.items():
+        if x.shape[:2] != q.shape[:2]:
             raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected [{tokens_q}, {heads}, width]")
-    for name, x in (*zip(key_names, keys, strict=True), ("v", v)):
-        if x is not None and (x.shape[0] != tokens_k or x.shape[1] == 0 or heads % x.shape[1]):
+    for name, x in (*keys.items(), ("v", v)):
+        if x.shape[0] != tokens_k or x.shape[1] == 0 or heads % x.shape[1]:
             raise ValueError(
                 f"{name}.shape is {tuple(x.shape)}; expected [{tokens_k}, a divisor of {heads} heads, width]"
             )
-    for i, name in enumerate(key_names):
-        if name and keys[i].shape[2] != queries[i].shape[2]:
-            raise ValueError(f"{name}.shape is {tuple(keys[i].shape)}; expected width {queries[i].shape[2]}")
-    for name, x in named:
+    for (name, x), query in zip(keys.items(), queries.values(), strict=True):
+        if x.shape[2] != query.shape[2]:
+            raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected width {query.shape[2]}")
+    for name, x in named.items():
         if x.shape[2] == 0:
             raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected a width of at least 1")
     for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -230,13 +224,12 @@ def _attend(
                 f"out is {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}; expected contiguous"
                 f" {q.dtype} {expected} on {q.device}"
             )
-    compiled = _runs_compiled([key.shape[2] for key in keys if key is not None], v, backend)
+    compiled = _runs_compiled([key.shape[2] for key in keys.values()], v, backend)
     if compiled:
-        for name, x in named:
+        for name, x in named.items():
             _check_strides(name, x)
-    operands = (
-        q, queries[1], k, keys[1], v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, compiled
-    )  # fmt: skip
+    parts = [part for parts in (queries, keys) for part in (*parts.values(), None)[:2]]
+    operands = (*parts, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, compiled)
     if out is None:
         out, lse = torch.ops.mha2mla.attention_varlen(*operands)
     else:
@@ -255,22 +248,6 @@ def _runs_compiled(widths: Sequence[int], v: Tensor, backend: str | None) -> boo
     return why is None
 
 
-def varlen_shape(
-    queries: tuple[Tensor, Tensor | None], keys: tuple[Tensor, Tensor | None], v: Tensor, causal: bool
-) -> VarlenShape:
-    """The static part of a call, from its tensors."""
-    parts = [key for key in keys if key is not None]
-    return VarlenShape(
-        heads=queries[0].shape[1],
-        widths=tuple(key.shape[2] for key in parts),
-        key_heads=tuple(key.shape[1] for key in parts),
-        value_heads=v.shape[1],
-        v_head_dim=v.shape[2],
-        causal=causal,
-        dtype=dtype_name(v.dtype),
-    )
-
-
 def _check_strides(name: str, x: Tensor) -> None:
     """TMA's rules; a dimension of size one has no stride that matters."""
     if x.shape[2] > 1 and x.stride(2) != 1:
@@ -285,18 +262,12 @@ def _attention_varlen_out(
     q: Tensor, q_pe: Tensor | None, k: Tensor, k_pe: Tensor | None, v: Tensor, cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool, compiled: bool, out: Tensor,
 ) -> Tensor:  # fmt: skip
-    queries, keys = (q, q_pe), (k, k_pe)
     if not compiled:
         from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
 
+        queries, keys = ([x for x in parts if x is not None] for parts in ((q, q_pe), (k, k_pe)))
         result, lse = attention_varlen_reference(
-            [x for x in queries if x is not None],
-            [x for x in keys if x is not None],
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            softmax_scale=softmax_scale,
-            causal=causal,
+            queries, keys, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal
         )
         out.copy_(result)
         return lse
@@ -307,9 +278,8 @@ def _attention_varlen_out(
 
     lse = _lse_fake(q)
     launch_attention_varlen(
-        capability(q.device), varlen_shape(queries, keys, v, causal), q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k,
-        max_seqlen_q, softmax_scale, out, lse,
-    )  # fmt: skip
+        q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, lse
+    )
     return lse
 
 

@@ -11,6 +11,7 @@ from mha2mla.kernels.attention_varlen.tiled import make_tiled
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape, hopper_tiling, portable_tiling
 from mha2mla.kernels.attention_varlen.warp_specialised import make_warp_specialised
 from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
+from mha2mla.kernels.devices import capability, dtype_name
 
 # Bytes of keys and values that are worked on at a time. An H200 caches 50 MB, but a line that both halves of its
 # multiprocessors read lies in both halves of the cache, and a section's first blocks run beside the last one's last.
@@ -18,19 +19,17 @@ L2_SHARE = 16 * 2**20
 
 
 @cache
-def compile_attention_varlen(capability: int, shape: VarlenShape):
+def compile_attention_varlen(major_minor: int, shape: VarlenShape):
     """The compiled kernel and the query rows of its tiles. One compilation serves all batches, lengths and strides."""
-    if capability == 90:
+    if major_minor == 90:
         tiling = hopper_tiling(shape)
-        return compile_for(make_warp_specialised(shape, tiling), capability, SMALL_PASS_CONFIGS), tiling.block_rows
+        return compile_for(make_warp_specialised(shape, tiling), major_minor, SMALL_PASS_CONFIGS), tiling.block_rows
     rows, keys = portable_tiling(shape)
     function = make_tiled(shape, block_rows=rows, block_keys=keys)
-    return compile_for(function, capability, SMALL_PASS_CONFIGS), rows
+    return compile_for(function, major_minor, SMALL_PASS_CONFIGS), rows
 
 
 def launch_attention_varlen(
-    capability: int,
-    shape: VarlenShape,
     q: Tensor,
     q_pe: Tensor | None,
     k: Tensor,
@@ -40,6 +39,7 @@ def launch_attention_varlen(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     softmax_scale: float,
+    causal: bool,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -51,8 +51,11 @@ def launch_attention_varlen(
         out.zero_()
         lse.fill_(-torch.inf)
         return
+    parts = (k,) if k_pe is None else (k, k_pe)
+    widths, key_heads = tuple([part.shape[2] for part in parts]), tuple([part.shape[1] for part in parts])
+    shape = VarlenShape(q.shape[1], widths, key_heads, v.shape[1], v.shape[2], causal, dtype_name(v.dtype))
     with torch.cuda.device(out.device):
-        kernel, rows = compile_attention_varlen(capability, shape)
+        kernel, rows = compile_attention_varlen(capability(out.device), shape)
         kernel(
             q, q if q_pe is None else q_pe, k, k if k_pe is None else k_pe, v, cu_seqlens_q.contiguous(),
             cu_seqlens_k.contiguous(), out, lse, softmax_scale, -(-max_seqlen_q // rows),

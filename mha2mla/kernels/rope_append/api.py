@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, dtype_name, runs_compiled
+from mha2mla.kernels.devices import runs_compiled
 from mha2mla.kernels.mla_decode.quantization import quantize_latent
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
@@ -59,17 +59,14 @@ def mla_append(
     if k_pe is None:  # no rope head
         k_pe = q_pe[:, :0]
         rope_cache = q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
-    codes = latent_cache.dtype == torch.float8_e4m3fn
+    data, codes = (latent, k_pe, q_pe, latent_cache, rope_cache), latent_cache.dtype == torch.float8_e4m3fn
     if codes != (latent_scale is not None):
         raise ValueError(
             f"latent_scale is {'None' if latent_scale is None else 'given'} for a latent_cache of {latent_cache.dtype};"
             " expected one exactly where latent_cache is torch.float8_e4m3fn"
         )
     if not codes:
-        return _append(
-            latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved,
-            backend, names,
-        )  # fmt: skip
+        return _append(data, positions, slots, inv_freq, attention_scaling, interleaved, backend, names)
     if latent_scale.shape != latent_cache.shape[:2]:
         raise ValueError(f"latent_scale.shape is {tuple(latent_scale.shape)}; expected {list(latent_cache.shape[:2])}")
     if latent_scale.dtype != torch.float32 or latent_scale.device != q_pe.device:
@@ -78,7 +75,7 @@ def mla_append(
         )
     if latent_scale.stride(1) != 1 and latent_scale.shape[1] > 1:
         raise ValueError(f"latent_scale.stride(1) is {latent_scale.stride(1)}; expected 1")
-    _check(latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, names, torch.float8_e4m3fn)
+    _check(data, positions, slots, inv_freq, names, torch.float8_e4m3fn)
     compiled = runs_compiled(backend, q_pe.device, q_pe.dtype)
     torch.ops.mha2mla.quantize_append(latent, latent_cache, latent_scale, slots, compiled)
     # The rotation's kernel has rows to write beside its keys: none here, [N, 0] into [P, page, 0].
@@ -127,10 +124,8 @@ def gqa_append(
     heads, width = value_cache.shape[2:]
     if heads > 1 and value_cache.stride(2) != width:
         raise ValueError(f"value_cache.stride(2) is {value_cache.stride(2)}; expected {width}: heads side by side")
-    return _append(
-        value.flatten(1), key, query, value_cache.flatten(2), key_cache, positions, slots, inv_freq, attention_scaling,
-        interleaved, backend, names,
-    )  # fmt: skip
+    data = (value.flatten(1), key, query, value_cache.flatten(2), key_cache)
+    return _append(data, positions, slots, inv_freq, attention_scaling, interleaved, backend, names)
 
 
 def rope_rotate(
@@ -175,21 +170,22 @@ def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_siz
 
 
 def _append(
-    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
-    inv_freq: Tensor, attention_scaling: float, interleaved: bool, backend: str | None, names: tuple[str, ...],
+    data: tuple[Tensor, ...], positions: Tensor, slots: Tensor, inv_freq: Tensor, attention_scaling: float,
+    interleaved: bool, backend: str | None, names: tuple[str, ...],
 ) -> Tensor:  # fmt: skip
-    _check(rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, names, query.dtype)
-    return torch.ops.mha2mla.rope_append(
-        rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved,
-        runs_compiled(backend, query.device, query.dtype),
-    )  # fmt: skip
+    query = data[2]
+    _check(data, positions, slots, inv_freq, names, query.dtype)
+    compiled = runs_compiled(backend, query.device, query.dtype)
+    return torch.ops.mha2mla.rope_append(*data, positions, slots, inv_freq, attention_scaling, interleaved, compiled)
 
 
 def _check(
-    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
-    inv_freq: Tensor, names: tuple[str, ...], row_dtype: torch.dtype,
+    data: tuple[Tensor, ...], positions: Tensor, slots: Tensor, inv_freq: Tensor, names: tuple[str, ...],
+    row_dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Raises ValueError naming the argument; ``row_dtype`` is what row_cache must have."""
+    """Raises ValueError naming the argument. ``data`` and their ``names``: rows, keys, query, row_cache, rope_cache, as
+    the op takes them; ``row_dtype`` is what row_cache must have."""
+    rows, keys, query, row_cache, rope_cache = data
     row_name, key_name, query_name, row_cache_name, rope_cache_name = names
     _check_rotation(query_name, query, query, inv_freq)
     _check_rotation(key_name, keys, query, inv_freq)
@@ -258,9 +254,8 @@ def _rope_append(
 
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         launch_rope_append(
-            capability(query.device), dtype_name(query.dtype), rows, keys, query, row_cache, rope_cache, positions,
-            slots, inv_freq, out, attention_scaling, interleaved,
-        )  # fmt: skip
+            rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, out, attention_scaling, interleaved
+        )
         return out
 
     from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference
@@ -276,7 +271,7 @@ def _quantize_append(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: 
     if compiled:
         from mha2mla.kernels.rope_append.launch import launch_quantize_rows
 
-        launch_quantize_rows(capability(rows.device), dtype_name(rows.dtype), rows, row_cache, row_scale, slots)
+        launch_quantize_rows(rows, row_cache, row_scale, slots)
     elif rows.numel():
         from mha2mla.kernels.rope_append.reference import write_rows
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.compilation import compile_for
+from mha2mla.kernels.devices import capability, dtype_name
 from mha2mla.kernels.rope_append.kernel import make_rope_append
 from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
 
@@ -17,25 +18,25 @@ PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_leg
 
 
 @cache
-def compile_rope_append(capability: int, **static):
+def compile_rope_append(major_minor: int, **static):
     """The compiled kernel; arguments as ``make_rope_append``'s. One compilation serves every N and P."""
-    return compile_for(make_rope_append(**static), capability, PASS_CONFIGS)
+    return compile_for(make_rope_append(**static), major_minor, PASS_CONFIGS)
 
 
 @cache
-def compile_quantize_rows(capability: int, **static):
+def compile_quantize_rows(major_minor: int, **static):
     """The compiled kernel; arguments as ``make_quantize_rows``'s."""
-    return compile_for(make_quantize_rows(**static), capability, PASS_CONFIGS)
+    return compile_for(make_quantize_rows(**static), major_minor, PASS_CONFIGS)
 
 
-def launch_quantize_rows(
-    capability: int, dtype: str, rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor
-) -> None:
+def launch_quantize_rows(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor) -> None:
     """Run the kernel: rows [N, width] to slots [N] of row_cache [P, page, width] (e4m3) and row_scale [P, page]."""
     if rows.numel() == 0 or row_cache.numel() == 0:
         return
     with torch.cuda.device(rows.device):
-        kernel = compile_quantize_rows(capability, row_width=rows.shape[1], page_size=row_cache.shape[1], dtype=dtype)
+        kernel = compile_quantize_rows(
+            capability(rows.device), row_width=rows.shape[1], page_size=row_cache.shape[1], dtype=dtype_name(rows.dtype)
+        )
         kernel(rows.contiguous(), slots.contiguous(), row_cache, row_scale)
 
 
@@ -53,8 +54,6 @@ def vector_of(*tensors: Tensor) -> int:
 
 
 def launch_rope_append(
-    capability: int,
-    dtype: str,
     rows: Tensor,
     keys: Tensor,
     query: Tensor,
@@ -90,14 +89,14 @@ def launch_rope_append(
             rope_cache = nothing.as_strided((pages, page_size, rope), (0, 0, 1) if width else (rope, rope, 1))
         row_cache = row_cache if width else rope_cache[:, :, :1]
         kernel = compile_rope_append(
-            capability,
+            capability(query.device),
             heads=heads,
             num_rope_heads=groups,
             row_width=width,
             qk_rope_head_dim=rope,
             num_tables=inv_freq.shape[0],
             page_size=page_size,
-            dtype=dtype,
+            dtype=dtype_name(query.dtype),
             interleaved=interleaved,
             vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
         )
