@@ -19,8 +19,7 @@ CASES = {
     "sliding": {"num_rope_heads": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48},
     "full rank": {"num_rope_heads": 2, "kv_lora_rank": 128, "qk_rope_head_dim": 64, "qk_nope_head_dim": 0},
     "latent": {"kv_lora_rank": 96, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
-    "latent sliding": {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64},
-    "latent full rank": {"kv_lora_rank": 256, "qk_rope_head_dim": 128, "qk_nope_head_dim": 0},
+    "latent sliding": {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 0},
 }
 for case, keys in CASES.items():
     if case.startswith("latent"):
