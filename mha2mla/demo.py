@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mha2mla.cache_folder import cache_folder
+from mha2mla.conversion.calibration.blocks import LENGTHS
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import collect_environment, compute_device, describe_environment
 from mha2mla.eval.loading import check_folder, load_model, load_tokenizer
@@ -248,7 +249,7 @@ def _conditions(row: dict[str, Any], settings: DemoSettings) -> Iterator[str]:
     usual = Recipe.from_preset(settings.preset).calibration
     yield (
         f"calibrated on {row['calibration_tokens']:,} tokens of {settings.calibration}, where convert with preset"
-        f" {settings.preset} takes {usual.tokens:,} of {usual.text} in windows of up to 8,192, and loses less"
+        f" {settings.preset} takes {usual.tokens:,} of {usual.text} in windows of up to {LENGTHS[-1]:,}, and loses less"
     )
 
 
