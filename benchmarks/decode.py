@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import decode_jobs, measure_decode
 from benchmarks.peers import Peer, flash_attention_3_mha, mla_peers
-from benchmarks.runner import Benchmark, command, run
-from benchmarks.shapes import MLA_PEERS, SpeedCase, choose, decode_case, decode_cases
+from benchmarks.runner import Benchmark, command, speed_of
+from benchmarks.shapes import MLA_PEERS, SpeedCase, decode_case, decode_cases
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.kernel_testing.cases import Case
@@ -144,27 +144,7 @@ BENCHMARK = Benchmark(
     jobs=decode_jobs,
     peers=(*MLA_PEERS, "FA3_MHA_us"),
 )
-
-
-def speed(
-    only: str | None = None,
-    json: str | None = None,
-    peers: bool = True,
-    min_run_time: float = 0.3,
-    budget: float | None = None,
-) -> bool:
-    """Times the op (decode and combine kernel) and its peers on every shape of the target table.
-
-    Args:
-        only: measure shapes whose name contains this, or one of these, separated by commas, and those that their
-            targets refer to.
-        json: also write every row to this file.
-        peers: time the other implementations too.
-        min_run_time: seconds of cold-L2 runs per implementation and shape.
-        budget: seconds for all.
-    """
-    cases = choose(decode_cases(), only)
-    return run(BENCHMARK, cases, peers=peers, min_run_time=min_run_time, json=json, budget=budget)
+speed = speed_of(BENCHMARK, decode_cases)
 
 
 @torch.inference_mode()

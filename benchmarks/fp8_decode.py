@@ -19,8 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Row, check_then_time, decode_jobs, time_in_turn
-from benchmarks.runner import Benchmark, command, run
-from benchmarks.shapes import SpeedCase, choose, fp8_cases
+from benchmarks.runner import Benchmark, command, speed_of
+from benchmarks.shapes import SpeedCase, fp8_cases
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
@@ -51,20 +51,6 @@ COLUMNS = {
 }
 
 
-def speed(
-    only: str | None = None, json: str | None = None, min_run_time: float = 0.3, budget: float | None = None
-) -> bool:
-    """Times both decode ops on every shape.
-
-    Args:
-        only: measure shapes whose name contains this, or one of these, separated by commas.
-        json: also write every row to this file.
-        min_run_time: seconds of cold-L2 runs per op and shape.
-        budget: seconds for all.
-    """
-    return run(BENCHMARK, choose(fp8_cases(), only), min_run_time=min_run_time, json=json, budget=budget)
-
-
 def jobs(case: SpeedCase) -> list[CompileJob]:
     """Of the fp8 op and of the bfloat16 op beside it."""
     return [job for op in (FP8, MLA) for job in decode_jobs(case, op)]
@@ -92,10 +78,10 @@ def measure(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cu
     del original
     row = check_then_time(
         row, judgement, partial(mla_decode, **stored, plan=plan_fp8, out=out),
-        lambda: {"bf16_us": partial(mla_decode, **inputs, plan=plan, out=plain)}, device, min_run_time,
+        lambda: {"bf16_us": partial(mla_decode, **inputs, plan=plan, out=plain)} if peers else {}, device, min_run_time,
         cache_bytes=small,
     )  # fmt: skip
-    if judgement.ok:
+    if "bf16_us" in row:
         row["gain"] = row["bf16_us"] / row["us"]
         both = row["us_graph_warm"], row["bf16_us_graph"]
         row["gain_graph"] = None if None in both else both[1] / both[0]
@@ -110,6 +96,7 @@ BENCHMARK = Benchmark(
     compile=compile_launches,
     jobs=jobs,
 )
+speed = speed_of(BENCHMARK, fp8_cases)
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import decode_jobs, measure_decode
 from benchmarks.peers import Peer, flash_attention_3_gqa
-from benchmarks.runner import Benchmark, command, run
+from benchmarks.runner import Benchmark, command, run, speed_of
 from benchmarks.shapes import SpeedCase, choose, gqa_cases
 from mha2mla.kernel_testing.compiling import compile_launches
 from mha2mla.kernels import gqa_decode
@@ -65,26 +65,7 @@ BENCHMARK = Benchmark(
     jobs=decode_jobs,
     peers=("FA3_us",),
 )
-
-
-def speed(
-    only: str | None = None,
-    json: str | None = None,
-    peers: bool = True,
-    min_run_time: float = 0.3,
-    budget: float | None = None,
-) -> bool:
-    """Times the op and FlashAttention-3 on every shape.
-
-    Args:
-        only: measure shapes whose name contains this, or one of these, separated by commas.
-        json: also write every row to this file.
-        peers: time FlashAttention-3 too.
-        min_run_time: seconds of cold-L2 runs per implementation and shape.
-        budget: seconds for all.
-    """
-    cases = choose(gqa_cases(), only)
-    return run(BENCHMARK, cases, peers=peers, min_run_time=min_run_time, json=json, budget=budget)
+speed = speed_of(BENCHMARK, gqa_cases)
 
 
 def variants(

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Row, check_then_time
 from benchmarks.peers import Peer, checked, flash_attention_3_prefill, torch_prefill
-from benchmarks.runner import Benchmark, command, run
-from benchmarks.shapes import FA3_PREFILL, SpeedCase, choose, prefill_cases
+from benchmarks.runner import Benchmark, command, speed_of
+from benchmarks.shapes import FA3_PREFILL, SpeedCase, prefill_cases
 from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge, sample
 from mha2mla.kernels import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.devices import capability
@@ -41,26 +41,6 @@ COLUMNS = {
     "met": "met",
     "status": "status",
 }
-
-
-def speed(
-    only: str | None = None,
-    json: str | None = None,
-    peers: bool = True,
-    min_run_time: float = 0.3,
-    budget: float | None = None,
-) -> bool:
-    """Times the op and its peers on every case.
-
-    Args:
-        only: measure cases whose name contains this, or one of these, separated by commas.
-        json: also write every row to this file.
-        peers: time the other implementations too.
-        min_run_time: seconds of cold-L2 runs per implementation and case.
-        budget: seconds for all.
-    """
-    cases = choose(prefill_cases(), only)
-    return run(BENCHMARK, cases, peers=peers, min_run_time=min_run_time, json=json, budget=budget)
 
 
 def compile_one(job: tuple[int, Any]) -> None:
@@ -129,6 +109,7 @@ BENCHMARK = Benchmark(
     peers=(*FA3_PREFILL, "torch_us"),
     reads_cache=False,
 )
+speed = speed_of(BENCHMARK, prefill_cases)
 
 if __name__ == "__main__":
     sys.exit(command("prefill", speed))

@@ -22,7 +22,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from benchmarks.measuring import Row, read_rate, start_measuring
-from benchmarks.shapes import SpeedCase, target_us
+from benchmarks.shapes import SpeedCase, choose, target_us
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.kernel_testing.compiling import compile_in_processes
@@ -160,6 +160,32 @@ def _show(benchmark: Benchmark, table: Sequence[Row], wanted: int, said: Mapping
     print(f"targets met: {sum(row['met'] for row in asked)} of {len(asked)}")
     if len(table) < wanted:
         print(f"not reached within the budget: {wanted - len(table)} of {wanted}")
+
+
+def speed_of(benchmark: Benchmark, cases: Callable[[], list[SpeedCase]]) -> Callable[..., bool]:
+    """The verb ``speed`` of a benchmark's command line."""
+
+    def speed(
+        only: str | None = None,
+        json: str | None = None,
+        peers: bool = True,
+        min_run_time: float = 0.3,
+        budget: float | None = None,
+    ) -> bool:
+        """Times every case, and beside it the other implementations.
+
+        Args:
+            only: measure cases whose name contains this, or one of these, separated by commas, and those that their
+                targets refer to.
+            json: also write every row to this file.
+            peers: time the other implementations too.
+            min_run_time: seconds of cold-L2 runs per implementation and case.
+            budget: seconds for all.
+        """
+        chosen = choose(cases(), only)
+        return run(benchmark, chosen, peers=peers, min_run_time=min_run_time, json=json, budget=budget)
+
+    return speed
 
 
 def command(name: str, *verbs: Callable[..., bool]) -> int:
