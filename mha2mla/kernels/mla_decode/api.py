@@ -82,7 +82,9 @@ LATENT_FP8 = PagedOp(
 
 
 def _op(latent_dtype: torch.dtype | None, rope_from_latent: bool = False) -> PagedOp:
-    return ((MLA, FP8), (LATENT, LATENT_FP8))[rope_from_latent][latent_dtype == CODES]
+    if rope_from_latent:
+        return LATENT_FP8 if latent_dtype == CODES else LATENT
+    return FP8 if latent_dtype == CODES else MLA
 
 
 def mla_decode(

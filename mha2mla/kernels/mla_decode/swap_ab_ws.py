@@ -331,7 +331,8 @@ def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
                 T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
             call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate(k)
-            if k.rope.on_cuda_cores:  # no product swizzles the ring, and a panel of a page's rows has to be contiguous
+            # No product swizzles this ring, and a panel of a page's rows has to be contiguous: rows of 32 columns are.
+            if k.rope.on_cuda_cores and k.rope.chunk_columns % 64 == 0:
                 T.annotate_layout({memory.k_ring: make_full_bank_swizzled_layout(memory.k_ring)})
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)

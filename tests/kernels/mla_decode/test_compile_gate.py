@@ -50,6 +50,7 @@ OTHERS = [
 # Ways to compute rope scores, and of 64 rows a tile, that only a tuning table chooses.
 VARIANTS = [
     ("gemv", DecodeShape(9, 3, 256, 16, 64, 1, "bfloat16")),
+    ("gemv", DecodeShape(9, 3, 64, 8, 16, 1, "bfloat16")),  # rows of 32 columns in shared memory
     ("octets", DecodeShape(32, 8, 128, 16, 64, 1, "bfloat16")),
     ("plain", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
     ("gemv", DecodeShape(64, 8, 128, 64, 64, 1, "float16")),
