@@ -240,7 +240,8 @@ def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dic
     latent, table = inputs["latent_cache"], inputs["block_table"]
     place = torch.arange(table.shape[1], device=table.device) * latent.shape[1]
     place = place.expand(table.shape) if rope.page_offsets is None else place + rope.page_offsets
-    held = (table >= 0) & (table < latent.shape[0])
+    within = torch.arange(table.shape[1], device=table.device) * latent.shape[1] < inputs["cache_seqlens"][:, None]
+    held = within & (table >= 0) & (table < latent.shape[0])  # entries behind a length may name any page
     first = torch.zeros(latent.shape[0], dtype=torch.long, device=table.device)
     first[table[held].long()] = place[held].long()
     positions = first[:, None] + torch.arange(latent.shape[1], device=table.device)

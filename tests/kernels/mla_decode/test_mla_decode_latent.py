@@ -158,6 +158,15 @@ def test_keys_of_16_bits_are_judged_as_torchs_are(dtype):
     assert "lse is off" in judge(inputs, *with_keys_of(1)).reason
 
 
+def test_entries_behind_a_length_may_name_any_page():
+    """Also one of a sequence's own, at another place: what judges an output makes keys of pages that are read."""
+    inputs = dataclasses.replace(BASE, lengths=(70, 40), slack=4).inputs(torch.float64)
+    inputs["block_table"][1, 3:] = inputs["block_table"][0, 1]
+    inputs["block_table"][0, 5:] = inputs["block_table"][0, 0]
+    out, lse = mla_decode(**inputs, return_lse=True)
+    assert_right(inputs, out, lse, torch.float64)
+
+
 def test_opcheck_and_fullgraph():
     for problem in (BASE, dataclasses.replace(BASE, shuffled=True)):
         inputs = problem.inputs(torch.float32)
