@@ -80,7 +80,7 @@ def test_keys_far_out_are_the_definitions(problem, first_position):
 
     A key that is off by e before it is rounded falls on the other side of a step u with the probability e / u, and is
     then off by u: a mean square of e u, summed over the squares of the query's numbers. e is 1e-5 here: float32 sums of
-    512 products, and 1e-6 of a turn. (Noise of 3e-6 reaches 0.3 of the limit; angles in float32 are seven times beyond it.)
+    512 products, and 1e-6 of a turn. (Noise of 3e-6 reaches 0.3 of the limit; float32 angles are seven times beyond.)
     """
     far = dataclasses.replace(problem, lengths=(1,) * 256, page_size=64, first_position=first_position, shuffled=False)
     inputs = far.inputs(torch.bfloat16, "cuda")
