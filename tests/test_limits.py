@@ -5,6 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+
+from mha2mla.conversion.families import ADAPTERS
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from tests.conversion import tiny
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
@@ -27,3 +33,34 @@ def test_the_page_names_every_limit_of_the_kernels():
         for name in re.findall(r"^(MAX_[A-Z_]+) = ", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
     assert found and found <= written, f"not in docs/limits.md: {sorted(found - written)}"
+
+
+# Key-value heads, their width, cache ratio, 8-bit latents → what has kernels in latent, shared and per-group: Decode,
+# Batches.
+LAYOUT_KERNELS = {
+    (4, 128, 0.5, False): ("DB", "DB", "DB"),
+    (8, 64, 0.5, False): ("DB", "DB", "DB"),
+    (8, 128, 0.5, False): ("", "DB", "DB"),
+    (8, 128, 0.25, False): ("DB", "DB", "DB"),
+    (32, 128, 0.125, False): ("", "DB", "DB"),
+    (32, 128, 0.0625, False): ("DB", "DB", "DB"),
+    (1, 256, 0.5, False): ("D", "D", "DB"),
+    (8, 128, 1.0, False): ("", "", "DB"),
+    (4, 128, 0.3125, True): ("", "DB", "DB"),
+}
+
+
+@pytest.mark.parametrize("source", LAYOUT_KERNELS, ids=str)
+@pytest.mark.parametrize(("place", "layout"), enumerate(("latent", "shared", "per-group")))
+def test_the_page_says_which_layout_has_kernels(source, place, layout):
+    kv_heads, head_dim, ratio, eight_bits = source
+    keys = {"hidden_size": 1024, "num_attention_heads": 32, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    spec, expected = ADAPTERS["llama"].specify(tiny.config("llama", **keys)), LAYOUT_KERNELS[source][place]
+    recipe = Recipe.from_preset("minimal", layout=layout, cache_ratio=ratio)
+    geometry = recipe.geometry(spec)
+    asked = (None, geometry, 64, torch.bfloat16, torch.device("cuda"))
+    if eight_bits:
+        asked = ("mla_fp8", *asked[1:])
+    decode, batches = (ATTENTION_BACKENDS.find(*asked, long_queries=long)[0] for long in (False, True))
+    found = "".join(way for way, each in (("D", decode), ("B", batches)) if each is not None and each.compiled)
+    assert found == expected
