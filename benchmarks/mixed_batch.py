@@ -93,7 +93,7 @@ class Step:
         device: torch.device,
         page_size: int = 64,
     ) -> None:
-        self.backend, self.device = backend, device
+        self.backend, self.device, self.dtype = backend, device, dtype
         width = geometry.qk_head_dim if isinstance(geometry, GQAGeometry) else geometry.v_head_dim
         self.constants = AttentionConstants(geometry, softmax_scale=width**-0.5)
         self.contexts, self.queries = contexts, queries
@@ -152,7 +152,7 @@ class Step:
             spans = [torch.arange(begins[index], begins[index] + self.queries[index]) for index in part]
             tokens = batch.flatten(spans).to(self.device)
             mine = {name: tensor.index_select(0, tokens) for name, tensor in self.tensors.items()}
-            plan = self.backend.plan(self.cache.tensors[0], batch, self.constants)
+            plan = self.backend.plan(self.cache.tensors[0], batch, self.constants, self.dtype)
             made.append(Call(tokens, mine | self.weights, batch, plan))
         return made
 
@@ -162,7 +162,7 @@ class Step:
         for _ in range(_PLAN_ROUNDS):
             began = time.perf_counter()
             for call in calls:
-                self.backend.plan(self.cache.tensors[0], call.batch, self.constants)
+                self.backend.plan(self.cache.tensors[0], call.batch, self.constants, self.dtype)
             rounds.append((time.perf_counter() - began) * 1e6)
         return median(rounds)
 

@@ -75,7 +75,8 @@ def test_half_rank_reloads_as_measured(case, layout, tmp_path):
     soften(folder)
     report = convert(folder, tmp_path / "out", tiny.Recipe(layout=layout, **SHORT), evaluation=held_out)
     expected, actual = (tiny.logits(path, held_out)[:, :-1] for path in (folder, tmp_path / "out"))
-    assert relative(actual, expected) == pytest.approx(report.parity.logits_relative_error, rel=1e-3)
+    # half the cache of a tiny model with one kv head may lose nothing: then both are float32's rounding
+    assert relative(actual, expected) == pytest.approx(report.parity.logits_relative_error, rel=1e-3, abs=1e-6)
     assert report.cache_ratio <= 0.5
 
 
