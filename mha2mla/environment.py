@@ -8,9 +8,10 @@ import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 LIBRARIES = ("mha2mla", "torch", "triton", "transformers", "tilelang", "apache-tvm-ffi", "safetensors", "numpy")
 _SMI_FIELDS = {
@@ -38,6 +39,8 @@ def collect_environment(device: int = 0) -> dict[str, Any]:
         ``MHA2MLA_COMMIT`` says); ``python``, ``platform``, ``cpu``, ``cpu_count``; one version per library; ``cuda``,
         what torch was built for; ``gpu``, ``driver``, clocks in MHz, ``power_cap_w`` in W, ``memory_mib`` in MiB.
     """
+    import torch
+
     report: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -66,6 +69,8 @@ def compute_device(device: str | torch.device | None) -> torch.device:
     Raises:
         ValueError: it cannot be used here.
     """
+    import torch
+
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,6 +1,7 @@
-"""What the verbs of the command line do but ``convert``: each calls one public function, prints tables, writes JSON.
+"""What the verbs of the command line do: each calls one public function, prints tables, writes JSON.
 
-``mha2mla.cli`` makes their parsers from their signatures and docstrings.
+``mha2mla.cli`` makes their parsers from their signatures and docstrings. Nothing here imports torch before a mistake
+that can be seen without it is said.
 """
 
 from __future__ import annotations
@@ -8,11 +9,79 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from mha2mla.checkpoints import find_checkpoint
+
 Device = str | None
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-def _show(
+def convert(
+    source: str,
+    destination: str,
+    recipe: str | None = None,
+    device: Device = None,
+    dtype: Dtype | None = None,
+    overwrite: bool = False,
+    resume: Literal["auto", "never"] = "auto",
+    **keys: Any,
+) -> None:
+    """Turns an MHA/GQA checkpoint into an MLA checkpoint.
+
+    Args:
+        source: folder or hub id of an MHA/GQA checkpoint; never written to.
+        destination: folder to write; appears whole or not at all.
+        recipe: YAML file with recipe keys, as below.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        dtype: of the written weights; default the source's.
+        overwrite: replace a destination that is empty or converted.
+        resume: auto goes on from the layers that a killed run of the same conversion left, never discards them.
+        keys: of the recipe, as flags.
+
+    Example:
+        mha2mla convert path/to/llama path/to/llama-mla --cache-ratio 0.5
+    """
+    asked = asked_recipe(recipe, keys)
+    _find(source=source)
+    import torch
+
+    import mha2mla
+
+    mha2mla.convert(
+        source,
+        destination,
+        asked,
+        device=device,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        overwrite=overwrite,
+        resume=resume,
+    )
+    inspect_checkpoint(destination)
+
+
+def asked_recipe(file: str | None, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a YAML file and of flags (None: not given), as ``mha2mla.convert`` takes them.
+
+    Raises:
+        ValueError: a bad key, or no such preset.
+    """
+    from mha2mla.conversion.presets import AUTO, NO_PRESET, with_keys
+    from mha2mla.conversion.recipe import recipe_file, stages_of
+
+    given = {key: value for key, value in keys.items() if value is not None}
+    asked = with_keys(recipe_file(file) if file else {}, given)
+    preset = asked.get("preset", AUTO)
+    others = {key: value for key, value in asked.items() if key != "preset"}
+    stages_of(NO_PRESET if preset == AUTO else preset, others)
+    return asked
+
+
+def _find(**checkpoints: str) -> None:
+    """Refuses checkpoints that are not there, before torch is imported."""
+    for name, checkpoint in checkpoints.items():
+        find_checkpoint(checkpoint, name)
+
+
+def show(
     rows: Sequence[Mapping[str, Any]],
     columns: Mapping[str, str],
     *,
@@ -61,7 +130,11 @@ def eval_quality(
         dtype: what the models compute in.
         json: also write everything to this file.
         plot: also draw the ratio by position, and the probes, to this PNG or SVG file.
+
+    Example:
+        mha2mla eval quality path/to/llama path/to/llama-mla --lengths 512,2048,longest --json quality.json
     """
+    _find(source=source, converted=converted)
     import torch
 
     from mha2mla.eval import evaluate_quality, plots, quality
@@ -86,7 +159,7 @@ def eval_quality(
     title = f"{source} → {converted}"
     fields = {"source": source, "converted": converted, **found}
     rows = fields.pop("rows")
-    _show(rows, quality.COLUMNS, title=title, kind="quality", json=json, note=f"{report.dtype}; ", **fields)
+    show(rows, quality.COLUMNS, title=title, kind="quality", json=json, note=f"{report.dtype}; ", **fields)
     print_table(found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS)
     for rows, title, columns in (
         (found["probes"], "probes of far context", probing.COLUMNS),
@@ -125,7 +198,11 @@ def eval_tasks(
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: what the models compute in; default what the checkpoints hold.
         json: also write the rows to this file.
+
+    Example:
+        mha2mla eval tasks path/to/llama path/to/llama-mla --task arc_easy --limit 100
     """
+    _find(source=source, converted=converted)
     import torch
 
     from mha2mla.eval import tasks
@@ -142,7 +219,7 @@ def eval_tasks(
         dtype=None if dtype is None else getattr(torch, dtype),
     )
     rows, fields = [row.to_dict() for row in found], {"source": source, "converted": converted}
-    _show(rows, tasks.COLUMNS, title=f"{source} → {converted}", kind="tasks", json=json, **fields)
+    show(rows, tasks.COLUMNS, title=f"{source} → {converted}", kind="tasks", json=json, **fields)
 
 
 def eval_latency(
@@ -167,8 +244,8 @@ def eval_latency(
         source: folder or hub id of the source checkpoint.
         converted: folder or hub id of the converted checkpoint.
         op: the attention op alone, the whole decode step, or both.
-        batch_sizes: sequences per call, such as [1,8] (the default).
-        seqlens: cached tokens, such as [512,2048] (the default).
+        batch_sizes: sequences per call, such as 1,8 (the default).
+        seqlens: cached tokens, such as 512,2048 (the default).
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: what is computed in; default bfloat16 on CUDA, float32 on a CPU.
         page_size: tokens per page in the attention op.
@@ -176,7 +253,11 @@ def eval_latency(
         backend: of the decode op; by default it chooses itself.
         min_run_time: seconds of measurement per row.
         json: also write the rows to this file.
+
+    Example:
+        mha2mla eval latency path/to/llama path/to/llama-mla --batch-sizes 1,8 --seqlens 512,2048
     """
+    _find(source=source, converted=converted)
     import torch
 
     from mha2mla.eval.latency import model_latency
@@ -196,7 +277,7 @@ def eval_latency(
         min_run_time=min_run_time,
     )
     fields = {"source": source, "converted": converted}
-    _show(rows, COLUMNS, title=f"{source} → {converted}", kind="latency", json=json, **fields)
+    show(rows, COLUMNS, title=f"{source} → {converted}", kind="latency", json=json, **fields)
     return int(bool(wrong_rows(rows)))
 
 
@@ -211,6 +292,9 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
         picture: PNG or SVG file to write.
         report: JSON file to read.
         more: one or several further files, drawn beside it.
+
+    Example:
+        mha2mla plot quality.png quality.json
     """
     from json import loads
     from pathlib import Path
@@ -239,7 +323,11 @@ def demo(
         prompt: what to generate from.
         max_new_tokens: tokens to generate.
         json: also write the rows to this file.
+
+    Example:
+        mha2mla demo --model path/to/llama --device cpu
     """
+    _find(**({} if model is None else {"model": model}))
     from mha2mla.demo import run_demo
     from mha2mla.eval.measurement import wrong_rows
 
@@ -247,122 +335,14 @@ def demo(
     return int(bool(wrong_rows(rows)))
 
 
-def check_kernels(
-    count: int = 200,
-    seed: int = 0,
-    device: Device = None,
-    calls: int = 4,
-    timeout: float = 60.0,
-    budget: float | None = None,
-    resume: str | None = None,
-    json: str | None = None,
-) -> int:
-    """The decode kernels against float64 on random geometries and random plans; exit code 1 if any is wrong.
-
-    The exit code is also 1 where the budget ended before anything was checked.
-
-    Args:
-        count: geometries, each of them one compilation.
-        seed: of everything drawn; the same seed checks the same calls.
-        device: cuda or cuda:1, the default being CUDA; cpu checks the reference backend on smaller calls.
-        calls: random calls and plans per geometry.
-        timeout: seconds after which a launch counts as hung.
-        budget: seconds for compiling and checking; calls that are not reached are rows "not checked: …".
-        resume: file that an earlier run wrote; what it has a verdict on is not repeated.
-        json: also write all rows to this file, while they come in and at the end.
-    """
-    from mha2mla.environment import collect_environment, describe_environment
-    from mha2mla.eval.report import print_table, write_json
-    from mha2mla.kernel_testing import check as checking
-    from mha2mla.kernel_testing import check_rows
-
-    environment = collect_environment()
-    settings = {"count": count, "seed": seed, "calls": calls, "device": device or "cuda"}
-    known = [] if resume is None else check_rows.read_known(resume, settings, environment)
-
-    def save(rows: list[dict[str, Any]]) -> None:
-        if json:
-            write_json(json, kind=check_rows.KIND, rows=rows, environment=environment, **settings)
-
-    rows = checking.check_kernels(
-        count, seed, device, calls=calls, timeout=timeout, budget=budget, known=known, save=save
-    )
-    save(rows)
-    wrong, unchecked = check_rows.not_right(rows), check_rows.not_checked(rows)
-    print_table(
-        check_rows.summarize(rows),
-        title=f"{count} random geometries, {len(rows)} calls, {len(wrong)} not right (seed {seed})",
-        columns=check_rows.COLUMNS,
-        caption=describe_environment(environment),
-    )
-    if wrong:
-        shown = ("H", "G", "d_c", "d_r", "page", "S_q", "dtype", "kernel", "batch", "window", "num_ctas", "status")
-        print_table(wrong[:20], title="not right", columns=shown)
-    if unchecked:
-        print(f"{len(unchecked)} calls {unchecked[0]['status']}; {check_rows.whole_geometries(rows)}")
-    return int(bool(wrong) or len(unchecked) == len(rows))
-
-
-def tune(
-    geometry: list[str] | None = None,
-    batch: int | list[int] = 64,
-    seqlen: int | None = None,
-    page_size: int = 64,
-    dtype: Literal["bfloat16", "float16"] = "bfloat16",
-    candidates: int = 6,
-    table: str | None = None,
-    device: Device = None,
-    timeout: float = 60.0,
-    json: str | None = None,
-) -> int:
-    """Times the decode kernels that may serve a geometry on this GPU, and writes the fastest into a tuning table.
-
-    A configuration is timed only after the same inputs passed a check against float64. Processes started afterwards use
-    the table. Exit code 1 if a geometry got no row.
-
-    Args:
-        geometry: H,G,d_c,d_r or H,G,d_c,d_r,S_q, such as 32,8,512,16; may be given several times. Default: a list of
-            geometries that converted models have, and DeepSeek's.
-        batch: sequences per call; several, such as [8,64], get a row each.
-        seqlen: cached tokens of each; default as many as make the cache about 280 MB, 67 MB below 16 sequences.
-        page_size: tokens per page.
-        dtype: of queries and caches.
-        candidates: configurations to time per geometry; never fewer than there are kinds of them.
-        table: file to write; default tuning.json in the cache folder, which is looked at before the package's.
-        device: cuda or cuda:1; default CUDA.
-        timeout: seconds after which a configuration counts as hung.
-        json: also write a row per configuration to this file.
-    """
-    from mha2mla.eval.report import print_table
-    from mha2mla.kernel_testing import trials
-    from mha2mla.kernel_testing import tune as tuner
-
-    rows = tuner.tune(
-        None if geometry is None else [trials.parse_geometry(text) for text in geometry],
-        batches=[batch] if isinstance(batch, int) else batch,
-        seqlen=seqlen,
-        page_size=page_size,
-        dtype=dtype,
-        candidates=candidates,
-        table=table,
-        device=device,
-        timeout=timeout,
-    )
-    summary = tuner.summarize(rows)
-    title = f"fastest decode kernel of each shape, {dtype}, µs with cold L2"
-    _show(summary, tuner.COLUMNS, title=title, kind="tuning", json=json, all_rows=rows)
-    wrong = [row for row in rows if row["status"] != "ok"]
-    if wrong:
-        shown = ("H", "G", "d_c", "d_r", "page", "S_q", "kernel", "rows", "num_stages", "rope_stages", "status")
-        print_table(wrong[:20], title="not right", columns=shown)
-    return int(any(row["status"].startswith("no row") for row in summary))
-
-
 def env(json: str | None = None) -> None:
     """Prints the machine, driver, clocks, library versions and commit that measurements carry.
 
     Args:
         json: also write them to this file.
+
+    Example:
+        mha2mla env --json environment.json
     """
     from mha2mla.environment import collect_environment
     from mha2mla.eval.report import print_values, write_json
@@ -384,11 +364,15 @@ def inspect_checkpoint(
 
     Args:
         checkpoint: folder or hub id of a converted checkpoint.
-        batch: sequences that are cached together, such as [1,64]; default 1.
-        length: cached tokens of each, such as [4096,32768]; default 4096 and as many as the model takes.
+        batch: sequences that are cached together, such as 1,64; default 1.
+        length: cached tokens of each, such as 4096,32768; default 4096 and as many as the model takes.
         dtype: of model and cache: what bytes are counted for, and what kernels are asked for.
         json: also write everything to this file.
+
+    Example:
+        mha2mla inspect path/to/llama-mla --batch 1,64 --length 4096,32768
     """
+    _find(checkpoint=checkpoint)
     from mha2mla.eval import inspection
     from mha2mla.eval.report import print_table, print_values, write_json
 

@@ -1,17 +1,30 @@
 """The verbs, called as a user calls them."""
 
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
-from mha2mla import cli
-from mha2mla.cli import build_parser, main
-from mha2mla.conversion.presets import PRESETS
-from mha2mla.conversion.recipe import Recipe
+from mha2mla.checkpoints import find_checkpoint
+from mha2mla.cli import VERBS, build_parser, main, verb_parsers
+from mha2mla.conversion.latent.rules import LOW_RANKS
+from mha2mla.conversion.latent.stage import LowRank
+from mha2mla.conversion.presets import AUTO, PRESETS, PresetName
+from mha2mla.conversion.recipe import KEYS, Recipe
+from mha2mla.conversion.rope.rules import SELECTIONS
+from mha2mla.conversion.rope.stage import Selection
+from mha2mla.conversion.target import LAYOUTS, LayoutName
+from mha2mla.verbs import asked_recipe
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(*argv) -> int:
@@ -19,8 +32,8 @@ def run(*argv) -> int:
 
 
 def parsed_recipe(*flags: str) -> dict:
-    arguments = build_parser().parse_args(["convert", "from", "to", *flags])
-    return cli._recipe(arguments["convert"])
+    given = vars(build_parser().parse_args(["convert", "from", "to", *flags]))
+    return asked_recipe(given["recipe"], {key: given[key] for key in ("preset", *KEYS)})
 
 
 def test_help_names_every_verb(capsys):
@@ -28,34 +41,48 @@ def test_help_names_every_verb(capsys):
         run("--help")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for verb in ("convert", "eval", "check", "demo", "inspect", "env"):
-        assert verb in text
+    assert all(verb.split()[0] in text for verb in VERBS)
 
 
-@pytest.mark.parametrize(
-    "verb",
-    [
-        ("convert",),
-        ("eval", "quality"),
-        ("eval", "tasks"),
-        ("eval", "latency"),
-        ("check", "kernels"),
-        ("demo",),
-        ("inspect",),
-        ("env",),
-    ],
-)
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_option_is_explained(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
-        run(*verb, "--help")
+        run(*verb.split(), "--help")
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    parser = build_parser()
-    for name in verb:
-        parser = parser._subcommands_action._name_parser_map[name]
-    for action in parser._actions:
-        if action.dest not in ("help", "config"):
-            assert action.help and action.dest.replace("_", "-") in out.replace("_", "-"), action.dest
+    for action in verb_parsers()[verb]._actions:
+        shown = action.option_strings[0] if action.option_strings else action.metavar
+        assert action.help and shown in out, action.dest
+    example = next(line for line in out.splitlines() if line.startswith("  mha2mla "))
+    words = shlex.split(example)
+    assert words[1 : 1 + len(verb.split())] == verb.split()
+    build_parser().parse_args(words[1:])
+
+
+ALLOWED = {
+    "--preset": (AUTO, *PRESETS),
+    "--layout": LAYOUTS,
+    "--rope.selection": SELECTIONS,
+    "--latent.rule": LOW_RANKS,
+    "--latent.up-projections": ("kv-head", "query-head"),
+    "--dtype": ("float32", "bfloat16", "float16"),
+    "--resume": ("auto", "never"),
+}
+
+
+def test_allowed_values_were_not_in_the_help_of_convert():
+    """--layout LAYOUT, --rope.selection SELECTION: what may stand there was to be looked up in the code."""
+    help_text = " ".join(verb_parsers()["convert"].format_help().split())
+    for flag, values in ALLOWED.items():
+        assert f"{flag} {{{','.join(values)}}}" in help_text
+    assert "--device DEVICE cpu, cuda, cuda:1" in help_text
+    assert "--calibration.lengths N|N,N,…|{auto}" in help_text
+
+
+def test_literal_types_name_what_there_is():
+    for hint, values in ((LayoutName, LAYOUTS), (Selection, SELECTIONS), (LowRank, LOW_RANKS)):
+        assert get_args(hint) == tuple(values)
+    assert get_args(PresetName) == (AUTO, *PRESETS)
 
 
 def test_every_recipe_key_is_a_flag():
@@ -79,7 +106,7 @@ def test_presets_are_listed_by_help(capsys):
     with pytest.raises(SystemExit):
         run("convert", "--help")
     text = "".join(capsys.readouterr().out.split())  # lines break at hyphens, too
-    assert f"oneofauto,{','.join(PRESETS)}" in text and "[auto]" in text
+    assert f"--preset{{auto,{','.join(PRESETS)}}}" in text and "[auto]" in text
 
 
 def test_flags_win_over_the_file(tmp_path):
@@ -141,7 +168,7 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     assert "by position in the longest window" in capsys.readouterr().out
 
     report = tmp_path / "latency.json"
-    quick = ("--batch-sizes", "[1,2]", "--seqlens", "[32]", "--min-run-time", 0.002, "--device", "cpu")
+    quick = ("--batch-sizes", "1,2", "--seqlens", "32", "--min-run-time", 0.002, "--device", "cpu")
     assert run("eval", "latency", tiny_source, destination, *quick, "--json", report) == 0
     written = json.loads(report.read_text())
     assert {row["op"] for row in written["rows"]} == {"attention", "decode step"}
@@ -202,7 +229,6 @@ def test_env(tmp_path, capsys):
         (["inspect", "/no/such/folder"], "checkpoint is '/no/such/folder'"),
         (["demo", "--model", "/no/such/folder"], "model is '/no/such/folder'"),
         (["eval", "quality", "/no/such/a", "/no/such/b"], "/no/such/a"),
-        (["eval", "quality", "a", "b", "--lengths", "512,long"], "lengths has 'long'"),
         (["convert", "a", "b", "--recipe", "/no/such.yaml"], "/no/such.yaml"),
         (["convert", "a", "b", "--cache-ratio", "1.5"], "cache_ratio is 1.5"),
         (
@@ -235,6 +261,123 @@ def test_a_truncated_config_is_one_line(tiny_source, tmp_path, capsys):
 def test_debug_shows_where():
     with pytest.raises(FileNotFoundError):
         main(["--debug", "inspect", "/no/such/folder"])
+
+
+def command(*argv: str, **environment: str) -> subprocess.CompletedProcess:
+    """``python -m mha2mla`` in a process of its own, with the seconds that it took."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "mha2mla", *argv], env=environment, capture_output=True, text=True, check=False
+    )
+    done.seconds = time.perf_counter() - started
+    return done
+
+
+# Prints which of the slow libraries a command has imported by the time it ends.
+IMPORTED = """
+import sys
+sys.argv = ["mha2mla", *sys.argv[1:]]
+from mha2mla.cli import main
+try:
+    main()
+except SystemExit:
+    pass
+print("imported:", *({"torch", "transformers", "numpy", "rich", "tilelang"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "argv", [["--version"], ["--help"], *([*verb.split(), "--help"] for verb in VERBS)], ids=" ".join
+)
+def test_help_took_as_long_as_importing_torch(argv):
+    """4.5 s for --version, since importing the package registered the model."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = [sys.executable, "-c", IMPORTED, *argv]
+    done = subprocess.run(code, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("imported:\n"), done.stdout[-80:]
+
+
+def test_help_within_a_second():
+    assert min(command("--help").seconds for _ in range(3)) < 1.0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["inspect", "{}"],
+        ["eval", "quality", "{}", "b"],
+        ["eval", "tasks", "{}", "b"],
+        ["eval", "latency", "{}", "b"],
+        ["demo", "--model", "{}"],
+        ["convert", "{}", "out"],
+    ],
+    ids=lambda argv: argv[0] + argv[1][:8].strip("-{}"),
+)
+@pytest.mark.parametrize("path", ["./modles/llama", "modles/llama", "llama"])
+def test_a_mistyped_path_was_looked_for_on_the_hub_for_half_a_minute(path, argv, tmp_path):
+    """Five retries a file, 27 to 54 s, and an error that named an address of the hub."""
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}  # refuses connections
+    done = command(*(word.replace("{}", path) for word in argv), **hub)
+    assert done.returncode == 2 and done.seconds < 2.0
+    assert len(done.stderr.splitlines()) == 1 and f"is {path!r}" in done.stderr
+
+
+def test_a_hub_id_needs_no_owner(monkeypatch):
+    """gpt2 is one. Where the network is, the hub is asked for it once; where the files are in its cache, not at all."""
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **_: asked.append(name))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    assert find_checkpoint("gpt2", "source") == "gpt2" and find_checkpoint("a/b", "source") == "a/b"
+    assert asked == ["gpt2", "a/b"]
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
+    assert find_checkpoint("gpt2", "source") == "gpt2" and len(asked) == 2
+    monkeypatch.undo()
+    with pytest.raises(FileNotFoundError, match="source is 'a b', which is no folder here and no hub id"):
+        find_checkpoint("a b", "source")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--preset", "fast"], "preset is 'fast'; expected one of 'auto', 'minimal', "),
+        (["--layout", "cubist"], "layout is 'cubist'; expected one of 'per-group', 'shared', 'latent'"),
+        (["--calibration.lengths", "512,700"], "calibration.lengths is [512, 700]; expected lengths that divide"),
+        (["--latent.ranks", "uneven"], "latent.ranks is 'uneven'; expected 'uniform', 'measured' or a list of ints"),
+        (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8' (choose from"),
+        (["--resume", "maybe"], "argument --resume: invalid choice: 'maybe' (choose from"),
+    ],
+)
+def test_a_bad_value_was_answered_with_49_lines(flags, sentence, tmp_path):
+    """Of every type that a union of them could have had; YAML and Python always said one sentence."""
+    done = command("convert", "a", "b", *flags)
+    assert done.returncode == 2 and done.seconds < 2.0
+    assert len(done.stderr.splitlines()) == 1 and sentence in done.stderr
+
+
+def test_lists_need_no_brackets():
+    """--batch-sizes 1,8 was refused: it had to be [1,8], which some shells take for a pattern."""
+    for text in ("1,8", "[1,8]", "1, 8"):
+        given = build_parser().parse_args(["eval", "latency", "a", "b", "--batch-sizes", text])
+        assert given.batch_sizes == [1, 8]
+    assert build_parser().parse_args(["tune", "--batch", "64"]).batch == [64]
+    assert parsed_recipe("--calibration.lengths", "512,1024") == {"calibration.lengths": [512, 1024]}
+    assert parsed_recipe("--calibration.lengths", "[512]") == {"calibration.lengths": [512]}
+    assert parsed_recipe("--latent.ranks", "8,16") == {"latent.ranks": [8, 16]}
+
+
+def test_messages_named_python_arguments(tiny_source, tiny_converted, capsys):
+    """What to type is --overwrite; overwrite=True is what to write in Python."""
+    assert run("convert", tiny_source, tiny_converted, "--device", "cpu") == 2
+    error = capsys.readouterr().err
+    assert "expected a new folder, or --overwrite" in error and "=True" not in error
+
+
+def test_debug_may_follow_the_verb():
+    with pytest.raises(FileNotFoundError):
+        main(["inspect", "/no/such/folder", "--debug"])
 
 
 def test_unknown_flags_and_values_are_refused(capsys):

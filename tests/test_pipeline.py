@@ -543,7 +543,7 @@ def test_a_checkpoint_of_other_names_than_the_models_is_never_published(source, 
 
 
 def test_a_source_that_is_no_folder_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="absent'; expected an existing checkpoint folder"):
         convert(tmp_path / "absent", tmp_path / "out")
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from mha2mla.conversion.target import DEFAULT_LAYOUT, WIDTHS
+
+PresetName = Literal[
+    "auto", "minimal", "published-mha2mla", "published-transmla", "shared", "per-group", "latent", "quick", "cpu",
+    "deepseek-512+64",
+]  # fmt: skip
 
 NO_PRESET = "minimal"
 AUTO = "auto"  # no preset yet: choose_preset names one when the device is known

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from mha2mla.conversion.calibration.stage import Calibration
-from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.fit.stage import Fit
 from mha2mla.conversion.latent.stage import Latent
 from mha2mla.conversion.presets import NO_PRESET, preset_keys
@@ -18,6 +17,9 @@ from mha2mla.conversion.rope.stage import Rope
 from mha2mla.conversion.stage import Stage
 from mha2mla.conversion.target import LAYOUTS, Target
 from mha2mla.geometry import MLAGeometry
+
+if TYPE_CHECKING:
+    from mha2mla.conversion.families import SourceSpec
 
 # Keys of recipes that had no stages, and what to write for them now.
 _MOVED = {
@@ -85,14 +87,7 @@ class Recipe:
         Raises:
             ValueError: no such preset, or a bad key.
         """
-        values = preset_keys(name, asked_keys(keys))
-        stages = {
-            stage: made(
-                **{key: values[flat] for flat, (owner, key) in KEYS.items() if owner == stage and flat in values}
-            )
-            for stage, made in STAGES.items()
-        }
-        return cls(**stages, preset=name)
+        return cls(**stages_of(name, keys), preset=name)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
@@ -208,6 +203,19 @@ STAGES: Mapping[str, type[Stage]] = {
 KEYS: Mapping[str, tuple[str, str]] = {  # as they are written → stage and field
     made.prefix + each.name: (stage, each.name) for stage, made in STAGES.items() for each in fields(made)
 }
+
+
+def stages_of(preset: str, keys: Mapping[str, Any]) -> dict[str, Stage]:
+    """The stages of ``preset`` with ``keys`` on top, by name; imports no torch.
+
+    Raises:
+        ValueError: no such preset, or a bad key.
+    """
+    values = preset_keys(preset, asked_keys(keys))
+    return {
+        stage: made(**{key: values[flat] for flat, (owner, key) in KEYS.items() if owner == stage and flat in values})
+        for stage, made in STAGES.items()
+    }
 
 
 def is_exact(geometry: MLAGeometry) -> bool:

@@ -6,15 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.stage import Stage
 from mha2mla.conversion.value_rules import Rule, int_from, is_int, number_from, one_of
 from mha2mla.geometry import MLAGeometry
 
+if TYPE_CHECKING:
+    from mha2mla.conversion.families import SourceSpec
+
+LayoutName = Literal["per-group", "shared", "latent"]
 DEFAULT_CACHE_RATIO = 0.5
-DEFAULT_LAYOUT = "shared"  # what recipes and presets have that name none, and so what "auto" takes
+DEFAULT_LAYOUT: LayoutName = "shared"  # what recipes and presets have that name none, and so what "auto" takes
 # Keys wider than this have no fused attention: not torch's, whose gradients then keep every score of a long window, not
 # FlashAttention's, and no prefill kernel of ours.
 FUSED_WIDTH = 256
@@ -60,7 +63,7 @@ class Layout:
         return min(widest, key_width // 2 * 2)
 
 
-LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+LAYOUTS: Mapping[LayoutName, Layout] = MappingProxyType(
     {
         "per-group": Layout(rope_share=0.25, per_group=True),
         "shared": Layout(rope_share=0.21),
@@ -98,7 +101,7 @@ class Target(Stage):
         ),
     }
 
-    layout: str = DEFAULT_LAYOUT
+    layout: LayoutName = DEFAULT_LAYOUT
     cache_ratio: float | None = None
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None

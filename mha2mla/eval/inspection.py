@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mha2mla.eval.loading import check_folder
+from mha2mla.checkpoints import find_checkpoint
 from mha2mla.eval.report import flat
 
 if TYPE_CHECKING:
@@ -97,9 +97,9 @@ def inspect_checkpoint(
     """
     from transformers import AutoConfig
 
-    import mha2mla  # noqa: F401  registers model_type "mha2mla"
+    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
 
-    folder = check_folder(checkpoint, "checkpoint")
+    folder = find_checkpoint(checkpoint, "checkpoint")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type != "mha2mla":
         raise ValueError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mha2mla.checkpoints import find_checkpoint
 from mha2mla.environment import compute_device
 
 
@@ -23,17 +22,17 @@ def load_model(
         dtype: of the weights; default what the checkpoint has.
 
     Raises:
-        FileNotFoundError: ``model`` looks like a path and is no folder with a ``config.json``.
+        FileNotFoundError: ``model`` is neither a folder with a ``config.json`` nor on the hub.
         ValueError: ``device`` is none of this machine.
     """
     if isinstance(model, torch.nn.Module):
         return model.eval()
     from transformers import AutoModelForCausalLM
 
-    import mha2mla  # noqa: F401  registers model_type "mha2mla"
+    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
 
     device = compute_device(device)
-    model = check_folder(model, name)
+    model = find_checkpoint(model, name)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", trust_remote_code=False)
     return loaded.to(device).eval()
 
@@ -44,19 +43,6 @@ def load_tokenizer(model: Any, name: str) -> Any:
         raise ValueError(f"tokenizer is None; expected one, since {name} is a loaded model and not a folder")
     from transformers import AutoTokenizer
 
-    import mha2mla  # noqa: F401  a converted folder's tokenizer is looked up through its config
+    import mha2mla.modeling  # noqa: F401  a converted folder's tokenizer is looked up through its config
 
-    return AutoTokenizer.from_pretrained(check_folder(model, name), trust_remote_code=False)
-
-
-def check_folder(model: str | os.PathLike[str], name: str) -> str:
-    """The folder or hub id as a string, unless it can only have been meant as a folder and is not there."""
-    text = os.fspath(model)
-    path = Path(text).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{name} is {text!r}, a folder without config.json; expected a checkpoint")
-        return str(path)
-    if path.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-        raise FileNotFoundError(f"{name} is {text!r}; expected an existing checkpoint folder, or a hub id")
-    return text
+    return AutoTokenizer.from_pretrained(find_checkpoint(model, name), trust_remote_code=False)

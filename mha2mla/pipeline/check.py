@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from mha2mla.checkpoints import find_checkpoint
 from mha2mla.conversion.calibration.lengths import calibration_lengths, check_length, nearest_length
 from mha2mla.conversion.calibration.windows import Windows, evaluation_windows, listed
 from mha2mla.conversion.families import SourceSpec
@@ -256,9 +257,10 @@ def source_folder(source: str | os.PathLike[str]) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
-    name = str(source)
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise CheckpointError(f"source {name!r} is no folder; expected a Hugging Face folder or a hub id OWNER/NAME")
+    try:
+        name = find_checkpoint(source, "source")
+    except FileNotFoundError as error:
+        raise CheckpointError(str(error)) from error
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

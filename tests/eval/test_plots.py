@@ -62,9 +62,9 @@ def test_nothing_to_draw_is_said(tmp_path):
         plot_quality({"by_position": [], "probes": []}, tmp_path / "plot.png")
 
 
-def test_what_is_missing_is_said_before_anything_is_measured(monkeypatch, capsys):
+def test_what_is_missing_is_said_before_anything_is_measured(tiny_source, monkeypatch, capsys):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
-    assert main(["eval", "quality", "/no/such/a", "/no/such/b", "--plot", "plot.png"]) == 2
+    assert main(["eval", "quality", str(tiny_source), str(tiny_source), "--plot", "plot.png"]) == 2
     assert "a plot needs matplotlib" in capsys.readouterr().err
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from mha2mla.conversion.latent.rules import LOW_RANKS, LowRankRule
 from mha2mla.conversion.stage import Stage
 from mha2mla.conversion.value_rules import BOOL, Rule, each_is, int_from, one_of
+
+if TYPE_CHECKING:
+    from mha2mla.conversion.latent.rules import LowRankRule
+
+LowRank = Literal["svd-joint", "svd-split", "balanced-pca", "whitened-joint"]
+UpProjections = Literal["kv-head", "query-head"]
 
 _RANKS = each_is(int_from(1, 1 << 24))
 
@@ -34,21 +39,23 @@ class Latent(Stage):
 
     prefix: ClassVar[str] = "latent."
     rules: ClassVar[Mapping[str, Rule]] = {
-        "rule": one_of(*LOW_RANKS),
+        "rule": one_of(*get_args(LowRank)),
         "centered": BOOL,
         "ranks": Rule(
             "'uniform', 'measured' or a list of ints from 1 on",
             lambda value: value in ("uniform", "measured") or (bool(value) and _RANKS.allows(value)),
         ),
-        "up_projections": one_of("kv-head", "query-head"),
+        "up_projections": one_of(*get_args(UpProjections)),
     }
 
-    rule: str = "whitened-joint"
+    rule: LowRank = "whitened-joint"
     centered: bool = True
     ranks: list[int] | Literal["uniform", "measured"] = "uniform"
-    up_projections: str = "kv-head"
+    up_projections: UpProjections = "kv-head"
 
     @property
     def low_rank(self) -> LowRankRule:
         """What ``rule`` names."""
+        from mha2mla.conversion.latent.rules import LOW_RANKS  # with torch, which takes longer than a --help
+
         return LOW_RANKS[self.rule]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from mha2mla.conversion.rope.rules import SELECTIONS, RopeRule
 from mha2mla.conversion.stage import Stage
 from mha2mla.conversion.value_rules import Rule, is_number, one_of
+
+if TYPE_CHECKING:
+    from mha2mla.conversion.rope.rules import RopeRule
+
+Selection = Literal["high", "low", "uniform", "2-norm", "rotation", "uneven", "rorope", "rorope-2", "rorope-4"]
+LongropeTable = Literal["short", "long"]
 
 
 @dataclass(frozen=True)
@@ -29,19 +34,21 @@ class Rope(Stage):
 
     prefix: ClassVar[str] = "rope."
     rules: ClassVar[Mapping[str, Rule]] = {
-        "selection": one_of(*SELECTIONS),
+        "selection": one_of(*get_args(Selection)),
         "share": Rule(
             "'auto', null or a number above 0 and less than 1 (the latent needs the rest)",
             lambda value: value in (None, "auto") or (is_number(value) and 0 < value < 1),
         ),
-        "longrope_table": one_of("short", "long"),
+        "longrope_table": one_of(*get_args(LongropeTable)),
     }
 
-    selection: str = "rotation"
+    selection: Selection = "rotation"
     share: float | Literal["auto"] | None = None
-    longrope_table: str = "short"
+    longrope_table: LongropeTable = "short"
 
     @property
     def rule(self) -> RopeRule:
         """What ``selection`` names."""
+        from mha2mla.conversion.rope.rules import SELECTIONS  # with torch, which takes longer than a --help
+
         return SELECTIONS[self.selection]

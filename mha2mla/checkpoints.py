@@ -1,0 +1,48 @@
+"""A checkpoint by folder or hub id: is it there? Asked without torch, so that a typing mistake is said at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+HUB_TIMEOUT = 5.0  # seconds: one short question, no file
+
+
+def find_checkpoint(checkpoint: str | os.PathLike[str], name: str) -> str:
+    """The folder or hub id as a string, once it is there: with a ``config.json``, in the hub's cache, or on the hub.
+
+    The hub is asked once, without retries.
+
+    Args:
+        checkpoint: folder, or hub id with or without an owner.
+        name: what the caller calls it, for error messages.
+
+    Raises:
+        FileNotFoundError: it is not there, or the hub does not answer.
+    """
+    text = os.fspath(checkpoint)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{name} is {text!r}, a folder without config.json; expected a checkpoint")
+        return str(path)
+    if path.exists() or text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1:
+        raise FileNotFoundError(f"{name} is {text!r}; expected an existing checkpoint folder, or a hub id")
+    _ask_the_hub(text, f"{name} is {text!r}, which is no folder here")
+    return text
+
+
+def _ask_the_hub(hub_id: str, not_here: str) -> None:
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if not isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+            HfApi().model_info(hub_id, timeout=HUB_TIMEOUT)
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{not_here} and no hub id; expected a checkpoint folder, or OWNER/NAME") from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(f"{not_here}, and the hub shows no such model (private ones need a login)") from error
+    except Exception as error:  # whatever a network does
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise FileNotFoundError(f"{not_here}, and the hub cannot be asked for such a model: {reason}") from error
