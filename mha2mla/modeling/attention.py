@@ -19,6 +19,7 @@ from mha2mla.kernels import LatentRope, rotary_keys
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
+from mha2mla.modeling.stacking import project
 from mha2mla.modeling.step import AttentionStep
 
 
@@ -170,9 +171,8 @@ class MLAAttention(nn.Module):
         position_ids = position_ids.to(hidden_states.device)
         scaling = self.config.layer_rope_scaling(self.layer_idx)
         turn = rotary_cos_sin(position_ids, self.inv_freq, scaling, hidden_states.dtype)
-        q_nope, q_pe = self._query(hidden_states)
+        q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
         q_pe = apply_rotary(q_pe.unflatten(2, (self.geometry.num_rope_heads, -1)), *turn).flatten(2, 3)
-        latent, k_pe = self._latent(hidden_states)
         if k_pe is None:
             if past_key_values is not None:
                 # Which tokens update() returns, by transformers' own contract for masks.
@@ -200,8 +200,7 @@ class MLAAttention(nn.Module):
         Returns:
             [B, S, H, d_v], and attention weights as :meth:`_expanded`.
         """
-        q_nope, q_pe = self._query(hidden_states)
-        latent, k_pe = self._latent(hidden_states)
+        q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
         tensors = {
             "q_nope": q_nope.flatten(0, 1),
             "q_pe": q_pe.flatten(0, 1),
@@ -228,29 +227,26 @@ class MLAAttention(nn.Module):
             k_pe = self._rotary_keys(latent, torch.arange(latent.shape[1], device=latent.device)[None])
         return self._expanded(q_nope, rotated["q_pe"].view_as(q_pe), latent, k_pe, attention_mask, **kwargs)
 
-    def _query(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """q_nope [B, S, H, d_n] and q_pe [B, S, H, d_r] before RoPE."""
+    def _encoded(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q_nope [B, S, H, d_n] and q_pe [B, S, H, d_r] before RoPE, c [B, S, d_c], and k_pe [B, S, G, d_r] before
+        RoPE, or None where it is computed from c."""
         geometry = self.geometry
-        query = self.q_proj(hidden_states)
         if self.config.qk_norm:
+            query, key, value = project(hidden_states, (self.q_proj, self.k_proj, self.v_a_proj))
             query = torch.einsum("bshd,hed->bshe", self._normed(query, self.q_norm), self.q_b_proj)
+            encoded = self.k_a_proj(self._normed(key, self.k_norm).flatten(2))
         else:
+            query, encoded = project(hidden_states, (self.q_proj, self.kv_a_proj))
             query = query.unflatten(-1, (geometry.num_attention_heads, -1))
-        return query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
-
-    def _latent(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """c [B, S, d_c], and k_pe [B, S, G, d_r] before RoPE, or None where it is computed from c."""
-        geometry = self.geometry
-        if self.config.qk_norm:
-            encoded = self.k_a_proj(self._normed(self.k_proj(hidden_states), self.k_norm).flatten(2))
-        else:
-            encoded = self.kv_a_proj(hidden_states)
+        queries = query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
         latent, k_pe = encoded.split((geometry.kv_lora_rank, geometry.rope_width), dim=-1)
         if self.config.qk_norm:
-            latent = latent + self.v_a_proj(hidden_states)
-        if geometry.rope_from_latent:
-            return latent, None
-        return latent, k_pe.unflatten(-1, (geometry.num_rope_heads, -1))
+            latent = latent + value
+        return (
+            *queries,
+            latent,
+            None if geometry.rope_from_latent else k_pe.unflatten(-1, (geometry.num_rope_heads, -1)),
+        )
 
     def _rotary_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
         """k_pe [B, T, 1, d_r] of c [B, T, d_c] at ``positions`` [B or 1, T], with ``config.rope_from_latent``."""

@@ -76,9 +76,8 @@ def test_errors_of_layers(family, tmp_path):
         geometry, position = attention.geometry, torch.arange(40)[None]
         rotary = rotary_cos_sin(position, attention.inv_freq, model.config.rope_attention_scaling, torch.float32)
         heads, groups = geometry.num_attention_heads, geometry.num_rope_heads
-        q_nope, q_pe = attention._query(given["hidden_states"])
+        q_nope, q_pe, latent, k_pe = attention._encoded(given["hidden_states"])
         q_pe = apply_rotary(q_pe.unflatten(2, (groups, -1)), *rotary).flatten(2, 3)
-        latent, k_pe = attention._latent(given["hidden_states"])
         k_pe = apply_rotary(k_pe, *rotary)
         scores = torch.einsum("bshr,bthr->bhst", q_pe, k_pe.repeat_interleave(heads // geometry.num_rope_heads, 2))
         k_nope = torch.einsum("btc,hnc->bthn", latent, attention.k_b_proj)

@@ -48,10 +48,28 @@ def mla_absorbed(
     if k_up is None:
         q_latent = q_pe.new_zeros(*q_pe.shape[:3], latent_cache.shape[-1])
     else:
-        grouped = q_nope.unflatten(2, (k_up.shape[0], -1))
-        q_latent = torch.einsum("bskrn,knc->bskrc", grouped, k_up).flatten(2, 3)
+        q_latent = _through_maps(q_nope, k_up)
     out = mla_decode(
         q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
         latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
     )  # fmt: skip
-    return torch.einsum("bskrc,kvc->bskrv", out.unflatten(2, (v_up.shape[0], -1)), v_up).flatten(2, 3)
+    return _through_maps(out, v_up.transpose(1, 2))
+
+
+def _through_maps(x: Tensor, maps: Tensor) -> Tensor:
+    """x [B, S, H, i] through maps [k, i, o] of H / k heads each: [B, S, H, o].
+
+    Products that need no gradient read x where it lies and write the result where it is to lie, heads side by side:
+    einsum copies both. They can where a map's rows are evenly spaced: it is one head's, or there is one token.
+    """
+    batch, tokens, heads, _ = x.shape
+    count, _, width = maps.shape
+    recorded = torch.is_grad_enabled() and (x.requires_grad or maps.requires_grad)
+    if recorded or torch.compiler.is_compiling() or (count < heads and batch * tokens > 1):
+        return torch.einsum("bskri,kio->bskro", x.unflatten(2, (count, -1)), maps).flatten(2, 3)
+    out = x.new_empty(batch, tokens, heads, width)
+    if count < heads:
+        torch.bmm(x.view(count, heads // count, -1), maps, out=out.view(count, heads // count, width))
+    else:
+        torch.bmm(x.flatten(0, 1).transpose(0, 1), maps, out=out.flatten(0, 1).transpose(0, 1))
+    return out

@@ -1,0 +1,99 @@
+"""Products that read the same input, made as one: their weights are put side by side in memory, and stay what they are.
+
+A module keeps its own parameters, under their names: each becomes a view of its rows of one storage. Whatever writes to
+a parameter thus writes to the stack, whatever gives it another storage (``to``, ``load_state_dict(assign=True)``, LoRA)
+is seen by its address, and nothing is remembered that could be stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """What each of ``parts`` makes of x [..., in]: by one product where that is the same, else one after another.
+
+    It is where nobody differentiates, traces or autocasts, and all parts are plain ``nn.Linear`` (no hook, no adapter,
+    no quantised or sharded weight) of one dtype and device, all with a bias or none. The first such call moves weights
+    that own their storages, unless a CUDA graph is being captured.
+
+    Returns:
+        [..., out] of each part, which may be views of one tensor.
+    """
+    stacked = _stacked(x, parts)
+    if stacked is None:
+        return tuple([part(x) for part in parts])
+    return F.linear(x, *stacked).split([part.out_features for part in parts], dim=-1)
+
+
+def _stacked(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of all parts, or None."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        return None
+    if not all(is_plain(part, nn.Linear) for part in parts):
+        return None
+    biases = [part.bias for part in parts if part.bias is not None]
+    if len(biases) not in (0, len(parts)) or (weight := side_by_side([part.weight for part in parts])) is None:
+        return None
+    if not biases:
+        return weight, None
+    bias = side_by_side(biases)
+    return None if bias is None else (weight, bias)
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of ``module`` is nothing but ``kind.forward``."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    return type(module) is kind and not hooked
+
+
+def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The rows of all parameters as one tensor over their own memory, moved there if need be; None: they stay apart."""
+    first = parameters[0]
+    if any(type(each) is not nn.Parameter or each.dtype != first.dtype for each in parameters):
+        return None  # a quantised or sharded tensor is of a class of its own
+    found = _adjacent(parameters)
+    if found is None and _may_move(parameters):
+        _move(parameters)
+        found = _adjacent(parameters)
+    return found
+
+
+def _adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
+    first = parameters[0]
+    storage, address, rows = first.untyped_storage().data_ptr(), first.data_ptr(), 0
+    for each in parameters:
+        if each.data_ptr() != address or each.untyped_storage().data_ptr() != storage or not each.is_contiguous():
+            return None
+        address, rows = address + each.nbytes, rows + each.shape[0]
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _may_move(parameters: Sequence[Tensor]) -> bool:
+    """Whether each is all that there is in its storage, which nobody else can then be looking at."""
+    device, width = parameters[0].device, parameters[0].shape[1:]
+    if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return False
+    return all(
+        each.device == device
+        and each.shape[1:] == width
+        and each.is_contiguous()
+        and each.untyped_storage().nbytes() == each.nbytes
+        and not (device.type == "cpu" and each.is_shared())
+        and not each.is_inference()
+        for each in parameters
+    )
+
+
+def _move(parameters: Sequence[Tensor]) -> None:
+    # Not inference tensors: who trains the model afterwards needs more.
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([each.detach() for each in parameters])
+        for each, rows in zip(parameters, whole.split([each.shape[0] for each in parameters]), strict=True):
+            if whole.is_cuda:  # the old storage may not be handed out again before it has been read
+                each.data.record_stream(torch.cuda.current_stream(whole.device))
+            each.data = rows
