@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +31,12 @@ class LatentCache(Cache):
         max_cache_len: tokens per sequence, padding included, of a static cache (CUDA graphs, ``torch.compile``); None
             for a dynamic one, which doubles its pages when they are full.
         page_size: tokens per page, a power of two >= 16.
+        room: tokens per sequence that a dynamic cache has pages for from the first one on.
 
     Attributes:
         padding_is_left: whether the last attention mask that the host looked at was zeros, then ones
             (``visibility.py``). Steps whose mask the host does not look at go by it.
+        captured: recorded decode steps over the pages, which ``generate`` replays (``captured.py``); None: none are.
         plans: of the decode op, with their workspace, which steps reuse; by what they were made for, beside
             ``plans_for``, the batch size, capacity, dtype and device of the pages.
 
@@ -40,13 +44,16 @@ class LatentCache(Cache):
         ValueError: naming the argument.
     """
 
-    def __init__(self, config: MHA2MLAConfig, max_cache_len: int | None = None, page_size: int = PAGE_SIZE) -> None:
+    def __init__(
+        self, config: MHA2MLAConfig, max_cache_len: int | None = None, page_size: int = PAGE_SIZE, room: int = 0
+    ) -> None:
         if page_size < 16 or page_size & (page_size - 1):
             raise ValueError(f"page_size is {page_size}; expected a power of two >= 16")
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len is {max_cache_len}; expected None or a positive number of tokens")
         self.page_size = page_size
         self.padding_is_left = True
+        self.captured: Any = None
         self.plans: dict[tuple, DecodePlans] = {}
         self.plans_for: tuple | None = None
         super().__init__(
@@ -55,6 +62,16 @@ class LatentCache(Cache):
                 for index in range(config.num_hidden_layers)
             ]
         )
+        if max_cache_len is None:
+            for layer in self.layers:
+                layer.max_pages = -(-room // page_size)
+
+    def sharing_pages(self, *, static: bool) -> LatentCache:
+        """Another cache over the same pages, lengths on the device and plans: a static one, for a cache that holds
+        tokens; or a dynamic one, to be :meth:`reset`, since the host does not know how many these are."""
+        twin = copy.copy(self)
+        twin.captured, twin.layers = None, [layer.sharing_pages(static) for layer in self.layers]
+        return twin
 
     @property
     def is_empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""What ``generate`` asks of a model that has a latent cache: the cache itself, and masks over a static one."""
+"""What ``generate`` asks of a model that has a latent cache: the cache, masks over a static one, captured steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,60 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 
 from mha2mla.modeling.cache import LatentCache
+from mha2mla.modeling.captured import StepCapture
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.recordable import explain_capture
 
 
 class LatentGenerationMixin(GenerationMixin):
-    """``generate`` over a :class:`LatentCache`, for a model whose base model is the source's."""
+    """``generate`` over a :class:`LatentCache`, for a model whose base model is the source's.
+
+    On CUDA decode steps of one to eight tokens over a growing cache are captured in CUDA graphs and replayed; the
+    tokens are the same. ``generate(..., capture=False)``, or ``capture`` in a generation config, turns that off. Pages
+    and graphs of the last call are kept for the next one of as many sequences, unless they take more memory than the
+    model does, until :meth:`release_captured`.
+    """
+
+    step_capture: StepCapture
+
+    def release_captured(self) -> None:
+        """Gives back the memory that ``generate`` keeps for its next call: cache pages and CUDA graphs."""
+        self.step_capture.release()
+
+    def explain_uncaptured(self) -> str | None:
+        """Why ``generate`` would run its decode steps uncaptured, or None; layers that no kernel serves stay so too."""
+        return explain_capture(self, self.step_capture.new_recorder.device_type) or self.step_capture.failure
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, capture: bool | None = None, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """``generate``'s hook for its config, which takes the argument ``capture``; by default True."""
+        prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        prepared.capture = getattr(prepared, "capture", True) if capture is None else capture
+        return prepared, model_kwargs
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """As transformers', and ``mla_captured``, by which ``forward`` knows that it may replay a step."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        captured = getattr(past_key_values, "captured", None)
+        return inputs if captured is None else {**inputs, "mla_captured": captured}
 
     def create_masks_for_generate(
         self,
@@ -65,9 +114,19 @@ class LatentGenerationMixin(GenerationMixin):
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
+            cache = model_kwargs.get("past_key_values")
+            if isinstance(cache, LatentCache):
+                captures = generation_config.capture and self.explain_uncaptured() is None
+                cache.captured = self.step_capture.steps_for(self, cache) if captures else None
             return
+        rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         if kind != "static":
-            model_kwargs["past_key_values"] = LatentCache(self.config)
+            if generation_config.capture and self.explain_uncaptured() is None:
+                prompt = model_kwargs["position_ids"].shape[-1]
+                cache = self.step_capture.new_cache(self, rows, prompt, max_cache_length)
+            else:
+                cache = LatentCache(self.config)
+            model_kwargs["past_key_values"] = cache
             return
         # A step compiled for an earlier call is kept as long as the cache has its length.
         length = max(
@@ -77,5 +136,4 @@ class LatentGenerationMixin(GenerationMixin):
         cache = model_kwargs["past_key_values"] = LatentCache(self.config, max_cache_len=length)
         if generation_config.prefill_chunk_size is not None and not hasattr(self, "hf_device_map"):
             # Chunked prefill is compiled, and allocation must stay out of what is.
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             cache.early_initialization(rows, 1, 1, dtype=self.dtype, device=self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -143,6 +144,12 @@ class LatentLayer(CacheLayerMixin):
         self.batch_size, self.max_pages = pages.block_table.shape
         self.device = pages.block_table.device
         self.is_initialized = True
+
+    def sharing_pages(self, static: bool) -> LatentLayer:
+        """As :meth:`LatentCache.sharing_pages`."""
+        twin = copy.copy(self)
+        twin.is_compileable, twin.max_cache_len = static, self.capacity if static else None
+        return twin
 
     def forget_pages(self) -> None:
         """As it was before :meth:`lazy_initialization`."""

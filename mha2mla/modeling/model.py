@@ -15,6 +15,7 @@ from transformers.utils import can_return_tuple
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.cache_layout import PAGE_SIZE
+from mha2mla.modeling.captured import CapturedSteps, StepCapture
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.generation import LatentGenerationMixin
 from mha2mla.modeling.outputs import load_balancing_loss, refuse_gradients
@@ -91,6 +92,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._length_watch = LengthWatch(config)
+        self.step_capture = StepCapture()
         self.post_init()
 
     @can_return_tuple
@@ -106,6 +108,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         output_attentions: bool | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        mla_captured: CapturedSteps | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
         """Logits of the next token, as every causal language model of transformers.
@@ -130,7 +133,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             output_router_logits: of a mixture of experts, also ``router_logits`` and ``aux_loss``, which ``loss`` then
                 has in it as the source's has; default the config's.
             logits_to_keep: that many last positions, or their indices; 0 means all.
-            **kwargs: to the base model and its layers.
+            mla_captured: steps that ``generate`` replays instead; **kwargs: to the base model and its layers.
 
         Returns:
             ``logits`` [B, S or logits_to_keep, vocabulary], ``past_key_values``, and ``loss`` if there are ``labels``.
@@ -160,6 +163,12 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
                 f"output_attentions is True with attn_implementation {self.config._attn_implementation!r}; expected "
                 "'eager', which alone computes them"
             )
+        output_router_logits = self._flag("output_router_logits", output_router_logits)
+        asked = (inputs_embeds, labels, output_attentions or None, output_router_logits or None, *kwargs.values())
+        if mla_captured is not None and all(value is None for value in asked):
+            logits = mla_captured.logits(self, past_key_values, input_ids, attention_mask, position_ids, logits_to_keep)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         errors = nullcontext()
         if isinstance(past_key_values, LatentCache) and not torch.compiler.is_compiling():
             errors = past_key_values.unchanged_by_errors()
@@ -173,7 +182,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
                 labels,
                 use_cache,
                 output_attentions,
-                self._flag("output_router_logits", output_router_logits),
+                output_router_logits,
                 logits_to_keep,
                 **kwargs,
             )

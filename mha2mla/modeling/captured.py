@@ -1,0 +1,292 @@
+"""Decode steps of ``generate``, recorded once and replayed: CUDA graphs, which spare the host its work per kernel.
+
+A recording holds at every length: it runs over a static cache that shares the pages of the call's own dynamic one
+(:meth:`LatentCache.sharing_pages`), so lengths come from the device; tokens, positions and the mask are copied into
+buffers that it reads. All else that a step looks at on the host is in the key under which it is kept, or in the
+``recordable.fingerprint`` that is compared once per ``generate``. Where pages move, what was recorded over them goes.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
+from mha2mla.modeling.cache import LatentCache
+from mha2mla.modeling.recordable import fingerprint
+from mha2mla.modeling.visibility import is_padding_mask, is_recorded
+
+# Caches are as long as the call may become, up to so many tokens behind the prompt; beyond, they grow by doubling.
+_ROOM_FOR_ANSWER = 4096
+# Capacities are multiples of it, so that prompts of other lengths find pages, and recordings, to use again.
+_CAPACITY_STEP = 1024
+
+
+class Recorder(Protocol):
+    """What records a step: :class:`CudaGraphs`, or, in tests without a GPU, whatever replays the same operations."""
+
+    device_type: str
+
+    def explain(self, cache: LatentCache) -> str | None:
+        """Why steps over this cache cannot be recorded, or None."""
+
+    def record(
+        self, step: Callable[[], Tensor], undo: Callable[[], None], device: torch.device
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """What ``step`` returns, and what does again, in place, all that it does on the device, with the host's values
+        of now. ``step`` may be run for that, each time with an ``undo`` behind it."""
+
+
+class CudaGraphs:
+    """Records CUDA graphs, all in one memory pool: they must not be replayed at the same time."""
+
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def explain(self, cache: LatentCache) -> str | None:
+        """References read tensors on the host."""
+        slow = [layer.backend.name for layer in cache.layers if not layer.backend.compiled]
+        return f"{slow[0]!r} is no kernel" if slow else None
+
+    def record(
+        self, step: Callable[[], Tensor], undo: Callable[[], None], device: torch.device
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """As :class:`Recorder`; waits for the device, once."""
+        stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            step()
+            undo()
+            # thread_local: what other threads do meanwhile is no error of this one.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                result = step()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._pool = graph.pool()
+        return result, graph.replay
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What a recorded step reads: ``tokens`` and ``positions`` [B, S], ``mask`` [B, capacity]."""
+
+    tokens: Tensor
+    positions: Tensor
+    mask: Tensor | None
+
+    @classmethod
+    def over(cls, pages: LatentCache, input_ids: Tensor, attention_mask: Tensor | None) -> _Buffers:
+        # Not inference tensors, which nothing outside inference_mode could write to.
+        with torch.inference_mode(False):
+            tokens, positions = (torch.zeros_like(input_ids) for _ in range(2))
+            rows = (input_ids.shape[0], pages.capacity)
+            return cls(tokens, positions, None if attention_mask is None else attention_mask.new_zeros(rows))
+
+    def load(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> None:
+        self.tokens.copy_(input_ids)
+        self.positions.copy_(position_ids)
+        if attention_mask is not None:
+            # What lies behind, of a longer sequence before, is beyond the length that the device counts.
+            self.mask[:, : attention_mask.shape[1]].copy_(attention_mask)
+
+
+class _Step(NamedTuple):
+    buffers: _Buffers
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+class CapturedSteps:
+    """The recorded steps over the pages of one cache, by what they were recorded for.
+
+    A shape is recorded when it comes the second time: what comes once is not worth it, and what a first call compiles
+    is compiled by then. Copies and pickles of a cache have none.
+
+    Args:
+        home: of the model.
+        weights: :func:`fingerprint` of the model.
+        is_kept: the model may keep pages and recordings for a later ``generate``.
+    """
+
+    def __init__(self, home: StepCapture, weights: tuple, is_kept: bool) -> None:
+        self.home, self.weights = home, weights
+        self._is_kept, self._recorder = is_kept, home.new_recorder()
+        self._owner: Callable[[], LatentCache | None] = lambda: None
+        self._pages: LatentCache | None = None
+        self._seen: set[tuple] = set()
+        self._steps: dict[tuple, _Step | None] = {}
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+    def __len__(self) -> int:
+        """How many steps are recorded."""
+        return sum(step is not None for step in self._steps.values())
+
+    def logits(
+        self,
+        model: PreTrainedModel,
+        cache: LatentCache,
+        input_ids: Tensor,
+        attention_mask: Any,
+        position_ids: Tensor | None,
+        logits_to_keep: int | Tensor,
+    ) -> Tensor | None:
+        """Logits of a step over ``cache``, which holds its tokens afterwards; None, and nothing done, if the step is
+        not recorded: it is the first of its kind, or one that cannot be.
+
+        Args:
+            model: whose ``forward`` is asked, with the other arguments.
+        """
+        if not self._fits(cache, input_ids, attention_mask, position_ids, logits_to_keep):
+            return None
+        if self._pages is None or self._pages.layers[0].cache_seqlens is not cache.layers[0].cache_seqlens:
+            self._pages, self._steps, self._seen = cache.sharing_pages(static=True), {}, set()
+            self._owner = weakref.ref(cache)
+        source = model.model.config
+        key = (
+            (input_ids.shape, logits_to_keep, attention_mask is not None, cache.padding_is_left),
+            (model.config.attention_backend, source.num_hidden_layers),
+            getattr(source, "_experts_implementation", None),  # generate changes it for some of its steps
+        )
+        if key not in self._seen:
+            self._seen.add(key)
+            return None
+        inputs = (input_ids, position_ids, attention_mask)
+        if key not in self._steps:
+            self._pages.padding_is_left = cache.padding_is_left
+            self._steps[key] = self._recorded(model._forward, inputs, logits_to_keep)
+        step = self._steps[key]
+        if step is None:
+            return None
+        step.buffers.load(*inputs)
+        step.replay()
+        for layer in cache.layers:
+            layer.count(input_ids.shape[1])
+        return step.logits.clone()
+
+    def _fits(
+        self,
+        cache: LatentCache,
+        input_ids: Tensor,
+        attention_mask: Any,
+        position_ids: Tensor | None,
+        logits_to_keep: int | Tensor,
+    ) -> bool:
+        """Whether it is a step of decode that fits the pages, and whose mask the absorbed form obeys."""
+        if self.home.failure is not None or torch.is_grad_enabled() or is_recorded(input_ids.device):
+            return False
+        batch, query_length = input_ids.shape
+        if cache.is_empty or cache.is_compileable or query_length > MAX_DECODE_QUERY_LENGTH:
+            return False
+        tokens = cache.get_seq_length() + query_length
+        if tokens > cache.capacity or batch != cache.layers[0].batch_size or not isinstance(logits_to_keep, int):
+            return False
+        if position_ids is None or position_ids.shape not in ((batch, query_length), (1, query_length)):
+            return False
+        if attention_mask is None:
+            return True
+        fits = is_padding_mask(attention_mask) and tokens <= attention_mask.shape[1] <= cache.capacity
+        return fits and cache.padding_is_left
+
+    def _recorded(self, forward: Callable[..., Any], inputs: tuple, logits_to_keep: int) -> _Step | None:
+        """The step, recorded over what it is now called with; None where it cannot be. Tokens and lengths stay."""
+        input_ids, _, attention_mask = inputs
+        query_length, pages = input_ids.shape[1], self._pages
+        if self._recorder.explain(pages) is not None or not all(pages.attends(query_length, True)):
+            return None
+        try:
+            buffers = _Buffers.over(pages, input_ids, attention_mask)
+            buffers.load(*inputs)
+            arguments = (buffers.tokens, buffers.mask, buffers.positions, pages)
+            logits, replay = self._recorder.record(
+                lambda: forward(*arguments, None, None, True, False, False, logits_to_keep).logits,
+                lambda: pages.crop(-query_length),
+                input_ids.device,
+            )
+        except Exception as error:  # what a capture raises depends on what it met
+            self.home.fail(error)
+            return None
+        if self._is_kept:
+            self.home.keep(self, pages.nbytes)
+        return _Step(buffers, logits, replay)
+
+    def new_cache(self, rows: int, room: int, weights: tuple, backend_name: str | None) -> LatentCache | None:
+        """An empty cache over the pages, if nobody has the one before any more and it would do."""
+        pages = self._pages
+        if self._owner() is not None or weights != self.weights:
+            return None
+        first = pages.layers[0]
+        if first.batch_size != rows or pages.capacity < room or first.backend_name != backend_name:
+            return None
+        cache = pages.sharing_pages(static=False)
+        cache.reset()
+        cache.captured, self._owner = self, weakref.ref(cache)
+        return cache
+
+
+class StepCapture:
+    """What a model knows of captured decode. Copies and pickles of a model start anew.
+
+    Args:
+        new_recorder: gives what records the steps over a cache.
+
+    Attributes:
+        failure: why recording failed; nothing is recorded any more until :meth:`release`.
+    """
+
+    def __init__(self, new_recorder: type[Recorder] = CudaGraphs) -> None:
+        self.new_recorder = new_recorder
+        self.failure: str | None = None
+        self._kept: CapturedSteps | None = None
+        self._most_bytes = 0
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.new_recorder,)
+
+    def release(self) -> None:
+        """Forgets what is kept for later calls, pages included, and a failure. What a living cache has it keeps."""
+        self._kept = self.failure = None
+
+    def fail(self, error: Exception) -> None:
+        """Says so, once, and gives up."""
+        self.failure = f"{type(error).__name__}: {error}"
+        self._kept = None
+        warnings.warn(f"generate runs without captured decode steps: {self.failure}", stacklevel=2)
+
+    def keep(self, steps: CapturedSteps, nbytes: int) -> None:
+        """For a later ``generate``, if pages of ``nbytes`` take no more memory than the model does."""
+        if nbytes <= self._most_bytes:
+            self._kept = steps
+
+    def new_cache(self, model: PreTrainedModel, rows: int, prompt: int, longest: int) -> LatentCache:
+        """The cache of a ``generate`` call: over pages that are kept, if they do.
+
+        Args:
+            rows: B.
+            prompt, longest: tokens per sequence at the beginning, and at most.
+        """
+        room = -(-min(longest, prompt + _ROOM_FOR_ANSWER) // _CAPACITY_STEP) * _CAPACITY_STEP
+        weights, name = fingerprint(model), model.config.attention_backend
+        cache = None if self._kept is None else self._kept.new_cache(rows, room, weights, name)
+        if cache is None:
+            self._kept = None  # before new pages are allocated
+            self._most_bytes = sum(parameter.nbytes for parameter in model.parameters())
+            cache = LatentCache(model.config, room=room)
+            cache.captured = CapturedSteps(self, weights, is_kept=True)
+        return cache
+
+    def steps_for(self, model: PreTrainedModel, cache: LatentCache) -> CapturedSteps:
+        """Of a cache that the caller brings: what it has, unless the weights changed."""
+        weights = fingerprint(model)
+        if cache.captured is not None and cache.captured.weights == weights:
+            return cache.captured
+        return CapturedSteps(self, weights, is_kept=False)
