@@ -28,7 +28,7 @@ from mha2mla.kernel_testing.latent_problems import LatentProblem
 from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernels import mla_decode
 
-# H, d_c, d_r, tokens of each of 64 sequences (256 MB and more), times the stored form's time at most
+# H, d_c, d_r, tokens of each of 64 sequences (256 MB and more), times the stored form's time at most, or of R at least
 TELLING = (
     (32, 512, 64, 4096, 1.15),
     (32, 512, 64, 16384, 1.15),
@@ -38,6 +38,10 @@ TELLING = (
     (16, 192, 64, 12288, 1.2),
     (16, 256, 64, 8192, 1.2),
     (16, 384, 96, 6144, 1.2),
+    (32, 1024, 32, 4096, 0.55),  # 8 kv heads of 128 at half their cache
+    (32, 1024, 64, 4096, 0.55),
+    (32, 1024, 128, 4096, 0.55),
+    (32, 512, 128, 4096, 1.15),
 )
 TOKENS = {72: 32768, 120: 18432, 192: 12288, 256: 8192, 384: 6144}
 WIDTHS = tuple((16, d_c, d_r, tokens, 1.2) for d_c, tokens in TOKENS.items() for d_r in (32, 64, 96))
@@ -66,8 +70,11 @@ COLUMNS = {
 def cases(widths: bool = False) -> list[SpeedCase]:
     shapes = dict.fromkeys(TELLING + WIDTHS * widths)
     return [
-        decode_case(LatentProblem(h, 1, d_c, d_r, (n,) * 64, slack=0), Target(peers=(("stored_us",), ratio)))
-        for h, d_c, d_r, n, ratio in shapes
+        decode_case(
+            LatentProblem(h, 1, d_c, d_r, (n,) * 64, slack=0),
+            Target(share=limit) if limit < 1 else Target(peers=(("stored_us",), limit)),
+        )
+        for h, d_c, d_r, n, limit in shapes
     ]
 
 

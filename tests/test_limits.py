@@ -40,10 +40,10 @@ def test_the_page_names_every_limit_of_the_kernels():
 LAYOUT_KERNELS = {
     (4, 128, 0.5, False): ("DB", "DB", "DB"),
     (8, 64, 0.5, False): ("DB", "DB", "DB"),
-    (8, 128, 0.5, False): ("", "DB", "DB"),
+    (8, 128, 0.5, False): ("DB", "DB", "DB"),
     (8, 128, 0.25, False): ("DB", "DB", "DB"),
-    (32, 128, 0.125, False): ("", "DB", "DB"),
-    (32, 128, 0.0625, False): ("DB", "DB", "DB"),
+    (32, 128, 0.125, False): ("DB", "DB", "DB"),
+    (32, 128, 0.25, False): ("", "", ""),
     (1, 256, 0.5, False): ("D", "D", "DB"),
     (8, 128, 1.0, False): ("", "", "DB"),
     (4, 128, 0.3125, True): ("", "DB", "DB"),

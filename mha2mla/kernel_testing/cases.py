@@ -58,8 +58,8 @@ def draw_latent_geometry(rng: random.Random) -> tuple[LatentProblem, str]:
         LatentProblem(
             rng.choice((1, 8, 9, 14, 16, 24, 32, 40, 64, 128, rng.randint(1, 128))),
             1,
-            rng.choice((72, 120, 192, 256, 384, 512, *[8 * rng.randint(1, 64)] * 5)),
-            rng.choice((32, 64, 64, 96, 8 * rng.randint(1, 16))),
+            rng.choice((72, 120, 192, 256, 384, 512, 1024, *[8 * rng.randint(1, 64)] * 5, 8 * rng.randint(65, 128))),
+            rng.choice((32, 64, 64, 96, 128, 8 * rng.randint(1, 16))),
             (),
             page_size=rng.choice((16, 32, 64, 64, 128)),
             seqlen_q=rng.choice((1, 1, 1, 2, 4, 8)),

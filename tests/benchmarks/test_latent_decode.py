@@ -15,7 +15,7 @@ def test_both_forms_of_a_pair_read_the_same_bytes():
         stored = latent_decode.stored_form(case.problem)
         assert case.problem.cache_bytes() == stored.cache_bytes() > 256e6, case.name
         assert stored.kv_lora_rank % 8 == stored.qk_rope_head_dim % 8 == 0
-        assert case.target.peers[1] in (1.15, 1.2, 1.6)
+        assert case.target.share == 0.55 or case.target.peers[1] in (1.15, 1.2, 1.6)
 
 
 def test_one_pair_from_end_to_end(monkeypatch):

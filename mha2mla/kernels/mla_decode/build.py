@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mha2mla.kernels.machine import Machine
 from mha2mla.kernels.mla_decode.heads_on_m import make_heads_on_m
+from mha2mla.kernels.mla_decode.latent_cluster import make_latent_cluster
 from mha2mla.kernels.mla_decode.latent_portable import make_latent_portable
 from mha2mla.kernels.mla_decode.latent_selection import LatentChoice
 from mha2mla.kernels.mla_decode.latent_ws import make_latent_ws
@@ -31,4 +32,6 @@ def make_latent_split(shape: DecodeShape, choice: LatentChoice, *, dtype: str | 
     """As :func:`make_split`, over a cache of the latent alone."""
     if choice.kernel == "latent_ws":
         return make_latent_ws(shape, choice)
+    if choice.kernel == "latent_cluster":
+        return make_latent_cluster(shape, choice)
     return make_latent_portable(replace(shape, dtype=dtype or shape.dtype), choice, Machine(on_cpu))

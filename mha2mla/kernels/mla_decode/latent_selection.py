@@ -8,7 +8,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
 from mha2mla.kernels.mla_decode.selection import (
+    WIDE_LATENT,
     DecodeShape,
     RopeBlocks,
     padded_latent_columns,
@@ -21,7 +23,7 @@ from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.limits import rank_choices, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
-MAX_LATENT_ALONE = 512  # d_c
+MAX_LATENT_ALONE = 1024  # d_c
 MAX_ROPE_ALONE = 128  # d_r
 KEY_TILE = 64  # rows of W_KR that a warpgroup of ``latent_ws`` holds: the M of one wgmma
 KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatever else
@@ -31,10 +33,10 @@ CONSUMER_OVERHEAD = 60  # of a computing thread, beside its accumulators
 
 @dataclass(frozen=True)
 class LatentChoice(KernelChoice):
-    """A :class:`KernelChoice` of "latent_ws" (sm_90) or "latent_portable" (anything from sm_80 on).
+    """A :class:`KernelChoice` of "latent_ws", "latent_cluster" (sm_90) or "latent_portable" (from sm_80 on).
 
     Attributes: ``variant`` of the portable kernel, where W_KR is: "resident" in shared memory or "streamed" through it;
-    ``registers`` of a thread that computes, makes keys, streams ("latent_ws").
+    ``registers`` of a thread that computes, makes keys, streams (sm_90).
     """
 
     registers: tuple[int, int, int] = (0, 0, 0)
@@ -88,7 +90,7 @@ def _portable(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int
                 variant,
             )  # fmt: skip
             rank = (2, tiling.num_tiles, variant == "streamed", -block, tiling.rows)
-            yield rank, choice if used <= limit and registers <= 160 else None, used
+            yield rank, choice if used <= limit and registers <= 168 else None, used
 
 
 def key_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
@@ -102,15 +104,18 @@ def key_steps(kv_lora_rank: int) -> int:
     return -(-kv_lora_rank // 16)
 
 
-def _registers(shape: DecodeShape, tiling: RowTiling, warpgroups: int, resident: int) -> tuple[int, int, int] | None:
-    """Of a thread that computes, makes keys, streams; None if they are not enough."""
-    makers = -(-shape.qk_rope_head_dim // KEY_TILE)
+def _registers(
+    columns: int, qk_rope_head_dim: int, tiling: RowTiling, warpgroups: int, resident: int, held: int = 0
+) -> tuple[int, int, int] | None:
+    """Of a thread that computes (and holds ``held`` numbers more of the scores), makes keys of so many columns of the
+    latent, streams; None if they are not enough."""
+    makers = -(-qk_rope_head_dim // KEY_TILE)
     roles = warpgroups + makers + 1
     launched = 65536 // (resident * roles * 128) // 8 * 8
-    key = max(launched, -(-(4 * key_steps(shape.kv_lora_rank) + KEY_OVERHEAD) // 8) * 8)
+    key = max(launched, -(-(4 * key_steps(columns) + KEY_OVERHEAD) // 8) * 8)
     computing = min(240, (launched * roles - STREAMING_REGISTERS - makers * key) // warpgroups // 8 * 8)
-    latent = padded_latent_columns(shape.kv_lora_rank, 128)
-    needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + CONSUMER_OVERHEAD
+    latent = padded_latent_columns(columns, 128)
+    needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + held + CONSUMER_OVERHEAD
     return (computing, key, STREAMING_REGISTERS) if computing >= max(launched, needed) and key <= 240 else None
 
 
@@ -121,7 +126,7 @@ def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (6, 4, 3, 2), (3 * makers, 2 * makers))
     for warpgroups, resident, num_stages, rope_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
-        registers = _registers(shape, tiling, warpgroups, resident)
+        registers = _registers(shape.kv_lora_rank, shape.qk_rope_head_dim, tiling, warpgroups, resident)
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
         choice = LatentChoice(
             "latent_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 1), warpgroups, resident,
@@ -135,10 +140,43 @@ def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         yield rank, choice if fits else None, used
 
 
+def latent_cluster_shared_memory(
+    tiling: RowTiling, cut: Halves, blocks: RopeBlocks, num_stages: int, rope_stages: int
+) -> int:
+    """Bytes of shared memory that a CTA allocates (16-bit elements), with 1 KiB for alignment and barriers."""
+    queries = tiling.rows * (cut.columns + blocks.chunks_per_block * KEY_TILE)
+    rings = 64 * (num_stages * cut.unit + rope_stages * KEY_TILE)
+    scores = 2 * 64 * tiling.rows * 4  # of the other CTA, for this tile and the next
+    return 2 * (queries + rings + 64 * tiling.rows) + scores + 16 * tiling.rows + 1024
+
+
+def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """Where ``latent_ws`` fits with no tiling; a ring of 1.5 to 4 tiles."""
+    cut, blocks = halve(tiling, shape.kv_lora_rank, 8), key_blocks(tiling, shape.qk_rope_head_dim)
+    makers, warpgroups = blocks.chunks_per_block, 2 if tiling.rows == 64 else 1
+    held = 64 * tiling.rows // warpgroups // 128
+    registers = _registers(cut.columns, shape.qk_rope_head_dim, tiling, warpgroups, 1, held)
+    for halves, rope_stages in product((8, 6, 5, 4, 3), (3 * makers, 2 * makers)):
+        num_stages = max(cut.units + 1, halves * cut.units // 2)
+        used = latent_cluster_shared_memory(tiling, cut, blocks, num_stages, rope_stages)
+        choice = LatentChoice(
+            "latent_cluster", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 1), warpgroups, 1,
+            f"latent_cluster: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {CLUSTER} x {cut.columns} columns, "
+            f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} pieces of {cut.unit} columns and "
+            f"{rope_stages} rope stages, {used} bytes of shared memory a CTA",
+            cluster_size=CLUSTER,
+            registers=registers or (0, 0, 0),
+        )  # fmt: skip
+        rank = (1, tiling.num_tiles, tiling.rows, -num_stages, -rope_stages)
+        yield rank, choice if used <= limit and registers is not None else None, used
+
+
 def _candidates(shape: DecodeShape, capability: int, limit: int) -> Candidates:
     for tiling in dict.fromkeys(tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1) for max_rows in (64, 32, 16)):
         if capability == 90:
-            yield from _ws(shape, tiling, limit)
+            if shape.kv_lora_rank <= WIDE_LATENT:
+                yield from _ws(shape, tiling, limit)
+            yield from _cluster(shape, tiling, limit)
         yield from _portable(shape, tiling, capability, limit)
 
 

@@ -143,12 +143,13 @@ class KeyMaker(Buffers):
 
 
 @T.macro
-def load_weight(k, c, keys):
-    """What stays in registers: rows ``pair`` and ``pairs + pair`` of W_KR (of A, rows g and g + 8), zeros beyond."""
+def load_weight(k, c, keys, left=0):
+    """What stays in registers: rows ``pair`` and ``pairs + pair`` of W_KR (of A, rows g and g + 8), zeros beyond;
+    columns from ``left`` on. The bias goes to whoever has the first ones."""
     own = T.min(c.pair, k.pairs - 1)
     for s in T.unroll(k.steps):
         for e in list(range(4)):
-            column = 16 * s + 2 * c.q + e // 2 * 8
+            column = left + 16 * s + 2 * c.q + e // 2 * 8
             c.w[4 * s + e] = T.if_then_else(
                 (c.pair < k.pairs) & (column < k.d_c),
                 T.call_extern(
@@ -159,7 +160,9 @@ def load_weight(k, c, keys):
                 T.uint32(0),
             )
     for e in list(range(2)):
-        c.bias[e] = T.if_then_else(c.pair < k.pairs, T.cast(keys.bias[e * k.pairs + own], T.float32), 0.0)
+        c.bias[e] = T.if_then_else(
+            (c.pair < k.pairs) & (left == 0), T.cast(keys.bias[e * k.pairs + own], T.float32), 0.0
+        )
     c.frequency[0] = keys.inv_freq[own]
     for e in list(range(4)):
         find_turn(c.turn, e // 2 * 8 + 2 * c.q + e % 2, c.frequency[0])
@@ -168,10 +171,15 @@ def load_weight(k, c, keys):
 
 
 @T.macro
-def multiply(k, c, slot):
-    """The sums of a tile: under way, not awaited."""
+def begin_sums(c):
     for e in T.unroll(SUMS):
         c.sums[e] = c.bias[e // 2 % 2]
+
+
+@T.macro
+def multiply(k, c, slot):
+    """The sums of a tile: under way, not awaited."""
+    begin_sums(c)
     T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
     T.warpgroup_arrive()
     for s in T.unroll(k.steps):

@@ -122,9 +122,9 @@ def load_own_rope_queries(k, w, work, tile, half, q_pe, qp_tile):
 
 
 @T.macro
-def multiply_scores(k, w, n, slots, memory, s):
-    """What this CTA's columns contribute to the scores of its n-th tile, whose pieces lie in ``slots``."""
-    stages, rope_stages, first, units = k.choice.num_stages, k.choice.rope_stages, w * k.rows, k.cut.units
+def multiply_latent(k, w, n, slots, memory, s):
+    """What this CTA's latent columns contribute to the scores of its n-th tile, whose pieces lie in ``slots``."""
+    stages, first, units = k.choice.num_stages, w * k.rows, k.cut.units
     for u in list(range(units)):
         T.barrier_wait(memory.c_full[slots[u]], T.truncdiv(n * units + u, stages) & 1)
         T.wgmma_gemm(
@@ -135,6 +135,12 @@ def multiply_scores(k, w, n, slots, memory, s):
             clear_accum=u == 0,
             policy=BY_ROW,
         )
+
+
+@T.macro
+def multiply_rope(k, w, n, memory, s):
+    """What its cached rotary columns contribute."""
+    rope_stages, first = k.choice.rope_stages, w * k.rows
     T.barrier_wait(memory.k_full[n % rope_stages], (n // rope_stages) & 1)
     T.wgmma_gemm(
         memory.k_ring[n % rope_stages, :, :],
@@ -194,14 +200,15 @@ def clean_latent(k, w, work, t0, slots, memory):
 
 
 @T.macro
-def attend(k, w, i, work, half, thread, memory, x, o, held, slots):
+def attend(k, w, i, work, half, thread, memory, x, o, held, slots, multiply_rope):
     """The i-th tile of the fragment at hand, for the rows of warpgroup ``w``: scores, softmax, output."""
     t0 = first_token(work.span, i)
     n = work.state[DONE] + i
     units = k.cut.units
     for u in list(range(units)):
         slots[u] = T.truncmod(n * units + u, k.choice.num_stages)
-    multiply_scores(k, w, n, slots, memory, x.s)
+    multiply_latent(k, w, n, slots, memory, x.s)
+    multiply_rope(k, w, n, memory, x.s)
     share_scores(k, w, n, half, thread, memory, x.s, held)
     softmax.hide(x, work.span, t0)
     clean_latent(k, w, work, t0, slots, memory)
@@ -222,7 +229,9 @@ def attend(k, w, i, work, half, thread, memory, x, o, held, slots):
 
 
 @T.macro
-def consume(k, w, work, tile, half, memory, call, q_pe, thread):
+def consume(
+    k, w, work, tile, half, memory, call, q_pe, thread, load_queries=load_own_rope_queries, multiply_rope=multiply_rope
+):
     """One warpgroup: all fragments of this CTA, for rows ``w * rows ...`` of its tile."""
     T.set_max_nreg(k.registers, 1)
     scale = call.softmax_scale * LOG2E
@@ -236,7 +245,7 @@ def consume(k, w, work, tile, half, memory, call, q_pe, thread):
     work.state[DONE] = 0
     for f in T.serial(work.state[FRAGMENTS]):
         read_fragment(work, f)
-        load_own_rope_queries(k, w, work, tile, half, q_pe, memory.qp_tile)
+        load_queries(k, w, work, tile, half, q_pe, memory.qp_tile)
         T.fence_proxy_async()
         x.sync()
         for u in list(range(k.cut.units)):
@@ -244,7 +253,7 @@ def consume(k, w, work, tile, half, memory, call, q_pe, thread):
         softmax.begin(x, work.span)
         T.barrier_wait(memory.q_full, f & 1)
         for i in T.serial(work.span[TILES]):
-            attend(k, w, i, work, half, thread, memory, x, o, held, slots)
+            attend(k, w, i, work, half, thread, memory, x, o, held, slots, multiply_rope)
         T.barrier_arrive(memory.q_free)
         work.state[DONE] += work.span[TILES]
         softmax.finish(x, x.top)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mha2mla.kernel_testing.cases import draw_cases
+from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mla_decode.halves import CLUSTER, cluster_shared_memory, halve
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
 from mha2mla.kernels.split_kv.tiling import tile_rows
@@ -47,6 +49,24 @@ def test_scores_of_both_halves_add_up_to_all():
             total = total + window(c, half * cut.columns, cut.columns) @ window(q, half * cut.columns, cut.columns).T
             total = total + window(kp, half * cut.rope_own, cut.rope_columns) @ mine.T
         torch.testing.assert_close(total, c @ q.T + kp @ qp.T)
+
+
+def test_keys_made_of_both_halves_add_up_to_all():
+    """A key is linear in the latent, before it is turned and after; b_KR is counted once."""
+    make = torch.Generator().manual_seed(0)
+    for d_c, d_r in ((512, 128), (640, 96), (1024, 32)):
+        cut = halve(tile_rows(4, 1, 1, 32, 1), d_c, 8)
+        assert cut.columns % 64 == 0 and d_c <= CLUSTER * cut.columns
+        weight = torch.randn(d_r, d_c, generator=make, dtype=torch.float64)
+        bias, q = (torch.randn(n, d_r, generator=make, dtype=torch.float64) for n in (1, 4))
+        c = torch.randn(9, d_c, generator=make, dtype=torch.float64)
+        rope = LatentRope(weight, bias[0], 1e4 ** -torch.linspace(0, 1, d_r // 2), 1.3)
+        positions, total = torch.arange(9) + 131072, 0
+        for half in range(CLUSTER):
+            own = slice(half * cut.columns, (half + 1) * cut.columns)
+            part = replace(rope, weight=weight[:, own], bias=rope.bias * (half == 0))
+            total = total + rotary_keys(c[:, own], part, positions) @ q.T
+        torch.testing.assert_close(total, rotary_keys(c, rope, positions) @ q.T)
 
 
 def run_exchange(places: int, seed: int) -> None:
