@@ -8,6 +8,8 @@ buffers that it reads. All else that a step looks at on the host is in the key u
 
 from __future__ import annotations
 
+import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -44,6 +46,12 @@ class Recorder(Protocol):
         of now. ``step`` may be run for that, each time with an ``undo`` behind it."""
 
 
+@functools.cache
+def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
+    """One for all recordings of a thread: cuBLAS keeps a workspace for every stream that it ever saw."""
+    return torch.cuda.Stream(device)
+
+
 class CudaGraphs:
     """Records CUDA graphs, all in one memory pool: they must not be replayed at the same time."""
 
@@ -61,7 +69,7 @@ class CudaGraphs:
         self, step: Callable[[], Tensor], undo: Callable[[], None], device: torch.device
     ) -> tuple[Tensor, Callable[[], None]]:
         """As :class:`Recorder`; waits for the device, once."""
-        stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+        stream, graph = _stream(device, threading.get_ident()), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             step()

@@ -28,9 +28,13 @@ for case, keys in CASES.items():
 
 @pytest.fixture(params=CASES)
 def model(request) -> MHA2MLAForCausalLM:
+    return make(request.param)
+
+
+def make(case: str, **source_keys) -> MHA2MLAForCausalLM:
     """bfloat16, two layers, 6 query and 2 kv heads of width 64; the kernel serves it."""
-    keys = {"hidden_size": 384, "head_dim": 64, "initializer_range": 0.05}
-    sliding = request.param.endswith("sliding")
+    keys = {"hidden_size": 384, "head_dim": 64, "initializer_range": 0.05, **source_keys}
+    sliding = case.endswith("sliding")
     if sliding:
         source = models.source_config("mistral-sliding", sliding_window=70, **keys)
     else:
@@ -40,7 +44,7 @@ def model(request) -> MHA2MLAForCausalLM:
         source_config=source.to_dict(),
         v_head_dim=64,
         softmax_scale=0.125,
-        **CASES[request.param],
+        **CASES[case],
     )
     made = models.randomise(MHA2MLAForCausalLM(config).eval()).to("cuda", torch.bfloat16)
     assert {line.backend for line in made.attention_report()} == {"mla_paged"}

@@ -1,0 +1,165 @@
+"""What a token of generate costs: captured, uncaptured, and the graph alone; and the first token beside the source's.
+
+    python benchmarks/generate.py --json benchmarks/results/h200-generate.json
+    python benchmarks/generate.py --layers 32 --batches "[1, 8, 16]"
+
+Random weights of Llama-2-7B's shape (H=32, G=32, 512+16, bfloat16), of which ``--layers`` layers run: by default a
+quarter. Milliseconds a token are the wall clock of a greedy generate less that of one which makes its prompt's token
+only, over the tokens between, transformers' own work included; the graph's are device time of the replays alone. The
+captured tokens must be the uncaptured ones. The source runs the same prompts with torch's SDPA.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from benchmarks.runner import command
+from mha2mla.environment import collect_environment, describe_environment
+from mha2mla.eval.report import print_table, write_json
+from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+
+COLUMNS = {
+    "batch": "batch",
+    "prompt": "prompt",
+    "captured_ms": "captured ms",
+    "uncaptured_ms": "uncaptured ms",
+    "graph_ms": "graph ms",
+    "of_graph": "captured / graph",
+    "read_ms_at_4TBs": "weights + cache at 4 TB/s",
+    "first_ms": "first token ms",
+    "source_first_ms": "source's",
+    "of_source": "of source's",
+    "status": "status",
+}
+
+
+def llama_2_7b(layers: int) -> LlamaConfig:
+    """The shape, with so many layers and no token that ends a text."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
+    return LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=32000, eos_token_id=None, pad_token_id=0)
+
+
+def converted(source: LlamaConfig, kv_lora_rank: int = 512, qk_rope_head_dim: int = 16) -> MHA2MLAConfig:
+    """What a conversion with one rotary key per head would give."""
+    width = source.hidden_size // source.num_attention_heads
+    return MHA2MLAConfig(
+        source_config=source.to_dict(),
+        num_rope_heads=source.num_key_value_heads,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        qk_nope_head_dim=width - qk_rope_head_dim,
+        v_head_dim=width,
+        softmax_scale=width**-0.5,
+    )
+
+
+@torch.no_grad()
+def measure(
+    model: MHA2MLAForCausalLM, source: PreTrainedModel, batch: int, prompt: int, new_tokens: int = 128, runs: int = 3
+) -> dict[str, Any]:
+    """One row: a batch of random prompts, of which ``new_tokens`` follow; medians over ``runs``."""
+    ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=model.device)
+    row = {"batch": batch, "prompt": prompt, "layers": model.config.num_hidden_layers}
+    tokens = {}
+    for name, capture in (("captured", True), ("uncaptured", False)):
+        tokens[name] = _generate(model, ids, new_tokens, capture=capture).sequences  # warms up
+        long, short = (_seconds(runs, model, ids, count, capture=capture) for count in (new_tokens, 1))
+        row[f"{name}_ms"] = (long - short) / (new_tokens - 1) * 1e3
+        if capture:
+            row["first_ms"] = short * 1e3
+    _generate(source, ids, 1)
+    row["source_first_ms"] = _seconds(runs, source, ids, 1) * 1e3
+    row["of_source"] = row["first_ms"] / row["source_first_ms"]
+
+    cache = _generate(model, ids, new_tokens, capture=True).past_key_values
+    steps = {} if cache.captured is None else cache.captured._steps
+    replays = [step.replay for step in steps.values() if step is not None]
+    if len(replays) != 1:
+        return row | {"status": f"wrong: {len(replays)} steps are captured, {model.explain_uncaptured()}"}
+    row["graph_ms"] = _replay_seconds(replays[0], min(new_tokens, cache.capacity - prompt - new_tokens)) * 1e3
+    row["of_graph"] = row["captured_ms"] / row["graph_ms"]
+    read = sum(parameter.nbytes for parameter in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    read += batch * prompt * model.config.cache_bytes_per_token(model.dtype.itemsize)
+    row["read_ms_at_4TBs"] = read / 4e12 * 1e3
+    same = torch.equal(tokens["captured"], tokens["uncaptured"])
+    return row | {"status": "ok" if same else "wrong: other tokens than uncaptured"}
+
+
+def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **options: bool) -> Any:
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def _seconds(runs: int, *args: Any, **options: bool) -> float:
+    times = []
+    for _ in range(runs):
+        _wait()
+        began = time.perf_counter()
+        _generate(*args, **options)
+        _wait()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _replay_seconds(replay: Any, count: int) -> float:
+    """Of one replay among many; each caches a token more."""
+    _wait()
+    began = time.perf_counter()
+    for _ in range(count):
+        replay()
+    _wait()
+    return (time.perf_counter() - began) / count
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def tokens(
+    batches: Sequence[int] = (1, 8),
+    prompt: int = 2048,
+    new_tokens: int = 128,
+    layers: int = 8,
+    json: str | None = None,
+) -> bool:
+    """Measures batches of prompts and prints their table; says whether all captured tokens are the uncaptured ones.
+
+    Args:
+        batches: numbers of prompts.
+        prompt: tokens of each.
+        new_tokens: that follow.
+        layers: of the model, whose embeddings and head are whole.
+        json: also write every row to this file.
+    """
+    environment, shape = collect_environment(), llama_2_7b(layers)
+    with torch.device("cuda"):
+        model = MHA2MLAForCausalLM._from_config(converted(shape), dtype=torch.bfloat16).eval()
+        source = LlamaForCausalLM._from_config(shape, dtype=torch.bfloat16).eval()
+    rows = [measure(model, source, batch, prompt, new_tokens) for batch in batches]
+    if json:
+        write_json(json, kind="generate", rows=rows, environment=environment)
+    title = f"a token of generate: {layers} layers of Llama-2-7B's shape, H=32, G=32, 512+16, bfloat16"
+    print_table(rows, title=title, columns=COLUMNS, caption=describe_environment(environment))
+    return all(row["status"] == "ok" for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(command("generate", tokens))

@@ -1,0 +1,206 @@
+"""Captured decode in generate on a GPU: CUDA graphs under every mode, no wait for the device, memory given back."""
+
+import copy
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.modeling import models
+from tests.modeling.test_captured import MODES
+from tests.modeling.test_gpu import batch, make
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+LAYOUTS = ("per-group", "shared", "latent")
+# Weights that outweigh the caches of these tests: pages are kept from call to call.
+WIDE = {"intermediate_size": 32_768}
+
+
+def inputs_of(length: int, *paddings: int) -> dict[str, torch.Tensor]:
+    ids, mask, _ = batch(length, *paddings)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, inputs, **options):
+    torch.manual_seed(1)
+    options = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True, **options}
+    return model.generate(**inputs, **options)
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_every_mode_says_what_it_says_uncaptured(case):
+    """Bit by bit: the same kernels, one sequence or a padded batch, from a first call's graph and from a kept one."""
+    model = make(case, **WIDE)
+    for inputs in (inputs_of(90, 0), inputs_of(90, 0, 20, 88)):
+        for mode, options in MODES.items():
+            expected = generate(model, inputs, **options, output_logits=True, capture=False)
+            for _ in range(2):
+                out = generate(model, inputs, **options, output_logits=True)
+                assert torch.equal(out.sequences, expected.sequences), mode
+                assert all(map(torch.equal, out.logits, expected.logits)), mode
+                assert len(out.past_key_values.captured) == 1 or mode == "ends", mode
+                del out
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampling"])
+def test_assisted_decoding(case, sampled):
+    model, assistant = make(case), make(case)
+    inputs = {"input_ids": models.tokens(1, 40).repeat(1, 3).cuda()}
+    for drafts in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 5}):
+        expected = generate(model, inputs, capture=False, do_sample=sampled, **drafts)
+        out = generate(model, inputs, do_sample=sampled, **drafts)
+        assert torch.equal(out.sequences, expected.sequences) and len(out.past_key_values.captured) >= 1
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_logits_are_as_right_as_the_expanded_form_uncached(case):
+    """In bfloat16, against float32 without a cache, over the tokens that captured steps chose."""
+    model, inputs = make(case), inputs_of(90, 0, 20)
+    out = generate(model, inputs, output_logits=True, max_new_tokens=64)
+    mask = torch.cat((inputs["attention_mask"], torch.ones(2, 64, dtype=torch.long, device="cuda")), 1)
+    whole = {"input_ids": out.sequences, "attention_mask": mask, "use_cache": False}
+    whole["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).float()(**whole).logits[:, 89:-1]
+        uncached = model(**whole).logits[:, 89:-1]
+    error = models.relative_error(torch.stack(out.logits, 1), exact)
+    assert len(out.past_key_values.captured) == 1
+    assert error <= 2 * models.relative_error(uncached, exact)
+
+
+def test_growing_pages_are_captured_anew():
+    from mha2mla.modeling import LatentCache
+
+    model, inputs = make("per-group"), inputs_of(60, 0, 7)
+    expected = generate(model, inputs, max_new_tokens=150, capture=False)
+    cache = LatentCache(model.config, page_size=64)
+    out = generate(model, inputs, max_new_tokens=150, past_key_values=cache)
+    assert torch.equal(out.sequences, expected.sequences) and cache.capacity == 256
+
+
+@pytest.mark.parametrize("paddings", [(0,), (0, 20)], ids=["one", "padded"])
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_no_synchronisation_in_a_captured_step(case, paddings):
+    """In all of forward, which is our part, once the step is recorded."""
+    model, steps = make(case), []
+
+    def before(module, args):
+        steps.append(len(steps))
+        torch.cuda.set_sync_debug_mode("error" if len(steps) > 4 else "default")
+
+    def after(module, args, out):
+        torch.cuda.set_sync_debug_mode("default")
+
+    hooks = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+    try:
+        out = generate(model, inputs_of(90, *paddings), max_new_tokens=12)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        for hook in hooks:
+            hook.remove()
+    assert len(steps) == 12 and len(out.past_key_values.captured) == 1
+
+
+def test_memory_is_kept_for_the_next_call_and_given_back():
+    model, inputs = make("per-group", **WIDE), inputs_of(90, 0, 20)
+    generate(model, inputs, capture=False)
+    generate(model, inputs)
+    model.release_captured()
+
+    def held() -> int:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = held()
+    generate(model, inputs)
+    kept = held()
+    assert kept > before
+    for _ in range(3):
+        generate(model, inputs)
+    assert held() == kept
+    model.release_captured()
+    assert held() == before
+    cache = generate(model, inputs).past_key_values
+    model.release_captured()
+    assert held() > before
+    del cache
+    assert held() == before
+
+
+def test_a_captured_step_is_faster_than_the_host():
+    """Else nothing was gained: ten layers, which an eager step launches one kernel after another."""
+    model, inputs = make("per-group", num_hidden_layers=10), inputs_of(90, 0)
+
+    def seconds(**options) -> float:
+        generate(model, inputs, **options)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        generate(model, inputs, max_new_tokens=100, **options)
+        events[1].record()
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1]) / 1e3
+
+    assert seconds() < 0.6 * seconds(capture=False)
+
+
+FAILS = """
+import warnings
+import torch
+from tests.modeling import models
+from tests.modeling.test_gpu import batch, make
+
+class Reads(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.silu(x) * (1.0 if x.sum().item() > -1e30 else 0.0)
+
+model = make("per-group")
+model.model.layers[1].mlp.act_fn = Reads()
+ids, mask, _ = batch(90, 0, 20)
+keys = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+expected = model.generate(ids, capture=False, **keys)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    assert torch.equal(model.generate(ids, **keys), expected)
+    assert torch.equal(model.generate(ids, **keys), expected)
+said = [str(warning.message) for warning in said if "without captured" in str(warning.message)]
+assert len(said) == 1, said
+other = make("shared")
+expected = other.generate(ids, capture=False, **keys)
+assert torch.equal(other.generate(ids, **keys), expected)
+assert other.explain_uncaptured() is None
+torch.cuda.empty_cache()
+torch.cuda.synchronize()
+print("the same, and alive", flush=True)
+"""
+
+
+def test_a_module_that_cannot_be_captured():
+    """One warning, the same tokens, and a device that goes on, captures of another model included; in a process of its
+    own."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", FAILS], cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "the same, and alive" in done.stdout, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["mla_reference", "mla_expanded"])
+def test_what_is_no_kernel_is_not_captured(name):
+    model, inputs = make("per-group"), inputs_of(90, 0, 20)
+    model.config.attention_backend = name
+    expected = generate(model, inputs, capture=False)
+    out = generate(model, inputs)
+    assert torch.equal(out.sequences, expected.sequences) and len(out.past_key_values.captured) == 0
+
+
+def test_eight_bit_latents_by_name():
+    """Prompts by TileLang, steps over e4m3 latents: captured as any."""
+    model, inputs = make("per-group"), inputs_of(90, 0, 20)
+    for name in ("mla_paged", "mla_fp8"):
+        model.config.attention_backend = name
+        expected = generate(model, inputs, capture=False)
+        out = generate(model, inputs)
+        assert torch.equal(out.sequences, expected.sequences) and len(out.past_key_values.captured) == 1
