@@ -15,6 +15,7 @@ from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, abso
 from mha2mla.kernels.mixed_attention.plan import MixedPlan, plan_gqa_attention, plan_mla_attention
 from mha2mla.kernels.mla_decode.api import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
+from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, gqa_append, mla_append, rope_rotate, slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.schedule import MAX_BATCH
@@ -48,7 +49,9 @@ __all__ = [
     "plan_mla_attention",
     "plan_mla_decode",
     "quantize_latent",
+    "rms_norm",
     "rope_rotate",
     "rotary_keys",
+    "silu_mul",
     "slots_of",
 ]

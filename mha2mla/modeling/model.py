@@ -17,6 +17,7 @@ from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.captured import CapturedSteps, StepCapture
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.decoder import run_base_model
 from mha2mla.modeling.generation import LatentGenerationMixin
 from mha2mla.modeling.outputs import load_balancing_loss, refuse_gradients
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
@@ -232,7 +233,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
                 output_attentions,
             )
             attentions: dict[int, Tensor] = {}
-            outputs = self.model(
+            outputs = run_base_model(
+                self.model,
                 input_ids=input_ids,
                 attention_mask=self._mask_of_base_model(attention_mask, latent, step, query_length, tokens.device),
                 position_ids=position_ids,
@@ -371,7 +373,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         if not batch.num_tokens:  # nothing to embed, and no last token to look up
             step.check()
             return self.lm_head.weight.new_zeros(0 if all_logits else batch.num_sequences, self.vocab_size)
-        hidden = self.model(
+        hidden = run_base_model(
+            self.model,
             input_ids=input_ids[None],
             # Passed on as it is, and no layer looks at it.
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),

@@ -19,7 +19,7 @@ def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 
     It is where nobody differentiates, traces or autocasts, and all parts are plain ``nn.Linear`` (no hook, no adapter,
     no quantised or sharded weight) of one dtype and device, all with a bias or none. The first such call moves weights
-    that own their storages, unless a CUDA graph is being captured.
+    that own their storages, so make it before a CUDA graph is captured: during and after one they stay where they are.
 
     Returns:
         [..., out] of each part, which may be views of one tensor.
@@ -57,7 +57,10 @@ def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
     if any(type(each) is not nn.Parameter or each.dtype != first.dtype for each in parameters):
         return None  # a quantised or sharded tensor is of a class of its own
     found = _adjacent(parameters)
-    if found is None and _may_move(parameters):
+    if found is None and first.is_cuda and torch.cuda.is_current_stream_capturing():
+        for each in parameters:  # replays will read them where they are
+            each.stays_where_it_is = True
+    elif found is None and _may_move(parameters):
         _move(parameters)
         found = _adjacent(parameters)
     return found
@@ -74,12 +77,11 @@ def _adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
 
 
 def _may_move(parameters: Sequence[Tensor]) -> bool:
-    """Whether each is all that there is in its storage, which nobody else can then be looking at."""
+    """Whether each is all that there is in its storage, and no CUDA graph was captured of its address."""
     device, width = parameters[0].device, parameters[0].shape[1:]
-    if device.type == "meta" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return False
-    return all(
+    return device.type != "meta" and all(
         each.device == device
+        and not getattr(each, "stays_where_it_is", False)
         and each.shape[1:] == width
         and each.is_contiguous()
         and each.untyped_storage().nbytes() == each.nbytes

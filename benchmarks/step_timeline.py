@@ -1,0 +1,335 @@
+"""A decode step of a converted model: its time in a CUDA graph against what memory allows, and its kernels one by one.
+
+    python benchmarks/step_timeline.py --json benchmarks/results/h200-step.json --timeline true
+    python benchmarks/step_timeline.py --device cpu
+
+Weights and caches are random numbers, of Llama-2-7B's and Llama-3-8B's shapes. The limit reads all weights of a step
+and the cache once at R, the read rate of this run. A step is made in two ways: "fewer" is what the model serves with;
+"parts" is the base model's own modules with every projection by itself, which a hook on each asks for. At batch 1 their
+logits are compared before anything is timed: the new way may be twice as far as the old from what the decode op's torch
+reference gives.
+On a CPU small models of the same layouts count the ops that a step calls, and no time is taken.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mha2mla.environment import collect_environment, describe_environment
+from mha2mla.eval.report import print_table, write_json
+from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+
+SOURCES = {
+    "Llama-2-7B": {"intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
+    "Llama-3-8B": {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
+}
+SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 16384}
+SMALL = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 96, "vocab_size": 64, "head_dim": 16}
+# name -> source, then the geometry at full size and that of the small model.
+LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "per head 512+16": (
+        "Llama-2-7B",
+        {"num_rope_heads": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 16, "qk_nope_head_dim": 112},
+        {"num_rope_heads": 8, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    ),
+    "shared 448+64": (
+        "Llama-3-8B",
+        {"num_rope_heads": 1, "kv_lora_rank": 448, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
+        {"num_rope_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    ),
+    "latent 512": (
+        "Llama-3-8B",
+        {"num_rope_heads": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+        | {"rope_from_latent": True},
+        {"num_rope_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+        | {"rope_from_latent": True},
+    ),
+}
+ROWS = ((1, 2048), (8, 2048), (16, 8192), (64, 8192), (128, 8192))
+COLUMNS = {
+    "layout": "layout",
+    "batch": "batch",
+    "context": "context",
+    "way": "way",
+    "ms": "graph, ms",
+    "limit_ms": "limit, ms",
+    "ratio": "ratio",
+    "kernels": "kernels",
+    "busy_ms": "in kernels, ms",
+    "status": "status",
+}
+FREE = ("view", "transpose", "slice", "select", "split", "expand", "permute", "as_strided", "detach", "alias", "t")
+FREE += (
+    "split_with_sizes",
+    "unsqueeze",
+    "squeeze",
+    "empty",
+    "new_empty",
+    "empty_like",
+    "_unsafe_view",
+    "_reshape_alias",
+)
+
+
+def build(layout: str, layers: int, small: bool, device: torch.device, dtype: torch.dtype) -> MHA2MLAForCausalLM:
+    """A random model of a layout."""
+    name, geometry, few = LAYOUTS[layout]
+    sizes = SIZES | SOURCES[name]
+    if small:
+        sizes = sizes | SMALL | {"num_key_value_heads": 8 if name == "Llama-2-7B" else 2}
+    source = LlamaConfig(**sizes, num_hidden_layers=layers)
+    config = MHA2MLAConfig(
+        source_config=source.to_dict(),
+        v_head_dim=source.head_dim,
+        softmax_scale=source.head_dim**-0.5,
+        **(few if small else geometry),
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return MHA2MLAForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextmanager
+def in_parts(model: nn.Module) -> Iterator[None]:
+    """The base model's own forward, and every projection by itself."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    handles = [module.register_forward_hook(_nothing) for module in (model.model.norm, *linears)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nothing(*_: object) -> None:
+    """A hook that leaves everything as it is."""
+
+
+def prepared(cache: PagedCache, batch: int, context: int) -> tuple[BatchStep, list[int]]:
+    """A step of one new token in each of ``batch`` sequences, which have ``context`` tokens with it."""
+    sequences = [cache.open() for _ in range(batch)]
+    cache.extend(dict.fromkeys(sequences, context - 1))
+    return cache.step(cache.extend(dict.fromkeys(sequences, 1))), sequences
+
+
+def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """``call`` as a graph, after a call that compiles and moves what is to be."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
+    """Median time of a replay; each reads more than the L2 holds."""
+    times: list[float] = []
+    until = time.monotonic() + seconds
+    while len(times) < 5 or time.monotonic() < until:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return median(times)
+
+
+def kernels_of(graph: torch.cuda.CUDAGraph) -> list[dict[str, Any]]:
+    """The kernels of a replay in order: name, microseconds, and the gap before each."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    found, before = [], None
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        gap = 0.0 if before is None else event.time_range.start - before
+        before = max(before or 0.0, event.time_range.end)
+        found.append({"kernel": event.name[:90], "us": event.time_range.elapsed_us(), "gap_us": gap})
+    return found
+
+
+class Calls(TorchDispatchMode):
+    """Names of the ops that a GPU would launch something for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().partition("::")[2].partition(".")[0] not in FREE:
+            self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+def weight_bytes(model: MHA2MLAForCausalLM) -> int:
+    """Bytes of weights that a step reads: all but the embeddings, of which it reads a row a token."""
+    return sum(parameter.nbytes for parameter in model.parameters()) - model.model.embed_tokens.weight.nbytes
+
+
+def judge(model: MHA2MLAForCausalLM, cache: PagedCache, step: BatchStep, ids: Tensor) -> dict[str, Any]:
+    """Distances of both ways' logits from those of plain torch on the same cache, relative, and whether all is well."""
+    reference = PagedCache.__new__(PagedCache)
+    reference.__dict__ |= cache.__dict__
+    plain = ATTENTION_BACKENDS.get("mla_reference")
+    reference.layers = tuple(layer._replace(backend=plain) for layer in cache.layers)
+    with in_parts(model):
+        expected = model.forward_batch(ids, reference.step(step.batch)).double()
+        parts = model.forward_batch(ids, step).double()
+    fewer = model.forward_batch(ids, step).double()
+    new, old = (float((logits - expected).norm() / expected.norm()) for logits in (fewer, parts))
+    right = new <= 2 * old + torch.finfo(model.dtype).eps
+    return {"error": new, "parts_error": old, "status": "ok" if right else f"wrong: {new:.2g} against {old:.2g}"}
+
+
+def measure(
+    model: MHA2MLAForCausalLM, cache: PagedCache, batch: int, context: int, rate: float, seconds: float, ways: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Rows of one batch and context, a way at a time."""
+    step, sequences = prepared(cache, batch, context)
+    ids = torch.randint(0, model.config.vocab_size, (batch,), device=model.device)
+    size = weight_bytes(model) + batch * context * model.config.cache_bytes_per_token(model.dtype.itemsize)
+    found = judge(model, cache, step, ids) if batch == 1 else {}
+
+    def run() -> None:
+        step.refresh()
+        model.forward_batch(ids, step)
+
+    for way in ways:
+        row = {"batch": batch, "context": context, "way": way, "bytes": size, "limit_ms": size / rate * 1e3} | found
+        if way == "parts":
+            with in_parts(model):
+                graph = captured(run)
+        else:
+            graph = captured(run)
+        row["ms"] = replay_ms(graph, seconds)
+        row["ratio"] = row["ms"] / row["limit_ms"]
+        timeline = kernels_of(graph)
+        row |= {"kernels": len(timeline), "busy_ms": sum(each["us"] for each in timeline) / 1e3}
+        del graph
+        yield row | {"timeline": timeline}
+    for sequence in sequences:
+        cache.close(sequence)
+
+
+def one_layer(timeline: list[dict[str, Any]], layers: int) -> list[dict[str, Any]]:
+    """About a layer's kernels, from the middle of a step."""
+    length = -(-len(timeline) // layers)
+    middle = len(timeline) // 2
+    return timeline[middle : middle + length]
+
+
+@torch.no_grad()
+def count_ops(layers: int) -> list[dict[str, Any]]:
+    """On a CPU: ops of a one-token step of small models in both ways, of which a layer has its share."""
+    rows = []
+    for layout in LAYOUTS:
+        counts: dict[str, list[list[str]]] = {"parts": [], "fewer": []}
+        for depth in (layers, layers + 1):
+            model = build(layout, depth, True, torch.device("cpu"), torch.float32)
+            cache = model.paged_cache(8, 16)
+            (step, _), ids = prepared(cache, 2, 20), torch.zeros(2, dtype=torch.long)
+            with in_parts(model), Calls() as calls:
+                expected = model.forward_batch(ids, step)
+            counts["parts"].append(calls.names)
+            model.forward_batch(ids, step)  # moves weights
+            with Calls() as calls:
+                logits = model.forward_batch(ids, step)
+            counts["fewer"].append(calls.names)
+            error = float((logits - expected).norm() / expected.norm())
+            if error > 1e-5:
+                raise ValueError(f"logits of {layout} in fewer ops are off by {error}; expected at most 1e-5")
+        for way, (few, more) in counts.items():
+            rows.append({"layout": layout, "way": way, "ops of a step": len(few), "of a layer": len(more) - len(few)})
+    return rows
+
+
+@torch.no_grad()
+def step_timeline(
+    device: str = "cuda",
+    layout: list[str] | None = None,
+    row: list[int] | None = None,
+    way: list[str] | None = None,
+    layers: int = 32,
+    min_run_time: float = 0.3,
+    budget: float = 1e9,
+    timeline: bool = False,
+    json: str | None = None,
+) -> bool:
+    """Times the steps, prints their table, and with ``timeline`` a layer's kernels of each.
+
+    Args:
+        device: "cuda", or "cpu" to count ops of small models.
+        layout: names of LAYOUTS; default all.
+        row: which of ROWS; default all.
+        way: "parts", "fewer"; default both.
+        layers: of the models.
+        min_run_time: seconds of replays for each row.
+        budget: seconds after which nothing more is begun.
+        timeline: print the kernels of about one layer.
+        json: also write every row, with its kernels, to this file.
+
+    Returns:
+        Whether every row that was reached is right.
+    """
+    until, environment = time.monotonic() + budget, collect_environment()
+    if device == "cpu":
+        rows = count_ops(min(layers, 2))
+        print_table(rows, title="ops of a one-token step, small models", caption=describe_environment(environment))
+        return True
+    from benchmarks.measuring import read_rate
+
+    rate, chosen, rows = read_rate(), [ROWS[index] for index in row or range(len(ROWS))], []
+    for name in layout or LAYOUTS:
+        model = build(name, layers, False, torch.device(device), torch.bfloat16)
+        page = 64
+        cache = model.paged_cache(max(batch * -(-context // page) for batch, context in chosen), page)
+        for tensors in cache.tensors:
+            for tensor in tensors.values():
+                tensor.normal_()
+        for batch, context in chosen:
+            if time.monotonic() >= until:
+                break
+            for found in measure(model, cache, batch, context, rate["R"], min_run_time, way or ["parts", "fewer"]):
+                rows.append({"layout": name, "layers": layers, **found})
+                print({key: value for key, value in rows[-1].items() if key != "timeline"}, flush=True)
+                if timeline:
+                    print_table(one_layer(found["timeline"], layers), title=f"{name}, {batch} × {context}")
+                if json:
+                    write_json(json, kind="decode-step", rows=rows, environment=environment, **rate)
+        del model, cache
+        torch.cuda.empty_cache()
+    print_table(rows, title="a decode step", columns=COLUMNS, caption=describe_environment(environment))
+    return all(row.get("status", "ok") == "ok" for row in rows)
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    sys.exit(0 if auto_cli(step_timeline) else 1)

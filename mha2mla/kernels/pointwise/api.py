@@ -1,0 +1,117 @@
+"""The public ops between a decoder layer's products: validation, dispatch, and their torch.library schemas."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.devices import runs_compiled
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm (arXiv 1910.07467) of x, or of residual + x, with the roundings that transformers' Llama has.
+
+    The sum, the normed row and its product with the weight are each rounded to the dtype; squares and their mean are
+    float32, also for float64.
+
+    Args:
+        x: [..., width].
+        weight: [width].
+        eps: added to the mean square.
+        residual: as x.
+        backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16.
+
+    Returns:
+        The normed rows, and residual + x, which is x itself where there is no residual.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"x.dtype is {x.dtype}; expected bfloat16, float16, float32 or float64")
+    for name, tensor, shape in (("weight", weight, x.shape[-1:]), ("residual", residual, x.shape)):
+        if tensor is not None:
+            _check_beside(name, tensor, x, "x", shape)
+    compiled = runs_compiled(backend, x.device, x.dtype)
+    normed, total = torch.ops.mha2mla.rms_norm(x, residual, weight, eps, compiled)
+    return normed, x if residual is None else total
+
+
+def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
+    """silu(gate) * up (SwiGLU, arXiv 2002.05202), both steps rounded to the dtype.
+
+    Args:
+        gate, up: [..., width]; parts of one projection are read where they lie.
+        backend: as in :func:`rms_norm`.
+
+    Returns:
+        [..., width], a new tensor.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    if gate.dtype not in _DTYPES:
+        raise ValueError(f"gate.dtype is {gate.dtype}; expected bfloat16, float16, float32 or float64")
+    _check_beside("up", up, gate, "gate", gate.shape)
+    return torch.ops.mha2mla.silu_mul(gate, up, runs_compiled(backend, gate.device, gate.dtype))
+
+
+def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name}.shape is {tuple(tensor.shape)}; expected {tuple(shape)}, by {first_name}")
+    if tensor.dtype != first.dtype or tensor.device != first.device:
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device}; expected {first.dtype} on {first.device}, as {first_name}"
+        )
+
+
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool) -> tuple[Tensor, Tensor]:
+    if compiled:
+        from mha2mla.kernels.pointwise.launch import launch_rms_norm
+
+        out, total = _empty_norm(x, residual)
+        rows = (-1, x.shape[-1])
+        flat = None if residual is None else residual.reshape(rows)
+        launch_rms_norm(x.reshape(rows), flat, weight, eps, out.view(rows), total if flat is None else total.view(rows))
+        return out, total
+
+    from mha2mla.kernels.pointwise.reference import rms_norm_reference
+
+    normed, total = rms_norm_reference(x, residual, weight, eps)
+    return normed, x.new_empty(0) if residual is None else total
+
+
+def _silu_mul(gate: Tensor, up: Tensor, compiled: bool) -> Tensor:
+    if compiled:
+        from mha2mla.kernels.pointwise.launch import launch_silu_mul
+
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        rows = (-1, gate.shape[-1])
+        launch_silu_mul(gate.reshape(rows), up.reshape(rows), out.view(rows))
+        return out
+
+    from mha2mla.kernels.pointwise.reference import silu_mul_reference
+
+    return silu_mul_reference(gate, up).contiguous()
+
+
+def _empty_norm(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return normed, x.new_empty(0) if residual is None else torch.empty_like(normed)
+
+
+LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
+LIBRARY.define("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool compiled) -> (Tensor, Tensor)")
+LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
+torch.library.register_fake("mha2mla::rms_norm", _empty_norm, lib=LIBRARY)
+LIBRARY.define("silu_mul(Tensor gate, Tensor up, bool compiled) -> Tensor")
+LIBRARY.impl("silu_mul", _silu_mul, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "mha2mla::silu_mul",
+    lambda gate, up, compiled: torch.empty_like(gate, memory_format=torch.contiguous_format),
+    lib=LIBRARY,
+)

@@ -1,0 +1,133 @@
+"""The kernels between a layer's products: every number is read once, and rounded where plain torch rounds it."""
+
+import tilelang.language as T
+
+from mha2mla.kernels.machine import Buffers, Machine
+
+
+def make_rms_norm(*, width: int, dtype: str, residual: bool, vector: int = 1, threads: int = 256, on_cpu: bool = False):
+    """A TileLang function ``rms_norm``, a block a row; the number of rows is a run-time value.
+
+    Args:
+        width: numbers of a row.
+        dtype: of all tensors.
+        residual: whether ``base`` is added before, and the sum written; else both are any [rows, width] tensors.
+        vector: numbers that a thread moves at a time; divides width, and pointers are aligned to so many.
+        threads: of a block, a multiple of 32.
+        on_cpu: compile for TileLang's C target.
+
+    The function's arguments: x, base, weight [width], out and total [rows, width] (contiguous); eps float32.
+    """
+    accum = T.float32
+    machine = Machine(on_cpu)
+    lanes = 1 if on_cpu else threads
+    warps = 1 if on_cpu else threads // 32
+    vectors = width // vector
+    rounds = -(-vectors // lanes)
+    rows = T.dynamic("rows")
+
+    def thread():
+        return 0 if on_cpu else T.get_thread_binding()
+
+    @T.prim_func
+    def rms_norm(
+        x: T.Tensor([rows, width], dtype),
+        base: T.Tensor([rows, width], dtype),
+        weight: T.Tensor([width], dtype),
+        out: T.Tensor([rows, width], dtype),
+        total: T.Tensor([rows, width], dtype),
+        eps: T.float32,
+    ):
+        with T.Kernel(rows, threads=lanes) as row:
+            m = Buffers(
+                held=T.alloc_local([rounds * vector], dtype),
+                other=T.alloc_local([vector], dtype),
+                square=T.alloc_local([2], accum),
+                parts=machine.alloc_shared([warps], accum),
+            )
+            m.square[0] = 0.0
+            for r in T.unroll(rounds):
+                if r * lanes + thread() < vectors:
+                    for v in T.vectorized(vector):
+                        m.held[r * vector + v] = x[row, (r * lanes + thread()) * vector + v]
+                    if residual:
+                        for v in T.vectorized(vector):
+                            m.other[v] = base[row, (r * lanes + thread()) * vector + v]
+                        for v in T.unroll(vector):
+                            m.held[r * vector + v] = T.cast(
+                                T.cast(m.held[r * vector + v], accum) + T.cast(m.other[v], accum), dtype
+                            )
+                        for v in T.vectorized(vector):
+                            total[row, (r * lanes + thread()) * vector + v] = m.held[r * vector + v]
+                    for v in T.unroll(vector):
+                        m.square[0] += T.cast(m.held[r * vector + v], accum) * T.cast(m.held[r * vector + v], accum)
+            if not on_cpu:
+                for v in list(range(5)):
+                    m.square[0] += T.shfl_xor(m.square[0], 1 << v)
+                if thread() % 32 == 0:
+                    m.parts[thread() // 32] = m.square[0]
+                T.sync_threads()
+                m.square[0] = 0.0
+                for w in T.unroll(warps):
+                    m.square[0] += m.parts[w]
+            m.square[1] = 1.0 / T.sqrt(m.square[0] / T.float32(width) + eps)
+            for r in T.unroll(rounds):
+                if r * lanes + thread() < vectors:
+                    for v in T.vectorized(vector):
+                        m.other[v] = weight[(r * lanes + thread()) * vector + v]
+                    for v in T.unroll(vector):
+                        m.held[r * vector + v] = T.cast(T.cast(m.held[r * vector + v], accum) * m.square[1], dtype)
+                        m.held[r * vector + v] = T.cast(
+                            T.cast(m.other[v], accum) * T.cast(m.held[r * vector + v], accum), dtype
+                        )
+                    for v in T.vectorized(vector):
+                        out[row, (r * lanes + thread()) * vector + v] = m.held[r * vector + v]
+
+    return rms_norm
+
+
+def make_silu_mul(*, width: int, dtype: str, vector: int = 1, threads: int = 128, on_cpu: bool = False):
+    """A TileLang function ``silu_mul``; the number of rows is a run-time value.
+
+    Args:
+        width: numbers of a row.
+        dtype, vector, threads, on_cpu: as of :func:`make_rms_norm`.
+
+    The function's arguments: gate and up [rows, width] (run-time strides), out [rows, width] (contiguous).
+    """
+    accum = T.float32
+    machine = Machine(on_cpu)
+    lanes = 1 if on_cpu else threads
+    vectors = width // vector
+    blocks = -(-vectors // lanes)
+    rows = T.dynamic("rows")
+
+    @T.prim_func
+    def silu_mul(
+        gate: machine.strided("gate", [rows, width], dtype),
+        up: machine.strided("up", [rows, width], dtype),
+        out: T.Tensor([rows, width], dtype),
+    ):
+        with T.Kernel(rows * blocks, threads=lanes) as x:
+            if vector > 1 and not on_cpu:  # else loads are not known to be aligned, and stay scalar
+                T.assume(gate.strides[0] % vector == 0)
+                T.assume(up.strides[0] % vector == 0)
+            m = Buffers(
+                left=T.alloc_local([vector], dtype),
+                right=T.alloc_local([vector], dtype),
+                wide=T.alloc_local([1], accum),
+            )
+            at = x % blocks * lanes + (0 if on_cpu else T.get_thread_binding())
+            if at < vectors:
+                for v in T.vectorized(vector):
+                    m.left[v] = gate[x // blocks, at * vector + v]
+                for v in T.vectorized(vector):
+                    m.right[v] = up[x // blocks, at * vector + v]
+                for v in T.unroll(vector):
+                    m.wide[0] = T.cast(m.left[v], accum)
+                    m.left[v] = T.cast(m.wide[0] / (1.0 + T.exp(-m.wide[0])), dtype)
+                    m.left[v] = T.cast(T.cast(m.left[v], accum) * T.cast(m.right[v], accum), dtype)
+                for v in T.vectorized(vector):
+                    out[x // blocks, at * vector + v] = m.left[v]
+
+    return silu_mul

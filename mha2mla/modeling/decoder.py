@@ -1,0 +1,104 @@
+"""The decoder stack of a served step, by fewer and longer kernels than transformers' modules launch.
+
+Layers of the families below are known: norm, attention, residual, norm, gated MLP, residual. Where all that such a
+layer would do is that, its norm takes the residual along, gate and up are one product, and the activation takes both.
+Every module keeps its parameters and is asked again at each step: what has a hook, an adapter in its place or another
+class is left to the base model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from mha2mla.kernels import rms_norm, silu_mul
+from mha2mla.modeling.stacking import is_plain, project
+from mha2mla.modeling.step import AttentionStep
+
+# model_type -> how transformers names the family's classes; the forward of their model, layer, norm and MLP is Llama's.
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_SILU = type(ACT2FN["silu"])
+_IGNORED = ("attention_mask", "use_cache")  # options that no layer looks at where backends attend
+
+
+def run_base_model(
+    model: nn.Module,
+    *,
+    input_ids: Tensor | None,
+    position_ids: Tensor | None,
+    mla_step: AttentionStep | None,
+    inputs_embeds: Tensor | None = None,
+    past_key_values: Any = None,
+    **options: Any,
+) -> BaseModelOutputWithPast:
+    """``model(...)`` of a converted model's base model, by fewer kernels where that is the same but for rounding.
+
+    It is where backends attend in all layers, the family is known, nobody differentiates, traces, autocasts or hooks,
+    and no ``options`` ask for more than the last hidden state.
+    """
+    plain = all(value is None or value is False for name, value in options.items() if name not in _IGNORED)
+    wanted = any(getattr(model.config, name, False) for name in ("output_hidden_states", "output_attentions"))
+    if plain and not wanted and mla_step is not None and _serves(model, mla_step):
+        hidden_states = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if _runs_as_it_is(model, hidden_states):
+            return BaseModelOutputWithPast(_run_layers(model, hidden_states, position_ids, mla_step), past_key_values)
+    return model(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        mla_step=mla_step,
+        **options,
+    )
+
+
+def _run_layers(model: nn.Module, hidden_states: Tensor, position_ids: Tensor, step: AttentionStep) -> Tensor:
+    branch, residual = hidden_states, None
+    for layer in model.layers:
+        normed, residual = _normed(layer.input_layernorm, branch, residual)
+        branch, _ = layer.self_attn(normed, position_ids=position_ids, mla_step=step)
+        normed, residual = _normed(layer.post_attention_layernorm, branch, residual)
+        branch = layer.mlp.down_proj(silu_mul(*project(normed, (layer.mlp.gate_proj, layer.mlp.up_proj))))
+    return _normed(model.norm, branch, residual)[0]
+
+
+def _normed(norm: nn.Module, branch: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    return rms_norm(branch, norm.weight, norm.variance_epsilon, residual=residual)
+
+
+def _runs_as_it_is(model: nn.Module, hidden_states: Tensor) -> bool:
+    """Whether no norm would change the dtype, and no autocast the products'."""
+    norms = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    same = all(norm.weight.dtype == hidden_states.dtype for norm in (model.norm, *norms))
+    return same and not torch.is_autocast_enabled(hidden_states.device.type)
+
+
+def _serves(model: nn.Module, step: AttentionStep) -> bool:
+    """Whether every module between embeddings and logits is one that :func:`_run_layers` knows, and nothing more."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(plan is None for plan in step.plans):
+        return False
+    family = FAMILIES.get(model.config.model_type)
+    if family is None or len(model.layers) != model.config.num_hidden_layers:
+        return False
+    home = f"transformers.models.{model.config.model_type}.modeling_{model.config.model_type}"
+
+    def is_own(module: nn.Module, name: str) -> bool:
+        kind = type(module)
+        return kind.__name__ == family + name and kind.__module__ == home and is_plain(module, kind)
+
+    return (
+        is_own(model, "Model")
+        and is_own(model.norm, "RMSNorm")
+        and all(
+            is_own(layer, "DecoderLayer")
+            and is_own(layer.input_layernorm, "RMSNorm")
+            and is_own(layer.post_attention_layernorm, "RMSNorm")
+            and is_own(layer.mlp, "MLP")
+            and is_plain(layer.mlp.act_fn, _SILU)
+            for layer in model.layers
+        )
+    )

@@ -1,0 +1,36 @@
+"""The step benchmark on a CPU: every layout's two ways agree, and the served one calls fewer ops."""
+
+import torch
+
+from benchmarks.step_timeline import LAYOUTS, build, count_ops, in_parts, judge, one_layer, prepared
+
+
+def test_the_served_way_calls_fewer_ops():
+    rows = count_ops(1)
+    ways = {(row["layout"], row["way"]): row["of a layer"] for row in rows}
+    for layout in LAYOUTS:
+        # norms, three products of the layer's own, append, maps, decode, output, activation
+        assert ways[layout, "fewer"] <= 11 + 4 < ways[layout, "parts"]
+    assert ways["per head 512+16", "fewer"] == 11
+
+
+@torch.no_grad()
+def test_a_way_that_is_wrong_is_said_to_be():
+    model = build("per head 512+16", 1, True, torch.device("cpu"), torch.float32)
+    cache = model.paged_cache(8, 16)
+    for tensors in cache.tensors:
+        for tensor in tensors.values():
+            tensor.normal_()
+    (step, sequences), ids = prepared(cache, 1, 40), torch.zeros(1, dtype=torch.long)
+    assert cache.allocator.length(sequences[0]) == 40
+    found = judge(model, cache, step, ids)
+    assert found["status"] == "ok" and found["error"] < 1e-5
+    hidden = model.model.norm.weight
+    with in_parts(model):
+        assert model.model.norm._forward_hooks and model.lm_head._forward_hooks
+    assert not model.model.norm._forward_hooks and hidden is model.model.norm.weight
+
+
+def test_a_layer_of_a_timeline():
+    timeline = [{"kernel": str(index)} for index in range(40)]
+    assert [each["kernel"] for each in one_layer(timeline, 4)] == [str(index) for index in range(20, 30)]

@@ -1,0 +1,163 @@
+"""A served step by fewer kernels: the base model's own result, and the base model wherever there is more to do."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mha2mla.modeling import LatentCache
+from tests.modeling import models
+from tests.modeling.full_rank import full_rank
+
+KNOWN = ("llama", "qwen2", "qwen3", "mistral", "mistral-sliding", "qwen2-sliding")
+OTHERS = ("mixtral", "qwen3-moe", "olmo2", "gemma3")
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+    def __contains__(self, name):
+        return f"mha2mla::{name}" in self.names
+
+
+@torch.no_grad()
+def decode(model, ids, **options):
+    """Logits of the last token over a cache of the others, and the ops of that step."""
+    cache = LatentCache(model.config)
+    model(ids[:, :-1], past_key_values=cache)
+    with Calls() as calls:
+        out = model(ids[:, -1:], past_key_values=cache, **options)
+    return out, calls
+
+
+def with_hook(model):
+    model.model.norm.register_forward_hook(lambda module, args, out: None)
+    return model
+
+
+@pytest.mark.parametrize("case", models.GEOMETRIES)
+def test_logits_of_every_geometry(case):
+    model, ids = models.mla_model(case).double(), models.tokens(3, 12)
+    out, calls = decode(model, ids)
+    assert "rms_norm" in calls and "silu_mul" in calls
+    expected, calls = decode(with_hook(model), ids)
+    assert "rms_norm" not in calls
+    assert models.relative_error(out.logits, expected.logits) < 1e-12
+
+
+@pytest.mark.parametrize("case", [*KNOWN, *OTHERS])
+def test_logits_of_every_family(case):
+    model, ids = full_rank(models.source_model(case)).eval(), models.tokens(2, 12)
+    out, calls = decode(model, ids)
+    assert ("rms_norm" in calls) == (case in KNOWN)
+    expected, _ = decode(with_hook(model), ids)
+    assert models.relative_error(out.logits, expected.logits) < models.TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["per-group", "per-head", "latent"])
+def test_ragged_batches(case):
+    model = models.mla_model(case)
+    ids = torch.randint(3, 90, (9,))
+    found = []
+    for _ in range(2):
+        cache = model.paged_cache(8)
+        one, two = cache.open(), cache.open()
+        made = []
+        for lengths, part in (({one: 4, two: 3}, ids[:7]), ({one: 1, two: 1}, ids[7:])):
+            batch = cache.extend(lengths)
+            with Calls() as calls:
+                made.append(model.forward_batch(part, cache.step(batch)))
+        found.append((made, "rms_norm" in calls))
+        with_hook(model)
+    (mine, fewer), (expected, as_before) = found
+    assert fewer and not as_before
+    for logits, right in zip(mine, expected, strict=True):
+        assert models.relative_error(logits, right) < models.TOLERANCE
+
+
+def changed(name):
+    model = models.mla_model()
+    layer = model.model.layers[1]
+    if name == "hook on a layer":
+        layer.register_forward_pre_hook(lambda module, args: None)
+    elif name == "own norm":
+        layer.input_layernorm = type("Norm", (type(layer.input_layernorm),), {})(48, 1e-3)
+    elif name == "own forward":
+        forward = layer.mlp.forward
+        layer.mlp.forward = lambda x: 2 * forward(x)
+    elif name == "another activation":
+        layer.mlp.act_fn = nn.GELU()
+    elif name == "a norm kept in float32":
+        model = models.mla_model().bfloat16()
+        model.model.norm.float()
+        model.lm_head.float()
+    elif name == "hidden states":
+        model.model.config.output_hidden_states = True
+    return model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hook on a layer",
+        "own norm",
+        "own forward",
+        "another activation",
+        "a norm kept in float32",
+        "hidden states",
+    ],
+)
+def test_whatever_has_more_to_do_is_left_to_the_base_model(name):
+    model, ids = changed(name), models.tokens(2, 7)
+    out, calls = decode(model, ids)
+    assert "rms_norm" not in calls
+    if model.dtype == torch.float32 and name != "a norm kept in float32":
+        with torch.no_grad():
+            expected = model(ids, use_cache=False).logits[:, -1:]
+        assert models.relative_error(out.logits, expected) < models.TOLERANCE
+
+
+def test_outputs_that_are_asked_for_are_there():
+    model, ids = models.mla_model(), models.tokens(2, 7)
+    out, calls = decode(model, ids, output_hidden_states=True)
+    assert len(out.hidden_states) == 3 and "rms_norm" not in calls
+    model.set_attn_implementation("eager")
+    out, calls = decode(model, ids, output_attentions=True)
+    assert len(out.attentions) == 2 and "rms_norm" not in calls
+
+
+def test_adapters_in_the_mlp_are_served():
+    class Doubled(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return 2 * self.base(x)
+
+    model, ids = models.mla_model(), models.tokens(2, 7)
+    decode(model, ids)  # gate and up lie side by side now
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj, mlp.down_proj = Doubled(mlp.gate_proj), Doubled(mlp.down_proj)
+    out, calls = decode(model, ids)
+    assert "rms_norm" in calls
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, -1:]
+    assert models.relative_error(out.logits, expected) < models.TOLERANCE
+
+
+def test_a_layer_launches_few_ops():
+    """One product for what reads one input, and nothing that computes but products, norms, append and attention."""
+    model, ids = models.mla_model("maps per query head"), models.tokens(1, 12)
+    decode(model, ids)  # moves weights
+    _, calls = decode(model, ids)
+    assert sum(name in ("aten::mm", "aten::addmm") for name in calls.names) == 4 * 2 + 1
+    assert calls.names.count("mha2mla::rms_norm") == 2 * 2 + 1
+    assert calls.names.count("mha2mla::rope_append") == calls.names.count("mha2mla::silu_mul") == 2
+    assert calls.names.count("aten::bmm.out") == 2 * 2
