@@ -13,6 +13,7 @@ On a CPU small models of the same layouts count the ops that a step calls, and n
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -195,8 +196,7 @@ def weight_bytes(model: MHA2MLAForCausalLM) -> int:
 
 def judge(model: MHA2MLAForCausalLM, cache: PagedCache, step: BatchStep, ids: Tensor) -> dict[str, Any]:
     """Distances of both ways' logits from those of plain torch on the same cache, relative, and whether all is well."""
-    reference = PagedCache.__new__(PagedCache)
-    reference.__dict__ |= cache.__dict__
+    reference = copy.copy(cache)
     plain = ATTENTION_BACKENDS.get("mla_reference")
     reference.layers = tuple(layer._replace(backend=plain) for layer in cache.layers)
     with in_parts(model):
@@ -236,6 +236,22 @@ def measure(
         yield row | {"timeline": timeline}
     for sequence in sequences:
         cache.close(sequence)
+
+
+def products(model: MHA2MLAForCausalLM, rate: float) -> list[dict[str, Any]]:
+    """Bytes of the weights that a layer's products read, in order, and the microseconds that R allows for them."""
+    layer = model.model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    reads = {
+        "query and latent": (attention.q_proj.weight, attention.kv_a_proj.weight),
+        "W_UK": (attention.k_b_proj,),
+        "W_UV": (attention.v_b_proj,),
+        "output": (attention.o_proj.weight,),
+        "gate and up": (mlp.gate_proj.weight, mlp.up_proj.weight),
+        "down": (mlp.down_proj.weight,),
+    }
+    sizes = {name: sum(weight.nbytes for weight in weights) for name, weights in reads.items()}
+    return [{"product": name, "MB": size / 1e6, "limit_us": size / rate * 1e6} for name, size in sizes.items()]
 
 
 def one_layer(timeline: list[dict[str, Any]], layers: int) -> list[dict[str, Any]]:
@@ -313,6 +329,8 @@ def step_timeline(
         for tensors in cache.tensors:
             for tensor in tensors.values():
                 tensor.normal_()
+        if timeline:
+            print_table(products(model, rate["R"]), title=f"{name}: what a layer's products read")
         for batch, context in chosen:
             if time.monotonic() >= until:
                 break

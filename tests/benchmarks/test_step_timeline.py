@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.step_timeline import LAYOUTS, build, count_ops, in_parts, judge, one_layer, prepared
+from benchmarks.step_timeline import LAYOUTS, build, count_ops, in_parts, judge, one_layer, prepared, products
 
 
 def test_the_served_way_calls_fewer_ops():
@@ -29,6 +29,13 @@ def test_a_way_that_is_wrong_is_said_to_be():
     with in_parts(model):
         assert model.model.norm._forward_hooks and model.lm_head._forward_hooks
     assert not model.model.norm._forward_hooks and hidden is model.model.norm.weight
+
+
+def test_what_products_read():
+    model = build("shared 448+64", 1, True, torch.device("cpu"), torch.float32)
+    read = {row["product"]: row for row in products(model, 1e9)}
+    assert read["query and latent"]["MB"] * 1e6 == 4 * 128 * (8 * 16 + 32 + 8)
+    assert read["W_UK"]["MB"] * 1e6 == 4 * 2 * 8 * 32 and read["down"]["limit_us"] == 4 * 96 * 128 / 1e9 * 1e6
 
 
 def test_a_layer_of_a_timeline():
