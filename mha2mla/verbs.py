@@ -7,6 +7,8 @@ that can be seen without it is said.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shutil import copyfile
 from typing import Any, Literal
 
 from mha2mla.checkpoints import find_checkpoint
@@ -23,6 +25,7 @@ def convert(
     dtype: Dtype | None = None,
     overwrite: bool = False,
     resume: Literal["auto", "never"] = "auto",
+    json: str | None = None,
     **keys: Any,
 ) -> None:
     """Turns an MHA/GQA checkpoint into an MLA checkpoint.
@@ -35,6 +38,7 @@ def convert(
         dtype: of the written weights; default the source's.
         overwrite: replace a destination that is empty or converted.
         resume: auto goes on from the layers that a killed run of the same conversion left, never discards them.
+        json: also write what was measured to this file, as it stands in the destination's conversion.json.
         keys: of the recipe, as flags.
 
     Example:
@@ -44,9 +48,10 @@ def convert(
     _find(source=source)
     import torch
 
-    import mha2mla
+    from mha2mla.eval.inspection import RECORD_FILE
+    from mha2mla.pipeline import convert as run
 
-    mha2mla.convert(
+    report = run(
         source,
         destination,
         asked,
@@ -55,7 +60,10 @@ def convert(
         overwrite=overwrite,
         resume=resume,
     )
-    inspect_checkpoint(destination)
+    print(report)
+    if json:
+        Path(json).parent.mkdir(parents=True, exist_ok=True)
+        copyfile(Path(destination) / RECORD_FILE, json)
 
 
 def asked_recipe(file: str | None, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +305,6 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
         mha2mla plot quality.png quality.json
     """
     from json import loads
-    from pathlib import Path
 
     from mha2mla.eval.plots import plot_reports
 

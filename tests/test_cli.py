@@ -126,9 +126,15 @@ def test_flags_win_over_the_file(tmp_path):
 def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     destination = tmp_path / "mla"
     small = ("--calibration.tokens", 256, "--calibration.lengths", 64, "--device", "cpu")
-    assert run("convert", tiny_source, destination, "--cache-ratio", 0.5, *small) == 0
+    record = tmp_path / "new" / "convert.json"
+    assert run("convert", tiny_source, destination, "--cache-ratio", 0.5, *small, "--json", record) == 0
     shown = capsys.readouterr()
-    assert "perplexity" in shown.out and "preset: quick, chosen by auto" in shown.err
+    assert "preset: quick, chosen by auto" in shown.err
+    # Five lines, where three screens of tables were: the ratio at two lengths, the cache, where, how to load, better.
+    names = [line.partition(":")[0] for line in shown.out.splitlines()]
+    assert names == ["perplexity", "cache", "written to", "load with", "better"]
+    assert f'mha2mla.load("{destination}")' in shown.out and "0.5000 of the source's" in shown.out
+    assert json.loads(record.read_text()) == json.loads((destination / "conversion.json").read_text())
 
     # Once more: refused, and allowed when asked for.
     assert run("convert", tiny_source, destination, *small) == 2

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -20,6 +19,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.predictions import LogitsOf, compare_predictions, perplexity
+from mha2mla.progress import progress_bar
 
 _BATCH_TOKENS = 2048  # that a layer sees at a time
 _BLOCK = 1 << 23  # numbers of one block of scores
@@ -111,7 +111,7 @@ def compare(
         pass_layer = _compare_layer if by_layer else _run_layer
         layers = [
             pass_layer(source, converted, index, stores)
-            for index in tqdm(range(source.num_layers), desc="verify", unit="layer", disable=not progress)
+            for index in progress_bar(range(source.num_layers), desc="verify", unit="layer", show=progress)
         ]
         return _compare_logits(source, converted, stores, tokens, tuple(layers) if by_layer else ())
     finally:

@@ -115,16 +115,27 @@ def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> Pr
         return PresetChoice(preset, f"{preset}, as asked for")
     if given.get("cache_ratio") == 1.0:
         return PresetChoice("quick", "quick, chosen by auto: at cache_ratio 1.0 nothing is lost, whatever the preset")
-    layout = given.get("layout", DEFAULT_LAYOUT)
-    best = layout if layout in PRESETS else DEFAULT_LAYOUT  # a layout's own preset has its name
+    best = _best(given.get("layout", DEFAULT_LAYOUT))
     if device_type == "cuda":
         return PresetChoice(best, f"{best}, chosen by auto: the best there is, on a GPU")
+    return PresetChoice("quick", "quick, chosen by auto: minutes without a GPU")
+
+
+def better_than(preset: str, layout: str, cache_ratio: float | None) -> str:
+    """For people: which presets lose less than ``preset``, what they take, and what was measured of both."""
+    best = _best(layout)
+    if cache_ratio == 1.0:
+        return "nothing: no number was lost"
+    if preset == best:
+        return "a larger cache_ratio; of presets this is the best"
     figures = ", ".join(f"{name} {ratio}" for name, ratio in MEASURED.get(best, {}).items())
-    return PresetChoice(
-        "quick",
-        f"quick, chosen by auto: minutes without a GPU. The next better ones: cpu (an hour), {best} (needs a GPU)"
-        + (f". Perplexity over the source's: {figures} ({MEASURED_ON})" if figures else ""),
-    )
+    measured = f". Perplexity over the source's: {figures} ({MEASURED_ON})" if figures else ""
+    return f"preset {'' if preset == 'cpu' else 'cpu (an hour), '}{best} (needs a GPU){measured}"
+
+
+def _best(layout: Any) -> str:
+    """A layout's own preset, which has its name."""
+    return layout if layout in PRESETS else DEFAULT_LAYOUT
 
 
 def preset_keys(name: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,6 +112,13 @@ class Recipe:
         usual = Recipe.from_preset(self.preset).flat()
         return {key: value for key, value in self.flat().items() if value not in (None, usual[key])}
 
+    def for_records(self) -> Recipe:
+        """The same with texts that are files by their names alone: whose folders these were is nobody's business."""
+        text = "+".join(
+            part.rpartition("/")[2] if part[:1] in "/~" else part for part in self.calibration.text.split("+")
+        )
+        return replace(self, calibration=replace(self.calibration, text=text))
+
     def with_share(self, share: float) -> Recipe:
         """The same with that rotary share."""
         return replace(self, rope=replace(self.rope, share=share))

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from mha2mla.predictions import Predictor
+from mha2mla.progress import progress_bar
 from mha2mla.texts import load_text, start_tokens
 
 TAIL = 64  # tokens at the end of a continuation, where a loop shows
@@ -114,7 +114,7 @@ def compare_generation(
     settings = settings or GenerationSettings()
     tokens = tokenizer(load_text(settings.text), add_special_tokens=False, verbose=False)["input_ids"]
     rows, skipped = [], []
-    for length in tqdm(settings.prompt_lengths, desc="generation", unit="length", disable=not progress):
+    for length in progress_bar(settings.prompt_lengths, desc="generation", unit="length", show=progress):
         if longest is not None and length + settings.new_tokens > longest:
             skipped.append(f"continuations of {length} tokens: the models take at most {longest}")
             continue

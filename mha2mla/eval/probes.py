@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from mha2mla.eval.probe_questions import QUESTIONS, ProbeError, Question, Writer, depth_of
 from mha2mla.predictions import Predictor
+from mha2mla.progress import progress_bar
 
 SPAN = 64  # tokens that are repeated
 _LEAD = 32  # tokens before the first occurrence: what stands first in a window is attended to for its place
@@ -146,7 +146,7 @@ def run_probes(
             skipped.append(f"a span repeated after {gap} tokens: the models take at most {longest}")
     lengths = [length for length in settings.lengths if longest is None or length <= longest]
     gaps = [gap for gap in settings.gaps if longest is None or _LEAD + gap + SPAN <= longest]
-    with tqdm(total=len(lengths) * len(QUESTIONS) + len(gaps), desc="probes", disable=not progress) as bar:
+    with progress_bar(total=len(lengths) * len(QUESTIONS) + len(gaps), desc="probes", show=progress) as bar:
         for name, ask in QUESTIONS.items():
             for length in lengths:
                 # A string seeds alike in every process, and no probe changes with the others.

@@ -14,6 +14,7 @@ from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_g
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
 from mha2mla.predictions import Predictor, compare_predictions, perplexity
+from mha2mla.progress import progress_bar
 from mha2mla.texts import load_text, token_windows
 
 TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # of three kinds, and no preset calibrates on them
@@ -220,7 +221,7 @@ def _compare_windows(
     by_position: list[QualityRow] = []
     predictors = Predictor(source), Predictor(converted)
     total = sum(part.numel() for part in windows.values())
-    with tqdm(total=total, desc="quality", unit="token", unit_scale=True, disable=not progress) as bar:
+    with progress_bar(total=total, desc="quality", unit="token", unit_scale=True, show=progress) as bar:
         for (name, length), part in windows.items():
             sums = _sums_by_position(*predictors, part, bar)
             digest = hashlib.sha256(contents[name].encode()).hexdigest()[:12]

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.text import Text
 SCHEMA = "mha2mla.report/1"
 _LONGEST_CELL = 56
 _LONGEST_LIST = 6
-_PIPE_WIDTH = 160
+_PIPE_WIDTH = 4096
 Row = Mapping[str, Any]
 
 
@@ -30,7 +31,9 @@ def print_table(
     caption: str | None = None,
     console: Console | None = None,
 ) -> None:
-    """Prints rows as one table; a cell too long for a column (why something is missing) becomes a note below it.
+    """Prints rows as a table, or several below one another where the terminal is too narrow for all columns.
+
+    A cell too long for a column (why something is missing) becomes a note below it.
 
     Args:
         rows: dicts of plain values; a row may lack a column (shown as a dash).
@@ -40,31 +43,75 @@ def print_table(
         caption: printed below the table (the environment, usually).
         console: where to print; default standard output.
     """
-    if columns is None:
-        columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if value not in (None, "")))
-    headings = dict(columns) if isinstance(columns, Mapping) else {key: key.replace("_", " ") for key in columns}
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.show_header = any(headings.values())
-    for key, heading in headings.items():
-        numeric = any(isinstance(row.get(key), int | float) for row in rows)
-        table.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
+    headings = _headings(rows, columns)
     notes: dict[str, int] = {}
-    for row in rows:
-        cells = [format_value(row.get(key)) for key in headings]
-        for index, cell in enumerate(cells):
-            if len(cell) > _LONGEST_CELL:
-                kind, _, rest = cell.partition(": ")
-                mark = f"[{notes.setdefault(cell, len(notes) + 1)}]"
-                cells[index] = f"{kind} {mark}" if rest and len(kind) < _LONGEST_CELL else mark
-        # Text, not str: a value such as "[missing]" is no markup.
-        table.add_row(*map(Text, cells))
-    # A pipe or a file has no width of its own; 80 columns would fold every heading.
+    cells = [{key: _cell(row.get(key), notes) for key in headings} for row in rows]
+    numeric = {key for key in headings if any(isinstance(row.get(key), int | float) for row in rows)}
+    # A pipe or a file has no width: whoever reads it takes lines, not what 80 columns would leave of them.
     console = console or Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    console.print(table)
+    for part in _parts(list(headings), lambda keys: _table(cells, headings, keys, numeric), console):
+        table = _table(cells, headings, part, numeric)
+        table.title, title = title, None
+        console.print(table)
     for note, number in notes.items():
         console.print(Text(f"[{number}] {note}"))
     if caption:
         console.print(Text(caption, style="dim"))
+
+
+def _cell(value: Any, notes: dict[str, int]) -> str:
+    """Text of a cell, or the mark of a note that ``notes`` then has."""
+    cell = format_value(value)
+    if len(cell) <= _LONGEST_CELL:
+        return cell
+    kind, _, rest = cell.partition(": ")
+    mark = f"[{notes.setdefault(cell, len(notes) + 1)}]"
+    return f"{kind} {mark}" if rest and len(kind) < _LONGEST_CELL else mark
+
+
+def _table(cells: Sequence[Row], headings: Mapping[str, str], keys: Sequence[str], numeric: set[str]) -> Table:
+    table = Table(title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.show_header = any(headings.values())
+    for key in keys:
+        table.add_column(headings[key], justify="right" if key in numeric else "left", overflow="fold")
+    for row in cells:
+        # Text, not str: a value such as "[missing]" is no markup.
+        table.add_row(*(Text(row[key]) for key in keys))
+    return table
+
+
+def _parts(keys: list[str], table: Callable[[list[str]], Table], console: Console) -> list[list[str]]:
+    """The columns in as many tables as they need to fit, each with the first column, if there is
+    room, by which rows are told apart."""
+    parts: list[list[str]] = [keys[:1]]
+    unbounded = console.options.update(width=_PIPE_WIDTH)
+
+    def fits(chosen: list[str]) -> bool:
+        return console.measure(table(chosen), options=unbounded).maximum <= console.width
+
+    for key in keys[1:]:
+        if fits([*parts[-1], key]):
+            parts[-1].append(key)
+        else:
+            parts.append([keys[0], key] if fits([keys[0], key]) else [key])
+    return parts
+
+
+def html_table(rows: Sequence[Row], columns: Mapping[str, str] | None = None, *, title: str = "") -> str:
+    """Rows as an HTML table, for notebooks; arguments as of :func:`print_table`."""
+    headings = _headings(rows, columns)
+    cells = [[format_value(row.get(key)) for key in headings] for row in rows]
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings.values())
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    head = f"<thead><tr>{head}</tr></thead>" if any(headings.values()) else ""
+    return f"<table><caption>{escape(title)}</caption>{head}<tbody>{body}</tbody></table>"
+
+
+def _headings(rows: Sequence[Row], columns: Mapping[str, str] | Sequence[str] | None) -> dict[str, str]:
+    """Key → heading."""
+    if columns is None:
+        columns = list(dict.fromkeys(key for row in rows for key, value in row.items() if value not in (None, "")))
+    return dict(columns) if isinstance(columns, Mapping) else {key: key.replace("_", " ") for key in columns}
 
 
 def print_values(values: Mapping[str, Any], title: str | None = None) -> None:

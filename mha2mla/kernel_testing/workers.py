@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 import sys
 import time
 from collections import deque
@@ -215,7 +216,10 @@ class _Worker:
     def __init__(self, context: Any, stage: Stage) -> None:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, stage.function, stage.prepare), daemon=True)
+        # A Ctrl-C reaches every process of a terminal; this one's parent ends it, without a traceback of its own.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()  # so that a process that dies ends the connection
         self.job: Any = _NONE
         self.source: Iterator[Any] | None = None  # of the job

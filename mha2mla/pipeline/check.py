@@ -165,7 +165,7 @@ def check(arguments: Arguments, folder: Path) -> Plan:
     """
     device = compute_device(arguments.device)
     recipe, why = named_recipe(arguments.recipe, arguments.preset, device)
-    changed = ", ".join(f"{name}={value!r}" for name, value in recipe.changes().items())
+    changed = ", ".join(f"{name}={value!r}" for name, value in recipe.for_records().changes().items())
     check_destination(arguments.destination, folder, overwrite=arguments.overwrite)
     opened = open_source(folder, longrope_table=recipe.rope.longrope_table)
     calibration = _calibration(arguments, recipe, opened.spec)
@@ -236,7 +236,7 @@ def _held_out(
     length = nearest_length(opened.spec, min(lengths[0], tokens))
     if text == EVALUATION_TEXT and length > EVALUATION_TOKENS:
         text = LONG_EVALUATION_TEXT
-    name = text if isinstance(text, str) else "token windows of the caller"
+    name = text.rpartition("/")[2] if isinstance(text, str) else "token windows of the caller"  # a file's, no folder's
     short = HeldOut(name, evaluation_windows(opened, text, length=length, tokens=tokens))
     long_text = LONG_EVALUATION_TEXT if text == EVALUATION_TEXT else text
     if not with_long or not isinstance(long_text, str) or lengths[-1] <= length:
@@ -245,7 +245,7 @@ def _held_out(
         windows = evaluation_windows(opened, long_text, length=lengths[-1], tokens=lengths[-1])
     except ValueError as error:  # long enough for short windows, and no reason to refuse a conversion
         return short, None, [f"not compared with the source in a window of {lengths[-1]} tokens: {error}"]
-    return short, HeldOut(long_text, windows), []
+    return short, HeldOut(name if long_text == text else long_text, windows), []
 
 
 def source_folder(source: str | os.PathLike[str]) -> Path:

@@ -71,7 +71,6 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
             report = _report(arguments, opened, config, parity, tokens, weight_bytes, seconds, written, device)
             write_report(arguments, device, made, report, MADE)
             check_unchanged(folder, files)
-    arguments.say(str(report))
     return report
 
 
@@ -164,6 +163,7 @@ def _report(
         source_cache_numel_per_token=sum(opened.config.layer_geometry(index).cache_numel_per_token for index in layers),
         recipe=config.recipe,
         preset="none: no number was changed by more than its place",
+        better="nothing: no number was lost",
         calibrated_length=config.calibrated_length,
         evaluation_text=evaluation if isinstance(evaluation, str) else "token windows of the caller",
         evaluation_length=tokens.shape[1],

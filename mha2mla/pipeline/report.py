@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2mla.conversion.parity import ParityReport
+from mha2mla.conversion.presets import better_than
 from mha2mla.conversion.result.card import PLOT_FILE, model_card
 from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.environment import collect_environment, describe_environment, installed_version
+from mha2mla.eval.report import html_table
 from mha2mla.geometry import MLAGeometry
 from mha2mla.pipeline.check import Arguments
 from mha2mla.pipeline.prepare import Prepared
@@ -35,7 +37,7 @@ def _peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ConversionReport:
     """What ``convert`` did and measured.
 
@@ -47,7 +49,8 @@ class ConversionReport:
         cache_numel_per_token, source_cache_numel_per_token: numbers cached per token, all layers.
         recipe: every key of it.
         searches: what the conversion chose by itself, and what each choice would have lost.
-        preset: which one, why, what would be better, and the keys that were changed from it.
+        preset: which one, why, and the keys that were changed from it.
+        better: what would lose less, for people.
         calibration_tokens: 0 when the recipe needs none.
         calibrated_length: of the longest sequence that the conversion was made for; None where nothing bounds it.
         parity: source against the checkpoint read back from disk.
@@ -72,6 +75,7 @@ class ConversionReport:
     source_cache_numel_per_token: int
     recipe: dict[str, Any]
     preset: str
+    better: str
     calibrated_length: int | None
     evaluation_text: str
     evaluation_length: int
@@ -102,11 +106,6 @@ class ConversionReport:
         ranks = [layer["kv_lora_rank"] for layer in self.layers]
         return f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(set(ranks)) > 1 else ""
 
-    def _long_ratio(self) -> str:
-        if self.long_parity is None:
-            return ""
-        return f", {self.long_parity.perplexity_ratio:.4f} x at {self.long_evaluation_length}"
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; errors by layer are in ``layers`` only."""
         parity, long_parity = (
@@ -117,16 +116,32 @@ class ConversionReport:
         values |= {"parity": parity, "long_parity": long_parity}
         return {**values, "cache_ratio": self.cache_ratio}
 
+    def lines(self) -> dict[str, str]:
+        """What one wants to know at the end: the ratio at two lengths, the cache, where, how to load it, what is
+        better."""
+        parity, long_parity = self.parity, self.long_parity
+        ratio = f"{parity.perplexity_ratio:.4f} x the source's in windows of {self.evaluation_length:,} tokens"
+        if long_parity is not None:
+            ratio += f", {long_parity.perplexity_ratio:.4f} x in one of {self.long_evaluation_length:,}"
+        cached, before = 2 * self.cache_numel_per_token, 2 * self.source_cache_numel_per_token
+        return {
+            "perplexity": f"{ratio}; KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}",
+            "cache": f"{self.cache_ratio:.4f} of the source's, {cached:,} bytes of {before:,} per token in bfloat16"
+            f" ({self.geometry}{self._ranks()}); {self.decode_backend}",
+            "written to": f"{self.destination} in {self.seconds['total']:.0f} s, peak memory"
+            f" {self.peak_rss_bytes / 2**30:.2f} GiB, by preset {self.preset}",
+            "load with": f'model, tokenizer = mha2mla.load("{self.destination}")',
+            "better": self.better,
+        }
+
     def __str__(self) -> str:
-        parity, seconds = self.parity, ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items())
-        return (
-            f"{self.name}: {self.geometry}{self._ranks()}, cache {self.cache_ratio:.4f} of the source's; perplexity"
-            f" {parity.perplexity_source:.3f} -> {parity.perplexity_converted:.3f} ({parity.perplexity_ratio:.4f} x at"
-            f" {self.evaluation_length} tokens{self._long_ratio()}),"
-            f" KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}, logits' relative error"
-            f" {parity.logits_relative_error:.3g}; decode: {self.decode_backend}; peak memory"
-            f" {self.peak_rss_bytes / 2**30:.2f} GiB; seconds: {seconds}; preset: {self.preset}"
-        )
+        return "\n".join(f"{name + ':':<11} {text}" for name, text in self.lines().items())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = [{"name": name, "value": text} for name, text in self.lines().items()]
+        return html_table(rows, {"name": "", "value": ""}, title=self.name)
 
 
 def make_report(
@@ -153,9 +168,10 @@ def make_report(
         geometry=prepared.geometry,
         cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
         source_cache_numel_per_token=count * prepared.geometry.source_cache_numel_per_token,
-        recipe=plan.recipe.to_dict(),
+        recipe=plan.recipe.for_records().to_dict(),
         searches=prepared.searches,
         preset=plan.preset,
+        better=better_than(plan.recipe.preset, plan.recipe.target.layout, plan.recipe.target.cache_ratio),
         calibration_tokens=0 if prepared.calibration is None else prepared.calibration.tokens.numel(),
         calibrated_length=prepared.calibrated_length,
         evaluation_text=plan.evaluation.text,
@@ -192,7 +208,7 @@ def write_report(
     from mha2mla.eval.report import write_json
 
     environment = collect_environment(device.index or 0)
-    values = report.to_dict()
+    values = {**report.to_dict(), "source": report.source_name, "destination": report.name}
     fields = {key: value for key, value in values.items() if key != "layers"}
     write_json(folder / RECORD_FILE, kind="conversion", rows=values["layers"], environment=environment, **fields)
     plot: str | None = PLOT_FILE

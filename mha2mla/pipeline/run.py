@@ -90,7 +90,7 @@ def convert(
         resume: ``"auto"`` goes on from what an interrupted run finished if recipe, source, calibration text, dtypes,
             device, and the versions of this package and torch are the same, and refuses to lose layers if one is not;
             ``"never"`` discards it.
-        progress: show progress bars and the summary on standard error.
+        progress: show progress bars and notes on standard error.
         spill_bytes: activations at a layer boundary go to disk when they are larger.
         max_shard_bytes: size of a weight file.
 
@@ -171,7 +171,6 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
             )
             write_report(arguments, plan.model.device, folder, report)
             check_unchanged(opened.folder, files)
-    arguments.say(str(report))
     return report
 
 

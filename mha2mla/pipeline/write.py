@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from tqdm import tqdm
 
 from mha2mla.conversion.layer_walk import LayerRecord, LayerWalk
 from mha2mla.conversion.result.writer import ShardedWriter
@@ -19,6 +18,7 @@ from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.pipeline.check import Arguments
 from mha2mla.pipeline.prepare import Prepared, layer_inputs
+from mha2mla.progress import progress_bar
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
@@ -48,7 +48,7 @@ def convert_layers(prepared: Prepared, folder: Path, layers: FinishedLayers) -> 
         spill_bytes=arguments.spill_bytes,
         done=layers,
     )
-    with tqdm(desc="convert", unit="layer", total=count, initial=done, disable=not arguments.progress) as bar:
+    with progress_bar(desc="convert", unit="layer", total=count, initial=done, show=arguments.progress) as bar:
         for converted in walk if done < count else ():
             record = {name: value for name, value in asdict(converted.record).items() if name != "layer"}
             layers.add(converted.layer, converted.tensors, record)
@@ -90,7 +90,7 @@ def write_weights(
             writer.add(name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor)
 
     copy(name for name in copied if not name.startswith("model.layers."))
-    for layer in tqdm(range(model.num_layers), desc="write", unit="layer", disable=not arguments.progress):
+    for layer in progress_bar(range(model.num_layers), desc="write", unit="layer", show=arguments.progress):
         prefix = f"model.layers.{layer}."
         copy(name for name in copied if name.startswith(prefix))
         for name, tensor in attention(layer).items():
@@ -103,7 +103,8 @@ def write_weights(
 def write_companions(prepared: Prepared, folder: Path) -> None:
     """config.json, and everything that the source carries beside its weights."""
     config = prepared.config()
-    config.recipe = prepared.plan.recipe.to_dict()
+    config.recipe = prepared.plan.recipe.for_records().to_dict()
+    config.source_config = {**config.source_config, "_name_or_path": prepared.plan.source_name}
     config.calibrated_length = prepared.calibrated_length
     write_config(prepared.plan.opened, config, prepared.plan.stored_dtype, folder)
 

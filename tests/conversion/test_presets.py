@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mha2mla.conversion.presets import MEASURED, PRESETS, choose_preset, sets
+from mha2mla.conversion.presets import MEASURED, PRESETS, better_than, choose_preset, sets
 from mha2mla.conversion.recipe import KEYS, Recipe
 from mha2mla.conversion.target import LAYOUTS
 from mha2mla.pipeline.check import named_recipe
@@ -40,9 +40,12 @@ def test_auto_is_the_best_that_the_device_can_run(given, device, chosen):
 
 @pytest.mark.parametrize("layout", MEASURED)
 def test_without_a_gpu_it_says_what_one_would_give_and_where_that_was_measured(layout):
-    reason = choose_preset("auto", {"layout": layout}, "cpu").reason
-    assert f"{layout} (needs a GPU)" in reason and f"{layout} 1.0" in reason
-    assert "windows of 512 / 8192 tokens" in reason
+    better = better_than("quick", layout, 0.5)
+    assert f"cpu (an hour), {layout} (needs a GPU)" in better and f"{layout} 1.0" in better
+    assert "windows of 512 / 8192 tokens" in better
+    assert better_than("cpu", layout, 0.5).startswith(f"preset {layout} (needs a GPU)")
+    assert better_than(layout, layout, 0.5).startswith("a larger cache_ratio")
+    assert better_than("quick", layout, 1.0) == "nothing: no number was lost"
 
 
 def test_a_mapping_takes_the_preset_of_its_own_the_argument_s_or_the_machine_s():
@@ -66,7 +69,7 @@ def test_a_layout_s_own_preset_has_its_name(layout):
     recipe = Recipe.from_preset(layout)
     assert recipe.target.layout == layout and recipe.fit.steps
     assert replace(recipe, target=Recipe.from_preset("shared").target, preset="shared") == Recipe.from_preset("shared")
-    assert f"{layout} (needs a GPU)" in choose_preset("auto", {"layout": layout}, "cpu").reason
+    assert f"{layout} (needs a GPU)" in better_than("quick", layout, 0.5)
 
 
 def test_what_a_recipe_was_changed_to_stays():

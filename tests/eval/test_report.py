@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from mha2mla.eval.report import SCHEMA, flat, format_value, print_table, write_json
+from mha2mla.eval.report import SCHEMA, flat, format_value, html_table, print_table, write_json
 
 
 def printed(rows, **arguments) -> str:
@@ -64,6 +64,33 @@ def test_long_cells_become_numbered_notes():
     assert lines.count("missing [1]") == 2
     assert "[1] missing: a long reason" in lines
     assert "[2]" not in lines
+
+
+@pytest.mark.parametrize("width", [12, 40, 80, 4000])
+def test_a_narrow_terminal_lost_columns(width):
+    """At 80 characters headings were "be…" and numbers "2,…"."""
+    row = {f"a column with a name {i}": 123456789 + i for i in range(9)} | {"why": "a reason of some words"}
+    console = Console(file=io.StringIO(), width=width)
+    print_table([row, row], title="rows", console=console)
+    shown = console.file.getvalue()
+    assert "…" not in shown and all(len(line) <= width for line in shown.splitlines())
+    together = "".join(shown.split())  # what is folded, too
+    for key, value in row.items():
+        assert all(word in shown for word in key.split()) and format_value(value).split()[0] in together
+    if width == 4000:
+        assert shown.count("rows") == 1 and len(shown.splitlines()) == 7
+
+
+def test_a_pipe_takes_lines_of_any_length(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table([{f"column {i}": "x" * 30 for i in range(20)}])
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 20 * 30
+
+
+def test_html_for_notebooks_is_escaped():
+    shown = html_table([{"a": 1.5, "b": "<b>"}], {"a": "first", "b": "second"}, title="x & y")
+    assert "<caption>x &amp; y</caption>" in shown and "<th>first</th>" in shown
+    assert "<td>1.500</td><td>&lt;b&gt;</td>" in shown
 
 
 def test_json_holds_rows_fields_and_schema(tmp_path):

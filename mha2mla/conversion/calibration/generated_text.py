@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
+from mha2mla.progress import progress_bar
 from mha2mla.texts import prompts, start_tokens
 
 _BLANK_SHARE = 1 / 3  # of the documents, that begin with any word
@@ -118,7 +118,7 @@ def _write(
     current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
     written = [current]
     logits_of = decoder(model, rows, length)
-    for _ in tqdm(range(length - 1), desc="generate", unit="token", disable=not progress):
+    for _ in progress_bar(range(length - 1), desc="generate", unit="token", show=progress):
         chances = (logits_of(current).float() / temperature).softmax(-1)
         sampled = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
         for row, queue in enumerate(forced):

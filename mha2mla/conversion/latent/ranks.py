@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore, device_for_activations
 from mha2mla.conversion.calibration.blocks import TokenBlocks
@@ -26,6 +25,7 @@ from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE
 from mha2mla.geometry import MLAGeometry
 from mha2mla.predictions import kl_divergence
+from mha2mla.progress import progress_bar
 
 FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
 LEAST, MOST = 0.2, 2.0  # of the uniform rank that a layer may get
@@ -131,7 +131,7 @@ def measure_losses(
     try:
         model.embed(fitted)
         model.embed(clean)
-        for layer in tqdm(range(spec.num_layers), desc="layer ranks", unit="layer", disable=not progress):
+        for layer in progress_bar(range(spec.num_layers), desc="layer ranks", unit="layer", show=progress):
             module = model.layer(layer)
             for _, _, store in perturbed:
                 model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from mha2mla.conversion.families import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
@@ -31,6 +30,7 @@ from mha2mla.conversion.source.files import (
     read_json,
 )
 from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.progress import progress_bar
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
@@ -114,7 +114,7 @@ class OpenedFolder(ABC):
             UnsupportedSourceError: the embedding is zero everywhere.
         """
         names, mapped = sorted(self.reader.names()), 0
-        for name in tqdm(names, desc="check", unit="tensor", disable=not progress):
+        for name in progress_bar(names, desc="check", unit="tensor", show=progress):
             if not name.endswith("rotary_emb.inv_freq"):  # computed from the config, whatever is stored
                 tensor = self.reader.tensor(name)
                 mapped += tensor.nbytes
