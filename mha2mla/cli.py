@@ -228,9 +228,6 @@ def _main(argv: Sequence[str] | None) -> int:
         message = _in_flags(" ".join(str(error).split())) or type(error).__name__
         print(f"mha2mla: error: {message} (--debug shows where)", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("mha2mla: interrupted", file=sys.stderr)
-        return 130
 
 
 def _in_flags(message: str) -> str:
