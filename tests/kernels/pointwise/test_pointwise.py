@@ -93,11 +93,11 @@ def test_activation_on_cpu_target(width, vector):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("width", [48, 100, 4096, 11008, 7])
+@pytest.mark.parametrize(("width", "dtype"), [(4096, torch.bfloat16), (100, torch.float16), (7, torch.float32)])
 @pytest.mark.parametrize("rows", [1, 3, 130])
 def test_kernels_on_a_gpu(rows, width, dtype):
-    """Roundings are torch's: 16-bit results differ where the float32 mean does in its last bits, by one place."""
+    """Roundings are torch's: 16-bit results differ where float32 does in its last bits, by one place of each of two
+    roundings; in float32 roots, exponentials and sums do, each by two or three."""
     x, base, other, weight = given(width, dtype, rows, device="cuda")
     wide = torch.cat((x, other, base), dim=-1)  # parts of one projection
     normed, total = rms_norm(x, weight, 1e-5, residual=base)
@@ -105,7 +105,7 @@ def test_kernels_on_a_gpu(rows, width, dtype):
     acted = silu_mul(wide[:, :width], wide[:, width : 2 * width])
     torch.cuda.synchronize()
     assert torch.equal(total, base + x) and kept is x
-    place = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6}
+    place = {"rtol": (8 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(normed, llama_norm(base + x, weight, 1e-5), **place)
     torch.testing.assert_close(plain, llama_norm(x, weight, 1e-5), **place)
     torch.testing.assert_close(acted, F.silu(x) * other, **place)
