@@ -127,6 +127,8 @@ def make_keys(k, half, work, memory, keys, thread):
     c, slots = KeyMaker(k, thread), T.alloc_local([k.cut.units], T.int32)
     T.initialize_wgmma_descriptor(c.tile_desc, memory.c_ring.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
     load_weight(k, c, keys, half * k.cut.columns)
+    for e in list(range(2)):
+        c.bias[e] = T.if_then_else(half == 0, c.bias[e], 0.0)
     rope_stages = k.choice.rope_stages
     for f in T.serial(work.state[FRAGMENTS]):
         read_fragment(work, f)

@@ -10,6 +10,7 @@ from typing import Any
 
 from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
 from mha2mla.kernels.mla_decode.selection import (
+    OTHER_VARIANT,
     WIDE_LATENT,
     DecodeShape,
     RopeBlocks,
@@ -28,6 +29,8 @@ MAX_ROPE_ALONE = 128  # d_r
 KEY_TILE = 64  # rows of W_KR that a warpgroup of ``latent_ws`` holds: the M of one wgmma
 KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatever else
 STREAMING_REGISTERS = 40
+LEAN = 16  # registers fewer of a computing thread, and 8 of a streaming one, to have two CTAs on a multiprocessor
+WAYS = (("", 0), ("grouped", 0), ("", LEAN), ("grouped", LEAN))  # of "latent_ws", the rule's first
 CONSUMER_OVERHEAD = 60  # of a computing thread, beside its accumulators
 
 
@@ -36,6 +39,7 @@ class LatentChoice(KernelChoice):
     """A :class:`KernelChoice` of "latent_ws", "latent_cluster" (sm_90) or "latent_portable" (from sm_80 on).
 
     Attributes: ``variant`` of the portable kernel, where W_KR is: "resident" in shared memory or "streamed" through it;
+    of "latent_ws" how the products of the keys are issued, at once or "grouped";
     ``registers`` of a thread that computes, makes keys, streams (sm_90).
     """
 
@@ -90,7 +94,7 @@ def _portable(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int
                 variant,
             )  # fmt: skip
             rank = (2, tiling.num_tiles, variant == "streamed", -block, tiling.rows)
-            yield rank, choice if used <= limit and registers <= 168 else None, used
+            yield rank, choice if used <= limit and registers <= 160 else None, used
 
 
 def key_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
@@ -105,18 +109,19 @@ def key_steps(kv_lora_rank: int) -> int:
 
 
 def _registers(
-    columns: int, qk_rope_head_dim: int, tiling: RowTiling, warpgroups: int, resident: int, held: int = 0
+    columns: int, qk_rope_head_dim: int, tiling: RowTiling, warpgroups: int, resident: int, held: int = 0, lean: int = 0
 ) -> tuple[int, int, int] | None:
     """Of a thread that computes (and holds ``held`` numbers more of the scores), makes keys of so many columns of the
-    latent, streams; None if they are not enough."""
+    latent, streams; None if they are not enough. ``lean``: who computes and streams has fewer."""
     makers = -(-qk_rope_head_dim // KEY_TILE)
     roles = warpgroups + makers + 1
     launched = 65536 // (resident * roles * 128) // 8 * 8
     key = max(launched, -(-(4 * key_steps(columns) + KEY_OVERHEAD) // 8) * 8)
-    computing = min(240, (launched * roles - STREAMING_REGISTERS - makers * key) // warpgroups // 8 * 8)
+    streaming = STREAMING_REGISTERS - min(lean, 8)
+    computing = min(240, (launched * roles - streaming - makers * key) // warpgroups // 8 * 8)
     latent = padded_latent_columns(columns, 128)
-    needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + held + CONSUMER_OVERHEAD
-    return (computing, key, STREAMING_REGISTERS) if computing >= max(launched, needed) and key <= 240 else None
+    needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + held + CONSUMER_OVERHEAD - lean
+    return (computing, key, streaming) if computing >= max(launched, needed) and key <= 240 else None
 
 
 def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
@@ -124,19 +129,21 @@ def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     makers = blocks.chunks_per_block
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (6, 4, 3, 2), (3 * makers, 2 * makers))
-    for warpgroups, resident, num_stages, rope_stages in sizes:
+    for (warpgroups, resident, num_stages, rope_stages), (variant, lean) in product(sizes, WAYS):
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
-        registers = _registers(shape.kv_lora_rank, shape.qk_rope_head_dim, tiling, warpgroups, resident)
+        registers = _registers(shape.kv_lora_rank, shape.qk_rope_head_dim, tiling, warpgroups, resident, lean=lean)
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
         choice = LatentChoice(
             "latent_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 1), warpgroups, resident,
             f"latent_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s) compute, {makers} "
             f"make keys, {num_stages} latent and {rope_stages} rope stages, {resident} CTA(s) a multiprocessor, {used} "
             "bytes of shared memory each",
+            variant,
             registers=registers or (0, 0, 0),
         )  # fmt: skip
         in_flight = min(num_stages * latent, 2048 // resident)
-        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages)
+        first = 0 if (variant, lean) == WAYS[0] else OTHER_VARIANT  # others are for tables to prefer
+        rank = (first, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages)
         yield rank, choice if fits else None, used
 
 

@@ -26,6 +26,7 @@ from mha2mla.kernels.split_kv.stream import stream, stream_queries
 SUMS = BLOCK * KEY_TILE // WARPGROUP  # accumulators of a thread
 SWIZZLE_128, ROW_GROUP = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
 PANEL_BYTES = BLOCK * 128  # 64 columns of a tile
+GROUPED = 4  # products of keys of a group
 
 # Where TileLang has no call, or one before each of which it would put a barrier or a proxy fence.
 INLINE = """
@@ -145,7 +146,7 @@ class KeyMaker(Buffers):
 @T.macro
 def load_weight(k, c, keys, left=0):
     """What stays in registers: rows ``pair`` and ``pairs + pair`` of W_KR (of A, rows g and g + 8), zeros beyond;
-    columns from ``left`` on. The bias goes to whoever has the first ones."""
+    columns from ``left`` on."""
     own = T.min(c.pair, k.pairs - 1)
     for s in T.unroll(k.steps):
         for e in list(range(4)):
@@ -160,9 +161,7 @@ def load_weight(k, c, keys, left=0):
                 T.uint32(0),
             )
     for e in list(range(2)):
-        c.bias[e] = T.if_then_else(
-            (c.pair < k.pairs) & (left == 0), T.cast(keys.bias[e * k.pairs + own], T.float32), 0.0
-        )
+        c.bias[e] = T.if_then_else(c.pair < k.pairs, T.cast(keys.bias[e * k.pairs + own], T.float32), 0.0)
     c.frequency[0] = keys.inv_freq[own]
     for e in list(range(4)):
         find_turn(c.turn, e // 2 * 8 + 2 * c.q + e % 2, c.frequency[0])
@@ -177,12 +176,9 @@ def begin_sums(c):
 
 
 @T.macro
-def multiply(k, c, slot):
-    """The sums of a tile: under way, not awaited."""
-    begin_sums(c)
-    T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
-    T.warpgroup_arrive()
-    for s in T.unroll(k.steps):
+def multiply_steps(k, c, slot, first, count):
+    for step in T.unroll(count):
+        s = first + step
         T.call_extern(
             "handle",
             f"multiply_weight<{k.half}>",
@@ -191,7 +187,23 @@ def multiply(k, c, slot):
             (slot * (BLOCK * k.latent_cols * 2) + s // 4 * PANEL_BYTES + s % 4 * 32) >> 4,
             T.access_ptr(c.sums[0], "rw", SUMS),
         )
-    T.warpgroup_commit_batch()
+
+
+@T.macro
+def multiply(k, c, slot):
+    """The sums of a tile: under way, not awaited."""
+    begin_sums(c)
+    T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
+    T.warpgroup_arrive()
+    if k.choice.variant == "grouped":  # at most two groups under way, so that others' products come between them
+        for first in list(range(0, k.steps, GROUPED)):
+            multiply_steps(k, c, slot, first, min(GROUPED, k.steps - first))
+            T.warpgroup_commit_batch()
+            if first + GROUPED < k.steps:
+                T.warpgroup_wait(1)
+    else:
+        multiply_steps(k, c, slot, 0, k.steps)
+        T.warpgroup_commit_batch()
 
 
 @T.macro

@@ -128,7 +128,8 @@ def test_every_kernel_under_plans_that_no_planner_makes(problem):
 
     draw, here = random.Random(0), capability()
     merge = compile_merge(problem.heads, problem.kv_lora_rank, "bfloat16", max(MERGES), here)
-    by_kernel = {choice.kernel: choice for choice in reversed(list_latent_kernels(problem.shape(), here))}
+    every = reversed(list_latent_kernels(problem.shape(), here))
+    by_kernel = {(choice.kernel, choice.variant, choice.ctas_per_sm): choice for choice in every}
     inputs, tiles = problem.inputs(torch.bfloat16, "cuda"), [span.tiles for span in problem.spans()]
     for choice in by_kernel.values():
         split = compile_choice(LATENT, problem.shape(), choice, here)
