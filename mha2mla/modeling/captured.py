@@ -119,16 +119,15 @@ class CapturedSteps:
     is compiled by then. Copies and pickles of a cache have none.
 
     Args:
-        home: of the model.
-        weights: :func:`fingerprint` of the model.
-        is_kept: the model may keep pages and recordings for a later ``generate``.
+        home: of the model, which may keep pages and recordings for a later ``generate``: ``is_kept``.
     """
 
-    def __init__(self, home: StepCapture, weights: tuple, is_kept: bool) -> None:
-        self.home, self.weights = home, weights
+    def __init__(self, home: StepCapture, is_kept: bool) -> None:
+        self.home = home
         self._is_kept, self._recorder = is_kept, home.new_recorder()
         self._owner: Callable[[], LatentCache | None] = lambda: None
         self._pages: LatentCache | None = None
+        self._weights: tuple = ()
         self._seen: set[tuple] = set()
         self._steps: dict[tuple, _Step | None] = {}
 
@@ -154,11 +153,13 @@ class CapturedSteps:
         Args:
             model: whose ``forward`` is asked, with the other arguments.
         """
-        if not self._fits(cache, input_ids, attention_mask, position_ids, logits_to_keep):
+        inputs = (input_ids, position_ids, attention_mask)
+        if not self._fits(cache, *inputs, logits_to_keep):
             return None
         if self._pages is None or self._pages.layers[0].cache_seqlens is not cache.layers[0].cache_seqlens:
             self._pages, self._steps, self._seen = cache.sharing_pages(static=True), {}, set()
-            self._owner = weakref.ref(cache)
+            # Now, and not before the prompt, in which weights may be put side by side (``stacking.py``).
+            self._owner, self._weights = weakref.ref(cache), fingerprint(model)
         source = model.model.config
         key = (
             (input_ids.shape, logits_to_keep, attention_mask is not None, cache.padding_is_left),
@@ -168,12 +169,10 @@ class CapturedSteps:
         if key not in self._seen:
             self._seen.add(key)
             return None
-        inputs = (input_ids, position_ids, attention_mask)
         if key not in self._steps:
             self._pages.padding_is_left = cache.padding_is_left
             self._steps[key] = self._recorded(model._forward, inputs, logits_to_keep)
-        step = self._steps[key]
-        if step is None:
+        if (step := self._steps[key]) is None:
             return None
         step.buffers.load(*inputs)
         step.replay()
@@ -185,25 +184,23 @@ class CapturedSteps:
         self,
         cache: LatentCache,
         input_ids: Tensor,
-        attention_mask: Any,
         position_ids: Tensor | None,
+        attention_mask: Any,
         logits_to_keep: int | Tensor,
     ) -> bool:
         """Whether it is a step of decode that fits the pages, and whose mask the absorbed form obeys."""
         if self.home.failure is not None or torch.is_grad_enabled() or is_recorded(input_ids.device):
             return False
         batch, query_length = input_ids.shape
-        if cache.is_empty or cache.is_compileable or query_length > MAX_DECODE_QUERY_LENGTH:
+        if cache.is_empty or cache.is_compileable or batch != cache.layers[0].batch_size:
             return False
         tokens = cache.get_seq_length() + query_length
-        if tokens > cache.capacity or batch != cache.layers[0].batch_size or not isinstance(logits_to_keep, int):
+        if query_length > MAX_DECODE_QUERY_LENGTH or tokens > cache.capacity or not isinstance(logits_to_keep, int):
             return False
         if position_ids is None or position_ids.shape not in ((batch, query_length), (1, query_length)):
             return False
-        if attention_mask is None:
-            return True
         fits = is_padding_mask(attention_mask) and tokens <= attention_mask.shape[1] <= cache.capacity
-        return fits and cache.padding_is_left
+        return attention_mask is None or (fits and cache.padding_is_left)
 
     def _recorded(self, forward: Callable[..., Any], inputs: tuple, logits_to_keep: int) -> _Step | None:
         """The step, recorded over what it is now called with; None where it cannot be. Tokens and lengths stay."""
@@ -227,10 +224,14 @@ class CapturedSteps:
             self.home.keep(self, pages.nbytes)
         return _Step(buffers, logits, replay)
 
+    def are_for(self, weights: tuple) -> bool:
+        """Whether what is recorded, if anything, is of a model with that :func:`fingerprint`."""
+        return self._pages is None or weights == self._weights
+
     def new_cache(self, rows: int, room: int, weights: tuple, backend_name: str | None) -> LatentCache | None:
         """An empty cache over the pages, if nobody has the one before any more and it would do."""
         pages = self._pages
-        if self._owner() is not None or weights != self.weights:
+        if self._owner() is not None or not self.are_for(weights):
             return None
         first = pages.layers[0]
         if first.batch_size != rows or pages.capacity < room or first.backend_name != backend_name:
@@ -283,18 +284,17 @@ class StepCapture:
             prompt, longest: tokens per sequence at the beginning, and at most.
         """
         room = -(-min(longest, prompt + _ROOM_FOR_ANSWER) // _CAPACITY_STEP) * _CAPACITY_STEP
-        weights, name = fingerprint(model), model.config.attention_backend
-        cache = None if self._kept is None else self._kept.new_cache(rows, room, weights, name)
+        keys = (rows, room, fingerprint(model), model.config.attention_backend)
+        cache = None if self._kept is None else self._kept.new_cache(*keys)
         if cache is None:
             self._kept = None  # before new pages are allocated
             self._most_bytes = sum(parameter.nbytes for parameter in model.parameters())
             cache = LatentCache(model.config, room=room)
-            cache.captured = CapturedSteps(self, weights, is_kept=True)
+            cache.captured = CapturedSteps(self, is_kept=True)
         return cache
 
     def steps_for(self, model: PreTrainedModel, cache: LatentCache) -> CapturedSteps:
         """Of a cache that the caller brings: what it has, unless the weights changed."""
-        weights = fingerprint(model)
-        if cache.captured is not None and cache.captured.weights == weights:
+        if cache.captured is not None and cache.captured.are_for(fingerprint(model)):
             return cache.captured
-        return CapturedSteps(self, weights, is_kept=False)
+        return CapturedSteps(self, is_kept=False)

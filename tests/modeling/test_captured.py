@@ -218,6 +218,12 @@ def test_pages_and_recordings_are_used_again(recorded):
     assert len(recorded) == 4
 
 
+def test_weights_that_a_first_prompt_puts_side_by_side_are_no_others(recorded):
+    model, inputs = captured_model(**LARGE), padded(9, 4)
+    sequences = [generate(model, inputs).sequences for _ in range(2)]
+    assert torch.equal(*sequences) and len(recorded) == 1
+
+
 def test_large_caches_are_not_kept(recorded):
     model, inputs = captured_model(num_hidden_layers=1), padded(*[4] * 60)
     for count in (1, 2):
