@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mha2mla.kernels import rms_norm, silu_mul
-from mha2mla.modeling.stacking import is_plain, project
+from mha2mla.modeling.stacking import is_plain, project, stacked
 from mha2mla.modeling.step import AttentionStep
 
 # model_type -> how transformers names the family's classes; the forward of their model, layer, norm and MLP is Llama's.
@@ -42,10 +42,17 @@ def run_base_model(
     """
     plain = all(value is None or value is False for name, value in options.items() if name not in _IGNORED)
     wanted = any(getattr(model.config, name, False) for name in ("output_hidden_states", "output_attentions"))
-    if plain and not wanted and mla_step is not None and _serves(model, mla_step):
-        hidden_states = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if _runs_as_it_is(model, hidden_states):
-            return BaseModelOutputWithPast(_run_layers(model, hidden_states, position_ids, mla_step), past_key_values)
+    traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if plain and not wanted and mla_step is not None and not traced and _is_known(model):
+        if any(plan is None for plan in mla_step.plans):
+            tokens = input_ids if inputs_embeds is None else inputs_embeds
+            for layer in model.layers:  # with the prompt, so that no weight moves behind a recorded step
+                stacked(tokens, (layer.mlp.gate_proj, layer.mlp.up_proj))
+        else:
+            hidden_states = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            if _runs_as_it_is(model, hidden_states):
+                hidden_states = _run_layers(model, hidden_states, position_ids, mla_step)
+                return BaseModelOutputWithPast(hidden_states, past_key_values)
     return model(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -77,10 +84,8 @@ def _runs_as_it_is(model: nn.Module, hidden_states: Tensor) -> bool:
     return same and not torch.is_autocast_enabled(hidden_states.device.type)
 
 
-def _serves(model: nn.Module, step: AttentionStep) -> bool:
+def _is_known(model: nn.Module) -> bool:
     """Whether every module between embeddings and logits is one that :func:`_run_layers` knows, and nothing more."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(plan is None for plan in step.plans):
-        return False
     family = FAMILIES.get(model.config.model_type)
     if family is None or len(model.layers) != model.config.num_hidden_layers:
         return False

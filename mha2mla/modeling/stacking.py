@@ -24,14 +24,14 @@ def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     Returns:
         [..., out] of each part, which may be views of one tensor.
     """
-    stacked = _stacked(x, parts)
-    if stacked is None:
+    one = stacked(x, parts)
+    if one is None:
         return tuple([part(x) for part in parts])
-    return F.linear(x, *stacked).split([part.out_features for part in parts], dim=-1)
+    return F.linear(x, *one).split([part.out_features for part in parts], dim=-1)
 
 
-def _stacked(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of all parts, or None."""
+def stacked(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the one product that :func:`project` would make of x, which are moved if need be; or None."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
         return None
     if not all(is_plain(part, nn.Linear) for part in parts):

@@ -152,6 +152,19 @@ def test_adapters_in_the_mlp_are_served():
     assert models.relative_error(out.logits, expected) < models.TOLERANCE
 
 
+@torch.no_grad()
+def test_weights_move_with_the_prompt_and_not_later():
+    """What records a step behind the first prompt finds them where they stay."""
+    model, cache = models.mla_model(), None
+    addresses = []
+    for length in (5, 1, 1):
+        cache = model(models.tokens(1, length), past_key_values=cache, use_cache=True).past_key_values
+        addresses.append([parameter.data_ptr() for parameter in model.parameters()])
+    mlp = model.model.layers[1].mlp
+    assert mlp.gate_proj.weight.untyped_storage().data_ptr() == mlp.up_proj.weight.untyped_storage().data_ptr()
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
 def test_a_layer_launches_few_ops():
     """One product for what reads one input, and nothing that computes but products, norms, append and attention."""
     model, ids = models.mla_model("maps per query head"), models.tokens(1, 12)
