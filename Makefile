@@ -18,10 +18,10 @@ STAMP   := $(VENV)/.installed
 # One torch thread per test process: more of them fight for the same cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help demo test lint format notebook clean
+.PHONY: help demo test lint format notebook notebook-outputs clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9; echo; echo 'targets: demo test lint format notebook clean'
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9; echo; echo 'targets: demo test lint format notebook notebook-outputs clean'
 
 # Keyed on pyproject.toml: a changed dependency brings the environment up to date on the next call.
 # The CPU build of PyTorch is offered under a local version; where it is not, the plain release does the same work.
@@ -50,9 +50,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The .py is the source; the .ipynb is generated from it and carries no outputs.
+# The .py is the source; the .ipynb is generated from it and keeps the outputs of the cells that did not change.
 notebook: $(STAMP)
 	$(BIN)/jupytext --update --to ipynb notebooks/compare_latencies.py
+
+# On a GPU: what the notebook is committed with, and the figure and its numbers beside it.
+notebook-outputs: $(STAMP)
+	cd notebooks && MHA2MLA_NOTEBOOK_MODEL=$${MHA2MLA_NOTEBOOK_MODEL:-smollm2} \
+	  $(abspath $(BIN))/jupytext --to ipynb --execute compare_latencies.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -11,14 +11,15 @@
 # ---
 
 # %% [markdown]
-# # MHA against MLA: cache bytes and decode latency
+# # MHA against MLA: decode latency, speed-up and cache
 #
 # Converts a checkpoint, generates with source and converted model, and plots what a decode step costs over batch size
 # and length. Every time shown was measured after the same inputs passed a check against float64.
 #
 # The next cell holds all the choices. As it stands it takes about a minute on a laptop: a small Llama of random
 # weights, so its text is noise and only its shapes are real. Set the variable `MHA2MLA_NOTEBOOK_MODEL` (or `MODEL`
-# below) to a folder or hub id for a real one, or to `smollm2` for the model of the demo.
+# below) to a folder or hub id for a real one, or to `smollm2` for the model of the demo. The figure is saved as
+# `compare_latencies.pdf` in the current folder, its numbers as `compare_latencies.csv`.
 
 # %%
 import os
@@ -28,11 +29,13 @@ from pathlib import Path
 
 # Progress bars, and the complaint that ipywidgets could draw nicer ones, have no place in a saved notebook.
 os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
+from matplotlib.ticker import LogLocator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mha2mla
@@ -46,12 +49,13 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 BATCH_SIZES = [1, 16, 64] if DEVICE == "cuda" else [1, 4]
 SEQLENS = [1024, 4096, 16384] if DEVICE == "cuda" else [64, 256, 1024]
 RECIPE = {"cache_ratio": 0.5}  # by the best preset for DEVICE; "preset": "quick" beside it takes minutes anywhere
+SAVED = Path("compare_latencies")
 
 workplace = tempfile.TemporaryDirectory(prefix="mha2mla-")  # removed when the kernel ends
 folder = Path(workplace.name)
 if MODEL is None:
     source = tiny_checkpoint(
-        folder / "source", num_attention_heads=8, num_key_value_heads=8, head_dim=32, hidden_size=256
+        folder / "random-llama", num_attention_heads=8, num_key_value_heads=8, head_dim=32, hidden_size=256
     )
 elif MODEL == "smollm2":
     source = fetch_smollm2()
@@ -66,7 +70,7 @@ else:
 
 # %%
 report = mha2mla.convert(source, folder / "converted", RECIPE, device=DEVICE, progress=False)
-print(report)
+report
 
 # %% [markdown]
 # ## Generate
@@ -94,9 +98,10 @@ for name, model in models.items():
 
 # %%
 config = models["MLA (converted)"].config
+geometry = config.layer_geometry(0)
 attention = pd.DataFrame(
     attention_latency(
-        config.layer_geometry(0),
+        geometry,
         batch_sizes=BATCH_SIZES,
         seqlens=SEQLENS,
         dtype=DTYPE,
@@ -106,40 +111,73 @@ attention = pd.DataFrame(
     )
 )
 step = pd.DataFrame(decode_step_latency(models, batch_sizes=BATCH_SIZES, seqlens=SEQLENS, min_run_time=0.2))
+rows = pd.concat([attention, step], ignore_index=True)
+rows.to_csv(SAVED.with_suffix(".csv"), index=False)
+environment = describe_environment(collect_environment())
+print(environment)
+if DEVICE == "cpu":
+    print("On a CPU the op is the plain torch reference, no kernel: its times say nothing of a GPU's.")
 columns = ["op", "implementation", "batch", "seqlen", "cache_bytes", "us_p20", "us_p50", "us_p80", "error", "status"]
-shown = pd.concat([attention, step], ignore_index=True)[columns]
+shown = rows[columns]
 shown.style.format(precision=1, thousands=",", na_rep="").format("{:.1e}", subset="error", na_rep="")
 
 # %% [markdown]
 # ## Plot
-
+#
+# A colour per implementation, a line style per batch size. Times are medians, bands reach from p20 to p80. A speed-up
+# is the source's time over ours; of the attention op, the fastest of the source's over ours.
 
 # %%
-def plot(table: pd.DataFrame, axes, title: str) -> None:
-    """Median time over length; a colour per implementation, a line style per batch size."""
+STYLES = dict(zip(BATCH_SIZES, ["-", "--", ":", "-."], strict=False))
+OURS = ("mla_decode", "MLA (converted)")  # how the names of our implementations begin
+
+
+def over_lengths(axes, title: str, ylabel: str) -> None:
+    """Ticks where something was measured, and nowhere else."""
+    axes.set(xscale="log", yscale="log", xlabel="cached tokens", ylabel=ylabel, title=title)
+    axes.set_xticks(SEQLENS, labels=[f"{seqlen:,}" for seqlen in SEQLENS])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+
+
+def plot_times(table: pd.DataFrame, axes, title: str) -> None:
+    """Median time over length, in ms where it is one or more."""
     timed = table[table["status"] == "ok"]
-    styles = dict(zip(BATCH_SIZES, ["-", "--", ":", "-."], strict=False))
-    colours = {name: f"C{index}" for index, name in enumerate(timed["implementation"].unique())}
-    for (name, batch), part in timed.groupby(["implementation", "batch"], sort=False):
-        part = part.sort_values("seqlen")
-        axes.plot(
-            part["seqlen"],
-            part["us_p50"],
-            styles[batch],
-            marker="o",
-            color=colours[name],
-            label=f"{name}, batch {batch}",
-        )
-        axes.fill_between(part["seqlen"], part["us_p20"], part["us_p80"], color=colours[name], alpha=0.15, linewidth=0)
-    axes.set(xscale="log", yscale="log", xlabel="cached tokens", ylabel="µs (median, band: p20 to p80)", title=title)
-    axes.legend(fontsize="small")
+    unit, scale = ("ms", 1e3) if timed["us_p50"].max() >= 1e3 else ("µs", 1)
+    for index, (name, ours) in enumerate(timed.groupby("implementation", sort=False)):
+        for batch, part in ours.sort_values("seqlen").groupby("batch"):
+            p20, p50, p80 = (part[column] / scale for column in ("us_p20", "us_p50", "us_p80"))
+            label = f"{name}, batch {batch}"
+            axes.plot(part["seqlen"], p50, STYLES[batch], marker="o", color=f"C{index}", label=label)
+            axes.fill_between(part["seqlen"], p20, p80, color=f"C{index}", alpha=0.15, linewidth=0)
+    over_lengths(axes, title, unit)
 
 
-figure, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
-plot(attention, left, "attention op")
-plot(step, middle, "whole decode step")
-cached = step.groupby(["implementation", "seqlen"], sort=False)["cache_bytes"].min().unstack(0) / 2**20
-cached.plot.bar(ax=right, rot=0, xlabel="cached tokens", ylabel="MiB", title=f"cache of {BATCH_SIZES[0]} sequence(s)")
-right.get_legend().set_title(None)
-figure.text(0.5, -0.04, describe_environment(collect_environment()), ha="center", fontsize="x-small")
+def speed_up(table: pd.DataFrame) -> pd.Series:
+    """(batch, cached tokens) → the fastest of the source's over ours."""
+    timed = table[table["status"] == "ok"]
+    ours = timed["implementation"].str.startswith(OURS)
+    fastest = [part.groupby(["batch", "seqlen"])["us_p50"].min() for part in (timed[~ours], timed[ours])]
+    return fastest[0] / fastest[1]
+
+
+figure, axes = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
+(op_times, step_times), (speed_ups, cached) = axes
+plot_times(attention, op_times, "attention op of a layer")
+plot_times(step, step_times, f"decode step of {config.num_hidden_layers} layers")
+for index, (name, table) in enumerate({"attention op": attention, "decode step": step}.items()):
+    for batch, part in speed_up(table).groupby("batch"):
+        part = part.droplevel("batch")
+        label = f"speed-up of the {name}, batch {batch}"
+        speed_ups.plot(part.index, part, STYLES[batch], marker="s", color=f"C{index + 5}", label=label)
+speed_ups.axhline(1, color="black", linewidth=0.8)
+over_lengths(speed_ups, "speed-up", "source's time ÷ ours")
+sizes = step.groupby(["implementation", "seqlen"], sort=False)["cache_bytes"].min().unstack(0) / 2**20
+for name, part in sizes.items():
+    cached.plot(part.index, part, marker="o", color=f"C{list(sizes).index(name)}", label=f"cache, {name}")
+over_lengths(cached, f"cache of {BATCH_SIZES[0]} sequence(s), all layers", "MiB")
+figure.suptitle(f"{Path(source).name}: {geometry}, {str(DTYPE).removeprefix('torch.')}")
+figure.legend(loc="outside lower center", ncols=3, fontsize="small", title=environment, title_fontsize="x-small")
+figure.savefig(SAVED.with_suffix(".pdf"))
 plt.show()

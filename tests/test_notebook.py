@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -25,7 +26,19 @@ def test_the_notebook_is_its_source(name):
     """After a change of the .py: `make notebook`."""
     source, notebook = jupytext.read(FOLDER / f"{name}.py"), nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     assert cells(notebook) == cells(source)
-    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are stripped"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_those_of_one_run_on_a_gpu(name):
+    """Or there are none: a picture of a CPU's times, or of half a run, says less than no picture."""
+    code = [cell for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells if cell.cell_type == "code"]
+    outputs = [output for cell in code for output in cell.outputs]
+    if not outputs:
+        return
+    assert [cell.execution_count for cell in code] == [*range(1, len(code) + 1)]
+    assert not any(output.output_type == "error" for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert "NVIDIA" in "".join(output.get("text", "") for output in outputs)
 
 
 # What the notebook chooses in its first cell -> what takes seconds.
@@ -62,4 +75,7 @@ def test_the_notebook_runs(name, tmp_path, monkeypatch):
     assert any("image/png" in output.get("data", {}) for output in outputs), "a plot was drawn"
     text = "".join(output.get("text", "") for output in outputs if output.output_type == "stream")
     assert "MLA (converted):" in text
+    assert torch.cuda.is_available() or "no kernel" in text
+    assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+    assert "us_p50" in (tmp_path / f"{name}.csv").read_text().splitlines()[0]
     assert not list(scratch.glob("mha2mla-*")), "checkpoints are left in the temporary folder"
