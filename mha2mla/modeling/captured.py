@@ -8,13 +8,11 @@ buffers that it reads. All else that a step looks at on the host is in the key u
 
 from __future__ import annotations
 
-import functools
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,63 +21,13 @@ from transformers import PreTrainedModel
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.recordable import fingerprint
+from mha2mla.modeling.recorders import CudaGraphs, Recorder
 from mha2mla.modeling.visibility import is_padding_mask, is_recorded
 
 # Caches are as long as the call may become, up to so many tokens behind the prompt; beyond, they grow by doubling.
 _ROOM_FOR_ANSWER = 4096
 # Capacities are multiples of it, so that prompts of other lengths find pages, and recordings, to use again.
 _CAPACITY_STEP = 1024
-
-
-class Recorder(Protocol):
-    """What records a step: :class:`CudaGraphs`, or, in tests without a GPU, whatever replays the same operations."""
-
-    device_type: str
-
-    def explain(self, cache: LatentCache) -> str | None:
-        """Why steps over this cache cannot be recorded, or None."""
-
-    def record(
-        self, step: Callable[[], Tensor], undo: Callable[[], None], device: torch.device
-    ) -> tuple[Tensor, Callable[[], None]]:
-        """What ``step`` returns, and what does again, in place, all that it does on the device, with the host's values
-        of now. ``step`` may be run for that, each time with an ``undo`` behind it."""
-
-
-@functools.cache
-def _stream(device: torch.device, thread: int) -> torch.cuda.Stream:
-    """One for all recordings of a thread: cuBLAS keeps a workspace for every stream that it ever saw."""
-    return torch.cuda.Stream(device)
-
-
-class CudaGraphs:
-    """Records CUDA graphs, all in one memory pool: they must not be replayed at the same time."""
-
-    device_type = "cuda"
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-
-    def explain(self, cache: LatentCache) -> str | None:
-        """References read tensors on the host."""
-        slow = [layer.backend.name for layer in cache.layers if not layer.backend.compiled]
-        return f"{slow[0]!r} is no kernel" if slow else None
-
-    def record(
-        self, step: Callable[[], Tensor], undo: Callable[[], None], device: torch.device
-    ) -> tuple[Tensor, Callable[[], None]]:
-        """As :class:`Recorder`; waits for the device, once."""
-        stream, graph = _stream(device, threading.get_ident()), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            step()
-            undo()
-            # thread_local: what other threads do meanwhile is no error of this one.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                result = step()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self._pool = graph.pool()
-        return result, graph.replay
 
 
 @dataclass(frozen=True)
@@ -128,6 +76,8 @@ class CapturedSteps:
         self._owner: Callable[[], LatentCache | None] = lambda: None
         self._pages: LatentCache | None = None
         self._weights: tuple = ()
+        self._parameters: list[Callable[[], Tensor | None]] = []  # not kept alive by a cache that somebody holds
+        self._addresses: list[int] = []
         self._seen: set[tuple] = set()
         self._steps: dict[tuple, _Step | None] = {}
 
@@ -156,10 +106,11 @@ class CapturedSteps:
         inputs = (input_ids, position_ids, attention_mask)
         if not self._fits(cache, *inputs, logits_to_keep):
             return None
-        if self._pages is None or self._pages.layers[0].cache_seqlens is not cache.layers[0].cache_seqlens:
+        if self._is_stale(cache):
             self._pages, self._steps, self._seen = cache.sharing_pages(static=True), {}, set()
-            # Now, and not before the prompt, in which weights may be put side by side (``stacking.py``).
             self._owner, self._weights = weakref.ref(cache), fingerprint(model)
+            self._parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+            self._addresses = self._where_weights_are()
         source = model.model.config
         key = (
             (input_ids.shape, logits_to_keep, attention_mask is not None, cache.padding_is_left),
@@ -179,6 +130,17 @@ class CapturedSteps:
         for layer in cache.layers:
             layer.count(input_ids.shape[1])
         return step.logits.clone()
+
+    def _is_stale(self, cache: LatentCache) -> bool:
+        """Whether pages or weights lie elsewhere by now. Also between the steps of a call: the first ones may put
+        weights side by side (``stacking.py``)."""
+        if self._pages is None or self._pages.layers[0].cache_seqlens is not cache.layers[0].cache_seqlens:
+            return True
+        return self._where_weights_are() != self._addresses
+
+    def _where_weights_are(self) -> list[int]:
+        weights = [weight() for weight in self._parameters]
+        return [0 if weight is None else weight.data_ptr() for weight in weights]
 
     def _fits(
         self,

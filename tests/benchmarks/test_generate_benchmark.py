@@ -5,7 +5,8 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import generate
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.modeling.captured import CudaGraphs, StepCapture
+from mha2mla.modeling.captured import StepCapture
+from mha2mla.modeling.recorders import CudaGraphs
 from tests.modeling.tape import Tape
 
 

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GenerationConfig, StoppingCriteria
 
 from mha2mla.modeling import LatentCache, positions, step_choice
-from mha2mla.modeling.captured import CudaGraphs, StepCapture
+from mha2mla.modeling.captured import StepCapture
+from mha2mla.modeling.recorders import CudaGraphs
 from tests.modeling import models
 from tests.modeling.tape import Refusing, Tape
 from tests.modeling.test_generate import padded
