@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from mha2mla.modeling.visibility import host_may_look, is_padding_mask
+from mha2mla.modeling.visibility import first_shown, host_may_look, is_padding_mask
 
 REFUSED_POSITIONS = (
     "position_ids do not count on from each row's first visible token; a cache that keeps no rotary keys "
@@ -58,7 +58,9 @@ def _are_places(position_ids: Tensor, attention_mask: Any, place: Tensor, cache:
         shown = attention_mask.to(place.device).bool()
         # Clamped: a mask that is too short is the base model's to refuse, and no out-of-bounds read on a device.
         hidden = ~shown[:, place.clamp(max=shown.shape[1] - 1)]
-        first = shown.byte().argmax(-1, keepdim=True)
+        first = first_shown(shown)[:, None]
+        if query_length == 1:  # asked in every step: no sum over tokens of a row, and the two answers as one product
+            return ((ahead * (ahead + first) == 0) | hidden).all()
         return (((ahead == 0) | hidden).all(-1) | ((ahead == -first) | hidden).all(-1)).all()
     if not isinstance(attention_mask, Tensor):
         return torch.ones((), dtype=torch.bool, device=place.device)

@@ -43,7 +43,8 @@ def choose_step(
         obeys = cache.padding_is_left and query_length <= MAX_DECODE_QUERY_LENGTH
         if host_may_look(attention_mask, query_length):
             shown = visible_tokens(attention_mask, cache.get_seq_length() + query_length)
-            side_by_side, to_the_end, *starts = torch.cat((torch.stack(shown[1:]), shown.starts)).tolist()
+            found = torch.stack((shown.side_by_side, shown.to_the_end))
+            side_by_side, to_the_end, *starts = torch.cat((found, shown.starts)).tolist()
             cache.padding_is_left = bool(to_the_end)
             # A prompt's last logits are looked at, also those of padding.
             obeys = bool(to_the_end if cache.is_empty else side_by_side)

@@ -26,17 +26,29 @@ REFUSED_MASK = (
 
 
 class VisibleTokens(NamedTuple):
-    """What a mask shows of the tokens that are cached or new.
+    """What a mask shows of the tokens that are cached or new; what is not asked for is not worked out.
 
     Attributes:
         starts: [B] int32, the first token shown; 0 where none is.
-        side_by_side: [] bool, no sequence has hidden tokens between shown ones.
-        to_the_end: [] bool, nor behind them: zeros, then ones.
+        counts: [B], how many are shown.
+        stops: [B], behind the last one shown; 0 where none is.
+        length: int or [], tokens that are cached or new.
     """
 
     starts: Tensor
-    side_by_side: Tensor
-    to_the_end: Tensor
+    counts: Tensor
+    stops: Tensor
+    length: int | Tensor
+
+    @property
+    def side_by_side(self) -> Tensor:
+        """[] bool, no sequence has hidden tokens between shown ones."""
+        return (self.stops - self.starts == self.counts).all()
+
+    @property
+    def to_the_end(self) -> Tensor:
+        """[] bool, nor behind them: zeros, then ones."""
+        return ((self.starts + self.counts == self.length) | (self.counts == 0)).all()
 
 
 def is_padding_mask(attention_mask: Any) -> bool:
@@ -51,12 +63,12 @@ def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleToken
     if isinstance(length, Tensor) or length < attention_mask.shape[1]:
         length = length.to(token.device) if isinstance(length, Tensor) else length
         shown = shown & (token <= length)
-    starts = shown.to(torch.uint8).argmax(dim=-1)
-    count = shown.sum(dim=-1)
-    stop = (shown * token).amax(dim=-1)
-    return VisibleTokens(
-        starts.int(), (stop - starts == count).all(), ((starts + count == length) | (count == 0)).all()
-    )
+    return VisibleTokens(first_shown(shown).int(), shown.sum(dim=-1), (shown * token).amax(dim=-1), length)
+
+
+def first_shown(shown: Tensor) -> Tensor:
+    """[B] int64, the first True of ``shown`` [B, T]; 0 where there is none."""
+    return shown.view(torch.uint8).argmax(dim=-1)
 
 
 def is_recorded(device: torch.device) -> bool:
