@@ -13,32 +13,53 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mha2mla.conversion.presets import PRESETS as presets
     from mha2mla.conversion.recipe import Recipe
+    from mha2mla.eval.inspection import Inspection
+    from mha2mla.eval.inspection import inspect_checkpoint as inspect
+    from mha2mla.eval.latency import model_latency
+    from mha2mla.eval.loading import load
+    from mha2mla.eval.quality import QualityReport, evaluate_quality
     from mha2mla.geometry import MLAGeometry
     from mha2mla.modeling import LatentCache, MHA2MLAConfig, MHA2MLAForCausalLM
     from mha2mla.pipeline import ConversionReport, convert
 
     __version__: str
 
+# Name → where it is, and what it is called there.
 _LAZY = {
-    "ConversionReport": "mha2mla.pipeline",
-    "LatentCache": "mha2mla.modeling",
-    "MHA2MLAConfig": "mha2mla.modeling",
-    "MHA2MLAForCausalLM": "mha2mla.modeling",
-    "MLAGeometry": "mha2mla.geometry",
-    "Recipe": "mha2mla.conversion.recipe",
-    "convert": "mha2mla.pipeline",
+    "ConversionReport": "mha2mla.pipeline:ConversionReport",
+    "Inspection": "mha2mla.eval.inspection:Inspection",
+    "LatentCache": "mha2mla.modeling:LatentCache",
+    "MHA2MLAConfig": "mha2mla.modeling:MHA2MLAConfig",
+    "MHA2MLAForCausalLM": "mha2mla.modeling:MHA2MLAForCausalLM",
+    "MLAGeometry": "mha2mla.geometry:MLAGeometry",
+    "QualityReport": "mha2mla.eval.quality:QualityReport",
+    "Recipe": "mha2mla.conversion.recipe:Recipe",
+    "convert": "mha2mla.pipeline:convert",
+    "evaluate_quality": "mha2mla.eval.quality:evaluate_quality",
+    "inspect": "mha2mla.eval.inspection:inspect_checkpoint",
+    "load": "mha2mla.eval.loading:load",
+    "model_latency": "mha2mla.eval.latency:model_latency",
+    "presets": "mha2mla.conversion.presets:PRESETS",
 }
 
 __all__ = [
     "ConversionReport",
+    "Inspection",
     "LatentCache",
     "MHA2MLAConfig",
     "MHA2MLAForCausalLM",
     "MLAGeometry",
+    "QualityReport",
     "Recipe",
     "__version__",
     "convert",
+    "evaluate_quality",
+    "inspect",
+    "load",
+    "model_latency",
+    "presets",
 ]
 
 
@@ -59,7 +80,8 @@ def __getattr__(name: str) -> Any:
         return version(__name__)
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
+    module, _, attribute = _LAZY[name].partition(":")
+    value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
 

@@ -264,7 +264,7 @@ def asked_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-class _PlainLoader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """YAML without aliases: a few lines of them stand for more values than there is memory."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -284,7 +284,7 @@ def recipe_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"recipe file {path} is no regular file")
     try:
         with open(path, encoding="utf-8") as file:
-            values = yaml.load(file, _PlainLoader)
+            values = yaml.load(file, PlainLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise ValueError(f"recipe file {path} is not YAML: {error}") from error
     if values is not None and not isinstance(values, dict):

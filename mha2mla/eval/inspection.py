@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2mla.checkpoints import find_checkpoint
-from mha2mla.eval.report import flat
+from mha2mla.eval.report import flat, format_value, html_table
 
 if TYPE_CHECKING:
     from mha2mla.modeling import MHA2MLAConfig
@@ -52,7 +52,7 @@ LOSS_COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """Everything as rows and values of JSON.
 
@@ -74,6 +74,25 @@ class Inspection:
     measured: list[dict[str, Any]]
     run: dict[str, Any]
     layers: list[dict[str, Any]]
+
+    def __str__(self) -> str:
+        shown = {name: value for name, value in self.summary.items() if not name.startswith("recipe.")}
+        served = ((f"layers {row['layers']}", f"decode on CUDA {row['decode_on_cuda']}") for row in self.geometries)
+        lost = ((f"{row['text']}, {row['length']}", f"{row['perplexity_ratio']:.4f} x") for row in self.measured)
+        return "\n".join(f"{name}: {format_value(value)}" for name, value in (*shown.items(), *served, *lost))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            html_table(rows, columns, title=title)
+            for rows, columns, title in (
+                (self.geometries, GEOMETRY_COLUMNS, str(self.summary["source"])),
+                (self.cache, CACHE_COLUMNS, "cache, all layers"),
+                (self.measured, LOSS_COLUMNS, "measured by the conversion"),
+            )
+            if rows
+        )
 
 
 def inspect_checkpoint(

@@ -7,7 +7,7 @@ Every row is measured after, and only after, the same inputs passed a check agai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,14 +21,14 @@ def model_latency(
     source: Any,
     converted: Any,
     *,
-    op: str = "both",
+    op: Literal["attention", "step", "both"] = "both",
     batch_sizes: Sequence[int] = (1, 8),
     seqlens: Sequence[int] = (512, 2048),
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     page_size: int = 64,
     layer: int = 0,
-    backend: str | None = None,
+    backend: Literal["tilelang", "reference"] | None = None,
     min_run_time: float = 0.5,
 ) -> list[dict[str, Any]]:
     """Latency of a converted checkpoint beside its source: attention op of one layer, whole decode step, or both.

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mha2mla.checkpoints import find_checkpoint
 from mha2mla.environment import compute_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load(
+    checkpoint: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a checkpoint, converted or not, ready to generate::
+
+        model, tokenizer = mha2mla.load("path/to/llama-mla")
+
+    Args:
+        checkpoint: folder or hub id.
+        device: default CUDA where there is one.
+        dtype: of the weights; default what the checkpoint has.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: ``device`` is none of this machine.
+    """
+    model = load_model(checkpoint, "checkpoint", device=device, dtype=dtype)
+    return model, load_tokenizer(checkpoint, "checkpoint")
 
 
 def load_model(

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_generation
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
+from mha2mla.eval.report import html_table
 from mha2mla.predictions import Predictor, compare_predictions, perplexity
 from mha2mla.progress import progress_bar
 from mha2mla.texts import load_text, token_windows
@@ -83,7 +84,7 @@ class QualityRow:
         return asdict(self) | {"perplexity_ratio": self.perplexity_ratio}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QualityReport:
     """What :func:`evaluate_quality` measured.
 
@@ -119,6 +120,19 @@ class QualityReport:
         """Plain values, for JSON."""
         of_rows = ("rows", "by_position", "probes", "generation")
         return {**vars(self), **{name: [row.to_dict() for row in getattr(self, name)] for name in of_rows}}
+
+    def __str__(self) -> str:
+        rows = [
+            f"{row.text} in windows of {row.seqlen:,}: {row.perplexity_ratio:.4f} x the source's perplexity,"
+            f" KL {row.kl:.3g}, top-1 agreement {row.top1_agreement:.4f}"
+            for row in self.rows
+        ]
+        return "\n".join([*rows, *(f"not measured: {reason}" for reason in self.skipped)])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table([row.to_dict() for row in self.rows], COLUMNS, title=f"{self.dtype} on {self.device}")
 
 
 def evaluate_quality(

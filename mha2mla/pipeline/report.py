@@ -17,6 +17,7 @@ from mha2mla.conversion.parity import ParityReport
 from mha2mla.conversion.presets import better_than
 from mha2mla.conversion.result.card import PLOT_FILE, model_card
 from mha2mla.conversion.resume import FinishedLayers
+from mha2mla.conversion.source.metadata import card_metadata
 from mha2mla.environment import collect_environment, describe_environment, installed_version
 from mha2mla.eval.report import html_table
 from mha2mla.geometry import MLAGeometry
@@ -217,11 +218,10 @@ def write_report(
     except ImportError as error:
         plot = None
         arguments.say(f"the model card has no plot: {error}")
-    base_model = None if Path(report.source_name).exists() or "/" not in report.source_name else report.source_name
     card = model_card(
         values,
         made=made,
-        base_model=base_model,
+        metadata=card_metadata(Path(report.source), report.source_name),
         plot=plot,
         record=RECORD_FILE,
         environment=describe_environment(environment),

@@ -6,12 +6,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from mha2mla.conversion.calibration.activations import SPILL_BYTES
 from mha2mla.conversion.calibration.windows import Windows
+from mha2mla.conversion.presets import PresetName
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.result.destination import WORK_FOLDER, is_converted, temporary_folder, temporary_path
 from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
@@ -46,7 +47,7 @@ def convert(
     destination: str | os.PathLike[str],
     recipe: Recipe | Mapping[str, Any] | None = None,
     *,
-    preset: str | None = None,
+    preset: PresetName | None = None,
     calibration: str | Windows | None = None,
     evaluation: str | torch.Tensor = EVALUATION_TEXT,
     evaluation_tokens: int = EVALUATION_TOKENS,
@@ -54,7 +55,7 @@ def convert(
     dtype: torch.dtype | None = None,
     compute_dtype: torch.dtype = torch.float32,
     overwrite: bool = False,
-    resume: str = "auto",
+    resume: Literal["auto", "never"] = "auto",
     progress: bool = True,
     spill_bytes: int = SPILL_BYTES,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,

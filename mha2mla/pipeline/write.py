@@ -116,6 +116,8 @@ def write_config(opened: OpenedFolder, config: MHA2MLAConfig, dtype: torch.dtype
     for name in opened.companions:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(regular_file(opened.folder, name), folder / name)
+    name = Path(config.source_config.get("_name_or_path") or "")
+    config.source_config = {**config.source_config, "_name_or_path": name.name if name.is_absolute() else str(name)}
     config.dtype = dtype
     config.architectures = [MHA2MLAForCausalLM.__name__]
     config.save_pretrained(folder)

@@ -21,21 +21,30 @@ _LAYER_HEADINGS = {
 
 
 def model_card(
-    report: Mapping[str, Any], *, made: str, base_model: str | None, plot: str | None, record: str, environment: str
+    report: Mapping[str, Any],
+    *,
+    made: str,
+    metadata: Mapping[str, Any],
+    plot: str | None,
+    record: str,
+    environment: str,
 ) -> str:
     """README.md of a checkpoint.
 
     Args:
         report: ``ConversionReport.to_dict()``.
         made: what was done to the source.
-        base_model: hub id of the source, for the hub's metadata; None for a local folder.
+        metadata: licence and hub id of the source, where it is known, for the hub.
         plot: name of the picture beside the card; None when there is none.
         record: name of the file that holds the numbers.
         environment: one line on machine and libraries.
     """
-    header: dict[str, Any] = {"library_name": "transformers", "tags": ["mha2mla", "mla"]}
-    if base_model is not None:
-        header["base_model"] = base_model
+    header = {
+        **metadata,
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["mha2mla", "mla"],
+    }
     parity = report["parity"]
     ranks = {layer.get("kv_lora_rank") for layer in report["layers"]}
     cached, before = report["cache_numel_per_token"], report["source_cache_numel_per_token"]
@@ -49,12 +58,14 @@ def model_card(
         f"A `{report['model_type']}` checkpoint (`{report['source_name']}`) {made} by mha2mla"
         f" {report['mha2mla_version']}, without training.",
         "",
+        "```bash",
+        f"pip install -e .  # in a clone of the repository of mha2mla, {report['mha2mla_version']} or newer",
+        "```",
+        "",
         "```python",
         "import mha2mla  # registers the model type",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{report["name"]}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{report["name"]}")',
+        f'model, tokenizer = mha2mla.load("{report["name"]}")',
         "```",
         "",
         "## What was gained",

@@ -66,7 +66,10 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
         DestinationError: the file system does not take it (full, for one); the message names the file.
     """
     try:
+        path.touch()  # which gives it the mode that the umask leaves; safetensors' own is the owner's alone
+        mode = path.stat().st_mode
         save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+        path.chmod(mode)
     except (SafetensorError, OSError) as error:
         raise DestinationError(f"{path} cannot be written: {error}") from error
 
