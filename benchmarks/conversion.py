@@ -93,7 +93,7 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
         for preset, keys in (
             ("published-mha2mla", {"cache_ratio": ratio}),
             ("published-transmla", split),
-            ("quick", {"cache_ratio": ratio}),
+            ("quick", {"cache_ratio": ratio, "layout": "shared"}),
             ("quick", {"cache_ratio": ratio, "layout": "per-group"}),
             ("quick", {"cache_ratio": ratio, "layout": "latent"}),
             ("shared", {"cache_ratio": ratio}),
@@ -111,7 +111,8 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
             name = f"quick, {layout}" if preset == "quick" else preset
             cases.append(Case(f"{ratios[0]:g} d_r={rope} {name}", Recipe.from_preset(preset, **keys)))
     for rope in ROPE_ONLY:
-        widths = {"qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope, "calibration.seed": seed}
+        widths = {"layout": "shared", "qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope}
+        widths["calibration.seed"] = seed
         more = {"fit.output": False, "calibration.tokens": 32768}
         for preset, keys in (("published-transmla", {"rope.selection": _fold(rope)}), ("quick", more)):
             cases.append(Case(f"RoPE {rope} {preset}", Recipe.from_preset(preset, **widths, **keys)))
@@ -123,13 +124,16 @@ def _fold(rope: int) -> str:
     return "rorope-2" if rope >= 64 else "rorope-4"
 
 
-def ablations(preset: str, ratios: Sequence[float] = (0.5, 0.3125), *, seed: int = 0) -> list[Case]:
-    """A preset, then every key that it may change by itself."""
-    base = Recipe.from_preset(preset)
+def ablations(
+    preset: str, ratios: Sequence[float] = (0.5, 0.3125), *, layout: str | None = None, seed: int = 0
+) -> list[Case]:
+    """A preset, in another layout than its own where one is given, then every key that it may change by itself."""
+    given = {} if layout is None else {"layout": layout}
+    base = Recipe.from_preset(preset, **given)
     keys, usual = ABLATIONS | (FIT_ABLATIONS if base.fit.steps else {}), base.flat()
     cases = []
     for ratio in ratios:
-        common = {"cache_ratio": ratio, "calibration.seed": seed}
+        common = {**given, "cache_ratio": ratio, "calibration.seed": seed}
         cases.append(Case(f"{ratio:g} {preset}", Recipe.from_preset(preset, **common), is_base=True))
         for key, values in keys.items():
             for value in values:
@@ -174,6 +178,7 @@ def compare(
 
 def ablation(
     preset: str = "quick",
+    layout: str | None = None,
     only: str | None = None,
     json: str | None = None,
     model: str | None = None,
@@ -188,6 +193,7 @@ def ablation(
 
     Args:
         preset: what the changes start from; presets with reconstruction also try its keys.
+        layout: of all rows; default the preset's own.
         only: measure rows whose name contains this, and the preset's own; several: joined by commas, no spaces.
         json: file to write after every row; rows that are there already are kept.
         model: folder or hub id; default SmolLM2-135M-Instruct.
@@ -199,7 +205,7 @@ def ablation(
         seed: of every recipe.
     """
     source = model or str(fetch_smollm2())
-    cases = ablations(preset, ratios or (0.5, 0.3125), seed=seed)
+    cases = ablations(preset, ratios or (0.5, 0.3125), layout=layout, seed=seed)
     return _measure(
         cases, only, json, source, device, texts, lengths, max_tokens, "conversion-ablation", f"Ablation of {preset}"
     )

@@ -26,11 +26,12 @@ from mha2mla.pipeline import ConversionReport, convert
 from mha2mla.trial_models import fetch_smollm2
 
 PROMPT = "Explain in three sentences why the sky is blue."
-# Without gradient steps, per-group k_pe holds a conversation down to three quarters of the cache, shared k_pe to half.
+# Without gradient steps, per-group k_pe holds a conversation down to three quarters of the cache, the latent alone to
+# half.
 RECIPES = {
     "full rank": {"layout": "per-group", "cache_ratio": 1.0},
     "per-group k_pe": {"layout": "per-group", "cache_ratio": 0.75},
-    "shared k_pe": {"cache_ratio": 0.5},
+    "latent alone": {"cache_ratio": 0.5},
 }
 COLUMNS = {
     "model": "model",

@@ -41,7 +41,7 @@ def demo(tiny_source, tmp_path_factory):
 
 def test_one_row_per_model(demo):
     rows, _, _ = demo
-    assert [row["model"] for row in rows] == ["source", "full rank", "per-group k_pe", "shared k_pe"]
+    assert [row["model"] for row in rows] == ["source", "full rank", "per-group k_pe", "latent alone"]
     for row in rows:
         assert row["status"] == "ok" and row["ms_per_token"] > 0
         assert isinstance(row["text"], str) and row["decode"] and row["geometry"]
@@ -57,15 +57,15 @@ def test_full_rank_is_the_source(demo):
 
 
 def test_smaller_caches_are_as_small_as_the_recipes_say(demo):
-    source, _, per_group, shared = demo[0]
+    source, _, per_group, latent = demo[0]
     # 2 layers, keys and values of 2 heads of width 16, bfloat16.
     assert source["cache_bytes_per_token"] == 2 * 2 * 2 * 16 * 2
-    for row in (per_group, shared):
+    for row in (per_group, latent):
         ratio = RECIPES[row["model"]]["cache_ratio"]
         assert ratio < 1 and row["cache_bytes_per_token"] <= ratio * source["cache_bytes_per_token"]
         assert row["reduction"] >= 1 - ratio
         assert row["kl"] > 0 and row["logits_error"] > 1e-3
-    assert "G=2" in per_group["geometry"] and "G=1" in shared["geometry"]
+    assert "G=2" in per_group["geometry"] and "G=1" in latent["geometry"] and "from it" in latent["geometry"]
 
 
 def test_the_file_holds_what_the_table_shows(demo):
@@ -74,7 +74,7 @@ def test_the_file_holds_what_the_table_shows(demo):
     assert written["kind"] == "demo" and written["environment"]["torch"] == torch.__version__
     assert [row["perplexity"] for row in written["rows"]] == [row["perplexity"] for row in rows]
     assert written["settings"]["cached_tokens"] == 40
-    assert "converting: shared k_pe (preset quick, shared layout" in progress and "done" in progress
+    assert "converting: latent alone (preset quick, latent layout" in progress and "done" in progress
     assert written["rows"][-1]["preset"].startswith("quick, as asked for; with calibration.text=")
 
 

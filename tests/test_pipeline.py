@@ -437,11 +437,12 @@ def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == texts
 
 
-def test_a_head_of_zeros_is_converted(tmp_path):
+@pytest.mark.parametrize("keys", [{"layout": "shared", "rope_share": "auto"}, {"layout": "latent"}])
+def test_a_head_of_zeros_is_converted(keys, tmp_path):
     """Pruned heads are; where every other pair rotates, all that is left for the latent's keys is zero."""
     source = tiny.checkpoint(tmp_path / "source")
     edit_weights(source, lambda tensors: tensors["model.layers.1.self_attn.k_proj.weight"][:16].zero_())
-    convert(source, tmp_path / "out", tiny.Recipe(rope_share="auto", cache_ratio=0.5, **SHORT))
+    convert(source, tmp_path / "out", tiny.Recipe(**keys, cache_ratio=0.5, **SHORT))
 
 
 @pytest.mark.parametrize("name", [None, 5, b"x"])
@@ -496,7 +497,7 @@ def test_a_source_that_changes_during_the_run_is_never_published(change, when, t
         return usual(*arguments, **keys)
 
     monkeypatch.setattr(stage, name, changed)
-    searched = tiny.Recipe(rope_share="auto", cache_ratio=0.5, **SHORT)
+    searched = tiny.Recipe(layout="shared", rope_share="auto", cache_ratio=0.5, **SHORT)
     recipe = searched if name == "choose_rope_share" else None
     with pytest.raises(SourceChangedError, match="changed during the conversion"):
         convert(source, tmp_path / "out", recipe)

@@ -190,7 +190,7 @@ def test_an_interrupt_before_anything_is_finished_leaves_nothing(source, tmp_pat
 def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monkeypatch):
     """Of a large model both take longer than some layers."""
     source = tiny.checkpoint(tmp_path / "source")
-    recipe = {"calibration.text": "generated", "rope.share": "auto", "latent.ranks": "measured"}
+    recipe = {"layout": "shared", "calibration.text": "generated", "rope.share": "auto", "latent.ranks": "measured"}
     recipe["calibration.tokens"] = 256
     whole = convert(source, tmp_path / "whole", recipe=recipe)
     stages = (  # one that is interrupted, and what is finished by then

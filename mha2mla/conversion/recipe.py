@@ -76,8 +76,8 @@ class Recipe:
             )
         if self.rope.share is not None and LAYOUTS[self.target.layout].rope_from_latent:
             raise ValueError(
-                f"rope.share is {self.rope.share!r} in the {self.target.layout} layout; expected none: it caches"
-                " nothing rotary (qk_rope_head_dim beside kv_lora_rank says how wide rotary keys are)"
+                f"rope.share is {self.rope.share!r} in the {self.target.layout} layout; expected none, since it caches"
+                " nothing rotary, or layout: shared (or per-group) beside it"
             )
 
     @classmethod
@@ -85,7 +85,7 @@ class Recipe:
         """The preset ``name`` with ``keys`` on top; a target among them replaces the preset's.
 
         Raises:
-            ValueError: no such preset, or a bad key.
+            ValueError: no such preset, a bad key, or widths where neither says in which layout.
         """
         return cls(**stages_of(name, keys), preset=name)
 
@@ -216,9 +216,14 @@ def stages_of(preset: str, keys: Mapping[str, Any]) -> dict[str, Stage]:
     """The stages of ``preset`` with ``keys`` on top, by name; imports no torch.
 
     Raises:
-        ValueError: no such preset, or a bad key.
+        ValueError: no such preset, a bad key, or widths where neither says in which layout.
     """
     values = preset_keys(preset, asked_keys(keys))
+    if "kv_lora_rank" in values and "layout" not in values:  # no default says what they mean
+        raise ValueError(
+            f"kv_lora_rank is {values['kv_lora_rank']} and qk_rope_head_dim {values.get('qk_rope_head_dim')} but layout is"
+            " not given; expected layout: shared, which caches both, or latent, which caches the first"
+        )
     return {
         stage: made(**{key: values[flat] for flat, (owner, key) in KEYS.items() if owner == stage and flat in values})
         for stage, made in STAGES.items()

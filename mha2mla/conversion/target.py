@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LayoutName = Literal["per-group", "shared", "latent"]
 DEFAULT_CACHE_RATIO = 0.5
-DEFAULT_LAYOUT: LayoutName = "shared"  # what recipes and presets have that name none, and so what "auto" takes
+DEFAULT_LAYOUT: LayoutName = "latent"  # what recipes and presets have that name none, and so what "auto" takes
 # Keys wider than this have no fused attention: not torch's, whose gradients then keep every score of a long window, not
 # FlashAttention's, and no prefill kernel of ours.
 FUSED_WIDTH = 256

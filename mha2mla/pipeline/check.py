@@ -205,6 +205,8 @@ def named_recipe(
     named = recipe.preset if isinstance(recipe, Recipe) else given.pop("preset", AUTO)
     if preset not in (None, named) and named != AUTO:
         raise ValueError(f"preset is {preset!r} beside a recipe of preset {named!r}; expected one of them")
+    if (preset or named) == AUTO:
+        Recipe.from_dict(given)  # what leaves its layout open is refused on every machine
     choice = choose_preset(preset or named, given, device.type)
     made = recipe if isinstance(recipe, Recipe) else Recipe.from_preset(choice.preset, **given)
     return made, choice.reason

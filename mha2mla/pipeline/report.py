@@ -237,7 +237,7 @@ def warn_of_slow_layers(layers: Sequence[LayerAttention]) -> None:
         smaller = "kv_lora_rank and qk_rope_head_dim may" if ratio is None else f"a cache_ratio up to {ratio:.2f} would"
         warnings.warn(
             f"no kernel will serve {len(slow)} of {len(layers)} converted layers on a GPU ({slow[0]}): {slow[0].why};"
-            f" {smaller} give a geometry that one serves (docs/limits.md)",
+            f" {smaller} give a geometry that one serves, and another layout may (docs/limits.md)",
             stacklevel=4,
         )
 

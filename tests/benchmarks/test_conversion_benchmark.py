@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import conversion
 from mha2mla.conversion.families import ADAPTERS
+from mha2mla.conversion.recipe import Recipe
 from tests.conversion import tiny
 
 SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
@@ -36,9 +37,14 @@ def test_every_row_has_a_name_of_its_own_and_fits_its_ratio():
     assert peers["0.5 published-transmla"] == (64, 128) and peers["0.3125 published-transmla"] == (32, 88)
 
 
-@pytest.mark.parametrize("preset", ["quick", "shared", "per-group"])
-def test_an_ablation_changes_one_key_of_its_preset(preset):
-    cases = conversion.ablations(preset, (0.5,))
+@pytest.mark.parametrize(
+    ("preset", "layout"), [("quick", None), ("quick", "shared"), ("shared", None), ("per-group", None)]
+)
+def test_an_ablation_changes_one_key_of_its_preset(preset, layout):
+    cases = conversion.ablations(preset, (0.5,), layout=layout)
+    assert {case.recipe.target.layout for case in cases} == {layout or Recipe.from_preset(preset).target.layout}
+    # A rotary share is no key of the latent layout.
+    assert any("rope.share" in case.name for case in cases) == (cases[0].recipe.target.layout != "latent")
     assert len({case.name for case in cases}) == len(cases) > 15
     base = cases[0].recipe.flat()
     for case in cases[1:]:
@@ -49,8 +55,8 @@ def test_an_ablation_changes_one_key_of_its_preset(preset):
 def test_rows_are_measured_written_and_not_measured_again(tmp_path, monkeypatch, capsys):
     source = str(tiny.checkpoint(tmp_path / "source"))
     cases = [
-        conversion.Case("a", tiny.Recipe(qk_rope_head_dim=8, kv_lora_rank=24, **SHORT)),
-        conversion.Case("too wide", tiny.Recipe(qk_rope_head_dim=8, kv_lora_rank=512, **SHORT)),
+        conversion.Case("a", tiny.Recipe(layout="shared", qk_rope_head_dim=8, kv_lora_rank=24, **SHORT)),
+        conversion.Case("too wide", tiny.Recipe(layout="shared", qk_rope_head_dim=8, kv_lora_rank=512, **SHORT)),
     ]
     monkeypatch.setattr(conversion, "comparison", lambda *args, **keys: cases)
     path = tmp_path / "rows.json"
@@ -71,7 +77,7 @@ def test_rows_are_measured_written_and_not_measured_again(tmp_path, monkeypatch,
 
 
 def test_an_ablation_always_has_the_row_that_it_is_compared_with(monkeypatch):
-    recipe, measured = tiny.Recipe(qk_rope_head_dim=8, kv_lora_rank=24, **SHORT), []
+    recipe, measured = tiny.Recipe(layout="shared", qk_rope_head_dim=8, kv_lora_rank=24, **SHORT), []
     cases = [conversion.Case(name, recipe, is_base=name == "base") for name in ("base", "base a", "base b")]
     monkeypatch.setattr(conversion, "ablations", lambda *args, **keys: cases)
     monkeypatch.setattr(conversion, "load_model", lambda *args, **keys: SimpleNamespace(device="cpu"))

@@ -25,7 +25,7 @@ TARGETS = {
     "half corrected": (0.5, {"latent_up_projections": "query-head"}),
     "not corrected": (0.0, {}),
 }
-Fitted = functools.partial(Recipe, fit_steps=64, qk_rope_head_dim=8, kv_lora_rank=24)
+Fitted = functools.partial(Recipe, layout="shared", fit_steps=64, qk_rope_head_dim=8, kv_lora_rank=24)
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,11 @@ def converted_model(source, walk):
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"fit_steps": 5}, {"fit_steps": 5, "latent_up_projections": "query-head"}],
+    [
+        {"layout": "shared"},
+        {"layout": "shared", "fit_steps": 5},
+        {"layout": "latent", "fit_steps": 5, "latent_up_projections": "query-head"},
+    ],
 )
 @pytest.mark.parametrize("finished", [(0,), (0, 1), (0, 1, 2)])
 def test_a_resumed_walk_goes_on_to_the_bit(keys, finished, sources, tmp_path):
@@ -159,7 +163,7 @@ def test_a_walk_over_several_lengths_resumes_to_the_bit(keys, sources, tmp_path)
 
 def test_the_converted_stream_passes_the_stored_tensors(sources, tmp_path):
     """Layer 1 is fitted behind layer 0 as it is stored: in bfloat16, not as it was fitted."""
-    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=24, fit_steps=5)
+    recipe = Recipe(layout="shared", qk_rope_head_dim=8, kv_lora_rank=24, fit_steps=5)
     wide, narrow = (
         list(sequence(sources("llama"), recipe, tmp_path, weights_dtype=dtype))
         for dtype in (torch.float32, torch.bfloat16)

@@ -1,6 +1,8 @@
 """Presets: naming one is taking it, and naming none takes what the device can run."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from mha2mla.conversion.target import LAYOUTS
 from mha2mla.pipeline.check import named_recipe
 
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_presets_set_keys_that_there_are():
@@ -22,7 +25,8 @@ def test_presets_set_keys_that_there_are():
     ("given", "device", "chosen"),
     [
         ({}, "cpu", "quick"),
-        ({}, "cuda", "shared"),
+        ({}, "cuda", "latent"),
+        ({"layout": "shared"}, "cuda", "shared"),
         ({"layout": "per-group"}, "cpu", "quick"),
         ({"layout": "per-group"}, "cuda", "per-group"),
         ({"layout": "latent"}, "cpu", "quick"),
@@ -41,11 +45,41 @@ def test_auto_is_the_best_that_the_device_can_run(given, device, chosen):
 @pytest.mark.parametrize("layout", MEASURED)
 def test_without_a_gpu_it_says_what_one_would_give_and_where_that_was_measured(layout):
     better = better_than("quick", layout, 0.5)
-    assert f"cpu (an hour), {layout} (needs a GPU)" in better and f"{layout} 1.0" in better
+    assert f"cpu (an hour), {layout} (needs a GPU)" in better and f"{layout} {MEASURED[layout][layout]}" in better
     assert "windows of 512 / 8192 tokens" in better
     assert better_than("cpu", layout, 0.5).startswith(f"preset {layout} (needs a GPU)")
     assert better_than(layout, layout, 0.5).startswith("a larger cache_ratio")
     assert better_than("quick", layout, 1.0) == "nothing: no number was lost"
+
+
+def test_the_default_layout_s_figures_are_those_of_the_recorded_row():
+    rows = json.loads((RESULTS / "h200-conversion-latent.json").read_text(encoding="utf-8"))["rows"]
+    for preset, name in (("quick", "0.5 quick, latent"), ("latent", "0.5 latent")):
+        row = next(row for row in rows if row["name"] == name)
+        assert MEASURED["latent"][preset] == f"{row['512']:.2f} / {row['8192']:.2f}"
+
+
+@pytest.mark.parametrize("preset", ["quick", "cpu", "minimal"])
+def test_presets_that_name_no_layout_cache_the_latent_alone(preset):
+    assert Recipe.from_preset(preset).target.layout == "latent"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_widths_and_shares_need_a_layout_on_every_machine(device):
+    widths, where = {"kv_lora_rank": 64, "qk_rope_head_dim": 16}, torch.device(device)
+    for preset in (None, "auto", "quick", "cpu"):
+        for keys, named in ((widths, "layout is not given"), ({"rope.share": 0.2}, "or layout: shared")):
+            with pytest.raises(ValueError, match=named):
+                named_recipe(keys, preset, where)
+    for layout in LAYOUTS:
+        assert named_recipe({**widths, "layout": layout}, None, where)[0].target.layout == layout
+    for preset in ("shared", "per-group", "latent", "deepseek-512+64"):  # these name theirs
+        assert named_recipe(widths, preset, where)[0].target.kv_lora_rank == 64
+
+
+def test_a_recipe_that_was_recorded_before_keeps_its_layout():
+    before = Recipe.from_preset("quick", layout="shared")
+    assert Recipe.from_dict(before.to_dict()) == before and before.changes() == {"layout": "shared"}
 
 
 def test_a_mapping_takes_the_preset_of_its_own_the_argument_s_or_the_machine_s():
@@ -84,7 +118,7 @@ def test_each_layout_has_a_rotary_share_of_its_own():
     spec = ADAPTERS["llama"].specify(tiny.config("llama", num_key_value_heads=4, num_attention_heads=8, head_dim=64))
     widths = {layout: Recipe.from_preset("quick", layout=layout).geometry(spec) for layout in ("shared", "per-group")}
     assert widths["shared"].qk_rope_head_dim == 56 and widths["per-group"].qk_rope_head_dim == 16
-    given = Recipe.from_preset("quick", **{"rope.share": 0.4}).geometry(spec)
+    given = Recipe.from_preset("quick", layout="shared", **{"rope.share": 0.4}).geometry(spec)
     assert given.qk_rope_head_dim == 104
 
 

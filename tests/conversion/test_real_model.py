@@ -63,7 +63,7 @@ def layers():
 
 
 def test_the_loss_of_every_layer_falls_with_the_rank(layers):
-    keys = {"qk_rope_head_dim": 48, "fit_queries": False}
+    keys = {"layout": "shared", "qk_rope_head_dim": 48, "fit_queries": False}
     by_rank = [layers.losses(Recipe(kv_lora_rank=rank, **keys)) for rank in (48, 112, 208, 336)]
     for fewer, more in itertools.pairwise(by_rank):
         assert all(b < a for a, b in zip(fewer, more, strict=True))
@@ -71,16 +71,17 @@ def test_the_loss_of_every_layer_falls_with_the_rank(layers):
 
 def test_the_loss_falls_with_the_rotary_width(layers):
     by_width = [
-        sum(layers.losses(Recipe(qk_rope_head_dim=rope, kv_lora_rank=384 - rope))) for rope in (16, 48, 96, 160)
+        sum(layers.losses(Recipe(layout="shared", qk_rope_head_dim=rope, kv_lora_rank=384 - rope)))
+        for rope in (16, 48, 96, 160)
     ]
     assert all(more < fewer for fewer, more in itertools.pairwise(by_width))
 
 
 @pytest.mark.exhaustive
 def test_refits_help_on_text_of_another_kind(layers):
-    plain = layers.losses(Recipe(fit_queries=False))
-    queries = layers.losses(Recipe(fit_queries=True))
-    both = layers.losses(Recipe(fit_queries=True, fit_output=True))
+    plain = layers.losses(Recipe(layout="shared", fit_queries=False))
+    queries = layers.losses(Recipe(layout="shared", fit_queries=True))
+    both = layers.losses(Recipe(layout="shared", fit_queries=True, fit_output=True))
     assert sum(queries) < sum(plain) and sum(both) < sum(queries)
 
 

@@ -27,6 +27,11 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
         ({"layout": "per-head"}, "layout is 'per-head'; expected one of 'per-group', 'shared', 'latent'"),
         ({"rope.selection": "best"}, "rope.selection is 'best'; expected one of 'high'"),
         ({"layout": "latent", "rope.share": 0.2}, "rope.share is 0.2 in the latent layout; expected none"),
+        ({"rope.share": 0.2}, "nothing rotary, or layout: shared (or per-group) beside it"),
+        (
+            {"kv_lora_rank": 64, "qk_rope_head_dim": 16},
+            "kv_lora_rank is 64 and qk_rope_head_dim 16 but layout is not given; expected layout: shared, which caches",
+        ),
         ({"layout": "latent", "rope.share": "auto"}, "rope.share is 'auto' in the latent layout; expected none"),
         ({"latent.rule": "svd"}, "latent.rule is 'svd'; expected one of 'svd-joint'"),
         ({"cache_ratio": 0}, "cache_ratio is 0; expected a number above 0, at most 1"),
@@ -102,11 +107,12 @@ def test_a_recipe_of_an_earlier_version_is_told_what_to_write(old, now, tmp_path
 
 
 def test_round_trips_through_dict_and_yaml(tmp_path):
-    recipe = Recipe.from_preset("quick", kv_lora_rank=96, qk_rope_head_dim=32, **{"latent.rule": "svd-split"})
+    changes = {"layout": "shared", "kv_lora_rank": 96, "qk_rope_head_dim": 32, "latent.rule": "svd-split"}
+    recipe = Recipe.from_preset("quick", **changes)
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
     assert Recipe.from_dict(recipe_file(tmp_path / "recipe.yaml")) == recipe
-    assert recipe.changes() == {"kv_lora_rank": 96, "qk_rope_head_dim": 32, "latent.rule": "svd-split"}
+    assert recipe.changes() == changes
 
 
 def test_an_empty_file_is_the_default_recipe(tmp_path):
@@ -253,9 +259,9 @@ def test_a_preset_is_recorded_with_all_its_keys(name, tmp_path):
 
 def test_a_target_beside_a_preset_replaces_the_presets():
     preset = Recipe.from_preset("deepseek-512+64")
-    assert preset.target == Target(kv_lora_rank=512, qk_rope_head_dim=64)
+    assert preset.target == Target(layout="shared", kv_lora_rank=512, qk_rope_head_dim=64)
     other = Recipe.from_preset("deepseek-512+64", cache_ratio=0.5)
-    assert other.target == Target(cache_ratio=0.5)
+    assert other.target == Target(layout="shared", cache_ratio=0.5)
     assert other.latent.centered is False
 
 

@@ -125,8 +125,8 @@ def test_what_does_not_belong_there_is_removed_and_links_are_not_followed(tmp_pa
 
 def test_layers_of_another_conversion_are_refused_by_what_differs(tmp_path):
     FinishedLayers(opened(tmp_path)).add(0, some_layer(), {})
-    other = {**REQUEST, "recipe": {"layout": "per-group", "seed": 0}, "code": "b" * 64}
-    with pytest.raises(ResumeError, match=r"differs in code, recipe.layout \(shared there, per-group now\)$"):
+    other = {**REQUEST, "recipe": {"layout": "latent", "seed": 0}, "code": "b" * 64}
+    with pytest.raises(ResumeError, match=r"differs in code, recipe.layout \(shared there, latent now\)$"):
         opened(tmp_path, other)
     assert list(FinishedLayers(opened(tmp_path))) == [0]
     (tmp_path / "work" / "request.json").write_text("{")

@@ -64,7 +64,8 @@ def test_what_is_spilled_has_no_name_that_a_killed_run_could_leave(tmp_path):
 
 @pytest.mark.parametrize("choose", [share_search.choose_rope_share, choose_layer_ranks])
 def test_a_search_obeys_the_limit_of_memory(choose, source, tmp_path):
-    recipe = Recipe(rope_share="auto") if choose is share_search.choose_rope_share else Recipe(latent_ranks="measured")
+    searches = choose is share_search.choose_rope_share
+    recipe = Recipe(layout="shared", rope_share="auto") if searches else Recipe(latent_ranks="measured")
     windows, absent = TokenBlocks.of(tiny.some_tokens(8, 40)), tmp_path / "absent"
     kept = choose(*arguments(source), recipe, windows, folder=absent, spill_bytes=1 << 30)
     assert choose(*arguments(source), recipe, windows, folder=tmp_path, spill_bytes=0) == kept

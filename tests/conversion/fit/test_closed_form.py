@@ -39,7 +39,7 @@ class SampledLayer(Layer):
 
 
 def basis_and_keys(layer: Layer, **keys):
-    recipe = Recipe(**{"qk_rope_head_dim": 8, "kv_lora_rank": 40, **keys})
+    recipe = Recipe(**{"layout": "shared", "qk_rope_head_dim": 8, "kv_lora_rank": 40, **keys})
     geometry = recipe.geometry(layer.spec)
     basis = rotary_basis(layer.spec, geometry, recipe, layer.statistics, layer.weights)
     return basis, un_rotated_keys(layer.spec, layer.weights, basis)
@@ -178,7 +178,8 @@ def test_rotary_keys_that_are_the_source_s_keep_their_queries(case):
 def test_an_uncentred_refit_makes_no_bias():
     layer = SampledLayer("llama")
     # A latent that knows nothing of the inputs leaves the output something to mend.
-    recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=8, latent_rule="svd-joint", latent_centered=False, fit_output=True)
+    keys = {"layout": "shared", "qk_rope_head_dim": 4, "kv_lora_rank": 8, "latent_rule": "svd-joint"}
+    recipe = Recipe(**keys, latent_centered=False, fit_output=True)
     tensors = convert_layer(layer.spec, recipe.geometry(layer.spec), recipe, layer.weights, layer.statistics)
     assert "o_proj.bias" not in tensors
     without = dataclasses.replace(recipe.fit, output=False)
@@ -228,7 +229,8 @@ def test_what_is_prepared_serves_every_rank(layout):
 def test_the_written_scores_are_those_of_the_layer():
     """The source's attention and the converted one, as the fits see them, are the layers' own."""
     layer = SampledLayer("qwen3-biases-yarn")
-    recipe = Recipe(qk_rope_head_dim=8, kv_lora_rank=56, fit_queries=False, latent_centered=False)
+    keys = {"layout": "shared", "qk_rope_head_dim": 8, "kv_lora_rank": 56}
+    recipe = Recipe(**keys, fit_queries=False, latent_centered=False)
     geometry = recipe.geometry(layer.spec)
     tensors = convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
     basis, keys = basis_and_keys(layer, kv_lora_rank=56, fit_queries=False, latent_centered=False)

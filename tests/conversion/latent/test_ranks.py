@@ -133,8 +133,9 @@ def test_a_checkpoint_with_measured_ranks_generates(source, tmp_path):
 
 def test_ranks_may_be_given(source, tmp_path):
     given_ranks = [24, 16, 40]
-    recipe = Recipe(kv_lora_rank=24, qk_rope_head_dim=8, latent_ranks=given_ranks, latent_rule="svd-joint",
-                    rope_selection="high", latent_centered=False, fit_queries=False)  # fmt: skip
+    recipe = Recipe(layout="shared", kv_lora_rank=24, qk_rope_head_dim=8, latent_ranks=given_ranks,
+                    latent_rule="svd-joint", rope_selection="high", latent_centered=False,
+                    fit_queries=False)  # fmt: skip
     mha2mla.convert(source, tmp_path / "out", recipe, evaluation=tiny.some_tokens(2, 40), device="cpu", progress=False)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["kv_lora_rank"] == given_ranks

@@ -56,7 +56,7 @@ def test_the_search_takes_what_loses_least_and_repeats(layout, source):
 
 
 def test_a_conversion_records_the_choice(source, tmp_path):
-    recipe = Recipe(cache_ratio=0.5, rope_share="auto", **SHORT)
+    recipe = Recipe(layout="shared", cache_ratio=0.5, rope_share="auto", **SHORT)
     report = mha2mla.convert(
         source,
         tmp_path / "out",
@@ -75,10 +75,10 @@ def test_a_conversion_records_the_choice(source, tmp_path):
 def test_a_geometry_is_refused_before_the_choice():
     spec = ADAPTERS["llama"].specify(tiny.config("llama"))
     with pytest.raises(ValueError, match="rope.share is 'auto'"):
-        Recipe(rope_share="auto").geometry(spec)
-    exact = Recipe(rope_share="auto", cache_ratio=1.0)
+        Recipe(layout="shared", rope_share="auto").geometry(spec)
+    exact = Recipe(layout="shared", rope_share="auto", cache_ratio=1.0)
     assert not exact.searches_rope_share and exact.geometry(spec).qk_nope_head_dim == 0
-    ranks = Recipe(rope_share="auto", kv_lora_rank=24, qk_rope_head_dim=8)
+    ranks = Recipe(layout="shared", rope_share="auto", kv_lora_rank=24, qk_rope_head_dim=8)
     assert not ranks.searches_rope_share and ranks.geometry(spec).kv_lora_rank == 24
     with pytest.raises(ValueError, match="rope.share is 'best'"):
         Recipe(rope_share="best")
