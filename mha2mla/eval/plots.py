@@ -115,13 +115,13 @@ def _name(report: Mapping[str, Any]) -> str:
 
 def _presets(rows: Sequence[Row]) -> list[Row]:
     """Rows of a whole conversion, under the name of its preset and layout; those about something else (one step of
-    one, other widths) are left out."""
-    found = []
+    one, other widths) are left out, and the last row stands for a conversion that was measured again."""
+    found = {}
     for row in rows:
         share, _, name = row["name"].partition(" ")
         if share.replace(".", "").isdecimal() and "=" not in name and row["status"] == "ok" and _lengths(row):
-            found.append({**row, "name": name})
-    return found
+            found[row["name"]] = {**row, "name": name}
+    return list(found.values())
 
 
 def _lengths(row: Row) -> list[int]:
@@ -230,7 +230,8 @@ def _draw_probes(rows: Sequence[Row], axes: Any) -> None:
             label = side if place == 0 else None
             axes.bar(place + shift, row[side], 0.38, color=color, alpha=1.0 if row["counts"] else 0.3, label=label)
         axes.hlines(row["chance"], place - 0.45, place + 0.45, color="black", linewidth=1.0, linestyle=":")
-    axes.set_xticks(range(len(rows)), [f"{row['probe']}\n{row['length']:,}" for row in rows], fontsize=7)
+    names = [f"{row['probe']}, {row['length']:,}" for row in rows]
+    axes.set_xticks(range(len(rows)), names, fontsize=7, rotation=30, ha="right", rotation_mode="anchor")
     is_gain = rows[0]["measure"] == "gain"
     axes.set_ylabel("gain (nats a token)" if is_gain else "right choices (dotted: chance)")
     axes.grid(axis="y", alpha=0.25)
