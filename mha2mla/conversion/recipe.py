@@ -219,15 +219,16 @@ def stages_of(preset: str, keys: Mapping[str, Any]) -> dict[str, Stage]:
         ValueError: no such preset, a bad key, or widths where neither says in which layout.
     """
     values = preset_keys(preset, asked_keys(keys))
-    if "kv_lora_rank" in values and "layout" not in values:  # no default says what they mean
-        raise ValueError(
-            f"kv_lora_rank is {values['kv_lora_rank']} and qk_rope_head_dim {values.get('qk_rope_head_dim')} but layout is"
-            " not given; expected layout: shared, which caches both, or latent, which caches the first"
-        )
-    return {
+    stages = {
         stage: made(**{key: values[flat] for flat, (owner, key) in KEYS.items() if owner == stage and flat in values})
         for stage, made in STAGES.items()
     }
+    if "kv_lora_rank" in values and "layout" not in values:  # no default says what the widths mean
+        raise ValueError(
+            f"kv_lora_rank is {values['kv_lora_rank']} and qk_rope_head_dim {values['qk_rope_head_dim']} but"
+            " layout is not given; expected layout: shared, which caches both, or latent, which caches the first"
+        )
+    return stages
 
 
 def is_exact(geometry: MLAGeometry) -> bool:
