@@ -49,7 +49,7 @@ PROBLEMS = (
     LatentProblem(32, 1, 512, 64, (0, 1, 65, 400), shuffled=True),
     LatentProblem(9, 1, 192, 96, (17, 300), page_size=16, window=100, sinks=4),
     LatentProblem(16, 1, 72, 32, (130, 64), seqlen_q=4, combined=True),
-    LatentProblem(3, 1, 512, 128, (5, 70)),
+    LatentProblem(3, 1, 1024, 128, (5, 70)),
 )
 DTYPE = torch.bfloat16
 
