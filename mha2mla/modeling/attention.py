@@ -108,6 +108,10 @@ class MLAAttention(nn.Module):
             self.inv_freq = inv_freq.to(device=self.inv_freq.device)
         return self
 
+    def extra_repr(self) -> str:
+        """The per-head maps, which are parameters and no modules, and so missing from what torch prints."""
+        return ", ".join(f"{name}={list(weight.shape)}" for name, weight in self.named_parameters(recurse=False))
+
     @torch.no_grad()
     def init_weights(self, std: float, rope_theta: float) -> None:
         """Random per-head maps and RoPE's default frequencies, for what was not loaded from a checkpoint."""
