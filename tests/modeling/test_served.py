@@ -155,7 +155,7 @@ def test_kernels_that_make_rotary_keys_serve_both_ways_of_calling_the_model():
     assert describe(layers) == "absorbed, mla_paged; batches: mla_paged"
     for beyond, why in (
         ({"qk_rope_head_dim": 136}, "qk_rope_head_dim is 136; TileLang kernels that make rotary keys take at most 128"),
-        ({"kv_lora_rank": 768}, "kv_lora_rank is 768; TileLang kernels that make rotary keys take at most 512"),
+        ({"kv_lora_rank": 1088}, "kv_lora_rank is 1088; TileLang kernels that make rotary keys take at most 1024"),
     ):
         layer = what_serves(config(**{**LATENT, **beyond}), CUDA)[0]
         assert (layer.form, layer.backend, layer.batch_backend.name) == ("expanded", "sdpa", "mla_reference")

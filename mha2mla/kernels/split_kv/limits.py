@@ -65,15 +65,14 @@ def rank_choices(shape: Any, capability: int, candidates: Iterable[tuple[Any, An
         candidates: (rank, choice or None where it does not fit, bytes of shared memory) of every configuration.
 
     Raises:
-        ValueError: with the numbers, if no configuration fits into the device's shared memory.
+        ValueError: with the numbers, if no configuration fits into the device's shared memory, or into registers.
     """
     limit, candidates = shared_memory_limit(capability), list(candidates)
     fitting = dict.fromkeys(
         choice for _, choice, _ in sorted(candidates, key=lambda entry: entry[0]) if choice is not None
     )
     if not fitting:
-        raise ValueError(
-            f"{shape} needs at least {min(used for *_, used in candidates)} bytes of shared memory a block; "
-            f"sm_{capability} has {limit}"
-        )
+        least = min(used for *_, used in candidates)
+        too_much = f"at least {least} bytes of shared memory a block; sm_{capability} has {limit}"
+        raise ValueError(f"{shape} needs {too_much if least > limit else 'more registers than a thread has'}")
     return [replace(choice, reason=f"{choice.reason} of {limit} on sm_{capability}") for choice in fitting]

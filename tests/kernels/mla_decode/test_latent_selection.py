@@ -75,6 +75,10 @@ def test_refusals_name_the_argument():
     assert refusal_latent(shape(32, 1032, 64)).startswith("kv_lora_rank is 1032; ")
     assert refusal_latent(shape(32, 500, 64)).startswith("kv_lora_rank is 500; ")
     assert refusal_latent(shape(32, 512, 64, page=24)).startswith("page_size is 24; ")
+    with pytest.raises(ValueError, match="shared memory a block; sm_89 has 101376"):
+        select_latent(shape(32, 1024, 64), 89)
+    with pytest.raises(ValueError, match="more registers than a thread has"):
+        select_latent(shape(32, 1024, 128), 80)
     geometry = MLAGeometry(32, 1, 512, 64, rope_from_latent=True)
     assert explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0") is None
     why = explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0", latent_dtype=torch.float8_e4m3fn)
