@@ -23,7 +23,7 @@ def converted(request, tmp_path_factory) -> str:
     if not (FOLDER / "model.safetensors").is_file():
         pytest.skip(f"SmolLM2 is not in {FOLDER}; `mha2mla demo` fetches it")
     folder = tmp_path_factory.mktemp("exact") / request.param
-    recipe = {"preset": "minimal", "layout": request.param, "calibration.tokens": 2048, "calibration.lengths": 256}
+    recipe = {"preset": "minimal", "layout": request.param, "calibration.tokens": 2048, "calibration.lengths": 512}
     mha2mla.convert(str(FOLDER), folder, recipe, progress=False)
     return str(folder)
 
@@ -37,7 +37,7 @@ def generate(model, ids, **options):
     return model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **keys, **options)
 
 
-@pytest.mark.parametrize("name", [None, "mla_reference", "mla_expanded"])
+@pytest.mark.parametrize("name", ["mla_reference", "mla_expanded"])
 def test_tokens_in_float32(converted, name):
     """Where the expanded form attends nothing is captured, and the tokens are the same again."""
     model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval()
