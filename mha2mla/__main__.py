@@ -9,28 +9,35 @@ import sys
 from types import FrameType
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+AGAIN = 0.5  # seconds until an interrupt is repeated that was lost
 
 
 def main() -> int:
-    """Runs ``mha2mla.cli.main`` as this process's only job, and returns its exit code."""
+    """Runs ``mha2mla.cli.main`` as this process's only job, and returns its exit code.
+
+    An interrupt that neither ends something nor is on its way to (a library caught it, or it came in a destructor,
+    where Python drops it) is repeated. A verb that means to go on after one sets a handler of its own.
+    """
     interrupts: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         interrupts.append(number)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN, AGAIN)
         raise KeyboardInterrupt
 
+    def repeat(number: int, frame: FrameType | None) -> None:
+        if not _is_interrupt(sys.exc_info()[1]):  # else somebody is clearing up
+            raise KeyboardInterrupt
+
     def unraisable(found: "sys.UnraisableHookArgs") -> None:
-        if isinstance(found.exc_value, KeyboardInterrupt):
-            # It came while a destructor or a callback ran, where Python drops it: once more, when that is over.
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-        else:
+        if not _is_interrupt(found.exc_value):
             sys.__unraisablehook__(found)
 
     if sys.stderr is None or not sys.stderr.isatty():
         # A log gets our bars as a line now and then (mha2mla.progress); those of transformers would be hundreds.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    signal.signal(signal.SIGALRM, repeat)
     signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGALRM, interrupt)
     sys.unraisablehook = unraisable
     try:
         from mha2mla.cli import main as run
@@ -46,7 +53,16 @@ def main() -> int:
         exec("")
         return INTERRUPTED
     finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))  # all that is left to stop is the interpreter
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether it is a KeyboardInterrupt, or was raised because of one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 if __name__ == "__main__":

@@ -76,6 +76,14 @@ def run():
 def run():
     exec("interrupt()")
 """,
+    "a library drops it": """
+def run():
+    try:
+        interrupt()
+    except BaseException:
+        pass
+    time.sleep(30)
+""",
     "it comes in a destructor": """
 class Thing:
     def __del__(self):
@@ -93,6 +101,24 @@ def test_an_interrupt_is_not_lost(body):
     began = time.perf_counter()
     ended(started("-c", FAKE.format(body=body)))
     assert time.perf_counter() - began < 20
+
+
+def test_clearing_up_after_an_interrupt_is_not_interrupted():
+    """As long as it takes: an interrupt is repeated where it was lost, and nowhere else."""
+    body = """
+from contextlib import contextmanager
+@contextmanager
+def folder():
+    try:
+        yield
+    finally:
+        time.sleep(1.5)
+        print("removed", flush=True)
+def run():
+    with folder():
+        interrupt()
+"""
+    assert ended(started("-c", FAKE.format(body=body))).startswith("removed\n")
 
 
 def test_an_interrupt_while_the_interpreter_ends_is_quiet():
