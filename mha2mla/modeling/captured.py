@@ -71,7 +71,7 @@ class CapturedSteps:
     """
 
     def __init__(self, home: StepCapture, is_kept: bool) -> None:
-        self.home = home
+        self._home = weakref.ref(home)  # which has this: no cycle, so that memory goes with the last who wants it
         self._is_kept, self._recorder = is_kept, home.new_recorder()
         self._owner: Callable[[], LatentCache | None] = lambda: None
         self._pages: LatentCache | None = None
@@ -151,7 +151,8 @@ class CapturedSteps:
         logits_to_keep: int | Tensor,
     ) -> bool:
         """Whether it is a step of decode that fits the pages, and whose mask the absorbed form obeys."""
-        if self.home.failure is not None or torch.is_grad_enabled() or is_recorded(input_ids.device):
+        home = self._home()
+        if home is None or home.failure is not None or torch.is_grad_enabled() or is_recorded(input_ids.device):
             return False
         batch, query_length = input_ids.shape
         if cache.is_empty or cache.is_compileable or batch != cache.layers[0].batch_size:
@@ -180,20 +181,20 @@ class CapturedSteps:
                 input_ids.device,
             )
         except Exception as error:  # what a capture raises depends on what it met
-            self.home.fail(error)
+            self._home().fail(error)
             return None
         if self._is_kept:
-            self.home.keep(self, pages.nbytes)
+            self._home().keep(self, pages.nbytes)
         return _Step(buffers, logits, replay)
 
-    def are_for(self, weights: tuple) -> bool:
-        """Whether what is recorded, if anything, is of a model with that :func:`fingerprint`."""
-        return self._pages is None or weights == self._weights
+    def are_for(self, home: StepCapture, weights: tuple) -> bool:
+        """Whether what is recorded, if anything, is of that model, by its ``fingerprint``."""
+        return self._home() is home and (self._pages is None or weights == self._weights)
 
     def new_cache(self, rows: int, room: int, weights: tuple, backend_name: str | None) -> LatentCache | None:
         """An empty cache over the pages, if nobody has the one before any more and it would do."""
         pages = self._pages
-        if self._owner() is not None or not self.are_for(weights):
+        if self._owner() is not None or weights != self._weights:
             return None
         first = pages.layers[0]
         if first.batch_size != rows or pages.capacity < room or first.backend_name != backend_name:
@@ -257,6 +258,6 @@ class StepCapture:
 
     def steps_for(self, model: PreTrainedModel, cache: LatentCache) -> CapturedSteps:
         """Of a cache that the caller brings: what it has, unless the weights changed."""
-        if cache.captured is not None and cache.captured.are_for(fingerprint(model)):
+        if cache.captured is not None and cache.captured.are_for(self, fingerprint(model)):
             return cache.captured
         return CapturedSteps(self, is_kept=False)

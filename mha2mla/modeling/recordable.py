@@ -16,7 +16,8 @@ _HOST_ROPE = ("dynamic", "longrope")
 def fingerprint(model: PreTrainedModel) -> tuple:
     """Changes when a recorded step would be stale: weights were moved or written, or torch was told to multiply
     otherwise."""
-    weights = [*model.parameters(), *model.buffers()]
+    held = [held for module in model.modules() for held in (module._parameters, module._buffers) if held]
+    weights = [each for tensors in held for each in tensors.values() if each is not None]
     settings = (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled())
     return (*settings, *[(each.data_ptr(), 0 if each.is_inference() else each._version) for each in weights])
 
@@ -35,7 +36,9 @@ def explain_capture(model: PreTrainedModel, device_type: str) -> str | None:
         "its quantisation cannot be compiled": quantizer is not None and not quantizer.is_compileable,
         "the model is compiled": model._compiled_call_impl is not None,
         "autocast is on": torch.is_autocast_enabled(device_type),
-        "adapters are not merged, and may be swapped": any(hasattr(module, "adapter_layer_names") for module in below),
+        "adapters are not merged, and may be swapped": any(
+            hasattr(type(module), "adapter_layer_names") for module in below
+        ),
         "modules have hooks": _has_hooks(below),
         "RoPE looks at positions on the host": not _rope_types(model.model.config).isdisjoint(_HOST_ROPE),
     }
@@ -58,6 +61,6 @@ def _has_hooks(modules: Sequence[nn.Module]) -> bool:
         # transformers leaves hooks behind that record hidden states for a call that asks for them, and do nothing else.
         if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks):
             return True
-        if hasattr(module, "_hf_hook"):
+        if "_hf_hook" in vars(module):
             return True
     return False

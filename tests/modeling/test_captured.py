@@ -253,6 +253,21 @@ def test_other_weights(change, recorded):
     assert not torch.equal(out.sequences, before)
 
 
+def test_a_model_takes_what_it_keeps_with_it():
+    """Without a garbage collection."""
+    model, inputs = captured_model(**LARGE), padded(9, 4)
+    pages = weakref.ref(generate(model, inputs).past_key_values.layers[0].tensors["latent_cache"])
+    home = weakref.ref(model.step_capture)
+    gc.collect()
+    gc.disable()
+    try:
+        assert pages() is not None
+        model.step_capture = StepCapture(Tape)
+        assert home() is None and pages() is None
+    finally:
+        gc.enable()
+
+
 def test_what_comes_once_is_not_recorded(recorded):
     model = captured_model()
     generate(model, padded(9), max_new_tokens=2)
@@ -276,7 +291,10 @@ def hooked(model):
 
 
 def adapted(model):
-    model.model.layers[0].mlp.up_proj.adapter_layer_names = ("lora_A",)
+    class LoRA(torch.nn.Linear):
+        adapter_layer_names = ("lora_A",)
+
+    model.model.layers[0].mlp.up_proj.__class__ = LoRA
 
 
 REFUSALS = {
