@@ -269,15 +269,18 @@ def test_debug_shows_where():
         main(["--debug", "inspect", "/no/such/folder"])
 
 
-def command(*argv: str, **environment: str) -> subprocess.CompletedProcess:
-    """``python -m mha2mla`` in a process of its own, with the seconds that it took."""
+def command(*argv: str, within: float, **environment: str) -> subprocess.CompletedProcess:
+    """``python -m mha2mla`` in a process of its own, which takes less than ``within`` seconds, at least once in three
+    times: others use this machine, too."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    started = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "mha2mla", *argv], env=environment, capture_output=True, text=True, check=False
-    )
-    done.seconds = time.perf_counter() - started
-    return done
+    for _ in range(3):
+        started = time.perf_counter()
+        code = [sys.executable, "-m", "mha2mla", *argv]
+        done = subprocess.run(code, env=environment, capture_output=True, text=True, check=False)
+        seconds = time.perf_counter() - started
+        if seconds < within:
+            return done
+    pytest.fail(f"{' '.join(argv)} took {seconds:.1f} s")
 
 
 # Prints which of the slow libraries a command has imported by the time it ends.
@@ -305,7 +308,8 @@ def test_help_took_as_long_as_importing_torch(argv):
 
 
 def test_help_within_a_second():
-    assert min(command("--help").seconds for _ in range(3)) < 1.0
+    for flag in ("--help", "--version"):
+        assert command(flag, within=1.0).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -324,8 +328,8 @@ def test_help_within_a_second():
 def test_a_mistyped_path_was_looked_for_on_the_hub_for_half_a_minute(path, argv, tmp_path):
     """Five retries a file, 27 to 54 s, and an error that named an address of the hub."""
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}  # refuses connections
-    done = command(*(word.replace("{}", path) for word in argv), **hub)
-    assert done.returncode == 2 and done.seconds < 2.0
+    done = command(*(word.replace("{}", path) for word in argv), within=2.0, **hub)
+    assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and f"is {path!r}" in done.stderr
 
 
@@ -358,8 +362,8 @@ def test_a_hub_id_needs_no_owner(monkeypatch):
 )
 def test_a_bad_value_was_answered_with_49_lines(flags, sentence, tmp_path):
     """Of every type that a union of them could have had; YAML and Python always said one sentence."""
-    done = command("convert", "a", "b", *flags)
-    assert done.returncode == 2 and done.seconds < 2.0
+    done = command("convert", "a", "b", *flags, within=2.0)
+    assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and sentence in done.stderr
 
 
