@@ -55,9 +55,9 @@ notebook: $(STAMP)
 	$(BIN)/jupytext --update --to ipynb notebooks/compare_latencies.py
 
 # On a GPU: what the notebook is committed with, and the figure and its numbers beside it.
-notebook-outputs: $(STAMP)
-	cd notebooks && MHA2MLA_NOTEBOOK_MODEL=$${MHA2MLA_NOTEBOOK_MODEL:-smollm2} \
-	  $(abspath $(BIN))/jupytext --to ipynb --execute compare_latencies.py
+notebook-outputs: notebook
+	MHA2MLA_NOTEBOOK_MODEL=$${MHA2MLA_NOTEBOOK_MODEL:-smollm2} \
+	  $(BIN)/jupyter-execute --inplace --timeout=3600 notebooks/compare_latencies.ipynb
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
