@@ -127,11 +127,16 @@ def better_than(preset: str, layout: str, cache_ratio: float | None) -> str:
     best = _best(layout)
     if cache_ratio == 1.0:
         return "nothing: no number was lost"
-    if preset == best:
+    fitted = PRESETS[preset].get("fit.steps") == PRESETS[best].get("fit.steps")  # nobody fits longer
+    figures = dict(MEASURED.get(best, {}))
+    if not fitted:
+        found = f"preset {'' if preset == 'cpu' else 'cpu (an hour), '}{best} (needs a GPU)"
+    elif layout == DEFAULT_LAYOUT:
         return "a larger cache_ratio; of presets this is the best"
-    figures = ", ".join(f"{name} {ratio}" for name, ratio in MEASURED.get(best, {}).items())
-    measured = f". Perplexity over the source's: {figures} ({MEASURED_ON})" if figures else ""
-    return f"preset {'' if preset == 'cpu' else 'cpu (an hour), '}{best} (needs a GPU){measured}"
+    else:
+        found, figures = f"a larger cache_ratio, or layout {DEFAULT_LAYOUT}", figures | MEASURED[DEFAULT_LAYOUT]
+    shown = ", ".join(f"{name} {ratio}" for name, ratio in figures.items() if not fitted or name != "quick")
+    return found + (f". Perplexity over the source's: {shown} ({MEASURED_ON})" if shown else "")
 
 
 def _best(layout: Any) -> str:

@@ -48,7 +48,9 @@ def test_without_a_gpu_it_says_what_one_would_give_and_where_that_was_measured(l
     assert f"cpu (an hour), {layout} (needs a GPU)" in better and f"{layout} {MEASURED[layout][layout]}" in better
     assert "windows of 512 / 8192 tokens" in better
     assert better_than("cpu", layout, 0.5).startswith(f"preset {layout} (needs a GPU)")
-    assert better_than(layout, layout, 0.5).startswith("a larger cache_ratio")
+    best = better_than(layout, layout, 0.5)
+    assert best.startswith("a larger cache_ratio") and ("or layout latent" in best) == (layout != "latent")
+    assert better_than("deepseek-512+64", "shared", None) == better_than("shared", "shared", 0.5)
     assert better_than("quick", layout, 1.0) == "nothing: no number was lost"
 
 
