@@ -238,13 +238,14 @@ class LatentCache(Cache):
             layer.is_empty, layer._length = True, 0
         self.padding_is_left = True
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last ``-tokens_to_remove`` tokens of every sequence.
 
         Raises:
             ValueError: a positive number, or more tokens than there are. (How many a static cache holds is known to its
                 device alone; on a GPU the device asserts it, in its stream.)
         """
+        tokens_to_remove = int(tokens_to_remove)  # assisted decoding gives a tensor, which no step may have to wait for
         if tokens_to_remove > 0:
             raise ValueError(
                 f"tokens_to_remove is {tokens_to_remove}; expected 0 or minus the number of tokens to remove"

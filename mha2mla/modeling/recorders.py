@@ -56,9 +56,16 @@ class CudaGraphs:
         with torch.cuda.stream(stream):
             step()
             undo()
-            # thread_local: what other threads do meanwhile is no error of this one.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                result = step()
+            generator = torch.cuda.default_generators[device.index or 0]
+            state = generator.clone_state()
+            try:
+                # thread_local: what other threads do meanwhile is no error of this one.
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                    result = step()
+            except BaseException:
+                # A capture that fails leaves the generator to wait for its end, and nobody could sample any more.
+                generator.graphsafe_set_state(state)
+                raise
         torch.cuda.current_stream(device).wait_stream(stream)
         self._pool = graph.pool()
         return result, graph.replay

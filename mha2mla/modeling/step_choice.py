@@ -13,7 +13,15 @@ from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.step import AttentionStep
-from mha2mla.modeling.visibility import REFUSED_MASK, host_may_look, is_padding_mask, is_recorded, visible_tokens
+from mha2mla.modeling.visibility import (
+    REFUSED_MASK,
+    are_side_by_side,
+    are_to_the_end,
+    host_may_look,
+    is_padding_mask,
+    is_recorded,
+    visible_tokens,
+)
 
 
 def choose_step(
@@ -43,7 +51,7 @@ def choose_step(
         obeys = cache.padding_is_left and query_length <= MAX_DECODE_QUERY_LENGTH
         if host_may_look(attention_mask, query_length):
             shown = visible_tokens(attention_mask, cache.get_seq_length() + query_length)
-            found = torch.stack((shown.side_by_side, shown.to_the_end))
+            found = torch.stack((are_side_by_side(shown), are_to_the_end(shown)))
             side_by_side, to_the_end, *starts = torch.cat((found, shown.starts)).tolist()
             cache.padding_is_left = bool(to_the_end)
             # A prompt's last logits are looked at, also those of padding.
@@ -56,7 +64,7 @@ def choose_step(
     attends = cache.attends(query_length, obeys and not output_attentions)
     if any(attends) and is_padding_mask(attention_mask) and shown is None:
         shown = visible_tokens(attention_mask, cache.get_seq_length() + query_length)
-        torch._assert_async(shown.side_by_side, REFUSED_MASK)
+        torch._assert_async(are_side_by_side(shown), REFUSED_MASK)
     batches = cache.place(position_ids, shown.starts if any(attends) and shown is not None else None)
     return AttentionStep(cache.layers, batches, cache.plan(attends, batches, query_length, starts))
 

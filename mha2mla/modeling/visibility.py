@@ -40,15 +40,15 @@ class VisibleTokens(NamedTuple):
     stops: Tensor
     length: int | Tensor
 
-    @property
-    def side_by_side(self) -> Tensor:
-        """[] bool, no sequence has hidden tokens between shown ones."""
-        return (self.stops - self.starts == self.counts).all()
 
-    @property
-    def to_the_end(self) -> Tensor:
-        """[] bool, nor behind them: zeros, then ones."""
-        return ((self.starts + self.counts == self.length) | (self.counts == 0)).all()
+def are_side_by_side(shown: VisibleTokens) -> Tensor:
+    """[] bool, no sequence has hidden tokens between shown ones."""
+    return (shown.stops - shown.starts == shown.counts).all()
+
+
+def are_to_the_end(shown: VisibleTokens) -> Tensor:
+    """[] bool, nor behind them: zeros, then ones."""
+    return ((shown.starts + shown.counts == shown.length) | (shown.counts == 0)).all()
 
 
 def is_padding_mask(attention_mask: Any) -> bool:
@@ -68,7 +68,9 @@ def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleToken
 
 def first_shown(shown: Tensor) -> Tensor:
     """[B] int64, the first True of ``shown`` [B, T]; 0 where there is none."""
-    return shown.view(torch.uint8).argmax(dim=-1)
+    # Compiled, a bool that is only just computed has no bytes to be seen as others.
+    numbers = shown.to(torch.uint8) if torch.compiler.is_compiling() else shown.view(torch.uint8)
+    return numbers.argmax(dim=-1)
 
 
 def is_recorded(device: torch.device) -> bool:

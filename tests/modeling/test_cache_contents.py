@@ -83,3 +83,13 @@ def test_gradients_reach_a_prefilled_batch(case):
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="past_key_values .*while training"):
         model(ids, past_key_values=cache)
+
+
+def test_a_tensor_may_say_how_much_is_cropped():
+    """As assisted decoding of some versions of transformers does: the host's length stays a number of its own."""
+    model = models.mla_model()
+    with torch.no_grad():
+        cache = model(models.tokens(1, 9)).past_key_values
+    cache.crop(torch.tensor(-2))
+    assert type(cache.get_seq_length()) is int and cache.get_seq_length() == 7 and cache.is_empty is False
+    assert cache.layers[1].cache_seqlens.tolist() == [7]

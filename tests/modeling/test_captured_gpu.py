@@ -167,9 +167,15 @@ with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     assert torch.equal(model.generate(ids, **keys), expected)
     assert torch.equal(model.generate(ids, **keys), expected)
+keys |= {"do_sample": True}
+for sampler in (model, other := make("shared")):
+    torch.manual_seed(3)
+    expected = sampler.generate(ids, capture=False, **keys)
+    torch.manual_seed(3)
+    assert torch.equal(sampler.generate(ids, **keys), expected)
+keys |= {"do_sample": False}
 said = [str(warning.message) for warning in said if "without captured" in str(warning.message)]
 assert len(said) == 1, said
-other = make("shared")
 expected = other.generate(ids, capture=False, **keys)
 assert torch.equal(other.generate(ids, **keys), expected)
 assert other.explain_uncaptured() is None
