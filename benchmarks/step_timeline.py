@@ -72,6 +72,7 @@ COLUMNS = {
     "ratio": "ratio",
     "kernels": "kernels",
     "busy_ms": "in kernels, ms",
+    "gap_ms": "between, ms",
     "status": "status",
 }
 FREE = ("view", "transpose", "slice", "select", "split", "expand", "permute", "as_strided", "detach", "alias", "t")
@@ -231,11 +232,19 @@ def measure(
         row["ms"] = replay_ms(graph, seconds)
         row["ratio"] = row["ms"] / row["limit_ms"]
         timeline = kernels_of(graph)
-        row |= {"kernels": len(timeline), "busy_ms": sum(each["us"] for each in timeline) / 1e3}
+        row |= summary(timeline, model.config.num_hidden_layers)
         del graph
-        yield row | {"timeline": timeline}
+        yield row
     for sequence in sequences:
         cache.close(sequence)
+
+
+def summary(timeline: list[dict[str, Any]], layers: int) -> dict[str, Any]:
+    """Of a replay: kernels, milliseconds inside them (kernels that wait for others overlap) and between them, and from
+    its middle about as many kernels as a layer has."""
+    busy, gaps = (sum(max(0.0, each[key]) for each in timeline) / 1e3 for key in ("us", "gap_us"))
+    length, middle = -(-len(timeline) // layers), len(timeline) // 2
+    return {"kernels": len(timeline), "busy_ms": busy, "gap_ms": gaps, "layer": timeline[middle : middle + length]}
 
 
 def products(model: MHA2MLAForCausalLM, rate: float) -> list[dict[str, Any]]:
@@ -252,13 +261,6 @@ def products(model: MHA2MLAForCausalLM, rate: float) -> list[dict[str, Any]]:
     }
     sizes = {name: sum(weight.nbytes for weight in weights) for name, weights in reads.items()}
     return [{"product": name, "MB": size / 1e6, "limit_us": size / rate * 1e6} for name, size in sizes.items()]
-
-
-def one_layer(timeline: list[dict[str, Any]], layers: int) -> list[dict[str, Any]]:
-    """About a layer's kernels, from the middle of a step."""
-    length = -(-len(timeline) // layers)
-    middle = len(timeline) // 2
-    return timeline[middle : middle + length]
 
 
 @torch.no_grad()
@@ -309,7 +311,7 @@ def step_timeline(
         min_run_time: seconds of replays for each row.
         budget: seconds after which nothing more is begun.
         timeline: print the kernels of about one layer.
-        json: also write every row, with its kernels, to this file.
+        json: also write every row, with about a layer of its kernels, to this file.
 
     Returns:
         Whether every row that was reached is right.
@@ -336,9 +338,9 @@ def step_timeline(
                 break
             for found in measure(model, cache, batch, context, rate["R"], min_run_time, way or ["parts", "fewer"]):
                 rows.append({"layout": name, "layers": layers, **found})
-                print({key: value for key, value in rows[-1].items() if key != "timeline"}, flush=True)
+                print({key: value for key, value in rows[-1].items() if key != "layer"}, flush=True)
                 if timeline:
-                    print_table(one_layer(found["timeline"], layers), title=f"{name}, {batch} × {context}")
+                    print_table(found["layer"], title=f"{name}, {batch} × {context}")
                 if json:
                     write_json(json, kind="decode-step", rows=rows, environment=environment, **rate)
         del model, cache

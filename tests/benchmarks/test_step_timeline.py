@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.step_timeline import LAYOUTS, build, count_ops, in_parts, judge, one_layer, prepared, products
+from benchmarks.step_timeline import LAYOUTS, build, count_ops, in_parts, judge, prepared, products, summary
 
 
 def test_the_served_way_calls_fewer_ops():
@@ -38,6 +38,8 @@ def test_what_products_read():
     assert read["W_UK"]["MB"] * 1e6 == 4 * 2 * 8 * 32 and read["down"]["limit_us"] == 4 * 96 * 128 / 1e9 * 1e6
 
 
-def test_a_layer_of_a_timeline():
-    timeline = [{"kernel": str(index)} for index in range(40)]
-    assert [each["kernel"] for each in one_layer(timeline, 4)] == [str(index) for index in range(20, 30)]
+def test_what_is_said_of_a_timeline():
+    timeline = [{"kernel": str(index), "us": 3.0, "gap_us": -1.0 if index % 2 else 2.0} for index in range(40)]
+    found = summary(timeline, 4)
+    assert [each["kernel"] for each in found.pop("layer")] == [str(index) for index in range(20, 30)]
+    assert found == {"kernels": 40, "busy_ms": 0.12, "gap_ms": 0.04}

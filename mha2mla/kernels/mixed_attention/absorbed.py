@@ -53,23 +53,27 @@ def mla_absorbed(
         q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
         latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
     )  # fmt: skip
-    return _through_maps(out, v_up.transpose(1, 2))
+    return _through_maps(out, v_up, transposed=True)
 
 
-def _through_maps(x: Tensor, maps: Tensor) -> Tensor:
-    """x [B, S, H, i] through maps [k, i, o] of H / k heads each: [B, S, H, o].
+def _through_maps(x: Tensor, maps: Tensor, transposed: bool = False) -> Tensor:
+    """x [B, S, H, i] through maps [k, i, o], or [k, o, i], of H / k heads each: [B, S, H, o].
 
     Products that need no gradient read x where it lies and write the result where it is to lie, heads side by side:
-    einsum copies both. They can where a map's rows are evenly spaced: it is one head's, or there is one token.
+    einsum copies both. They can where a map's rows are evenly spaced: there is one token, or a map is one head's; else
+    maps are repeated, which for few tokens are small, and no more than the one copy.
     """
     batch, tokens, heads, _ = x.shape
-    count, _, width = maps.shape
-    recorded = torch.is_grad_enabled() and (x.requires_grad or maps.requires_grad)
-    if recorded or torch.compiler.is_compiling() or (count < heads and batch * tokens > 1):
-        return torch.einsum("bskri,kio->bskro", x.unflatten(2, (count, -1)), maps).flatten(2, 3)
-    out = x.new_empty(batch, tokens, heads, width)
-    if count < heads:
-        torch.bmm(x.view(count, heads // count, -1), maps, out=out.view(count, heads // count, width))
+    count = maps.shape[0]
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or maps.requires_grad)):
+        equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
+        return torch.einsum(equation, x.unflatten(2, (count, -1)), maps).flatten(2, 3)
+    if count < heads and batch * tokens > 1:
+        maps = maps[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)
+    maps = maps.mT if transposed else maps
+    out = x.new_empty(batch, tokens, heads, maps.shape[2])
+    if maps.shape[0] < heads:
+        torch.bmm(x.view(count, heads // count, -1), maps, out=out.view(count, heads // count, -1))
     else:
         torch.bmm(x.flatten(0, 1).transpose(0, 1), maps, out=out.flatten(0, 1).transpose(0, 1))
     return out
