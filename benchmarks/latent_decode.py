@@ -43,8 +43,8 @@ TELLING = (
     (16, 384, 96, 6144, 1.2),
     (32, 1024, 32, 4096, 0.55),  # 8 kv heads of 128 at half their cache
     (32, 1024, 64, 4096, 0.55),
-    (32, 512, 128, 4096, 1.15),
     (32, 1024, 128, 4096, 0.55),
+    (32, 512, 128, 4096, 1.15),
 )
 TOKENS = {72: 32768, 120: 18432, 192: 12288, 256: 8192, 384: 6144}
 WIDTHS = tuple((16, d_c, d_r, tokens, 1.2) for d_c, tokens in TOKENS.items() for d_r in (32, 64, 96))
@@ -84,12 +84,10 @@ def cases(widths: bool = False, ways: bool = False) -> list[SpeedCase]:
 
 
 def other_ways(case: SpeedCase) -> list[SpeedCase]:
-    """The case in the ways that only a table would choose, of the rule's kernel and in place of the portable one: the
-    first configuration of each."""
+    """The case in the ways of ``latent_ws`` that the rule does not choose: the first configuration of each."""
     shape = case.problem.shape("bfloat16")
     chosen, *others = list_latent_kernels(shape, 90)
-    kernel = {"latent_portable": "latent_cluster", "latent_ws": "latent_ws"}.get(chosen.kernel)
-    others = [choice for choice in others if choice.kernel == kernel]
+    others = [choice for choice in others if choice.kernel == chosen.kernel == "latent_ws"]
     ways = {way_of(chosen): chosen}
     for choice in others:
         ways.setdefault(way_of(choice), choice)
@@ -97,8 +95,7 @@ def other_ways(case: SpeedCase) -> list[SpeedCase]:
 
 
 def way_of(choice: LatentChoice) -> str:
-    cluster = f"cluster of {choice.cluster_size}" if choice.cluster_size > 1 else f"{choice.ctas_per_sm} CTA"
-    return " ".join(filter(None, (choice.variant, cluster)))
+    return " ".join(filter(None, (choice.variant, f"{choice.ctas_per_sm} CTA")))
 
 
 def stored_form(problem: LatentProblem) -> Problem:
@@ -159,7 +156,7 @@ def speed(
         only: measure shapes whose name contains this, or one of these, separated by commas.
         json: also write every row to this file.
         widths: fifteen more widths at H=16.
-        ways: every shape also in the ways that the rule does not choose for it.
+        ways: every shape also in the ways of ``latent_ws`` that the rule does not choose for it.
         min_run_time: seconds of cold-L2 runs per form and shape.
         budget: seconds for all.
     """

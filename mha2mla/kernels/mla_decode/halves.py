@@ -32,11 +32,11 @@ class Halves:
         return self.units * self.unit
 
 
-def halve(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, cluster: int = CLUSTER) -> Halves:
-    """The halves of a tile, or quarters. Pieces are as wide as lets all CTAs read the same, within 64 columns."""
-    panels = -(-kv_lora_rank // (64 * cluster))
+def halve(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int) -> Halves:
+    """The halves of a tile. Pieces are as wide as lets both CTAs read the same, within 64 columns."""
+    panels = -(-kv_lora_rank // (64 * CLUSTER))
     unit = 128 if panels % 2 == 0 else 64
-    own = -(-(tiling.groups_per_tile * qk_rope_head_dim) // (8 * cluster)) * 8
+    own = -(-(tiling.groups_per_tile * qk_rope_head_dim) // (8 * CLUSTER)) * 8
     padded = 16
     while padded < own:
         padded *= 2

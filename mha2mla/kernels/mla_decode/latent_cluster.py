@@ -13,7 +13,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.machine import Buffers
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_cluster, swap_ab_ws
-from mha2mla.kernels.mla_decode.halves import Halves, halve
+from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
 from mha2mla.kernels.mla_decode.latent_selection import KEY_TILE, LatentChoice, key_blocks, key_steps
 from mha2mla.kernels.mla_decode.latent_static import Keys, LatentTypes
 from mha2mla.kernels.mla_decode.latent_ws import (
@@ -43,8 +43,7 @@ class Static(latent_ws.Static):
 
 
 def static_of(shape: DecodeShape, choice: LatentChoice) -> Static:
-    blocks = key_blocks(choice.tiling, shape.qk_rope_head_dim)
-    cut = halve(choice.tiling, shape.kv_lora_rank, 8, choice.cluster_size)
+    blocks, cut = key_blocks(choice.tiling, shape.qk_rope_head_dim), halve(choice.tiling, shape.kv_lora_rank, 8)
     chunks, rows = blocks.chunks_per_block, choice.tiling.rows // choice.warpgroups
     return Static(
         shape,
@@ -70,7 +69,6 @@ def static_of(shape: DecodeShape, choice: LatentChoice) -> Static:
 def allocate(k: Static) -> Buffers:
     """As ``swap_ab_cluster``; rotary keys as in ``latent_ws``."""
     stages, rope_stages, warpgroups = k.choice.num_stages, k.choice.rope_stages, k.choice.warpgroups
-    size = k.choice.cluster_size
     return Buffers(
         q_tile=T.alloc_shared([k.tiling.rows, k.cut.columns], k.dtype),
         qp_tile=T.alloc_shared([k.tiling.rows, k.rope_cols], k.dtype),
@@ -78,7 +76,7 @@ def allocate(k: Static) -> Buffers:
         k_ring=T.alloc_shared([rope_stages, BLOCK, KEY_TILE], k.dtype),
         p_tile=T.alloc_shared([warpgroups, BLOCK, k.rows], k.dtype),
         stage=T.alloc_shared([warpgroups, BLOCK // 16, k.rows], T.float32),
-        scores=T.alloc_shared([warpgroups, 2 * (size - 1), k.held // 4, WARPGROUP, 4], T.float32),
+        scores=T.alloc_shared([warpgroups, 2, k.held // 4, WARPGROUP, 4], T.float32),
         q_full=T.alloc_barrier(1),
         q_free=T.alloc_barrier(k.consumers),
         c_full=T.alloc_barrier([1] * stages),
@@ -153,7 +151,7 @@ def make_keys(k, half, work, memory, keys, thread):
 def make_latent_cluster(shape: DecodeShape, choice: LatentChoice):
     """A TileLang function ``mla_decode_latent_cluster`` for sm_90; :class:`LatentTypes` has its arguments."""
     k, types = static_of(shape, choice), LatentTypes(shape)
-    first_streaming, size = k.latent_readers, choice.cluster_size
+    first_streaming = k.latent_readers
 
     @T.prim_func
     def mla_decode_latent_cluster(
@@ -164,7 +162,7 @@ def make_latent_cluster(shape: DecodeShape, choice: LatentChoice):
         window: T.int32, sinks: T.int32, scaling: T.float32, has_offsets: T.int32,
     ):  # fmt: skip
         with T.Kernel(
-            k.tiling.num_tiles * size, types.num_ctas, threads=first_streaming + WARPGROUP, cluster_dims=size
+            k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=first_streaming + WARPGROUP, cluster_dims=CLUSTER
         ) as (y, cta):
             T.import_source(latent_ws.INLINE + swap_ab_cluster.INLINE)
             call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
@@ -172,8 +170,8 @@ def make_latent_cluster(shape: DecodeShape, choice: LatentChoice):
             memory = allocate(k)
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (memory.c_ring, memory.k_ring)})
             thread = T.get_thread_binding()
-            half = y % size
-            tile = locate(types, k.tiling, y // size, k.d_r)
+            half = y % CLUSTER
+            tile = locate(types, k.tiling, y // CLUSTER, k.d_r)
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
 

@@ -148,33 +148,33 @@ def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
 
 
 def latent_cluster_shared_memory(
-    tiling: RowTiling, cut: Halves, blocks: RopeBlocks, num_stages: int, rope_stages: int, cluster: int
+    tiling: RowTiling, cut: Halves, blocks: RopeBlocks, num_stages: int, rope_stages: int
 ) -> int:
     """Bytes of shared memory that a CTA allocates (16-bit elements), with 1 KiB for alignment and barriers."""
     queries = tiling.rows * (cut.columns + blocks.chunks_per_block * KEY_TILE)
     rings = 64 * (num_stages * cut.unit + rope_stages * KEY_TILE)
-    scores = (cluster - 1) * 2 * 64 * tiling.rows * 4  # of the other CTAs, for this tile and the next
+    scores = 2 * 64 * tiling.rows * 4  # of the other CTA, for this tile and the next
     return 2 * (queries + rings + 64 * tiling.rows) + scores + 16 * tiling.rows + 1024
 
 
-def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int, cluster: int) -> Candidates:
+def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """Where ``latent_ws`` fits with no tiling; a ring of 1.5 to 4 tiles."""
-    cut, blocks = halve(tiling, shape.kv_lora_rank, 8, cluster), key_blocks(tiling, shape.qk_rope_head_dim)
+    cut, blocks = halve(tiling, shape.kv_lora_rank, 8), key_blocks(tiling, shape.qk_rope_head_dim)
     makers, warpgroups = blocks.chunks_per_block, 2 if tiling.rows == 64 else 1
     held = 64 * tiling.rows // warpgroups // 128
     registers = _registers(cut.columns, shape.qk_rope_head_dim, tiling, warpgroups, 1, held)
     for halves, rope_stages in product((8, 6, 5, 4, 3), (3 * makers, 2 * makers)):
         num_stages = max(cut.units + 1, halves * cut.units // 2)
-        used = latent_cluster_shared_memory(tiling, cut, blocks, num_stages, rope_stages, cluster)
+        used = latent_cluster_shared_memory(tiling, cut, blocks, num_stages, rope_stages)
         choice = LatentChoice(
             "latent_cluster", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 1), warpgroups, 1,
-            f"latent_cluster: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {cluster} x {cut.columns} columns, "
+            f"latent_cluster: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {CLUSTER} x {cut.columns} columns, "
             f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} pieces of {cut.unit} columns and "
             f"{rope_stages} rope stages, {used} bytes of shared memory a CTA",
-            cluster_size=cluster,
+            cluster_size=CLUSTER,
             registers=registers or (0, 0, 0),
         )  # fmt: skip
-        rank = (1 if cluster == CLUSTER else OTHER_VARIANT, tiling.num_tiles, tiling.rows, -num_stages, -rope_stages)
+        rank = (1, tiling.num_tiles, tiling.rows, -num_stages, -rope_stages)
         yield rank, choice if used <= limit and registers is not None else None, used
 
 
@@ -183,9 +183,7 @@ def _candidates(shape: DecodeShape, capability: int, limit: int) -> Candidates:
         if capability == 90:
             if shape.kv_lora_rank <= WIDE_LATENT:
                 yield from _ws(shape, tiling, limit)
-            yield from _cluster(shape, tiling, limit, CLUSTER)
-            if shape.kv_lora_rank > WIDE_LATENT:
-                yield from _cluster(shape, tiling, limit, 2 * CLUSTER)
+            yield from _cluster(shape, tiling, limit)
         yield from _portable(shape, tiling, capability, limit)
 
 

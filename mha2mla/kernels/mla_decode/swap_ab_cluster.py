@@ -160,29 +160,27 @@ def place_of(i, j):
 
 @T.macro
 def share_scores(k, w, n, half, thread, memory, s, held):
-    """Adds the other CTAs' parts of the scores; of each there is a place for this tile and one for the next."""
-    at, mine, size = w * 2 + n % 2, thread - w * WARPGROUP, k.choice.cluster_size
+    """Adds the other CTA's part of the scores."""
+    at, mine = w * 2 + n % 2, thread - w * WARPGROUP
     for i, j in T.Parallel(BLOCK, k.rows):
         T.call_extern("handle", "put", T.address_of(held[0]), place_of(i, j), s[i, j])
     if mine == 0:
-        T.mbarrier_arrive_expect_tx(memory.s_full[at], BLOCK * k.rows * 4 * (size - 1))
-    for o in list(range(1, size)):  # to the o-th behind this one, to which this one is the (size - o)-th
-        T.call_extern(
-            "handle",
-            f"send_scores<{k.held}>",
-            T.address_of(held[0]),
-            T.address_of(memory.scores[w, n % 2 * (size - 1) + (size - o - 1), 0, mine, 0]),
-            T.address_of(memory.s_full[at]),
-            1 - half if size == 2 else T.truncmod(half + o, size),
-        )
+        T.mbarrier_arrive_expect_tx(memory.s_full[at], BLOCK * k.rows * 4)
+    T.call_extern(
+        "handle",
+        f"send_scores<{k.held}>",
+        T.address_of(held[0]),
+        T.address_of(memory.scores[w, n % 2, 0, mine, 0]),
+        T.address_of(memory.s_full[at]),
+        1 - half,
+    )
     T.barrier_wait(memory.s_full[at], (n // 2) & 1)
-    for o in list(range(size - 1)):
-        T.call_extern(
-            "handle",
-            f"add_scores<{k.held}>",
-            T.address_of(held[0]),
-            T.address_of(memory.scores[w, n % 2 * (size - 1) + o, 0, mine, 0]),
-        )
+    T.call_extern(
+        "handle",
+        f"add_scores<{k.held}>",
+        T.address_of(held[0]),
+        T.address_of(memory.scores[w, n % 2, 0, mine, 0]),
+    )
     for i, j in T.Parallel(BLOCK, k.rows):
         s[i, j] = T.call_extern("float32", "get", T.address_of(held[0]), place_of(i, j))
 

@@ -46,8 +46,6 @@ class KernelChoice:
     def num_ctas(self, num_sms: int) -> int:
         """CTAs or clusters per tile of query rows that are resident at once on a GPU of ``num_sms`` multiprocessors."""
         apiece = self.tiling.num_tiles * self.cluster_size
-        if self.cluster_size > 2:  # one lies in one GPC, of 16 or 18 multiprocessors on a Hopper
-            num_sms = num_sms // 16 * 16
         return max(1, min(MAX_SPLITS, num_sms * self.ctas_per_sm // apiece))
 
 

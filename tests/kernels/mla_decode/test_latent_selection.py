@@ -10,6 +10,7 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode
 from mha2mla.kernels.mla_decode.latent_selection import (
+    LatentChoice,
     key_blocks,
     list_latent_kernels,
     refusal_latent,
@@ -108,26 +109,8 @@ def name(value) -> str:
     )
 
 
-# What only a table would choose.
-OTHERS = [
-    (shape(32, 512, 64), {"variant": "grouped"}),
-    (shape(16, 192, 64), {"ctas_per_sm": 2}),
-    (shape(32, 1024, 128), {"cluster_size": 4}),
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("shape", "wanted"), OTHERS, ids=name)
-def test_other_ways_compile_without_spills(shape, wanted):
-    gate(shape, 90, wanted)
-
-
 @few("capability, shape", GATED, count=1, ids=name)
 def test_compiles_without_spills(capability, shape):
-    gate(shape, capability, {})
-
-
-def gate(shape: DecodeShape, capability: int, wanted: dict[str, object]) -> None:
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.compilation import PASS_CONFIGS
@@ -135,8 +118,7 @@ def gate(shape: DecodeShape, capability: int, wanted: dict[str, object]) -> None
 
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")
-    every = list_latent_kernels(shape, capability)
-    choice = next(c for c in every if all(getattr(c, key) == value for key, value in wanted.items()))
+    choice: LatentChoice = select_latent(shape, capability)
     arch = "sm_90a" if capability == 90 else f"sm_{capability}"
     (report,) = compile_only(make_latent_split(shape, choice), arch, PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(capability)) == [], choice.reason
