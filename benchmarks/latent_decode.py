@@ -3,7 +3,6 @@
     python benchmarks/latent_decode.py --json benchmarks/results/h200-latent-decode.json
     python benchmarks/latent_decode.py --only "H32,H9"
     python benchmarks/latent_decode.py --widths true      # all widths at H=16 too
-    python benchmarks/latent_decode.py --ways true        # in ways that the rule does not choose, too
 
 Both forms read as many bytes: d_c numbers a token, or d_c' + d_r' of them. Both are checked against float64, and timed
 in turn in one process. ``runner.py`` says what the numbers are.
@@ -12,7 +11,6 @@ in turn in one process. ``runner.py`` says what the numbers are.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,6 @@ from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
 from mha2mla.kernel_testing.latent_problems import LatentProblem
 from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.mla_decode.latent_selection import LatentChoice, list_latent_kernels
 
 # H, d_c, d_r, tokens of each of 64 sequences (256 MB and more), times the stored form's time at most, or of R at least
 TELLING = (
@@ -53,7 +50,6 @@ COLUMNS = {
     "stored": "stored",
     "MB": "MB",
     "kernel": "kernel",
-    "variant": "variant",
     "num_stages": "stages",
     "ctas_per_sm": "CTAs/SM",
     "error": "error",
@@ -71,31 +67,15 @@ COLUMNS = {
 }
 
 
-def cases(widths: bool = False, ways: bool = False) -> list[SpeedCase]:
+def cases(widths: bool = False) -> list[SpeedCase]:
     shapes = dict.fromkeys(TELLING + WIDTHS * widths)
-    found = [
+    return [
         decode_case(
             LatentProblem(h, 1, d_c, d_r, (n,) * 64, slack=0),
             Target(share=limit) if limit < 1 else Target(peers=(("stored_us",), limit)),
         )
         for h, d_c, d_r, n, limit in shapes
     ]
-    return [each for case in found for each in (case, *(other_ways(case) if ways else ()))]
-
-
-def other_ways(case: SpeedCase) -> list[SpeedCase]:
-    """The case in the ways of ``latent_ws`` that the rule does not choose: the first configuration of each."""
-    shape = case.problem.shape("bfloat16")
-    chosen, *others = list_latent_kernels(shape, 90)
-    others = [choice for choice in others if choice.kernel == chosen.kernel == "latent_ws"]
-    ways = {way_of(chosen): chosen}
-    for choice in others:
-        ways.setdefault(way_of(choice), choice)
-    return [replace(case, name=f"{case.name} {way}", choice=c) for way, c in ways.items() if c is not chosen]
-
-
-def way_of(choice: LatentChoice) -> str:
-    return " ".join(filter(None, (choice.variant, f"{choice.ctas_per_sm} CTA")))
 
 
 def stored_form(problem: LatentProblem) -> Problem:
@@ -146,7 +126,6 @@ def speed(
     only: str | None = None,
     json: str | None = None,
     widths: bool = False,
-    ways: bool = False,
     min_run_time: float = 0.3,
     budget: float | None = None,
 ) -> bool:
@@ -156,11 +135,10 @@ def speed(
         only: measure shapes whose name contains this, or one of these, separated by commas.
         json: also write every row to this file.
         widths: fifteen more widths at H=16.
-        ways: every shape also in the ways of ``latent_ws`` that the rule does not choose for it.
         min_run_time: seconds of cold-L2 runs per form and shape.
         budget: seconds for all.
     """
-    return run(BENCHMARK, choose(cases(widths, ways), only), min_run_time=min_run_time, json=json, budget=budget)
+    return run(BENCHMARK, choose(cases(widths), only), min_run_time=min_run_time, json=json, budget=budget)
 
 
 if __name__ == "__main__":

@@ -87,9 +87,6 @@ def launcher(
     from mha2mla.kernels.split_kv.launch import compile_kernels, launch
 
     kernels = compile_kernels(op, shape, choice, capability, out.shape[0], out.shape[-1], plan.num_ctas)
-    rope = inputs.get("rope")  # whose fields are arguments of the op
-    own = [inputs[n] if n in inputs else getattr(rope, n.removeprefix("rope_")) for n in op.names]
-    data = (*op.kernel_arguments(own), inputs["block_table"])
-    numbers = tuple(getattr(rope, n) for n in op.numbers)
-    call = (data, inputs["softmax_scale"], inputs["causal"], *plan.buffers, out, lse, numbers)
+    data = (*op.kernel_arguments(inputs[name] for name in op.names), inputs["block_table"])
+    call = (data, inputs["softmax_scale"], inputs["causal"], *plan.buffers, out, lse)
     return partial(launch, op, shape, *call, kernels=kernels)

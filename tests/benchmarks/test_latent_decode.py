@@ -6,7 +6,6 @@ import pytest
 
 from benchmarks import latent_decode
 from benchmarks.shapes import target_us
-from mha2mla.kernels.mla_decode.latent_selection import select_latent
 
 
 def test_both_forms_of_a_pair_read_the_same_bytes():
@@ -26,12 +25,3 @@ def test_one_pair_from_end_to_end(monkeypatch):
     assert row["status"] == "ok" and row["stored"] == "48 + 24"
     assert row["ratio"] == pytest.approx(row["us"] / row["stored_us"])
     assert target_us(case, row, {}, None) == pytest.approx(1.2 * row["stored_us"])
-
-
-def test_other_ways_are_other_kernels_of_the_same_shapes():
-    every = latent_decode.cases(ways=True)
-    assert len({case.name for case in every}) == len(every)
-    others = [case for case in every if case.choice is not None]
-    assert {"", "grouped"} <= {case.choice.variant for case in others}
-    for case in others:
-        assert case.choice != select_latent(case.problem.shape("bfloat16"), 90), case.name

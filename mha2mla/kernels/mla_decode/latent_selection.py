@@ -10,7 +10,6 @@ from typing import Any
 
 from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
 from mha2mla.kernels.mla_decode.selection import (
-    OTHER_VARIANT,
     WIDE_LATENT,
     DecodeShape,
     RopeBlocks,
@@ -30,7 +29,6 @@ KEY_TILE = 64  # rows of W_KR that a warpgroup of ``latent_ws`` holds: the M of 
 KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatever else
 STREAMING_REGISTERS = 40
 LEAN = 16  # registers fewer of a computing thread, and 8 of a streaming one, to have two CTAs on a multiprocessor
-WAYS = (("", 0), ("grouped", 0), ("", LEAN), ("grouped", LEAN))  # of "latent_ws", the rule's first
 CONSUMER_OVERHEAD = 60  # of a computing thread, beside its accumulators
 
 
@@ -39,7 +37,6 @@ class LatentChoice(KernelChoice):
     """A :class:`KernelChoice` of "latent_ws", "latent_cluster" (sm_90) or "latent_portable" (from sm_80 on).
 
     Attributes: ``variant`` of the portable kernel, where W_KR is: "resident" in shared memory or "streamed" through it;
-    of "latent_ws" how the products of the keys are issued, at once or "grouped";
     ``registers`` of a thread that computes, makes keys, streams (sm_90).
     """
 
@@ -129,21 +126,23 @@ def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     makers = blocks.chunks_per_block
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (6, 4, 3, 2), (3 * makers, 2 * makers))
-    for (warpgroups, resident, num_stages, rope_stages), (variant, lean) in product(sizes, WAYS):
+    widths = shape.kv_lora_rank, shape.qk_rope_head_dim
+    for warpgroups, resident, num_stages, rope_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
-        registers = _registers(shape.kv_lora_rank, shape.qk_rope_head_dim, tiling, warpgroups, resident, lean=lean)
+        registers = _registers(*widths, tiling, warpgroups, resident)
+        one_load = shape.page_size >= 64 and shape.seqlen_q == 1  # several addresses at a time take their registers
+        if registers is None and resident > 1 and one_load:
+            registers = _registers(*widths, tiling, warpgroups, resident, lean=LEAN)
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
         choice = LatentChoice(
             "latent_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 1), warpgroups, resident,
             f"latent_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s) compute, {makers} "
             f"make keys, {num_stages} latent and {rope_stages} rope stages, {resident} CTA(s) a multiprocessor, {used} "
             "bytes of shared memory each",
-            variant,
             registers=registers or (0, 0, 0),
         )  # fmt: skip
         in_flight = min(num_stages * latent, 2048 // resident)
-        first = 0 if (variant, lean) == WAYS[0] else OTHER_VARIANT  # others are for tables to prefer
-        rank = (first, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages)
+        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages)
         yield rank, choice if fits else None, used
 
 
@@ -158,7 +157,7 @@ def latent_cluster_shared_memory(
 
 
 def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
-    """Where ``latent_ws`` fits with no tiling; a ring of 1.5 to 4 tiles."""
+    """As ``latent_ws``; a ring of 1.5 to 4 tiles."""
     cut, blocks = halve(tiling, shape.kv_lora_rank, 8), key_blocks(tiling, shape.qk_rope_head_dim)
     makers, warpgroups = blocks.chunks_per_block, 2 if tiling.rows == 64 else 1
     held = 64 * tiling.rows // warpgroups // 128
@@ -179,10 +178,13 @@ def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
 
 
 def _candidates(shape: DecodeShape, capability: int, limit: int) -> Candidates:
-    for tiling in dict.fromkeys(tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1) for max_rows in (64, 32, 16)):
-        if capability == 90:
-            if shape.kv_lora_rank <= WIDE_LATENT:
-                yield from _ws(shape, tiling, limit)
+    """Two CTAs share columns only where one takes them with no tiling: halves of a key are rounded each."""
+    tilings = dict.fromkeys(tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1) for max_rows in (64, 32, 16))
+    alone = capability == 90 and shape.kv_lora_rank <= WIDE_LATENT
+    found = [entry for tiling in tilings if alone for entry in _ws(shape, tiling, limit)]
+    yield from found
+    for tiling in tilings:
+        if capability == 90 and not any(choice for _, choice, _ in found):
             yield from _cluster(shape, tiling, limit)
         yield from _portable(shape, tiling, capability, limit)
 

@@ -26,7 +26,6 @@ from mha2mla.kernels.split_kv.stream import stream, stream_queries
 SUMS = BLOCK * KEY_TILE // WARPGROUP  # accumulators of a thread
 SWIZZLE_128, ROW_GROUP = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
 PANEL_BYTES = BLOCK * 128  # 64 columns of a tile
-GROUPED = 4  # products of keys of a group
 
 # Where TileLang has no call, or one before each of which it would put a barrier or a proxy fence.
 INLINE = """
@@ -176,9 +175,12 @@ def begin_sums(c):
 
 
 @T.macro
-def multiply_steps(k, c, slot, first, count):
-    for step in T.unroll(count):
-        s = first + step
+def multiply(k, c, slot):
+    """The sums of a tile: under way, not awaited."""
+    begin_sums(c)
+    T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
+    T.warpgroup_arrive()
+    for s in T.unroll(k.steps):
         T.call_extern(
             "handle",
             f"multiply_weight<{k.half}>",
@@ -187,23 +189,7 @@ def multiply_steps(k, c, slot, first, count):
             (slot * (BLOCK * k.latent_cols * 2) + s // 4 * PANEL_BYTES + s % 4 * 32) >> 4,
             T.access_ptr(c.sums[0], "rw", SUMS),
         )
-
-
-@T.macro
-def multiply(k, c, slot):
-    """The sums of a tile: under way, not awaited."""
-    begin_sums(c)
-    T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
-    T.warpgroup_arrive()
-    if k.choice.variant == "grouped":  # at most two groups under way, so that others' products come between them
-        for first in list(range(0, k.steps, GROUPED)):
-            multiply_steps(k, c, slot, first, min(GROUPED, k.steps - first))
-            T.warpgroup_commit_batch()
-            if first + GROUPED < k.steps:
-                T.warpgroup_wait(1)
-    else:
-        multiply_steps(k, c, slot, 0, k.steps)
-        T.warpgroup_commit_batch()
+    T.warpgroup_commit_batch()
 
 
 @T.macro
