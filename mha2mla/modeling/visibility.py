@@ -68,7 +68,7 @@ def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleToken
 
 def first_shown(shown: Tensor) -> Tensor:
     """[B] int64, the first True of ``shown`` [B, T]; 0 where there is none."""
-    # Compiled, a bool that is only just computed has no bytes to be seen as others.
+    # Inductor of torch 2.11 cannot view bools that it computes as bytes; elsewhere that spares a copy.
     numbers = shown.to(torch.uint8) if torch.compiler.is_compiling() else shown.view(torch.uint8)
     return numbers.argmax(dim=-1)
 
