@@ -22,7 +22,11 @@ DEFAULT_LAYOUT: LayoutName = "latent"  # what recipes and presets have that name
 # FlashAttention's, and no prefill kernel of ours.
 FUSED_WIDTH = 256
 GRANULE = 8  # the kernels take latent and rotary widths in multiples of 8
-WIDEST_ROTARY = 128  # that the decode kernels compute from the latent
+WIDEST_LATENT = 1024  # that the decode kernels read
+WIDEST_ROTARY = 128  # that they compute from the latent
+# Over 1,024 numbers they compute 64 rotary dims in 185 µs and 128 in 2,096 (docs/notes/decode.md): wider latents than
+# this get no more than 64.
+WIDEST_LATENT_OF_WIDE_ROTARY, NARROW_ROTARY = 768, 64
 WIDTHS = ("cache_ratio", "kv_lora_rank", "qk_rope_head_dim")  # together one target: one of them replaces all of another
 _WIDTH = 1 << 24
 
@@ -55,11 +59,12 @@ class Layout:
         room = FUSED_WIDTH - self.nope_width(head_dim, 0)
         return self.rope_share if self.per_group or room < GRANULE else min(self.rope_share, room / budget)
 
-    def free_width(self, key_width: int, head_dim: int) -> int:
-        """d_r where it costs no cache: the widest that kernels serve, with keys of at most :data:`FUSED_WIDTH` where
-        there is room for a rotary part at all."""
+    def free_width(self, key_width: int, head_dim: int, rank: int) -> int:
+        """d_r where it costs no cache: the widest that fast kernels serve at d_c = ``rank``, with keys of at most
+        :data:`FUSED_WIDTH` where there is room for a rotary part at all."""
         room = FUSED_WIDTH - head_dim
-        widest = min(WIDEST_ROTARY, room // GRANULE * GRANULE) if room >= GRANULE else WIDEST_ROTARY
+        widest = NARROW_ROTARY if WIDEST_LATENT_OF_WIDE_ROTARY < rank <= WIDEST_LATENT else WIDEST_ROTARY
+        widest = min(widest, room // GRANULE * GRANULE) if room >= GRANULE else widest
         return min(widest, key_width // 2 * 2)
 
 
@@ -70,6 +75,12 @@ LAYOUTS: Mapping[LayoutName, Layout] = MappingProxyType(
         "latent": Layout(rope_share=0.0, rope_from_latent=True),
     }
 )
+
+
+def fast_rank(geometry: MLAGeometry) -> int:
+    """d_c up to which a layer with these rotary keys is decoded by a fast kernel."""
+    is_wide = geometry.rope_from_latent and geometry.qk_rope_head_dim > NARROW_ROTARY
+    return WIDEST_LATENT_OF_WIDE_ROTARY if is_wide else WIDEST_LATENT
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,8 @@ class Target(Stage):
             return all_pairs, 2 * key_width if layout.rope_from_latent else key_width
         budget = math.floor(self.cache_ratio * 2 * key_width + 1e-9)
         if layout.rope_from_latent:
-            return layout.free_width(key_width, head_dim), self._rank(budget, 0, "nothing rotary")
+            rank = self._rank(budget, 0, "nothing rotary")
+            return layout.free_width(key_width, head_dim, rank), rank
         if rope_share is None:
             rope_share = layout.share_of(budget, head_dim)
         rope = max(GRANULE, GRANULE * math.floor(rope_share * budget / groups / GRANULE + 0.5))

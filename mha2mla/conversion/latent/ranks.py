@@ -22,7 +22,7 @@ from mha2mla.conversion.fit.reconstruction import ReconstructionProblem, reconst
 from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_energies
 from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.source.streaming import StreamedModel
-from mha2mla.conversion.target import GRANULE
+from mha2mla.conversion.target import GRANULE, fast_rank
 from mha2mla.geometry import MLAGeometry
 from mha2mla.predictions import kl_divergence
 from mha2mla.progress import progress_bar
@@ -66,8 +66,8 @@ def choose_layer_ranks(
     """
     geometry = recipe.geometry(spec)
     step = rank_step(geometry.kv_lora_rank)
-    full = geometry.full_kv_lora_rank
-    ranks = sorted({min(full, max(step, round(factor * geometry.kv_lora_rank / step) * step)) for factor in FACTORS})
+    uniform, full = geometry.kv_lora_rank, geometry.full_kv_lora_rank
+    ranks = sorted({min(full, max(step, round(factor * uniform / step) * step)) for factor in FACTORS})
     fitted, judged = windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
     losses = measure_losses(
         model,
@@ -84,10 +84,10 @@ def choose_layer_ranks(
     )
     chosen = allocate(
         losses,
-        geometry.kv_lora_rank * spec.num_layers,
+        uniform * spec.num_layers,
         step=step,
-        least=max(step, math.ceil(LEAST * geometry.kv_lora_rank / step) * step),
-        most=min(full, math.floor(MOST * geometry.kv_lora_rank / step) * step),
+        least=max(step, math.ceil(LEAST * uniform / step) * step),
+        most=most_rank(geometry, step),
     )
     return chosen, {str(rank): [layer[rank] for layer in losses] for rank in ranks}
 
@@ -95,6 +95,13 @@ def choose_layer_ranks(
 def rank_step(kv_lora_rank: int) -> int:
     """By what ranks differ: few steps make few geometries, and each is a compilation of the decode kernel."""
     return next((step for step in (64, 32, 16) if kv_lora_rank >= 5 * step), GRANULE)
+
+
+def most_rank(geometry: MLAGeometry, step: int) -> int:
+    """Of a layer: where the uniform rank has a fast decode kernel, no layer leaves it for a wider latent."""
+    most = min(geometry.full_kv_lora_rank, math.floor(MOST * geometry.kv_lora_rank / step) * step)
+    fast = fast_rank(geometry)
+    return min(most, fast) if geometry.kv_lora_rank <= fast else most
 
 
 def measure_losses(

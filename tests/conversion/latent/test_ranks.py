@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import mha2mla
 from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.latent import ranks as layer_ranks
-from mha2mla.conversion.latent.ranks import allocate, choose_layer_ranks, loss_at
+from mha2mla.conversion.latent.ranks import allocate, choose_layer_ranks, loss_at, most_rank
+from mha2mla.geometry import MLAGeometry
 from tests.conversion import tiny
 from tests.conversion.rope.test_share_search import SHORT, arguments
 from tests.conversion.tiny import Recipe
@@ -153,6 +155,28 @@ def test_ranks_may_be_given(source, tmp_path):
 def test_bad_ranks_are_refused(ranks, message):
     with pytest.raises(ValueError, match=message):
         Recipe(latent_ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rope", "rank", "most"),
+    [
+        ("latent", 128, 192, 384),  # twice the mean, wherever that has a kernel
+        ("latent", 128, 512, 768),
+        ("latent", 64, 1024, 1024),
+        ("shared", 64, 960, 1024),
+        ("latent", 128, 1200, 2048),  # no kernel anyway: all that the source has
+    ],
+)
+def test_no_layer_leaves_the_widths_of_fast_kernels_that_the_mean_is_in(layout, rope, rank, most):
+    geometry = MLAGeometry(32, 1, rank, rope, 128, 128, 8, 8, rope_from_latent=layout == "latent")
+    assert most_rank(geometry, 64) == most
+
+
+@pytest.mark.parametrize(("ratio", "widths"), [(0.25, (128, 512)), (0.5, (64, 1024)), (0.625, (128, 1280))])
+def test_rotary_keys_are_as_wide_as_fast_kernels_take(ratio, widths):
+    llama = tiny.config("llama", hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    geometry = Recipe(layout="latent", cache_ratio=ratio).geometry(ADAPTERS["llama"].specify(llama))
+    assert (geometry.qk_rope_head_dim, geometry.kv_lora_rank) == widths
 
 
 def test_ranks_must_fit_the_source(source):
