@@ -171,12 +171,14 @@ def test_shared_rotary_keys_are_no_wider_than_fused_attention_takes(kv_heads, he
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "rope", "nope"),
-    [(8, 128, 128, 128), (8, 96, 128, 96), (1, 64, 64, 0), (8, 192, 64, 192), (4, 256, 128, 256)],
+    ("kv_heads", "head_dim", "half", "quarter", "nope"),
+    [(8, 128, 64, 128, 128), (8, 96, 128, 128, 96), (1, 64, 64, 64, 0), (8, 192, 64, 64, 192), (4, 256, 64, 128, 256)]
+    + [(32, 128, 128, 128, 128)],
 )
-def test_rotary_keys_of_the_latent_are_as_wide_as_kernels_go(kv_heads, head_dim, rope, nope):
+def test_rotary_keys_of_the_latent_are_as_wide_as_fast_kernels_go(kv_heads, head_dim, half, quarter, nope):
+    """64 of 1,024 numbers; 128 of up to 768, and where no kernel goes."""
     source = spec(**{**SMOLLM2, "num_attention_heads": 32, "num_key_value_heads": kv_heads, "head_dim": head_dim})
-    for ratio in (0.5, 0.25):
+    for ratio, rope in ((0.5, half), (0.25, quarter)):
         geometry = MinimalRecipe(layout="latent", cache_ratio=ratio).geometry(source)
         assert (geometry.qk_rope_head_dim, geometry.qk_nope_head_dim) == (rope, nope) and geometry.rope_from_latent
         assert geometry.cache_numel_per_token == geometry.kv_lora_rank == ratio * 2 * kv_heads * head_dim

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 import mha2mla
 from mha2mla.conversion.calibration.blocks import TokenBlocks
-from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.latent import ranks as layer_ranks
 from mha2mla.conversion.latent.ranks import allocate, choose_layer_ranks, loss_at, most_rank
 from mha2mla.geometry import MLAGeometry
@@ -170,13 +169,6 @@ def test_bad_ranks_are_refused(ranks, message):
 def test_no_layer_leaves_the_widths_of_fast_kernels_that_the_mean_is_in(layout, rope, rank, most):
     geometry = MLAGeometry(32, 1, rank, rope, 128, 128, 8, 8, rope_from_latent=layout == "latent")
     assert most_rank(geometry, 64) == most
-
-
-@pytest.mark.parametrize(("ratio", "widths"), [(0.25, (128, 512)), (0.5, (64, 1024)), (0.625, (128, 1280))])
-def test_rotary_keys_are_as_wide_as_fast_kernels_take(ratio, widths):
-    llama = tiny.config("llama", hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
-    geometry = Recipe(layout="latent", cache_ratio=ratio).geometry(ADAPTERS["llama"].specify(llama))
-    assert (geometry.qk_rope_head_dim, geometry.kv_lora_rank) == widths
 
 
 def test_ranks_must_fit_the_source(source):
