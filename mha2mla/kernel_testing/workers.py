@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -216,7 +217,9 @@ class _Worker:
     def __init__(self, context: Any, stage: Stage) -> None:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, stage.function, stage.prepare), daemon=True)
-        # A Ctrl-C reaches every process of a terminal; this one's parent ends it, without a traceback of its own.
+        # A Ctrl-C reaches every process of a terminal; this one's parent ends it, without a traceback of its own. The
+        # tracker first: starting it, as the first process would, lets the signal through again.
+        resource_tracker.ensure_running()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.process.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

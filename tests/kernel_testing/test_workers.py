@@ -26,10 +26,11 @@ if __name__ == "__main__":
     sys.exit(main())
 """
 JOBS = """
-import os, time
+import os, signal, time
 
 def work(job):
-    print("at work", os.getpid(), flush=True)
+    masked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    print("masked" if masked else "open", os.getpid(), flush=True)
     time.sleep(60)
 """
 
@@ -47,8 +48,9 @@ def test_a_ctrl_c_showed_the_traceback_of_every_worker(tmp_path):
         start_new_session=True,
     )
     signal.signal(signal.SIGINT, before)
-    workers = [int(process.stdout.readline().split()[-1]) for _ in range(2)]
+    masks, workers = zip(*(process.stdout.readline().split() for _ in range(2)), strict=True)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
+    assert masks == ("masked", "masked")
     assert process.returncode == 130 and output == "mha2mla: interrupted\n"
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
