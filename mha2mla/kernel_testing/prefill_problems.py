@@ -28,6 +28,7 @@ class PrefillProblem:
         lengths: (queries, keys) of each sequence.
         value_heads: heads of the values; None: of the first part's keys.
         causal: whether later keys are hidden.
+        window, sinks: as in ``attention_varlen``.
         combined: queries, keys and values are views of wider buffers.
         behind: rows behind the last sequence, NaN.
         scale: of the queries; large values make scores of 1e5.
@@ -41,6 +42,8 @@ class PrefillProblem:
     lengths: tuple[tuple[int, int], ...]
     value_heads: int | None = None
     causal: bool = True
+    window: int | None = None
+    sinks: int = 0
     combined: bool = False
     behind: int = 5
     scale: float = 1.0
@@ -59,19 +62,30 @@ class PrefillProblem:
         """What to compile for."""
         return VarlenShape(
             self.heads, self.widths, self.key_heads, self.value_heads or self.key_heads[0], self.v_head_dim,
-            self.causal, dtype,
+            self.causal, dtype, self.window is not None,
         )  # fmt: skip
 
     def pairs(self) -> int:
         """(query, key) pairs that are not masked."""
         total = 0
         for queries, keys in self.lengths:
-            if self.causal:  # query i sees keys - queries + i + 1 keys, and not less than none
+            if self.window is not None:
+                total += int(self.visible(queries, keys).sum())
+            elif self.causal:  # query i sees keys - queries + i + 1 keys, and not less than none
                 last, first = keys, max(0, keys - queries + 1)
                 total += (first + last) * (last - first + 1) // 2
             else:
                 total += queries * keys
         return total
+
+    def visible(self, queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
+        """[queries, keys] bool, of one sequence."""
+        behind = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+        if not self.causal:
+            return torch.ones_like(behind, dtype=torch.bool)
+        if self.window is None:
+            return behind >= 0
+        return (behind >= 0) & ((behind < self.window) | (torch.arange(keys, device=device) < self.sinks))
 
     def flops(self) -> int:
         """Multiplications and additions of the two products: 2 H (d_qk + d_v) for each pair that is not masked."""
@@ -106,9 +120,7 @@ def sequences(problem: PrefillProblem, inputs: dict[str, Any]) -> Iterator[Seque
     first_q = first_k = 0
     for queries, keys in problem.lengths:
         rows, columns = slice(first_q, first_q + queries), slice(first_k, first_k + keys)
-        visible = None
-        if problem.causal:
-            visible = torch.ones(queries, keys, dtype=torch.bool, device=inputs["v"].device).tril(keys - queries)
+        visible = problem.visible(queries, keys, inputs["v"].device) if problem.causal else None
         yield Sequence(
             tuple(q[rows] for q in inputs["queries"]), tuple(k[columns] for k in inputs["keys"]),
             inputs["v"][columns], visible, problem.softmax_scale,
@@ -126,6 +138,8 @@ def exact(problem: PrefillProblem, inputs: dict[str, Any]) -> tuple[Tensor, Tens
         inputs["cu_seqlens_k"],
         softmax_scale=problem.softmax_scale,
         causal=problem.causal,
+        window=problem.window,
+        sinks=problem.sinks,
     )
 
 

@@ -11,6 +11,7 @@ from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH
 from mha2mla.kernels.devices import BACKENDS, capability, dtype_name
 from mha2mla.kernels.layouts import check_aligned
 from mha2mla.kernels.rope_append.api import mla_append
+from mha2mla.kernels.split_kv.plan import check_window
 
 _COMPILED_DTYPES = (torch.bfloat16, torch.float16)
 _DTYPES = (*_COMPILED_DTYPES, torch.float32, torch.float64)
@@ -26,6 +27,8 @@ def attention_varlen(
     *,
     softmax_scale: float,
     causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
     out: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -44,6 +47,9 @@ def attention_varlen(
         softmax_scale: on the scores; positive.
         causal: a query sees no later key. Aligned at the end: a sequence's last query sees all its keys, whether there
             are more keys than queries (a cache) or fewer.
+        window: a query sees only the last ``window`` keys up to its own place; None: all. With ``causal`` only. Keys
+            that no query of a tile sees are not read, so that time follows the keys that are seen.
+        sinks: the first ``sinks`` keys of a sequence stay visible (attention sinks, arXiv 2309.17453).
         out: [T_q, H, d_v], contiguous; where to write the result.
         return_lse: return the log-sum-exps too.
         backend: "tilelang" (bfloat16 and float16 on CUDA from sm_80 on, widths of multiples of 8 up to 256),
@@ -57,8 +63,9 @@ def attention_varlen(
         ValueError: naming the argument, what it was and what it must be.
     """
     return _attend(
-        {"q": q}, {"k": k}, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, return_lse, backend
-    )
+        {"q": q}, {"k": k}, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window, sinks, out,
+        return_lse, backend,
+    )  # fmt: skip
 
 
 def mla_prefill_varlen(
@@ -73,6 +80,8 @@ def mla_prefill_varlen(
     *,
     softmax_scale: float,
     causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
     out: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -88,7 +97,7 @@ def mla_prefill_varlen(
         q_pe: [T_q, H, d_r], rotated.
         k_nope: [T_k, h_kv, d_n], expanded from the latent; ``v`` [T_k, h_kv, d_v] likewise.
         k_pe: [T_k, G, d_r], rotated; G divides H.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, return_lse, backend: as in
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window, sinks, out, return_lse, backend: as in
             :func:`attention_varlen`, and so are the result and the errors.
     """
     queries, keys = {"q_nope": q_nope, "q_pe": q_pe}, {"k_nope": k_nope, "k_pe": k_pe}
@@ -99,8 +108,9 @@ def mla_prefill_varlen(
             )
         queries, keys = {"q_pe": q_pe}, {"k_pe": k_pe}
     return _attend(
-        queries, keys, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, return_lse, backend
-    )
+        queries, keys, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window, sinks, out,
+        return_lse, backend,
+    )  # fmt: skip
 
 
 def mla_prefill_append(
@@ -118,6 +128,8 @@ def mla_prefill_append(
     *,
     softmax_scale: float,
     causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
     out: Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
@@ -135,7 +147,7 @@ def mla_prefill_append(
         slots: [T] int32, page * page_size + offset of each token (:func:`mha2mla.kernels.slots_of`); one outside the
             cache, such as -1, writes nothing.
         cu_seqlens: [B+1] int32, of queries and keys.
-        max_seqlen, softmax_scale, causal, out, return_lse, backend: as in :func:`attention_varlen`.
+        max_seqlen, softmax_scale, causal, window, sinks, out, return_lse, backend: as in :func:`attention_varlen`.
     """
     half = k_pe.shape[-1] // 2 if k_pe.ndim else 0
     mla_append(
@@ -144,7 +156,7 @@ def mla_prefill_append(
     )  # fmt: skip
     return mla_prefill_varlen(
         q_nope, q_pe, k_nope, k_pe, v, cu_seqlens, cu_seqlens, max_seqlen, softmax_scale=softmax_scale, causal=causal,
-        out=out, return_lse=return_lse, backend=backend,
+        window=window, sinks=sinks, out=out, return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 
@@ -175,7 +187,8 @@ def explain_attention_varlen(
 
 def _attend(
     queries: dict[str, Tensor], keys: dict[str, Tensor], v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, softmax_scale: float, causal: bool, out: Tensor | None, return_lse: bool, backend: str | None,
+    max_seqlen_q: int, softmax_scale: float, causal: bool, window: int | None, sinks: int, out: Tensor | None,
+    return_lse: bool, backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The checks and the call of both ops; ``queries`` and ``keys``: one or two parts by the caller's names."""
     named = queries | keys | {"v": v}
@@ -217,6 +230,9 @@ def _attend(
         raise ValueError(f"max_seqlen_q is {max_seqlen_q}; expected at least 0")
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale is {softmax_scale}; expected a positive number")
+    check_window(window, sinks)
+    if window is not None and not causal:
+        raise ValueError(f"causal is {causal} with window={window}; expected True, or no window")
     if out is not None:
         expected = (tokens_q, heads, v.shape[2])
         if tuple(out.shape) != expected or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
@@ -229,7 +245,8 @@ def _attend(
         for name, x in named.items():
             _check_strides(name, x)
     parts = [part for parts in (queries, keys) for part in (*parts.values(), None)[:2]]
-    operands = (*parts, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, compiled)
+    limits = (-1 if window is None else window, sinks)
+    operands = (*parts, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, *limits, compiled)
     if out is None:
         out, lse = torch.ops.mha2mla.attention_varlen(*operands)
     else:
@@ -260,15 +277,17 @@ def _check_strides(name: str, x: Tensor) -> None:
 
 def _attention_varlen_out(
     q: Tensor, q_pe: Tensor | None, k: Tensor, k_pe: Tensor | None, v: Tensor, cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool, compiled: bool, out: Tensor,
+    cu_seqlens_k: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool, window: int, sinks: int,
+    compiled: bool, out: Tensor,
 ) -> Tensor:  # fmt: skip
     if not compiled:
         from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
 
         queries, keys = ([x for x in parts if x is not None] for parts in ((q, q_pe), (k, k_pe)))
         result, lse = attention_varlen_reference(
-            queries, keys, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal
-        )
+            queries, keys, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=softmax_scale, causal=causal,
+            window=None if window < 0 else window, sinks=sinks,
+        )  # fmt: skip
         out.copy_(result)
         return lse
     # Here and not beside the strides: what torch.compile traces has no addresses.
@@ -278,7 +297,7 @@ def _attention_varlen_out(
 
     lse = _lse_fake(q)
     launch_attention_varlen(
-        q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, out, lse
+        q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window, sinks, out, lse
     )
     return lse
 
@@ -295,7 +314,7 @@ def _lse_fake(q: Tensor) -> Tensor:
 
 _ARGUMENTS = (
     "Tensor q, Tensor? q_pe, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
-    " SymInt max_seqlen_q, float softmax_scale, bool causal, bool compiled"
+    " SymInt max_seqlen_q, float softmax_scale, bool causal, int window, int sinks, bool compiled"
 )
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
 LIBRARY.define(f"attention_varlen({_ARGUMENTS}) -> (Tensor, Tensor)")

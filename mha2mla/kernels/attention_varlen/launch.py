@@ -16,6 +16,7 @@ from mha2mla.kernels.devices import capability, dtype_name
 # Bytes of keys and values that are worked on at a time. An H200 caches 50 MB, but a line that both halves of its
 # multiprocessors read lies in both halves of the cache, and a section's first blocks run beside the last one's last.
 L2_SHARE = 16 * 2**20
+LONGEST = 2**30  # window or sinks as kernels take them: longer than a sequence, and no sum with a token overflows
 
 
 @cache
@@ -40,10 +41,13 @@ def launch_attention_varlen(
     max_seqlen_q: int,
     softmax_scale: float,
     causal: bool,
+    window: int,
+    sinks: int,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Run the kernel; arguments as in :func:`mha2mla.kernels.attention_varlen`, a second part of q and k or None."""
+    """Run the kernel; arguments as in :func:`mha2mla.kernels.attention_varlen`, a second part of q and k or None, and a
+    window of -1 is none."""
     batch = cu_seqlens_q.shape[0] - 1
     if out.numel() == 0 or batch == 0 or max_seqlen_q == 0:
         return
@@ -53,13 +57,14 @@ def launch_attention_varlen(
         return
     parts = (k,) if k_pe is None else (k, k_pe)
     widths, key_heads = tuple([part.shape[2] for part in parts]), tuple([part.shape[1] for part in parts])
-    shape = VarlenShape(q.shape[1], widths, key_heads, v.shape[1], v.shape[2], causal, dtype_name(v.dtype))
+    shape = VarlenShape(q.shape[1], widths, key_heads, v.shape[1], v.shape[2], causal, dtype_name(v.dtype), window >= 0)
+    limits = (min(window, LONGEST), min(sinks, LONGEST)) if shape.windowed else ()
     with torch.cuda.device(out.device):
         kernel, rows = compile_attention_varlen(capability(out.device), shape)
         kernel(
             q, q if q_pe is None else q_pe, k, k if k_pe is None else k_pe, v, cu_seqlens_q.contiguous(),
             cu_seqlens_k.contiguous(), out, lse, softmax_scale, -(-max_seqlen_q // rows),
-            heads_at_a_time(shape, k, batch),
+            heads_at_a_time(shape, k, batch), *limits,
         )  # fmt: skip
 
 

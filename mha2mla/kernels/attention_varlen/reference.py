@@ -17,6 +17,8 @@ def attention_varlen_reference(
     *,
     softmax_scale: float,
     causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """``softmax(softmax_scale * sum_i queries[i] keys[i]^T) v`` of each sequence by itself.
 
@@ -24,7 +26,7 @@ def attention_varlen_reference(
         queries: parts [T_q, H, d_i] of the queries; a score is the sum of their products with the keys' parts.
         keys: parts [T_k, G_i, d_i]; query head h meets head h // (H / G_i) of part i.
         v: [T_k, G_v, d_v].
-        cu_seqlens_q, cu_seqlens_k, causal: as in :func:`mha2mla.kernels.attention_varlen`.
+        cu_seqlens_q, cu_seqlens_k, causal, window, sinks: as in :func:`mha2mla.kernels.attention_varlen`.
 
     The arithmetic is float64 for float64 inputs and float32 for all others; only ``out`` is rounded to the input's
     dtype. Keys and values of other sequences, behind the last one, and that a query does not see are never used: NaN
@@ -43,7 +45,10 @@ def attention_varlen_reference(
     key_of, key_place, key_length = _places(cu_seqlens_k, tokens_k, device)
     visible = (query_of[:, None] == key_of) & (query_of[:, None] >= 0)
     if causal:  # bottom-right aligned: the last query sees everything
-        visible = visible & (key_place - key_length <= (query_place - query_length)[:, None])
+        behind = (query_place - query_length)[:, None] - (key_place - key_length)  # how far the key lies behind
+        visible = visible & (behind >= 0)
+        if window is not None:
+            visible = visible & ((behind < window) | (key_place < sinks))
     used = visible.any(0)[:, None, None]
 
     def wide(x: Tensor) -> Tensor:  # of keys and values, for every query head

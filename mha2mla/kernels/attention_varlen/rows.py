@@ -16,8 +16,8 @@ class VarlenTypes:
     again), cu_seqlens_q and cu_seqlens_k [B+1] int32, out [T_q,H,d_v], lse [H,T_q] float32.
 
     After them a kernel takes softmax_scale float32; row_tiles int32, tiles of rows that the longest query has; section
-    int32, how many heads (of all sequences, counted through) are worked on before the next ones. Grid: row_tiles * H *
-    B.
+    int32, how many heads (of all sequences, counted through) are worked on before the next ones; of a windowed shape
+    also window and sinks int32. Grid: row_tiles * H * B.
     """
 
     def __init__(self, shape: VarlenShape, machine: Machine = GPU):
@@ -34,7 +34,9 @@ class VarlenTypes:
         self.lse = T.Tensor([shape.heads, tokens_q], T.float32)
 
 
-FIRST_QUERY, QUERIES, FIRST_KEY, KEYS, TILES, FULL = range(6)  # of a span; tiles that some row and that every row sees
+# Of a span; tiles that some row and that every row sees. Under a window the former are SINK_TILES and others, with GAP
+# tiles between them that are not read, and every row's window begins at or before key IN_WINDOW.
+FIRST_QUERY, QUERIES, FIRST_KEY, KEYS, TILES, FULL, SINK_TILES, GAP, IN_WINDOW = range(9)
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,15 @@ class Place:
     def value_head(self):
         return self.head // (self.shape.heads // self.shape.value_heads)
 
+    def tile(self, attended: Any):
+        """Tile of the keys that is the ``attended``-th of those read, from the first."""
+        if not self.shape.windowed:
+            return attended
+        return attended + T.if_then_else(attended >= self.span[SINK_TILES], self.span[GAP], 0)
+
 
 @T.macro
-def find_place(shape, rows, block, x, bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section):
+def find_place(shape, rows, block, x, bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section, window, sinks):
     """The :class:`Place` of CTA ``x``: sections of heads whose keys stay in the L2 cache; within one, the last query
     rows of every head first."""
     place = T.alloc_local([4], T.int32)  # section's first head, its heads, tile of rows, head and sequence
@@ -63,7 +71,7 @@ def find_place(shape, rows, block, x, bounds, cu_seqlens_q, cu_seqlens_k, row_ti
     place[2] = row_tiles - 1 - T.truncdiv(x - place[0] * row_tiles, place[1])
     place[3] = place[0] + T.truncmod(x - place[0] * row_tiles, place[1])
     head = place[3] % shape.heads
-    span = T.alloc_local([6], T.int32)
+    span = T.alloc_local([9 if shape.windowed else 6], T.int32)
     span[FIRST_QUERY] = cu_seqlens_q[place[3] // shape.heads]
     span[QUERIES] = cu_seqlens_q[place[3] // shape.heads + 1] - span[FIRST_QUERY]
     span[FIRST_KEY] = cu_seqlens_k[place[3] // shape.heads]
@@ -76,9 +84,22 @@ def find_place(shape, rows, block, x, bounds, cu_seqlens_q, cu_seqlens_k, row_ti
     else:
         span[TILES] = (span[KEYS] + block - 1) // block
         span[FULL] = span[KEYS] // block
+    if shape.windowed:
+        low = T.max(0, span[KEYS] - span[QUERIES] + row0 + 1 - window)  # first key of the first row's window
+        span[SINK_TILES] = T.min(span[TILES], (sinks + block - 1) // block)
+        span[GAP] = T.max(0, low // block - span[SINK_TILES])
+        span[TILES] -= span[GAP]
+        span[IN_WINDOW] = span[KEYS] - span[QUERIES] + T.min(span[QUERIES], row0 + rows) - window
     if row0 >= span[QUERIES]:
         span[TILES] = 0
     return Place(shape, head, row0, span)
+
+
+def sees(shape: VarlenShape, key: Any, limit: Any, window: Any, sinks: Any):
+    """Whether a row that sees no key from ``limit`` on sees ``key``."""
+    if not shape.windowed:
+        return key < limit
+    return (key < limit) & ((key >= limit - window) | (key < sinks))
 
 
 def new_rows(machine: Machine, rows: int, block: int, dtype: str) -> Buffers:

@@ -24,6 +24,7 @@ class VarlenShape:
         v_head_dim: d_v.
         causal: whether a query sees only keys up to its own place, counted from the end.
         dtype: "bfloat16" or "float16".
+        windowed: whether a query sees a window of keys, and sinks, whose numbers are run-time values; causal only.
     """
 
     heads: int
@@ -33,6 +34,7 @@ class VarlenShape:
     v_head_dim: int
     causal: bool
     dtype: str
+    windowed: bool = False
 
     @property
     def parts(self) -> range:

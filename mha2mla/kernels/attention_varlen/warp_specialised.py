@@ -14,6 +14,8 @@ from mha2mla.kernels.attention_varlen.rows import (
     FIRST_KEY,
     FIRST_QUERY,
     FULL,
+    GAP,
+    IN_WINDOW,
     KEYS,
     QUERIES,
     TILES,
@@ -23,6 +25,7 @@ from mha2mla.kernels.attention_varlen.rows import (
     find_weights,
     finish,
     new_rows,
+    sees,
 )
 from mha2mla.kernels.attention_varlen.tiling import WARPGROUP, VarlenShape, VarlenTiling, chunks
 from mha2mla.kernels.machine import GPU, Buffers
@@ -102,19 +105,21 @@ def multiply_values(k, memory, slot, p, o):
 
 
 @T.macro
-def weigh(k, masked, y, scale, t0, limit):
-    """Scores become weights."""
+def weigh(k, masked, y, scale, t0, limits):
+    """Scores become weights. ``limits``: the first key that row 0 does not see, window and sinks."""
     if masked:
         for i, j in T.Parallel(k.rows, k.block):
             y.s[i, j] = T.if_then_else(
-                t0 + j < (limit + i if k.shape.causal else limit), y.s[i, j], -T.infinity(T.float32)
+                sees(k.shape, t0 + j, limits[0] + i if k.shape.causal else limits[0], limits[1], limits[2]),
+                y.s[i, j],
+                -T.infinity(T.float32),
             )
     find_weights(GPU, y, scale)
 
 
 @T.macro
-def step(k, masked, thread, n, tiles, scale, memory, y, o, limit):
-    """Scores of tile ``n`` beside the output of the tile before it."""
+def step(k, masked, thread, n, tiles, place, scale, memory, y, o, limits):
+    """Scores of tile ``n``, from the last, beside the output of the tile before it."""
     w = thread // WARPGROUP
     T.barrier_wait(memory.k_full[n % k.stages], (n // k.stages) & 1)
     if k.turns:
@@ -128,7 +133,7 @@ def step(k, masked, thread, n, tiles, scale, memory, y, o, limit):
     T.wait_wgmma(len(k.outputs))
     if thread % 32 == 0:
         T.barrier_arrive(memory.k_free[n % k.stages])
-    weigh(k, masked, y, scale, (tiles - 1 - n) * k.block, limit)
+    weigh(k, masked, y, scale, place.tile(tiles - 1 - n) * k.block, limits)
     # Passed long ago. Without a branch here ptxas moves the exponentials behind the wait for the output.
     T.barrier_wait(memory.v_full[(n - 1) % k.stages], ((n - 1) // k.stages) & 1)
     T.wait_wgmma(0)
@@ -141,7 +146,7 @@ def step(k, masked, thread, n, tiles, scale, memory, y, o, limit):
 
 
 @T.macro
-def first_step(k, thread, tiles, keys, scale, memory, y, limit):
+def first_step(k, thread, tiles, place, scale, memory, y, limits):
     """Scores and weights of the first tile; its values behind the sequence are cleaned: a weight of 0 does not clean a
     NaN."""
     w = thread // WARPGROUP
@@ -154,13 +159,13 @@ def first_step(k, thread, tiles, keys, scale, memory, y, limit):
     T.wait_wgmma(0)
     if thread % 32 == 0:
         T.barrier_arrive(memory.k_free[0])
-    weigh(k, True, y, scale, (tiles - 1) * k.block, limit)
+    weigh(k, True, y, scale, place.tile(tiles - 1) * k.block, limits)
     T.copy(y.s, y.p)
-    if tiles * k.block > keys[KEYS]:
+    if (tiles + place.span[GAP] if k.shape.windowed else tiles) * k.block > place.span[KEYS]:
         T.barrier_wait(memory.v_full[0], 0)
         for c in list(range(len(k.outputs))):
             for i, d in T.Parallel(k.block, k.outputs[c][1]):
-                if (tiles - 1) * k.block + i >= keys[KEYS]:
+                if place.tile(tiles - 1) * k.block + i >= place.span[KEYS]:
                     memory.v_rings[c][0, i, d] = T.cast(0, k.shape.dtype)
         T.fence_proxy_async()
         T.sync_threads(barrier_id=BARRIER, arrive_count=k.consumers)
@@ -194,7 +199,7 @@ def store(k, memory, y, o, out, lse):
 
 
 @T.macro
-def consume(k, thread, place, memory, out, lse, softmax_scale):
+def consume(k, thread, place, memory, out, lse, softmax_scale, window, sinks):
     """One warpgroup: all tiles that some of its rows see."""
     T.set_max_nreg(REGISTERS[k.tiling.warpgroups], 1)
     y = new_rows(GPU, k.rows, k.block, k.shape.dtype)
@@ -206,14 +211,23 @@ def consume(k, thread, place, memory, out, lse, softmax_scale):
         T.fill(o[c], 0)
     # First key that row 0 does not see. Rows behind the sequence's last may see too much; they are dropped.
     limit = span[KEYS] - span[QUERIES] + place.row0 + 1 if k.shape.causal else span[KEYS]
+    limits = (limit, window, sinks)
     if tiles > 0:
-        first_step(k, thread, tiles, span, scale, memory, y, limit)
-        masked = T.max(0, tiles - full - 1) if k.shape.causal else 0
-        for u in list(range(k.extra_masked)):  # no loop: its 32 column numbers would be kept in registers
-            if u < masked:
-                step(k, True, thread, u + 1, tiles, scale, memory, y, o, limit)
-        for n in T.serial(tiles - 1 - masked):
-            step(k, False, thread, masked + 1 + n, tiles, scale, memory, y, o, limit)
+        first_step(k, thread, tiles, place, scale, memory, y, limits)
+        if k.shape.windowed:
+            for n in T.serial(1, tiles):
+                first = place.tile(tiles - 1 - n) * k.block
+                if (first >= full * k.block) | ((first < span[IN_WINDOW]) & (first + k.block > sinks)):
+                    step(k, True, thread, n, tiles, place, scale, memory, y, o, limits)
+                else:
+                    step(k, False, thread, n, tiles, place, scale, memory, y, o, limits)
+        else:
+            masked = T.max(0, tiles - full - 1) if k.shape.causal else 0
+            for u in list(range(k.extra_masked)):  # no loop: its 32 column numbers would be kept in registers
+                if u < masked:
+                    step(k, True, thread, u + 1, tiles, place, scale, memory, y, o, limits)
+            for n in T.serial(tiles - 1 - masked):
+                step(k, False, thread, masked + 1 + n, tiles, place, scale, memory, y, o, limits)
         T.barrier_wait(memory.v_full[(tiles - 1) % k.stages], ((tiles - 1) // k.stages) & 1)
         multiply_values(k, memory, (tiles - 1) % k.stages, y.p, o)
         T.wait_wgmma(0)
@@ -237,7 +251,7 @@ def stream_keys(k, place, sources, memory, thread, leader):
         if thread == leader:
             T.barrier_arrive(memory.q_full)
     for n in T.serial(span[TILES]):
-        t0 = span[FIRST_KEY] + (span[TILES] - 1 - n) * k.block
+        t0 = span[FIRST_KEY] + place.tile(span[TILES] - 1 - n) * k.block
         T.barrier_wait(memory.k_free[n % k.stages], ((n // k.stages) & 1) ^ 1)
         for c in list(range(len(k.pieces))):
             part, left, columns = k.pieces[c]
@@ -255,7 +269,7 @@ def stream_values(k, place, v, memory, thread, leader):
     """One warp: the values of every tile."""
     span = place.span
     for n in T.serial(span[TILES]):
-        t0 = span[FIRST_KEY] + (span[TILES] - 1 - n) * k.block
+        t0 = span[FIRST_KEY] + place.tile(span[TILES] - 1 - n) * k.block
         T.barrier_wait(memory.v_free[n % k.stages], ((n // k.stages) & 1) ^ 1)
         for c in list(range(len(k.outputs))):
             left, columns = k.outputs[c]
@@ -272,6 +286,29 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
     """A TileLang function ``attention_varlen_ws`` for one static shape; :class:`VarlenTypes` has its arguments."""
     c, types = static_of(shape, tiling), VarlenTypes(shape)
 
+    @T.macro
+    def attend(
+        x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, window, sinks
+    ):  # fmt: skip
+        memory = allocate(c)
+        thread = T.get_thread_binding()
+        place = find_place(
+            shape, c.rows, c.block, x, types.bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section, window, sinks
+        )  # fmt: skip
+        memory.later[0] = place.span[FIRST_QUERY] + place.row0
+        memory.later[1] = place.span[QUERIES] - place.row0
+        memory.later[2] = place.head
+        T.sync_threads()
+
+        if thread < c.consumers:
+            consume(c, thread, place, memory, out, lse, softmax_scale, window, sinks)
+        else:
+            T.set_max_nreg(PRODUCER_REGISTERS, 0)
+            if thread < c.consumers + 32:
+                stream_keys(c, place, [(q, k), (q_pe, k_pe)], memory, thread, c.consumers)
+            elif thread < c.consumers + 64:
+                stream_values(c, place, v, memory, thread, c.consumers + 32)
+
     @T.prim_func
     def attention_varlen_ws(
         q: types.q, q_pe: types.q_pe, k: types.k, k_pe: types.k_pe, v: types.v, cu_seqlens_q: types.cu_seqlens_q,
@@ -279,21 +316,19 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
         row_tiles: T.int32, section: T.int32,
     ):  # fmt: skip
         with T.Kernel(row_tiles * shape.heads * (types.bounds - 1), threads=c.consumers + WARPGROUP) as x:
-            memory = allocate(c)
-            thread = T.get_thread_binding()
-            place = find_place(shape, c.rows, c.block, x, types.bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section)
-            memory.later[0] = place.span[FIRST_QUERY] + place.row0
-            memory.later[1] = place.span[QUERIES] - place.row0
-            memory.later[2] = place.head
-            T.sync_threads()
+            attend(
+                x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, 0, 0
+            )  # fmt: skip
 
-            if thread < c.consumers:
-                consume(c, thread, place, memory, out, lse, softmax_scale)
-            else:
-                T.set_max_nreg(PRODUCER_REGISTERS, 0)
-                if thread < c.consumers + 32:
-                    stream_keys(c, place, [(q, k), (q_pe, k_pe)], memory, thread, c.consumers)
-                elif thread < c.consumers + 64:
-                    stream_values(c, place, v, memory, thread, c.consumers + 32)
+    @T.prim_func
+    def attention_varlen_ws_windowed(
+        q: types.q, q_pe: types.q_pe, k: types.k, k_pe: types.k_pe, v: types.v, cu_seqlens_q: types.cu_seqlens_q,
+        cu_seqlens_k: types.cu_seqlens_k, out: types.out, lse: types.lse, softmax_scale: T.float32,
+        row_tiles: T.int32, section: T.int32, window: T.int32, sinks: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(row_tiles * shape.heads * (types.bounds - 1), threads=c.consumers + WARPGROUP) as x:
+            attend(
+                x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, window, sinks
+            )  # fmt: skip
 
-    return attention_varlen_ws
+    return attention_varlen_ws_windowed if shape.windowed else attention_varlen_ws

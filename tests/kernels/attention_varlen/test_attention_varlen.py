@@ -31,19 +31,26 @@ SMALL = [
     PrefillProblem(6, (24, 8), (2, 3), 40, MIXED, value_heads=6, combined=True),
     PrefillProblem(1, (8,), (1,), 8, MIXED, causal=False),
     PrefillProblem(3, (16,), (1,), 72, MIXED, causal=False),
+    PrefillProblem(4, (64, 16), (4, 1), 64, MIXED, window=19, sinks=4),
+    PrefillProblem(2, (16,), (1,), 24, MIXED, window=1),
+    PrefillProblem(2, (16,), (2,), 24, MIXED, window=40, sinks=33),
 ]
+WINDOWED = [problem for problem in SMALL if problem.window is not None]
 
 
 def name(problem: PrefillProblem) -> str:
     widths, heads = ("+".join(map(str, x)) for x in (problem.widths, problem.key_heads))
-    return f"H{problem.heads}-{widths}x{heads}-v{problem.v_head_dim}-{'causal' if problem.causal else 'full'}"
+    return f"H{problem.heads}-{widths}x{heads}-v{problem.v_head_dim}-{'causal' if problem.causal else 'full'}" + (
+        "" if problem.window is None else f"-{problem.sinks}..{problem.window}"
+    )
 
 
 def call(problem: PrefillProblem, inputs: dict, **further):
     """The public op for the problem's parts, with lse."""
     operands = [x for pair in zip(inputs["queries"], strict=True) for x in pair] + inputs["keys"] + [inputs["v"]]
     op = mla_prefill_varlen if len(problem.widths) == 2 else attention_varlen
-    further = {"softmax_scale": problem.softmax_scale, "causal": problem.causal} | further
+    further |= {"causal": problem.causal, "window": problem.window, "sinks": problem.sinks}
+    further = {"softmax_scale": problem.softmax_scale} | further
     return op(
         *operands, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], problem.longest, return_lse=True, **further
     )  # fmt: skip
@@ -64,14 +71,16 @@ def naive(problem: PrefillProblem, inputs: dict) -> tuple[torch.Tensor, torch.Te
     first_q = first_k = 0
     for queries, keys in problem.lengths:
         for i in range(queries):
-            seen = max(0, keys - queries + i + 1) if problem.causal else keys
+            stop = max(0, keys - queries + i + 1) if problem.causal else keys
+            first = 0 if problem.window is None else max(0, stop - problem.window)
+            seen = [first_k + t for t in range(stop) if t >= first or t < problem.sinks]
             for h in range(problem.heads if seen else 0):
-                score = torch.zeros(seen, dtype=torch.float64)
+                score = torch.zeros(len(seen), dtype=torch.float64)
                 for q, k in zip(inputs["queries"], inputs["keys"], strict=True):
-                    key = k[first_k : first_k + seen, h * k.shape[1] // problem.heads]
+                    key = k[seen, h * k.shape[1] // problem.heads]
                     score += key.double() @ q[first_q + i, h].double()
                 score *= problem.softmax_scale
-                value = inputs["v"][first_k : first_k + seen, h * inputs["v"].shape[1] // problem.heads]
+                value = inputs["v"][seen, h * inputs["v"].shape[1] // problem.heads]
                 out[first_q + i, h] = torch.softmax(score, 0) @ value.double()
                 lse[h, first_q + i] = torch.logsumexp(score, 0)
         first_q, first_k = first_q + queries, first_k + keys
@@ -110,6 +119,25 @@ def test_no_unrotated_part():
     bounds = inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], problem.longest
     out = mla_prefill_varlen(q[..., :0], q, v[..., :0], k, v, *bounds, softmax_scale=0.09)
     assert torch.equal(out, attention_varlen(q, k, v, *bounds, softmax_scale=0.09))
+
+
+def test_a_window_as_long_as_the_sequences_is_none():
+    problem = dataclasses.replace(SMALL[1], behind=0)
+    inputs = problem.inputs(torch.float64)
+    for window, sinks in ((130, 0), (1, 130), (2**31 - 1, 0)):
+        wide = dataclasses.replace(problem, window=window, sinks=sinks)
+        for found, expected in zip(call(wide, inputs), call(problem, inputs), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_nan_outside_window_and_sinks_reaches_nobody_failure_2():
+    problem = PrefillProblem(2, (16,), (1,), 24, ((4, 40),), window=5, sinks=3, behind=0)
+    inputs = problem.inputs(torch.float32)
+    clean, clean_lse = call(problem, inputs)
+    for x in (*inputs["keys"], inputs["v"]):
+        x[3:32] = torch.nan
+    out, lse = call(problem, inputs)
+    assert torch.equal(out, clean) and torch.equal(lse, clean_lse)
 
 
 def test_empty_and_single():
@@ -217,6 +245,9 @@ def arguments(**changes):
         ({"max_seqlen_q": -1}, "max_seqlen_q is -1"),
         ({"softmax_scale": 0.0}, "softmax_scale is 0.0; expected a positive number"),
         ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+        ({"window": 0}, "window is 0; expected None or at least 1"),
+        ({"sinks": 3}, "sinks is 3 with window=None"),
+        ({"window": 4, "causal": False}, "causal is False with window=4; expected True"),
         ({"out": torch.zeros(5, 4, 16)}, r"out is torch.float32 \(5, 4, 16\)"),
         ({"out": torch.zeros(4, 5, 24).transpose(0, 1)}, "expected contiguous"),
     ],
@@ -244,7 +275,7 @@ def test_opcheck_failure_22(parts):
     operands = [x for pair in zip((*inputs["queries"], None), (*inputs["keys"], None), strict=True) for x in pair]
     operands = (
         operands[0], operands[2], operands[1], operands[3], inputs["v"], inputs["cu_seqlens_q"],
-        inputs["cu_seqlens_k"], 4, 0.1, True, False,
+        inputs["cu_seqlens_k"], 4, 0.1, True, 2, 1, False,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.mha2mla.attention_varlen.default, operands)
     out = torch.empty(11, problem.heads, problem.v_head_dim)
@@ -332,9 +363,10 @@ def run_on_cpu(problem: PrefillProblem, rows: int = 16, keys: int = 16, section:
     out = torch.full((tokens, problem.heads, problem.v_head_dim), torch.nan)
     lse = torch.full((problem.heads, tokens), torch.nan)
     operands = [x.contiguous() for x in (*queries, *parts, inputs["v"])]
+    limits = () if problem.window is None else (problem.window, problem.sinks)
     kernel(
         *operands, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse, problem.softmax_scale,
-        -(-problem.longest // rows), section,
+        -(-problem.longest // rows), section, *limits,
     )  # fmt: skip
     judgement = judge(problem, inputs, out, lse)
     assert judgement.ok, judgement.reason
@@ -353,6 +385,21 @@ class TestOnCPU:
 
     def test_other_tiles(self):
         run_on_cpu(SMALL[1], rows=32, keys=48)
+
+    def test_tiles_outside_window_and_sinks_are_not_read_failure_2(self):
+        """One compilation for all windows. NaN in tiles that no row sees stays there."""
+        problem = PrefillProblem(2, (16,), (1,), 8, ((20, 150), (33, 90)), behind=0)
+        for window, sinks in ((1, 0), (1, 1), (15, 17), (16, 0), (17, 16), (40, 4), (200, 0), (3, 200)):
+            mine = dataclasses.replace(problem, window=window, sinks=sinks)
+            run_on_cpu(mine)
+        mine = dataclasses.replace(problem, window=9, sinks=4)
+        clean, inputs = run_on_cpu(mine), mine.inputs(torch.float32)
+        q, k, v, out = inputs["queries"][0], inputs["keys"][0], inputs["v"], torch.zeros(53, 2, 8)
+        k[16:112] = v[16:112] = torch.nan  # the first row of the first sequence sees keys from 122 on
+        compiled_for_cpu(mine.shape("float32"), 16, 16)(
+            q, q, k, k, v, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, torch.zeros(2, 53), 0.09, 3, 3, 9, 4
+        )
+        assert torch.equal(out[:20], clean[:20])
 
     @pytest.mark.parametrize("causal", [True, False])
     def test_large_scores_failure_12(self, causal):
@@ -388,11 +435,12 @@ GATED = [
     VarlenShape(8, (112, 16), (2, 1), 8, 64, True, "float16"),
     VarlenShape(8, (192,), (8,), 8, 64, True, "bfloat16"),
 ]
+GATED += [dataclasses.replace(shape, windowed=True) for shape in GATED if shape.causal]
 
 
 @pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is neither on PATH nor installed by pip")
 class TestGate:
-    @few("shape", GATED, count=2, ids=lambda s: f"{s.widths}-{s.v_head_dim}-{s.causal}")
+    @few("shape", GATED, count=2, ids=lambda s: f"{s.widths}-{s.v_head_dim}-{s.causal}-{s.windowed}")
     def test_hopper_failure_9(self, shape):
         """No spills, no serialised wgmma, memory as computed."""
         pytest.importorskip("tilelang", reason="TileLang is not installed")
@@ -436,6 +484,10 @@ ON_GPU = [
     PrefillProblem(3, (192,), (1,), 128, LONG),
     PrefillProblem(1, (8,), (1,), 8, LONG),
     PrefillProblem(6, (40,), (6,), 200, LONG, causal=False),
+    PrefillProblem(32, (128,), (8,), 128, LONG, window=200, sinks=4),
+    PrefillProblem(16, (128, 64), (16, 1), 128, LONG, window=64, sinks=0, combined=True),
+    PrefillProblem(9, (64, 16), (9, 9), 64, LONG, window=33, sinks=150),
+    PrefillProblem(8, (256,), (2,), 256, LONG, window=300, sinks=1),
 ]
 
 
@@ -465,6 +517,16 @@ class TestOnGPU:
         for rows in (slice(0, 200), slice(370, 460)):
             assert torch.equal(out[rows], clean[rows])
             assert lse[:, rows].isfinite().all()
+
+    def test_tiles_outside_window_and_sinks_are_not_read_failure_2(self):
+        """NaN in tiles that no row sees stays there, and all windows share a compilation."""
+        problem = PrefillProblem(32, (128,), (8,), 128, ((130, 3000), (70, 900)), window=500, sinks=4)
+        clean = check(problem, device="cuda", backend="tilelang")
+        inputs = problem.inputs(torch.bfloat16, "cuda")
+        inputs["keys"][0][128:2048] = inputs["v"][128:2048] = torch.nan
+        assert torch.equal(call(problem, inputs, backend="tilelang")[0][:130], clean[:130])
+        for window, sinks in ((1, 0), (128, 128), (129, 127), (700, 300), (5000, 0), (2, 5000)):
+            check(dataclasses.replace(problem, window=window, sinks=sinks), device="cuda", backend="tilelang")
 
     @pytest.mark.parametrize("causal", [True, False])
     def test_large_scores_failure_12(self, causal):
@@ -520,7 +582,7 @@ class TestOnGPU:
         from mha2mla.kernels.devices import capability
 
         here = capability(torch.device("cuda", torch.cuda.current_device()))
-        for problem in (ON_GPU[2], ON_GPU[4], ON_GPU[11]):
+        for problem in (ON_GPU[2], ON_GPU[4], ON_GPU[11], ON_GPU[12]):
             rows, keys = portable_tiling(problem.shape())
             function = make_tiled(problem.shape(), block_rows=rows, block_keys=keys)
             kernel = compile_for(function, here, SMALL_PASS_CONFIGS)
@@ -533,6 +595,7 @@ class TestOnGPU:
             kernel(
                 *queries, *parts, inputs["v"], inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse,
                 problem.softmax_scale, -(-problem.longest // rows), heads_at_a_time(problem.shape(), parts[0], 14),
+                *(() if problem.window is None else (problem.window, problem.sinks)),
             )  # fmt: skip
             judgement = judge(problem, inputs, out, lse)
             assert judgement.ok, judgement.reason
