@@ -89,9 +89,7 @@ def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64
                 load(machine, v, span[FIRST_KEY] + t0, last_key, place.value_head(), v_tile)
                 T.sync_threads()
                 for part in list(shape.parts):
-                    T.gemm(
-                        q_tiles[part], k_tiles[part], y.s, transpose_B=True, clear_accum=part == 0, policy=BY_ROW
-                    )
+                    T.gemm(q_tiles[part], k_tiles[part], y.s, transpose_B=True, clear_accum=part == 0, policy=BY_ROW)
                 for i, j in parallel(rows, block):
                     y.s[i, j] = T.if_then_else(
                         sees(shape, t0 + j, limit[i], window, sinks), y.s[i, j], -T.infinity(T.float32)
@@ -108,7 +106,6 @@ def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64
             for i, d in parallel(rows, v_columns):
                 if (row0 + i < span[QUERIES]) & (d < shape.v_head_dim):
                     out[first + i, h, d] = o[i, d] * y.den[i]
-
 
     @T.prim_func
     def attention_varlen_tiled(
@@ -129,7 +126,8 @@ def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64
     ):  # fmt: skip
         with T.Kernel(row_tiles * shape.heads * (types.bounds - 1), threads=1 if on_cpu else rows // 16 * 32) as x:
             attend(
-                x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, window, sinks
+                x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, window,
+                sinks,
             )  # fmt: skip
 
     return attention_varlen_tiled_windowed if shape.windowed else attention_varlen_tiled

@@ -328,7 +328,8 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
     ):  # fmt: skip
         with T.Kernel(row_tiles * shape.heads * (types.bounds - 1), threads=c.consumers + WARPGROUP) as x:
             attend(
-                x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, window, sinks
+                x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, window,
+                sinks,
             )  # fmt: skip
 
     return attention_varlen_ws_windowed if shape.windowed else attention_varlen_ws
