@@ -224,6 +224,8 @@ def _attention(
     for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
         plan = parts.decode_plan(number, query.shape[1], decoded_width)
         _write_group(out, decode(partial(_of_group, group=group, part=part), part, plan), group, part)
+    if parts.window >= 0:
+        attend = partial(attend, window=parts.window, sinks=parts.sinks)
     for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
         attend_wave(attend, wave, cu_seqlens_q, chunks, out, backend)
     return out
@@ -298,8 +300,8 @@ def _write_group(out: Tensor, values: Tensor, group: Group, part: GroupPart) -> 
 
 _PLAN = (
     "Tensor lengths, Tensor block_table, Tensor cache_seqlens, Tensor? cache_starts, Tensor index,"
-    " Tensor(a!) workspace, Tensor shapes, int short, int max_expanded_tokens, int window, int page_size,"
-    " float softmax_scale, str? backend"
+    " Tensor(a!) workspace, Tensor shapes, int short, int max_expanded_tokens, int window, int sinks,"
+    " int page_size, float softmax_scale, str? backend"
 )
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
 LIBRARY.define(

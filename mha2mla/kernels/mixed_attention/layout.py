@@ -2,7 +2,8 @@
 
 Short queries run the *absorbed* form (the decode op), in groups of equal query length. Long ones run the *expanded*
 form: their cached latents are expanded to keys and values of every head, in *waves* that fit into a bounded workspace;
-a sequence whose context alone is larger is cut into chunks, whose partial results are merged.
+a sequence whose context alone is larger is cut into chunks, whose partial results are merged. Under a window both forms
+read the attention sinks and what some query's window has, and nothing between.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Cached tokens ``first[i] … first[i] + lengths[i] - 1`` of the i-th sequence of a wave.
+    """``lengths[i]`` cached tokens of the i-th sequence of a wave, from ``first[i]`` on.
 
     ``causal``: the chunk ends with the sequence, so that its last token is the last query's own (bottom-right aligned);
-    else all queries see all of it.
+    else all queries see all of it. ``gaps[i]`` tokens behind the attention sinks are left out, which no window has.
     """
 
     first: tuple[int, ...]
     lengths: tuple[int, ...]
     causal: bool
+    gaps: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -100,16 +102,29 @@ def absorbs_up_to(geometry: MLAGeometry) -> int:
     return max(MAX_DECODE_QUERY_LENGTH, expansion // (absorbed - expanded))
 
 
-def is_absorbed(query_length: int, cached_length: int, short: int, windowed: bool = False) -> bool:
+def is_absorbed(query_length: int, cached_length: int, short: int, window: int = -1, sinks: int = 0) -> bool:
     """The form of a sequence's queries: absorbed, or expanded.
 
     Args:
-        query_length, cached_length: new tokens, and tokens cached before them.
+        query_length, cached_length: new tokens, and tokens cached before them that some query may see.
         short: longest query that runs the absorbed form where at least as many tokens are cached before it
             (:func:`absorbs_up_to`); queries of at most 8 tokens always do.
-        windowed: of a layer with a sliding window: all run the absorbed form, which reads the window alone.
+        window, sinks: tokens that a query sees up to itself, -1: all; and at the beginning. A query then costs a
+            window in both forms, and expanding costs all tokens that some query sees.
     """
-    return query_length <= max(MAX_DECODE_QUERY_LENGTH, min(short, cached_length)) or windowed
+    if window < 0 or query_length <= MAX_DECODE_QUERY_LENGTH:
+        return query_length <= max(MAX_DECODE_QUERY_LENGTH, min(short, cached_length))
+    tokens = cached_length + query_length
+    return query_length * min(window + sinks, tokens) <= short * tokens
+
+
+def seen_tokens(query_length: int, cached_length: int, start: int, window: int, sinks: int) -> tuple[int, int, int]:
+    """The cached tokens that some query of a sequence sees: the first one, how many, and how many are left out behind
+    the attention sinks."""
+    stop = cached_length + query_length
+    first = min(start, stop)
+    gap = 0 if window < 0 else max(0, cached_length + 1 - window - (first + sinks))
+    return first, stop - first - gap, gap
 
 
 @lru_cache(maxsize=64)  # asked by every layer of a step
@@ -119,16 +134,20 @@ def lay_out(
     starts: tuple[int, ...],
     short: int,
     max_expanded_tokens: int,
-    windowed: bool = False,
+    window: int = -1,
+    sinks: int = 0,
 ) -> BatchLayout:
     """The calls for sequences that bring ``query_lengths`` new tokens to ``cached_lengths`` cached ones.
 
     Args:
         query_lengths, cached_lengths: per sequence. Of sequences with at most 8 new tokens the second is not looked at.
         starts: per sequence, the first visible cached token.
-        short, windowed: as in :func:`is_absorbed`.
+        short, window, sinks: as in :func:`is_absorbed`.
         max_expanded_tokens: cached tokens expanded at a time; one sequence's query counts as fitting.
     """
+    spans = [
+        seen_tokens(*sequence, window, sinks) for sequence in zip(query_lengths, cached_lengths, starts, strict=True)
+    ]
     tokens, offset = 0, []
     for length in query_lengths:
         offset.append(tokens)
@@ -138,10 +157,11 @@ def lay_out(
         length = query_lengths[sequence]
         if length <= MAX_DECODE_QUERY_LENGTH:
             return "decode" if length else "none"
-        return "pieces" if is_absorbed(length, cached_lengths[sequence], short, windowed) else "expanded"
-
-    def visible(sequence: int) -> int:
-        return max(0, cached_lengths[sequence] + query_lengths[sequence] - starts[sequence])
+        seen = spans[sequence][1]
+        cached = cached_lengths[sequence] if window < 0 else seen - length
+        in_chunks = seen > max(max_expanded_tokens, length)  # and they know no window
+        absorbed = is_absorbed(length, cached, short, window, sinks) or (in_chunks and window >= 0)
+        return "pieces" if absorbed else "expanded"
 
     forms = [form(sequence) for sequence in range(len(query_lengths))]
     groups: list[Group] = []
@@ -172,9 +192,9 @@ def lay_out(
     first = None
     for sequence, kind in [*enumerate(forms), (len(forms), "none")]:
         if first is not None:
-            total = sum(visible(i) for i in range(first, sequence))
-            if kind != "expanded" or total + visible(sequence) > max_expanded_tokens:
-                waves.append(_wave(first, sequence, offset, query_lengths, cached_lengths, starts, max_expanded_tokens))
+            total = sum(seen for _, seen, _ in spans[first:sequence])
+            if kind != "expanded" or total + spans[sequence][1] > max_expanded_tokens:
+                waves.append(_wave(first, sequence, offset, query_lengths, spans, max_expanded_tokens))
                 first = None
         if kind == "expanded" and first is None:
             first = sequence
@@ -190,20 +210,18 @@ def _wave(
     stop: int,
     offset: list[int],
     query_lengths: tuple[int, ...],
-    cached_lengths: tuple[int, ...],
-    starts: tuple[int, ...],
+    spans: Sequence[tuple[int, int, int]],
     max_expanded_tokens: int,
 ) -> Wave:
     queries = query_lengths[first:stop]
-    ends = [cached_lengths[i] + query_lengths[i] for i in range(first, stop)]
-    begins = [min(starts[i], end) for i, end in zip(range(first, stop), ends, strict=True)]
+    begins, lengths, gaps = zip(*spans[first:stop], strict=True)
     chunks: list[Chunk] = []
-    if stop - first == 1 and ends[0] - begins[0] > max(max_expanded_tokens, queries[0]):
-        last = ends[0] - max(max_expanded_tokens, queries[0])
+    if stop - first == 1 and lengths[0] > max(max_expanded_tokens, queries[0]):
+        end = begins[0] + lengths[0]
+        last = end - max(max_expanded_tokens, queries[0])
         for begin in range(begins[0], last, max_expanded_tokens):
             chunks.append(Chunk((begin,), (min(max_expanded_tokens, last - begin),), False))
-        chunks.append(Chunk((last,), (ends[0] - last,), True))
+        chunks.append(Chunk((last,), (end - last,), True))
     else:
-        lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        chunks.append(Chunk(tuple(begins), lengths, True))
+        chunks.append(Chunk(begins, lengths, True, gaps if any(gaps) else ()))
     return Wave(first, stop, offset[first], queries, tuple(chunks))

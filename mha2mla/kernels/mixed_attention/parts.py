@@ -54,6 +54,7 @@ class Parts(NamedTuple):
     groups: tuple[GroupPart, ...]
     waves: tuple[tuple[Tensor, tuple[ChunkPart, ...]], ...]
     window: int
+    sinks: int
     capacity: int
 
     def check_lengths(self, lengths: Tensor, cache_seqlens: Tensor) -> None:
@@ -81,7 +82,7 @@ class Parts(NamedTuple):
             capacity=self.capacity,
             causal=True,
             window=None if self.window < 0 else self.window,
-            sinks=0,
+            sinks=self.sinks,
             schedule=part.schedule,
             splits=part.splits,
             partial_out=part.partial_out,
@@ -126,10 +127,11 @@ def parts_of(
     short: int,
     max_expanded_tokens: int,
     window: int,
+    sinks: int,
     page_size: int,
 ) -> Parts:
     """The parts of a plan from its fields. Reads nothing on the device."""
-    layout = lay_out(*map(tuple, lengths.tolist()), short, max_expanded_tokens, window >= 0)
+    layout = lay_out(*map(tuple, lengths.tolist()), short, max_expanded_tokens, window, sinks)
     given, place = iter(shapes.tolist()), [0, 0]
 
     def take(flat: Tensor, count: int) -> list[Tensor]:
@@ -155,4 +157,4 @@ def parts_of(
     waves = tuple(
         [(take(index, 1)[0], tuple([ChunkPart(*take(index, 3)) for _ in wave.chunks])) for wave in layout.waves]
     )
-    return Parts(layout, tuple(groups), waves, window, block_table.shape[1] * page_size)
+    return Parts(layout, tuple(groups), waves, window, sinks, block_table.shape[1] * page_size)

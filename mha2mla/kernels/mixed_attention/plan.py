@@ -37,7 +37,7 @@ class MixedPlan:
         shapes: [pieces, 6] int64 on the CPU: number of dimensions and sizes of every piece, as :func:`parts_of` reads
             them.
         short, max_expanded_tokens: as in :func:`mha2mla.kernels.mixed_attention.layout.lay_out`.
-        window: of the layers that share the plan; -1: none.
+        window, sinks: of the layers that share the plan; a window of -1 is none.
         page_size: tokens per page.
     """
 
@@ -51,13 +51,14 @@ class MixedPlan:
     short: int
     max_expanded_tokens: int
     window: int
+    sinks: int
     page_size: int
 
     def fields(self) -> tuple:
         """As :func:`parts_of` and the ops' schemas take them."""
         return (
             self.lengths, self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace,
-            self.shapes, self.short, self.max_expanded_tokens, self.window, self.page_size,
+            self.shapes, self.short, self.max_expanded_tokens, self.window, self.sinks, self.page_size,
         )  # fmt: skip
 
     def refresh(self) -> None:
@@ -75,7 +76,7 @@ class MixedPlan:
             )
         for group, part in zip(parts.layout.groups, parts.groups, strict=True):
             torch.ops.mha2mla.split_kv_plan(
-                part.cache_seqlens, part.cache_starts, parts.capacity, group.seqlen_q, True, self.window, 0,
+                part.cache_seqlens, part.cache_starts, parts.capacity, group.seqlen_q, True, self.window, self.sinks,
                 part.schedule, part.splits,
             )  # fmt: skip
 
@@ -107,6 +108,7 @@ def plan_mla_attention(
     dtype: torch.dtype | None = None,
     cache_starts: Tensor | None = None,
     window: int | None = None,
+    sinks: int = 0,
     max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
     backend: str | None = None,
 ) -> MixedPlan:
@@ -123,7 +125,10 @@ def plan_mla_attention(
         qk_rope_head_dim: d_r, to be given exactly where there is no ``rope_cache``.
         dtype: of the queries; None: as ``rope_cache``, or as ``latent_cache`` where there is none.
         cache_starts: [B] int32, first visible token; None: 0.
-        window: each query sees only the last ``window`` tokens up to itself; None: all.
+        window: each query sees only the last ``window`` tokens up to itself; None: all. Tokens before every window are
+            not read, but for ``sinks``.
+        sinks: the first ``sinks`` tokens of each sequence, from its first visible one on, stay visible (attention
+            sinks, arXiv 2309.17453).
         max_expanded_tokens: cached tokens that are expanded to keys and values at a time, which bounds the workspace
             to ``max(max_expanded_tokens, longest query)`` tokens of ``lcm(h_kv, G) (d_n + d_r + d_v)`` numbers.
         backend: as in :func:`mla_attention`.
@@ -131,7 +136,7 @@ def plan_mla_attention(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    check_window(window, 0)
+    check_window(window, sinks)
     if (rope_cache is None) != (qk_rope_head_dim is not None):
         was = "None" if rope_cache is None else "given"
         raise ValueError(f"qk_rope_head_dim is {qk_rope_head_dim} where rope_cache is {was}; expected one of the two")
@@ -148,12 +153,12 @@ def plan_mla_attention(
     def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
         return plan_mla_decode(
             query.expand(table.shape[0], seqlen_q, heads, width), pages, table, seqlens, qk_rope_head_dim=rope,
-            cache_starts=starts, window=window, latent_dtype=latent_cache.dtype, backend=backend,
+            cache_starts=starts, window=window, sinks=sinks, latent_dtype=latent_cache.dtype, backend=backend,
         )  # fmt: skip
 
     return _plan(
-        latent_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, absorbs_up_to(geometry),
-        max_expanded_tokens, decode_plan,
+        latent_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, sinks,
+        absorbs_up_to(geometry), max_expanded_tokens, decode_plan,
     )  # fmt: skip
 
 
@@ -164,6 +169,7 @@ def _plan(
     lengths: Tensor,
     cache_starts: Tensor | None,
     window: int | None,
+    sinks: int,
     short: int,
     max_expanded_tokens: int,
     decode_plan: Callable[[Tensor, Tensor, Tensor | None, int], DecodePlan],
@@ -180,7 +186,8 @@ def _plan(
         if tensor is not None and (tensor.shape != (batch,) or tensor.dtype != torch.int32):
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected torch.int32 {(batch,)}, [B]")
     query_lengths, cached_lengths, starts = map(tuple, lengths.tolist())
-    layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, window is not None)
+    limits = (-1 if window is None else window, sinks)
+    layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, *limits)
     pieces = Pieces()
     for group in layout.groups:
         mine = _rows_of(group, query_lengths, block_table, cache_seqlens, cache_starts, pieces)
@@ -188,13 +195,13 @@ def _plan(
         pieces.put(plan.schedule, plan.splits)
         pieces.reserve(plan.partial_out, plan.partial_lse)
     for wave in layout.waves:
-        _put_wave(wave, block_table, cache_seqlens, page_size, pieces)
+        _put_wave(wave, block_table, cache_seqlens, page_size, sinks, pieces)
     nothing = cache_seqlens.new_empty(0)
     return MixedPlan(
         lengths, block_table, cache_seqlens, cache_starts, torch.cat([nothing, *pieces.index]),
         torch.empty(pieces.numbers, dtype=torch.float32, device=block_table.device),
         torch.tensor(pieces.shapes, dtype=torch.int64).view(-1, 6), short, max_expanded_tokens,
-        -1 if window is None else window, page_size,
+        *limits, page_size,
     )  # fmt: skip
 
 
@@ -235,7 +242,9 @@ def _rows_of(
     return mine
 
 
-def _put_wave(wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_size: int, pieces: Pieces) -> None:
+def _put_wave(
+    wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_size: int, sinks: int, pieces: Pieces
+) -> None:
     """Where the queries and the cached tokens of a wave lie."""
     device, table = block_table.device, block_table[wave.first : wave.stop]
     pieces.put(*to_device([[0, *accumulate(wave.query_lengths)]], device))
@@ -244,6 +253,10 @@ def _put_wave(wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_size:
         token = torch.arange(chunk.tokens, dtype=torch.int32, device=device)
         sequence = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
         position = token + (begins - bounds)[sequence.long()]
+        if chunk.gaps:
+            (gaps,) = to_device([chunk.gaps], device)
+            behind_sinks = token - bounds[sequence.long()] >= sinks
+            position = position + gaps[sequence.long()] * behind_sinks
         slots = slots_of(table, sequence, position, page_size)
         _check_pages(slots, wave.first + sequence, position, cache_seqlens)
         pieces.put(slots, position, bounds)
@@ -279,6 +292,7 @@ def plan_gqa_attention(
     num_attention_heads: int,
     cache_starts: Tensor | None = None,
     window: int | None = None,
+    sinks: int = 0,
     max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
     backend: str | None = None,
 ) -> MixedPlan:
@@ -288,22 +302,22 @@ def plan_gqa_attention(
         key_cache: [P, page, h_kv, d_k]; only shape, dtype and device are looked at, here and in the next.
         value_cache: [P, page, h_kv, d_v].
         max_expanded_tokens: cached tokens that are gathered at a time.
-        block_table, cache_seqlens, lengths, num_attention_heads, cache_starts, window, backend: as in
+        block_table, cache_seqlens, lengths, num_attention_heads, cache_starts, window, sinks, backend: as in
             :func:`plan_mla_attention`.
 
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    check_window(window, 0)
+    check_window(window, sinks)
     query = key_cache.new_empty(())
 
     def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
         return plan_gqa_decode(
             query.expand(table.shape[0], seqlen_q, num_attention_heads, key_cache.shape[3]), key_cache, table, seqlens,
-            v_head_dim=value_cache.shape[3], cache_starts=starts, window=window, backend=backend,
+            v_head_dim=value_cache.shape[3], cache_starts=starts, window=window, sinks=sinks, backend=backend,
         )  # fmt: skip
 
     return _plan(
-        key_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, MAX_DECODE_QUERY_LENGTH,
-        max_expanded_tokens, decode_plan,
+        key_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, sinks,
+        MAX_DECODE_QUERY_LENGTH, max_expanded_tokens, decode_plan,
     )  # fmt: skip

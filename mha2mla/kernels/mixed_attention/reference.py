@@ -18,6 +18,7 @@ def attend_sequences(
     starts: list[int],
     softmax_scale: float,
     window: int | None,
+    sinks: int = 0,
 ) -> Tensor:
     """Causal attention of query [N, H, d], one sequence behind the other, over each sequence's keys [T, E, d] and
     values [T, E, d_v], bottom-right aligned; a query that sees no key gives zeros. float64 for float64, else float32.
@@ -33,7 +34,7 @@ def attend_sequences(
         token = torch.arange(tokens, device=query.device)
         seen = (token <= last) & (token >= start)
         if window is not None:
-            seen = seen & (token > last - window)
+            seen = seen & ((token > last - window) | (token < start + sinks))
         score = torch.einsum("qhd,thd->hqt", mine, key) * softmax_scale
         weight = torch.where(seen, score, -torch.inf).softmax(-1)
         weight = torch.where(seen.any(-1, keepdim=True), weight, 0)
@@ -63,6 +64,7 @@ def mla_attention_reference(
     softmax_scale: float,
     cache_starts: list[int] | None = None,
     window: int | None = None,
+    sinks: int = 0,
 ) -> Tensor:
     """The expanded form of every sequence by itself; shapes as in :func:`mha2mla.kernels.mla_attention`."""
     heads = math.lcm(v_up.shape[0], rope_cache.shape[2])
@@ -78,4 +80,4 @@ def mla_attention_reference(
     pairs = [keys_and_values(table, length) for table, length in zip(block_table, cache_seqlens, strict=True)]
     query = torch.cat((q_nope, q_pe), dim=-1)
     starts = cache_starts or [0] * len(query_lengths)
-    return attend_sequences(query, query_lengths, pairs, starts, softmax_scale, window)
+    return attend_sequences(query, query_lengths, pairs, starts, softmax_scale, window, sinks)

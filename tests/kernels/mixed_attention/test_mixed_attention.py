@@ -136,7 +136,7 @@ class Problem:
                 places[page] = torch.arange(self.widths.page) + index * self.widths.page
         return rotary_keys(self.latent_cache.double(), self.rope, places)[:, :, None]
 
-    def exact(self, dtype=torch.float64, window=None):
+    def exact(self, dtype=torch.float64, window=None, sinks=0):
         """The oracle at a dtype; whatever the sequence does not see is zero there, since 0 · NaN is NaN."""
         moved = [
             None if x is None else x.nan_to_num(0.0).to(dtype)
@@ -145,7 +145,7 @@ class Problem:
         queries, _, starts = self.batch.lengths.tolist()
         return mla_attention_reference(
             *moved, self.batch.block_table, queries, self.batch.cache_seqlens.tolist(), softmax_scale=SCALE,
-            cache_starts=starts, window=window,
+            cache_starts=starts, window=window, sinks=sinks,
         )  # fmt: skip
 
 
@@ -217,12 +217,37 @@ def test_first_visible_tokens(widths):
     assert error(problem.run(max_expanded_tokens=9), problem.exact()) < 2e-6
 
 
+STARTS = [0, 0, 7, 3, 20, 0, 4, 0, 12]
+
+
+@pytest.mark.parametrize("starts", [None, STARTS], ids=["", "left padding"])
 @pytest.mark.parametrize("widths", ["per group", "from the latent"])
-@pytest.mark.parametrize("window", [1, 5, 30])
-def test_sliding_windows(window, widths):
-    problem = Problem.make(WIDTHS[widths])
-    assert not layout_of(problem.plan(window=window)).waves
-    assert error(problem.run(window=window), problem.exact(window=window)) < 2e-6
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (1, 1), (5, 0), (5, 4), (30, 0), (30, 3), (30, 60), (100, 4)])
+def test_sliding_windows_and_sinks(window, sinks, widths, starts):
+    """In both forms of long queries; over gaps between sinks and window, and where they meet."""
+    problem = Problem.make(WIDTHS[widths], starts=starts)
+    limits = {"window": window, "sinks": sinks}
+    exact = problem.exact(**limits)
+    assert bool(layout_of(problem.plan(**limits)).waves) == (window >= 30)
+    assert error(problem.run(**limits), exact) < 2e-6
+    # As many tokens at a time as a query has: longer spans under a window run in pieces.
+    assert error(problem.run(**limits, max_expanded_tokens=30), exact) < 2e-6
+
+
+def test_what_lies_between_sinks_and_window_is_not_read_failure_2():
+    """No page there, and NaN in what is left of it: in pieces, in a wave and in a decode."""
+    problem = Problem.make(WIDTHS["per group"], ([40, 12, 1], [200, 250, 190]))
+    limits = {"window": 40, "sinks": 4}
+    layout = layout_of(problem.plan(**limits))
+    assert layout.waves and any(group.first_token < 0 for group in layout.groups)
+    exact, (table, lengths) = problem.exact(**limits), (problem.batch.block_table, problem.batch.lengths.tolist())
+    for row, cached in enumerate(lengths[1]):
+        for token in range(4, cached + 1 - 40):
+            problem.latent_cache[table[row, token // 16], token % 16] = torch.nan
+        # Whole tiles of 64 tokens are what the decode op leaves alone.
+        table[row, 4 : (cached + 1 - 40) // 64 * 4] = -1
+    assert bool((table[:, 4:8] < 0).all())
+    assert error(problem.run(**limits), exact) < 2e-6
 
 
 @pytest.mark.parametrize("lengths", [([], []), ([0, 0], [3, 0]), ([1], [0]), ([9], [0]), ([30], [1])])
@@ -354,6 +379,8 @@ def test_refusals_of_a_plan():
     problem = Problem.make(WIDTHS["per group"])
     with pytest.raises(ValueError, match="window is 0"):
         problem.plan(window=0)
+    with pytest.raises(ValueError, match="sinks is 4 with window=None"):
+        problem.plan(sinks=4)
     with pytest.raises(ValueError, match="max_expanded_tokens is 0"):
         problem.plan(max_expanded_tokens=0)
     wrong = replace(problem, batch=replace(problem.batch, lengths=problem.batch.lengths[:2]))
@@ -366,12 +393,13 @@ def test_refusals_of_a_plan():
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90), st.integers(0, 20)), max_size=8),
     st.integers(8, 50),
     st.integers(1, 100),
-    st.booleans(),
+    st.integers(-1, 100).filter(bool),
+    st.integers(0, 12),
 )
-@example([(9, 0, 10), (9, 39, 0)], 8, 47, False)  # more padding than tokens is no room for others
-def test_layout_covers_every_query_once(sequences, short, limit, windowed):
+@example([(9, 0, 10), (9, 39, 0)], 8, 47, -1, 0)  # more padding than tokens is no room for others
+def test_layout_covers_every_query_once(sequences, short, limit, window, sinks):
     queries, cached, starts = zip(*sequences, strict=True) if sequences else ((), (), ())
-    layout = lay_out(queries, cached, starts, short, limit, windowed)
+    layout = lay_out(queries, cached, starts, short, limit, window, sinks)
     seen = [[0] * length for length in queries]
     for group in layout.groups:
         for row, first in zip(group.rows, group.first_query, strict=True):
@@ -380,12 +408,15 @@ def test_layout_covers_every_query_once(sequences, short, limit, windowed):
     for wave in layout.waves:
         assert wave.tokens == sum(queries[wave.first : wave.stop])
         for i, sequence in enumerate(range(wave.first, wave.stop)):
-            assert not windowed and queries[sequence] > 8
+            assert queries[sequence] > 8
             seen[sequence] = [count + 1 for count in seen[sequence]]
             stop = cached[sequence] + queries[sequence]
             assert wave.chunks[0].first[i] == min(starts[sequence], stop)
             ends = [chunk.first[i] + chunk.lengths[i] for chunk in wave.chunks]
-            assert ends[:-1] == [chunk.first[i] for chunk in wave.chunks[1:]] and ends[-1] == stop
+            gap = wave.chunks[-1].gaps[i] if wave.chunks[-1].gaps else 0
+            assert ends[:-1] == [chunk.first[i] for chunk in wave.chunks[1:]] and ends[-1] == stop - gap
+            behind = wave.chunks[0].first[i] + sinks + gap
+            assert gap == 0 or (window > 0 and len(wave.chunks) == 1 and behind == cached[sequence] + 1 - window)
             assert [chunk.causal for chunk in wave.chunks] == [False] * (len(wave.chunks) - 1) + [True]
         assert all(chunk.tokens <= limit or wave.stop - wave.first == 1 for chunk in wave.chunks)
     assert all(count >= 1 for counts in seen for count in counts)
@@ -408,13 +439,13 @@ def gqa_problem(dtype=torch.float32, device="cpu", heads=6, kv_heads=2, width=16
     return problem.batch, problem.q_pe, problem.rope_cache, values
 
 
-def gqa_exact(batch, query, keys, values, dtype=torch.float64, window=None):
+def gqa_exact(batch, query, keys, values, dtype=torch.float64, window=None, sinks=0):
     pairs = [
         tuple(rows_of(cache.nan_to_num(0.0).to(dtype), table, length) for cache in (keys, values))
         for table, length in zip(batch.block_table, batch.cache_seqlens.tolist(), strict=True)
     ]
     queries, _, starts = batch.lengths.tolist()
-    return attend_sequences(query.to(dtype), queries, pairs, starts, SCALE, window)
+    return attend_sequences(query.to(dtype), queries, pairs, starts, SCALE, window, sinks)
 
 
 @pytest.mark.parametrize("widths", ["per group", "from the latent"])
@@ -445,13 +476,15 @@ def test_gqa_mix_equals_sequences_one_by_one(limit):
     assert error(out, gqa_exact(batch, query, keys, values)) < 2e-6
 
 
-def test_gqa_windows():
+@pytest.mark.parametrize("limits", [{"window": 5}, {"window": 5, "sinks": 2}, {"window": 17, "sinks": 3}])
+def test_gqa_windows_and_sinks(limits):
     batch, query, keys, values = gqa_problem()
     plan = plan_gqa_attention(
-        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6, window=5
+        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6, **limits
     )
+    assert bool(layout_of(plan).waves) == (limits["window"] == 17)
     out = gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
-    assert error(out, gqa_exact(batch, query, keys, values, window=5)) < 2e-6
+    assert error(out, gqa_exact(batch, query, keys, values, **limits)) < 2e-6
 
 
 def test_a_plan_for_other_lengths_in_the_same_tensors():
@@ -478,7 +511,7 @@ def test_a_plan_that_was_not_refreshed_is_refused_failure_35(window):
         problem.run(plan)
 
 
-@pytest.mark.parametrize("window", [None, 5], ids=["expanded", "pieces"])
+@pytest.mark.parametrize("window", [None, 30, 5], ids=["expanded", "expanded, windowed", "pieces"])
 def test_a_plan_of_long_queries_is_for_its_lengths_failure_35(window):
     problem = Problem.make(WIDTHS["per group"], ([1, 40], [9, 20]))
     plan = problem.plan(window=window)
@@ -535,12 +568,13 @@ def test_opcheck():
 def test_kernels_are_as_right_as_torch(widths, dtype):
     lengths = ([1, 1, 4, 40, 300, 0, 1, 129], [700, 0, 90, 500, 1000, 5, 64, 0])
     problem = Problem.make(widths, lengths, dtype, "cuda", num_tokens=480)
-    exact = problem.exact()
-    torch_error = error(problem.run(backend="reference"), exact)
-    for options in ({}, {"max_expanded_tokens": 512}):
-        out = problem.run(**options)
-        assert not out.isnan().any() and not out[476:].any()
-        assert error(out, exact) < 2 * torch_error
+    for limits in ({}, {"window": 150, "sinks": 4}):
+        exact = problem.exact(**limits)
+        torch_error = error(problem.run(backend="reference", **limits), exact)
+        for options in ({}, {"max_expanded_tokens": 512}):
+            out = problem.run(**options, **limits)
+            assert not out.isnan().any() and not out[476:].any()
+            assert error(out, exact) < 2 * torch_error
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -563,7 +597,6 @@ def test_sequences_that_see_nothing_or_less_than_they_ask(limit, device):
 def test_gqa_kernels_are_as_right_as_torch():
     lengths = ([1, 1, 40, 300, 0, 1, 129], [700, 0, 500, 1000, 5, 64, 0])
     batch, *tensors = gqa_problem(torch.bfloat16, "cuda", 32, 8, 128, 128, 64, lengths)
-    exact = gqa_exact(batch, *tensors)
 
     def run(backend=None, **options):
         plan = plan_gqa_attention(
@@ -572,10 +605,12 @@ def test_gqa_kernels_are_as_right_as_torch():
         )  # fmt: skip
         return gqa_attention(*tensors, plan, softmax_scale=SCALE, backend=backend)
 
-    torch_error = error(run("reference"), exact)
-    for options in ({}, {"max_expanded_tokens": 512}):
-        out = run(**options)
-        assert not out.isnan().any() and error(out, exact) < 2 * torch_error
+    for limits in ({}, {"window": 150, "sinks": 4}):
+        exact = gqa_exact(batch, *tensors, **limits)
+        torch_error = error(run("reference", **limits), exact)
+        for options in ({}, {"max_expanded_tokens": 512}):
+            out = run(**options, **limits)
+            assert not out.isnan().any() and error(out, exact) < 2 * torch_error
 
 
 @pytest.mark.gpu
