@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-LIBRARIES = ("mha2mla", "torch", "triton", "transformers", "tilelang", "apache-tvm-ffi", "safetensors", "numpy")
+LIBRARIES = ("mha2mla", "torch", "triton", "transformers", "tilelang", "apache-tvm-ffi", "safetensors", "numpy", "vllm")
 _SMI_FIELDS = {
     "gpu": "name",
     "driver": "driver_version",

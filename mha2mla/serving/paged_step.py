@@ -1,0 +1,197 @@
+"""One step of another engine over its own pages: what its layers share, made once, on the device. No vLLM here.
+
+The engine stores one row a token and layer, ``[c | k_pe of G heads]``, or c alone. The ops are those of the attention
+backends (:mod:`mha2mla.modeling.backends`); all of a batch's sequences bring as many tokens, at most 8: a plan of the
+decode op, which stays where it is, so that a CUDA graph can be replayed; else a plan of the mixed op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, DecodePlan
+from mha2mla.modeling.batch import UniformBatch
+from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, Plan
+
+LayerKey = tuple[MLAGeometry, int | None]
+
+
+def row_width(geometry: MLAGeometry) -> int:
+    """Numbers of a token's row in the cache."""
+    return geometry.cache_numel_per_token
+
+
+def cache_views(rows: Tensor, geometry: MLAGeometry) -> dict[str, Tensor]:
+    """``latent_cache`` [P, page, d_c] and ``rope_cache`` [P, page, G, d_r], if any, of pages [P, page, row].
+
+    Raises:
+        ValueError: rows are not as wide as the geometry's.
+    """
+    if rows.shape[-1] != row_width(geometry):
+        raise ValueError(f"rows.shape is {tuple(rows.shape)}; expected rows of {row_width(geometry)} for {geometry}")
+    latent = rows[..., : geometry.kv_lora_rank]
+    if geometry.rope_from_latent:
+        return {"latent_cache": latent}
+    rope = rows[..., geometry.kv_lora_rank :].unflatten(-1, (geometry.num_rope_heads, geometry.qk_rope_head_dim))
+    return {"latent_cache": latent, "rope_cache": rope}
+
+
+def uniform_length(query_lengths: Sequence[int], num_tokens: int) -> int | None:
+    """New tokens of each sequence if all bring as many, at most 8; else None.
+
+    Args:
+        query_lengths: per row; 0 for rows behind the sequences that pad a CUDA graph, whose tokens are counted in
+            ``num_tokens``.
+        num_tokens: rows times that length.
+    """
+    first = query_lengths[0] if len(query_lengths) else 0
+    if not 0 < first <= MAX_DECODE_QUERY_LENGTH or first * len(query_lengths) != num_tokens:
+        return None
+    present = list(query_lengths[: sum(length > 0 for length in query_lengths)])
+    return first if present == [first] * len(present) else None
+
+
+def host_lengths(query_lengths: Sequence[int], total_lengths: Sequence[int]) -> Tensor:
+    """[3, B] int32 on the CPU, as plans take it: new tokens, tokens cached before them, first visible token.
+
+    Args:
+        query_lengths: new tokens per sequence.
+        total_lengths: tokens with the new ones. Of short queries an upper bound is enough.
+    """
+    rows = [query_lengths, [max(0, t - q) for q, t in zip(query_lengths, total_lengths, strict=True)]]
+    return torch.tensor([*rows, [0] * len(query_lengths)], dtype=torch.int32).view(3, -1)
+
+
+@dataclass(frozen=True)
+class PagedStep:
+    """What layers are told of a step.
+
+    Attributes:
+        batch: where the new tokens go.
+        plans: by geometry and window.
+    """
+
+    batch: UniformBatch
+    plans: Mapping[LayerKey, Plan]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that belong to sequences; those behind them pad the batch."""
+        return self.batch.positions.shape[0]
+
+    def run(
+        self, tensors: Mapping[str, Tensor | None], rows: Tensor, backend: AttentionBackend, layer: AttentionConstants
+    ) -> Tensor:
+        """Appends a layer's new tokens and attends: [N, H, d_v].
+
+        Args:
+            tensors: by the backend's names, of the first :attr:`num_tokens` tokens.
+            rows: the layer's pages [P, page, row].
+        """
+        cache = cache_views(rows, layer.geometry)
+        return backend.run(tensors, cache, self.batch, self.plans[key_of(layer)], layer)
+
+
+def key_of(layer: AttentionConstants) -> LayerKey:
+    """What layers must share to share a plan."""
+    return layer.geometry, layer.window
+
+
+class StepPlanner:
+    """Makes the steps of layers whose pages have the same shape, dtype and device.
+
+    Args:
+        layers: what differs between them; each once.
+        backend: that serves them.
+        dtype: of queries.
+        max_tokens: new tokens of the largest step.
+        device: of all tensors.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionConstants],
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.layers = {key_of(layer): layer for layer in layers}
+        self.backend, self.dtype = backend, dtype
+        # Graphs read these where they are.
+        self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+        self._decode_plans: dict[tuple[int, int, int], dict[LayerKey, DecodePlan]] = {}
+        self._schedules: dict[tuple[int, int, int], list[DecodePlan]] = {}
+        self._workspaces: dict[str, Tensor] = {}
+
+    def step(
+        self,
+        rows: Tensor,
+        query_lengths: Sequence[int],
+        total_lengths: Sequence[int],
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+    ) -> PagedStep:
+        """A step's plans; those of decode steps stay where they are from call to call.
+
+        Args:
+            rows: pages [P, page, row] of any of the layers.
+            query_lengths, total_lengths: per sequence, as in :func:`host_lengths`.
+            positions, slots: [N] integers on the device; slots outside the cache, such as -1, are not written.
+            block_table: [B, max_pages] int32.
+            cache_seqlens: [B] int32 on the device, exact; 0 for rows that pad the batch.
+        """
+        tokens = positions.shape[0]
+        mine = self._positions[:tokens], self._slots[:tokens]
+        mine[0].copy_(positions)
+        mine[1].copy_(slots)
+        length = uniform_length(query_lengths, tokens)
+        if length is not None:
+            plans = self._decode(rows, block_table, length)
+            for plan in self._schedules[(len(query_lengths), length, block_table.shape[1])]:
+                plan.refresh(cache_seqlens)
+            return PagedStep(UniformBatch(*mine, block_table, cache_seqlens, None), plans)
+        lengths = host_lengths(query_lengths, total_lengths)
+        batch = UniformBatch(*mine, block_table, cache_seqlens, None, lengths)
+        plans = {
+            key: self.backend.plan(cache_views(rows, layer.geometry), batch, layer, self.dtype)
+            for key, layer in self.layers.items()
+        }
+        return PagedStep(batch, plans)
+
+    def _decode(self, rows: Tensor, block_table: Tensor, length: int) -> Mapping[LayerKey, DecodePlan]:
+        shape = (block_table.shape[0], length, block_table.shape[1])
+        if shape in self._decode_plans:
+            return self._decode_plans[shape]
+        plans: dict[LayerKey, DecodePlan] = {}
+        schedules: dict[tuple, DecodePlan] = {}
+        for key, layer in self.layers.items():
+            cache = cache_views(rows, layer.geometry)
+            plan = self._over_workspace(self.backend.plan_decode(cache, block_table, length, layer, self.dtype))
+            # A schedule says which tokens go to which CTA: layers of other widths share it if they launch as many.
+            shared = schedules.setdefault((plan.num_ctas, layer.window), plan)
+            if shared is not plan:
+                plan = replace(plan, schedule=shared.schedule, splits=shared.splits)
+            plans[key] = plan
+        self._decode_plans[shape], self._schedules[shape] = plans, list(schedules.values())
+        return plans
+
+    def _over_workspace(self, plan: DecodePlan) -> DecodePlan:
+        """The plan over a workspace that all plans share, since layers and batches run one after another: each graph of
+        another batch size would hold tens of MB else. One that is too small is left to the plans that have it."""
+        mine = {}
+        for name in ("partial_out", "partial_lse"):
+            wanted = getattr(plan, name)
+            flat = self._workspaces.get(name)
+            if flat is None or flat.numel() < wanted.numel():
+                flat = self._workspaces[name] = wanted.flatten()
+            mine[name] = flat[: wanted.numel()].view(wanted.shape)
+        return replace(plan, **mine)

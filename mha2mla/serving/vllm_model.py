@@ -1,0 +1,227 @@
+"""A converted checkpoint out of vLLM's layers: its linears, norms, activations and embeddings around our attention."""
+
+# No postponed annotations: vLLM looks at those of forward().
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.serving.shards import attention_name, placement
+from mha2mla.serving.vllm_attention import MLAParallelAttention
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a source's decoder layer is put together.
+
+    Attributes:
+        norms: in front of the attention, behind it, in front of the MLP, behind it; None where there is none.
+        norm: class of all norms.
+        scaled_embeddings: multiplied by sqrt(hidden), rounded to the model's dtype.
+    """
+
+    norms: tuple[str | None, str | None, str | None, str | None]
+    norm: type[nn.Module] = RMSNorm
+    scaled_embeddings: bool = False
+
+
+_PRE = Family(("input_layernorm", None, "post_attention_layernorm", None))
+_POST = Family((None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
+FAMILIES = {
+    "llama": _PRE,
+    "smollm3": _PRE,
+    "mistral": _PRE,
+    "qwen2": _PRE,
+    "qwen3": _PRE,
+    "phi3": _PRE,
+    "olmo2": _POST,
+    "olmo3": _POST,
+    "gemma3_text": Family(
+        (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        GemmaRMSNorm,
+        scaled_embeddings=True,
+    ),
+}
+
+
+def family_of(config: MHA2MLAConfig) -> Family:
+    """Raises ValueError, by name, for a source that vLLM's layers are not put together for here."""
+    model_type = config.source_config["model_type"]
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"the source's model_type is {model_type!r}; expected one that is served by vLLM: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
+
+
+class GatedMLP(nn.Module):
+    """Gate and up in one product, then down."""
+
+    def __init__(self, hidden: int, width: int, activation: str, bias: bool, prefix: str) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [width] * 2, bias=bias, prefix=f"{prefix}.gate_up_proj")
+        self.down_proj = RowParallelLinear(width, hidden, bias=bias, prefix=f"{prefix}.down_proj")
+        self.act_fn = get_act_and_mul_fn(activation)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)[0]))[0]
+
+
+class DecoderLayer(nn.Module):
+    """Norms where the family has them; the residual goes along with those in front of a block."""
+
+    def __init__(self, config: MHA2MLAConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        source, family = config.build_source_config(), family_of(config)
+        self.self_attn = MLAParallelAttention(config, layer_idx, family.norm, vllm_config, f"{prefix}.self_attn")
+        activation = getattr(source, "hidden_activation", None) or source.hidden_act
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            source.intermediate_size,
+            activation,
+            bool(getattr(source, "mlp_bias", False)),
+            f"{prefix}.mlp",
+        )
+        self.norms = family.norms
+        for name in filter(None, family.norms):
+            setattr(self, name, family.norm(config.hidden_size, eps=config.rms_norm_eps))
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
+        hidden_states, residual = self._before(before_attention, hidden_states, residual)
+        hidden_states = self._after(after_attention, self.self_attn(hidden_states))
+        hidden_states, residual = self._before(before_mlp, hidden_states, residual)
+        return self._after(after_mlp, self.mlp(hidden_states)), residual
+
+    def _before(self, name: str | None, branch: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What a block reads, and the residual stream with ``branch`` in it."""
+        if name is None:
+            residual = branch if residual is None else branch + residual
+            return residual, residual
+        if residual is None:
+            return getattr(self, name)(branch), branch
+        return getattr(self, name)(branch, residual)
+
+    def _after(self, name: str | None, branch: Tensor) -> Tensor:
+        return branch if name is None else getattr(self, name)(branch)
+
+
+@support_torch_compile
+class VLLMModel(nn.Module):
+    """The decoder: embeddings, layers, final norm."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        family = family_of(config)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
+        )
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, vllm_config, f"{prefix}.layers.{index}")
+            for index in range(config.num_hidden_layers)
+        )
+        self.norm = family.norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.embedding_scale = None
+        if family.scaled_embeddings:  # as the source rounds it
+            self.embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=vllm_config.model_config.dtype))
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        embedded = self.embed_tokens(input_ids)
+        return embedded if self.embedding_scale is None else embedded * self.embedding_scale
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        hidden_states = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        residual = None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual)
+        return self.norm(hidden_states, residual)[0]
+
+
+class VLLMForCausalLM(nn.Module):
+    """What vLLM builds for ``MHA2MLAForCausalLM``.
+
+    Raises:
+        ValueError: a source, cache dtype, quantisation or number of ranks that is not served, by name.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_config
+        if vllm_config.quant_config is not None:
+            raise ValueError(
+                f"quantization is {vllm_config.model_config.quantization!r}; expected none: quantised weights of"
+                " converted checkpoints are not served"
+            )
+        self.config = config
+        self.model = VLLMModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Puts a checkpoint's tensors, or a rank's part of them, into vLLM's layers.
+
+        Returns:
+            Names of the tensors here that were loaded.
+
+        Raises:
+            ValueError: the checkpoint has a tensor that there is no place for.
+        """
+        targets = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        modules = dict(self.named_modules())
+        loaded = set()
+        for name, tensor in weights:
+            if self.config.tie_word_embeddings and name.startswith("lm_head."):
+                continue
+            if (inner := attention_name(name)) is not None:
+                tensor = modules[name.removesuffix(f".{inner}")].shard.part(inner, tensor)
+            target, place = placement(name)
+            if target not in targets:
+                raise ValueError(f"the checkpoint has a tensor {name}; expected one of this model's")
+            load = getattr(targets[target], "weight_loader", default_weight_loader)
+            if place is None:
+                load(targets[target], tensor)
+            else:
+                load(targets[target], tensor, place)
+            loaded.add(target)
+        return loaded

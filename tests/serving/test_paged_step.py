@@ -1,0 +1,154 @@
+"""Another engine's steps over its own pages: plans, row layout, and the tokens of a model that calls them."""
+
+import pytest
+import torch
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling import ATTENTION_BACKENDS, MLAAttention
+from mha2mla.serving.paged_step import StepPlanner, cache_views, host_lengths, row_width, uniform_length
+from tests.modeling.models import GEOMETRIES, TOLERANCE, mla_model, relative_error, tokens
+
+PAGE = 4
+BACKEND = ATTENTION_BACKENDS.get("mla_reference")
+
+
+def test_a_row_is_the_latent_and_then_the_rotary_keys():
+    geometry = MLAGeometry(4, 2, 16, 8, 8, 8)
+    rows = torch.arange(3 * PAGE * row_width(geometry)).view(3, PAGE, -1)
+    views = cache_views(rows, geometry)
+    assert row_width(geometry) == 32
+    assert views["latent_cache"].tolist() == rows[..., :16].tolist()
+    assert views["rope_cache"][1, 2, 1].tolist() == rows[1, 2, 24:].tolist()
+    assert views["rope_cache"].data_ptr() == rows.data_ptr() + 16 * rows.element_size()
+    alone = MLAGeometry(4, 1, 32, 8, 8, 8, rope_from_latent=True)
+    assert list(cache_views(rows, alone)) == ["latent_cache"]
+    with pytest.raises(ValueError, match="expected rows of 32"):
+        cache_views(rows[..., :31], geometry)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "num_tokens", "expected"),
+    [
+        ([1, 1, 1], 3, 1),
+        ([2, 2, 0, 0], 8, 2),  # a graph's padding
+        ([1, 1, 0], 2, None),
+        ([1, 0, 1], 3, None),
+        ([1, 2], 3, None),
+        ([9, 9], 18, None),
+        ([], 0, None),
+    ],
+)
+def test_which_batches_a_decode_plan_serves(lengths, num_tokens, expected):
+    assert uniform_length(lengths, num_tokens) == expected
+
+
+def test_host_lengths():
+    assert host_lengths([3, 1, 0], [5, 9, 0]).tolist() == [[3, 1, 0], [2, 8, 0], [0, 0, 0]]
+    assert host_lengths([], []).shape == (3, 0)
+
+
+class Engine:
+    """A model whose layers keep their rows in pages as vLLM's do; block tables are given from outside."""
+
+    def __init__(self, model, num_pages: int = 24):
+        self.model, self.config = model, model.config
+        constants = [self.config.attention_constants(i) for i in range(self.config.num_hidden_layers)]
+        self.constants = constants
+        self.rows = [torch.full((num_pages, PAGE, row_width(c.geometry)), float("nan")) for c in constants]
+        for rows in self.rows:
+            rows.zero_()
+        self.planners = [StepPlanner([c], BACKEND, torch.float32, 64, torch.device("cpu")) for c in constants]
+
+    def step(self, ids, cached, tables, pad=0):
+        """Logits of every new token, per sequence; ``pad`` rows of padding behind them as in a CUDA graph."""
+        queries = [len(each) for each in ids]
+        totals = [c + q for c, q in zip(cached, queries, strict=True)]
+        positions = torch.cat([torch.arange(c, t) for c, t in zip(cached, totals, strict=True)])
+        slots = torch.cat(
+            [
+                torch.tensor([tables[i][p // PAGE] * PAGE + p % PAGE for p in range(c, t)])
+                for i, (c, t) in enumerate(zip(cached, totals, strict=True))
+            ]
+        )
+        width = max(map(len, tables))
+        table = torch.tensor([[*row, *[0] * (width - len(row))] for row in [*tables, *[[0]] * pad]], dtype=torch.int32)
+        seqlens = torch.tensor([*totals, *[0] * pad], dtype=torch.int32)
+        extra = pad * queries[0]
+        positions = torch.cat([positions, torch.zeros(extra, dtype=torch.long)])
+        slots = torch.cat([slots, torch.full((extra,), -1)])
+        flat = torch.cat([*ids, torch.zeros(extra, dtype=torch.long)])
+        steps = [
+            planner.step(rows, [*queries, *[0] * pad], [*totals, *[0] * pad], positions, slots, table, seqlens)
+            for planner, rows in zip(self.planners, self.rows, strict=True)
+        ]
+        hidden = self.model.model.embed_tokens(flat)
+        for index, layer in enumerate(self.model.model.layers):
+            hidden = hidden + self.attention(index, layer.self_attn, layer.input_layernorm(hidden), steps[index])
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        logits = self.model.lm_head(self.model.model.norm(hidden))
+        return logits[: sum(queries)].split(queries)
+
+    def attention(self, index: int, attention: MLAAttention, hidden, step):
+        q_nope, q_pe, latent, k_pe = attention._encoded(hidden[None])
+        tensors = {
+            "q_nope": q_nope[0],
+            "q_pe": q_pe[0],
+            "latent": latent[0],
+            "k_pe": None if k_pe is None else k_pe[0],
+            "k_up": getattr(attention, "k_b_proj", None),
+            "v_up": attention.v_b_proj,
+            "inv_freq": attention.inv_freq,
+        }
+        if self.config.rope_from_latent:
+            tensors["rope_weight"], tensors["rope_bias"] = attention.k_rope_proj()
+        out = step.run(tensors, self.rows[index], BACKEND, self.constants[index])
+        return attention.o_proj(out.flatten(1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["per-group", "no nope", "per layer", "sliding", "latent", "latent qk-norm"])
+def test_prompts_chunks_and_decode_steps_are_the_models_forward(case):
+    assert case in GEOMETRIES
+    torch.manual_seed(0)
+    model = mla_model(case)
+    engine = Engine(model)
+    ids = [tokens(1, 21)[0], tokens(1, 13)[0]]
+    expected = [model(each[None]).logits[0] for each in ids]
+    tables = [[7, 2, 9, 4, 1, 11], [3, 8, 5, 6]]
+    got = [[], []]
+
+    def run(parts, pad=0):
+        """Sequence -> (first, stop) of this step."""
+        rows = engine.step(
+            [ids[s][a:b] for s, (a, b) in parts.items()],
+            [a for a, _ in parts.values()],
+            [tables[s] for s in parts],
+            pad,
+        )
+        for sequence, row in zip(parts, rows, strict=True):
+            got[sequence].append(row)
+
+    run({0: (0, 10)})  # a prompt's first chunk
+    run({0: (10, 19), 1: (0, 11)})  # the rest of it beside another prompt
+    run({0: (19, 20), 1: (11, 12)}, pad=2)  # a decode step in a larger graph
+    run({0: (20, 21), 1: (12, 13)}, pad=2)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert relative_error(torch.cat(mine), theirs) < TOLERANCE
+
+
+def test_decode_plans_stay_where_they_are():
+    config = mla_model("per layer").config
+    layers = [config.attention_constants(i) for i in range(2)]
+    widths = {row_width(layer.geometry) for layer in layers}
+    assert len(widths) == 2  # so each has a planner of its own
+    planner = StepPlanner(layers[:1], BACKEND, torch.float32, 8, torch.device("cpu"))
+    rows = torch.zeros(4, PAGE, row_width(layers[0].geometry))
+    table, seqlens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
+    where = torch.tensor([2, 4])
+    first = planner.step(rows, [1, 1], [3, 5], where, where, table, seqlens)
+    second = planner.step(rows, [1, 1], [4, 6], where + 1, where + 1, table, seqlens + 1)
+    (a,), (b,) = first.plans.values(), second.plans.values()
+    assert a is b
+    assert a.splits[:, 1].tolist() == [4, 6]
+    assert first.batch.positions.data_ptr() == second.batch.positions.data_ptr()
+    assert second.batch.slots.tolist() == [3, 5]

@@ -1,0 +1,46 @@
+"""The entry point that vLLM calls, without vLLM: what it registers, how often, and what it imports."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ENTRY_POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+
+CODE = """
+import sys
+from types import ModuleType
+
+class ModelRegistry:
+    models = {}
+    register_model = models.__setitem__
+    get_supported_archs = staticmethod(models.keys)
+
+sys.modules["vllm"] = vllm = ModuleType("vllm")
+vllm.ModelRegistry = ModelRegistry
+from mha2mla.serving.plugin import register
+register()
+ours = dict(ModelRegistry.models)
+ModelRegistry.models["MHA2MLAForCausalLM"] = "what a second call would overwrite"
+register()
+assert ModelRegistry.models == {"MHA2MLAForCausalLM": "what a second call would overwrite"}, ModelRegistry.models
+assert ours == {"MHA2MLAForCausalLM": "mha2mla.serving.vllm_model:VLLMForCausalLM"}, ours
+import torch
+from transformers import CONFIG_MAPPING
+assert "mha2mla" in CONFIG_MAPPING
+assert not torch.cuda.is_initialized()
+assert not {"tilelang", "triton", "mha2mla.serving.vllm_model"} & set(sys.modules), "imported too much"
+"""
+
+
+def test_the_entry_point_is_the_function():
+    (target,) = ENTRY_POINTS["vllm.general_plugins"].values()
+    module, _, name = target.partition(":")
+    assert callable(getattr(import_module(module), name))
+
+
+def test_it_registers_once_and_brings_neither_cuda_nor_the_model():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,82 @@
+"""What a rank of tensor parallelism holds of a layer: every tensor there and back, and sizes that are refused."""
+
+import pytest
+import torch
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.serving.shards import HeadShard, attention_name, checkpoint_names, placement
+from tests.modeling.models import GEOMETRIES, mla_model
+
+GEOMETRY = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize("case", GEOMETRIES)
+def test_every_tensor_comes_back_from_its_shards(case):
+    model, size = mla_model(case), 2
+    for name, tensor in model.state_dict().items():
+        inner = attention_name(name)
+        if inner is None or inner.startswith(("q_proj", "o_proj")):  # vLLM's own layers split these
+            continue
+        geometry = model.config.layer_geometry(int(name.split(".")[2]))
+        try:
+            shards = [HeadShard.of(geometry, rank, size) for rank in range(size)]
+        except ValueError as error:
+            assert "share one of num_rope_heads=3" in str(error)
+            assert case == "odd groups"
+            continue
+        parts = [shard.part(inner, tensor) for shard in shards]
+        torch.testing.assert_close(shards[0].whole_of(inner, parts), tensor, rtol=0, atol=0)
+        if inner in ("k_b_proj", "v_b_proj"):
+            assert {len(part) for part in parts} == {shards[0].geometry.num_up_projection_heads}
+        if inner.startswith(("kv_a_proj", "k_a_proj")):
+            assert {len(part) for part in parts} == {shards[0].geometry.cache_numel_per_token}
+
+
+@pytest.mark.parametrize(
+    ("heads", "rope", "up", "size", "local"),
+    [
+        (32, 32, 32, 2, (16, 16, 16)),
+        (32, 1, 8, 4, (8, 1, 2)),
+        (32, 8, 8, 16, (2, 1, 1)),  # more ranks than groups: each is in two of them
+        (32, 8, 32, 1, (32, 8, 32)),
+    ],
+)
+def test_heads_are_split_and_what_they_share_goes_with_them(heads, rope, up, size, local):
+    whole = MLAGeometry(heads, rope, num_key_value_heads=up, **GEOMETRY)
+    shards = [HeadShard.of(whole, rank, size) for rank in range(size)]
+    for shard in shards:
+        part = shard.geometry
+        assert (part.num_attention_heads, part.num_rope_heads, part.num_up_projection_heads) == local
+        assert part.kv_lora_rank == whole.kv_lora_rank
+        for head in range(heads)[shard.heads]:  # reads the same rotary key and map as in the whole layer
+            mine = head - shard.heads.start
+            for count, here, groups in (
+                (rope, part.num_rope_heads, shard.rope_heads),
+                (up, part.num_up_projection_heads, shard.up_heads),
+            ):
+                assert groups.start + mine * here // part.num_attention_heads == head * count // heads
+    assert [head for shard in shards for head in range(heads)[shard.heads]] == list(range(heads))
+
+
+def test_head_counts_that_ranks_cannot_share_are_refused_by_name():
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2; expected a divisor of the 9 query heads"):
+        HeadShard.of(MLAGeometry(9, 3, **GEOMETRY), 0, 2)
+    with pytest.raises(ValueError, match="3 query heads; expected a multiple or a divisor of the 2 that share one of"):
+        HeadShard.of(MLAGeometry(6, 3, **GEOMETRY), 0, 2)
+    with pytest.raises(ValueError, match="rank is 2; expected 0 to 1"):
+        HeadShard.of(MLAGeometry(8, 1, **GEOMETRY), 2, 2)
+
+
+def test_names_go_to_stacked_layers_and_back():
+    names = list(mla_model("per-group").state_dict())
+    places = {name: placement(name) for name in names}
+    assert places["model.layers.0.mlp.up_proj.weight"] == ("model.layers.0.mlp.gate_up_proj.weight", 1)
+    assert places["model.layers.1.self_attn.q_proj.weight"] == ("model.layers.1.self_attn.q_proj.weight", None)
+    # As Phi-3 stores it: stacked already.
+    assert placement("model.layers.0.mlp.gate_up_proj.weight") == ("model.layers.0.mlp.gate_up_proj.weight", None)
+    back = [
+        each for target in dict.fromkeys(target for target, _ in places.values()) for each in checkpoint_names(target)
+    ]
+    assert sorted(back) == sorted(names)
+    for name, (target, place) in places.items():
+        assert checkpoint_names(target)[place or 0] == name
