@@ -2,6 +2,7 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mha2mla.modeling import source_attention
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
@@ -12,7 +13,9 @@ from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.modeling.pages import StaleBatchError
 from mha2mla.modeling.registry import AttentionBackend, AttentionRegistry
 from mha2mla.modeling.served import LayerAttention, what_serves
+from mha2mla.modeling.source_model import PagedSource, paged_model
 
+source_attention.register()
 AutoConfig.register(MHA2MLAConfig.model_type, MHA2MLAConfig, exist_ok=True)
 AutoModelForCausalLM.register(MHA2MLAConfig, MHA2MLAForCausalLM, exist_ok=True)
 
@@ -29,7 +32,9 @@ __all__ = [
     "MHA2MLAPreTrainedModel",
     "MLAAttention",
     "PagedCache",
+    "PagedSource",
     "SequenceBatch",
     "StaleBatchError",
+    "paged_model",
     "what_serves",
 ]

@@ -33,20 +33,24 @@ def load_balancing_loss(
     return function(router_logits, experts, source.num_experts_per_tok, attention_mask)
 
 
+_NO_HISTORY = (
+    "past_key_values was a LatentCache that held tokens, and it keeps no gradients: those of this call would leave out "
+    "what is cached; expected a DynamicCache or None"
+)
+
+
 class _RefusedGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, why: str) -> Tensor:
+        ctx.why = why
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        raise ValueError(
-            "past_key_values was a LatentCache that held tokens, and it keeps no gradients: those of this call would "
-            "leave out what is cached; expected a DynamicCache or None"
-        )
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        raise ValueError(ctx.why)
 
 
-def refuse_gradients(value: Tensor) -> Tensor:
-    """``value``, which seems to require a gradient; a backward pass that comes here raises ValueError."""
+def refuse_gradients(value: Tensor, why: str = _NO_HISTORY) -> Tensor:
+    """``value``, which seems to require a gradient; a backward pass that comes here raises ValueError, with ``why``."""
     with torch.enable_grad():
-        return _RefusedGradient.apply(value, torch.empty(0, requires_grad=True))
+        return _RefusedGradient.apply(value, torch.empty(0, requires_grad=True), why)

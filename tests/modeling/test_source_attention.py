@@ -1,0 +1,160 @@
+"""Source models of transformers on the ops here: what sdpa computes, over every cache, or refused by name."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, StaticCache
+
+from mha2mla.modeling.source_attention import attend, pages_of
+from mha2mla.modeling.source_model import PagedSource, paged_model
+from tests.conversion import tiny
+from tests.modeling import models
+
+# All that some family's attention has of its own: windows, norms, biases, scales, layers without RoPE, experts.
+CASES = ("llama", "smollm3", "mistral-sliding", "qwen2", "qwen3", "phi3", "glm4-no-biases", "olmo2-mha-biases")
+CASES += ("olmo3-yarn", "gemma3", "mixtral", "qwen2-moe-sliding", "olmoe")
+OPTIONS = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+
+
+def source(case: str):
+    family, keys = tiny.CASES[case]
+    config = tiny.config(family, **keys)
+    return models.randomise(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval())
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_logits_and_greedy_tokens_are_those_of_sdpa(case):
+    model = source(case)
+    ids = tiny.some_tokens()
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    prompt = {"input_ids": ids[:, :14], "attention_mask": mask[:, :14]}
+    wanted = model.generate(**prompt, **OPTIONS)
+    model.set_attn_implementation("mha2mla")
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    assert models.relative_error(logits[:, 5:], expected[:, 5:]) < models.TOLERANCE
+    for kind in ("dynamic", "static"):
+        assert torch.equal(model.generate(**prompt, cache_implementation=kind, **OPTIONS), wanted), kind
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@torch.no_grad()
+def test_chunks_of_a_prompt_and_drafts_over_a_cache(case, kind):
+    model = source(case)
+    ids = tiny.some_tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    model.set_attn_implementation("mha2mla")
+    cache = kind(config=model.config, **({"max_cache_len": 48} if kind is StaticCache else {}))
+    start = 0
+    for count in (4, 10, 1, 3, ids.shape[1] - 18):
+        stop = start + count
+        given = {"attention_mask": mask[:, :stop], "past_key_values": cache}
+        logits = model(ids[:, start:stop], **given).logits
+        first = max(3 - start, 0)
+        assert models.relative_error(logits[:, first:], expected[:, start + first : stop]) < models.TOLERANCE
+        start = stop
+
+
+def test_memory_of_a_cache_is_seen_as_pages_or_not_at_all():
+    values = torch.randn(3, 2, 64, 8)  # as a static cache has it
+    keys = torch.randn(3, 64, 2, 8).transpose(1, 2)  # heads of a token side by side
+    for x in (values, keys):
+        pages, _, table = pages_of(x, x)
+        assert pages.data_ptr() == x.data_ptr()
+        assert torch.equal(pages[table.long()].flatten(1, 2), x.transpose(1, 2))
+    assert pages_of(keys, values) is None  # sequences lie in other distances
+    assert pages_of(values[:, :, :60], values[:, :, :60]) is None
+    assert pages_of(values[:, :, :48], values[:, :, :48])[0].shape[1] == 16
+
+
+def random(*shape):
+    return torch.randn(2, 4, *shape)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"softcap": 50.0}, "softcap is 50.0 and attn_implementation 'mha2mla'"),
+        ({"dropout": 0.1}, "dropout is 0.1"),
+        ({"output_attentions": True}, "output_attentions is True"),
+        ({"s_aux": torch.zeros(4)}, "s_aux is given"),
+        ({"is_causal": False}, "is_causal is False"),
+        ({"attention_mask": torch.ones(2, 1, 3, 3, dtype=torch.bool)}, r"attention_mask is torch.bool \(2, 1, 3, 3\)"),
+    ],
+)
+def test_what_the_ops_cannot_do_is_refused_by_name(given, named):
+    arguments = {"attention_mask": None, **given}
+    with pytest.raises(ValueError, match=named):
+        attend(torch.nn.Module(), random(3, 8), random(3, 8), random(3, 8), **arguments)
+
+
+@torch.no_grad()
+def test_models_and_masks_that_need_more_are_refused():
+    keys = {**models.SIZES, "head_dim": 8, "attn_implementation": "mha2mla"}
+    with pytest.raises(ValueError, match="softcap is 50.0"):
+        AutoModelForCausalLM.from_config(Gemma2Config(**keys)).eval()(models.tokens(1, 5))
+    model = models.source_model("llama")
+    model.set_attn_implementation("mha2mla")
+    ids = models.tokens(1, 6)
+    with pytest.raises(ValueError, match="packed sequences"):
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
+    with pytest.raises(ValueError, match="hides tokens between visible ones"):
+        model(ids, attention_mask=torch.tensor([[1, 1, 0, 0, 1, 1]]))
+    with pytest.raises(ValueError, match="output_attentions is True"):
+        model(ids, output_attentions=True)
+
+
+def test_a_backward_pass_is_refused():
+    model = models.source_model("llama")
+    model.set_attn_implementation("mha2mla")
+    loss = model(models.tokens(1, 6)).logits.sum()
+    with pytest.raises(ValueError, match="keeps no gradients; expected 'sdpa'"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_ragged_batches_equal_each_sequence_alone(case):
+    model = source(case)
+    ids = tiny.some_tokens()
+    expected = model(ids, use_cache=False).logits
+    model.set_attn_implementation("mha2mla")
+    paged = paged_model(model)
+    cache = paged.paged_cache(num_pages=12, page_size=16)
+    heads, width = model.config.num_key_value_heads, model.model.layers[0].self_attn.head_dim
+    assert cache.nbytes == 12 * 16 * 2 * heads * width * 4 * model.config.num_hidden_layers
+    done = {cache.open(): 0, cache.open(): 0}
+    one, two = done
+    for counts in ({one: 11}, {one: 1, two: 12}, {two: 3, one: 6}):
+        batch = cache.extend(counts)
+        new = [ids[sequence, done[sequence] : done[sequence] + count] for sequence, count in counts.items()]
+        step = cache.step(batch)
+        logits = batch.unflatten(paged.forward_batch(batch.flatten(new), step, all_logits=True))
+        last = paged.forward_batch(batch.flatten(new), step)
+        for (sequence, count), mine in zip(counts.items(), logits, strict=True):
+            part = expected[sequence, done[sequence] : done[sequence] + count]
+            assert models.relative_error(mine, part) < models.TOLERANCE
+            done[sequence] += count
+        order = [index for index in batch.order.tolist() if index >= 0]
+        assert models.relative_error(last, torch.stack([logits[index][-1] for index in order])) < models.TOLERANCE
+
+
+@torch.no_grad()
+def test_a_paged_source_names_what_it_needs():
+    model = models.source_model("llama")
+    with pytest.raises(ValueError, match="attn_implementation 'sdpa'; expected 'mha2mla'"):
+        PagedSource(model)
+    model.set_attn_implementation("mha2mla")
+    with pytest.raises(ValueError, match="attention backend 'mla_paged' refuses: it serves MLAGeometry"):
+        PagedSource(model, "mla_paged").paged_cache(4)
+    paged = PagedSource(model)
+    cache = paged.paged_cache(4, 16)
+    batch = cache.extend({cache.open(): 3})
+    with pytest.raises(ValueError, match=r"input_ids.shape is \(4,\); expected \(3,\)"):
+        paged.forward_batch(torch.zeros(4, dtype=torch.long), cache.step(batch))
+    converted = models.mla_model()
+    assert paged_model(converted) is converted
