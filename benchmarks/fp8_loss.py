@@ -1,6 +1,6 @@
 """What an e4m3 cache of a converted model's latents costs in perplexity, beside the latents as computed.
 
-    python benchmarks/fp8_loss.py SOURCE CONVERTED --json benchmarks/results/cpu-fp8-loss.json
+    python benchmarks/fp8_loss.py SOURCE CONVERTED --json benchmarks/results/h200-fp8-loss.json
 
 A cache rounds every token's latent by itself, so reading a text whose latents are rounded where they are made loses
 what decoding over that cache loses. In the layout ``latent`` rotary keys are computed of the rounded numbers; other
