@@ -27,8 +27,8 @@ from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import token_places
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.shards import HeadShard
 from mha2mla.serving.paged_step import PagedStep, StepPlanner, row_width
-from mha2mla.serving.shards import HeadShard
 
 SERVED_BY = "mla_paged"
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.serving.shards import HeadShard, attention_name, checkpoint_names, placement
+from mha2mla.modeling.shards import HeadShard
+from mha2mla.serving.shards import attention_name, checkpoint_names, placement
 from tests.modeling.models import GEOMETRIES, mla_model
 
 GEOMETRY = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}

@@ -1,0 +1,122 @@
+"""Which part of a layer a rank of tensor parallelism holds: its query heads, and what these read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mha2mla.geometry import MLAGeometry
+
+# Rows of an encoder: the latent, which every rank holds, then the rotary keys, which are split.
+_ENCODERS = ("kv_a_proj.weight", "kv_a_proj.bias", "k_a_proj.weight")
+_BY_UP_HEAD = ("k_b_proj", "v_b_proj")
+
+
+@dataclass(frozen=True)
+class HeadShard:
+    """The heads of a layer that one rank computes.
+
+    Attributes:
+        whole: geometry of the layer.
+        geometry: of the rank's part of it: the same latent, fewer heads.
+        heads, rope_heads, up_heads: which of H, of G, and of the heads of W_UK and W_UV.
+    """
+
+    whole: MLAGeometry
+    geometry: MLAGeometry
+    heads: slice
+    rope_heads: slice
+    up_heads: slice
+
+    @classmethod
+    def of(cls, whole: MLAGeometry, rank: int, size: int) -> HeadShard:
+        """The part of ``rank`` among ``size``: query heads are split, the latent is replicated; rotary keys and maps go
+        with their query heads, to several ranks where fewer of them exist.
+
+        Raises:
+            ValueError: ``size`` does not divide the query heads, or would cut a group of them that shares a rotary key
+                or a map where it is not cut into equal parts.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank}; expected 0 to {size - 1}")
+        heads = whole.num_attention_heads
+        if heads % size:
+            raise ValueError(
+                f"tensor_parallel_size is {size}; expected a divisor of the {heads} query heads of this checkpoint"
+            )
+        mine = heads // size
+        rope = _groups("num_rope_heads", whole.num_rope_heads, heads, rank, size)
+        up = _groups("num_up_projection_heads", whole.num_up_projection_heads, heads, rank, size)
+        count = up.stop - up.start
+        geometry = MLAGeometry(
+            num_attention_heads=mine,
+            num_rope_heads=rope.stop - rope.start,
+            kv_lora_rank=whole.kv_lora_rank,
+            qk_rope_head_dim=whole.qk_rope_head_dim,
+            qk_nope_head_dim=whole.qk_nope_head_dim,
+            v_head_dim=whole.v_head_dim,
+            num_key_value_heads=count,
+            num_up_projection_heads=count,
+            rope_from_latent=whole.rope_from_latent,
+        )
+        return cls(whole, geometry, slice(rank * mine, (rank + 1) * mine), rope, up)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """What a rank holds of a checkpoint's tensor; ``q_proj`` and ``o_proj``, whose rows and columns are heads, are
+        left to what splits linear layers.
+
+        Args:
+            name: below ``self_attn``.
+            tensor: as it is in the checkpoint.
+        """
+        geometry = self.whole
+        if name in _ENCODERS and not geometry.rope_from_latent:
+            latent, rope = tensor.split((geometry.kv_lora_rank, geometry.rope_width))
+            mine = rope.unflatten(0, (geometry.num_rope_heads, -1))[self.rope_heads].flatten(0, 1)
+            return torch.cat((latent, mine))
+        if name in _BY_UP_HEAD:
+            return tensor[self.up_heads]
+        if name == "q_b_proj":
+            return tensor[self.heads]
+        if name == "inv_freq":
+            return tensor[self.rope_heads]
+        return tensor
+
+    def whole_of(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """The checkpoint's tensor again, from the parts of all ranks in their order: the inverse of :meth:`part`."""
+        geometry, size = self.whole, len(parts)
+        shards = [HeadShard.of(geometry, rank, size) for rank in range(size)]
+        if name in _ENCODERS and not geometry.rope_from_latent:
+            rows = [part[geometry.kv_lora_rank :] for part in parts]
+            rope = [row.unflatten(0, (-1, geometry.qk_rope_head_dim)) for row in rows]
+            joined = _joined(rope, [shard.rope_heads for shard in shards])
+            return torch.cat((parts[0][: geometry.kv_lora_rank], joined.flatten(0, 1)))
+        slices = {"q_b_proj": "heads", "inv_freq": "rope_heads", "k_b_proj": "up_heads", "v_b_proj": "up_heads"}
+        if name in slices:
+            return _joined(parts, [getattr(shard, slices[name]) for shard in shards])
+        return parts[0]
+
+
+def _groups(name: str, count: int, heads: int, rank: int, size: int) -> slice:
+    """Which of ``count`` groups of query heads a rank's heads are in."""
+    mine, each = heads // size, heads // count
+    if mine % each == 0:
+        return slice(rank * mine // each, (rank + 1) * mine // each)
+    if each % mine == 0:
+        return slice(rank * mine // each, rank * mine // each + 1)
+    raise ValueError(
+        f"tensor_parallel_size is {size}, so that a rank has {mine} query heads; expected a multiple or a divisor of"
+        f" the {each} that share one of {name}={count}"
+    )
+
+
+def _joined(parts: Sequence[Tensor], places: Sequence[slice]) -> Tensor:
+    """Parts by their places; of those that several ranks hold, the first."""
+    found = {}
+    for part, place in zip(parts, places, strict=True):
+        for offset, index in enumerate(range(place.start, place.stop)):
+            found.setdefault(index, part[offset])
+    return torch.stack([found[index] for index in sorted(found)])
