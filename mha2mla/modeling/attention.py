@@ -21,6 +21,7 @@ from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 from mha2mla.modeling.stacking import project
 from mha2mla.modeling.step import AttentionStep
+from mha2mla.modeling.visibility import under_window
 
 
 class RotaryKeyMap(nn.Linear):
@@ -173,6 +174,9 @@ class MLAAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The expanded form over any cache, or none: as :meth:`_expanded`."""
         position_ids = position_ids.to(hidden_states.device)
+        limits = self.config.layer_attention_window(self.layer_idx)
+        if isinstance(past_key_values, LatentCache):
+            limits = past_key_values.constants[self.layer_idx].limits
         scaling = self.config.layer_rope_scaling(self.layer_idx)
         turn = rotary_cos_sin(position_ids, self.inv_freq, scaling, hidden_states.dtype)
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
@@ -188,13 +192,13 @@ class MLAAttention(nn.Module):
                 keys, values = past_key_values.update(*halves, self.layer_idx)
                 latent = (torch.cat((keys, values), dim=-1) if values.shape[-1] else keys)[:, 0]
             k_pe = self._rotary_keys(latent, position_ids)
-            return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
+            return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, limits, **kwargs)
         k_pe = apply_rotary(k_pe, *turn)
         if past_key_values is not None:
             # One "head" each, and k_pe flattened: StaticLayer wants keys and values with as many heads.
             latent, k_pe = past_key_values.update(latent[:, None], k_pe.flatten(2)[:, None], self.layer_idx)
             latent, k_pe = latent[:, 0], k_pe[:, 0].unflatten(-1, (self.geometry.num_rope_heads, -1))
-        return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, **kwargs)
+        return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, limits, **kwargs)
 
     def _over_pages(
         self, hidden_states: Tensor, step: AttentionStep, attention_mask: Tensor | None, **kwargs: Any
@@ -229,7 +233,8 @@ class MLAAttention(nn.Module):
         latent = latent if layer.is_empty else cached
         if k_pe is None:
             k_pe = self._rotary_keys(latent, torch.arange(latent.shape[1], device=latent.device)[None])
-        return self._expanded(q_nope, rotated["q_pe"].view_as(q_pe), latent, k_pe, attention_mask, **kwargs)
+        q_pe = rotated["q_pe"].view_as(q_pe)
+        return self._expanded(q_nope, q_pe, latent, k_pe, attention_mask, layer.constants.limits, **kwargs)
 
     def _encoded(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q_nope [B, S, H, d_n] and q_pe [B, S, H, d_r] before RoPE, c [B, S, d_c], and k_pe [B, S, G, d_r] before
@@ -265,9 +270,18 @@ class MLAAttention(nn.Module):
         return norm(projected).unflatten(-1, heads)
 
     def _expanded(
-        self, q_nope: Tensor, q_pe: Tensor, latent: Tensor, k_pe: Tensor, attention_mask: Tensor | None, **kwargs: Any
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        latent: Tensor,
+        k_pe: Tensor,
+        attention_mask: Tensor | None,
+        limits: tuple[int | None, int],
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Keys and values of every head from c [B, T, d_c] and k_pe [B, T, G, d_r], then ordinary attention.
+
+        ``limits``: window and sinks; a window of the source's own ``attention_mask`` knows.
 
         Returns:
             [B, S, H, d_v], and the attention weights [B, H, S, T] of an implementation that computes them, or None.
@@ -281,8 +295,10 @@ class MLAAttention(nn.Module):
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        value_dim = value.shape[-1]
-        if _takes_one_head_dim(self.config._attn_implementation) and query.shape[-1] != value_dim:
+        value_dim, implementation = value.shape[-1], self.config._attn_implementation
+        if limits != (self.sliding_window, 0):
+            attention_mask = under_window(attention_mask, *limits, query, key.shape[2], implementation)
+        if _takes_one_head_dim(implementation) and query.shape[-1] != value_dim:
             width = max(query.shape[-1], value_dim)
             query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
         out, weights = attend(

@@ -65,6 +65,7 @@ def _mla_plan(
         dtype=dtype,
         cache_starts=batch.cache_starts,
         window=constants.window,
+        sinks=constants.sinks,
         backend=backend,
     )
 
@@ -87,6 +88,7 @@ def _mla_plan_decode(
         None,
         qk_rope_head_dim=geometry.qk_rope_head_dim,
         window=constants.window,
+        sinks=constants.sinks,
         latent_dtype=latent.dtype,
         backend=backend,
     )
@@ -177,6 +179,7 @@ def _gqa_plan(
         num_attention_heads=constants.geometry.num_attention_heads,
         cache_starts=batch.cache_starts,
         window=constants.window,
+        sinks=constants.sinks,
         backend=backend,
     )
 

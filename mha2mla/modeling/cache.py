@@ -16,7 +16,7 @@ from mha2mla.modeling.batch import UniformBatch
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.latent_layer import LatentLayer
-from mha2mla.modeling.registry import Plan
+from mha2mla.modeling.registry import AttentionConstants, Plan
 from mha2mla.modeling.step import DecodePlans, mixed_plans
 
 
@@ -27,7 +27,8 @@ class LatentCache(Cache):
     cache holds the tokens that it held before.
 
     Args:
-        config: of the model; what its ``attention_backend`` names serves.
+        config: of the model; what its ``attention_backend`` names serves. Its ``attention_window`` and
+            ``num_sink_tokens`` stay those of the cache. All tokens stay cached; what no query sees is not read.
         max_cache_len: tokens per sequence, padding included, of a static cache (CUDA graphs, ``torch.compile``); None
             for a dynamic one, which doubles its pages when they are full.
         page_size: tokens per page, a power of two >= 16.
@@ -56,10 +57,11 @@ class LatentCache(Cache):
         self.captured: Any = None
         self.plans: dict[tuple, DecodePlans] = {}
         self.plans_for: tuple | None = None
+        # Under a window of the user's a mask of the expanded form would be as large as queries times keys.
+        served = (config.attention_backend, config.attention_window is not None)
         super().__init__(
             layers=[
-                LatentLayer(config.attention_constants(index), page_size, max_cache_len, config.attention_backend)
-                for index in range(config.num_hidden_layers)
+                LatentLayer(constants, page_size, max_cache_len, *served) for constants in config.attention_constants()
             ]
         )
         if max_cache_len is None:
@@ -77,6 +79,11 @@ class LatentCache(Cache):
     def is_empty(self) -> bool:
         """No token was cached since creation or the last reset."""
         return self.layers[0].is_empty
+
+    @property
+    def constants(self) -> tuple[AttentionConstants, ...]:
+        """Per layer, what its attention is told: windows and sinks among it."""
+        return tuple([layer.constants for layer in self.layers])
 
     @property
     def capacity(self) -> int:

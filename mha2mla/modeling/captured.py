@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
 from mha2mla.modeling.cache import LatentCache
+from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.recordable import fingerprint
 from mha2mla.modeling.recorders import CudaGraphs, Recorder
 from mha2mla.modeling.visibility import is_padding_mask, is_recorded
@@ -191,13 +192,15 @@ class CapturedSteps:
         """Whether what is recorded, if anything, is of that model, by its ``fingerprint``."""
         return self._home() is home and (self._pages is None or weights == self._weights)
 
-    def new_cache(self, rows: int, room: int, weights: tuple, backend_name: str | None) -> LatentCache | None:
+    def new_cache(self, rows: int, room: int, weights: tuple, config: MHA2MLAConfig) -> LatentCache | None:
         """An empty cache over the pages, if nobody has the one before any more and it would do."""
         pages = self._pages
         if self._owner() is not None or weights != self._weights:
             return None
         first = pages.layers[0]
-        if first.batch_size != rows or pages.capacity < room or first.backend_name != backend_name:
+        if first.batch_size != rows or pages.capacity < room or first.backend_name != config.attention_backend:
+            return None
+        if pages.constants != config.attention_constants():
             return None
         cache = pages.sharing_pages(static=False)
         cache.reset()
@@ -239,20 +242,23 @@ class StepCapture:
         if nbytes <= self._most_bytes:
             self._kept = steps
 
-    def new_cache(self, model: PreTrainedModel, rows: int, prompt: int, longest: int) -> LatentCache:
+    def new_cache(
+        self, model: PreTrainedModel, config: MHA2MLAConfig, rows: int, prompt: int, longest: int
+    ) -> LatentCache:
         """The cache of a ``generate`` call: over pages that are kept, if they do.
 
         Args:
+            config: of the cache.
             rows: B.
             prompt, longest: tokens per sequence at the beginning, and at most.
         """
         room = -(-min(longest, prompt + _ROOM_FOR_ANSWER) // _CAPACITY_STEP) * _CAPACITY_STEP
-        keys = (rows, room, fingerprint(model), model.config.attention_backend)
+        keys = (rows, room, fingerprint(model), config)
         cache = None if self._kept is None else self._kept.new_cache(*keys)
         if cache is None:
             self._kept = None  # before new pages are allocated
             self._most_bytes = sum(parameter.nbytes for parameter in model.parameters())
-            cache = LatentCache(model.config, room=room)
+            cache = LatentCache(config, room=room)
             cache.captured = CapturedSteps(self, is_kept=True)
         return cache
 

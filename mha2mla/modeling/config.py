@@ -75,6 +75,12 @@ class MHA2MLAConfig(PreTrainedConfig):
             while prompts in ``generate`` are left to what transformers calls ``attn_implementation``; that computes the
             expanded form over other caches, while training, for masks that the backend cannot obey, and by the name
             "mla_expanded" always. One's own backend is registered before it is named here.
+        attention_window, num_sink_tokens: each token attends to the last ``attention_window`` tokens up to itself and
+            to the first ``num_sink_tokens`` of its sequence that are not padding (StreamingLLM, arXiv 2309.17453; its
+            recent and start sizes), at the positions that they have in the sequence. In layers without a window of
+            their own, which may not be wider; those keep theirs. None: all. The source's ``sliding_window`` is another
+            key. May be changed at run time, for one call of ``generate`` by its arguments of these names; a cache keeps
+            what the config said when it was made.
 
     The other fields repeat the source's, for readers that expect them at the top level; where they differ from
     ``source_config`` they win.
@@ -106,6 +112,8 @@ class MHA2MLAConfig(PreTrainedConfig):
     recipe: dict[str, Any] | None = None
     schema_version: int = SCHEMA_VERSION
     attention_backend: str | None = None
+    attention_window: int | None = None
+    num_sink_tokens: int = 0
 
     vocab_size: int | None = None
     hidden_size: int | None = None
@@ -157,6 +165,9 @@ class MHA2MLAConfig(PreTrainedConfig):
         names = (None, *ATTENTION_BACKENDS.backends)
         if name == "attention_backend" and value not in names:
             raise ValueError(f"{name} is {value!r}; expected one of {names}")
+        for limited, least in (("attention_window", 1), ("num_sink_tokens", 0)):
+            if name == limited and isinstance(value, int) and value < least:
+                raise ValueError(f"{name} is {value}; expected at least {least}")
         if name in _OLDER_KEYS:
             raise ValueError(f"{name} is no key any more; expected attention_backend, one of {names}")
         super().__setattr__(name, value)
@@ -180,6 +191,7 @@ class MHA2MLAConfig(PreTrainedConfig):
                 self.layer_geometry(index)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from error
+            self.layer_attention_window(index)
             scaling = self.layer_rope_scaling(index)
             if not (isinstance(scaling, int | float) and math.isfinite(scaling) and scaling > 0):
                 raise ValueError(f"rope_attention_scaling is {scaling!r} in layer {index}; expected a positive number")
@@ -220,13 +232,16 @@ class MHA2MLAConfig(PreTrainedConfig):
             **{name: value[layer_idx] if isinstance(value, list) else value for name, value in values.items()},
         )
 
-    def attention_constants(self, layer_idx: int) -> AttentionConstants:
-        """What a backend is told of layer ``layer_idx`` beside tensors."""
-        return AttentionConstants(
-            self.layer_geometry(layer_idx),
-            self.softmax_scale,
-            self.layer_rope_scaling(layer_idx),
-            self.layer_sliding_window(layer_idx),
+    def attention_constants(self) -> tuple[AttentionConstants, ...]:
+        """Per layer, what a backend is told of it beside tensors."""
+        return tuple(
+            AttentionConstants(
+                self.layer_geometry(index),
+                self.softmax_scale,
+                self.layer_rope_scaling(index),
+                *self.layer_attention_window(index),
+            )
+            for index in range(self.num_hidden_layers)
         )
 
     def layer_rope_scaling(self, layer_idx: int) -> float:
@@ -234,8 +249,26 @@ class MHA2MLAConfig(PreTrainedConfig):
         scaling = self.rope_attention_scaling
         return scaling[layer_idx] if isinstance(scaling, list) else scaling
 
+    def layer_attention_window(self, layer_idx: int) -> tuple[int | None, int]:
+        """Tokens up to itself that a query of layer ``layer_idx`` sees, None for all, and tokens at the beginning.
+
+        Raises:
+            ValueError: ``attention_window`` is narrower than the layer's own, or there are sinks without one.
+        """
+        own, window, sinks = self.layer_sliding_window(layer_idx), self.attention_window, self.num_sink_tokens
+        if window is None and sinks:
+            raise ValueError(f"num_sink_tokens is {sinks} with attention_window=None; expected 0, or a window")
+        if own is None:
+            return window, sinks
+        if window is not None and window < own:
+            raise ValueError(
+                f"attention_window is {window}; expected at least {own}, the sliding_window of layer {layer_idx}, or"
+                " sliding_window=None"
+            )
+        return own, 0
+
     def layer_sliding_window(self, layer_idx: int) -> int | None:
-        """Tokens that a query of layer ``layer_idx`` sees, itself included; None for all."""
+        """The source's window of layer ``layer_idx``: tokens that a query sees, itself included; None for all."""
         # Families without layer_types (Mistral) apply their window to every layer.
         if self.layer_types is not None and self.layer_types[layer_idx] != "sliding_attention":
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,9 @@ class LatentGenerationMixin(GenerationMixin):
     tokens are the same. ``generate(..., capture=False)``, or ``capture`` in a generation config, turns that off. Pages
     and graphs of the last call are kept for the next one of as many sequences, unless they take more memory than the
     model does, until :meth:`release_captured`.
+
+    ``generate(..., attention_window=1020, num_sink_tokens=4)``, or a generation config that has them, stand for what
+    the config says by these names, for the cache of one call.
     """
 
     step_capture: StepCapture
@@ -36,12 +40,32 @@ class LatentGenerationMixin(GenerationMixin):
         return explain_capture(self, self.step_capture.new_recorder.device_type) or self.step_capture.failure
 
     def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, capture: bool | None = None, **kwargs: Any
+        self,
+        generation_config: GenerationConfig | None,
+        capture: bool | None = None,
+        attention_window: int | None = None,
+        num_sink_tokens: int | None = None,
+        **kwargs: Any,
     ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """``generate``'s hook for its config, which takes the argument ``capture``; by default True."""
+        """``generate``'s hook for its config, which takes the arguments ``capture``, by default True, and
+        ``attention_window`` and ``num_sink_tokens``, by default the config's."""
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         prepared.capture = getattr(prepared, "capture", True) if capture is None else capture
+        for name, given in (("attention_window", attention_window), ("num_sink_tokens", num_sink_tokens)):
+            if given is not None:
+                setattr(prepared, name, given)
         return prepared, model_kwargs
+
+    def _config_of_cache(self, generation_config: GenerationConfig) -> MHA2MLAConfig:
+        """The model's; a copy with the window that ``generate`` was asked for, if it was."""
+        names = ("attention_window", "num_sink_tokens")
+        asked = {name: getattr(generation_config, name, None) for name in names}
+        if all(value is None for value in asked.values()):
+            return self.config
+        config = copy.copy(self.config)
+        for name, value in asked.items():
+            setattr(config, name, getattr(config, name) if value is None else value)
+        return config
 
     def prepare_inputs_for_generation(
         self,
@@ -104,7 +128,11 @@ class LatentGenerationMixin(GenerationMixin):
         """``generate``'s hook for its cache: a LatentCache for "dynamic" (and by default) and "static".
 
         The other implementations, and caches that the caller brings, are left to transformers.
+
+        Raises:
+            ValueError: ``attention_window`` or ``num_sink_tokens`` is not what a cache that the caller brings has.
         """
+        config = self._config_of_cache(generation_config)
         kind = generation_config.cache_implementation
         if (
             generation_config.use_cache is False
@@ -115,6 +143,13 @@ class LatentGenerationMixin(GenerationMixin):
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
             cache = model_kwargs.get("past_key_values")
+            has = cache.constants if isinstance(cache, LatentCache) else self.config.attention_constants()
+            if config is not self.config and has != config.attention_constants():
+                raise ValueError(
+                    f"attention_window is {config.attention_window} and num_sink_tokens {config.num_sink_tokens} for"
+                    f" {type(cache).__name__ if cache is not None else 'no cache'}; expected a LatentCache of a config"
+                    " that says so, or that the model's config says so"
+                )
             if isinstance(cache, LatentCache):
                 captures = generation_config.capture and self.explain_uncaptured() is None
                 cache.captured = self.step_capture.steps_for(self, cache) if captures else None
@@ -123,9 +158,9 @@ class LatentGenerationMixin(GenerationMixin):
         if kind != "static":
             if generation_config.capture and self.explain_uncaptured() is None:
                 prompt = model_kwargs["position_ids"].shape[-1]
-                cache = self.step_capture.new_cache(self, rows, prompt, max_cache_length)
+                cache = self.step_capture.new_cache(self, config, rows, prompt, max_cache_length)
             else:
-                cache = LatentCache(self.config)
+                cache = LatentCache(config)
             model_kwargs["past_key_values"] = cache
             return
         # A step compiled for an earlier call is kept as long as the cache has its length.
@@ -133,7 +168,7 @@ class LatentGenerationMixin(GenerationMixin):
             max_cache_length, generation_config.max_cache_len or 0, getattr(self, "_previous_max_cache_length", 0)
         )
         self._previous_max_cache_length = length
-        cache = model_kwargs["past_key_values"] = LatentCache(self.config, max_cache_len=length)
+        cache = model_kwargs["past_key_values"] = LatentCache(config, max_cache_len=length)
         if generation_config.prefill_chunk_size is not None and not hasattr(self, "hf_device_map"):
             # Chunked prefill is compiled, and allocation must stay out of what is.
             cache.early_initialization(rows, 1, 1, dtype=self.dtype, device=self.device)

@@ -44,6 +44,7 @@ class LatentLayer(CacheLayerMixin):
         page_size: tokens per page.
         max_cache_len: as in LatentCache.
         backend_name: of what serves it: :meth:`choose`.
+        prefills: its backend serves prompts too, if it can, also where it is not asked for by name.
 
     Attributes:
         backend: what serves the layer; once it has pages.
@@ -63,11 +64,12 @@ class LatentLayer(CacheLayerMixin):
         page_size: int = PAGE_SIZE,
         max_cache_len: int | None = None,
         backend_name: str | None = None,
+        prefills: bool = False,
     ) -> None:
         super().__init__()
         self.constants, self.geometry = constants, constants.geometry
         self.page_size = page_size
-        self.backend_name = backend_name
+        self.backend_name, self._wants_prompts = backend_name, prefills
         self.backend: AttentionBackend | None = None
         self._absorbs_up_to = absorbs_up_to(self.geometry)
         self.max_cache_len = max_cache_len
@@ -108,7 +110,7 @@ class LatentLayer(CacheLayerMixin):
                 f" {self._layout.name!r}, that of the cached tokens: make a new cache"
             )
         # Asked for by name it serves prompts too, if it can; else the attention implementation does.
-        return LayerBackend(backend, layout, name is not None and long_queries)
+        return LayerBackend(backend, layout, (name is not None or self._wants_prompts) and long_queries)
 
     def serve_by(self, chosen: LayerBackend) -> None:
         """Sets what :meth:`choose` gave."""

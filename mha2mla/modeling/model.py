@@ -325,7 +325,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         return attention_mask
 
     def paged_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
-        """A cache for ragged batches of this model, in its dtype and on its device.
+        """A cache for ragged batches of this model, in its dtype and on its device, with the window of its config.
 
         Args:
             num_pages: pages of each layer; all take ``num_pages * page_size * config.cache_bytes_per_token(2)`` bytes.
@@ -339,7 +339,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         """
         device = self._execution_device()
         backends = batch_backends(self.config, device, self.dtype, page_size)
-        layers = [(backend, self.config.attention_constants(index)) for index, backend in enumerate(backends)]
+        layers = list(zip(backends, self.config.attention_constants(), strict=True))
         return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=device)
 
     def _execution_device(self) -> torch.device:

@@ -39,12 +39,19 @@ class AttentionConstants:
         softmax_scale: the source model's.
         attention_scaling: factor on cos and sin (YaRN, longrope).
         window: tokens that a query sees, itself included; None: all.
+        sinks: tokens at the beginning of its sequence that a query sees beside its window.
     """
 
     geometry: MLAGeometry | GQAGeometry
     softmax_scale: float
     attention_scaling: float = 1.0
     window: int | None = None
+    sinks: int = 0
+
+    @property
+    def limits(self) -> tuple[int | None, int]:
+        """Window and sinks."""
+        return self.window, self.sinks
 
 
 @dataclass(frozen=True)

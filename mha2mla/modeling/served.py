@@ -121,7 +121,7 @@ def what_serves(
             form = ("expanded", expanded, reason)
         elif query_length <= short:
             form = ("absorbed", backend.name, reason)
-        elif name is not None and batches is not None:
+        elif (name is not None or config.attention_window is not None) and batches is not None:
             form = ("expanded", backend.name, reason)
         else:
             form = ("expanded", expanded, f"{query_length} new tokens; the absorbed form costs less for up to {short}")

@@ -58,9 +58,9 @@ def mixed_plans(
     layers: Sequence[ServedLayer], attends: Sequence[bool], batches: Sequence[Batch]
 ) -> tuple[MixedPlan | None, ...]:
     """Per layer a plan for queries of any length, None where its backend does not attend; one for all layers of the
-    same backend, geometry, window and device."""
+    same backend, geometry, window, sinks and device."""
     keys = [
-        (layer.backend.name, layer.constants.geometry, layer.constants.window, batch.cache_seqlens.device)
+        (layer.backend.name, layer.constants.geometry, layer.constants.limits, batch.cache_seqlens.device)
         for layer, batch in zip(layers, batches, strict=True)
     ]
     plans: dict[tuple, MixedPlan] = {}
@@ -113,14 +113,14 @@ class DecodePlans:
         scheduled: dict[tuple, tuple[int, DecodePlan]] = {}
         keys: list[tuple | None] = []
         for index, (layer, wanted, table) in enumerate(zip(layers, attends, block_tables, strict=True)):
-            window = layer.constants.window
-            key = (layer.backend.name, layer.constants.geometry, window, table.device) if wanted else None
+            limits = layer.constants.limits
+            key = (layer.backend.name, layer.constants.geometry, limits, table.device) if wanted else None
             keys.append(key)
             if key is None or key in plan_of:
                 continue
             plan = layer.backend.plan_decode(layer.tensors, table, query_length, layer.constants, layer.dtype)
             # A schedule says which tokens go to which CTA: layers of other widths share it if they launch as many CTAs.
-            same_schedule = (plan.num_ctas, window, table.device)
+            same_schedule = (plan.num_ctas, limits, table.device)
             _, shared = scheduled.setdefault(same_schedule, (index, plan))
             if shared is not plan:
                 plan = replace(plan, schedule=shared.schedule, splits=shared.splits)

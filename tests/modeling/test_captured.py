@@ -96,6 +96,21 @@ def test_greedy_tokens(case):
     assert out.past_key_values.get_seq_length() == 25 == int(out.past_key_values.layers[1].cache_seqlens[2])
 
 
+def test_a_window_of_one_call():
+    """Pages and recordings are kept from call to call, of calls with the same window."""
+    model, inputs = captured_model(**LARGE), padded(12, 7, 1)
+    limits, kept = {"attention_window": 6, "num_sink_tokens": 2}, []
+    expected = [generate(model, inputs, capture=False, **keys).sequences for keys in ({}, limits)]
+    assert not torch.equal(*expected)
+    for asked in (1, 1, 0, 0, 1):
+        out = generate(model, inputs, **(limits if asked else {}))
+        assert torch.equal(out.sequences, expected[asked]) and recordings(out) == 1
+        kept.append(weakref.ref(out.past_key_values.captured))
+        del out
+    first, second, third, fourth, last = [each() for each in kept]
+    assert first is second is third is fourth is None and last is not None
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lengths", [(9,), (9, 4)], ids=["one", "padded"])
 @pytest.mark.parametrize("case", LAYOUTS)

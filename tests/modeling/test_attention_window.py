@@ -1,0 +1,200 @@
+"""A window of the user's, with attention sinks: every way of calling a model against explicit masks in float64."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from mha2mla.modeling import LatentCache
+from tests.few import each
+from tests.modeling import models
+
+# Between ways of computing the same in float64, where transformers' norms round to float32: half a unit is 6e-8.
+TOLERANCE = 1e-6
+CASES = ("per-group", "shared", "no nope", "per layer", "some sliding", "latent", "latent some sliding")
+LIMITS = ((11, 0), (10, 3), (30, 4))
+
+
+def model_in_float64(case: str, window: int | None = None, sinks: int = 0):
+    return models.mla_model(case, attention_window=window, num_sink_tokens=sinks).double()
+
+
+def allowed(starts: list[int], length: int, window: int | None, sinks: int) -> torch.Tensor:
+    """[B, 1, length, length] bool, token by token."""
+    mask = torch.zeros(len(starts), 1, length, length, dtype=torch.bool)
+    for row, start in enumerate(starts):
+        for query in range(start, length):
+            for token in range(start, query + 1):
+                mask[row, 0, query, token] = window is None or query - token < window or token - start < sinks
+    return mask
+
+
+@torch.no_grad()
+def masked(model, ids: torch.Tensor, starts: list[int], window: int, sinks: int) -> torch.Tensor:
+    """Logits of the same model without the window, under masks; layers with a window of their own keep it."""
+    config = model.config
+    asked, implementation = (config.attention_window, config.num_sink_tokens), config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    model.config.num_sink_tokens, model.config.attention_window = 0, None
+    mask = allowed(starts, ids.shape[1], window, sinks)
+    if model.config.layer_types and "sliding_attention" in model.config.layer_types:
+        mask = {"full_attention": mask, "sliding_attention": allowed(starts, ids.shape[1], models.WINDOW, 0)}
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    model.config.attention_window, model.config.num_sink_tokens = asked
+    model.set_attn_implementation(implementation)
+    return logits
+
+
+def padding(starts: list[int], length: int) -> torch.Tensor:
+    return (torch.arange(length) >= torch.tensor(starts)[:, None]).long()
+
+
+def seen_errors(logits: torch.Tensor, expected: torch.Tensor, starts: list[int]) -> float:
+    """The largest relative error of a row, padding left out."""
+    return max(models.relative_error(logits[i, s:], expected[i, s:]) for i, s in enumerate(starts))
+
+
+@each("case, limits, form", CASES, LIMITS, models.FORMS)
+@torch.no_grad()
+def test_prefill_chunks_and_decode_equal_masks(case, limits, form):
+    """Left-padded rows; a prompt, single tokens, drafts, and chunks too long to absorb."""
+    model, starts = model_in_float64(case, *limits), [0, 5, 13]
+    model.config.attention_backend = models.FORMS[form]
+    ids = models.tokens(3, 75)
+    expected, mask = masked(model, ids, starts, *limits), padding(starts, 75)
+    assert models.relative_error(expected[0], masked(model, ids, starts, 200, 0)[0]) > 1e-3, "the window is seen"
+    assert seen_errors(model(ids, attention_mask=mask, use_cache=False).logits, expected, starts) < TOLERANCE
+    for static in (False, True):
+        cache, logits, first = LatentCache(model.config, 80 if static else None, 16), [], 0
+        for stop in (21, 22, 23, 27, 52, 53, 75):
+            part = slice(first, stop)
+            logits.append(model(ids[:, part], attention_mask=mask[:, :stop], past_key_values=cache).logits)
+            first = stop
+        assert seen_errors(torch.cat(logits, 1), expected, starts) < TOLERANCE
+
+
+@each("case, limits", CASES, LIMITS)
+@torch.no_grad()
+def test_batches_equal_masks(case, limits):
+    model = model_in_float64(case, *limits)
+    ids = models.tokens(2, 90)
+    expected = masked(model, ids, [0, 0], *limits)
+    cache, done = model.paged_cache(num_pages=16, page_size=16), [0, 0]
+    chat, prompt = cache.open(), cache.open()
+    for counts in ((5, 40), (1, 30), (3, 1), (50, 9), (31, 10)):
+        batch = cache.extend({chat: counts[0], prompt: counts[1]})
+        new = [ids[row, done[row] : done[row] + counts[row]] for row in range(2)]
+        logits = batch.unflatten(model.forward_batch(batch.flatten(new), cache.step(batch), all_logits=True))
+        for row, mine in enumerate(logits):
+            part = expected[row, done[row] : done[row] + counts[row]]
+            assert models.relative_error(mine, part) < TOLERANCE
+            done[row] += counts[row]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("case", ["per-group", "latent some sliding"])
+@torch.no_grad()
+def test_other_caches_and_implementations(case, kind, attention):
+    model, starts = model_in_float64(case, 10, 3), [0, 6]
+    model.set_attn_implementation(attention)
+    ids = models.tokens(2, 40)
+    expected, mask = masked(model, ids, starts, 10, 3), padding(starts, 40)
+    if kind == "none":
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+    else:
+        made = {"dynamic": DynamicCache, "static": lambda: StaticCache(model.model.config, max_cache_len=48)}
+        cache = made[kind]()
+        pieces = ((0, 25), (25, 26), (26, 40))
+        parts = [model(ids[:, a:b], attention_mask=mask[:, :b], past_key_values=cache).logits for a, b in pieces]
+        logits = torch.cat(parts, 1)
+    assert seen_errors(logits, expected, starts) < TOLERANCE
+
+
+def test_gradients_are_those_of_the_mask():
+    model = model_in_float64("per-group", 7, 2)
+    ids = models.tokens(2, 30)
+    weight = model.model.layers[0].self_attn.kv_a_proj.weight
+    (found,) = torch.autograd.grad(model(ids, use_cache=False).logits.square().sum(), weight)
+    model.config.num_sink_tokens, model.config.attention_window = 0, None
+    logits = model(ids, attention_mask=allowed([0, 0], 30, 7, 2), use_cache=False).logits
+    (expected,) = torch.autograd.grad(logits.square().sum(), weight)
+    assert models.relative_error(found, expected) < TOLERANCE
+
+
+def greedy(model, ids: torch.Tensor, starts: list[int], window: int, sinks: int, new: int) -> torch.Tensor:
+    for _ in range(new):
+        ids = torch.cat((ids, masked(model, ids, starts, window, sinks)[:, -1:].argmax(-1)), 1)
+    return ids
+
+
+@pytest.mark.parametrize("backend", [None, "mla_reference", "mla_expanded"])
+@pytest.mark.parametrize("case", ["per-group", "latent", "some sliding"])
+def test_generate_takes_a_window_for_one_call(case, backend):
+    """And says what the masked model says, whatever serves it; the config, and other calls, stay as they are."""
+    model, starts = model_in_float64(case), [0, 4]
+    model.config.attention_backend = backend
+    ids, mask = models.tokens(2, 24), padding(starts, 24)
+    expected = greedy(model, ids, starts, 12, 3, 14)
+    options = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False}
+    limits = {"attention_window": 12, "num_sink_tokens": 3}
+    for further in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 10}):
+        assert torch.equal(model.generate(ids, **options, **limits, **further), expected)
+    assert (model.config.attention_window, model.config.num_sink_tokens) == (None, 0)
+    assert not torch.equal(model.generate(ids, **options), expected)
+    model.config.attention_window, model.config.num_sink_tokens = 12, 3
+    assert torch.equal(model.generate(ids, **options), expected)
+    assert torch.equal(model.generate(ids, **options, cache_implementation="dynamic"), expected)
+
+
+def test_a_cache_that_is_brought_keeps_its_window():
+    model = model_in_float64("per-group")
+    ids = models.tokens(1, 20)
+    windowed = models.mla_config("per-group", attention_window=6, num_sink_tokens=2)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = greedy(model, ids, [0], 6, 2, 4)
+    assert torch.equal(model.generate(ids, past_key_values=LatentCache(windowed), **options), expected)
+    limits = {"attention_window": 6, "num_sink_tokens": 2}
+    assert torch.equal(model.generate(ids, past_key_values=LatentCache(windowed), **options, **limits), expected)
+    for cache in (LatentCache(model.config), DynamicCache()):
+        with pytest.raises(ValueError, match=f"attention_window is 6 and num_sink_tokens 2 for {type(cache).__name__}"):
+            model.generate(ids, past_key_values=cache, **options, **limits)
+    with pytest.raises(ValueError, match="attention_window is 6 and num_sink_tokens 2 for no cache"):
+        model.generate(ids, use_cache=False, **options, **limits)
+
+
+def test_refusals_name_the_key():
+    with pytest.raises(ValueError, match="attention_window is 0; expected at least 1"):
+        models.mla_config("per-group", attention_window=0)
+    with pytest.raises(ValueError, match="num_sink_tokens is 4 with attention_window=None"):
+        models.mla_config("per-group", num_sink_tokens=4)
+    with pytest.raises(ValueError, match="attention_window is 8; expected at least 9, the sliding_window of layer 1"):
+        models.mla_config("some sliding", attention_window=8)
+    config = models.mla_config("some sliding", attention_window=9, num_sink_tokens=4)
+    assert [config.layer_attention_window(index) for index in range(2)] == [(9, 4), (9, 0)]
+    with pytest.raises(ValueError, match="num_sink_tokens is -1; expected at least 0"):
+        config.num_sink_tokens = -1
+    model = model_in_float64("per-group", 9, 4)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="attn_implementation is 'flex_attention' with attention_window=9 and num_sin"):
+        model(models.tokens(1, 12), use_cache=False)
+
+
+def test_the_config_keeps_its_window(tmp_path):
+    models.mla_config("per-group", attention_window=9, num_sink_tokens=4).save_pretrained(tmp_path)
+    config = type(models.mla_config()).from_pretrained(tmp_path)
+    assert (config.attention_window, config.num_sink_tokens) == (9, 4)
+
+
+@torch.no_grad()
+def test_tokens_between_sinks_and_window_are_not_read():
+    """They are NaN there, in decodes and chunks of prompts."""
+    model = model_in_float64("per-group", 20, 4)
+    model.config.attention_backend = "mla_reference"
+    ids = models.tokens(1, 120)
+    expected, cache = masked(model, ids, [0], 20, 4), LatentCache(model.config, page_size=16)
+    model(ids[:, :90], past_key_values=cache)
+    for layer in cache.layers:
+        for tensor in layer.tensors.values():
+            tensor.flatten(0, 1)[4 : 90 - 19] = torch.nan
+    found = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((90, 91), (91, 95), (95, 120))]
+    assert models.relative_error(torch.cat(found, 1), expected[:, 90:]) < TOLERANCE
