@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mha2mla.modeling import source_attention
+from mha2mla.modeling import source_attention, tensor_parallel
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
@@ -16,6 +16,7 @@ from mha2mla.modeling.served import LayerAttention, what_serves
 from mha2mla.modeling.source_model import PagedSource, paged_model
 
 source_attention.register()
+tensor_parallel.register()
 AutoConfig.register(MHA2MLAConfig.model_type, MHA2MLAConfig, exist_ok=True)
 AutoModelForCausalLM.register(MHA2MLAConfig, MHA2MLAForCausalLM, exist_ok=True)
 

@@ -12,16 +12,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.distributed.utils import is_dtensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from mha2mla.kernels import LatentRope, rotary_keys
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
+from mha2mla.modeling.shards import HeadShard
 from mha2mla.modeling.stacking import project
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.visibility import under_window
+
+_NO_TRAINING = (
+    "tensor_parallel_size is more than 1, where gradients of what all ranks hold would be of one rank's heads alone; "
+    "expected one device, or FSDP, for training"
+)
 
 
 class RotaryKeyMap(nn.Linear):
@@ -68,12 +76,11 @@ class MLAAttention(nn.Module):
         super().__init__()
         geometry = config.layer_geometry(layer_idx)
         self.config, self.layer_idx, self.geometry = config, layer_idx, geometry
+        self.shard: HeadShard | None = None  # what tensor parallelism left of the heads
         self.sliding_window = config.layer_sliding_window(layer_idx)
         self.attention_dropout = config.attention_dropout or 0.0
         self.is_causal = True
-        # Heads of the expanded keys: the fewest that both up-projections and rope heads divide.
-        self.num_expanded_heads = math.lcm(geometry.num_up_projection_heads, geometry.num_rope_heads)
-        self.num_key_value_groups = geometry.num_attention_heads // self.num_expanded_heads
+        self._count_expanded_heads()
 
         heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
         up_heads = geometry.num_up_projection_heads
@@ -100,6 +107,34 @@ class MLAAttention(nn.Module):
         self.register_buffer(
             "inv_freq", torch.empty(geometry.num_rope_heads, geometry.qk_rope_head_dim // 2, dtype=torch.float32)
         )
+
+    def _count_expanded_heads(self) -> None:
+        """Heads of the expanded keys: the fewest that both up-projections and rope heads divide."""
+        geometry = self.geometry
+        self.num_expanded_heads = math.lcm(geometry.num_up_projection_heads, geometry.num_rope_heads)
+        self.num_key_value_groups = geometry.num_attention_heads // self.num_expanded_heads
+
+    def split_heads(self, rank: int, size: int) -> None:
+        """Makes it compute the part of the heads that is ``rank``'s among ``size`` (``tensor_parallel.py``).
+
+        Raises:
+            ValueError: the heads cannot be split so, or queries are normed over all of them together.
+        """
+        if self.config.qk_norm and self.q_norm.weight.shape[0] != self.config.head_dim:
+            raise ValueError(
+                f"tensor_parallel_size is {size} and q_norm is over {self.q_norm.weight.shape[0]} numbers, all heads;"
+                f" expected a norm over each head of {self.config.head_dim}, or 1"
+            )
+        self.shard = HeadShard.of(self.geometry, rank, size)
+        self.geometry = self.shard.geometry
+        self._count_expanded_heads()
+
+    def _own(self, name: str) -> Tensor:
+        """A per-head map, or a table by rope head, of the heads that are computed here."""
+        whole = getattr(self, name)
+        if self.shard is None:
+            return whole
+        return whole.to_local() if is_dtensor(whole) else self.shard.part(name, whole)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MLAAttention:
         """Moves and casts as any module, but ``inv_freq`` only moves: a bfloat16 frequency is off by whole turns."""
@@ -160,6 +195,8 @@ class MLAAttention(nn.Module):
             out, weights = self._over_pages(hidden_states, mla_step, attention_mask, **kwargs)
         else:
             out, weights = self._differentiable(hidden_states, attention_mask, past_key_values, position_ids, **kwargs)
+            if self.shard is not None and torch.is_grad_enabled():
+                out = refuse_gradients(out, _NO_TRAINING)
         if mla_attentions is not None:
             mla_attentions[self.layer_idx] = weights
         return self.o_proj(out.flatten(2)), weights
@@ -178,7 +215,7 @@ class MLAAttention(nn.Module):
         if isinstance(past_key_values, LatentCache):
             limits = past_key_values.constants[self.layer_idx].limits
         scaling = self.config.layer_rope_scaling(self.layer_idx)
-        turn = rotary_cos_sin(position_ids, self.inv_freq, scaling, hidden_states.dtype)
+        turn = rotary_cos_sin(position_ids, self._own("inv_freq"), scaling, hidden_states.dtype)
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
         q_pe = apply_rotary(q_pe.unflatten(2, (self.geometry.num_rope_heads, -1)), *turn).flatten(2, 3)
         if k_pe is None:
@@ -214,8 +251,8 @@ class MLAAttention(nn.Module):
             "q_pe": q_pe.flatten(0, 1),
             "latent": latent.flatten(0, 1),
             "k_pe": None if k_pe is None else k_pe.flatten(0, 1),
-            "k_up": self.k_b_proj if self.geometry.qk_nope_head_dim else None,
-            "v_up": self.v_b_proj,
+            "k_up": self._own("k_b_proj") if self.geometry.qk_nope_head_dim else None,
+            "v_up": self._own("v_b_proj"),
         }
         if self.geometry.rope_from_latent:
             tensors["rope_weight"], tensors["rope_bias"] = self.k_rope_proj()
@@ -226,7 +263,7 @@ class MLAAttention(nn.Module):
             no_autocast, dtype = torch.autocast(device, enabled=False), layer.dtype
             tensors = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
         with no_autocast:
-            rotated, out = step.run(self.layer_idx, {**tensors, "inv_freq": self.inv_freq})
+            rotated, out = step.run(self.layer_idx, {**tensors, "inv_freq": self._own("inv_freq")})
         if out is not None:
             return out.unflatten(0, hidden_states.shape[:2]), None
         cached, k_pe = layer.tokens_with(hidden_states.shape[1])
@@ -239,23 +276,22 @@ class MLAAttention(nn.Module):
     def _encoded(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q_nope [B, S, H, d_n] and q_pe [B, S, H, d_r] before RoPE, c [B, S, d_c], and k_pe [B, S, G, d_r] before
         RoPE, or None where it is computed from c."""
-        geometry = self.geometry
+        geometry, whole = self.geometry, self.geometry if self.shard is None else self.shard.whole
         if self.config.qk_norm:
             query, key, value = project(hidden_states, (self.q_proj, self.k_proj, self.v_a_proj))
-            query = torch.einsum("bshd,hed->bshe", self._normed(query, self.q_norm), self.q_b_proj)
+            query = torch.einsum("bshd,hed->bshe", self._normed(query, self.q_norm), self._own("q_b_proj"))
             encoded = self.k_a_proj(self._normed(key, self.k_norm).flatten(2))
         else:
             query, encoded = project(hidden_states, (self.q_proj, self.kv_a_proj))
             query = query.unflatten(-1, (geometry.num_attention_heads, -1))
         queries = query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
-        latent, k_pe = encoded.split((geometry.kv_lora_rank, geometry.rope_width), dim=-1)
+        latent, k_pe = encoded.split((whole.kv_lora_rank, whole.rope_width), dim=-1)
         if self.config.qk_norm:
             latent = latent + value
-        return (
-            *queries,
-            latent,
-            None if geometry.rope_from_latent else k_pe.unflatten(-1, (geometry.num_rope_heads, -1)),
-        )
+        if whole.rope_from_latent:
+            return *queries, latent, None
+        k_pe = k_pe.unflatten(-1, (whole.num_rope_heads, -1))
+        return *queries, latent, k_pe if self.shard is None else k_pe[..., self.shard.rope_heads, :]
 
     def _rotary_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
         """k_pe [B, T, 1, d_r] of c [B, T, d_c] at ``positions`` [B or 1, T], with ``config.rope_from_latent``."""
@@ -290,8 +326,8 @@ class MLAAttention(nn.Module):
         query = torch.cat((q_nope, q_pe), dim=-1).transpose(1, 2)
         key = _repeat_heads(k_pe.transpose(1, 2), heads)
         if geometry.qk_nope_head_dim:
-            key = torch.cat((_repeat_heads(_decode_latent(latent, self.k_b_proj), heads), key), dim=-1)
-        value = _repeat_heads(_decode_latent(latent, self.v_b_proj), heads)
+            key = torch.cat((_repeat_heads(_decode_latent(latent, self._own("k_b_proj")), heads), key), dim=-1)
+        value = _repeat_heads(_decode_latent(latent, self._own("v_b_proj")), heads)
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )

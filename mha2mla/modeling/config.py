@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.registry import AttentionConstants
+from mha2mla.modeling.shards import HeadShard
 
 SCHEMA_VERSION = 2
 # What older configs say by two keys that are no more, as attention_backend.
@@ -233,15 +234,17 @@ class MHA2MLAConfig(PreTrainedConfig):
         )
 
     def attention_constants(self) -> tuple[AttentionConstants, ...]:
-        """Per layer, what a backend is told of it beside tensors."""
+        """Per layer, what a backend is told of it beside tensors; under tensor parallelism of a rank's heads."""
+        ranks = getattr(getattr(self, "distributed_config", None), "tp_size", None) or 1
+        geometries = map(self.layer_geometry, range(self.num_hidden_layers))
         return tuple(
             AttentionConstants(
-                self.layer_geometry(index),
+                geometry if ranks == 1 else HeadShard.of(geometry, 0, ranks).geometry,
                 self.softmax_scale,
                 self.layer_rope_scaling(index),
                 *self.layer_attention_window(index),
             )
-            for index in range(self.num_hidden_layers)
+            for index, geometry in enumerate(geometries)
         )
 
     def layer_rope_scaling(self, layer_idx: int) -> float:

@@ -25,6 +25,7 @@ from mha2mla.modeling.positions import places
 from mha2mla.modeling.served import LayerAttention, batch_backends, what_serves
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.step_choice import choose_step
+from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
 from mha2mla.modeling.valid_length import LengthWatch
 from mha2mla.modeling.visibility import check_mask, is_padding_mask
 
@@ -74,14 +75,14 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         ValueError: the source's architecture has no ``layers[i].self_attn`` to replace.
     """
 
+    _tp_plan: ClassVar[dict[str, str]] = {"lm_head": "colwise_gather_output"}
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: MHA2MLAConfig) -> None:
         super().__init__(config)
         source = config.build_source_config()
         source._attn_implementation = config._attn_implementation
-        # The source's plan shards projections that are not there any more.
-        source.base_model_tp_plan = None
+        source.base_model_tp_plan = tensor_parallel_plan(source)
         self.model = MODEL_MAPPING[type(source)](source)
         layers = getattr(self.model, "layers", None)
         if layers is None or not all(hasattr(layer, "self_attn") for layer in layers):

@@ -109,8 +109,8 @@ def what_serves(
     device, name = torch.device(device), config.attention_backend
     expanded = config._attn_implementation or "sdpa"
     served = {}
-    for index in range(config.num_hidden_layers):
-        geometry = config.layer_geometry(index)
+    geometries = [constants.geometry for constants in config.attention_constants()]
+    for geometry in geometries:
         if geometry in served:
             continue
         where = (page_size, dtype, device)
@@ -127,7 +127,6 @@ def what_serves(
             form = ("expanded", expanded, f"{query_length} new tokens; the absorbed form costs less for up to {short}")
         compiled = all(each is not None and each.compiled for each in (backend, batches))
         served[geometry] = (*form, batches, batch_reason, device, compiled)
-    geometries = map(config.layer_geometry, range(config.num_hidden_layers))
     return tuple(
         LayerAttention(index, geometry, config.layer_sliding_window(index), *served[geometry])
         for index, geometry in enumerate(geometries)

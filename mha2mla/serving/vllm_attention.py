@@ -187,7 +187,7 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         super().__init__()
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         self.shard = shard = HeadShard.of(config.layer_geometry(layer_idx), rank, size)
-        self.constants = replace(config.attention_constants(layer_idx), geometry=shard.geometry)
+        self.constants = replace(config.attention_constants()[layer_idx], geometry=shard.geometry)
         self.layer_name, self.num_heads = prefix, shard.geometry.num_attention_heads
         self.kv_cache = torch.tensor([])
         self.impl = LatentImpl(self)

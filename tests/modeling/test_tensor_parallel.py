@@ -1,0 +1,118 @@
+"""Two ranks of tensor parallelism, by gloo on a CPU: what one device computes, or refused by name."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from mha2mla.modeling import LatentCache, MHA2MLAForCausalLM
+from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
+from tests.modeling import models
+
+# A rotary key per head and per group, or none cached; norms of queries, biases, ranks by layer, windows.
+CASES = ("per-group", "per layer", "some sliding", "latent qk-norm", "per-head")
+OPTIONS = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+ROOT = Path(__file__).parents[2]
+
+
+def prompt() -> dict[str, torch.Tensor]:
+    ids = torch.arange(3, 25).view(2, 11)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def results(model) -> dict[str, torch.Tensor]:
+    """Greedy tokens over both kinds of cache, in both forms, and logits of a ragged batch."""
+    given = {name: tensor.to(model.device) for name, tensor in prompt().items()}
+    found = {}
+    for backend, length in ((None, None), (None, 32), ("mla_expanded", None)):
+        model.config.attention_backend = backend
+        cache = LatentCache(model.config, max_cache_len=length)
+        made = model.generate(**given, past_key_values=cache, disable_compile=True, **OPTIONS)
+        found[f"{backend} {length}"] = made.cpu()
+    model.config.attention_backend = None
+    cache = model.paged_cache(4, 16)
+    batch = cache.extend({cache.open(): 5, cache.open(): 11})
+    new = batch.flatten([given["input_ids"][0, :5], given["input_ids"][1]])
+    found["batch"] = model.forward_batch(new, cache.step(batch), all_logits=True).cpu()
+    return found
+
+
+def rank_main(rank: str, folder: str) -> None:
+    """What each process does: all cases, against what one process wrote; then what is refused."""
+    folder = Path(folder)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
+    options = {"dtype": torch.float32, "distributed_config": {"tp_size": 2}}
+    for case in CASES:
+        model = MHA2MLAForCausalLM.from_pretrained(folder / case, **options).eval()
+        attention = model.model.layers[0].self_attn
+        assert len(attention.q_proj.weight.to_local()) * 2 == len(attention.q_proj.weight), case
+        whole = model.config.layer_geometry(0)
+        cached = model.paged_cache(1, 16).tensors[0]
+        assert cached["latent_cache"].shape[-1] == whole.kv_lora_rank
+        if whole.num_rope_heads > 1:  # split with the heads that read them
+            assert cached["rope_cache"].shape[2] * 2 == whole.num_rope_heads
+        wanted = torch.load(folder / f"{case}.pt")
+        for name, value in results(model).items():
+            if name == "batch":
+                assert models.relative_error(value, wanted[name]) < models.TOLERANCE, case
+            else:
+                assert torch.equal(value, wanted[name]), (case, name)
+    with pytest.raises(ValueError, match="tensor_parallel_size is more than 1"):
+        model(prompt()["input_ids"], use_cache=False).logits.sum().backward()
+    with pytest.raises(ValueError, match="share one of num_rope_heads=3"):
+        MHA2MLAForCausalLM.from_pretrained(folder / "odd groups", **options)
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers takes the GPUs; see test_gpu_ranks.py")
+def test_two_ranks_compute_what_one_does(tmp_path):
+    for case in (*CASES, "odd groups"):
+        model = models.mla_model(case)
+        model.save_pretrained(tmp_path / case)
+        torch.save(results(model), tmp_path / f"{case}.pt")
+    code = "import sys; from tests.modeling.test_tensor_parallel import rank_main; rank_main(*sys.argv[1:])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), str(tmp_path)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+
+
+def test_the_plan_is_the_sources_but_for_its_attention():
+    plan = tensor_parallel_plan(models.source_config("qwen3-moe"))
+    assert plan["layers.*.mlp.experts.down_proj"] == "rowwise"
+    assert {name for name in plan if ".self_attn" in name} == {
+        "layers.*.self_attn",
+        "layers.*.self_attn.q_proj",
+        "layers.*.self_attn.o_proj",
+    }
+
+
+def test_heads_that_cannot_be_split_are_refused():
+    attention = models.mla_model().model.layers[0].self_attn
+    with pytest.raises(ValueError, match="tensor_parallel_size is 4; expected a divisor of the 6 query heads"):
+        attention.split_heads(0, 4)
+    from tests.modeling.full_rank import full_rank
+
+    normed = full_rank(models.source_model("olmo2")).model.layers[0].self_attn
+    with pytest.raises(ValueError, match="q_norm is over 48 numbers, all heads"):
+        normed.split_heads(0, 2)
