@@ -72,7 +72,8 @@ def plan_error(problem: Problem, plan: DecodePlan) -> str:
         return ""
     spans = problem.spans()
     schedule, splits = (torch.empty(tensor.shape, dtype=torch.int32) for tensor in (plan.schedule, plan.splits))
-    write_schedule(spans, plan_fragments([span.tiles for span in spans], plan.num_ctas), schedule, splits)
+    work = plan_fragments([span.tiles for span in spans], plan.num_ctas, plan.num_splits)
+    write_schedule(spans, work, schedule, splits)
     differs = (schedule != UNSPECIFIED) & (plan.schedule.cpu() != schedule)
     if bool(differs.any()):
         row, field = differs.nonzero()[0].tolist()

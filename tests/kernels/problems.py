@@ -133,10 +133,12 @@ def random_schedule_call(draw: random.Random) -> dict:
     if draw.random() < 0.2:
         lengths = [draw.randint(1, longest)] * batch
     window = draw.choice([None, None, 1, 50, 64, 700])
+    num_splits = draw.choice([0, 0, 0, 1, 2, 5, 40])
     return {
         "lengths": lengths,
         "starts": [draw.randint(0, max(1, length)) for length in lengths] if draw.random() < 0.3 else None,
-        "num_ctas": draw.choice([1, 2, 7, 33, 66, 132, 264]),
+        "num_ctas": batch * num_splits if num_splits else draw.choice([1, 2, 7, 33, 66, 132, 264]),
+        "num_splits": num_splits,
         "capacity": draw.choice([20000, longest]),
         "seqlen_q": draw.choice([1, 1, 2, 8]),
         "causal": draw.random() < 0.7,
@@ -162,7 +164,7 @@ def same_schedule(planner, call: dict, device: str = "cpu") -> bool:
     ]
     expected = torch.empty(num_ctas + len(lengths), FIELDS, dtype=torch.int32)
     expected_splits = torch.empty(len(lengths), 2, dtype=torch.int32)
-    work = plan_fragments([span.tiles for span in spans], num_ctas)
+    work = plan_fragments([span.tiles for span in spans], num_ctas, call["num_splits"])
     write_schedule(spans, work, expected, expected_splits)
     schedule = torch.full_like(expected, -7).to(device)
     splits = torch.full_like(expected_splits, -7).to(device)
@@ -179,6 +181,7 @@ def same_schedule(planner, call: dict, device: str = "cpu") -> bool:
         int(starts is not None),
         -1 if call["window"] is None else call["window"],
         call["sinks"],
+        call["num_splits"],
     )
     written = expected != -(2**31)
     schedule = torch.where(written, schedule.cpu(), expected)

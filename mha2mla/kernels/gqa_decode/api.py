@@ -123,6 +123,7 @@ def plan_gqa_decode(
     causal: bool = True,
     window: int | None = None,
     sinks: int = 0,
+    num_splits: int | None = None,
     backend: str | None = None,
 ) -> DecodePlan:
     """Allocate a plan for calls of :func:`gqa_decode` with these shapes and fill it from these lengths.
@@ -137,6 +138,10 @@ def plan_gqa_decode(
         causal: as in :func:`gqa_decode`.
         window: each query sees only the last ``window`` tokens up to itself; None: all. Time follows the tokens seen.
         sinks: the first ``sinks`` tokens (from cache_starts on) stay visible (attention sinks, arXiv 2309.17453).
+        num_splits: even pieces that each sequence is cut into, each a block's (FlashAttention's argument of that name);
+            a sequence of fewer tiles of 64 tokens has as many pieces as tiles. Where a sequence is cut then does not
+            depend on the others. Takes a workspace for B * num_splits blocks. None: blocks for all multiprocessors,
+            balanced over all sequences.
         backend: as in :func:`gqa_decode`.
 
     Raises:
@@ -145,4 +150,4 @@ def plan_gqa_decode(
     sizes = dict(zip(("B", "S_q", "H", "d_qk"), q.shape, strict=True))
     sizes |= {"page": k_cache.shape[1], "G": k_cache.shape[2]}
     sizes["d_v"] = sizes["d_qk"] if v_head_dim is None else v_head_dim
-    return GQA.plan(sizes, q, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend)
+    return GQA.plan(sizes, q, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend, num_splits)

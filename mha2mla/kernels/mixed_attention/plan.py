@@ -39,6 +39,7 @@ class MixedPlan:
         short, max_expanded_tokens: as in :func:`mha2mla.kernels.mixed_attention.layout.lay_out`.
         window, sinks: of the layers that share the plan; a window of -1 is none.
         page_size: tokens per page.
+        num_splits: of the decode op's calls; 0: as many as balance best.
     """
 
     lengths: Tensor
@@ -53,6 +54,7 @@ class MixedPlan:
     window: int
     sinks: int
     page_size: int
+    num_splits: int = 0
 
     def fields(self) -> tuple:
         """As :func:`parts_of` and the ops' schemas take them."""
@@ -77,7 +79,7 @@ class MixedPlan:
         for group, part in zip(parts.layout.groups, parts.groups, strict=True):
             torch.ops.mha2mla.split_kv_plan(
                 part.cache_seqlens, part.cache_starts, parts.capacity, group.seqlen_q, True, self.window, self.sinks,
-                part.schedule, part.splits,
+                part.schedule, part.splits, self.num_splits,
             )  # fmt: skip
 
     def dynamic_shapes(self, shapes: ShapesCollection) -> ShapesCollection:
@@ -110,6 +112,7 @@ def plan_mla_attention(
     window: int | None = None,
     sinks: int = 0,
     max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
+    num_splits: int | None = None,
     backend: str | None = None,
 ) -> MixedPlan:
     """A plan for calls of :func:`mla_attention` over caches of these shapes and sequences of these lengths.
@@ -131,6 +134,7 @@ def plan_mla_attention(
             sinks, arXiv 2309.17453).
         max_expanded_tokens: cached tokens that are expanded to keys and values at a time, which bounds the workspace
             to ``max(max_expanded_tokens, longest query)`` tokens of ``lcm(h_kv, G) (d_n + d_r + d_v)`` numbers.
+        num_splits: pieces per sequence of the decode op's calls, as in :func:`plan_mla_decode`.
         backend: as in :func:`mla_attention`.
 
     Raises:
@@ -153,12 +157,13 @@ def plan_mla_attention(
     def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
         return plan_mla_decode(
             query.expand(table.shape[0], seqlen_q, heads, width), pages, table, seqlens, qk_rope_head_dim=rope,
-            cache_starts=starts, window=window, sinks=sinks, latent_dtype=latent_cache.dtype, backend=backend,
+            cache_starts=starts, window=window, sinks=sinks, latent_dtype=latent_cache.dtype,
+            num_splits=num_splits, backend=backend,
         )  # fmt: skip
 
     return _plan(
         latent_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, sinks,
-        absorbs_up_to(geometry), max_expanded_tokens, decode_plan,
+        absorbs_up_to(geometry), max_expanded_tokens, num_splits, decode_plan,
     )  # fmt: skip
 
 
@@ -172,6 +177,7 @@ def _plan(
     sinks: int,
     short: int,
     max_expanded_tokens: int,
+    num_splits: int | None,
     decode_plan: Callable[[Tensor, Tensor, Tensor | None, int], DecodePlan],
 ) -> MixedPlan:
     batch = block_table.shape[0]
@@ -201,7 +207,7 @@ def _plan(
         lengths, block_table, cache_seqlens, cache_starts, torch.cat([nothing, *pieces.index]),
         torch.empty(pieces.numbers, dtype=torch.float32, device=block_table.device),
         torch.tensor(pieces.shapes, dtype=torch.int64).view(-1, 6), short, max_expanded_tokens,
-        *limits, page_size,
+        *limits, page_size, num_splits or 0,
     )  # fmt: skip
 
 
@@ -294,6 +300,7 @@ def plan_gqa_attention(
     window: int | None = None,
     sinks: int = 0,
     max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
+    num_splits: int | None = None,
     backend: str | None = None,
 ) -> MixedPlan:
     """A plan for calls of :func:`gqa_attention`.
@@ -302,8 +309,8 @@ def plan_gqa_attention(
         key_cache: [P, page, h_kv, d_k]; only shape, dtype and device are looked at, here and in the next.
         value_cache: [P, page, h_kv, d_v].
         max_expanded_tokens: cached tokens that are gathered at a time.
-        block_table, cache_seqlens, lengths, num_attention_heads, cache_starts, window, sinks, backend: as in
-            :func:`plan_mla_attention`.
+        block_table, cache_seqlens, lengths, num_attention_heads, cache_starts, window, sinks, num_splits, backend:
+            as in :func:`plan_mla_attention`.
 
     Raises:
         ValueError: naming the argument, what it was and what it must be.
@@ -314,10 +321,11 @@ def plan_gqa_attention(
     def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
         return plan_gqa_decode(
             query.expand(table.shape[0], seqlen_q, num_attention_heads, key_cache.shape[3]), key_cache, table, seqlens,
-            v_head_dim=value_cache.shape[3], cache_starts=starts, window=window, sinks=sinks, backend=backend,
+            v_head_dim=value_cache.shape[3], cache_starts=starts, window=window, sinks=sinks,
+            num_splits=num_splits, backend=backend,
         )  # fmt: skip
 
     return _plan(
         key_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, sinks,
-        MAX_DECODE_QUERY_LENGTH, max_expanded_tokens, decode_plan,
+        MAX_DECODE_QUERY_LENGTH, max_expanded_tokens, num_splits, decode_plan,
     )  # fmt: skip

@@ -197,6 +197,7 @@ def plan_mla_decode(
     window: int | None = None,
     sinks: int = 0,
     latent_dtype: torch.dtype | None = None,
+    num_splits: int | None = None,
     backend: str | None = None,
 ) -> DecodePlan:
     """Allocate a plan for calls of :func:`mla_decode` with these shapes and fill it from these lengths.
@@ -211,6 +212,10 @@ def plan_mla_decode(
         causal: as in :func:`mla_decode`.
         window: each query sees only the last ``window`` tokens up to itself; None: all. Time follows the tokens seen.
         sinks: the first ``sinks`` tokens (from cache_starts on) stay visible (attention sinks, arXiv 2309.17453).
+        num_splits: even pieces that each sequence is cut into, each a block's (FlashAttention's argument of that name);
+            a sequence of fewer tiles of 64 tokens has as many pieces as tiles. Where a sequence is cut then does not
+            depend on the others. Takes a workspace for B * num_splits blocks. None: blocks for all multiprocessors,
+            balanced over all sequences.
         latent_dtype: float8_e4m3fn where the latent cache has scales; None: as the queries.
         backend: as in :func:`mla_decode`.
 
@@ -225,5 +230,6 @@ def plan_mla_decode(
     sizes = dict(zip(MLA.out.names, q_latent.shape, strict=True))
     sizes |= {"page": rope_cache.shape[1], "G": rope_cache.shape[2], "d_r": qk_rope_head_dim}
     return _op(latent_dtype, rope_cache.dim() == 3).plan(
-        sizes, q_latent, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend
-    )
+        sizes, q_latent, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend,
+        num_splits,
+    )  # fmt: skip

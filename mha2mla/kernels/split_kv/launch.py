@@ -68,6 +68,7 @@ def launch_plan(
     sinks: int,
     schedule: Tensor,
     splits: Tensor,
+    num_splits: int,
 ) -> None:
     """Run the planner; arguments as ``plan_kernel`` describes them."""
     batch = splits.shape[0]
@@ -86,6 +87,7 @@ def launch_plan(
             int(cache_starts is not None),
             window,
             sinks,
+            num_splits,
         )
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from mha2mla.kernels.devices import BACKENDS, capability, device_name, dtype_name, num_sms
 from mha2mla.kernels.layouts import Layout, argument_error, check_aligned
 from mha2mla.kernels.split_kv.arguments import INDICES, Argument
-from mha2mla.kernels.split_kv.plan import LIBRARY, DecodePlan, allocate_plan, check_spans, check_window
+from mha2mla.kernels.split_kv.plan import LIBRARY, DecodePlan, allocate_plan, check_spans, check_splits, check_window
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 from mha2mla.kernels.split_kv.tuning import batch_bucket
 
@@ -159,16 +159,20 @@ class PagedOp:
         window: int | None,
         sinks: int,
         backend: str | None,
+        num_splits: int | None = None,
     ) -> DecodePlan:
         """A plan for calls of these ``sizes``, by name; of the query, dtype and device are looked at. Not filled where
         ``cache_seqlens`` is None."""
         _check_backend(backend)
         check_window(window, sinks)
+        check_splits(num_splits, sizes["B"])
         bucket, static = batch_bucket(sizes["B"], self.batches), [sizes[name] for name in self.static]
         num_ctas = self.num_ctas(bucket, backend, *static, query.dtype, query.device)
+        if num_ctas and num_splits is not None:
+            num_ctas = max(1, sizes["B"] * num_splits)
         plan = allocate_plan(
             tuple([sizes[name] for name in self.out.names]), num_ctas, block_table.shape[1] * sizes["page"], causal,
-            window, sinks, query.device,
+            window, sinks, query.device, num_splits or 0,
         )  # fmt: skip
         if cache_seqlens is not None:
             plan.refresh(cache_seqlens, cache_starts)

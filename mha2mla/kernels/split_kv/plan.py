@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
+
+MAX_BLOCKS = 65535  # of CTAs in the dimension of a grid that counts them
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class DecodePlan:
             serves, the first visible token and the length of each, by which it refuses a plan of other lengths.
         partial_out: [num_ctas, 2, S_q, H, d] float32 workspace.
         partial_lse: [num_ctas, 2, S_q, H] float32 workspace.
+        num_splits: that the caller asked for, per sequence; 0: as many as balance best.
     """
 
     shape: tuple[int, int, int, int]
@@ -40,6 +44,7 @@ class DecodePlan:
     splits: Tensor
     partial_out: Tensor
     partial_lse: Tensor
+    num_splits: int = 0
 
     @property
     def num_ctas(self) -> int:
@@ -89,6 +94,7 @@ class DecodePlan:
         torch.ops.mha2mla.split_kv_plan(
             cache_seqlens, cache_starts, self.capacity, self.shape[1], self.causal,
             -1 if self.window is None else self.window, self.sinks, self.schedule, self.splits,
+            self.num_splits,
         )  # fmt: skip
 
 
@@ -133,6 +139,13 @@ def check_window(window: int | None, sinks: int) -> None:
         raise ValueError(f"sinks is {sinks} with window={window}; expected 0, or a positive number with a window")
 
 
+def check_splits(num_splits: int | None, batch: int) -> None:
+    """Raise ValueError for a number of splits that the combine cannot merge, or a grid cannot hold."""
+    most = min(MAX_SPLITS, MAX_BLOCKS // max(1, batch))
+    if num_splits is not None and not 1 <= num_splits <= most:
+        raise ValueError(f"num_splits is {num_splits} for {batch} sequences; expected None or 1 to {most}")
+
+
 def allocate_plan(
     shape: tuple[int, int, int, int],
     num_ctas: int,
@@ -141,6 +154,7 @@ def allocate_plan(
     window: int | None,
     sinks: int,
     device: torch.device,
+    num_splits: int = 0,
 ) -> DecodePlan:
     """The buffers of a plan for an output of a shape, not yet filled; arguments as the attributes of DecodePlan."""
     batch, seqlen_q, heads, _ = shape
@@ -156,6 +170,7 @@ def allocate_plan(
         splits=torch.full((batch, 2), -1, dtype=torch.int32, device=device),  # not refreshed yet
         partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.float32, device=device),
         partial_lse=torch.empty(num_ctas, 2, seqlen_q, heads, dtype=torch.float32, device=device),
+        num_splits=num_splits,
     )
 
 
@@ -169,11 +184,14 @@ def _plan(
     sinks: int,
     schedule: Tensor,
     splits: Tensor,
+    num_splits: int,
 ) -> None:
     if schedule.shape[0]:
         from mha2mla.kernels.split_kv.launch import launch_plan
 
-        launch_plan(cache_seqlens, cache_starts, capacity, seqlen_q, causal, window, sinks, schedule, splits)
+        launch_plan(
+            cache_seqlens, cache_starts, capacity, seqlen_q, causal, window, sinks, schedule, splits, num_splits
+        )  # fmt: skip
     else:
         splits.copy_(spans_of(cache_seqlens, cache_starts, capacity))
 
@@ -181,7 +199,7 @@ def _plan(
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
 LIBRARY.define(
     "split_kv_plan(Tensor cache_seqlens, Tensor? cache_starts, int capacity, int seqlen_q, bool causal, int window,"
-    " int sinks, Tensor(a!) schedule, Tensor(b!) splits) -> ()"
+    " int sinks, Tensor(a!) schedule, Tensor(b!) splits, int num_splits) -> ()"
 )
 LIBRARY.impl("split_kv_plan", _plan, "CompositeExplicitAutograd")
 torch.library.register_fake("mha2mla::split_kv_plan", lambda *_: None, lib=LIBRARY)

@@ -34,7 +34,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
 
     The function's arguments: cache_seqlens [B], cache_starts [B] (int32), the outputs schedule [num_ctas+B,FIELDS] and
     splits [B,2] (``schedule.py``), num_ctas, capacity (tokens a page table holds), seqlen_q, causal and use_starts (0
-    or 1), window (negative: none) and sinks.
+    or 1), window (negative: none), sinks and num_splits (0: what balances best).
     """
     batch, fragments = T.dynamic("batch"), T.dynamic("fragments")
     alloc_shared = T.alloc_local if on_cpu else T.alloc_shared
@@ -125,6 +125,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
         use_starts: T.int32,
         window: T.int32,
         sinks: T.int32,
+        num_splits: T.int32,
     ):
         with T.Kernel(1, threads=threads):
             tiles = alloc_shared([MAX_BATCH], T.int32)
@@ -138,7 +139,8 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
             x = T.alloc_local([9], T.int32)
             run = T.alloc_local([2], T.int32)
             cut = T.alloc_local([7], T.int32)
-            base = T.alloc_local([4], T.int32)  # smallest and largest piece tried, the piece (0: stream), fragments
+            # smallest and largest piece tried, the piece (0: stream; 1: as asked for), fragments
+            base = T.alloc_local([4], T.int32)
             tx = 0 if on_cpu else T.get_thread_binding()
             strip = T.alloc_local([1], T.int32)
             strip[0] = (batch + threads - 1) // threads
@@ -161,7 +163,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
 
             base[0] = T.max(1, (cost[batch] - v * rank[batch] + num_ctas - 1) // num_ctas)
             base[1] = (cost[batch] + num_ctas - 1) // num_ctas + 1
-            base[2] = 0
+            base[2] = T.min(num_splits, 1)
             if rank[batch] <= num_ctas:
                 for i in T.serial(PIECES * lanes // threads if threads < PIECES * lanes else 1):
                     run[0] = 0
@@ -187,7 +189,11 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
                     base[2] = base[0] + i
             for i in T.serial(strip[0]):
                 if tx + i * threads < batch:
-                    pieces[tx + i * threads] = (tiles[tx + i * threads] + base[2] - 1) // T.max(1, base[2])
+                    pieces[tx + i * threads] = T.if_then_else(
+                        num_splits > 0,
+                        T.min(tiles[tx + i * threads], num_splits),
+                        (tiles[tx + i * threads] + base[2] - 1) // T.max(1, base[2]),
+                    )
             T.sync_threads()
             accumulate(tx, strip, batch, pieces, low, high, run)
 

@@ -87,8 +87,11 @@ class Fragment:
     slot: int
 
 
-def plan_fragments(tiles: list[int], num_ctas: int) -> list[list[Fragment]]:
+def plan_fragments(tiles: list[int], num_ctas: int, num_splits: int = 0) -> list[list[Fragment]]:
     """The fragments of each CTA for sequences that read so many tiles each.
+
+    ``num_splits``: that many even pieces of each sequence, or as many as it has tiles, each in a CTA of its own, of
+    which there are enough; 0: what balances best.
 
     Two ways to cut. *Aligned*: every CTA gets one piece of one sequence, sequences being cut evenly; taken when its
     longest piece costs at most one tile more than a perfect balance. *Stream*: the concatenation of all sequences, each
@@ -99,9 +102,10 @@ def plan_fragments(tiles: list[int], num_ctas: int) -> list[list[Fragment]]:
     cost = total + FRAGMENT_TILES * nonempty
     if total == 0:
         return [[] for _ in range(num_ctas)]
-    piece = aligned_piece(tiles, num_ctas)
-    if piece is not None:
-        cuts = [(b, n * j // (-(-n // piece))) for b, n in enumerate(tiles) for j in range(-(-n // piece))]
+    piece = None if num_splits else aligned_piece(tiles, num_ctas)
+    if num_splits or piece is not None:
+        counts = [min(n, num_splits) if num_splits else -(-n // piece) for n in tiles]
+        cuts = [(b, tiles[b] * j // count) for b, count in enumerate(counts) for j in range(count)]
         cuts += [(len(tiles), 0)] * (num_ctas + 1 - len(cuts))
     else:
         begin, cuts, b = 0, [], 0

@@ -163,7 +163,7 @@ def test_opcheck_and_fullgraph_failure_22():
         for given_plan in (buffers, [None] * 4):
             everything = [*arguments, window, sinks, *given_plan, *outs]
             torch.library.opcheck(torch.ops.mha2mla.mla_decode_out.default, everything)
-        planned = [inputs["cache_seqlens"], inputs["cache_starts"], 96, 2, True, window, sinks, *buffers[:2]]
+        planned = [inputs["cache_seqlens"], inputs["cache_starts"], 96, 2, True, window, sinks, *buffers[:2], 0]
         torch.library.opcheck(torch.ops.mha2mla.split_kv_plan.default, planned)
     compiled = torch.compile(lambda i: mla_decode(**i, return_lse=True), fullgraph=True, backend="aot_eager")
     for got, expected in zip(compiled(inputs), mla_decode(**inputs, return_lse=True), strict=True):
@@ -234,6 +234,8 @@ BAD_PLANS = {
     "window is 0": lambda i: {"window": 0},
     "window is -1": lambda i: {"window": -1},
     "sinks is 2 with window=None": lambda i: {"sinks": 2},
+    "num_splits is 0 for 3 sequences; expected None or 1 to 512": lambda i: {"num_splits": 0},
+    "num_splits is 513": lambda i: {"num_splits": 513},
     "sinks is -1 with window=4": lambda i: {"sinks": -1, "window": 4},
     r"cache_seqlens is \(2,\)": lambda i: {"cache_seqlens": i["cache_seqlens"][:2]},
     r"cache_seqlens is \(3,\) torch.int64": lambda i: {"cache_seqlens": i["cache_seqlens"].long()},

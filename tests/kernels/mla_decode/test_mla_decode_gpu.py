@@ -272,7 +272,28 @@ def test_the_planner_on_the_gpu_does_what_the_oracle_says():
     draw = random.Random(50)
     for most in (1, 100, 9000):
         call = random_schedule_call(draw) | {"lengths": [draw.randint(0, most) for _ in range(MAX_BATCH)]}
-        assert same_schedule(planner, call | {"starts": None, "num_ctas": 264}, "cuda")
+        assert same_schedule(planner, call | {"starts": None, "num_ctas": 264, "num_splits": 0}, "cuda")
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 40])
+def test_splits_that_were_asked_for(num_splits):
+    """Right at any number; a sequence's numbers do not depend on the others in the batch."""
+    problem = Problem(32, 8, 512, 16, (5000, 64, 0, 1, 700, 5000))
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+
+    def run(lengths: torch.Tensor):
+        mine = inputs | {"cache_seqlens": lengths, "cache_starts": None}
+        plan = plan_mla_decode(
+            mine["q_latent"], mine["rope_cache"], mine["block_table"], lengths, qk_rope_head_dim=16,
+            num_splits=num_splits, backend="tilelang",
+        )  # fmt: skip
+        return mine, plan, *mla_decode(**mine, plan=plan, return_lse=True, backend="tilelang")
+
+    mine, plan, out, lse = run(inputs["cache_seqlens"])
+    assert plan.splits[:, 0].tolist() == [min(-(-length // 64), num_splits) for length in problem.lengths]
+    assert_right(mine, out, lse, torch.bfloat16)
+    _, _, other, _ = run(inputs["cache_seqlens"].clamp(max=900).index_fill(0, torch.tensor([0], device="cuda"), 5000))
+    assert torch.equal(other[0], out[0]) and torch.equal(other[4], out[4]) and not torch.equal(other[5], out[5])
 
 
 def test_large_scores_failure_12():

@@ -91,10 +91,11 @@ def test_no_cta_has_more_than_one_tile_above_its_share(tiles, num_ctas):
 
 
 @settings(max_examples=400, deadline=None)
-@given(tiles=TILE_COUNTS, num_ctas=NUM_CTAS)
-def test_slots_and_splits(tiles, num_ctas):
+@given(tiles=TILE_COUNTS, num_ctas=NUM_CTAS, num_splits=st.sampled_from((0, 0, 1, 3, 50)))
+def test_slots_and_splits(tiles, num_ctas, num_splits):
     """A slot has one writer; the k-th partial of a sequence is where the combine looks for it."""
-    work = plan_fragments(tiles, num_ctas)
+    num_ctas = len(tiles) * num_splits or num_ctas
+    work = plan_fragments(tiles, num_ctas, num_splits)
     slots = [fragment.slot for mine in work for fragment in mine if fragment.slot >= 0]
     assert len(slots) == len(set(slots))
     assert all(slot < 2 * num_ctas for slot in slots)
@@ -110,11 +111,26 @@ def test_slots_and_splits(tiles, num_ctas):
 
 
 @settings(max_examples=200, deadline=None)
-@given(tiles=TILE_COUNTS, num_ctas=NUM_CTAS)
-def test_rows_hold_the_fragments(tiles, num_ctas):
+@given(tiles=TILE_COUNTS, num_splits=st.integers(1, 40))
+def test_splits_that_were_asked_for(tiles, num_splits):
+    """Every sequence in so many even pieces, wherever it comes in the batch."""
+    work = plan_fragments(tiles, len(tiles) * num_splits, num_splits)
+    for b, n in enumerate(tiles):
+        pieces = [(f.first, f.tiles) for mine in work for f in mine if f.sequence == b]
+        assert len(pieces) == min(n, num_splits) and sum(size for _, size in pieces) == n
+        assert not n or max(size for _, size in pieces) - min(size for _, size in pieces) <= 1
+        alone = plan_fragments([n], num_splits, num_splits)
+        assert pieces == [(f.first, f.tiles) for mine in alone for f in mine]
+    assert all(len(mine) <= 1 for mine in work)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tiles=TILE_COUNTS, num_ctas=NUM_CTAS, num_splits=st.sampled_from((0, 0, 1, 3, 50)))
+def test_rows_hold_the_fragments(tiles, num_ctas, num_splits):
     """Read as a kernel reads it: row of the CTA, then NEXT + 1, NEXT + 2, ...; no row has two fragments."""
     spans = [attended_span(n * TILE_TOKENS, 0, 2**30, 1, True, None, 0) for n in tiles]
-    work = plan_fragments(tiles, num_ctas)
+    num_ctas = len(tiles) * num_splits or num_ctas
+    work = plan_fragments(tiles, num_ctas, num_splits)
     schedule = torch.empty(num_ctas + len(tiles), FIELDS, dtype=torch.int32)
     splits = torch.empty(len(tiles), 2, dtype=torch.int32)
     write_schedule(spans, work, schedule, splits)
