@@ -1,0 +1,52 @@
+"""What the vLLM benchmark decides by, without vLLM: random checkpoints, and which tokens are right."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import vllm_serving
+from mha2mla.modeling import MHA2MLAForCausalLM
+
+
+@pytest.mark.parametrize(("shape", "layout"), vllm_serving.GEOMETRIES)
+def test_shapes(shape, layout):
+    config = vllm_serving.random_config(shape, layout, layers=2)
+    widths = [config.layer_geometry(layer).cache_numel_per_token for layer in range(2)]
+    assert widths == ([192, 128] if layout == "by-layer" else [192] * 2 if shape == "smollm2" else [1024] * 2)
+    assert config.softmax_scale == (config.hidden_size // config.num_attention_heads) ** -0.5
+
+
+def test_a_token_is_right_if_only_rounding_decided_against_it():
+    torch.manual_seed(0)
+    config = vllm_serving.random_config("smollm2", "shared", layers=2)
+    config.vocab_size, config.initializer_range = 96, 0.06
+    high = MHA2MLAForCausalLM(config).eval()
+    low = MHA2MLAForCausalLM(config).to(torch.bfloat16).eval()
+    low.load_state_dict(high.state_dict())
+    (prompt,) = vllm_serving.prompts_of(96, [20])
+    tokens = []
+    for _ in range(6):
+        ids = torch.tensor([prompt + tokens])
+        tokens.append(int(low(ids, use_cache=False).logits[0, -1].argmax()))
+    row = vllm_serving.judge((low, high), prompt, tokens)
+    assert (row["tokens"], row["equal"]) == (6, 6) and row["worst"] <= 1
+    worst_choice = int(high(torch.tensor([prompt + tokens[:3]]), use_cache=False).logits[0, -1].argmin())
+    row = vllm_serving.judge((low, high), prompt, [*tokens[:3], worst_choice])
+    assert row["equal"] == 3 and row["worst"] > 1
+
+
+def test_the_entry_point_is_found_by_a_process_that_has_the_clone_only():
+    code = (
+        "import sys; sys.path.insert(0, '.')\n"
+        "from benchmarks.vllm_serving import with_entry_point\n"
+        "with_entry_point()\n"
+        "from importlib.metadata import entry_points\n"
+        "points = [p.value for p in entry_points(group='vllm.general_plugins') if p.name == 'mha2mla']\n"
+        "assert points[0] == 'mha2mla.serving.plugin:register', points\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=vllm_serving.ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
