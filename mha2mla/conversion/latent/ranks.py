@@ -73,23 +73,23 @@ def choose_layer_ranks(
         model,
         adapter,
         spec,
-        geometry,
+        [replace(geometry, kv_lora_rank=rank) for rank in ranks],
         recipe,
         fitted,
         judged,
-        ranks,
         folder=folder,
         spill_bytes=spill_bytes,
         progress=progress,
     )
+    by_rank = [dict(zip(ranks, layer, strict=True)) for layer in losses]
     chosen = allocate(
-        losses,
+        by_rank,
         uniform * spec.num_layers,
         step=step,
         least=max(step, math.ceil(LEAST * uniform / step) * step),
         most=most_rank(geometry, step),
     )
-    return chosen, {str(rank): [layer[rank] for layer in losses] for rank in ranks}
+    return chosen, {str(rank): [layer[rank] for layer in by_rank] for rank in ranks}
 
 
 def rank_step(kv_lora_rank: int) -> int:
@@ -108,18 +108,17 @@ def measure_losses(
     model: StreamedModel,
     adapter: FamilyAdapter,
     spec: SourceSpec,
-    geometry: MLAGeometry,
+    geometries: Sequence[MLAGeometry],
     recipe: Recipe,
     windows: TokenBlocks,
     judged: TokenBlocks,
-    ranks: Sequence[int],
     *,
     folder: Path,
     spill_bytes: int = SPILL_BYTES,
     progress: bool = False,
-) -> list[dict[int, float]]:
-    """Per layer, rank → divergence of the predictions on ``judged`` when that layer alone is converted to that rank, on
-    other ``windows``.
+) -> list[list[float]]:
+    """Per layer, the divergence of the predictions on ``judged`` when that layer alone is converted to each of
+    ``geometries``, on other ``windows``; these differ in rank or rotary width, and statistics are what the first needs.
 
     One pass over the source: what each conversion makes of the judged windows follows the source's own layers beside
     the others, so that a layer's weights are read once.
@@ -129,44 +128,46 @@ def measure_losses(
     walk = partial(
         LayerWalk, model, adapter, spec, recipe=short, windows=windows, folder=folder, spill_bytes=spill_bytes
     )
-    sequences = {rank: walk(geometries=(replace(geometry, kv_lora_rank=rank),) * spec.num_layers) for rank in ranks}
-    first = sequences[ranks[0]]
+    sequences = [walk(geometries=(geometry,) * spec.num_layers) for geometry in geometries]
+    first = sequences[0]
     fitted, targets = first.new_stores(2, on_device=True)
-    new_store = _maker_of_stores(model, judged, folder, 1 + spec.num_layers * len(ranks), spill_bytes)
+    new_store = _maker_of_stores(model, judged, folder, 1 + spec.num_layers * len(geometries), spill_bytes)
     clean = new_store()
-    perturbed: list[tuple[int, int, ActivationStore]] = []
+    perturbed: list[ActivationStore] = []
     try:
         model.embed(fitted)
         model.embed(clean)
         for layer in progress_bar(range(spec.num_layers), desc="layer ranks", unit="layer", show=progress):
             module = model.layer(layer)
-            for _, _, store in perturbed:
+            for store in perturbed:
                 model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
             _pass(lambda hidden: hidden, fitted, targets, model.device)
             collector = first.collector(layer)
             model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
-            prepared = first.prepare(layer, collector.finish())
+            statistics, prepared = collector.finish(), {}
             weights = None
             if fit.steps:
                 weights = token_energies(targets, _BATCH_TOKENS, model.device).reciprocal()
-            for rank, sequence in sequences.items():
-                tensors = sequence.finish(layer, prepared)
+            for sequence in sequences:
+                width = sequence.geometries[layer].qk_rope_head_dim
+                if width not in prepared:
+                    prepared[width] = sequence.prepare(layer, statistics)
+                tensors = sequence.finish(layer, prepared[width])
                 forward = block_forward(sequence, layer, module)
                 if weights is not None and not is_exact(sequence.geometries[layer]):
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
                     tensors = reconstruct(problem, tensors, fit, seed=recipe.calibration.seed, layer=layer).tensors
-                perturbed.append((layer, rank, new_store()))
+                perturbed.append(new_store())
                 converted = partial(forward, computed(tensors, model))
-                _pass(converted, clean, perturbed[-1][2], model.device)
+                _pass(converted, clean, perturbed[-1], model.device)
             model.run_layer(module, layer, clean, tokens=_BATCH_TOKENS)
             fitted, targets = targets, fitted
             model.source.release()
-        found = _divergences(model, clean, [store for _, _, store in perturbed])
+        found = _divergences(model, clean, perturbed)
     finally:
-        for store in (fitted, targets, clean, *(store for _, _, store in perturbed)):
+        for store in (fitted, targets, clean, *perturbed):
             store.close()
-    places = [(layer, rank) for layer, rank, _ in perturbed]
-    return _by_layer(dict(zip(places, found, strict=True)), spec.num_layers)
+    return _by_layer(found, geometries)
 
 
 def allocate(losses: Sequence[Mapping[int, float]], budget: int, *, step: int, least: int, most: int) -> list[int]:
@@ -203,13 +204,13 @@ def loss_at(losses: Mapping[int, float], rank: int) -> float:
     return math.exp(logs[right] + slope * (rank - known[right]))
 
 
-def _by_layer(found: Mapping[tuple[int, int], float], num_layers: int) -> list[dict[int, float]]:
-    losses: list[dict[int, float]] = [{} for _ in range(num_layers)]
-    for (layer, rank), loss in found.items():
+def _by_layer(found: Sequence[float], geometries: Sequence[MLAGeometry]) -> list[list[float]]:
+    for place, loss in enumerate(found):
         if not math.isfinite(loss):
-            raise ValueError(f"layer {layer} converted to rank {rank} gives a divergence of {loss}; expected a number")
-        losses[layer][rank] = loss
-    return losses
+            layer, geometry = divmod(place, len(geometries))
+            said = f"layer {layer} converted to {geometries[geometry]}"
+            raise ValueError(f"{said} gives a divergence of {loss}; expected a number")
+    return [list(found[first : first + len(geometries)]) for first in range(0, len(found), len(geometries))]
 
 
 def _maker_of_stores(
