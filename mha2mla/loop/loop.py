@@ -1,0 +1,224 @@
+"""Schedule, run, choose, read: one step after another, the host one step ahead of what it has read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mha2mla.loop.request import Request, Sampling
+from mha2mla.loop.runner import BatchModel, Runner
+from mha2mla.loop.sampler import History, choose
+from mha2mla.loop.scheduler import Chunk, Scheduler
+from mha2mla.modeling import paged_model
+from mha2mla.modeling.cache_layout import PAGE_SIZE
+from mha2mla.modeling.recorders import CudaGraphs, Recorder
+
+_SHARE_OF_FREE = 0.8  # of the GPU's free memory: prompts need some beside the cache
+_CPU_BYTES = 2**30
+_ANY = Sampling()  # of rows whose token nobody reads
+
+
+@dataclass
+class Progress:
+    """What a loop did.
+
+    Attributes:
+        steps: of the model.
+        prompt_tokens: that were run, those that a preemption made run again included.
+        new_tokens: that were chosen and wanted.
+        preemptions: of requests.
+        seconds: from the first step to the last token read.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    preemptions: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens, of all requests together."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step on its way: its chunks, the tokens that it will have chosen, on the host, and when it has."""
+
+    chunks: list[Chunk]
+    tokens: Tensor
+    done: torch.cuda.Event | None
+
+
+class Loop:
+    """Many requests through one model::
+
+        loop = Loop(model)
+        requests = [loop.add(prompt, Sampling(max_new_tokens=32)) for prompt in prompts]
+        loop.run()
+        requests[0].answer
+
+    Args:
+        model: converted, or a source with ``attn_implementation="mha2mla"``; in eval mode.
+        num_pages: of the cache; default on CUDA most of the free memory, else 1 GiB.
+        page_size: tokens per page.
+        max_sequences: that run at a time.
+        max_tokens: of a step: what bounds how long a prompt holds up the others.
+        max_length: tokens of a request, prompt and answer; default what the model takes.
+        share_prefixes: whether full pages of equal beginnings are shared.
+        recorder: of decode steps; default CUDA graphs on CUDA. False: none.
+
+    Attributes:
+        cache, scheduler, runner: which do the work.
+        progress: what was done.
+    """
+
+    def __init__(
+        self,
+        model: BatchModel | PreTrainedModel,
+        *,
+        num_pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+        max_sequences: int = 64,
+        max_tokens: int = 2048,
+        max_length: int | None = None,
+        share_prefixes: bool = True,
+        recorder: Recorder | bool | None = None,
+    ) -> None:
+        model = model if hasattr(model, "forward_batch") else paged_model(model)
+        self.max_length = max_length or model.config.max_position_embeddings
+        max_pages = -(-self.max_length // page_size)
+        if num_pages is None:
+            num_pages = _pages_for(model, page_size, max_sequences * max_pages)
+        self.cache = model.paged_cache(num_pages, page_size)
+        self.scheduler = Scheduler(self.cache.allocator, max_sequences, max_tokens, share_prefixes)
+        recorder = CudaGraphs() if recorder is None or recorder is True else recorder or None
+        self.runner = Runner(model, self.cache, min(max_pages, num_pages), max_sequences, recorder)
+        self.progress = Progress()
+        self._history: History | None = None
+        self._launched: _Launched | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is not finished."""
+        return self.scheduler.has_work
+
+    @property
+    def cache_bytes_per_token(self) -> float:
+        """Of all layers."""
+        allocator = self.cache.allocator
+        return self.cache.nbytes / (allocator.num_pages * allocator.page_size)
+
+    def add(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Request:
+        """Queues a prompt of token ids.
+
+        Raises:
+            ValueError: it is empty, or longer with its answer than ``max_length``, or than all pages together.
+        """
+        request = Request(prompt, sampling or Sampling())
+        self._check(request)
+        self.scheduler.add(request)
+        return request
+
+    def fork(self, request: Request, sampling: Sampling | None = None) -> Request:
+        """A request that goes on from all tokens of another one, on its pages if it runs.
+
+        Raises:
+            ValueError: as :meth:`add`.
+        """
+        self.drain()
+        twin = Request(request.tokens, sampling or request.sampling)
+        self._check(twin)
+        self.scheduler.fork(request, twin)
+        return twin
+
+    def adopt(self, prompt: Sequence[int], sequence: int, sampling: Sampling | None = None) -> Request:
+        """Runs a prompt of which a sequence of ``cache`` holds the first tokens; see :meth:`Scheduler.adopt`."""
+        request = Request(prompt, sampling or Sampling())
+        self._check(request)
+        self.scheduler.adopt(request, sequence)
+        return request
+
+    def run(self) -> Progress:
+        """Steps until every request is finished."""
+        for _ in self.steps():
+            pass
+        return self.progress
+
+    def steps(self) -> Iterator[list[Request]]:
+        """Steps until every request is finished; each gives the requests that got a token."""
+        while self.has_work:
+            yield self.step()
+        self.drain()
+
+    def step(self) -> list[Request]:
+        """Launches a step, then reads the tokens of the one before. Returns the requests that got one."""
+        began = time.perf_counter()
+        chunks = self.scheduler.schedule()
+        launched = self._launch(chunks) if chunks else None
+        given = self._read(self._launched)
+        self._launched = launched
+        self.progress.seconds += time.perf_counter() - began
+        return given
+
+    def drain(self) -> list[Request]:
+        """Reads what is on its way, and launches nothing. Returns the requests that got a token."""
+        began = time.perf_counter()
+        given, self._launched = self._read(self._launched), None
+        self.progress.seconds += time.perf_counter() - began
+        return given
+
+    @torch.inference_mode()
+    def _launch(self, chunks: list[Chunk]) -> _Launched:
+        logits, ordered, slots = self.runner.run(chunks)
+        rows = [chunk.request.sampling if chunk is not None and chunk.samples else _ANY for chunk in ordered]
+        positions = [0 if chunk is None else chunk.start + chunk.count for chunk in ordered]
+        if self._history is None and any(row.repetition_penalty != 1 for row in rows):
+            self._history = History(self.runner.max_sequences + 1, logits.shape[1], logits.device)
+        occurred = None if self._history is None else self._history.of(ordered, slots)
+        tokens = choose(logits, rows, positions, occurred)
+        self.runner.last[slots] = tokens
+        if self._history is not None:
+            self._history.add(slots, tokens)
+        done = None
+        if tokens.is_cuda:
+            host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            tokens, done = host.copy_(tokens, non_blocking=True), torch.cuda.Event()
+            done.record()
+        self.progress.steps += 1
+        of_prompts = [min(chunk.start + chunk.count, len(chunk.request.prompt)) - chunk.start for chunk in chunks]
+        self.progress.prompt_tokens += sum(max(0, count) for count in of_prompts)
+        return _Launched(ordered, tokens, done)
+
+    def _read(self, launched: _Launched | None) -> list[Request]:
+        if launched is None:
+            return []
+        if launched.done is not None:
+            launched.done.synchronize()
+        pairs = [pair for pair in zip(launched.chunks, launched.tokens.tolist(), strict=True) if pair[0] is not None]
+        given = self.scheduler.complete([chunk for chunk, _ in pairs], [token for _, token in pairs])
+        self.progress.new_tokens += len(given)
+        self.progress.preemptions = self.scheduler.preemptions
+        return given
+
+    def _check(self, request: Request) -> None:
+        most = len(request.prompt) + request.sampling.max_new_tokens
+        if most > self.max_length:
+            raise ValueError(
+                f"prompt and answer have up to {most} tokens; expected at most max_length={self.max_length}"
+            )
+
+
+def _pages_for(model: BatchModel, page_size: int, most: int) -> int:
+    """As many as memory allows, at most ``most``."""
+    one = model.paged_cache(1, page_size)
+    room = _CPU_BYTES
+    if one.device.type == "cuda":
+        room = int(torch.cuda.mem_get_info(one.device)[0] * _SHARE_OF_FREE)
+    return max(1, min(most, room // one.nbytes))

@@ -1,0 +1,124 @@
+"""A step on the device: chunks to logits, by a CUDA graph where all of them are one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mha2mla.loop.sampler import to_device
+from mha2mla.loop.scheduler import Chunk
+from mha2mla.modeling import BatchStep, PagedCache, SequenceBatch
+from mha2mla.modeling.recorders import CudaGraphs, Recorder
+
+
+class BatchModel(Protocol):
+    """A model of ragged batches: converted, or a source (``mha2mla.modeling``)."""
+
+    config: Any
+    dtype: torch.dtype
+
+    def paged_cache(self, num_pages: int, page_size: int) -> PagedCache:
+        """A cache for the model."""
+
+    def forward_batch(self, input_ids: Tensor, step: BatchStep) -> Tensor:
+        """[B, vocabulary], of the last token of each row."""
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A recorded step of so many rows, one token each, and what it reads and writes."""
+
+    step: BatchStep
+    tokens: Tensor
+    logits: Tensor
+    replay: Callable[[], None]
+
+
+class Runner:
+    """Runs chunks through a model over its cache.
+
+    A graph is made for each bucket of rows when it is first needed: 1, 2, 4, 8, then multiples of 8.
+
+    Args:
+        model: in eval mode.
+        cache: of the model.
+        max_pages: of a sequence.
+        max_sequences: rows of the largest bucket, and slots.
+        recorder: what records steps; None: none are.
+
+    Attributes:
+        last: [max_sequences + 1] int64, the token that was last chosen in each slot; the last entry is nobody's.
+        uncaptured: why steps are not recorded, or None.
+    """
+
+    def __init__(
+        self, model: BatchModel, cache: PagedCache, max_pages: int, max_sequences: int, recorder: Recorder | None
+    ) -> None:
+        self.model, self.cache, self.max_pages, self.max_sequences = model, cache, max_pages, max_sequences
+        self.last = torch.zeros(max_sequences + 1, dtype=torch.int64, device=cache.device)
+        self._recorder, self._graphs = recorder, {}
+        self.uncaptured = "not asked for"
+        if recorder is not None:
+            self.uncaptured = recorder.explain(cache)
+            if cache.device.type != recorder.device_type:
+                self.uncaptured = f"the cache is on {cache.device}"
+
+    @classmethod
+    def with_graphs(cls, model: BatchModel, cache: PagedCache, max_pages: int, max_sequences: int) -> Runner:
+        """With CUDA graphs, where there is CUDA."""
+        return cls(model, cache, max_pages, max_sequences, CudaGraphs())
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk | None], Tensor]:
+        """Caches the chunks' tokens.
+
+        Returns:
+            Logits [B, V] of the last token of each row, which the next step overwrites; the chunk of each row, None for
+            padding; and the slot of each row [B].
+        """
+        new = {chunk.sequence: chunk.count for chunk in chunks}
+        if all(chunk.count == 1 for chunk in chunks) and self.uncaptured is None:
+            rows = self._bucket(len(chunks))
+            graph = self._graphs.get(rows) or self._record(rows)
+            batch = self.cache.extend(new, max_pages=self.max_pages, num_sequences=rows)
+            graph.step.load(batch)
+            ordered, tokens, slots = self._inputs(chunks, batch)
+            graph.tokens.copy_(tokens)
+            graph.replay()
+            return graph.logits, ordered, slots
+        batch = self.cache.extend(new)
+        ordered, tokens, slots = self._inputs(chunks, batch)
+        return self.model.forward_batch(tokens, self.cache.step(batch)), ordered, slots
+
+    def _bucket(self, rows: int) -> int:
+        return min(next((b for b in (1, 2, 4, 8) if b >= rows), -(-rows // 8) * 8), self.max_sequences)
+
+    def _inputs(self, chunks: Sequence[Chunk], batch: SequenceBatch) -> tuple[list[Chunk | None], Tensor, Tensor]:
+        """The chunk of each row, the batch's tokens [N], of which the device knows some alone, and slots [B]."""
+        ordered = [chunks[index] if index >= 0 else None for index in batch.order.tolist()]
+        tokens, of_token = [], []
+        for chunk in ordered:
+            mine = [0] if chunk is None else chunk.token_ids()
+            tokens += mine
+            of_token += [self.max_sequences if chunk is None else chunk.slot] * len(mine)
+        slots = [self.max_sequences if chunk is None else chunk.slot for chunk in ordered]
+        packed = to_device(torch.tensor([*tokens, *of_token, *slots]), self.cache.device)
+        tokens, of_token, slots = packed.split((len(tokens), len(tokens), len(slots)))
+        return ordered, torch.where(tokens < 0, self.last[of_token], tokens), slots
+
+    def _record(self, rows: int) -> _Graph:
+        """Over padding alone, so that nothing is cached by it."""
+        cache = self.cache
+        batch = SequenceBatch.maximum(rows, self.max_pages, cache.allocator.page_size, device=cache.device)
+        step, tokens = cache.step(batch), torch.zeros(rows, dtype=torch.int64, device=cache.device)
+
+        def run() -> Tensor:
+            step.refresh()
+            return self.model.forward_batch(tokens, step)
+
+        self._graphs[rows] = graph = _Graph(step, tokens, *self._recorder.record(run, lambda: None, cache.device))
+        return graph

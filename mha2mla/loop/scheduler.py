@@ -1,0 +1,256 @@
+"""Who runs in the next step: continuous batching, prompts in chunks, shared prefixes, and preemption. Integers only."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from mha2mla.loop.prefixes import Prefixes
+from mha2mla.loop.request import Request
+from mha2mla.modeling.pages import OutOfPagesError, PageAllocator
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``start`` to ``start + count`` of a request, which a step caches.
+
+    Attributes:
+        sequence, slot: of the request, in this step.
+        samples: they are the last ones, so that the next token comes from them.
+    """
+
+    request: Request
+    sequence: int
+    slot: int
+    start: int
+    count: int
+    samples: bool
+
+    def token_ids(self) -> list[int]:
+        """[count]; -1 for a token that nobody has read: the one that the device chose last."""
+        known = self.request.tokens[self.start : self.start + self.count]
+        return known + [-1] * (self.count - len(known))
+
+
+class Scheduler:
+    """Requests over the pages of one cache.
+
+    A step has first the requests that decode, one token each, then prompts in the order of their arrival, as much of
+    them as the budget leaves. What is not admitted yet waits. Where pages run out the request that came last gives its
+    own back, and computes them anew later. A sequence that ended stays, for those who begin as it did, until somebody
+    needs its pages.
+
+    The host may be a step ahead of what it has read: :meth:`schedule` again before :meth:`complete`, once. Requests
+    that turn out to have ended then run a step for nothing, and what comes of it is dropped.
+
+    Args:
+        allocator: of the cache; the caller grows sequences as the chunks say, before the next :meth:`schedule`.
+        max_sequences: that run at a time.
+        max_tokens: of a step.
+        share_prefixes: whether full pages of equal beginnings are shared.
+
+    Attributes:
+        waiting, running: requests, the oldest first.
+        preemptions: how often pages were taken away.
+
+    Raises:
+        ValueError: ``max_tokens`` is less than ``max_sequences``: each could not even decode.
+    """
+
+    def __init__(
+        self, allocator: PageAllocator, max_sequences: int = 64, max_tokens: int = 2048, share_prefixes: bool = True
+    ) -> None:
+        if max_sequences < 1:
+            raise ValueError(f"max_sequences is {max_sequences}; expected at least 1")
+        if max_tokens < max_sequences:
+            raise ValueError(f"max_tokens is {max_tokens}; expected at least {max_sequences}, as max_sequences")
+        self.allocator, self.max_sequences, self.max_tokens = allocator, max_sequences, max_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+        self._prefixes = Prefixes(allocator.page_size) if share_prefixes else None
+        self._ended: dict[int, None] = {}  # sequences that are kept, the one used longest ago first
+        self._slots = list(range(max_sequences - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            ValueError: it would not fit the cache even alone.
+        """
+        most = len(request.prompt) + request.sampling.max_new_tokens - 1  # the last token is never cached
+        room = self.allocator.num_pages * self.allocator.page_size
+        if most > room:
+            raise ValueError(f"prompt and answer have up to {most} tokens; expected at most {room}, those of all pages")
+        self.waiting.append(request)
+
+    def adopt(self, request: Request, sequence: int) -> None:
+        """Runs a request whose first tokens are cached in a sequence of the allocator already.
+
+        Raises:
+            ValueError: as :meth:`add`; so many requests run already, or the sequence holds the whole prompt.
+        """
+        cached = self.allocator.length(sequence)
+        if not self._slots:
+            raise ValueError(
+                f"{len(self.running)} requests run; expected fewer than max_sequences={self.max_sequences}"
+            )
+        if cached >= request.length:
+            raise ValueError(
+                f"sequence {sequence} has {cached} tokens; expected fewer than the request's {request.length}"
+            )
+        self.add(request)
+        self.waiting.pop()
+        self._start(request, sequence)
+
+    def fork(self, request: Request, twin: Request) -> None:
+        """Queues ``twin``, whose prompt is all that ``request`` has, on its pages if it can run at once.
+
+        Raises:
+            ValueError: ``request`` has tokens in flight; or as :meth:`add`.
+        """
+        if request.in_flight:
+            raise ValueError(f"request has {request.in_flight} tokens in flight; expected none")
+        if request.sequence is None or not self._slots:
+            self.add(twin)
+        else:
+            self.adopt(twin, self.allocator.fork(request.sequence))
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step; empty where nothing is to be done. Nothing has grown yet."""
+        for request in self.running:
+            self._remember(request)
+        wanted, budget = {}, self.max_tokens
+        for request in sorted(self.running, key=lambda request: self._missing(request) > 1):
+            if count := min(self._missing(request), budget):
+                wanted[request] = count
+                budget -= count
+        preempted = self.preemptions
+        while not self._fit(wanted):
+            if not self._forget_ended():
+                last = self.running[-1]
+                self._preempt(last)
+                wanted.pop(last, None)
+        if self.preemptions == preempted:
+            self._admit(wanted, budget)
+        return [self._chunk(request, count) for request, count in wanted.items()]
+
+    def complete(self, chunks: list[Chunk], tokens: list[int]) -> list[Request]:
+        """What the device chose for each chunk of a step. Returns the requests that got a token they wanted."""
+        given = []
+        for chunk, token in zip(chunks, tokens, strict=True):
+            request = chunk.request
+            if chunk.samples:
+                if request.finished is None:
+                    given.append(request)
+                request.receive(token)
+        for request in given:
+            if request.finished is not None:
+                if request in self.running:
+                    self._end(request)
+                else:
+                    self.waiting.remove(request)
+        return given
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request as it is."""
+        if request in self.running:
+            self._end(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.finished = request.finished or "stop"
+
+    def _missing(self, request: Request) -> int:
+        """Tokens that are to be cached before the next one can be chosen."""
+        return request.length - self.allocator.length(request.sequence) if request.is_asked_for else 0
+
+    def _fit(self, wanted: dict[Request, int], more: dict[int, int] | None = None, spare: int = 0) -> bool:
+        growth = {request.sequence: count for request, count in wanted.items()} | (more or {})
+        try:
+            taken = self.allocator.plan_growth(growth).taken
+        except OutOfPagesError:
+            return False
+        return len(taken) + spare <= self.allocator.num_free
+
+    def _admit(self, wanted: dict[Request, int], budget: int) -> None:
+        """Starts requests that wait, as long as a whole one fits, and a page more for each that runs: one that is sent
+        away in the next step was not worth it."""
+        while self.waiting and budget and self._slots and not self.waiting[0].in_flight:
+            request, sequence = self.waiting[0], None
+            owner, shared = self._prefixes.longest(request.tokens) if self._prefixes else (None, 0)
+            if owner is None:
+                sequence = self.allocator.allocate()
+            else:
+                sequence = self.allocator.fork(owner)
+                self.allocator.truncate(sequence, shared)
+                if owner in self._ended:
+                    self._ended[owner] = self._ended.pop(owner)
+            spare = len(self.running)
+            while not (fits := self._fit(wanted, {sequence: request.length - shared}, spare)):
+                if not self._forget_ended():
+                    break
+            if not fits:
+                self.allocator.free(sequence)
+                return
+            self.waiting.popleft()
+            if not request.preemptions:
+                request.shared_tokens = shared
+            self._start(request, sequence)
+            wanted[request] = min(request.length - shared, budget)
+            budget -= wanted[request]
+
+    def _start(self, request: Request, sequence: int) -> None:
+        request.sequence, request.slot = sequence, self._slots.pop()
+        self.running.append(request)
+
+    def _stop(self, request: Request) -> int:
+        """Its sequence, which nobody runs any more."""
+        self.running.remove(request)
+        self._slots.append(request.slot)
+        sequence, request.sequence, request.slot = request.sequence, None, None
+        return sequence
+
+    def _preempt(self, request: Request) -> None:
+        self._free(self._stop(request))
+        self.waiting.appendleft(request)
+        request.preemptions += 1
+        self.preemptions += 1
+
+    def _end(self, request: Request) -> None:
+        self._remember(request)
+        sequence = self._stop(request)
+        if self._prefixes is None:
+            self._free(sequence)
+        else:
+            self._ended[sequence] = None
+
+    def _remember(self, request: Request) -> None:
+        if self._prefixes is not None:
+            cached = min(self.allocator.length(request.sequence), len(request.tokens))
+            self._prefixes.put(request.sequence, request.tokens, cached)
+
+    def _forget_ended(self) -> bool:
+        """Frees the sequence that ended and was used longest ago; says whether there was one."""
+        if not self._ended:
+            return False
+        sequence = next(iter(self._ended))
+        del self._ended[sequence]
+        self._free(sequence)
+        return True
+
+    def _free(self, sequence: int) -> None:
+        if self._prefixes is not None:
+            self._prefixes.remove(sequence)
+        self.allocator.free(sequence)
+
+    def _chunk(self, request: Request, count: int) -> Chunk:
+        start = self.allocator.length(request.sequence)
+        samples = start + count == request.length
+        chunk = Chunk(request, request.sequence, request.slot, start, count, samples)
+        request.in_flight += samples
+        return chunk

@@ -1,0 +1,113 @@
+"""Requests that come, fork and lose their pages get the greedy tokens that each gets alone through transformers."""
+
+import random
+
+import pytest
+import torch
+
+from mha2mla.loop import Loop, Sampling
+from tests.few import few
+from tests.modeling import models
+from tests.modeling.tape import Tape
+
+PAGE = 8
+LAYOUTS = ("per-group", "shared", "latent", "some sliding", "latent per layer")
+SOURCES = ("qwen2", "llama-yarn-tied", "qwen2-sliding", "qwen3")
+
+
+def make(case: str):
+    if case not in SOURCES:
+        return models.mla_model(case)
+    model = models.source_model(case)
+    model.set_attn_implementation("mha2mla")
+    return model
+
+
+def alone(model, prompt, new_tokens: int) -> list[int]:
+    """Through transformers' own generate."""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    return out[0, ids.shape[1] :].tolist()
+
+
+def make_loop(model, **options) -> Loop:
+    keys = {"num_pages": 12, "page_size": PAGE, "max_sequences": 5, "max_tokens": 24, "max_length": 96}
+    return Loop(model, **{**keys, **options})
+
+
+def traffic(loop: Loop, seed: int, count: int = 12, scale: int = 1) -> list:
+    """Requests at random moments, some with a beginning of others, some forked from them; until all are finished."""
+    draw, requests = random.Random(seed), []
+    beginning = [draw.randrange(3, 96) for _ in range(30 * scale)]
+    while len(requests) < count or loop.has_work:
+        if len(requests) < count and draw.random() < 0.8:
+            own = [draw.randrange(3, 96) for _ in range(draw.randint(1, 25 * scale))]
+            prompt = beginning[: draw.choice((0, 17, 30)) * scale] + own
+            requests.append(loop.add(prompt, Sampling(draw.randint(1, 40))))
+        elif requests and len(requests) < count and draw.random() < 0.2:
+            parent = draw.choice(requests)
+            if len(parent.tokens) < 80 * scale:
+                requests.append(loop.fork(parent, Sampling(8)))
+        loop.step()
+    loop.drain()
+    return requests
+
+
+@few("case", [*LAYOUTS[:3], *SOURCES, *LAYOUTS[3:]], 4)
+def test_everyone_gets_the_tokens_it_gets_alone(case):
+    model = make(case)
+    loop = make_loop(model)
+    requests = traffic(loop, seed=5)
+    assert loop.progress.preemptions and any(request.shared_tokens for request in requests)
+    for request in requests:
+        assert request.answer == alone(model, request.prompt, len(request.answer)) and request.finished == "length"
+
+
+@pytest.mark.parametrize("recorder", [False, Tape()], ids=["eager", "recorded"])
+def test_steps_that_are_recorded_say_the_same(recorder):
+    model = models.mla_model("per-group")
+    loop = make_loop(model, recorder=recorder)
+    assert (loop.runner.uncaptured is None) == bool(recorder)
+    for request in traffic(loop, seed=2, count=6):
+        assert request.answer == alone(model, request.prompt, len(request.answer))
+
+
+def test_what_is_refused():
+    model = models.mla_model()
+    loop = make_loop(model)
+    with pytest.raises(ValueError, match="up to 97 tokens; expected at most max_length=96"):
+        loop.add([1] * 90, Sampling(7))
+    with pytest.raises(ValueError, match="attn_implementation 'sdpa'; expected 'mha2mla'"):
+        make_loop(models.source_model("llama"))
+
+
+def test_a_cache_of_its_own_size():
+    """As many pages as all sequences can fill, where memory has them."""
+    loop = make_loop(models.mla_model(), num_pages=None)
+    assert loop.cache.allocator.num_pages == 5 * 96 // PAGE
+    assert loop.cache_bytes_per_token == loop.cache.nbytes / (5 * 96) > 0
+
+
+def test_random_tokens_are_the_requests_own():
+    """Whatever runs beside it, and however often its pages are taken away."""
+    model, draw = models.mla_model(), random.Random(3)
+    sampling = Sampling(30, temperature=1.0, top_k=20, top_p=0.95, repetition_penalty=1.2, seed=4)
+    loop = make_loop(model)
+    first = loop.add([5, 6, 7], sampling)
+    loop.run()
+    loop = make_loop(model)
+    others = [loop.add([draw.randrange(3, 96) for _ in range(20)], Sampling(40, temperature=2.0)) for _ in range(2)]
+    again = loop.add([5, 6, 7], sampling)
+    loop.run()
+    assert again.answer == first.answer and len(set(first.answer)) > 5 and len(others[0].answer) == 40
+    assert again.preemptions
+
+
+def test_an_answer_ends_with_the_token_that_stops_it():
+    model = models.mla_model()
+    prompt = [9, 8, 7, 6]
+    expected = alone(model, prompt, 20)
+    loop = make_loop(model)
+    request = loop.add(prompt, Sampling(20, stop_tokens=(expected[6],)))
+    loop.run()
+    assert request.answer == expected[: expected.index(expected[6]) + 1] and request.finished == "stop"
