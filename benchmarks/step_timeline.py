@@ -141,7 +141,7 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog is no error of this thread
         call()
     return graph
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,13 +45,11 @@ def results(model) -> dict[str, torch.Tensor]:
     return found
 
 
-def rank_main(rank: str, folder: str) -> None:
+def rank_main(folder: str, cases: Sequence[str] = CASES) -> None:
     """What each process does: all cases, against what one process wrote; then what is refused."""
-    folder = Path(folder)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
     options = {"dtype": torch.float32, "distributed_config": {"tp_size": 2}}
-    for case in CASES:
-        model = MHA2MLAForCausalLM.from_pretrained(folder / case, **options).eval()
+    for case in cases:
+        model = MHA2MLAForCausalLM.from_pretrained(Path(folder, case), **options).eval()
         attention = model.model.layers[0].self_attn
         assert len(attention.q_proj.weight.to_local()) * 2 == len(attention.q_proj.weight), case
         whole = model.config.layer_geometry(0)
@@ -58,26 +57,35 @@ def rank_main(rank: str, folder: str) -> None:
         assert cached["latent_cache"].shape[-1] == whole.kv_lora_rank
         if whole.num_rope_heads > 1:  # split with the heads that read them
             assert cached["rope_cache"].shape[2] * 2 == whole.num_rope_heads
-        wanted = torch.load(folder / f"{case}.pt")
+        wanted = torch.load(Path(folder, f"{case}.pt"))
         for name, value in results(model).items():
             if name == "batch":
                 assert models.relative_error(value, wanted[name]) < models.TOLERANCE, case
             else:
                 assert torch.equal(value, wanted[name]), (case, name)
     with pytest.raises(ValueError, match="tensor_parallel_size is more than 1"):
-        model(prompt()["input_ids"], use_cache=False).logits.sum().backward()
+        model(prompt()["input_ids"].to(model.device), use_cache=False).logits.sum().backward()
     with pytest.raises(ValueError, match="share one of num_rope_heads=3"):
-        MHA2MLAForCausalLM.from_pretrained(folder / "odd groups", **options)
+        MHA2MLAForCausalLM.from_pretrained(Path(folder, "odd groups"), **options)
     distributed.destroy_process_group()
+
+
+def write(folder: Path, case: str, model: MHA2MLAForCausalLM) -> None:
+    """A checkpoint for the ranks, and what one process makes of it."""
+    model.save_pretrained(folder / case)
+    torch.save(results(model), folder / f"{case}.pt")
+
+
+def gloo_rank_main(rank: str, folder: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
+    rank_main(folder)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="transformers takes the GPUs; see test_gpu_ranks.py")
 def test_two_ranks_compute_what_one_does(tmp_path):
     for case in (*CASES, "odd groups"):
-        model = models.mla_model(case)
-        model.save_pretrained(tmp_path / case)
-        torch.save(results(model), tmp_path / f"{case}.pt")
-    code = "import sys; from tests.modeling.test_tensor_parallel import rank_main; rank_main(*sys.argv[1:])"
+        write(tmp_path, case, models.mla_model(case))
+    code = "import sys; from tests.modeling.test_tensor_parallel import gloo_rank_main as main; main(*sys.argv[1:])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(

@@ -1,0 +1,90 @@
+"""Source models on the TileLang kernels: bfloat16 logits at most twice as far from float64 as sdpa's."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from mha2mla.modeling import PagedSource
+from tests.modeling import models
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+SIZES = {"hidden_size": 384, "head_dim": 64, "initializer_range": 0.05}
+PADDING, PROMPT, STEPS = 5, 150, 6
+
+
+@pytest.fixture(params=["llama", "mistral-sliding"])
+def source(request):
+    """6 query heads on 2 kv heads of width 64; a window of 70 tokens, or none."""
+    window = {"sliding_window": 70} if request.param == "mistral-sliding" else {}
+    return models.source_model(request.param, **SIZES, **window).to("cuda", torch.bfloat16)
+
+
+@torch.no_grad()
+def over_cache(model, ids, mask, kind) -> torch.Tensor:
+    """Logits of a prompt, of single tokens, and of a draft of four."""
+    cache = kind(config=model.config, **({"max_cache_len": 192} if kind is StaticCache else {}))
+    out, start = [], 0
+    for count in (PROMPT, *[1] * STEPS, 4):
+        stop = start + count
+        positions = (mask[:, :stop].cumsum(1) - 1).clamp(min=0)[:, start:]
+        given = {"attention_mask": mask[:, :stop], "position_ids": positions, "past_key_values": cache}
+        out.append(model(ids[:, start:stop], **given).logits)
+        start = stop
+    return torch.cat(out, 1)[:, PADDING:]
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@torch.no_grad()
+def test_prompts_and_steps_over_a_cache(source, kind):
+    ids = models.tokens(3, PROMPT + STEPS + 4).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    exact = over_cache(copy.deepcopy(source).double(), ids, mask, DynamicCache)
+    torchs = models.relative_error(over_cache(source, ids, mask, DynamicCache), exact)
+    source.set_attn_implementation("mha2mla")
+    assert models.relative_error(over_cache(source, ids, mask, kind), exact) <= 2 * torchs
+
+
+@torch.no_grad()
+def test_ragged_batches_and_a_step_in_a_cuda_graph(source):
+    ids = models.tokens(3, 160).cuda()
+    exact = copy.deepcopy(source).double()(ids, use_cache=False).logits
+    torchs = models.relative_error(source(ids, use_cache=False).logits, exact)
+    source.set_attn_implementation("mha2mla")
+    paged = PagedSource(source)
+    assert {backend.name for backend in paged.backends()} == {"gqa_paged"}
+    cache = paged.paged_cache(num_pages=12)
+    sequences, done = [cache.open() for _ in ids], [0, 0, 0]
+    for counts in ((100, 40, 1), (1, 70, 1), (50, 1, 150)):
+        batch = cache.extend(dict(zip(sequences, counts, strict=True)))
+        new = [ids[i, done[i] : done[i] + count] for i, count in enumerate(counts)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            logits = paged.forward_batch(batch.flatten(new), cache.step(batch), all_logits=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for i, mine in enumerate(batch.unflatten(logits)):
+            assert models.relative_error(mine, exact[i, done[i] : done[i] + counts[i]]) <= 2 * torchs
+            done[i] += counts[i]
+
+    batch = cache.extend(dict.fromkeys(sequences, 1))
+    step, token = cache.step(batch), torch.stack([ids[i, done[i]] for i in batch.order.tolist()])
+    expected = paged.forward_batch(token, step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step.refresh()
+        replayed = paged.forward_batch(token, step)
+    graph.replay()
+    assert torch.equal(replayed, expected)
+
+
+@torch.no_grad()
+def test_generate_compiles_its_steps_over_a_static_cache(source):
+    """As transformers does by itself; greedy tokens of the uncompiled steps."""
+    source.set_attn_implementation("mha2mla")
+    ids = models.tokens(2, 20).cuda()
+    options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+    plain = source.generate(ids, attention_mask=torch.ones_like(ids), disable_compile=True, **options)
+    assert torch.equal(source.generate(ids, attention_mask=torch.ones_like(ids), **options), plain)
