@@ -60,7 +60,7 @@ ABLATIONS: dict[str, tuple[Any, ...]] = {
     "fit.output": (False, True),
     "calibration.tokens": (24576, 98304),
     "calibration.text": ("builtin:pydoc", "generated"),
-    "calibration.lengths": (512, 8192, [512, 8192]),
+    "calibration.lengths": (512, 4096, 8192, [512, 8192]),
 }
 FIT_ABLATIONS: dict[str, tuple[Any, ...]] = {
     "fit.steps": (0, 150),
