@@ -1,6 +1,6 @@
 """Attention ops on tensors. Nothing here knows transformers; one op is one folder."""
 
-from mha2mla.kernels.attention_combine.api import attention_combine
+from mha2mla.kernels.attention_combine.api import attention_combine, attention_combine_packed
 from mha2mla.kernels.attention_varlen.api import (
     attention_varlen,
     explain_attention_varlen,
@@ -29,6 +29,7 @@ __all__ = [
     "MixedPlan",
     "absorbs_up_to",
     "attention_combine",
+    "attention_combine_packed",
     "attention_varlen",
     "dequantize_latent",
     "explain_attention_varlen",

@@ -43,28 +43,69 @@ def attention_combine(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    for name, given in (("partial_out.dtype", partial_out.dtype), ("dtype", dtype or partial_out.dtype)):
-        if given not in _DTYPES:
-            raise ValueError(f"{name} is {given}; expected bfloat16, float16, float32 or float64")
     if partial_out.ndim != 5:
         raise ValueError(f"partial_out.shape is {tuple(partial_out.shape)}; expected [N, B, S_q, H, d_v]")
-    splits, batch, seqlen_q, heads, _ = partial_out.shape
-    if partial_lse.shape != (splits, batch, heads, seqlen_q):
-        shape = tuple(partial_lse.shape)
-        raise ValueError(f"partial_lse.shape is {shape}; expected {(splits, batch, heads, seqlen_q)}, [N, B, H, S_q]")
-    wide = torch.float64 if partial_out.dtype == torch.float64 else torch.float32
-    if partial_lse.dtype != wide:
-        raise ValueError(f"partial_lse.dtype is {partial_lse.dtype}; expected {wide}")
-    if num_splits is not None and (num_splits.shape != (batch,) or num_splits.dtype != torch.int32):
-        raise ValueError(
-            f"num_splits is {num_splits.dtype} {tuple(num_splits.shape)}; expected torch.int32 {(batch,)}, [B]"
-        )
-    for name, tensor in (("partial_lse", partial_lse), ("num_splits", num_splits)):
-        if tensor is not None and tensor.device != partial_out.device:
-            raise ValueError(f"{name}.device is {tensor.device}; expected {partial_out.device}, as partial_out")
+    _check(partial_out, partial_lse, num_splits, dtype, ("num_splits", "[B]", partial_out.shape[1]))
     wanted = dtype or partial_out.dtype
     compiled = runs_compiled(backend, partial_out.device, partial_out.dtype, wanted)
     return torch.ops.mha2mla.attention_combine(partial_out, partial_lse, num_splits, wanted, compiled)
+
+
+def attention_combine_packed(
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    cu_splits: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same where every sequence has parts of its own number, one behind the other.
+
+    Args:
+        partial_out: [N, S_q, H, d_v], the outputs of the parts of all sequences; those of sequence b are
+            ``cu_splits[b]`` to ``cu_splits[b + 1] - 1``.
+        partial_lse: [N, H, S_q] float32 (float64 with float64 outputs), natural log, as in :func:`attention_combine`.
+        cu_splits: [B+1] int32, ascending; not read on the host, and clamped to 0 … N. Parts that no sequence has are
+            not read.
+        dtype, backend: as in :func:`attention_combine`.
+
+    Returns:
+        ``out [B, S_q, H, d_v]`` and ``lse [B, H, S_q]`` as there; zeros and -inf for a sequence without parts.
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    if partial_out.ndim != 4:
+        raise ValueError(f"partial_out.shape is {tuple(partial_out.shape)}; expected [N, S_q, H, d_v]")
+    if cu_splits.ndim != 1 or cu_splits.shape[0] < 1:
+        raise ValueError(f"cu_splits.shape is {tuple(cu_splits.shape)}; expected [B+1]")
+    _check(partial_out, partial_lse, cu_splits, dtype, ("cu_splits", "[B+1]", cu_splits.shape[0]))
+    wanted = dtype or partial_out.dtype
+    compiled = runs_compiled(backend, partial_out.device, partial_out.dtype, wanted)
+    return torch.ops.mha2mla.attention_combine_packed(partial_out, partial_lse, cu_splits, wanted, compiled)
+
+
+def _check(
+    partial_out: Tensor, partial_lse: Tensor, splits: Tensor | None, dtype: torch.dtype | None,
+    expected: tuple[str, str, int],
+) -> None:  # fmt: skip
+    """Everything but the number of dimensions; ``expected``: name, shape in words and length of ``splits``."""
+    for name, given in (("partial_out.dtype", partial_out.dtype), ("dtype", dtype or partial_out.dtype)):
+        if given not in _DTYPES:
+            raise ValueError(f"{name} is {given}; expected bfloat16, float16, float32 or float64")
+    *parts, seqlen_q, heads, _ = partial_out.shape
+    if partial_lse.shape != (*parts, heads, seqlen_q):
+        shape, words = tuple(partial_lse.shape), "[N, B, H, S_q]" if len(parts) > 1 else "[N, H, S_q]"
+        raise ValueError(f"partial_lse.shape is {shape}; expected {(*parts, heads, seqlen_q)}, {words}")
+    wide = torch.float64 if partial_out.dtype == torch.float64 else torch.float32
+    if partial_lse.dtype != wide:
+        raise ValueError(f"partial_lse.dtype is {partial_lse.dtype}; expected {wide}")
+    named, words, length = expected
+    if splits is not None and (splits.shape != (length,) or splits.dtype != torch.int32):
+        raise ValueError(f"{named} is {splits.dtype} {tuple(splits.shape)}; expected torch.int32 {(length,)}, {words}")
+    for name, tensor in (("partial_lse", partial_lse), (named, splits)):
+        if tensor is not None and tensor.device != partial_out.device:
+            raise ValueError(f"{name}.device is {tensor.device}; expected {partial_out.device}, as partial_out")
 
 
 def _combine(
@@ -81,15 +122,39 @@ def _combine(
     return out, lse
 
 
+def _combine_packed(
+    partial_out: Tensor, partial_lse: Tensor, cu_splits: Tensor, dtype: torch.dtype, compiled: bool
+) -> tuple[Tensor, Tensor]:
+    if not compiled:
+        from mha2mla.kernels.attention_combine.reference import attention_combine_packed_reference
+
+        return attention_combine_packed_reference(partial_out, partial_lse, cu_splits, dtype=dtype)
+    from mha2mla.kernels.attention_combine.launch import launch_attention_combine
+
+    out, lse = _combine_packed_fake(partial_out, partial_lse, cu_splits, dtype, compiled)
+    launch_attention_combine(partial_out, partial_lse, cu_splits, out, lse, packed=True)
+    return out, lse
+
+
 def _combine_fake(partial_out, partial_lse, num_splits, dtype, compiled):
     out = partial_out.new_empty(partial_out.shape[1:], dtype=dtype)
     return out, partial_lse.new_empty(partial_lse.shape[1:])
 
 
+def _combine_packed_fake(partial_out, partial_lse, cu_splits, dtype, compiled):
+    batch = cu_splits.shape[0] - 1
+    out = partial_out.new_empty((batch, *partial_out.shape[1:]), dtype=dtype)
+    return out, partial_lse.new_empty((batch, *partial_lse.shape[1:]))
+
+
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define(
-    "attention_combine(Tensor partial_out, Tensor partial_lse, Tensor? num_splits, ScalarType dtype, bool compiled)"
-    " -> (Tensor, Tensor)"
-)
-LIBRARY.impl("attention_combine", _combine, "CompositeExplicitAutograd")
-torch.library.register_fake("mha2mla::attention_combine", _combine_fake, lib=LIBRARY)
+for _name, _splits, _impl, _fake in (
+    ("attention_combine", "Tensor? num_splits", _combine, _combine_fake),
+    ("attention_combine_packed", "Tensor cu_splits", _combine_packed, _combine_packed_fake),
+):
+    LIBRARY.define(
+        f"{_name}(Tensor partial_out, Tensor partial_lse, {_splits}, ScalarType dtype, bool compiled)"
+        " -> (Tensor, Tensor)"
+    )
+    LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mha2mla::{_name}", _fake, lib=LIBRARY)
