@@ -8,6 +8,7 @@ class is left to the base model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mha2mla.kernels import rms_norm, silu_mul
+from mha2mla.modeling.recordable import HOST_ROPE
 from mha2mla.modeling.stacking import is_plain, project, stacked
 from mha2mla.modeling.step import AttentionStep
 
@@ -51,7 +53,8 @@ def run_base_model(
         else:
             hidden_states = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             if _runs_as_it_is(model, hidden_states):
-                hidden_states = _run_layers(model, hidden_states, position_ids, mla_step)
+                given = {"position_ids": position_ids, "mla_step": mla_step}
+                hidden_states = _run_layers(model, hidden_states, lambda attention, x: attention(x, **given)[0])
                 return BaseModelOutputWithPast(hidden_states, past_key_values)
     return model(
         input_ids=input_ids,
@@ -63,11 +66,50 @@ def run_base_model(
     )
 
 
-def _run_layers(model: nn.Module, hidden_states: Tensor, position_ids: Tensor, step: AttentionStep) -> Tensor:
+def run_source_model(model: nn.Module, input_ids: Tensor, step: AttentionStep) -> Tensor | None:
+    """The last hidden state [1, N, hidden] of a source over a ragged batch, by fewer kernels: RoPE is done where keys
+    are written. None, and nothing done, where that would not be the same but for rounding.
+
+    Args:
+        model: causal language model of transformers, whose logits are its head's of that state.
+        input_ids: [1, N].
+        step: whose layers are served by backends of keys and values.
+    """
+    causal, model = model, model.get_decoder()
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _is_known(model):
+        return None
+    family, home = _own_classes(model)
+    if not _is_own(causal, f"{family}ForCausalLM", home):
+        return None
+    rotary, attentions = model.rotary_emb, [layer.self_attn for layer in model.layers]
+    # Tables that change with the length are made by the module itself; a factor on them, by whom the step was told.
+    if rotary.rope_type in HOST_ROPE or rotary.attention_scaling != step.layers[0].constants.attention_scaling:
+        return None
+    if not all(_is_own(each, f"{family}Attention", home) for each in attentions):
+        return None
+    hidden_states = model.embed_tokens(input_ids)
+    if not _runs_as_it_is(model, hidden_states):
+        return None
+    inv_freq = rotary.inv_freq[None].float()
+    return _run_layers(model, hidden_states, lambda attention, normed: _attend(attention, normed, inv_freq, step))
+
+
+def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step: AttentionStep) -> Tensor:
+    """Of a source's layer: [1, N, hidden] to the same."""
+    states = project(hidden_states[0], (attention.q_proj, attention.k_proj, attention.v_proj))
+    query, key, value = (each.unflatten(-1, (-1, attention.head_dim)) for each in states)
+    if hasattr(attention, "q_norm"):  # over each head
+        query, key = attention.q_norm(query), attention.k_norm(key)
+    tensors = {"query": query, "key": key, "value": value, "inv_freq": inv_freq}
+    return attention.o_proj(step.run(attention.layer_idx, tensors)[1].flatten(1))[None]
+
+
+def _run_layers(model: nn.Module, hidden_states: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+    """``attend``: what a layer's attention makes of normed states [B, S, hidden]."""
     branch, residual = hidden_states, None
     for layer in model.layers:
         normed, residual = _normed(layer.input_layernorm, branch, residual)
-        branch, _ = layer.self_attn(normed, position_ids=position_ids, mla_step=step)
+        branch = attend(layer.self_attn, normed)
         normed, residual = _normed(layer.post_attention_layernorm, branch, residual)
         branch = layer.mlp.down_proj(silu_mul(*project(normed, (layer.mlp.gate_proj, layer.mlp.up_proj))))
     return _normed(model.norm, branch, residual)[0]
@@ -84,25 +126,31 @@ def _runs_as_it_is(model: nn.Module, hidden_states: Tensor) -> bool:
     return same and not torch.is_autocast_enabled(hidden_states.device.type)
 
 
+def _own_classes(model: nn.Module) -> tuple[str | None, str]:
+    """How transformers names the classes of the model's family, and the module that they are in."""
+    name = model.config.model_type
+    return FAMILIES.get(name), f"transformers.models.{name}.modeling_{name}"
+
+
+def _is_own(module: nn.Module, name: str, home: str) -> bool:
+    """Whether it is of a class of the family, and a call of it nothing but that class's forward."""
+    kind = type(module)
+    return kind.__name__ == name and kind.__module__ == home and is_plain(module, kind)
+
+
 def _is_known(model: nn.Module) -> bool:
     """Whether every module between embeddings and logits is one that :func:`_run_layers` knows, and nothing more."""
-    family = FAMILIES.get(model.config.model_type)
+    family, home = _own_classes(model)
     if family is None or len(model.layers) != model.config.num_hidden_layers:
         return False
-    home = f"transformers.models.{model.config.model_type}.modeling_{model.config.model_type}"
-
-    def is_own(module: nn.Module, name: str) -> bool:
-        kind = type(module)
-        return kind.__name__ == family + name and kind.__module__ == home and is_plain(module, kind)
-
     return (
-        is_own(model, "Model")
-        and is_own(model.norm, "RMSNorm")
+        _is_own(model, f"{family}Model", home)
+        and _is_own(model.norm, f"{family}RMSNorm", home)
         and all(
-            is_own(layer, "DecoderLayer")
-            and is_own(layer.input_layernorm, "RMSNorm")
-            and is_own(layer.post_attention_layernorm, "RMSNorm")
-            and is_own(layer.mlp, "MLP")
+            _is_own(layer, f"{family}DecoderLayer", home)
+            and _is_own(layer.input_layernorm, f"{family}RMSNorm", home)
+            and _is_own(layer.post_attention_layernorm, f"{family}RMSNorm", home)
+            and _is_own(layer.mlp, f"{family}MLP", home)
             and is_plain(layer.mlp.act_fn, _SILU)
             for layer in model.layers
         )

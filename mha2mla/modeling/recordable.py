@@ -10,7 +10,7 @@ from torch.nn.modules import module as global_hooks
 from transformers import PreTrainedModel
 
 # Rotary embeddings of these types look at positions on the host, in every step.
-_HOST_ROPE = ("dynamic", "longrope")
+HOST_ROPE = ("dynamic", "longrope")
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:
@@ -40,7 +40,7 @@ def explain_capture(model: PreTrainedModel, device_type: str) -> str | None:
             hasattr(type(module), "adapter_layer_names") for module in below
         ),
         "modules have hooks": _has_hooks(below),
-        "RoPE looks at positions on the host": not _rope_types(model.model.config).isdisjoint(_HOST_ROPE),
+        "RoPE looks at positions on the host": not _rope_types(model.model.config).isdisjoint(HOST_ROPE),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.cache_layout import PAGE_SIZE
+from mha2mla.modeling.decoder import run_source_model
 from mha2mla.modeling.model import MHA2MLAForCausalLM
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, GQAGeometry, refused
@@ -19,8 +20,9 @@ from mha2mla.modeling.source_attention import NAME, layer_window
 class PagedSource:
     """A causal language model of transformers, with ``paged_cache`` and ``forward_batch`` of a converted one.
 
-    The model stays what it is, and computes all but attention by its own modules, rotary positions included. Its layers
-    hand queries, keys and values to a backend of ``GQAGeometry`` (``gqa_paged``, ``gqa_reference``).
+    The model stays what it is, and computes all but attention by its own modules, rotary positions included, or by the
+    fewer kernels of ``decoder.py`` where these are the same. Its layers hand queries, keys and values to a backend of
+    ``GQAGeometry`` (``gqa_paged``, ``gqa_reference``).
 
     Args:
         model: loaded with ``attn_implementation="mha2mla"``, in eval mode.
@@ -102,13 +104,17 @@ class PagedSource:
             step.check()
             weight = self.model.get_output_embeddings().weight
             return weight.new_zeros(0 if all_logits else batch.num_sequences, weight.shape[0])
+        kept = 0 if all_logits else batch.last_tokens
+        hidden = run_source_model(self.model, input_ids[None], step)
+        if hidden is not None:
+            return self.model.lm_head(hidden[0] if all_logits else hidden[0].index_select(0, kept))
         return self.model(
             input_ids=input_ids[None],
             # Passed on as it is, and no layer looks at it.
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
             position_ids=batch.positions[None].long(),
             use_cache=False,
-            logits_to_keep=0 if all_logits else batch.last_tokens,
+            logits_to_keep=kept,
             mla_step=step,
         ).logits[0]
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, StaticCache
 
+from mha2mla.modeling.decoder import run_source_model
 from mha2mla.modeling.source_attention import attend, pages_of
 from mha2mla.modeling.source_model import PagedSource, paged_model
 from tests.conversion import tiny
@@ -141,6 +142,26 @@ def test_ragged_batches_equal_each_sequence_alone(case):
             done[sequence] += count
         order = [index for index in batch.order.tolist() if index >= 0]
         assert models.relative_error(last, torch.stack([logits[index][-1] for index in order])) < models.TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["llama-biases", "mistral-sliding", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_known_families_run_by_fewer_kernels_until_somebody_hooks_in(case):
+    model = source(case)
+    model.set_attn_implementation("mha2mla")
+    paged, ids = PagedSource(model), tiny.some_tokens()[0, :9]
+    logits, states = [], []
+    for hooked in (False, True):
+        if hooked:
+            model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *_: None)
+            model.model.norm.register_forward_hook(lambda *_: None)
+        cache = paged.paged_cache(2, 16)
+        batch = cache.extend({cache.open(): len(ids)})
+        step = cache.step(batch)
+        states.append(run_source_model(model, ids[None], step))
+        logits.append(paged.forward_batch(ids, step, all_logits=True))
+    assert states[0] is not None and states[1] is None
+    assert models.relative_error(logits[0], logits[1]) < models.TOLERANCE
 
 
 @torch.no_grad()
