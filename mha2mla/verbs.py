@@ -293,8 +293,8 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
     """Draws what JSON files say of conversions, wherever they were measured.
 
     One of eval quality: the ratio by position in the window, and probes. Those of eval quality and eval latency of the
-    same checkpoints: loss against the time of a decode call. Those of benchmarks/conversion.py: loss against the
-    window's length, and against cached bytes.
+    same checkpoints, or of benchmarks/loss_and_time.py: loss against the time of a decode call. Those of
+    benchmarks/conversion.py: loss against the window's length, and against cached bytes.
 
     Args:
         picture: PNG or SVG file to write.

@@ -75,8 +75,8 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
     """Draws what JSON files of this package say of conversions: which picture, their kinds decide.
 
     One of ``eval quality`` gives :func:`plot_quality`; those of several checkpoints beside those of ``eval latency`` of
-    the same checkpoints, loss against the time of a decode call; those of ``benchmarks/conversion.py``, loss against
-    the length of the window at the largest cache, and against cached bytes.
+    the same checkpoints, or of ``benchmarks/loss_and_time.py``, loss against the time of a decode call; those of
+    ``benchmarks/conversion.py``, loss against the length of the window at the largest cache, and against cached bytes.
 
     Args:
         reports: what the files hold.
@@ -94,7 +94,8 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
         what = f"tokens in a window, {share:g} of the source's cache"
         panels.append(partial(_draw_losses, lengths_and_losses(rows, share), what))
         panels.append(partial(_draw_losses, _bytes_and_losses(rows), "cached bytes ÷ source's; longest windows"))
-    for what, points in _times_and_losses(**of_kind).items():
+    timed = [row for each in reports if each.get("kind") == "loss-and-time" for row in each["rows"]]
+    for what, points in _times_and_losses(**of_kind, timed=timed).items():
         panels.append(partial(_draw_losses, points, what))
     if panels:
         models = dict.fromkeys(each["measured"]["model"] for each in reports if "measured" in each)
@@ -105,7 +106,7 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
         kinds = ", ".join(str(each.get("kind")) for each in reports)
         raise ValueError(
             f"reports are of kind {kinds}; expected one of 'quality', 'quality' and 'latency' of the same checkpoints,"
-            " or 'conversion'"
+            " 'conversion', or 'loss-and-time'"
         )
 
 
@@ -146,8 +147,11 @@ def _bytes_and_losses(rows: Sequence[Row]) -> Points:
     return points
 
 
-def _times_and_losses(quality: Sequence[Mapping[str, Any]], latency: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
-    """What was timed → checkpoint → (µs, ratio in its longest windows, the text that loses most)."""
+def _times_and_losses(
+    quality: Sequence[Mapping[str, Any]], latency: Sequence[Mapping[str, Any]], timed: Sequence[Row] = ()
+) -> dict[str, Points]:
+    """What was timed → checkpoint, or preset of ``timed`` rows → (µs, ratio in its longest windows, the text that
+    loses most)."""
     losses: dict[str, float] = {}
     for report in quality if latency else ():
         longest = max(row["seqlen"] for row in report["rows"])
@@ -161,6 +165,10 @@ def _times_and_losses(quality: Sequence[Mapping[str, Any]], latency: Sequence[Ma
             if row["status"] == "ok":
                 what = f"{row['op']}, {row['batch']:,} × {row['seqlen']:,}: µs; longest windows"
                 found.setdefault(what, {})[_name(report)] = [(row["us_p50"], losses[_name(report)])]
+    for row in timed:
+        if row["status"] == "ok":
+            what = f"decode of a layer, {row['B']:,} × {row['longest']:,}: µs; longest windows"
+            found.setdefault(what, {}).setdefault(row["preset"], []).append((row["us"], row["loss"]))
     return found
 
 
