@@ -12,7 +12,7 @@ from torch import Tensor
 from mha2mla.loop.sampler import to_device
 from mha2mla.loop.scheduler import Chunk
 from mha2mla.modeling import BatchStep, PagedCache, SequenceBatch
-from mha2mla.modeling.recorders import CudaGraphs, Recorder
+from mha2mla.modeling.recorders import Recorder
 
 
 class BatchModel(Protocol):
@@ -29,7 +29,7 @@ class BatchModel(Protocol):
 
 
 @dataclass(frozen=True)
-class _Graph:
+class Graph:
     """A recorded step of so many rows, one token each, and what it reads and writes."""
 
     step: BatchStep
@@ -53,6 +53,7 @@ class Runner:
     Attributes:
         last: [max_sequences + 1] int64, the token that was last chosen in each slot; the last entry is nobody's.
         uncaptured: why steps are not recorded, or None.
+        graphs: the recorded steps, by rows.
     """
 
     def __init__(
@@ -60,17 +61,12 @@ class Runner:
     ) -> None:
         self.model, self.cache, self.max_pages, self.max_sequences = model, cache, max_pages, max_sequences
         self.last = torch.zeros(max_sequences + 1, dtype=torch.int64, device=cache.device)
-        self._recorder, self._graphs = recorder, {}
+        self._recorder, self.graphs = recorder, {}
         self.uncaptured = "not asked for"
         if recorder is not None:
             self.uncaptured = recorder.explain(cache)
             if cache.device.type != recorder.device_type:
                 self.uncaptured = f"the cache is on {cache.device}"
-
-    @classmethod
-    def with_graphs(cls, model: BatchModel, cache: PagedCache, max_pages: int, max_sequences: int) -> Runner:
-        """With CUDA graphs, where there is CUDA."""
-        return cls(model, cache, max_pages, max_sequences, CudaGraphs())
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk | None], Tensor]:
@@ -83,7 +79,7 @@ class Runner:
         new = {chunk.sequence: chunk.count for chunk in chunks}
         if all(chunk.count == 1 for chunk in chunks) and self.uncaptured is None:
             rows = self._bucket(len(chunks))
-            graph = self._graphs.get(rows) or self._record(rows)
+            graph = self.graphs.get(rows) or self._record(rows)
             batch = self.cache.extend(new, max_pages=self.max_pages, num_sequences=rows)
             graph.step.load(batch)
             ordered, tokens, slots = self._inputs(chunks, batch)
@@ -110,7 +106,7 @@ class Runner:
         tokens, of_token, slots = packed.split((len(tokens), len(tokens), len(slots)))
         return ordered, torch.where(tokens < 0, self.last[of_token], tokens), slots
 
-    def _record(self, rows: int) -> _Graph:
+    def _record(self, rows: int) -> Graph:
         """Over padding alone, so that nothing is cached by it."""
         cache = self.cache
         batch = SequenceBatch.maximum(rows, self.max_pages, cache.allocator.page_size, device=cache.device)
@@ -120,5 +116,5 @@ class Runner:
             step.refresh()
             return self.model.forward_batch(tokens, step)
 
-        self._graphs[rows] = graph = _Graph(step, tokens, *self._recorder.record(run, lambda: None, cache.device))
+        self.graphs[rows] = graph = Graph(step, tokens, *self._recorder.record(run, lambda: None, cache.device))
         return graph

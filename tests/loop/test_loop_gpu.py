@@ -62,7 +62,7 @@ def test_logits_are_as_right_as_plain_transformers(case):
     loop = loop_of(model)
     mine, plain = errors(model, loop)
     assert mine <= 2 * plain
-    assert loop.runner.uncaptured is None and len(loop.runner._graphs) > 1
+    assert loop.runner.uncaptured is None and len(loop.runner.graphs) > 1
 
 
 def test_eight_bit_latents_run_too():
@@ -70,7 +70,7 @@ def test_eight_bit_latents_run_too():
     model.config.attention_backend = "mla_fp8"
     loop = loop_of(model)
     mine, _ = errors(model, loop)
-    assert mine < 0.2 and len(loop.runner._graphs) > 1
+    assert mine < 0.2 and len(loop.runner.graphs) > 1
 
 
 def test_the_host_reads_nothing_but_the_tokens_of_the_step_before():
