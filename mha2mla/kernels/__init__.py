@@ -19,6 +19,7 @@ from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, gqa_append, mla_append, rope_rotate, slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.schedule import MAX_BATCH
+from mha2mla.kernels.step.api import gqa_step, mla_step
 
 __all__ = [
     "MAX_BATCH",
@@ -38,6 +39,7 @@ __all__ = [
     "gqa_append",
     "gqa_attention",
     "gqa_decode",
+    "gqa_step",
     "is_absorbed",
     "mla_absorbed",
     "mla_append",
@@ -45,6 +47,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill_append",
     "mla_prefill_varlen",
+    "mla_step",
     "plan_gqa_attention",
     "plan_gqa_decode",
     "plan_mla_attention",
