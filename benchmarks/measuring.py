@@ -173,8 +173,12 @@ def measure_decode(
 
 def clean(inputs: dict[str, Any]) -> None:
     """Takes the poison out of a call's caches and table: peers promise nothing about a cache that holds NaN."""
-    caches = [tensor for name, tensor in inputs.items() if name.endswith("_cache") and tensor is not None]
+    caches = [x for name, x in inputs.items() if name.endswith(("_cache", "_scale")) and isinstance(x, torch.Tensor)]
     for cache in caches:
-        cache.nan_to_num_()
+        if cache.dtype == torch.float8_e4m3fn:
+            codes = cache.view(torch.uint8)
+            codes.masked_fill_(codes & 127 == 127, 0)  # NaN of either sign
+        else:
+            cache.nan_to_num_()
     table = inputs["block_table"]
     table.masked_fill_(table >= caches[0].shape[0], 0)

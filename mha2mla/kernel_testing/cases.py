@@ -10,6 +10,7 @@ import torch
 
 from mha2mla.kernel_testing.latent_problems import LatentProblem
 from mha2mla.kernel_testing.problems import Problem
+from mha2mla.kernels.mla_decode.latent_selection import refusal_latent_fp8
 from mha2mla.kernels.mla_decode.selection import (
     MAX_ROPE_PER_HEAD,
     MAX_ROPE_SHARED,
@@ -53,8 +54,8 @@ class Case:
 
 
 def draw_latent_geometry(rng: random.Random) -> tuple[LatentProblem, str]:
-    """As :func:`draw_geometry`, of a cache of the latent alone."""
-    return (
+    """As :func:`draw_geometry`, of a cache of the latent alone; of e4m3 latents every third one."""
+    drawn = (
         LatentProblem(
             rng.choice((1, 8, 9, 14, 16, 24, 32, 40, 64, 128, rng.randint(1, 128))),
             1,
@@ -67,6 +68,11 @@ def draw_latent_geometry(rng: random.Random) -> tuple[LatentProblem, str]:
         ),
         rng.choice(("bfloat16", "bfloat16", "float16")),
     )
+    if rng.random() < 1 / 3:
+        problem = replace(drawn[0], codes=True)
+        if refusal_latent_fp8(problem.shape(drawn[1])) is None:
+            return problem, drawn[1]
+    return drawn
 
 
 def draw_geometry(rng: random.Random) -> tuple[Problem, str]:

@@ -23,7 +23,6 @@ from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, compile_job, compi
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernel_testing.timing import start_device
 from mha2mla.kernel_testing.workers import OUT_OF_TIME, Outcome, Stage, Tally, run_in_stages
-from mha2mla.kernels import explain_mla_decode
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 
 CHECKERS = 2  # processes that launch kernels: one that hangs takes its time-out, then a new one has to start
@@ -82,8 +81,8 @@ def check_kernels(
         return check_cases(draw_cases(count, seed, calls=calls, longest=200, most_sequences=4), device, **common)
 
     def accepts(problem: Problem, dtype: str) -> bool:
-        why = explain_mla_decode(problem.geometry, problem.page_size, getattr(torch, dtype), device, problem.seqlen_q)
-        return why is None
+        shape = problem.shape(dtype, problem.seqlen_q)
+        return problem.op.explain(shape, device) is None
 
     return check_cases(draw_cases(count, seed, calls=calls, accepts=accepts), device, **common)
 

@@ -10,7 +10,8 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.latent_rope import LatentRope
-from mha2mla.kernels.mla_decode.api import LATENT
+from mha2mla.kernels.mla_decode.api import LATENT, LATENT_FP8
+from mha2mla.kernels.mla_decode.quantization import quantize_latent
 from mha2mla.kernels.split_kv.op import PagedOp
 
 
@@ -22,15 +23,24 @@ class LatentProblem(Problem):
         scaling: of :class:`LatentRope`.
         first_position: rotary position of a sequence's first token; pages get offsets where it is not 0.
         shuffled: each page gets an offset of its own, up to 2**17.
+        codes: latents are e4m3 numbers with a scale a token (and no view then).
     """
 
     scaling: float = 1.0
     first_position: int = 0
     shuffled: bool = False
+    codes: bool = False
 
     @property
     def op(self) -> PagedOp:
-        return LATENT
+        return LATENT_FP8 if self.codes else LATENT
+
+    @property
+    def columns(self) -> dict[str, int]:
+        return super().columns | ({"bits": 8} if self.codes else {})
+
+    def cache_bytes(self, itemsize: int = 2) -> int:
+        return self.tokens_seen() * (self.kv_lora_rank + 4) if self.codes else super().cache_bytes(itemsize)
 
     @property
     def geometry(self) -> MLAGeometry:
@@ -62,4 +72,6 @@ class LatentProblem(Problem):
             self.scaling,
             None if offsets is None else offsets.int(),
         )
+        if self.codes:
+            made["latent_cache"], made["latent_scale"] = quantize_latent(made["latent_cache"])
         return made | {"rope_cache": None, "rope": rope}

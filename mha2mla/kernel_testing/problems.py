@@ -18,6 +18,7 @@ from mha2mla.kernel_testing.textbook import Sequence, yardstick
 from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mla_decode.api import MLA, plan_mla_decode
+from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 from mha2mla.kernels.mla_decode.reference import mla_decode_reference
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.op import PagedOp
@@ -205,6 +206,7 @@ class Problem:
             cache_starts=inputs["cache_starts"],
             causal=self.causal,
             backend=backend,
+            latent_dtype=inputs["latent_cache"].dtype,
             **self.visibility,
         )
 
@@ -229,11 +231,20 @@ def _op_of(inputs: dict[str, Any]) -> _PagedOp:
     return _GQA if "k_cache" in inputs else _MLA
 
 
+def dequantized(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same call over float64 latents, if it is one over e4m3 codes: no 16-bit type holds their products."""
+    if inputs.get("latent_scale") is None:
+        return inputs
+    latent = dequantize_latent(inputs["latent_cache"], inputs["latent_scale"], torch.float64)
+    return {name: value for name, value in inputs.items() if name != "latent_scale"} | {"latent_cache": latent}
+
+
 def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """The same call over a cache that also holds rotary keys, in ``dtype``, if it is one over the latent alone.
 
-    Each page has to belong to one sequence, as :meth:`Problem.inputs` makes them.
+    e4m3 latents are dequantised. Each page has to belong to one sequence, as :meth:`Problem.inputs` makes them.
     """
+    inputs = dequantized(inputs)
     rope: LatentRope | None = inputs.get("rope")
     if rope is None:
         return inputs

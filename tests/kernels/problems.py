@@ -224,6 +224,7 @@ def run_kernels(
         q,
         inputs["q_pe"],
         inputs["latent_cache"],
+        *([inputs["latent_scale"]] if "latent_scale" in inputs else []),
         *keys,
         inputs["block_table"],
         schedule,

@@ -10,7 +10,13 @@ from mha2mla.kernels.devices import dtype_name
 from mha2mla.kernels.latent_rope import LatentRope
 from mha2mla.kernels.layouts import argument_error
 from mha2mla.kernels.mla_decode.fp8_selection import refusal_fp8, select_fp8
-from mha2mla.kernels.mla_decode.latent_selection import latent_shape, refusal_latent, refusal_latent_fp8, select_latent
+from mha2mla.kernels.mla_decode.latent_selection import (
+    latent_shape,
+    refusal_latent,
+    refusal_latent_fp8,
+    select_latent,
+    select_latent_fp8,
+)
 from mha2mla.kernels.mla_decode.quantization import CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
 from mha2mla.kernels.split_kv.arguments import Argument
@@ -61,8 +67,6 @@ _LATENT_ALIKE = {
     "out": _ALIKE["out"],
     "shape": latent_shape,
     "static": ("H", "d_c", "d_r", "page", "S_q"),
-    "select": lambda shape, capability, *_: select_latent(shape, capability),
-    "make_split": "mha2mla.kernels.mla_decode.build:make_latent_split",
     "numbers": ("scaling",),
 }
 LATENT = PagedOp(
@@ -70,6 +74,8 @@ LATENT = PagedOp(
     arguments=(*_QUERIES, Argument("latent_cache", "P page d_c"), *_KEYS),
     **_LATENT_ALIKE,
     refusal=refusal_latent,
+    select=lambda shape, capability, *_: select_latent(shape, capability),
+    make_split="mha2mla.kernels.mla_decode.build:make_latent_split",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_reference",
 )
 LATENT_FP8 = PagedOp(
@@ -77,6 +83,8 @@ LATENT_FP8 = PagedOp(
     arguments=(*_QUERIES, Argument("latent_cache", "P page d_c", CODES), _LATENT_SCALE, *_KEYS),
     **_LATENT_ALIKE,
     refusal=refusal_latent_fp8,
+    select=lambda shape, capability, *_: select_latent_fp8(shape, capability),
+    make_split="mha2mla.kernels.mla_decode.latent_fp8:make_latent_fp8",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_fp8_reference",
 )
 

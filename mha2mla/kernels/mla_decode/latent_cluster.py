@@ -101,7 +101,7 @@ def multiply_rope(k, w, n, memory, s):
 def multiply(k, c, n, slots, memory):
     """The sums of the n-th tile's columns: under way, not awaited."""
     units, stages = k.cut.units, k.choice.num_stages
-    begin_sums(c)
+    begin_sums(k, c)
     for u in list(range(units)):
         slots[u] = T.truncmod(n * units + u, stages)
         T.barrier_wait(memory.c_full[slots[u]], T.truncdiv(n * units + u, stages) & 1)

@@ -30,17 +30,22 @@ KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatev
 STREAMING_REGISTERS = 40
 LEAN = 16  # registers fewer of a computing thread, and 8 of a streaming one, to have two CTAs on a multiprocessor
 CONSUMER_OVERHEAD = 60  # of a computing thread, beside its accumulators
+CODE_PANEL = 128  # e4m3 codes of a token in a piece of a tile: a row of swizzled shared memory
+SCALE_BYTES = 128  # where the scales of each page of a piece start
 
 
 @dataclass(frozen=True)
 class LatentChoice(KernelChoice):
-    """A :class:`KernelChoice` of "latent_ws", "latent_cluster" (sm_90) or "latent_portable" (from sm_80 on).
+    """A :class:`KernelChoice` of "latent_ws", "latent_fp8", "latent_cluster" (sm_90) or "latent_portable" (from sm_80
+    on).
 
     Attributes: ``variant`` of the portable kernel, where W_KR is: "resident" in shared memory or "streamed" through it;
-    ``registers`` of a thread that computes, makes keys, streams (sm_90).
+    ``registers`` of a thread that computes, makes keys, streams (sm_90); ``code_stages``: pieces of 128 codes in
+    flight.
     """
 
     registers: tuple[int, int, int] = (0, 0, 0)
+    code_stages: int = 0
 
 
 Candidates = Iterator[tuple[Any, LatentChoice | None, int]]  # rank, where it fits, bytes of shared memory
@@ -62,8 +67,12 @@ def refusal_latent(shape: DecodeShape) -> str | None:
 
 
 def refusal_latent_fp8(shape: DecodeShape) -> str | None:
-    """Why no kernel serves a shape on any GPU."""
-    return "the cache is of e4m3 latents alone, which no TileLang kernel serves"
+    """As :func:`refusal_latent`, of e4m3 latents."""
+    if shape.kv_lora_rank % 16:
+        return f"kv_lora_rank is {shape.kv_lora_rank}; rows of e4m3 numbers must be multiples of 16 bytes"
+    if shape.kv_lora_rank > WIDE_LATENT:
+        return f"kv_lora_rank is {shape.kv_lora_rank}; the kernel over e4m3 latents alone takes at most {WIDE_LATENT}"
+    return refusal_latent(shape)
 
 
 def portable_shared_memory(
@@ -106,16 +115,24 @@ def key_steps(kv_lora_rank: int) -> int:
 
 
 def _registers(
-    columns: int, qk_rope_head_dim: int, tiling: RowTiling, warpgroups: int, resident: int, held: int = 0, lean: int = 0
+    columns: int,
+    qk_rope_head_dim: int,
+    tiling: RowTiling,
+    warpgroups: int,
+    resident: int,
+    held: int = 0,
+    lean: int = 0,
+    streamers: int = 1,
 ) -> tuple[int, int, int] | None:
     """Of a thread that computes (and holds ``held`` numbers more of the scores), makes keys of so many columns of the
-    latent, streams; None if they are not enough. ``lean``: who computes and streams has fewer."""
+    latent, streams (in one of ``streamers`` warpgroups); None if they are not enough. ``lean``: who computes and
+    streams has fewer."""  # fmt: skip
     makers = -(-qk_rope_head_dim // KEY_TILE)
-    roles = warpgroups + makers + 1
+    roles = warpgroups + makers + streamers
     launched = 65536 // (resident * roles * 128) // 8 * 8
     key = max(launched, -(-(4 * key_steps(columns) + KEY_OVERHEAD) // 8) * 8)
     streaming = STREAMING_REGISTERS - min(lean, 8)
-    computing = min(240, (launched * roles - streaming - makers * key) // warpgroups // 8 * 8)
+    computing = min(240, (launched * roles - streamers * streaming - makers * key) // warpgroups // 8 * 8)
     latent = padded_latent_columns(columns, 128)
     needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + held + CONSUMER_OVERHEAD - lean
     return (computing, key, streaming) if computing >= max(launched, needed) and key <= 240 else None
@@ -143,6 +160,35 @@ def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         )  # fmt: skip
         in_flight = min(num_stages * latent, 2048 // resident)
         rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages)
+        yield rank, choice if fits else None, used
+
+
+def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """As ``latent_ws``; few tiles first, then two tiles and pieces of the next two, then what is in flight."""
+    latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
+    makers, pieces = blocks.chunks_per_block, -(-latent // CODE_PANEL)
+    pages = max(1, 64 // shape.page_size)
+    piece = 64 * CODE_PANEL + pages * max(SCALE_BYTES, 256 // pages)
+    sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (3, 2), (2 * makers,), range(12, 1, -1))
+    widths = shape.kv_lora_rank, shape.qk_rope_head_dim
+    for warpgroups, resident, num_stages, rope_stages, code_stages in sizes:
+        used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
+        used += code_stages * piece + num_stages * 3 * 64 * 4
+        registers = _registers(*widths, tiling, warpgroups, resident, streamers=2)
+        fits = registers is not None and resident * (used + 1024) <= limit + 1024
+        choice = LatentChoice(
+            "latent_fp8", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 2), warpgroups, resident,
+            f"latent_fp8: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s) compute, "
+            f"{makers} make keys, {num_stages} latent and {rope_stages} rope stages, {code_stages} pieces of "
+            f"{CODE_PANEL} codes, {resident} CTA(s) a multiprocessor, {used} bytes of shared memory each",
+            registers=registers or (0, 0, 0),
+            code_stages=code_stages,
+        )  # fmt: skip
+        in_flight = min(code_stages, 8 // resident, 4 * pieces)
+        rank = (
+            tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, -num_stages,
+            code_stages,
+        )  # fmt: skip
         yield rank, choice if fits else None, used
 
 
@@ -203,3 +249,20 @@ def list_latent_kernels(shape: DecodeShape, capability: int) -> list[LatentChoic
 def select_latent(shape: DecodeShape, capability: int) -> LatentChoice:
     """The kernel and tiles for ``shape``; raises ValueError as :func:`list_latent_kernels`."""
     return list_latent_kernels(shape, capability)[0]
+
+
+@lru_cache(maxsize=1024)
+def select_latent_fp8(shape: DecodeShape, capability: int) -> LatentChoice:
+    """The kernel and tiles for ``shape`` over e4m3 latents.
+
+    Raises:
+        ValueError: with the numbers, if nothing fits into shared memory or registers; or it is no Hopper.
+    """
+    if capability != 90:
+        raise ValueError(
+            f"the GPU has compute capability {capability / 10}; the kernel over e4m3 latents alone needs 9.0 (Hopper)"
+        )
+    limit = shared_memory_limit(capability)
+    tilings = dict.fromkeys(tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1) for max_rows in (64, 32, 16))
+    candidates = [entry for tiling in tilings for entry in _fp8(shape, tiling, limit)]
+    return rank_choices(shape, capability, candidates)[0]

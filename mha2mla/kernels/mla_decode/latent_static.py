@@ -23,10 +23,12 @@ HALF_PI = (1.570796, 3.267949e-07)  # to add up: in seven digits each, which is 
 class LatentTypes(MLATypes):
     """:class:`MLATypes` without a rope_cache; behind latent_cache follow rope_weight [d_r,d_c] (run-time stride),
     rope_bias [d_r], inv_freq [d_r/2] (float32) and page_offsets [B,max_pages] (int32). Behind sinks a kernel takes
-    ``scaling`` and ``has_offsets``, 0 where page_offsets is not to be read."""
+    ``scaling`` and ``has_offsets``, 0 where page_offsets is not to be read. Latents in a ``latent_dtype`` are
+    followed by latent_scale [P,page] (float32)."""
 
-    def __init__(self, shape: DecodeShape, machine: Machine = GPU):
-        super().__init__(shape, machine)
+    def __init__(self, shape: DecodeShape, machine: Machine = GPU, latent_dtype: str | None = None):
+        super().__init__(shape, machine, latent_dtype)
+        self.latent_scale = self.cache("ls", dtype=T.float32)
         width = shape.qk_rope_head_dim
         self.rope_weight = machine.strided("rw", [width, shape.kv_lora_rank], shape.dtype)
         self.rope_bias = T.Tensor([width], shape.dtype)

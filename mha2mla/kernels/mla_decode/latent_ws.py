@@ -17,7 +17,7 @@ from mha2mla.kernels.mla_decode import swap_ab_ws
 from mha2mla.kernels.mla_decode.latent_selection import KEY_TILE, LatentChoice, key_blocks, key_steps
 from mha2mla.kernels.mla_decode.latent_static import GROUP, Keys, LatentTypes, Turn, find_scaled_turn, find_turn
 from mha2mla.kernels.mla_decode.selection import DecodeShape, padded_latent_columns
-from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, WARPGROUP, allocate, consume
+from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, SCALE, WARPGROUP, allocate, consume
 from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, locate, read_fragment, take_work
 from mha2mla.kernels.split_kv.fragment import first_token
 from mha2mla.kernels.split_kv.schedule import TILES
@@ -26,6 +26,9 @@ from mha2mla.kernels.split_kv.stream import stream, stream_queries
 SUMS = BLOCK * KEY_TILE // WARPGROUP  # accumulators of a thread
 SWIZZLE_128, ROW_GROUP = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
 PANEL_BYTES = BLOCK * 128  # 64 columns of a tile
+# What an inline function is said to do with a tile that it writes. Where TileLang knows of writing, it puts a barrier
+# before it, for all the warpgroups of a role together; mbarriers hold writers and readers apart.
+UNTOLD = "r"
 
 # Where TileLang has no call, or one before each of which it would put a barrier or a proxy fence.
 INLINE = """
@@ -92,10 +95,10 @@ class Static(swap_ab_ws.Static):
         return self.pair(column) < self.pairs
 
 
-def static_of(shape: DecodeShape, choice: LatentChoice) -> Static:
+def static_of(shape: DecodeShape, choice: LatentChoice, kind: type[Static] = Static) -> Static:
     blocks = key_blocks(choice.tiling, shape.qk_rope_head_dim)
     chunks = blocks.chunks_per_block
-    return Static(
+    return kind(
         shape,
         choice,
         blocks,
@@ -169,15 +172,22 @@ def load_weight(k, c, keys, left=0):
 
 
 @T.macro
-def begin_sums(c):
+def begin_sums(k, c):
     for e in T.unroll(SUMS):
-        c.sums[e] = c.bias[e // 2 % 2]
+        c.sums[e] = 0.0 if k.scaled else c.bias[e // 2 % 2]
+
+
+@T.macro
+def scale_sums(c, memory, slot):
+    """Of codes: the scales of their tokens, and the bias."""
+    for e in T.unroll(SUMS):
+        c.sums[e] = c.sums[e] * memory.scales[slot, SCALE, e // 4 * 8 + 2 * c.q + e % 2] + c.bias[e // 2 % 2]
 
 
 @T.macro
 def multiply(k, c, slot):
     """The sums of a tile: under way, not awaited."""
-    begin_sums(c)
+    begin_sums(k, c)
     T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
     T.warpgroup_arrive()
     for s in T.unroll(k.steps):
@@ -218,7 +228,7 @@ def hand_over(k, c, memory, slot):
     T.call_extern(
         "handle",
         f"store_keys<{k.half}>",
-        T.access_ptr(memory.k_ring[slot, c.lane // 16 * 8 + c.lane % 8, c.warp * 16 + c.lane // 8 % 2 * 8], "w", 8),
+        T.access_ptr(memory.k_ring[slot, c.lane // 16 * 8 + c.lane % 8, c.warp * 16 + c.lane // 8 % 2 * 8], UNTOLD, 8),
         T.access_ptr(c.sums[0], "r", SUMS),
     )
     T.fence_proxy_async()
@@ -242,6 +252,8 @@ def make_keys(k, work, memory, keys, thread):
             find_first_turns(c, work, keys, first_token(work.span, i))
             T.warpgroup_wait(0)
             T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
+            if k.scaled:
+                scale_sums(c, memory, n % stages)
             T.barrier_arrive(memory.c_free[n % stages])
             rotate(c)
             T.barrier_wait(memory.k_free[u % rope_stages], ((u // rope_stages) & 1) ^ 1)

@@ -42,6 +42,7 @@ BLOCK = 64  # cached tokens per tile: the M of one wgmma
 BARRIER = 8  # named barriers below 8 belong to the compiler
 TURN = 12  # and the next: whose turn it is at the score products
 PRODUCER_REGISTERS = 56
+SCALE, LOG_SCALE, INVERSE_SCALE = range(3)  # of a token whose latent is codes: rows of ``scales``
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,19 @@ class Static(MLAStatic):
         return self.consumers
 
     @property
+    def latent_writers(self) -> int:
+        """Threads that say that a tile of the latent is there."""
+        return 1
+
+    @property
     def rope_writers(self) -> int:
         """Threads that say that a chunk of rotary keys is there."""
         return 1
+
+    @property
+    def scaled(self) -> bool:
+        """The tile holds codes, and ``scales`` what they are to be multiplied by (``latent_fp8``)."""
+        return False
 
     def blocks_of(self, w: int) -> list[int]:
         """The rope blocks of a warpgroup."""
@@ -117,7 +128,7 @@ def allocate(k: Static) -> Buffers:
         stage=T.alloc_shared([warpgroups, BLOCK // 16, k.rows], T.float32),
         q_full=T.alloc_barrier(1),
         q_free=T.alloc_barrier(k.consumers),
-        c_full=T.alloc_barrier([1] * stages),
+        c_full=T.alloc_barrier([k.latent_writers] * stages),
         c_free=T.alloc_barrier([k.latent_readers] * stages),
         k_full=T.alloc_barrier([k.rope_writers] * k.rope_phases),
         k_free=T.alloc_barrier([WARPGROUP if k.by_block else k.consumers] * rope_stages),
@@ -258,6 +269,10 @@ def attend(k, w, f, i, work, memory, x, o, parts, dots):
     )
     if k.rope.on_cuda_cores:
         T.fill(dots.sums, 0)
+    if k.scaled:
+        T.wait_wgmma(0)
+        for h, j in T.Parallel(BLOCK, k.rows):
+            x.s[h, j] *= memory.scales[slot, SCALE, h]
     multiply_rope(k, w, n, memory, x.s, parts, dots)
     if k.turns:
         if w == 0 or f < work.state[FRAGMENTS] - 1 or i < work.span[TILES] - 1:
@@ -268,12 +283,18 @@ def attend(k, w, f, i, work, memory, x, o, parts, dots):
     for q in list(range(len(parts))):
         for h, j in T.Parallel(BLOCK, k.rope.block_rows):
             x.s[h, q * k.rope.block_rows + j] += parts[q][h, j]
+    if k.scaled:  # weights shall contain their scales
+        for h, j in T.Parallel(BLOCK, k.rows):
+            x.s[h, j] += memory.scales[slot, LOG_SCALE, h]
     softmax.hide(x, work.span, t0)
     clean_latent(k, w, work, t0, memory, slot)
     softmax.find_tops(x)
     softmax.find_factors(x)
     softmax.find_weights(x)
     T.copy(x.s, memory.p_tile[w, :, :])
+    if k.scaled:  # the softmax's own weights are without
+        for h, j in T.Parallel(BLOCK, k.rows):
+            x.s[h, j] *= memory.scales[slot, INVERSE_SCALE, h]
     softmax.add_weights(x)
     for d, j in T.Parallel(k.latent_cols, k.rows):
         o[d, j] *= x.shrink[j]

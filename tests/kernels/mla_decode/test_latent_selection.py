@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+from pkgutil import resolve_name
 
 import pytest
 import torch
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode
+from mha2mla.kernels.mla_decode.api import LATENT, LATENT_FP8
 from mha2mla.kernels.mla_decode.latent_selection import (
     LatentChoice,
     key_blocks,
     list_latent_kernels,
     refusal_latent,
+    refusal_latent_fp8,
     select_latent,
+    select_latent_fp8,
 )
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
@@ -91,8 +95,25 @@ def test_refusals_name_the_argument():
         select_latent(shape(32, 1024, 128), 80)
     geometry = MLAGeometry(32, 1, 512, 64, rope_from_latent=True)
     assert explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0") is None
-    why = explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0", latent_dtype=torch.float8_e4m3fn)
-    assert "e4m3 latents alone" in why
+    assert explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0", latent_dtype=torch.float8_e4m3fn) is None
+    assert refusal_latent_fp8(shape(9, 120, 64)).startswith("kv_lora_rank is 120; rows of e4m3 numbers")
+    assert refusal_latent_fp8(shape(32, 528, 64)).startswith("kv_lora_rank is 528; ")
+    with pytest.raises(ValueError, match="latents alone needs 9.0"):
+        select_latent_fp8(shape(32, 512, 64), 89)
+
+
+FP8 = [shape(32, 512, 64), shape(9, 192, 128, 16, dtype="float16"), shape(64, 256, 96, 16, 2), shape(16, 80, 32)]
+
+
+def test_registers_of_e4m3_choices_fit_a_multiprocessor():
+    for each in FP8:
+        choice = select_latent_fp8(each, 90)
+        computing, making, streaming = choice.registers
+        makers = key_blocks(choice.tiling, each.qk_rope_head_dim).chunks_per_block
+        held = choice.warpgroups * computing + makers * making + 2 * streaming
+        assert 128 * held * choice.ctas_per_sm <= 65536, choice.reason
+        launched = 65536 // (choice.ctas_per_sm * choice.threads) // 8 * 8
+        assert streaming <= launched <= min(computing, making), choice.reason
 
 
 GATED = [
@@ -119,18 +140,26 @@ def name(value) -> str:
     )
 
 
+@few("shape", FP8, count=1, ids=name)
+def test_e4m3_compiles_without_spills(shape):
+    gate(LATENT_FP8.make_split, shape, select_latent_fp8(shape, 90), 90)
+
+
 @few("capability, shape", GATED, count=1, ids=name)
 def test_compiles_without_spills(capability, shape):
+    gate(LATENT.make_split, shape, select_latent(shape, capability), capability)
+
+
+def gate(make_split: str, shape: DecodeShape, choice: LatentChoice, capability: int) -> None:
+    """Compiles a choice and reads what the compiler says of it."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.compilation import PASS_CONFIGS
-    from mha2mla.kernels.mla_decode.build import make_latent_split
 
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")
-    choice: LatentChoice = select_latent(shape, capability)
     arch = "sm_90a" if capability == 90 else f"sm_{capability}"
-    (report,) = compile_only(make_latent_split(shape, choice), arch, PASS_CONFIGS)
+    (report,) = compile_only(resolve_name(make_split)(shape, choice), arch, PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(capability)) == [], choice.reason
     promised = int(re.search(r"(\d+) bytes of shared memory", choice.reason).group(1))
     assert promised - 4096 <= report.shared_bytes <= promised, choice.reason

@@ -75,6 +75,53 @@ def test_shapes(problem):
         assert torch.equal(out, mla_decode(**inputs, backend="tilelang")), "bit-equal when run again"
 
 
+CODES = [
+    LatentProblem(*WS, (0, 1, 63, 64, 65, 700, 4096), codes=True),
+    LatentProblem(*WIDE, (65, 3000, 1), scaling=1.3, codes=True),
+    LatentProblem(*WS, (0, 1, 15, 16, 17, 700), page_size=16, shuffled=True, codes=True),
+    LatentProblem(64, 1, 256, 64, (65, 300), page_size=128, codes=True),
+    LatentProblem(16, 1, 80, 32, (1, 64, 2000), page_size=32, codes=True),
+    LatentProblem(16, 1, 384, 96, (65, 300), first_position=131072, codes=True),
+    LatentProblem(1, 1, 16, 8, (1, 300), codes=True),
+    LatentProblem(128, 1, 496, 24, (65, 300), codes=True),
+]
+
+
+@few("problem", CODES, count=4, ids=name)
+def test_e4m3_latents(problem):
+    out = check(problem)
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    for _ in range(5):
+        assert torch.equal(out, mla_decode(**inputs, backend="tilelang")), "bit-equal when run again"
+
+
+@few("problem", CODES[:3], count=2, ids=name)
+def test_e4m3_latents_windows_new_tokens_and_large_scores(problem):
+    lengths = (0, 1, 63, 64, 65, 100, 321, 2000)
+    for window, sinks in ((1, 0), (20, 4), (65, 100)):
+        check(dataclasses.replace(problem, lengths=lengths, window=window, sinks=sinks))
+    check(dataclasses.replace(problem, lengths=lengths, starts=(0, 1, 60, 64, 2, 99, 63, 1999)))
+    for scale in (1e-4, 100.0):
+        check(dataclasses.replace(problem, lengths=lengths, scale=scale))
+
+
+def test_e4m3_latents_of_several_new_tokens_in_float16():
+    for causal in (True, False):
+        check(dataclasses.replace(CODES[1], lengths=(4, 68, 200), seqlen_q=4, causal=causal), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_e4m3_latents_whose_scales_lie_far_apart(dtype):
+    """Weights contain the scales, so that none of them is lost in 16 bits."""
+    problem = dataclasses.replace(CODES[1], lengths=(300, 70))
+    inputs = problem.inputs(dtype, "cuda")
+    exponent = torch.randint(-12, 3, inputs["latent_scale"].shape, device="cuda")
+    exponent[:, ::2] = 0
+    inputs["latent_scale"] *= torch.exp2(exponent.float())
+    out, lse = mla_decode(**inputs, return_lse=True, backend="tilelang")
+    assert_right(inputs, out, lse, dtype)
+
+
 @few("problem", [SHAPES[1], SHAPES[0], SHAPES[3]], count=1, ids=name)
 def test_float16(problem):
     check(problem, torch.float16)
