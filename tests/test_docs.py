@@ -117,6 +117,8 @@ def check(words: list[str]) -> None:
                 parser_of(ROOT / script).parse_args(arguments)
             else:
                 assert not arguments
+        case ["torchrun", "--nproc-per-node", _, script, *arguments]:
+            check(["python", script, *arguments])
         case ["pytest", *arguments]:
             assert all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
         case ["pip", "install", "-e", extra]:

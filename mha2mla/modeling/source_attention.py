@@ -210,8 +210,8 @@ def _decode(
 ) -> Tensor:
     paged = pages_of(key, value)
     if paged is None:  # as a growing cache of transformers' has it, which copies all of it in every step too
-        padded = (F.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, -x.shape[2] % _PAGES[0])) for x in (key, value))
-        paged = pages_of(*(x.transpose(1, 2) for x in padded))
+        padded = [F.pad(x.transpose(1, 2), (0, 0, 0, 0, 0, -x.shape[2] % _PAGES[0])) for x in (key, value)]
+        paged = pages_of(*(x.contiguous().transpose(1, 2) for x in padded))
     keys, values, block_table = paged
     query = query.transpose(1, 2)
     plan = None

@@ -88,6 +88,13 @@ def test_flash_attention(case, padded, monkeypatch):
     check(model, padded)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_own_ops(case, padded):
+    model = models.mla_model(case)
+    model.set_attn_implementation("mha2mla")
+    check(model, padded)
+
+
 @pytest.mark.parametrize("version", [2, 3])
 def test_flash_attention_is_refused_as_the_source_refuses_it(version):
     """For want of a package or a GPU, not for want of support."""
