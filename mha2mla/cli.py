@@ -34,6 +34,7 @@ VERBS: dict[str, Callable[..., int | None]] = {
     "demo": verbs.demo,
     "inspect": verbs.inspect_checkpoint,
     "plot": verbs.plot,
+    "export": verbs.export,
     "env": verbs.env,
 }
 _DEBUG = "show the traceback of an error"

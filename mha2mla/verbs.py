@@ -342,6 +342,24 @@ def demo(
     return int(bool(wrong_rows(rows)))
 
 
+def export(checkpoint: str, destination: str, format: Literal["deepseek-v3", "remote-code"] = "remote-code") -> None:
+    """Writes a converted checkpoint for programs that do not have this package.
+
+    Args:
+        checkpoint: folder of a converted checkpoint; never written to.
+        destination: folder to write; appears whole or not at all.
+        format: deepseek-v3 for the classes that transformers has; remote-code for one file of code beside the weights,
+            which trust_remote_code=True runs.
+
+    Example:
+        mha2mla export path/to/llama-mla path/to/llama-remote --format remote-code
+    """
+    _find(checkpoint=checkpoint)
+    from mha2mla.serving.export import export as run
+
+    print(f"written: {run(checkpoint, destination, format)}")
+
+
 def env(json: str | None = None) -> None:
     """Prints the machine, driver, clocks, library versions and commit that measurements carry.
 

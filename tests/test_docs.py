@@ -111,6 +111,8 @@ def check(words: list[str]) -> None:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         case ["mha2mla", *arguments]:
             build_parser().parse_args(arguments)
+        case ["python", "-c", code, ">", _]:
+            compile(code, "-c", "exec")
         case ["python", script, *arguments]:
             assert (ROOT / script).is_file()
             if re.search(r"auto_cli|ArgumentParser|command\(", (ROOT / script).read_text(encoding="utf-8")):
@@ -123,6 +125,10 @@ def check(words: list[str]) -> None:
             assert all((ROOT / word).exists() for word in arguments if word.startswith("tests"))
         case ["pip", "install", "-e", extra]:
             assert re.search(rf"^{extra[2:-1]} = \[", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
+        case ["pip", "install", "--no-deps" | "-r", _]:
+            pass
+        case ["vllm", "serve", "path/to/llama-mla"]:  # another package's command: without a flag, as the page says
+            pass
         case ["compute-sanitizer", *options] if "python" in options:
             check(options[options.index("python") :])
         case _:

@@ -1,0 +1,110 @@
+"""Converted checkpoints for programs that do not have this package: DeepSeek-V3's classes, or a file of remote code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mha2mla.conversion.result.destination import check_destination, temporary_folder
+from mha2mla.conversion.result.writer import ShardedWriter
+from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.files import companions, regular_file
+from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.serving import deepseek, remote_model
+
+FORMATS = ("deepseek-v3", "remote-code")
+CODE_FILE = "modeling_mha2mla.py"
+
+
+def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], format: str) -> Path:
+    """Writes a converted checkpoint in another format; the result appears whole or not at all.
+
+    Args:
+        folder: of a converted checkpoint; never written to.
+        destination: folder to make.
+        format: "deepseek-v3", for transformers' own classes, where the logits are the same; or "remote-code": the same
+            weights beside one file of code, for ``from_pretrained(…, trust_remote_code=True)``.
+
+    Returns:
+        ``destination``.
+
+    Raises:
+        ValueError: there is no such format; the checkpoint cannot be expressed in it, with every reason; or the
+            destination exists.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; expected one of {FORMATS}")
+    source, destination = Path(folder), Path(destination)
+    check_destination(destination, source, overwrite=False)
+    config = MHA2MLAConfig.from_pretrained(source)
+    reader = CheckpointReader(source)
+    frequencies = _frequencies(config, reader) if format == "deepseek-v3" else None
+    with temporary_folder(destination, overwrite=False) as work:
+        for name in companions(source):
+            shutil.copyfile(regular_file(source, name), work / name)
+        if frequencies is None:
+            _write_remote_code(source, work, reader)
+        else:
+            _write_deepseek(config, frequencies, reader, work)
+    return destination
+
+
+def _write_remote_code(source: Path, work: Path, reader: CheckpointReader) -> None:
+    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    module = Path(CODE_FILE).stem
+    values["auto_map"] = {
+        "AutoConfig": f"{module}.MHA2MLAConfig",
+        "AutoModelForCausalLM": f"{module}.MHA2MLAForCausalLM",
+    }
+    _write_json(work / "config.json", values)
+    shutil.copyfile(remote_model.__file__, work / CODE_FILE)
+    index = [path.name for path in source.glob("*.safetensors.index.json")]
+    for name in [*reader.files(), *index]:
+        shutil.copyfile(regular_file(source, name), work / name)
+
+
+def _frequencies(config: MHA2MLAConfig, reader: CheckpointReader) -> deepseek.Frequencies:
+    reasons = deepseek.refusals(config)
+    if not reasons:
+        try:
+            rope = config.source_config.get("rope_parameters") or config.source_config
+            theta = float(rope.get("rope_theta") or 10000.0)
+            tables = [reader.tensor(_attention(index) + "inv_freq") for index in range(config.num_hidden_layers)]
+            return deepseek.place_frequencies(tables, theta, config.head_dim)
+        except ValueError as error:
+            reasons = [str(error)]
+    raise ValueError(f"DeepSeek-V3's classes cannot express this checkpoint: {'; '.join(reasons)}")
+
+
+def _write_deepseek(
+    config: MHA2MLAConfig, frequencies: deepseek.Frequencies, reader: CheckpointReader, work: Path
+) -> None:
+    values = deepseek.deepseek_config(config, frequencies)
+    _write_json(work / "config.json", values)
+    writer = ShardedWriter(work)
+    for name in sorted(reader.names()):
+        if ".self_attn." not in name:
+            writer.add(name, reader.tensor(name))
+    embeddings = reader.tensor("model.embed_tokens.weight")
+    if "lm_head.weight" not in reader.names():
+        writer.add("lm_head.weight", embeddings)
+    for index in range(config.num_hidden_layers):
+        prefix = _attention(index)
+        tensors = deepseek.layer_tensors(config, index, frequencies, lambda name, at=prefix: reader.tensor(at + name))
+        for name, tensor in tensors:
+            writer.add(prefix + name, tensor)
+    writer.add(deepseek.GUARD, torch.ones(1, dtype=embeddings.dtype))
+    writer.finish()
+
+
+def _attention(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn."
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,182 @@
+"""Exports: the same logits in stock classes and in a folder of remote code, and everything that is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
+
+from mha2mla.modeling import MHA2MLAForCausalLM
+from mha2mla.serving.deepseek import latent_width, place_frequencies
+from mha2mla.serving.export import export
+from tests.modeling.full_rank import full_rank
+from tests.modeling.models import (
+    GEOMETRIES,
+    TOLERANCE,
+    mla_config,
+    mla_model,
+    randomise,
+    relative_error,
+    source_config,
+    source_model,
+    tokens,
+)
+
+BIAS_FREE = {"attention_q_bias": False, "attention_kv_bias": False, "attention_o_bias": False}
+SHARED = {"num_rope_heads": 1, "kv_lora_rank": 24, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8}
+
+
+def table(layers, pairs, head_dim=8, theta=10000.0):
+    frequency = theta ** (-torch.arange(head_dim // 2) * 2.0 / head_dim)
+    return [frequency[list(pairs(layer))][None] for layer in range(layers)]
+
+
+def shared_model(pairs=lambda layer: (0, 1, 3) if layer else (2, 0, 1), **keys):
+    source = source_config("mistral", head_dim=8)
+    config = mla_config("per-group", **{**SHARED, **BIAS_FREE, "source_config": source.to_dict(), **keys})
+    model = randomise(MHA2MLAForCausalLM(config).eval())
+    for layer, frequency in zip(model.model.layers, table(2, pairs), strict=True):
+        layer.self_attn.inv_freq.copy_(frequency)
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("maps", [2, 6])
+def test_deepseeks_classes_give_the_same_logits(tmp_path, maps):
+    torch.manual_seed(0)
+    model = shared_model(num_up_projection_heads=maps)
+    model.save_pretrained(tmp_path / "mla")
+    export(tmp_path / "mla", tmp_path / "deepseek", "deepseek-v3")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "deepseek").eval()
+    assert isinstance(theirs, DeepseekV3ForCausalLM)
+    assert theirs.config.qk_rope_head_dim == 8 and theirs.config.kv_lora_rank == latent_width(24) == 32
+    ids = tokens(2, 40)
+    expected = model(ids).logits
+    latents = max(float(layer.self_attn.kv_a_proj.weight.norm()) for layer in model.model.layers)
+    # |c|² / 2C², of latents of normed rows; far above float32's own rounding of C beside c.
+    bound = max((latents * 48**0.5) ** 2 / (2 * 4096**2), 1e-4)
+    assert relative_error(theirs(ids).logits, expected) < bound
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert theirs.generate(ids[:1], **options).tolist() == model.generate(ids[:1], **options).tolist()
+
+
+def test_engines_that_would_drop_the_bias_meet_a_tensor_that_they_do_not_know(tmp_path):
+    shared_model().save_pretrained(tmp_path / "mla")
+    export(tmp_path / "mla", tmp_path / "deepseek", "deepseek-v3")
+    _, report = DeepseekV3ForCausalLM.from_pretrained(tmp_path / "deepseek", output_loading_info=True)
+    assert list(report["unexpected_keys"]) == ["model.kv_a_proj_with_mqa_needs_its_bias"]
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "reason"),
+    [
+        ("latent", {}, "the layout is 'latent'"),
+        ("per-group", BIAS_FREE, r"num_rope_heads is \[2\]"),
+        ("shared", {}, "queries have a bias"),
+        ("shared", {"attention_q_bias": False}, "keys and values have a bias"),
+        ("shared", {**BIAS_FREE, "attention_o_bias": True}, "o_proj has a bias"),
+        ("per layer", {}, "ranks of the layers differ"),
+        ("per-head", {}, "normalised before RoPE"),
+        ("sliding", {**SHARED, **BIAS_FREE}, r"sliding window \(\[9\]\)"),
+        ("shared", {**BIAS_FREE, "rope_attention_scaling": 1.3}, "scaled by"),
+        ("shared", {**BIAS_FREE, "qk_nope_head_dim": 0}, "every pair rotates"),
+    ],
+)
+def test_what_deepseeks_classes_would_get_wrong_is_refused_by_name(tmp_path, case, keys, reason):
+    assert case in GEOMETRIES
+    mla_model(case, **keys).save_pretrained(tmp_path / "mla")
+    with pytest.raises(ValueError, match=reason):
+        export(tmp_path / "mla", tmp_path / "out", "deepseek-v3")
+    assert not (tmp_path / "out").exists()
+
+
+def test_frequencies_that_are_in_no_table_are_refused_and_others_found():
+    found = place_frequencies(table(2, lambda layer: (0, 2) if layer else (2, 1)), 10000.0, 8)
+    assert (found.width, found.places) == (6, ((2, 1), (0, 2))) or (found.width, found.places) == (8, ((2, 1), (0, 2)))
+    assert place_frequencies(table(1, lambda layer: (0, 2), head_dim=8), 10000.0, 8).width == 4  # theirs, of 4 dims
+    with pytest.raises(ValueError, match="layer 1 has frequency 0.1 more than once"):
+        place_frequencies(table(2, lambda layer: (1, 1) if layer else (0, 1)), 10000.0, 8)
+    with pytest.raises(ValueError, match="does not rotate"):
+        place_frequencies([torch.tensor([[0.0, 1.0]])], 10000.0, 8)
+    with pytest.raises(ValueError, match="in no table of theta=10000 up to 8"):
+        place_frequencies([table(1, lambda layer: (0, 1))[0] / torch.tensor([1.0, 8.0])], 10000.0, 8)
+
+
+RUN = """
+import json, sys, importlib.util
+assert importlib.util.find_spec("mha2mla") is None, "the package is there"
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+found = {}
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    ids = torch.load(folder + "/ids.pt")
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        torch.save(model(ids).logits, folder + "/logits.pt")
+        options = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+        found[folder] = model.generate(ids[:, :10], attention_mask=mask[:, :10], **options).tolist()
+        low = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+        assert low.model.layers[0].self_attn.inv_freq.dtype == torch.float32
+print(json.dumps(found))
+"""
+SOURCES = {
+    "gemma3": {},
+    "olmo2": {"rope_from_latent": True},
+    "llama-yarn-tied": {},
+    "qwen2-sliding": {"rope_from_latent": True},
+}
+CASES = [*SOURCES, "per layer", "latent qk-norm"]
+
+
+@torch.no_grad()
+def test_remote_code_runs_without_the_package_and_gives_the_same_logits_and_tokens(tmp_path):
+    torch.manual_seed(0)
+    expected, folders = {}, []
+    for case in CASES:
+        model = full_rank(source_model(case), **SOURCES[case]) if case in SOURCES else mla_model(case)
+        model.config.architectures = ["MHA2MLAForCausalLM"]
+        model.save_pretrained(tmp_path / case)
+        folder = export(tmp_path / case, tmp_path / f"{case}-remote", "remote-code")
+        ids = tokens(2, 30)
+        torch.save(ids, folder / "ids.pt")
+        mask = torch.ones(2, 10, dtype=torch.long)
+        mask[0, :3] = 0
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        made = model.generate(ids[:, :10], attention_mask=mask, **options).tolist()
+        expected[str(folder)] = (model(ids).logits, made)
+        folders.append(str(folder))
+    # -P and another folder: neither the clone nor an editable install of the package is found.
+    paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    code = f"import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f)]\n{RUN}"
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", f"import sys\nsys.path += {paths}\n{code}", *folders],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = json.loads(done.stdout.splitlines()[-1])
+    for folder, (logits, generated) in expected.items():
+        assert relative_error(torch.load(f"{folder}/logits.pt"), logits) < TOLERANCE, folder
+        assert made[folder] == generated, folder
+
+
+def test_with_the_package_its_own_classes_are_taken_from_such_a_folder(tmp_path):
+    mla_model("shared").save_pretrained(tmp_path / "mla")
+    folder = export(tmp_path / "mla", tmp_path / "remote", "remote-code")
+    for trust in (False, True):
+        assert isinstance(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust), MHA2MLAForCausalLM)
+
+
+def test_formats_and_destinations_are_refused_by_name(tmp_path):
+    mla_model("shared").save_pretrained(tmp_path / "mla")
+    with pytest.raises(ValueError, match="format is 'gguf'; expected one of"):
+        export(tmp_path / "mla", tmp_path / "out", "gguf")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ValueError, match="exists; expected a new folder"):
+        export(tmp_path / "mla", tmp_path / "there", "remote-code")
