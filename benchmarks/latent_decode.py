@@ -3,6 +3,7 @@
     python benchmarks/latent_decode.py --json benchmarks/results/h200-latent-decode.json
     python benchmarks/latent_decode.py --only "H32,H9"
     python benchmarks/latent_decode.py --widths true      # all widths at H=16 too
+    python benchmarks/latent_decode.py --codes true       # e4m3 latents, beside 16-bit ones of as many tokens
 
 Both forms read as many bytes: d_c numbers a token, or d_c' + d_r' of them. Both are checked against float64, and timed
 in turn in one process. ``runner.py`` says what the numbers are.
@@ -11,6 +12,7 @@ in turn in one process. ``runner.py`` says what the numbers are.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ TELLING = (
 )
 TOKENS = {72: 32768, 120: 18432, 192: 12288, 256: 8192, 384: 6144}
 WIDTHS = tuple((16, d_c, d_r, tokens, 1.2) for d_c, tokens in TOKENS.items() for d_r in (32, 64, 96))
+CODES = tuple((h, d_c, d_r, n) for h, d_c, d_r, n, _ in TELLING if d_c % 16 == 0 and d_c <= 512 and d_r * d_c < 65536)
 COLUMNS = {
     "name": "shape",
     "stored": "stored",
@@ -67,6 +70,10 @@ COLUMNS = {
 }
 
 
+def code_cases() -> list[SpeedCase]:
+    return [decode_case(LatentProblem(h, 1, d_c, d_r, (n,) * 64, slack=0, codes=True)) for h, d_c, d_r, n in CODES]
+
+
 def cases(widths: bool = False) -> list[SpeedCase]:
     shapes = dict.fromkeys(TELLING + WIDTHS * widths)
     return [
@@ -79,7 +86,9 @@ def cases(widths: bool = False) -> list[SpeedCase]:
 
 
 def stored_form(problem: LatentProblem) -> Problem:
-    """Of as many numbers: rotary keys as wide as the other's, up to a third of them."""
+    """Of as many numbers: rotary keys as wide as the other's, up to a third of them. Beside codes 16-bit latents."""
+    if problem.codes:
+        return replace(problem, codes=False)
     kept = min(problem.qk_rope_head_dim, problem.kv_lora_rank // 24 * 8)
     return Problem(problem.heads, 1, problem.kv_lora_rank - kept, kept, problem.lengths, slack=0)
 
@@ -101,7 +110,7 @@ def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) ->
 def measure(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cuda:0") -> Row:
     row = measure_decode(mla_decode, peers_of, case, peers, min_run_time, device)
     stored = stored_form(case.problem)
-    row["stored"] = f"{stored.kv_lora_rank} + {stored.qk_rope_head_dim}"
+    row["stored"] = "16-bit latent" if case.problem.codes else f"{stored.kv_lora_rank} + {stored.qk_rope_head_dim}"
     if isinstance(row.get("stored_us"), float):
         row["ratio"] = row["us"] / row["stored_us"]
     return row
@@ -126,6 +135,7 @@ def speed(
     only: str | None = None,
     json: str | None = None,
     widths: bool = False,
+    codes: bool = False,
     min_run_time: float = 0.3,
     budget: float | None = None,
 ) -> bool:
@@ -135,10 +145,17 @@ def speed(
         only: measure shapes whose name contains this, or one of these, separated by commas.
         json: also write every row to this file.
         widths: fifteen more widths at H=16.
+        codes: e4m3 latents in place of 16-bit ones.
         min_run_time: seconds of cold-L2 runs per form and shape.
         budget: seconds for all.
     """
-    return run(BENCHMARK, choose(cases(widths), only), min_run_time=min_run_time, json=json, budget=budget)
+    return run(
+        BENCHMARK,
+        choose(code_cases() if codes else cases(widths), only),
+        min_run_time=min_run_time,
+        json=json,
+        budget=budget,
+    )
 
 
 if __name__ == "__main__":

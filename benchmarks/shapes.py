@@ -65,7 +65,9 @@ def decode_case(problem: Problem | GQAProblem, target: Target = NO_TARGET, label
         widths = {problem.qk_head_dim: ""}.get(problem.v_head_dim, f"/{problem.v_head_dim}")
         name = f"H{problem.heads} G{problem.num_kv_heads} d{problem.qk_head_dim}{widths}"
     else:
-        latent = " latent" * isinstance(problem, LatentProblem)
+        latent = ""
+        if isinstance(problem, LatentProblem):
+            latent = " latent fp8" if problem.codes else " latent"
         name = f"H{problem.heads} G{problem.num_rope_heads} c{problem.kv_lora_rank} r{problem.qk_rope_head_dim}{latent}"
     length = label or (str(problem.lengths[0]) if len(set(problem.lengths)) == 1 else "mixed")
     name += f" {len(problem.lengths)}x{length}"
