@@ -125,7 +125,12 @@ def paged_model(model: PreTrainedModel) -> MHA2MLAForCausalLM | PagedSource:
 
 
 def _constants(attention: nn.Module, layer_idx: int) -> AttentionConstants:
-    """Of a layer of transformers' decoders, whose configs and attention modules share these names."""
+    """Of a layer of transformers' decoders, whose configs and attention modules share these names; under tensor
+    parallelism of a rank's heads."""
     config, width = attention.config, attention.head_dim
-    geometry = GQAGeometry(config.num_attention_heads, config.num_key_value_heads, width, width)
+    ranks = getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if heads % ranks or kv_heads % ranks:
+        raise ValueError(f"tp_size is {ranks}; expected a divisor of {heads} query and {kv_heads} key-value heads")
+    geometry = GQAGeometry(heads // ranks, kv_heads // ranks, width, width)
     return AttentionConstants(geometry, float(attention.scaling), window=layer_window(attention, layer_idx))

@@ -9,7 +9,7 @@ import torch
 
 from mha2mla.modeling import MHA2MLAForCausalLM
 from tests.modeling import models
-from tests.modeling.test_tensor_parallel import OPTIONS, ROOT, prompt, write
+from tests.modeling.test_tensor_parallel import OPTIONS, ROOT, prompt, write, write_source
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +31,7 @@ def llama_of_32_heads() -> MHA2MLAForCausalLM:
 def test_two_gpus_compute_what_one_does(tmp_path):
     write(tmp_path, CASE, llama_of_32_heads())
     write(tmp_path, "odd groups", models.mla_model("odd groups"))
+    write_source(tmp_path)
     code = f"from tests.modeling.test_tensor_parallel import rank_main; rank_main({str(tmp_path)!r}, [{CASE!r}])"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run(

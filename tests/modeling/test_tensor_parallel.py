@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed
+from transformers import AutoModelForCausalLM
 
-from mha2mla.modeling import LatentCache, MHA2MLAForCausalLM
+from mha2mla.modeling import LatentCache, MHA2MLAForCausalLM, PagedSource
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
 from tests.modeling import models
 
@@ -45,6 +46,14 @@ def results(model) -> dict[str, torch.Tensor]:
     return found
 
 
+@torch.no_grad()
+def of_source(model) -> torch.Tensor:
+    """Logits of a prompt, over a paged cache."""
+    paged = PagedSource(model.eval())
+    cache, ids = paged.paged_cache(2, 16), prompt()["input_ids"][0].to(model.device)
+    return paged.forward_batch(ids, cache.step(cache.extend({cache.open(): len(ids)})), all_logits=True).cpu()
+
+
 def rank_main(folder: str, cases: Sequence[str] = CASES) -> None:
     """What each process does: all cases, against what one process wrote; then what is refused."""
     options = {"dtype": torch.float32, "distributed_config": {"tp_size": 2}}
@@ -63,6 +72,8 @@ def rank_main(folder: str, cases: Sequence[str] = CASES) -> None:
                 assert models.relative_error(value, wanted[name]) < models.TOLERANCE, case
             else:
                 assert torch.equal(value, wanted[name]), (case, name)
+    source = AutoModelForCausalLM.from_pretrained(Path(folder, "source"), attn_implementation="mha2mla", **options)
+    assert models.relative_error(of_source(source), torch.load(Path(folder, "source.pt"))) < models.TOLERANCE
     with pytest.raises(ValueError, match="tensor_parallel_size is more than 1"):
         model(prompt()["input_ids"].to(model.device), use_cache=False).logits.sum().backward()
     with pytest.raises(ValueError, match="share one of num_rope_heads=3"):
@@ -76,6 +87,14 @@ def write(folder: Path, case: str, model: MHA2MLAForCausalLM) -> None:
     torch.save(results(model), folder / f"{case}.pt")
 
 
+def write_source(folder: Path) -> None:
+    """The same of a source model."""
+    model = models.source_model("llama")
+    model.save_pretrained(folder / "source")
+    model.set_attn_implementation("mha2mla")
+    torch.save(of_source(model), folder / "source.pt")
+
+
 def gloo_rank_main(rank: str, folder: str) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=2)
     rank_main(folder)
@@ -85,6 +104,7 @@ def gloo_rank_main(rank: str, folder: str) -> None:
 def test_two_ranks_compute_what_one_does(tmp_path):
     for case in (*CASES, "odd groups"):
         write(tmp_path, case, models.mla_model(case))
+    write_source(tmp_path)
     code = "import sys; from tests.modeling.test_tensor_parallel import gloo_rank_main as main; main(*sys.argv[1:])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     ranks = [
