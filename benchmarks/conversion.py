@@ -36,7 +36,7 @@ from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source.opening import open_source
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
-from mha2mla.eval.quality import evaluate_quality, parse_lengths
+from mha2mla.eval.quality import QualityReport, evaluate_quality, parse_lengths
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.trial_models import fetch_smollm2
 
@@ -300,21 +300,20 @@ def _measure(
         if json:
             write_json(json, kind=kind, rows=list(rows.values()), environment=environment, measured=measured)
     shown = [rows[case.name] for case in chosen]
-    columns = {"name": "recipe", "geometry": "geometry", "cache_ratio": "ratio"}
-    columns |= {key: f"x at {key}" for row in shown for key in row if key.isdecimal()}
-    columns |= {
-        "kl": "largest KL",
-        "calibration_seconds": "text s",
-        "convert_seconds": "convert s",
-        "status": "status",
-    }
     print_table(
         shown,
         title=f"{title}: perplexity over the source's, {measured['model']}, float32",
-        columns=columns,
+        columns=_columns(shown),
         caption=describe_environment(environment),
     )
     return all(row["status"] == "ok" for row in shown)
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    lengths = {key: f"x at {key}" for row in rows for key in row if key.isdecimal()}
+    seconds = {"calibration_seconds": "text s", "convert_seconds": "convert s"}
+    first = {"name": "recipe", "geometry": "geometry", "cache_ratio": "ratio"}
+    return first | lengths | {"kl": "largest KL"} | seconds | {"status": "status"}
 
 
 def _rows_of(json: str | None, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -380,21 +379,23 @@ def measure_case(
             tokenizer=tokenizer,
             progress=False,
         )
-        row["quality"] = quality.to_dict()
-        for text in texts:
-            row[text] = [measured.perplexity_ratio for measured in quality.rows if measured.text == text]
-        for length in sorted({measured.seqlen for measured in quality.rows if measured.text in LONG_TEXTS}):
-            row[str(length)] = max(
-                measured.perplexity_ratio
-                for measured in quality.rows
-                if measured.seqlen == length and measured.text in LONG_TEXTS
-            )
-        row["kl"] = max(measured.kl for measured in quality.rows)
+        row |= _ratios(quality, texts)
     except (ValueError, RuntimeError, OSError) as error:
         row["status"] = f"{type(error).__name__}: {error}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return row | {"seconds": time.perf_counter() - started}
+
+
+def _ratios(quality: QualityReport, texts: Sequence[str]) -> dict[str, Any]:
+    """All that was measured; by text; and by length the text that loses most."""
+    row: dict[str, Any] = {"quality": quality.to_dict()}
+    for text in texts:
+        row[text] = [measured.perplexity_ratio for measured in quality.rows if measured.text == text]
+    long = [measured for measured in quality.rows if measured.text in LONG_TEXTS]
+    for length in sorted({measured.seqlen for measured in long}):
+        row[str(length)] = max(measured.perplexity_ratio for measured in long if measured.seqlen == length)
+    return row | {"kl": max(measured.kl for measured in quality.rows)}
 
 
 if __name__ == "__main__":

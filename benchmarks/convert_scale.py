@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -109,7 +110,7 @@ def _recipe_and_tokens(arguments: argparse.Namespace, config: LlamaConfig) -> tu
     ]
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=32)
@@ -128,8 +129,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="where to work; default the system's for such")
     parser.add_argument("--limit-gib", type=float, default=16.0, help="exit code 1 when the peak is above")
     parser.add_argument("--json", type=Path, default=None)
-    arguments = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    arguments = _arguments()
     config = LlamaConfig(
         vocab_size=arguments.vocabulary,
         hidden_size=arguments.hidden,
@@ -163,10 +167,22 @@ def main() -> None:
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = [row["seconds"] for row in report.layers]
-    row = {
-        "layers": arguments.layers,
+    row = _row(report, size, before)
+    environment = collect_environment()
+    what = [{"what": key.replace("_", " "), "value": value} for key, value in row.items()]
+    caption = describe_environment(environment)
+    print_table(what, title=f"converted on {report.device}", columns={"what": "", "value": ""}, caption=caption)
+    if arguments.json is not None:
+        write_json(arguments.json, kind="conversion-scale", rows=[row], environment=environment, recipe=report.recipe)
+    if row["peak_rss_gib"] > arguments.limit_gib:
+        sys.exit(f"peak memory {row['peak_rss_gib']:.2f} GiB is above {arguments.limit_gib} GiB")
+
+
+def _row(report: mha2mla.ConversionReport, size: int, before: resource.struct_rusage) -> dict[str, Any]:
+    """What a conversion of a source of ``size`` bytes took, since ``before``."""
+    after, seconds = resource.getrusage(resource.RUSAGE_SELF), [row["seconds"] for row in report.layers]
+    return {
+        "layers": len(seconds),
         "geometry": str(report.geometry),
         "source_gb": size / 1e9,
         "seconds_per_layer": sum(seconds) / len(seconds),
@@ -176,19 +192,11 @@ def main() -> None:
         "seconds_total": report.seconds["total"],
         # Of all threads: what wall time would be on one core that nobody else uses.
         "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        "seconds_of_32_layers": 32 / arguments.layers * report.seconds["total"],
+        "seconds_of_32_layers": 32 / len(seconds) * report.seconds["total"],
         "peak_rss_gib": report.peak_rss_bytes / 2**30,
         "peak_gpu_gib": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_initialized() else None,
         "hidden_error": report.layers[-1]["hidden_error"],
     }
-    environment = collect_environment()
-    what = [{"what": key.replace("_", " "), "value": value} for key, value in row.items()]
-    caption = describe_environment(environment)
-    print_table(what, title=f"converted on {report.device}", columns={"what": "", "value": ""}, caption=caption)
-    if arguments.json is not None:
-        write_json(arguments.json, kind="conversion-scale", rows=[row], environment=environment, recipe=report.recipe)
-    if row["peak_rss_gib"] > arguments.limit_gib:
-        sys.exit(f"peak memory {row['peak_rss_gib']:.2f} GiB is above {arguments.limit_gib} GiB")
 
 
 if __name__ == "__main__":

@@ -39,16 +39,25 @@ def model_card(
         record: name of the file that holds the numbers.
         environment: one line on machine and libraries.
     """
+    lines = [
+        *_front(report, made, metadata),
+        *_gained(report),
+        *_lost(report),
+        *_lost_by_layer(report, plot, record),
+        *_geometry(report),
+        *_recipe(report, environment),
+    ]
+    return "\n".join(lines)
+
+
+def _front(report: Mapping[str, Any], made: str, metadata: Mapping[str, Any]) -> list[str]:
     header = {
         **metadata,
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["mha2mla", "mla"],
     }
-    parity = report["parity"]
-    ranks = {layer.get("kv_lora_rank") for layer in report["layers"]}
-    cached, before = report["cache_numel_per_token"], report["source_cache_numel_per_token"]
-    lines = [
+    return [
         "---",
         yaml.safe_dump(header, sort_keys=False).strip(),
         "---",
@@ -68,6 +77,12 @@ def model_card(
         f'model, tokenizer = mha2mla.load("{report["name"]}")',
         "```",
         "",
+    ]
+
+
+def _gained(report: Mapping[str, Any]) -> list[str]:
+    cached, before = report["cache_numel_per_token"], report["source_cache_numel_per_token"]
+    return [
         "## What was gained",
         "",
         "| | source | converted |",
@@ -76,6 +91,12 @@ def model_card(
         f"| bytes per token in bfloat16 | {2 * before:,} | {2 * cached:,} |",
         f"| tokens of a sequence that it was made for | | {_length(report['calibrated_length'])} |",
         "",
+    ]
+
+
+def _lost(report: Mapping[str, Any]) -> list[str]:
+    parity = report["parity"]
+    return [
         "## What was lost",
         "",
         f"Measured after writing, on the checkpoint read back from disk, in {report['compute_dtype']}, on"
@@ -90,6 +111,11 @@ def model_card(
         f"| same most likely token | | {parity['top1_agreement']:.4f} |",
         f"| relative error of the logits | | {parity['logits_relative_error']:.3g} |",
         "",
+    ]
+
+
+def _lost_by_layer(report: Mapping[str, Any], plot: str | None, record: str) -> list[str]:
+    return [
         "## Loss by layer",
         "",
         "Relative errors on the same text. Scores (less what is constant over the keys of a query, which softmax does"
@@ -101,6 +127,12 @@ def model_card(
         "",
         f"The same numbers, and more, are in `{record}`.",
         "",
+    ]
+
+
+def _geometry(report: Mapping[str, Any]) -> list[str]:
+    ranks = {layer.get("kv_lora_rank") for layer in report["layers"]}
+    return [
         "## Geometry of a layer",
         "",
         *_table([report["geometry"]]),
@@ -109,6 +141,11 @@ def model_card(
         f"{report['num_layers']} layers. Decode: {report['decode_backend']}; elsewhere the reference.",
         *([f"Rotary positions: {report['rope_note']}."] if report["rope_note"] else []),
         "",
+    ]
+
+
+def _recipe(report: Mapping[str, Any], environment: str) -> list[str]:
+    return [
         "## Recipe",
         "",
         f"Preset: {report['preset']}.",
@@ -122,7 +159,6 @@ def model_card(
         f"{environment}.",
         "",
     ]
-    return "\n".join(lines)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
