@@ -22,12 +22,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from benchmarks.runner import command
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+from mha2mla.modeling import MHA2MLAForCausalLM
+from mha2mla.random_models import converted_config, random_model, source_config
 
 COLUMNS = {
     "batch": "batch",
@@ -42,26 +43,6 @@ COLUMNS = {
     "of_source": "of source's",
     "status": "status",
 }
-
-
-def llama_2_7b(layers: int) -> LlamaConfig:
-    """The shape, with so many layers and no token that ends a text."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
-    return LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=32000, eos_token_id=None, pad_token_id=0)
-
-
-def converted(source: LlamaConfig, kv_lora_rank: int = 512, qk_rope_head_dim: int = 16) -> MHA2MLAConfig:
-    """What a conversion with one rotary key per head would give."""
-    width = source.hidden_size // source.num_attention_heads
-    return MHA2MLAConfig(
-        source_config=source.to_dict(),
-        num_rope_heads=source.num_key_value_heads,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        qk_nope_head_dim=width - qk_rope_head_dim,
-        v_head_dim=width,
-        softmax_scale=width**-0.5,
-    )
 
 
 @torch.no_grad()
@@ -149,10 +130,10 @@ def tokens(
         layers: of the model, whose embeddings and head are whole.
         json: also write every row to this file.
     """
-    environment, shape = collect_environment(), llama_2_7b(layers)
-    with torch.device("cuda"):
-        model = MHA2MLAForCausalLM._from_config(converted(shape), dtype=torch.bfloat16).eval()
-        source = LlamaForCausalLM._from_config(shape, dtype=torch.bfloat16).eval()
+    environment = collect_environment()
+    shape = source_config("llama-2-7b", num_hidden_layers=layers, eos_token_id=None, pad_token_id=0)
+    widths = converted_config(shape, layout="per-group", kv_lora_rank=512, qk_rope_head_dim=16)
+    model, source = (random_model(config, "cuda", torch.bfloat16) for config in (widths, shape))
     rows = [measure(model, source, batch, prompt, new_tokens) for batch in batches]
     if json:
         write_json(json, kind="generate", rows=rows, environment=environment)

@@ -16,7 +16,7 @@ from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernel_testing.compiling import CompileJob
 from mha2mla.kernel_testing.judgement import Judgement, verdict
 from mha2mla.kernel_testing.problems import expected
-from mha2mla.kernel_testing.timing import Timing, start_device, time_callable
+from mha2mla.kernel_testing.timing import Timing, copy_rate, start_device, time_callable
 from mha2mla.kernel_testing.trial_run import launcher
 from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.split_kv.op import PagedOp
@@ -44,10 +44,7 @@ def read_rate() -> Row:
             "R": size / time_callable(call, "cuda", graph=False).p50 * 1e6,
             "R_from": "FlashAttention-3, MHA decode, 2.1 GB",
         }
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    us = time_callable(lambda: target.copy_(source), "cuda", graph=False).p50
-    return {"R": 2 * 2**30 / us * 1e6, "R_from": f"device copy of 1 GiB, read and write; FlashAttention-3 {call}"}
+    return {"R": copy_rate("cuda"), "R_from": f"device copy of 1 GiB, read and write; FlashAttention-3 {call}"}
 
 
 def time_in_turn(

@@ -25,41 +25,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+from mha2mla.eval.step_latency import weight_bytes
+from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.random_models import ShapeName, converted_config, random_model, source_config
 
-SOURCES = {
-    "Llama-2-7B": {"intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000},
-    "Llama-3-8B": {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256},
-}
-SIZES = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 16384}
 SMALL = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 96, "vocab_size": 64, "head_dim": 16}
-# name -> source, then the geometry at full size and that of the small model.
-LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "per head 512+16": (
-        "Llama-2-7B",
-        {"num_rope_heads": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 16, "qk_nope_head_dim": 112},
-        {"num_rope_heads": 8, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
-    ),
-    "shared 448+64": (
-        "Llama-3-8B",
-        {"num_rope_heads": 1, "kv_lora_rank": 448, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64},
-        {"num_rope_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
-    ),
-    "latent 512": (
-        "Llama-3-8B",
-        {"num_rope_heads": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
-        | {"rope_from_latent": True},
-        {"num_rope_heads": 1, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
-        | {"rope_from_latent": True},
-    ),
+# name -> source, its kv heads in a small model, layout, and widths at full size and of the small model.
+LAYOUTS: dict[str, tuple[ShapeName, int, str, tuple[int, int], tuple[int, int]]] = {
+    "per head 512+16": ("llama-2-7b", 8, "per-group", (512, 16), (32, 8)),
+    "shared 448+64": ("llama-3-8b", 2, "shared", (448, 64), (32, 8)),
+    "latent 512": ("llama-3-8b", 2, "latent", (512, 64), (32, 8)),
 }
 ROWS = ((1, 2048), (8, 2048), (16, 8192), (64, 8192), (128, 8192))
 COLUMNS = {
@@ -90,24 +72,11 @@ FREE += (
 
 def build(layout: str, layers: int, small: bool, device: torch.device, dtype: torch.dtype) -> MHA2MLAForCausalLM:
     """A random model of a layout."""
-    name, geometry, few = LAYOUTS[layout]
-    sizes = SIZES | SOURCES[name]
-    if small:
-        sizes = sizes | SMALL | {"num_key_value_heads": 8 if name == "Llama-2-7B" else 2}
-    source = LlamaConfig(**sizes, num_hidden_layers=layers)
-    config = MHA2MLAConfig(
-        source_config=source.to_dict(),
-        v_head_dim=source.head_dim,
-        softmax_scale=source.head_dim**-0.5,
-        **(few if small else geometry),
-    )
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return MHA2MLAForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(default)
+    name, kv_heads, kind, widths, few = LAYOUTS[layout]
+    changes = SMALL | {"num_key_value_heads": kv_heads} if small else {}
+    source = source_config(name, num_hidden_layers=layers, **changes)
+    rank, rope = few if small else widths
+    return random_model(converted_config(source, layout=kind, kv_lora_rank=rank, qk_rope_head_dim=rope), device, dtype)
 
 
 @contextmanager
@@ -188,11 +157,6 @@ class Calls(TorchDispatchMode):
         if func.name().partition("::")[2].partition(".")[0] not in FREE:
             self.names.append(func.name())
         return func(*args, **kwargs or {})
-
-
-def weight_bytes(model: MHA2MLAForCausalLM) -> int:
-    """Bytes of weights that a step reads: all but the embeddings, of which it reads a row a token."""
-    return sum(parameter.nbytes for parameter in model.parameters()) - model.model.embed_tokens.weight.nbytes
 
 
 def judge(model: MHA2MLAForCausalLM, cache: PagedCache, step: BatchStep, ids: Tensor) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
-from mha2mla import kernel_verbs, verbs
+from mha2mla import kernel_verbs, latency_verb, verbs
 from mha2mla.conversion import presets, recipe
 from mha2mla.environment import installed_version
 from mha2mla.streams import forgiving_streams
@@ -28,7 +28,7 @@ VERBS: dict[str, Callable[..., int | None]] = {
     "convert": verbs.convert,
     "eval quality": verbs.eval_quality,
     "eval tasks": verbs.eval_tasks,
-    "eval latency": verbs.eval_latency,
+    "eval latency": latency_verb.eval_latency,
     "check kernels": kernel_verbs.check_kernels,
     "tune": kernel_verbs.tune,
     "demo": verbs.demo,
@@ -124,6 +124,7 @@ def _flag(key: str) -> str:
 
 def _add_arguments(parser: argparse.ArgumentParser, function: Callable[..., int | None]) -> None:
     """An argument per parameter: positional without a default, a ``--flag`` with one, recipe keys for ``**keys``.
+    Those before a slash that have a default are positional and may be left out.
 
     Lists of texts follow their flag, which may be given several times; lists of numbers are joined by commas.
     """
@@ -135,6 +136,9 @@ def _add_arguments(parser: argparse.ArgumentParser, function: Callable[..., int 
         elif parameter.default is parameter.empty:
             positional.append(name.upper())
             parser.add_argument(name, metavar=name.upper(), help=_with_default(texts[name], None))
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            positional.append(f"[{name.upper()}]")
+            parser.add_argument(name, metavar=name.upper(), nargs="?", help=_with_default(texts[name], None))
         elif hints[name] is bool:
             parser.add_argument(_flag(name), action="store_true", help=_with_default(texts[name], None))
         else:
@@ -183,8 +187,10 @@ def _kind(name: str, hint: Any) -> dict[str, Any]:
     """How argparse reads a value of that type."""
     kinds = _kinds(hint)
     shown = {"metavar": _shown(name, hint)}
-    if kinds == [list[str]]:
-        return {"nargs": "+", "action": "extend", "metavar": name.upper()}
+    if typing.get_origin(kinds[0]) is list and kinds != [list[int]]:
+        words = typing.get_args(kinds[0])[0]
+        choices = {} if words is str else {"choices": typing.get_args(words)}
+        return {"nargs": "+", "action": "extend", "metavar": _shown(name, words)} | choices
     if typing.get_origin(kinds[0]) is Literal:
         return {"choices": typing.get_args(kinds[0])} | shown
     return {"type": _whole_numbers if list[int] in kinds else kinds[0]} | shown
@@ -222,7 +228,10 @@ def _main(argv: Sequence[str] | None) -> int:
     verb = " ".join(filter(None, (arguments.pop("verb"), arguments.pop("kind", None))))
     debug = arguments.pop("debug")
     try:
-        return VERBS[verb](**arguments) or 0
+        function = VERBS[verb]
+        parameters = inspect.signature(function).parameters.values()
+        places = [arguments.pop(each.name) for each in parameters if each.kind is each.POSITIONAL_ONLY]
+        return function(*places, **arguments) or 0
     except USER_ERRORS as error:
         if debug:
             raise

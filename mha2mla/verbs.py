@@ -230,65 +230,6 @@ def eval_tasks(
     show(rows, tasks.COLUMNS, title=f"{source} → {converted}", kind="tasks", json=json, **fields)
 
 
-def eval_latency(
-    source: str,
-    converted: str,
-    op: Literal["attention", "step", "both"] = "both",
-    batch_sizes: list[int] | None = None,
-    seqlens: list[int] | None = None,
-    device: Device = None,
-    dtype: Dtype | None = None,
-    page_size: int = 64,
-    layer: int = 0,
-    backend: Literal["tilelang", "reference"] | None = None,
-    min_run_time: float = 0.5,
-    json: str | None = None,
-) -> int:
-    """Time of the attention op and of a whole decode step, source against converted; exit code 1 if any is wrong.
-
-    A speed is printed only after the same inputs passed a check against float64.
-
-    Args:
-        source: folder or hub id of the source checkpoint.
-        converted: folder or hub id of the converted checkpoint.
-        op: the attention op alone, the whole decode step, or both.
-        batch_sizes: sequences per call, such as 1,8 (the default).
-        seqlens: cached tokens, such as 512,2048 (the default).
-        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
-        dtype: what is computed in; default bfloat16 on CUDA, float32 on a CPU.
-        page_size: tokens per page in the attention op.
-        layer: whose geometry the attention op has.
-        backend: of the decode op; by default it chooses itself.
-        min_run_time: seconds of measurement per row.
-        json: also write the rows to this file.
-
-    Example:
-        mha2mla eval latency path/to/llama path/to/llama-mla --batch-sizes 1,8 --seqlens 512,2048
-    """
-    _find(source=source, converted=converted)
-    import torch
-
-    from mha2mla.eval.latency import model_latency
-    from mha2mla.eval.measurement import COLUMNS, wrong_rows
-
-    rows = model_latency(
-        source,
-        converted,
-        op=op,
-        batch_sizes=batch_sizes or [1, 8],
-        seqlens=seqlens or [512, 2048],
-        device=device,
-        dtype=None if dtype is None else getattr(torch, dtype),
-        page_size=page_size,
-        layer=layer,
-        backend=backend,
-        min_run_time=min_run_time,
-    )
-    fields = {"source": source, "converted": converted}
-    show(rows, COLUMNS, title=f"{source} → {converted}", kind="latency", json=json, **fields)
-    return int(bool(wrong_rows(rows)))
-
-
 def plot(picture: str, report: str, more: list[str] | None = None) -> None:
     """Draws what JSON files say of conversions, wherever they were measured.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.eval.measurement import measured
+from mha2mla.eval.measurement import measured, unless_out_of_memory
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing import textbook
 from mha2mla.kernel_testing.judgement import Judgement, verdict
@@ -124,6 +124,7 @@ def attention_latency(
     device: str | torch.device = "cpu",
     page_size: int = 64,
     softmax_scale: float | None = None,
+    check: bool = True,
     backend: str | None = None,
     baselines: Mapping[str, Baseline] = BASELINES,
     min_run_time: float = 0.3,
@@ -139,6 +140,7 @@ def attention_latency(
         batch_sizes, seqlens: every pair of them is measured; ``seqlen`` counts the new token.
         page_size: tokens per page of the latent cache, a power of two.
         softmax_scale: default ``v_head_dim ** -0.5``, the source's.
+        check: without it nothing is compared with float64, and every row's status says so.
         backend: of ``mla_decode``; ``None`` lets it choose.
         baselines: name → :data:`Baseline`; one that is absent here gives a row ``missing: why``.
         min_run_time: seconds of measurement per row.
@@ -156,30 +158,36 @@ def attention_latency(
         for seqlen in seqlens:
             shape = {"op": "attention", "batch": batch, "seqlen": seqlen}
             shape |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type}
-            inputs = AttentionInputs.random(geometry, batch, seqlen, scale, dtype, device, seed)
-            rows += (shape | row for row in _source_rows(inputs, baselines, min_run_time))
-            del inputs
+            random = partial(AttentionInputs.random, geometry, batch, seqlen, scale, dtype, device, seed)
+            for name, found in _source_rows(random, baselines, check, min_run_time).items():
+                rows.append(shape | {"implementation": name} | found)
             made = LatentProblem if geometry.rope_from_latent else Problem
             problem = made(
                 geometry.num_attention_heads, geometry.num_rope_heads, geometry.kv_lora_rank,
                 geometry.qk_rope_head_dim, (seqlen,) * batch, page_size=page_size, slack=0, seed=seed,
             )  # fmt: skip
-            rows.append(shape | _mla_row(problem, geometry, scale, dtype, device, backend, min_run_time))
+            rows.append(shape | _mla_row(problem, geometry, scale, dtype, device, backend, check, min_run_time))
     return rows
 
 
 def _source_rows(
-    inputs: AttentionInputs, baselines: Mapping[str, Baseline], min_run_time: float
-) -> Iterator[dict[str, Any]]:
-    """A row per baseline."""
-    read = inputs.k.nbytes + inputs.v.nbytes
-    for name, baseline in baselines.items():
-        row = {"implementation": name, "cache_bytes": read}
+    random: Callable[[], AttentionInputs], baselines: Mapping[str, Baseline], check: bool, min_run_time: float
+) -> dict[str, dict[str, Any]]:
+    """A row per baseline, all on the same inputs."""
+    made: dict[str, Any] = unless_out_of_memory(lambda: {"inputs": random()}) if baselines else {}
+    if "status" in made:
+        return dict.fromkeys(baselines, made)
+
+    def measure(baseline: Baseline) -> dict[str, Any]:
+        inputs = made["inputs"]
+        row = {"cache_bytes": inputs.k.nbytes + inputs.v.nbytes}
         call = baseline(inputs)
         if isinstance(call, str):
-            yield row | {"status": f"missing: {call}"}
-        else:
-            yield row | measured(call, _judge_source(call(), inputs), read, inputs.q.device, min_run_time)
+            return row | {"status": f"missing: {call}"}
+        judgement = _judge_source(call(), inputs) if check else None
+        return row | measured(call, judgement, row["cache_bytes"], inputs.q.device, min_run_time)
+
+    return {name: unless_out_of_memory(partial(measure, baseline)) for name, baseline in baselines.items()}
 
 
 def _judge_source(out: Tensor, inputs: AttentionInputs) -> Judgement:
@@ -201,6 +209,7 @@ def _mla_row(
     dtype: torch.dtype,
     device: torch.device,
     backend: str | None,
+    check: bool,
     min_run_time: float,
 ) -> dict[str, Any]:
     """The row of ``mla_decode``."""
@@ -212,11 +221,16 @@ def _mla_row(
         return row | {"status": f"missing: {why}"}
     if why is not None:
         row["backend_reason"] = why
-    inputs = problem.inputs(dtype, device) | {"softmax_scale": scale}
-    plan = problem.plan(inputs, backend)
-    call = partial(mla_decode, **inputs, plan=plan, out=torch.empty_like(inputs["q_latent"]), backend=backend)
-    row |= measured(call, judge(inputs, call(), None), read, device, min_run_time)
-    if device.type == "cuda" and "us_p50" in row and plan.num_ctas:
-        refresh = partial(plan.refresh, inputs["cache_seqlens"])
-        row["plan_us"] = time_callable(refresh, device, min_run_time=min_run_time, graph=False).p50
-    return row
+
+    def measure() -> dict[str, Any]:
+        inputs = problem.inputs(dtype, device) | {"softmax_scale": scale}
+        plan = problem.plan(inputs, backend)
+        call = partial(mla_decode, **inputs, plan=plan, out=torch.empty_like(inputs["q_latent"]), backend=backend)
+        judgement = judge(inputs, call(), None) if check else None
+        found = measured(call, judgement, read, device, min_run_time)
+        if device.type == "cuda" and "us_p50" in found and plan.num_ctas:
+            refresh = partial(plan.refresh, inputs["cache_seqlens"])
+            found["plan_us"] = time_callable(refresh, device, min_run_time=min_run_time, graph=False).p50
+        return found
+
+    return row | unless_out_of_memory(measure)

@@ -1,83 +1,160 @@
-"""Time of a whole decode step: a token in, logits out, over a filled cache of fixed size."""
+"""Time of a whole decode step, a token in, logits out, over a filled cache of fixed size; and of a prompt."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from mha2mla.eval.measurement import measured
+from mha2mla.eval.float64 import in_float64
+from mha2mla.eval.measurement import measured, unless_out_of_memory
 from mha2mla.kernel_testing.judgement import ERROR_FACTOR, Judgement, verdict
 
 # The absorbed and the expanded form are equal in exact arithmetic and round differently: how differently depends on the
 # conditioning of the latent's basis. Between the two forms, an error this many times larger is still rounding.
 ACROSS_FORMS_FACTOR = 8.0
 
+Model = torch.nn.Module | Callable[[], torch.nn.Module]
+
+
+def decode_step_latency(models: Mapping[str, Model], **options: Any) -> list[dict[str, Any]]:
+    """One whole decode step of each model: the rows of :func:`forward_latency` at its level ``"step"``."""
+    return list(forward_latency(models, levels=("step",), **options))
+
 
 @torch.inference_mode()
-def decode_step_latency(
-    models: Mapping[str, torch.nn.Module],
+def forward_latency(
+    models: Mapping[str, Model],
     *,
+    levels: Sequence[Literal["step", "prefill"]] = ("step",),
     batch_sizes: Sequence[int] = (1,),
     seqlens: Sequence[int] = (512,),
+    check: bool = True,
     min_run_time: float = 0.5,
     prefill_chunk: int = 1024,
     seed: int = 0,
-) -> list[dict[str, Any]]:
-    """One whole decode step of each model: a token in, logits out, ``seqlen`` tokens cached with the new one.
+) -> Iterator[dict[str, Any]]:
+    """Forward passes of each model: a decode step with ``seqlen`` tokens cached, the new one among them; a prompt of
+    ``seqlen`` tokens, of which the last one's logits are asked for.
 
-    Each model fills a cache of fixed size with the same random tokens, then makes the same step again and again, the
-    cache being put back by one token after each. First the step's logits are checked against the same model in float64
-    without a cache (norms and angles in float32, as transformers has them). The yardstick is its cacheless logits at
-    its own dtype; for a converted model, whose step is another form of the same sum, those with a wider factor, and the
-    same step with the decode op's torch reference.
+    For a step each model fills a cache of fixed size with the same random tokens, then makes the same step again and
+    again, the cache being put back by one token after each. First the logits are checked against the same model in
+    float64 without a cache (norms and angles in float32, as transformers has them), a module's weights at a time being
+    wide. The yardstick is its cacheless logits at its own dtype; for a converted model, whose step is another form of
+    the same sum, those with a wider factor, and the same step with the decode op's torch reference.
 
     Args:
-        models: name → causal language model, all on one device; for instance ``{"source": …, "converted": …}``.
+        models: name → causal language model, or what makes one and lets go of it afterwards; all on one device.
+        levels: what is measured.
         batch_sizes, seqlens: every pair of them is measured.
+        check: without it caches hold random numbers, nothing is compared, and every row's status says so.
         min_run_time: seconds of measurement per row.
-        prefill_chunk: tokens per sequence that are prefilled at a time.
+        prefill_chunk: tokens per sequence that are prefilled at a time before a step.
         seed: of the tokens.
 
-    Returns:
-        Rows with the keys of :data:`COLUMNS`, and ``ms_per_token`` (median; a step yields ``batch`` tokens at once).
-        The float64 check makes a copy of a model's weights at eight bytes each.
+    Yields:
+        Rows with the keys of :data:`COLUMNS`, and ``ms_per_token`` of a step (median; a step yields ``batch`` tokens at
+        once) and ``weight_bytes``, what it reads of the weights. One that needs too much memory says so in its status.
     """
-    rows = []
     longest, largest = max(seqlens), max(batch_sizes)
     # The first and the last sequence of every batch are checked.
     checked = sorted({0} | {batch - 1 for batch in batch_sizes})
-    for name, model in models.items():
-        device, dtype = model.device, model.dtype
+    for name, make in models.items():
+        model = make if isinstance(make, torch.nn.Module) else make()
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(0, model.config.vocab_size, (largest, longest), generator=generator).to(device)
-        positions = torch.tensor([seqlen - 1 for seqlen in seqlens], device=device)
+        ids = torch.randint(0, model.config.vocab_size, (largest, longest), generator=generator).to(model.device)
+        right = _Reference.of(model, ids[checked], seqlens) if check else None
+        for level in levels:
+            for batch in batch_sizes:
+                for column, seqlen in enumerate(seqlens):
+                    row = _row(level, name, model, batch, seqlen)
+                    wanted = None
+                    if right is not None:
+                        here = [index for index, sequence in enumerate(checked) if sequence in (0, batch - 1)]
+                        wanted = right.at(here, column)
+                    run = _step_row if level == "step" else _prefill_row
+                    rest = (prefill_chunk, min_run_time) if level == "step" else (min_run_time,)
+                    yield row | unless_out_of_memory(run, model, ids[:batch, :seqlen], wanted, *rest)
+        del model
+
+
+def _row(level: str, name: str, model: torch.nn.Module, batch: int, seqlen: int) -> dict[str, Any]:
+    row = {"op": "decode step" if level == "step" else level, "implementation": name, "batch": batch, "seqlen": seqlen}
+    row |= {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
+    return row | {"weight_bytes": weight_bytes(model)}
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of weights that a step reads: all but the embeddings, of which it reads a row a token, where these are not
+    the logits' weights too."""
+    embeddings = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings() is not None and model.get_output_embeddings().weight is embeddings
+    return sum(each.nbytes for each in model.parameters()) - (0 if tied else embeddings.nbytes)
+
+
+Right = tuple[Tensor, Tensor]  # logits [sequences, vocabulary] at the model's dtype and in float64
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Logits without a cache [sequences, lengths, vocabulary]: the yardstick's and float64's; or why there are none."""
+
+    yardstick: Tensor | None
+    exact: Tensor | None
+    refused: str | None = None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, ids: Tensor, seqlens: Sequence[int]) -> _Reference:
         # Attention is causal: the logits after a prefix do not depend on what follows, so one pass serves all lengths.
-        yardstick = _logits_without_cache(model, ids[checked], positions)
-        exact = _logits_without_cache(copy.deepcopy(model).double(), ids[checked], positions)
-        for batch in batch_sizes:
-            for column, seqlen in enumerate(seqlens):
-                row = {
-                    "op": "decode step",
-                    "implementation": name,
-                    "batch": batch,
-                    "seqlen": seqlen,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "device": device.type,
-                }
-                step = _DecodeStep.prefilled(model, ids[:batch, :seqlen], prefill_chunk)
-                row["cache_bytes"] = batch * seqlen * step.bytes_per_token
-                here = [index for index, sequence in enumerate(checked) if sequence in (0, batch - 1)]
-                check = _check_step(step, sorted({0, batch - 1}), yardstick[here, column], exact[here, column])
-                row |= measured(step, check, row["cache_bytes"], device, min_run_time)
-                if "us_p50" in row:
-                    row["ms_per_token"] = row["us_p50"] / 1e3
-                rows.append(row)
-    return rows
+        positions = torch.tensor([seqlen - 1 for seqlen in seqlens], device=ids.device)
+
+        def logits() -> dict[str, Tensor]:
+            yardstick = _logits_without_cache(model, ids, positions)
+            with in_float64(model):
+                return {"yardstick": yardstick, "exact": _logits_without_cache(model, ids, positions)}
+
+        found = unless_out_of_memory(logits)
+        if "status" in found:
+            return cls(None, None, f"{found['status']}, in the check against float64; --no-check times it all the same")
+        return cls(**found)
+
+    def at(self, sequences: list[int], column: int) -> Right | str:
+        if self.refused is not None:
+            return self.refused
+        return self.yardstick[sequences, column], self.exact[sequences, column]
+
+
+def _step_row(
+    model: torch.nn.Module, ids: Tensor, right: Right | str | None, chunk: int, min_run_time: float
+) -> dict[str, Any]:
+    """Of one batch and length; ``right``: None unchecked, a text why it cannot be."""
+    if isinstance(right, str):
+        return {"status": right}
+    step = (_DecodeStep.filled if right is None else _DecodeStep.prefilled)(model, ids, chunk)
+    batch, seqlen = ids.shape
+    row = {"cache_bytes": batch * seqlen * step.bytes_per_token}
+    check = None if right is None else _check_step(step, sorted({0, batch - 1}), *right)
+    row |= measured(step, check, row["cache_bytes"], ids.device, min_run_time)
+    return row | ({"ms_per_token": row["us_p50"] / 1e3} if "us_p50" in row else {})
+
+
+def _prefill_row(model: torch.nn.Module, ids: Tensor, right: Right | str | None, min_run_time: float) -> dict[str, Any]:
+    """Of one batch of prompts, as ``generate`` begins with them: into a new cache."""
+    if isinstance(right, str):
+        return {"status": right}
+
+    def call() -> Tensor:
+        return model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, 0]
+
+    check = None
+    if right is not None:
+        factor = ACROSS_FORMS_FACTOR if model.config.model_type == "mha2mla" else ERROR_FACTOR
+        check = _judge_logits(call()[sorted({0, len(ids) - 1})], *right, factor)
+    row = measured(call, check, None, ids.device, min_run_time, graph=False)
+    return row | ({"tokens_per_s": ids.numel() / row["us_p50"] * 1e6} if "us_p50" in row else {})
 
 
 def cache_bytes_per_token(model: torch.nn.Module, itemsize: int) -> int:
@@ -105,10 +182,10 @@ class _DecodeStep:
     position: Tensor
 
     @classmethod
-    def prefilled(cls, model: torch.nn.Module, ids: Tensor, chunk: int) -> _DecodeStep:
-        """All but the last of ``ids [B, T]`` go into the cache; the last is the step's token."""
+    def prefilled(cls, model: torch.nn.Module, ids: Tensor, chunk: int, length: int | None = None) -> _DecodeStep:
+        """All but the last of ``ids [B, T]`` go into the cache, of ``length`` tokens; the last is the step's token."""
         batch, seqlen = ids.shape
-        cache = _fixed_cache(model, seqlen)
+        cache = _fixed_cache(model, length or seqlen)
         for start in range(0, seqlen - 1, chunk):
             part = slice(start, min(start + chunk, seqlen - 1))
             positions = torch.arange(part.start, part.stop, device=ids.device).expand(batch, -1)
@@ -117,6 +194,19 @@ class _DecodeStep:
             )
         position = torch.full((batch, 1), seqlen - 1, device=ids.device)
         return cls(model, cache, ids[:, -1:].clone(), position)
+
+    @classmethod
+    def filled(cls, model: torch.nn.Module, ids: Tensor, chunk: int) -> _DecodeStep:
+        """A cache as long, but for its first token of random numbers."""
+        batch, seqlen = ids.shape
+        step = cls.prefilled(model, ids[:, :2], chunk, length=seqlen)
+        for layer in step.cache.layers:
+            tensors = layer.tensors.values() if hasattr(layer, "tensors") else (layer.keys, layer.values)
+            for tensor in tensors:
+                if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
+                    tensor.normal_()
+            layer.cumulative_length.fill_(seqlen - 1)
+        return cls(model, step.cache, ids[:, -1:].clone(), torch.full((batch, 1), seqlen - 1, device=ids.device))
 
     @property
     def bytes_per_token(self) -> int:

@@ -78,3 +78,12 @@ def time_callable(
         times *= 2  # a single long block: all quantiles are that one
     tenths = statistics.quantiles(times, n=10, method="inclusive")
     return Timing(tenths[1], tenths[4], tenths[7])
+
+
+def copy_rate(device: torch.device | str, min_run_time: float = 0.3) -> float:
+    """Bytes a second, read and written, of a copy of 1 GiB on CUDA, of 64 MiB on a CPU: what memory gives."""
+    device = torch.device(device)
+    source = torch.zeros(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    us = time_callable(lambda: target.copy_(source), device, min_run_time=min_run_time, graph=False).p50
+    return 2 * source.nbytes / us * 1e6

@@ -1,14 +1,18 @@
 """Speeds of the attention op and of a decode step: right first, timed second."""
 
+import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import mha2mla
-from mha2mla.eval import attention_latency, decode_step_latency, model_latency
-from mha2mla.eval.measurement import COLUMNS
+from mha2mla.eval import attention_latency, decode_step_latency, model_latency, published
+from mha2mla.eval.float64 import in_float64
+from mha2mla.eval.generate_latency import generate_latency
+from mha2mla.eval.measurement import COLUMNS, NOT_CHECKED
 from mha2mla.eval.op_latency import (
     AttentionInputs,
     _judge_source,
@@ -16,6 +20,7 @@ from mha2mla.eval.op_latency import (
     gqa_decode_baseline,
     sdpa_baseline,
 )
+from mha2mla.eval.step_latency import _DecodeStep, forward_latency
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import MHA2MLAForCausalLM
 
@@ -39,7 +44,9 @@ def test_attention_rows(geometry, cached, dtype):
         assert row["cache_bytes"] == row["batch"] * row["seqlen"] * width * dtype.itemsize
         assert row["gb_per_s"] == pytest.approx(row["cache_bytes"] / row["us_p50"] / 1e3)
     assert {"mla_decode (reference)", "torch SDPA"} <= {row["implementation"] for row in rows}
-    assert set(COLUMNS) - {"us_graph", "plan_us"} <= set().union(*rows)
+    assert {"us_p20", "us_p50", "us_p80", "gb_per_s", "error", "status", "cache_bytes"} <= set().union(*rows) & set(
+        COLUMNS
+    )
 
 
 def test_a_wrong_baseline_gets_no_speed():
@@ -181,17 +188,126 @@ def test_the_check_leaves_the_backend_as_it_was(tiny_converted):
     assert model.config.attention_backend is None
 
 
-def test_model_latency_joins_both_measurements(tiny_source, tiny_converted):
-    rows = model_latency(tiny_source, tiny_converted, batch_sizes=[1], seqlens=[33], device="cpu", **QUICK)
-    assert {row["op"] for row in rows} == {"attention", "decode step"}
-    assert {row["implementation"] for row in rows if row["op"] == "decode step"} == {"source", "converted"}
+def test_model_latency_joins_all_levels_and_saves_as_it_goes(tiny_source, tiny_converted):
+    levels, saved = ("op", "step", "prefill", "e2e"), []
+    rows = model_latency(
+        tiny_source, tiny_converted, levels=levels, batch_sizes=[2], seqlens=[33], new_tokens=3, device="cpu",
+        save=lambda rows: saved.append([dict(row) for row in rows]), **QUICK,
+    )  # fmt: skip
+    assert [row["op"] for row in rows if row["implementation"] == "converted"] == ["decode step", "prefill", "generate"]
     assert all(row["status"] == "ok" or row["status"].startswith("missing: ") for row in rows)
+    assert [len(each) for each in saved] == list(range(1, len(rows) + 1)) and saved[-1] == rows
+    by_name = {(row["op"], row["implementation"]): row for row in rows}
+    step, source = by_name["decode step", "converted"], by_name["decode step", "source"]
+    assert step["speed_up"] == pytest.approx(source["us_p50"] / step["us_p50"])
+    assert step["of_limit"] == pytest.approx(step["limit_us"] / step["us_p50"]) and "speed_up" not in source
+    assert step["limit_us"] > by_name["attention", "mla_decode (reference)"]["limit_us"] > 0
+    ours = by_name["generate", "converted"]
+    assert ours["tokens_per_s"] == pytest.approx(2e3 / ours["ms_per_token"]) and ours["first_token_ms"] > 0
+
+
+def test_nothing_is_checked_only_where_that_is_said(tiny_source, tiny_converted):
+    rows = model_latency(
+        tiny_source, tiny_converted, levels=("op", "step", "prefill", "e2e"), batch_sizes=[2], seqlens=[33],
+        new_tokens=3, check=False, device="cpu", **QUICK,
+    )  # fmt: skip
+    timed = [row for row in rows if "us_p50" in row]
+    assert len(timed) == 8 and {row["status"] for row in timed} == {NOT_CHECKED}
+    assert not any("error" in row for row in rows)
+
+
+@pytest.mark.parametrize("folder", ["tiny_source", "tiny_converted"])
+def test_a_cache_filled_with_noise_is_read_to_its_end(folder, request):
+    model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(folder))
+    ids = torch.arange(40).expand(2, -1)
+    step = _DecodeStep.filled(model, ids, 8)
+    before = step()
+    assert torch.equal(step(), before) and before.isfinite().all()
+    layer = step.cache.layers[0]
+    tensor = next(iter(layer.tensors.values())) if hasattr(layer, "tensors") else layer.values
+    last = (
+        tensor.flatten(0, 1)[38] if hasattr(layer, "tensors") else tensor[0, :, 38]
+    )  # the last one behind the new one
+    last.add_(1.0)
+    after = step()
+    assert not torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
+
+
+def test_too_little_memory_is_a_row(tiny_source, monkeypatch):
+    """No copy in float64, no lost rows: what fits is measured, what does not says so."""
+
+    def greedy(inputs: AttentionInputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total of 8 GiB.")
+
+    rows = attention_latency(
+        GEOMETRY, dtype=torch.float32, baselines={"greedy": greedy, "sdpa": sdpa_baseline}, **QUICK
+    )
+    assert [row["status"] for row in rows] == ["out of memory: Tried to allocate 20.00 GiB", "ok", "ok"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_source)
+    forward = type(model).forward
+
+    def too_long(self, input_ids=None, **keywords):
+        if input_ids.shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+        return forward(self, input_ids=input_ids, **keywords)
+
+    monkeypatch.setattr(type(model), "forward", too_long)
+    for level in ("step", "prefill"):
+        rows = list(forward_latency({"source": model}, levels=(level,), batch_sizes=(2, 3), seqlens=(9,), **QUICK))
+        assert [row["status"].partition(":")[0] for row in rows] == ["ok", "out of memory"]
+
+
+def test_float64_needs_no_copy_and_leaves_no_trace(tiny_source, tiny_converted):
+    ids = torch.arange(20)[None]
+    for folder in (tiny_source, tiny_converted):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        expected = copy.deepcopy(model).double()(input_ids=ids, use_cache=False).logits
+        before = {name: (id(each), each.detach().clone()) for name, each in model.named_parameters()}
+        with in_float64(model):
+            found = model(input_ids=ids, use_cache=False).logits
+        assert torch.equal(found, expected) and found.dtype == torch.float64
+        for name, each in model.named_parameters():
+            assert id(each) == before[name][0] and torch.equal(each, before[name][1])
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        with pytest.raises(IndexError), in_float64(model):
+            model(input_ids=ids + model.config.vocab_size, use_cache=False)
+        assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+
+
+class Stubborn(LlamaForCausalLM):
+    """Says the least likely token, with a cache."""
+
+    def forward(self, *args, past_key_values=None, **keywords):
+        out = super().forward(*args, past_key_values=past_key_values, **keywords)
+        if past_key_values is not None:
+            out.logits = -out.logits
+        return out
+
+
+def test_generated_tokens_that_are_wrong_get_no_speed(tiny_source):
+    model = Stubborn.from_pretrained(tiny_source)
+    (row,) = generate_latency({"source": model}, seqlens=(9,), new_tokens=3)
+    assert row["status"].startswith("wrong: token ") and "us_p50" not in row
+
+
+def test_published_rows_are_of_the_shapes_that_were_named(monkeypatch):
+    small = replace(published.PRESETS["llama-2-7b-decode"], published={(2, 16): (5.0, 3.0)})
+    monkeypatch.setattr(published, "PRESETS", {"llama-2-7b-decode": small})
+    rows = list(published.preset_latency("llama-2-7b-decode", dtype=torch.float32, device="cpu", **QUICK))
+    named = {row["implementation"]: row for row in rows}
+    assert list(named) == ["FlashAttention-2", "SDPA flash", "FlashAttention-3", "gqa_decode", "mla_decode (reference)"]
+    ours = named["mla_decode (reference)"]
+    assert ours["layers_ms"] == pytest.approx(32 * ours["us"] / 1e3) and ours["published_ms"] == 3.0
+    assert named["FlashAttention-2"]["status"].startswith("missing: ") and ours["speed_up"] == 1
+    with pytest.raises(ValueError, match="preset is 'llama-9'"):
+        next(published.preset_latency("llama-9"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"op": "prefill"}, "op is 'prefill'"),
+        ({"levels": ["attention"]}, r"levels is \['attention'\]"),
+        ({"new_tokens": 1}, "new_tokens is 1"),
         ({"batch_sizes": [0]}, r"batch_sizes is \[0\]"),
         ({"seqlens": []}, r"seqlens is \[\]"),
         ({"layer": 2}, "layer is 2; expected 0 to 1"),

@@ -1,0 +1,137 @@
+"""What ``eval latency`` does on the command line: checkpoints, random models or a published preset, timed and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from mha2mla.checkpoints import find_checkpoint
+from mha2mla.conversion.target import LayoutName
+from mha2mla.random_models import ShapeName, random_pair
+from mha2mla.verbs import Device, Dtype, show
+
+Level = Literal["op", "step", "prefill", "e2e"]
+PresetName = Literal["llama-2-7b-decode"]
+
+
+def eval_latency(
+    source: str | None = None,
+    converted: str | None = None,
+    /,
+    level: list[Level] | None = None,
+    batch_sizes: list[int] | None = None,
+    seqlens: list[int] | None = None,
+    new_tokens: int = 64,
+    random_weights: ShapeName | None = None,
+    layout: LayoutName | None = None,
+    cache_ratio: float | None = None,
+    kv_lora_rank: int | None = None,
+    qk_rope_head_dim: int | None = None,
+    layers: int | None = None,
+    preset: PresetName | None = None,
+    no_check: bool = False,
+    device: Device = None,
+    dtype: Dtype | None = None,
+    page_size: int = 64,
+    layer: int = 0,
+    backend: Literal["tilelang", "reference"] | None = None,
+    min_run_time: float = 0.5,
+    json: str | None = None,
+) -> int:
+    """Time of attention, steps, prompts and generate, source against converted; exit code 1 if any is wrong.
+
+    A speed is printed only after the same inputs passed a check against float64, or says that it was not checked. One
+    model is in memory at a time; what does not fit is a row that says so.
+
+    Args:
+        source: folder or hub id of the source checkpoint.
+        converted: folder or hub id of the converted checkpoint.
+        level: one or several of op (attention of one layer), step (a whole decode step), prefill (a prompt) and e2e
+            (generate: first token, further tokens, memory, largest batch); default op and step.
+        batch_sizes: sequences per call, such as 1,8; default those of 1, 8, 64 and 256 that fit.
+        seqlens: cached tokens, such as 512,2048 (the default).
+        new_tokens: that generate makes.
+        random_weights: in place of checkpoints: a well-known shape with random weights, and what converting it as
+            layout, cache_ratio and widths say would give.
+        layout: of the converted random model; default latent.
+        cache_ratio: of the converted random model; default 0.5.
+        kv_lora_rank: of the converted random model, in place of a ratio; needs qk_rope_head_dim.
+        qk_rope_head_dim: of the converted random model; needs kv_lora_rank.
+        layers: of both random models; default the shape's.
+        preset: in place of models: the attention op at shapes for which times were published, beside these.
+        no_check: compare nothing with float64, and say so in every row.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        dtype: what is computed in; default bfloat16 on CUDA, float32 on a CPU.
+        page_size: tokens per page in the attention op.
+        layer: whose geometry the attention op has.
+        backend: of the decode op; by default it chooses itself.
+        min_run_time: seconds of measurement per row.
+        json: also write the rows to this file, after each.
+
+    Example:
+        mha2mla eval latency path/to/llama path/to/llama-mla --batch-sizes 1,8 --seqlens 512,2048
+        mha2mla eval latency --random-weights llama-3-8b --level step e2e --seqlens 8192
+        mha2mla eval latency --preset llama-2-7b-decode
+    """
+    models = {"SOURCE and CONVERTED": source, "--random-weights": random_weights, "--preset": preset}
+    given = [name for name, value in models.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"models are given by {', '.join(given) or 'nothing'}; expected one of {'; '.join(models)}")
+    if source is not None and converted is None:
+        raise ValueError(f"CONVERTED is not given beside SOURCE {source!r}; expected the converted checkpoint")
+    if source is not None:
+        find_checkpoint(source, "source")
+        find_checkpoint(converted, "converted")
+    import torch
+
+    from mha2mla.environment import collect_environment, compute_device
+    from mha2mla.eval.measurement import wrong_rows
+    from mha2mla.eval.report import write_json
+
+    environment, device = collect_environment(), compute_device(device)
+    dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    fields: dict[str, Any] = {"source": source, "converted": converted}
+    title = f"{source} → {converted}"
+    if preset is not None:
+        fields, title = {"preset": preset}, preset
+    elif random_weights is not None:
+        target = {"layout": layout, "cache_ratio": cache_ratio}
+        target |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+        pair = random_pair(random_weights, target, layers, device, dtype)
+        source, converted = pair.source, pair.converted
+        fields = {"random_weights": random_weights, "geometry": str(pair.geometry), "layers": pair.layers}
+        title = f"{random_weights}, random weights, {pair.layers} layers → {pair.geometry}"
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        if json:
+            write_json(json, kind="latency", rows=rows, environment=environment, **fields)
+
+    options = {"device": device, "dtype": dtype, "min_run_time": min_run_time, "check": not no_check, "save": save}
+    if preset is not None:
+        rows, columns = _preset(preset, **options)
+    else:
+        options |= {"batch_sizes": batch_sizes, "seqlens": seqlens or [512, 2048], "new_tokens": new_tokens}
+        options |= {"page_size": page_size, "layer": layer, "backend": backend}
+        rows, columns = _models(source, converted, level or ["op", "step"], **options)
+    show(rows, columns, title=title, kind="latency", json=json, **fields)
+    return int(bool(wrong_rows(rows)))
+
+
+Measured = tuple[list[dict[str, Any]], Mapping[str, str]]  # rows and the columns of their table
+
+
+def _preset(name: PresetName, *, save: Callable[[list[dict[str, Any]]], None], **options: Any) -> Measured:
+    from mha2mla.eval import published
+
+    rows = []
+    for row in published.preset_latency(name, **options):
+        rows.append(row)
+        save(rows)
+    return rows, published.COLUMNS
+
+
+def _models(source: Any, converted: Any, levels: list[Level], **options: Any) -> Measured:
+    from mha2mla.eval.latency import model_latency
+    from mha2mla.eval.measurement import COLUMNS
+
+    return model_latency(source, converted, levels=levels, progress=True, **options), COLUMNS
