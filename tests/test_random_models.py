@@ -10,8 +10,8 @@ from mha2mla.random_models import SHAPES, converted_config, random_model, random
     ("name", "billions"),
     [
         ("llama-2-7b", 6.74), ("llama-2-13b", 13.02), ("llama-3-8b", 8.03), ("llama-3.2-1b", 1.24),
-        ("mistral-7b", 7.25), ("qwen2.5-0.5b", 0.494), ("qwen2.5-7b", 7.62), ("qwen3-8b", 8.19), ("smollm2-135m", 0.1345),
-        ("smollm2-1.7b", 1.71),
+        ("mistral-7b", 7.25), ("qwen2.5-0.5b", 0.494), ("qwen2.5-7b", 7.62), ("qwen3-8b", 8.19),
+        ("smollm2-135m", 0.1345), ("smollm2-1.7b", 1.71),
     ],
 )  # fmt: skip
 def test_shapes_have_as_many_parameters_as_their_models(name, billions):

@@ -35,7 +35,7 @@ def test_what_products_read():
     model = build("shared 448+64", 1, True, torch.device("cpu"), torch.float32)
     read = {row["product"]: row for row in products(model, 1e9)}
     assert read["query and latent"]["MB"] * 1e6 == 4 * 128 * (8 * (16 + 8) + 32 + 8)
-    assert read["W_UK"]["MB"] * 1e6 == 4 * 2 * 8 * 32 and read["down"]["limit_us"] == 4 * 96 * 128 / 1e9 * 1e6
+    assert read["W_UK"]["MB"] * 1e6 == 4 * 2 * 16 * 32 and read["down"]["limit_us"] == 4 * 96 * 128 / 1e9 * 1e6
 
 
 def test_what_is_said_of_a_timeline():
