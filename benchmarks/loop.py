@@ -24,16 +24,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import LlamaForCausalLM
 
-from benchmarks.generate import converted, llama_2_7b
 from benchmarks.runner import command
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.loop import Loop, Sampling
-from mha2mla.modeling import MHA2MLAForCausalLM, PagedSource, paged_model
+from mha2mla.modeling import PagedSource, paged_model
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.recorders import Recorder
+from mha2mla.random_models import converted_config, random_model, source_config
 
 COLUMNS = {
     "model": "model",
@@ -56,12 +55,13 @@ WARM_UP = 4  # steps, the graph's capture among them
 
 def build(name: str, layers: int, device: str) -> Any:
     """A random model: "mha", or "mla" at an eighth of its cache."""
-    shape = llama_2_7b(layers)
-    shape.max_position_embeddings = 2**17  # nobody reads a word of it
-    with torch.device(device):
-        if name == "mla":
-            return MHA2MLAForCausalLM._from_config(converted(shape), dtype=torch.bfloat16).eval()
-        model = LlamaForCausalLM._from_config(shape, dtype=torch.bfloat16, attn_implementation="mha2mla").eval()
+    shape = source_config("llama-2-7b", num_hidden_layers=layers)
+    if name == "mla":
+        shape = converted_config(shape, layout="per-group", kv_lora_rank=512, qk_rope_head_dim=16)
+    model = random_model(shape, device, torch.bfloat16)
+    if name == "mla":
+        return model
+    model.set_attn_implementation("mha2mla")
     return paged_model(model)
 
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import weight_bytes
-from mha2mla.modeling import MHA2MLAForCausalLM
+from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.random_models import ShapeName, converted_config, random_model, source_config
@@ -70,13 +70,18 @@ FREE += (
 )
 
 
-def build(layout: str, layers: int, small: bool, device: torch.device, dtype: torch.dtype) -> MHA2MLAForCausalLM:
-    """A random model of a layout."""
+def layout_config(layout: str, layers: int, small: bool = False) -> MHA2MLAConfig:
+    """Of a layout's model."""
     name, kv_heads, kind, widths, few = LAYOUTS[layout]
     changes = SMALL | {"num_key_value_heads": kv_heads} if small else {}
     source = source_config(name, num_hidden_layers=layers, **changes)
     rank, rope = few if small else widths
-    return random_model(converted_config(source, layout=kind, kv_lora_rank=rank, qk_rope_head_dim=rope), device, dtype)
+    return converted_config(source, layout=kind, kv_lora_rank=rank, qk_rope_head_dim=rope)
+
+
+def build(layout: str, layers: int, small: bool, device: torch.device, dtype: torch.dtype) -> MHA2MLAForCausalLM:
+    """A random model of a layout."""
+    return random_model(layout_config(layout, layers, small), device, dtype)
 
 
 @contextmanager

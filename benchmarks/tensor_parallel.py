@@ -23,13 +23,12 @@ from torch import Tensor, distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import LlamaConfig
 
 from benchmarks.runner import command
-from benchmarks.step_timeline import LAYOUTS, SIZES, SOURCES, captured, judge, prepared, replay_ms
+from benchmarks.step_timeline import captured, judge, layout_config, prepared, replay_ms
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+from mha2mla.modeling import MHA2MLAForCausalLM
 
 COLUMNS = {
     "gpus": "GPUs",
@@ -48,11 +47,7 @@ READ_RATE = 4e12
 
 def build(layers: int, gpus: int, layout: str = "per head 512+16") -> MHA2MLAForCausalLM:
     """A random model, on this rank's GPU the rank's part of it; the same numbers on all ranks where they share them."""
-    name, geometry, _ = LAYOUTS[layout]
-    source = LlamaConfig(**SIZES, **SOURCES[name], num_hidden_layers=layers)
-    config = MHA2MLAConfig(
-        source_config=source.to_dict(), v_head_dim=source.head_dim, softmax_scale=source.head_dim**-0.5, **geometry
-    )
+    config = layout_config(layout, layers)
     torch.manual_seed(0)
     if gpus == 1:
         with torch.device("cuda"):

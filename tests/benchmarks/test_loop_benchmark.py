@@ -2,23 +2,22 @@
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
-from benchmarks import generate, loop
-from mha2mla.modeling import MHA2MLAForCausalLM, paged_model
+from benchmarks import loop
+from mha2mla.modeling import paged_model
+from mha2mla.random_models import converted_config, random_model, source_config
 from tests.modeling.tape import Tape
 
 
 @pytest.mark.parametrize("name", ["mha", "mla"])
 def test_a_row(name):
-    shape = generate.llama_2_7b(1)
-    shape.update({"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "num_attention_heads": 4})
-    shape.update({"num_key_value_heads": 4, "head_dim": 16})
+    shape = source_config("tiny", num_key_value_heads=4)
     if name == "mla":
-        model = MHA2MLAForCausalLM._from_config(generate.converted(shape, 32, 4), dtype=torch.float32).eval()
-    else:
-        source = LlamaForCausalLM._from_config(shape, dtype=torch.float32, attn_implementation="mha2mla")
-        model = paged_model(source.eval())
+        shape = converted_config(shape, layout="per-group", kv_lora_rank=32, qk_rope_head_dim=4)
+    model = random_model(shape, "cpu", torch.float32)
+    if name == "mha":
+        model.set_attn_implementation("mha2mla")
+        model = paged_model(model)
     row = loop.measure(name, model, 3, 70, 5, recorder=Tape())
     assert row["status"] == "ok" and row["error"] < 1e-4
     assert set(loop.COLUMNS) - set(row) == {"of_source"}
