@@ -1,6 +1,6 @@
 """The Hugging Face model of a converted checkpoint: config, attention, cache, generation."""
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mha2mla.modeling import source_attention, tensor_parallel
 from mha2mla.modeling.attention import MLAAttention
@@ -8,6 +8,7 @@ from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.heads import MHA2MLAForSequenceClassification, MHA2MLAModel
 from mha2mla.modeling.model import MHA2MLAForCausalLM, MHA2MLAPreTrainedModel
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.modeling.pages import StaleBatchError
@@ -18,7 +19,9 @@ from mha2mla.modeling.source_model import PagedSource, paged_model
 source_attention.register()
 tensor_parallel.register()
 AutoConfig.register(MHA2MLAConfig.model_type, MHA2MLAConfig, exist_ok=True)
+AutoModel.register(MHA2MLAConfig, MHA2MLAModel, exist_ok=True)
 AutoModelForCausalLM.register(MHA2MLAConfig, MHA2MLAForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(MHA2MLAConfig, MHA2MLAForSequenceClassification, exist_ok=True)
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -30,6 +33,8 @@ __all__ = [
     "LayerAttention",
     "MHA2MLAConfig",
     "MHA2MLAForCausalLM",
+    "MHA2MLAForSequenceClassification",
+    "MHA2MLAModel",
     "MHA2MLAPreTrainedModel",
     "MLAAttention",
     "PagedCache",

@@ -61,6 +61,26 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
             layer.self_attn.init_weights(self.config.initializer_range or 0.02, theta)
 
 
+def build_base_model(config: MHA2MLAConfig) -> nn.Module:
+    """The source's own base model (``LlamaModel``, …) with an :class:`MLAAttention` in every layer.
+
+    Raises:
+        ValueError: its layers have no ``self_attn`` to replace.
+    """
+    source = config.build_source_config()
+    source._attn_implementation = config._attn_implementation
+    source.base_model_tp_plan = tensor_parallel_plan(source)
+    model = MODEL_MAPPING[type(source)](source)
+    layers = getattr(model, "layers", None)
+    if layers is None or not all(hasattr(layer, "self_attn") for layer in layers):
+        raise ValueError(
+            f"source_config['model_type'] is {source.model_type!r}; expected a family whose layers have a self_attn"
+        )
+    for layer_idx, layer in enumerate(layers):
+        layer.self_attn = MLAAttention(config, layer_idx, layer.self_attn)
+    return model
+
+
 class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
     """Causal language model of a converted checkpoint.
 
@@ -80,17 +100,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
 
     def __init__(self, config: MHA2MLAConfig) -> None:
         super().__init__(config)
-        source = config.build_source_config()
-        source._attn_implementation = config._attn_implementation
-        source.base_model_tp_plan = tensor_parallel_plan(source)
-        self.model = MODEL_MAPPING[type(source)](source)
-        layers = getattr(self.model, "layers", None)
-        if layers is None or not all(hasattr(layer, "self_attn") for layer in layers):
-            raise ValueError(
-                f"source_config['model_type'] is {source.model_type!r}; expected a family whose layers have a self_attn"
-            )
-        for layer_idx, layer in enumerate(layers):
-            layer.self_attn = MLAAttention(config, layer_idx, layer.self_attn)
+        self.model = build_base_model(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._length_watch = LengthWatch(config)
