@@ -328,6 +328,8 @@ def _check_capacity(
     last = MAX_SLOTS // page_size - 1 if num_pages is None else min(num_pages, MAX_SLOTS // page_size) - 1
     for sequence, mine in enumerate(pages):
         for page in mine:
+            if page == NO_PAGE:  # given back; what is written lies behind
+                continue
             if not 0 <= page <= last:
                 raise CacheCapacityError(f"pages[{sequence}] has page {page}; expected 0 to {last}")
             owners.setdefault(page, []).append(sequence)

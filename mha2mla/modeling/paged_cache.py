@@ -12,7 +12,7 @@ from torch import Tensor
 from mha2mla.kernels import MAX_BATCH
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
 from mha2mla.modeling.cache_layout import CacheLayout
-from mha2mla.modeling.pages import OutOfPagesError, PageAllocator, StaleBatchError
+from mha2mla.modeling.pages import NO_PAGE, OutOfPagesError, PageAllocator, StaleBatchError
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
 from mha2mla.modeling.step import AttentionStep, DecodePlans, mixed_plans
 
@@ -148,9 +148,35 @@ class PagedCache:
         """Forgets the tokens of a sequence from ``length`` on, such as rejected drafts.
 
         Raises:
-            ValueError: no such sequence, or ``length`` is negative or more than it has.
+            ValueError: no such sequence, ``length`` is negative or more than it has, or tokens that the next one would
+                see were given back.
         """
+        pages, window = self.allocator.pages(sequence), self.limits[0]
+        given = max((i + 1 for i, page in enumerate(pages) if page == NO_PAGE), default=0) * self.allocator.page_size
+        if given and length < (least := given - 1 + window):
+            raise ValueError(f"length is {length}; expected at least {least}: tokens before {given} were given back")
         self.allocator.truncate(sequence, length)
+
+    @property
+    def limits(self) -> tuple[int | None, int]:
+        """Window and sinks that hold what any layer sees; a window of None: some layer sees everything."""
+        windows, sinks = zip(*(layer.constants.limits for layer in self.layers), strict=True)
+        return (None if None in windows else max(windows)), max(sinks)
+
+    def give_back(self, sequence: int) -> int:
+        """Pages of a sequence that no further token sees, between attention sinks and window of all layers, are free
+        again. Run a batch that brings new tokens of the sequence before: afterwards it is stale.
+
+        Returns:
+            How many pages the sequence gave back; none where some layer sees everything.
+
+        Raises:
+            ValueError: no such sequence.
+        """
+        (window, sinks), length = self.limits, self.allocator.length(sequence)
+        if window is None or length + 1 - window <= sinks:
+            return 0
+        return self.allocator.give_back(sequence, sinks, length + 1 - window)
 
     def close(self, sequence: int) -> None:
         """Ends a sequence and gives its pages back."""

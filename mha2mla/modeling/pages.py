@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from mha2mla.kernels import MAX_SLOTS
 
-NO_PAGE = -1  # in a block table, behind a sequence's pages: no kernel looks there
+NO_PAGE = -1  # in a block table, behind a sequence's pages, or of one that it gave back: no kernel looks there
 
 
 class OutOfPagesError(RuntimeError):
@@ -99,7 +99,7 @@ class PageAllocator:
         return self._lengths[sequence]
 
     def pages(self, sequence: int) -> tuple[int, ...]:
-        """The pages of a sequence, in the order of its tokens."""
+        """The pages of a sequence, in the order of its tokens; NO_PAGE where it gave one back."""
         self._check(sequence)
         return tuple(self._pages[sequence])
 
@@ -222,6 +222,29 @@ class PageAllocator:
         self._lengths[sequence] = length
         self._changed(sequence)
 
+    def give_back(self, sequence: int, first: int, stop: int) -> int:
+        """Does without tokens ``first`` … ``stop - 1``, which nobody will look at again, with the pages that only they
+        needed. The sequence stays as long as it is. Batches made before are stale.
+
+        Returns:
+            How many pages the sequence gave back; those that others own too are not free by that.
+
+        Raises:
+            ValueError: no such sequence, or the tokens are not its own.
+        """
+        self._check(sequence)
+        length = self._lengths[sequence]
+        if not 0 <= first <= stop <= length:
+            raise ValueError(f"first and stop are {first} and {stop}; expected 0 to {length}, ascending")
+        mine = self._pages[sequence]
+        given = [i for i in range(self._pages_for(first), stop // self.page_size) if mine[i] != NO_PAGE]
+        for index in reversed(given):
+            self._release(mine[index])
+            mine[index] = NO_PAGE
+        if given:
+            self._changed(sequence)
+        return len(given)
+
     def fork(self, sequence: int) -> int:
         """A new sequence with the same tokens, on the same pages.
 
@@ -231,7 +254,8 @@ class PageAllocator:
         twin, self._next = self._next, self._next + 1
         self._pages[twin], self._lengths[twin] = list(self._pages[sequence]), self._lengths[sequence]
         for page in self._pages[twin]:
-            self._owners[page] += 1
+            if page != NO_PAGE:
+                self._owners[page] += 1
         self._changed(sequence, twin)
         return twin
 
@@ -281,6 +305,8 @@ class PageAllocator:
         return taken
 
     def _release(self, page: int) -> None:
+        if page == NO_PAGE:
+            return
         self._owners[page] -= 1
         if not self._owners[page]:
             self._free.append(page)

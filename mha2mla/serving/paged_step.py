@@ -18,7 +18,7 @@ from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, DecodePlan
 from mha2mla.modeling.batch import UniformBatch
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, Plan
 
-LayerKey = tuple[MLAGeometry, int | None]
+LayerKey = tuple[MLAGeometry, tuple[int | None, int]]
 
 
 def row_width(geometry: MLAGeometry) -> int:
@@ -73,7 +73,7 @@ class PagedStep:
 
     Attributes:
         batch: where the new tokens go.
-        plans: by geometry and window.
+        plans: by geometry, window and sinks.
     """
 
     batch: UniformBatch
@@ -99,7 +99,7 @@ class PagedStep:
 
 def key_of(layer: AttentionConstants) -> LayerKey:
     """What layers must share to share a plan."""
-    return layer.geometry, layer.window
+    return layer.geometry, layer.limits
 
 
 class StepPlanner:
@@ -177,7 +177,7 @@ class StepPlanner:
             cache = cache_views(rows, layer.geometry)
             plan = self._over_workspace(self.backend.plan_decode(cache, block_table, length, layer, self.dtype))
             # A schedule says which tokens go to which CTA: layers of other widths share it if they launch as many.
-            shared = schedules.setdefault((plan.num_ctas, layer.window), plan)
+            shared = schedules.setdefault((plan.num_ctas, layer.limits), plan)
             if shared is not plan:
                 plan = replace(plan, schedule=shared.schedule, splits=shared.splits)
             plans[key] = plan

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from mha2mla.modeling import LatentCache
+from mha2mla.modeling import LatentCache, StaleBatchError
 from tests.few import each
 from tests.modeling import models
 
@@ -198,3 +198,52 @@ def test_tokens_between_sinks_and_window_are_not_read():
             tensor.flatten(0, 1)[4 : 90 - 19] = torch.nan
     found = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((90, 91), (91, 95), (95, 120))]
     assert models.relative_error(torch.cat(found, 1), expected[:, 90:]) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["per-group", "latent"])
+@torch.no_grad()
+def test_pages_that_nobody_sees_are_given_back(case):
+    """A stream of any length takes a bounded number of pages; a fork keeps its own."""
+    model = model_in_float64(case, 30, 4)
+    ids = models.tokens(2, 200)
+    expected = masked(model, ids, [0, 0], 30, 4)
+    cache, done = model.paged_cache(num_pages=14, page_size=16), 0
+    first, second, fork = cache.open(), cache.open(), None
+    for count in (40, 1, 3, 30, 1, 25, 12, 20, 8, 30, 9, 20):
+        batch = cache.extend({first: count, second: count})
+        new = [ids[row, done : done + count] for row in range(2)]
+        step = cache.step(batch)
+        logits = batch.unflatten(model.forward_batch(batch.flatten(new), step, all_logits=True))
+        for row, mine in enumerate(logits):
+            assert models.relative_error(mine, expected[row, done : done + count]) < TOLERANCE
+        done += count
+        if done == 74:
+            fork = cache.fork(first)
+        gave = cache.give_back(first), cache.give_back(second)
+        assert sum(page >= 0 for page in cache.allocator.pages(first)) <= 1 + 3
+        if done == 74:
+            assert gave == (1, 1) and cache.allocator.pages(fork)[1] >= 0
+            with pytest.raises(StaleBatchError, match="was extended, cropped or forked"):
+                step.check()
+            cache.close(fork)
+    assert done == 199 and cache.allocator.num_free == 14 - 8
+    with pytest.raises(ValueError, match="length is 150; expected at least 189: tokens before 160 were given back"):
+        cache.crop(first, 150)
+    cache.crop(first, 190)
+    assert cache.give_back(first) == 0
+    cache.close(first)
+    cache.close(second)
+    assert cache.allocator.num_free == 14
+
+
+def test_a_layer_that_sees_everything_keeps_its_pages():
+    config = models.mla_config("some sliding")
+    cache = models.mla_model("some sliding").paged_cache(num_pages=9, page_size=16)
+    sequence = cache.open()
+    cache.extend({sequence: 100})
+    assert config.layer_attention_window(0) == cache.limits == (None, 0) and cache.give_back(sequence) == 0
+    with pytest.raises(ValueError, match="first and stop are 3 and 101; expected 0 to 100, ascending"):
+        cache.allocator.give_back(sequence, 3, 101)
+    assert cache.allocator.give_back(sequence, 3, 64) == 3 and cache.allocator.pages(sequence)[:5].count(-1) == 3
+    cache.close(sequence)
+    assert cache.allocator.num_free == 9
