@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
-from mha2mla import kernel_verbs, latency_verb, verbs
+from mha2mla import kernel_verbs, latency_verb, loop_verbs, verbs
 from mha2mla.conversion import presets, recipe
 from mha2mla.environment import installed_version
 from mha2mla.streams import forgiving_streams
@@ -31,6 +31,8 @@ VERBS: dict[str, Callable[..., int | None]] = {
     "eval latency": latency_verb.eval_latency,
     "check kernels": kernel_verbs.check_kernels,
     "tune": kernel_verbs.tune,
+    "generate": loop_verbs.generate,
+    "chat": loop_verbs.chat,
     "demo": verbs.demo,
     "inspect": verbs.inspect_checkpoint,
     "plot": verbs.plot,

@@ -43,7 +43,7 @@ def traffic(loop: Loop, seed: int, count: int = 12, scale: int = 1) -> list:
         if len(requests) < count and draw.random() < 0.8:
             own = [draw.randrange(3, 96) for _ in range(draw.randint(1, 25 * scale))]
             prompt = beginning[: draw.choice((0, 17, 30)) * scale] + own
-            requests.append(loop.add(prompt, Sampling(draw.randint(1, 40))))
+            requests.append(loop.add(prompt, Sampling(draw.randint(1, 40 * scale))))
         elif requests and len(requests) < count and draw.random() < 0.2:
             parent = draw.choice(requests)
             if len(parent.tokens) < 80 * scale:

@@ -35,7 +35,7 @@ def errors(model, loop: Loop) -> tuple[float, float]:
         return logits, ordered, slots
 
     loop.runner.run = noting
-    requests = traffic(loop, seed=5, count=16, scale=6)
+    requests = traffic(loop, seed=6, count=10, scale=6)
     assert loop.progress.preemptions and any(request.shared_tokens for request in requests)
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).float()
     for each in (plain, exact):

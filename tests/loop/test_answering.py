@@ -1,0 +1,170 @@
+"""The verbs generate and chat: answers are those of transformers, and what was written is not asked again."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import mha2mla
+from mha2mla.cli import main
+from mha2mla.loop import Loop, Sampling
+from mha2mla.loop.answering import Conversation, served, token_ids
+from mha2mla.loop.prompts import Answers, read_prompts
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = ["Keys and values", "Keys and queries, and more", "Light"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def run(*argv) -> int:
+    return main([str(argument) for argument in argv])
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def expected(folder: Path, prompt: str, new_tokens: int) -> str:
+    model, tokenizer = mha2mla.load(folder, device="cpu")
+    ids = torch.tensor([tokenizer(prompt).input_ids])
+    out = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": text, "id": number, "label": "x"}) for number, text in enumerate(PROMPTS)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("which", ["tiny_converted", "tiny_source"])
+def test_a_file_is_answered_and_gone_on_with(which, prompts, tmp_path, request, capsys):
+    folder = request.getfixturevalue(which)
+    output, report = tmp_path / "out" / "answers.jsonl", tmp_path / "report.json"
+    keys = ("--output", output, "--max-new-tokens", 6, "--device", "cpu", "--max-length", 200)
+    assert run("generate", folder, "--file", prompts, *keys, "--json", report) == 0
+    assert "3 answers, 0 found: 18 tokens" in capsys.readouterr().out
+    found = rows(output)
+    assert {row["id"]: row["answer"] for row in found} == {
+        number: expected(folder, text, 6) for number, text in enumerate(PROMPTS)
+    }
+    assert all(row["label"] == "x" and row["new_tokens"] == 6 and row["finished"] == "length" for row in found)
+    measured = json.loads(report.read_text())["rows"][0]
+    assert measured["new_tokens"] == 18 and measured["tokens_per_second"] > 0 < measured["cache_bytes_per_token"]
+
+    output.write_text("\n".join(output.read_text().splitlines()[:2]) + '\n{"prompt": "Li')  # killed while it wrote
+    assert run("generate", folder, "--file", prompts, *keys) == 0
+    assert "1 answers, 2 found" in capsys.readouterr().out
+    assert sorted(row["answer"] for row in rows(output)) == sorted(row["answer"] for row in found)
+    assert run("generate", folder, "--file", prompts, *keys) == 0
+    assert "all 3 prompts have answers" in capsys.readouterr().out
+
+    assert run("generate", folder, "--file", prompts, *keys, "--seed", 5) == 2
+    assert "has answers of" in capsys.readouterr().err
+    assert run("generate", folder, "--prompt", "Light", *keys, "--seed", 5, "--overwrite") == 0
+    assert [row["prompt"] for row in rows(output)] == ["Light"]
+
+
+def test_prompts_on_the_command_line(tiny_converted, capsys):
+    options = ("--max-new-tokens", 5, "--device", "cpu", "--max-length", 100)
+    assert run("generate", tiny_converted, "--prompt", *PROMPTS[:2], *options) == 0
+    out = capsys.readouterr().out
+    assert all(text + expected(tiny_converted, text, 5) in out for text in PROMPTS[:2])
+    assert run("generate", tiny_converted, *options) == 2
+    assert "--prompt and --file are not given" in capsys.readouterr().err
+    assert run("generate", tiny_converted, "--prompt", "x" * 300, *options) == 2
+    assert "prompt 1: prompt and answer have up to" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_is_finished(tiny_converted, tmp_path):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{number} keys"}) + "\n" for number in range(4000)))
+    command = [sys.executable, "-m", "mha2mla", "generate", str(tiny_converted), "--file", str(prompts)]
+    command += ["--output", str(output), "--max-new-tokens", "8", "--max-sequences", "4", "--device", "cpu"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
+    until = time.monotonic() + 100
+    while time.monotonic() < until and not (output.exists() and output.read_text().count("\n") > 3):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in said
+    assert 3 < len(rows(output)) < 4000
+
+
+def test_lines_that_are_no_prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    for text, what in (("{", "is no JSON"), ('{"text": 1}', "expected an object"), ('{"prompt": 1}', "expected")):
+        path.write_text('{"prompt": "a"}\n\n' + text + "\n")
+        with pytest.raises(ValueError, match=f"line 3 .*{what}"):
+            read_prompts(path)
+    path.write_text('{"other": 1}\n')
+    with pytest.raises(ValueError, match="line 1 is no answer"):
+        Answers(path, {"model": "m"})
+
+
+def test_equal_prompts_are_answered_as_often_as_they_are_asked(tmp_path):
+    answers = Answers(tmp_path / "out", {"model": "m"})
+    task = {"prompt": "a"}
+    answers.write(task, answer="b")
+    answers.close()
+    assert Answers(tmp_path / "out", {"model": "m"}).remaining([task, task, {"prompt": "c"}]) == [
+        (1, task), (2, {"prompt": "c"}),
+    ]  # fmt: skip
+
+
+def test_messages_need_a_template(tiny_converted):
+    _, tokenizer = mha2mla.load(tiny_converted, device="cpu")
+    messages = [{"role": "user", "content": "Light"}]
+    with pytest.raises(ValueError, match="no chat template"):
+        token_ids(tokenizer, {"messages": messages}, False)
+    tokenizer.chat_template = TEMPLATE
+    asked = tokenizer("<u>Light<a>", add_special_tokens=False).input_ids
+    assert (
+        token_ids(tokenizer, {"messages": messages}, False) == token_ids(tokenizer, {"prompt": "Light"}, True) == asked
+    )
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_a_conversation_goes_on_over_what_it_cached(tiny_converted, template):
+    model, tokenizer = mha2mla.load(tiny_converted, device="cpu")
+    tokenizer.chat_template = template
+    talk = Conversation(model, tokenizer, Sampling(9), max_length=300, page_size=8)
+    first = "".join(talk.say("Keys and values are cached"))
+    requests, add = [], talk._loop.add
+    talk._loop.add = lambda *given: requests.append(add(*given)) or requests[-1]
+    second = "".join(talk.say(" and again"))
+    texts = ["Keys and values are cached", first, " and again"]
+    whole = (
+        "".join(f"<{role}>{text}" for role, text in zip("uau", texts, strict=True)) + "<a>"
+        if template
+        else "".join(texts)
+    )
+    loop = Loop(served(model), max_length=300, num_pages=64)
+    alone = loop.add(tokenizer(whole, add_special_tokens=template is None).input_ids, Sampling(9))
+    loop.run()
+    assert second == tokenizer.decode(alone.answer, skip_special_tokens=True)
+    assert requests[0].shared_tokens >= 16
+    assert talk.last.new_tokens == len(alone.answer) and 0 < talk.last.first_seconds <= talk.last.seconds
+    assert talk.last.cache_bytes == len(alone.tokens) * model.config.cache_bytes_per_token(4)
+
+
+def test_two_models_answer_one_after_another(tiny_converted, tiny_source, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Keys\n/new\nLight\n"))
+    options = ("--max-new-tokens", 4, "--max-length", 100, "--device", "cpu")
+    assert run("chat", tiny_converted, "--beside", tiny_source, *options) == 0
+    out = capsys.readouterr().out
+    for folder in (tiny_converted, tiny_source):
+        assert out.count(f"{folder}:") == 2 and expected(folder, "Light", 4) in out
+    assert out.count("bytes cached]") == 4
