@@ -326,9 +326,9 @@ def _check_capacity(
 ) -> None:
     owners: dict[int, list[int]] = {}
     last = MAX_SLOTS // page_size - 1 if num_pages is None else min(num_pages, MAX_SLOTS // page_size) - 1
-    for sequence, mine in enumerate(pages):
-        for page in mine:
-            if page == NO_PAGE:  # given back; what is written lies behind
+    for sequence, (old, mine) in enumerate(zip(cached_lengths, pages, strict=True)):
+        for place, page in enumerate(mine):
+            if page == NO_PAGE and place < old // page_size:  # given back; what is written lies behind
                 continue
             if not 0 <= page <= last:
                 raise CacheCapacityError(f"pages[{sequence}] has page {page}; expected 0 to {last}")

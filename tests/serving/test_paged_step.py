@@ -52,7 +52,7 @@ class Engine:
 
     def __init__(self, model, num_pages: int = 24):
         self.model, self.config = model, model.config
-        constants = [self.config.attention_constants(i) for i in range(self.config.num_hidden_layers)]
+        constants = self.config.attention_constants()
         self.constants = constants
         self.rows = [torch.full((num_pages, PAGE, row_width(c.geometry)), float("nan")) for c in constants]
         for rows in self.rows:
@@ -138,7 +138,7 @@ def test_prompts_chunks_and_decode_steps_are_the_models_forward(case):
 
 def test_decode_plans_stay_where_they_are():
     config = mla_model("per layer").config
-    layers = [config.attention_constants(i) for i in range(2)]
+    layers = config.attention_constants()
     widths = {row_width(layer.geometry) for layer in layers}
     assert len(widths) == 2  # so each has a planner of its own
     planner = StepPlanner(layers[:1], BACKEND, torch.float32, 8, torch.device("cpu"))
