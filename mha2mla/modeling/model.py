@@ -343,19 +343,22 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             page_size: tokens per page.
 
         Raises:
-            ValueError: ``config.attention_backend`` is no backend's name, or it refuses a layer, with the reason.
+            ValueError: ``config.attention_backend`` is no backend's name, or it refuses a layer, with the reason; or
+                layers run on several devices.
 
         Warns:
             UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
         """
-        device = self._execution_device()
+        device, *others = dict.fromkeys(map(self._execution_device, range(len(self.model.layers))))
+        if others:
+            raise ValueError(f"layers run on {device} and {others[0]}; expected one device, or generate")
         backends = batch_backends(self.config, device, self.dtype, page_size)
         layers = list(zip(backends, self.config.attention_constants(), strict=True))
         return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=device)
 
-    def _execution_device(self) -> torch.device:
-        """Where the first layer runs; the device of a weight that is offloaded is "meta" until it does."""
-        attention = self.model.layers[0].self_attn
+    def _execution_device(self, layer_idx: int = 0) -> torch.device:
+        """Where a layer runs; the device of a weight that is offloaded is "meta" until it does."""
+        attention = self.model.layers[layer_idx].self_attn
         weight, hook = attention.v_b_proj, getattr(attention, "_hf_hook", None)
         if weight.device.type == "meta" and getattr(hook, "execution_device", None) is not None:
             return torch.device(hook.execution_device)

@@ -57,3 +57,5 @@ def test_layers_on_two_devices(tmp_path):
     spread = MHA2MLAForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, device_map="auto", max_memory=limits)
     assert {parameter.device.index for parameter in spread.parameters()} == {0, 1}
     assert torch.equal(spread.eval().generate(**given, **OPTIONS).cpu(), expected.cpu())
+    with pytest.raises(ValueError, match="layers run on cuda:0 and cuda:1"):
+        spread.paged_cache(num_pages=2)

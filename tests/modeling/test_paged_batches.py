@@ -1,6 +1,7 @@
 """A model over ragged batches: prompts in chunks beside decodes, forks, padding; equal to one sequence at a time."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,14 @@ def test_padding_rows_and_tokens_change_nothing():
         assert all(torch.isfinite(tensor).all() for tensors in cache.tensors for tensor in tensors.values())
     for one, two in zip(*(result.values() for result in results), strict=True):
         assert models.relative_error(one, two) < 1e-6
+
+
+def test_layers_on_several_devices_are_refused():
+    model = models.mla_model()
+    attention = model.model.layers[1].self_attn.to("meta")
+    attention._hf_hook = SimpleNamespace(execution_device="cuda:1")
+    with pytest.raises(ValueError, match="layers run on cpu and cuda:1; expected one device, or generate"):
+        model.paged_cache(num_pages=2)
 
 
 @torch.no_grad()
