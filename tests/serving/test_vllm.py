@@ -1,0 +1,157 @@
+"""The plug-in inside vLLM: on a CPU its own layers and cache groups around the reference ops; on a GPU, its engine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.modeling.full_rank import full_rank
+from tests.modeling.models import TOLERANCE, mla_model, relative_error, source_model, tokens
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("vllm", reason="vLLM is not installed (docs/serving.md)")
+PAGE = 64
+# name -> a model that vLLM's layers are put together for; ranks that differ by layer in two of them.
+MODELS = {
+    "per-group": lambda: mla_model("per-group"),
+    "per layer": lambda: mla_model("per layer"),
+    "latent per layer": lambda: mla_model("latent per layer"),
+    "latent qk-norm": lambda: mla_model("latent qk-norm"),
+    "sliding": lambda: mla_model("sliding"),
+    "maps per query head": lambda: mla_model("maps per query head"),
+    "olmo2": lambda: full_rank(source_model("olmo2")),
+    "gemma3": lambda: full_rank(source_model("gemma3"), rope_from_latent=True),
+}
+CODE = "import sys; from tests.serving.test_vllm import steps_on_a_cpu; steps_on_a_cpu(sys.argv[1], sys.argv[2])"
+
+
+class Engine:
+    """vLLM's model, cache groups and our metadata builder, without its scheduler."""
+
+    def __init__(self, folder: str, model: torch.nn.Module) -> None:
+        from vllm.config import CompilationConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+        from vllm.config import set_current_vllm_config as current
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+        from vllm.v1.worker.gpu import attn_utils
+
+        from mha2mla.serving.vllm_model import VLLMForCausalLM
+
+        scheduler = SchedulerConfig(
+            max_num_batched_tokens=256, max_num_seqs=8, max_model_len=256, is_encoder_decoder=False
+        )
+        self.config = config = VllmConfig(
+            model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=256),
+            device_config=DeviceConfig(device="cpu"),
+            scheduler_config=scheduler,
+            compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
+        )
+        config.cache_config.block_size = PAGE
+        with current(config):
+            store = f"file://{folder}/store"
+            init_distributed_environment(
+                world_size=1, rank=0, local_rank=0, distributed_init_method=store, backend="gloo"
+            )
+            initialize_model_parallel(1)
+            self.model = VLLMForCausalLM(vllm_config=config)
+            loaded = self.model.load_weights(iter(model.state_dict().items()))
+            assert {name for name, _ in self.model.named_parameters()} <= loaded
+            self.specs = attn_utils.get_kv_cache_spec(config)
+            groups = get_kv_cache_groups(config, self.specs)
+            assert len(groups) == 1  # one block table, whatever the widths of the layers' rows
+            self.cache = get_kv_cache_config_from_groups(config, groups, 10_000_000)
+            device, context = torch.device("cpu"), config.compilation_config.static_forward_context
+            self.groups, _, sizes = attn_utils.init_attn_backend(self.cache, config, device)
+            attn_utils.init_kv_cache([], context, self.cache, self.groups, device, "auto", sizes, config)
+            for layer, name in enumerate(self.specs):
+                width = model.config.layer_geometry(layer).cache_numel_per_token
+                assert tuple(context[name].kv_cache.shape[1:]) == (PAGE, width)
+
+    @torch.no_grad()
+    def step(self, ids: list[torch.Tensor], begins: list[int], tables: list[list[int]], pad: int) -> list[torch.Tensor]:
+        """Logits of new tokens ``ids`` of sequences with ``begins`` cached ones, and ``pad`` rows of padding."""
+        from vllm.config import set_current_vllm_config
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+
+        lengths = [len(each) for each in ids]
+        totals = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        count, rest = sum(lengths), torch.zeros(pad, dtype=torch.long)
+        bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), *[count] * pad], dtype=torch.int32)
+        at = [torch.arange(begin, total) for begin, total in zip(begins, totals, strict=True)]
+        slots = [torch.tensor(table)[p // PAGE] * PAGE + p % PAGE for p, table in zip(at, tables, strict=True)]
+        positions, slots = torch.cat([*at, rest]), torch.cat([*slots, rest - 1])
+        seqlens = torch.tensor([*totals, *rest], dtype=torch.int32)
+        table = torch.tensor([*tables, *[[0] * len(tables[0])] * pad], dtype=torch.int32)
+        metadata = build_attn_metadata(
+            self.groups, len(seqlens), count + pad, bounds, bounds, max(lengths), seqlens, 256, [table], [slots],
+            self.cache, seq_lens_cpu_upper_bound=seqlens, positions=positions,
+        )  # fmt: skip
+        mapping = dict.fromkeys(self.specs, slots)
+        with (
+            set_current_vllm_config(self.config),
+            set_forward_context(metadata, self.config, num_tokens=count + pad, slot_mapping=mapping),
+        ):
+            hidden = self.model(torch.cat([*ids, rest]), positions)
+        return F.linear(hidden, self.model.lm_head.weight)[:count].split(lengths)
+
+
+def steps_on_a_cpu(name: str, folder: str) -> None:
+    """In a process of its own: vLLM's groups of ranks are global."""
+    import mha2mla.serving.vllm_attention as attention
+    from mha2mla.serving.plugin import register
+
+    attention.SERVED_BY = "mla_reference"  # the kernels' oracle
+    register()
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    model.config.architectures = ["MHA2MLAForCausalLM"]
+    model.save_pretrained(folder)
+    engine, ids = Engine(folder, model), [tokens(1, 150)[0], tokens(1, 90)[0]]
+    tables, got = [[5, 2, 7], [3, 6, 0]], [[], []]
+    for parts, pad in (
+        ({0: (0, 100)}, 0),
+        ({0: (100, 148), 1: (0, 88)}, 0),  # a chunk beside a prompt
+        ({0: (148, 149), 1: (88, 89)}, 2),  # as in a CUDA graph of four sequences
+        ({0: (149, 150), 1: (89, 90)}, 0),
+    ):
+        begins = [begin for begin, _ in parts.values()]
+        new = [ids[sequence][slice(*part)] for sequence, part in parts.items()]
+        for sequence, rows in zip(parts, engine.step(new, begins, [tables[s] for s in parts], pad), strict=True):
+            got[sequence].append(rows)
+    for mine, sequence in zip(got, ids, strict=True):
+        with torch.no_grad():
+            expected = model(sequence[None]).logits[0]
+        assert relative_error(torch.cat(mine)[:, : expected.shape[1]], expected) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_vllms_layers_around_our_attention_give_the_models_logits(name, tmp_path):
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, name, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["random:latent", "--requests", "40"],
+        ["random:shared", "--chunk", "256"],
+        ["random:per-group", "--no-prefix-caching", "--eager"],
+        ["random:by-layer", "--blocks", "48", "--requests", "40"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_the_engines_tokens_are_transformers(options):
+    command = [sys.executable, "benchmarks/vllm_serving.py", "exact", *options, "--tokens", "64", "--cache-gb", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
