@@ -174,11 +174,12 @@ def prefill_cases() -> list[SpeedCase]:
     """Varlen prefill; targets are shares of FlashAttention-3's speed."""
     cases = []
 
-    def add(name: str, heads, widths, key_heads, d_v, lengths, share=None, masks=(True,)) -> None:
+    def add(name: str, heads, widths, key_heads, d_v, lengths, share=None, masks=(True,), **limits: int) -> None:
         target = NO_TARGET if share is None else Target(peers=(FA3_PREFILL, 1 / share))
         for causal in masks:
-            problem = PrefillProblem(heads, widths, key_heads, d_v, lengths, causal=causal, behind=0)
-            cases.append(SpeedCase(f"{name} {'causal' if causal else 'full'}", problem, target))
+            problem = PrefillProblem(heads, widths, key_heads, d_v, lengths, causal=causal, behind=0, **limits)
+            kind = f"w{problem.window}+{problem.sinks}" if limits else "causal" if causal else "full"
+            cases.append(SpeedCase(f"{name} {kind}", problem, target))
 
     long, both = ((8192, 8192),), (True, False)
     various = tuple((length, length) for length in mixed_lengths(16, 64, 8192))
@@ -196,6 +197,8 @@ def prefill_cases() -> list[SpeedCase]:
     add("H32 80/80 1x8192", 32, (80,), (32,), 80, long)
     add("H32 96/96 1x8192", 32, (96,), (32,), 96, long)
     add("H16 256/256 1x8192", 16, (256,), (16,), 256, long)
+    for window, sinks in ((1024, 4), (8192, 0)):  # the second sees all: what a mask in question costs
+        add("H32/8 128/128 1x8192", 32, (128,), (8,), 128, long, window=window, sinks=sinks)
     return cases
 
 

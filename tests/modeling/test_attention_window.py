@@ -127,8 +127,7 @@ def greedy(model, ids: torch.Tensor, starts: list[int], window: int, sinks: int,
     return ids
 
 
-@pytest.mark.parametrize("backend", [None, "mla_reference", "mla_expanded"])
-@pytest.mark.parametrize("case", ["per-group", "latent", "some sliding"])
+@each("case, backend", ["per-group", "latent", "some sliding"], [None, "mla_reference", "mla_expanded"])
 def test_generate_takes_a_window_for_one_call(case, backend):
     """And says what the masked model says, whatever serves it; the config, and other calls, stay as they are."""
     model, starts = model_in_float64(case), [0, 4]
