@@ -235,7 +235,8 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
 
     One of eval quality: the ratio by position in the window, and probes. Those of eval quality and eval latency of the
     same checkpoints, or of benchmarks/loss_and_time.py: loss against the time of a decode call. Those of
-    benchmarks/conversion.py: loss against the window's length, and against cached bytes.
+    benchmarks/conversion.py: loss against the window's length, and against cached bytes. Those of eval latency with
+    rows of its level e2e alone: tokens per second and the largest batch against context.
 
     Args:
         picture: PNG or SVG file to write.

@@ -77,6 +77,7 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
     One of ``eval quality`` gives :func:`plot_quality`; those of several checkpoints beside those of ``eval latency`` of
     the same checkpoints, or of ``benchmarks/loss_and_time.py``, loss against the time of a decode call; those of
     ``benchmarks/conversion.py``, loss against the length of the window at the largest cache, and against cached bytes.
+    Those of ``eval latency --level e2e`` without any losses: tokens per second and the largest batch against context.
 
     Args:
         reports: what the files hold.
@@ -97,7 +98,13 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
     timed = [row for each in reports if each.get("kind") == "loss-and-time" for row in each["rows"]]
     for what, points in _times_and_losses(**of_kind, timed=timed).items():
         panels.append(partial(_draw_losses, points, what))
-    if panels:
+    generated = [(each, rows) for each in of_kind["latency"] if (rows := _generated(each))]
+    if generated and not panels and not of_kind["quality"]:
+        speeds, batches = speeds_and_batches([row for _, rows in generated for row in rows])
+        panels = [partial(_draw_contexts, speeds, "tokens / s, all sequences")]
+        panels += [partial(_draw_contexts, batches, "largest batch (estimated)")] if batches else []
+        _picture(panels, path, title="; ".join(dict.fromkeys(_timed_models(each) for each, _ in generated)))
+    elif panels:
         models = dict.fromkeys(each["measured"]["model"] for each in reports if "measured" in each)
         _picture(panels, path, title="; ".join([*models, "the text that loses most"]))
     elif len(of_kind["quality"]) == 1:
@@ -106,12 +113,40 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
         kinds = ", ".join(str(each.get("kind")) for each in reports)
         raise ValueError(
             f"reports are of kind {kinds}; expected one of 'quality', 'quality' and 'latency' of the same checkpoints,"
-            " 'conversion', or 'loss-and-time'"
+            " 'latency' with rows of --level e2e, 'conversion', or 'loss-and-time'"
         )
 
 
 def _name(report: Mapping[str, Any]) -> str:
     return Path(report["converted"]).name
+
+
+def _timed_models(report: Mapping[str, Any]) -> str:
+    """What a report of ``eval latency`` is about, and on which device."""
+    gpu = report.get("environment", {}).get("gpu")
+    what = f"{Path(report['source']).name} → {_name(report)}" if report.get("source") else None
+    what = what or f"{report['random_weights']}, random weights → {report['geometry']}"
+    return what if gpu is None else f"{what}, {gpu}"
+
+
+def _generated(report: Mapping[str, Any]) -> list[Row]:
+    """Its rows of ``generate`` that have a time."""
+    return [row for row in report["rows"] if row["op"] == "generate" and row.get("tokens_per_s") is not None]
+
+
+def speeds_and_batches(rows: Sequence[Row]) -> tuple[Points, Points]:
+    """Of ``generate``: implementation and batch → (context, tokens a second); implementation → (context, largest
+    batch), as the largest batch that was measured there lets expect."""
+    speeds: Points = {}
+    largest: dict[str, dict[float, tuple[int, float]]] = {}
+    for row in sorted(rows, key=lambda row: (row["implementation"] != "source", row["batch"], row["seqlen"])):
+        point = (row["seqlen"], row["tokens_per_s"])
+        speeds.setdefault(f"{row['implementation']}, batch {row['batch']}", []).append(point)
+        if row.get("largest_batch"):
+            found = largest.setdefault(row["implementation"], {})
+            found[row["seqlen"]] = max(found.get(row["seqlen"], (0, 0)), (row["batch"], row["largest_batch"]))
+    batches = {name: sorted((x, batch) for x, (_, batch) in found.items()) for name, found in largest.items()}
+    return speeds, batches
 
 
 def _presets(rows: Sequence[Row]) -> list[Row]:
@@ -159,7 +194,7 @@ def _times_and_losses(
             float(row["perplexity_ratio"]) for row in report["rows"] if row["seqlen"] == longest
         )
     found: dict[str, Points] = {}
-    for report in latency:
+    for report in (each for each in latency if each.get("converted")):
         ours = [row for row in report["rows"] if row["implementation"].startswith(("converted", "mla_decode"))]
         for row in ours if _name(report) in losses else ():
             if row["status"] == "ok":
@@ -244,6 +279,24 @@ def _draw_probes(rows: Sequence[Row], axes: Any) -> None:
     axes.set_ylabel("gain (nats a token)" if is_gain else "right choices (dotted: chance)")
     axes.grid(axis="y", alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
+
+
+def _draw_contexts(points: Points, what: str, axes: Any) -> None:
+    """A curve for each name over the context, both axes logarithmic; the source's dashed, a colour for each batch."""
+    lengths = sorted({x for found in points.values() for x, _ in found})
+    batches = list(dict.fromkeys(name.partition(",")[2] for name in points))
+    for name, found in points.items():
+        implementation, _, batch = name.partition(",")
+        style = "--" if implementation == "source" else "-"
+        color = f"C{batches.index(batch)}"
+        axes.plot(*zip(*found, strict=True), style, color=color, marker="o", markersize=4, linewidth=1.2, label=name)
+    axes.set(xlabel="context (tokens)", ylabel=what, xscale="log", yscale="log")
+    axes.set_xticks(lengths, [f"{length:,.0f}" for length in lengths])
+    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    axes.legend(**_BESIDE)
 
 
 def _draw_losses(points: Points, what: str, axes: Any) -> None:

@@ -138,6 +138,38 @@ def test_losses_are_drawn_against_the_time_of_the_same_checkpoints(tmp_path):
     assert "decode step, 8 × 2,048: µs" in _drawn(tmp_path, *reports)
 
 
+def _generate_row(implementation, batch, seqlen, tokens_per_s, largest_batch):
+    row = {"op": "generate", "implementation": implementation, "batch": batch, "seqlen": seqlen, "status": "ok"}
+    return row | {"tokens_per_s": tokens_per_s, "largest_batch": largest_batch}
+
+
+def test_tokens_and_batches_are_drawn_against_the_context(tmp_path):
+    rows = [
+        _generate_row(name, batch, seqlen, speed * batch * 1000.0 / seqlen, int(speed * 1e5 / seqlen) - batch)
+        for name, speed in (("converted", 8), ("source", 1))
+        for batch in (8, 1)
+        for seqlen in (4096, 1024)
+    ]
+    full = {"op": "generate", "implementation": "source", "batch": 64, "seqlen": 4096, "status": "out of memory: 9 GiB"}
+    rows += [full, {"op": "decode step", "implementation": "source", "batch": 1, "seqlen": 512, "status": "ok"}]
+    speeds, batches = plots.speeds_and_batches([row for row in rows if "tokens_per_s" in row])
+    assert list(speeds) == ["source, batch 1", "source, batch 8", "converted, batch 1", "converted, batch 8"]
+    assert speeds["converted, batch 8"] == [(1024, 62.5), (4096, 15.625)]
+    assert batches["source"] == [(1024, 97 - 8), (4096, 24 - 8)], "of the largest batch measured there"
+    report = {"kind": "latency", "random_weights": "llama-2-7b", "geometry": "H=32 G=32", "rows": rows}
+    svg = _drawn(tmp_path, report, report | {"rows": rows[:1]}, {"kind": "latency", "preset": "x", "rows": rows[-1:]})
+    for text in ("llama-2-7b, random weights → H=32 G=32", "tokens / s", "largest batch", "source, batch 8"):
+        assert text in svg
+    assert "4,096</text>" in svg and "512</text>" not in svg
+
+
+def test_latencies_without_generate_or_losses_are_no_picture(tmp_path, capsys):
+    report = {"kind": "latency", "random_weights": "tiny", "geometry": "H=4", "rows": []}
+    (tmp_path / "latency.json").write_text(json.dumps(report))
+    assert main(["plot", str(tmp_path / "plot.png"), str(tmp_path / "latency.json")]) == 2
+    assert "'latency' with rows of --level e2e" in capsys.readouterr().err
+
+
 def test_files_that_say_nothing_of_a_conversion_are_refused(tmp_path, capsys):
     (tmp_path / "env.json").write_text(json.dumps({"kind": "environment", "rows": []}))
     assert main(["plot", str(tmp_path / "plot.png"), str(tmp_path / "env.json")]) == 2
