@@ -189,7 +189,7 @@ def test_a_wrong_latency_row_is_exit_code_1(tiny_source, tiny_converted, tmp_pat
         return lambda: right() * 1.01
 
     report = tmp_path / "latency.json"
-    quick = ("--op", "attention", "--batch-sizes", "[1]", "--seqlens", "[32]", "--min-run-time", 0.002)
+    quick = ("--level", "op", "--batch-sizes", "[1]", "--seqlens", "[32]", "--min-run-time", 0.002)
     command = ("eval", "latency", tiny_source, tiny_converted, *quick, "--device", "cpu", "--json", report)
     assert run(*command) == 0
     monkeypatch.setitem(op_latency.BASELINES, "torch SDPA", wrong)
@@ -197,6 +197,31 @@ def test_a_wrong_latency_row_is_exit_code_1(tiny_source, tiny_converted, tmp_pat
     assert "wrong" in capsys.readouterr().out
     row = next(row for row in json.loads(report.read_text())["rows"] if row["implementation"] == "torch SDPA")
     assert row["status"].startswith("wrong: ") and "us_p50" not in row
+
+
+def test_latency_of_random_weights_needs_no_checkpoint(tmp_path, capsys):
+    report = tmp_path / "latency.json"
+    quick = ("--batch-sizes", "2", "--seqlens", "8", "--new-tokens", "2", "--min-run-time", 0.002, "--device", "cpu")
+    command = ("eval", "latency", "--random-weights", "tiny", "--layers", "1", "--no-check", *quick)
+    assert run(*command, "--level", "step", "e2e", "--layout", "per-group", "--json", report) == 0
+    written = json.loads(report.read_text())
+    assert (written["random_weights"], written["layers"]) == ("tiny", 1)
+    assert [row["status"] for row in written["rows"]] == ["not checked"] * 4
+    assert "tiny, random weights, 1 layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "models are given by nothing"),
+        (("a", "b", "--preset", "llama-2-7b-decode"), "models are given by SOURCE and CONVERTED, --preset"),
+        (("a",), "CONVERTED is not given beside SOURCE 'a'"),
+        (("--random-weights", "tiny", "--kv-lora-rank", "8"), "qk_rope_head_dim is not given"),
+    ],
+)
+def test_latency_says_which_models_it_wants(arguments, message, capsys):
+    assert run("eval", "latency", *arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("wrong: relative error 1e-2", 1)])

@@ -17,7 +17,7 @@ import torch
 from mha2mla.environment import compute_device
 from mha2mla.eval.generate_latency import generate_latency
 from mha2mla.eval.loading import load_model
-from mha2mla.eval.op_latency import attention_latency
+from mha2mla.eval.op_latency import BASELINES, attention_latency
 from mha2mla.eval.step_latency import cache_bytes_per_token, forward_latency
 from mha2mla.kernel_testing.timing import copy_rate
 from mha2mla.progress import progress_bar
@@ -116,7 +116,9 @@ def model_latency(
         parts.append(generate_latency(models, **grid, new_tokens=new_tokens))
     rate = copy_rate(device, min_run_time)
     rows: list[dict[str, Any]] = []
-    for row in progress_bar(chain(*parts), show=progress, desc="latency", unit="row"):
+    a_shape = sum(len(BASELINES) + 1 if level == "op" else len(models) for level in levels)
+    total = a_shape * len(batch_sizes) * len(seqlens)
+    for row in progress_bar(chain(*parts), show=progress, total=total, desc="latency", unit="row"):
         rows.append(row)
         compare(rows, rate)
         if save is not None:
