@@ -35,10 +35,15 @@ def test_kernels_are_as_right_as_the_expanded_form_under_masks(case):
     assert models.relative_error(torch.cat(logits), exact) < 1.5 * torch_error
 
     given = {"input_ids": inputs[0], "attention_mask": inputs[1], "do_sample": False, "max_new_tokens": 30}
-    uncaptured = model.generate(**given, capture=False)
-    out = model.generate(**given, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, uncaptured) and len(out.past_key_values.captured) == 1
+
+    def generate(**options) -> torch.Tensor:
+        out = model.generate(**given, output_logits=True, return_dict_in_generate=True, **options)
+        assert options.get("capture") is False or len(out.past_key_values.captured) == 1
+        return torch.stack(out.logits)
+
+    uncaptured = generate(capture=False)
+    assert models.relative_error(uncaptured[0, 0], exact[-1]) < 1.5 * torch_error
+    assert torch.equal(generate(), uncaptured)
     model.config.num_sink_tokens, model.config.attention_window = 0, None
-    asked = {"attention_window": 70, "num_sink_tokens": 5}
-    assert torch.equal(model.generate(**given, **asked), uncaptured)
-    assert not torch.equal(model.generate(**given), uncaptured)
+    assert torch.equal(generate(attention_window=70, num_sink_tokens=5), uncaptured)
+    assert models.relative_error(generate()[0, 0], exact[-1]) > 2 * torch_error, "the window is one call's"
