@@ -17,6 +17,7 @@ from mha2mla.kernels.mla_decode.api import explain_mla_decode, mla_decode, plan_
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, gqa_append, mla_append, rope_rotate, slots_of
+from mha2mla.kernels.skinny_linear.api import is_skinny, skinny_linear
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.schedule import MAX_BATCH
 from mha2mla.kernels.step.api import gqa_step, mla_step
@@ -41,6 +42,7 @@ __all__ = [
     "gqa_decode",
     "gqa_step",
     "is_absorbed",
+    "is_skinny",
     "mla_absorbed",
     "mla_append",
     "mla_attention",
@@ -57,5 +59,6 @@ __all__ = [
     "rope_rotate",
     "rotary_keys",
     "silu_mul",
+    "skinny_linear",
     "slots_of",
 ]

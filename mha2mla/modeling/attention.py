@@ -199,7 +199,7 @@ class MLAAttention(nn.Module):
                 out = refuse_gradients(out, _NO_TRAINING)
         if mla_attentions is not None:
             mla_attentions[self.layer_idx] = weights
-        return self.o_proj(out.flatten(2)), weights
+        return project(out.flatten(2), (self.o_proj,))[0], weights
 
     def _differentiable(
         self,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from mha2mla.kernels import rms_norm, silu_mul
+from mha2mla.kernels import rms_norm
 from mha2mla.modeling.recordable import HOST_ROPE
-from mha2mla.modeling.stacking import is_plain, project, stacked
+from mha2mla.modeling.stacking import is_plain, project, project_gated, stacked
 from mha2mla.modeling.step import AttentionStep
 
 # model_type -> how transformers names the family's classes; the forward of their model, layer, norm and MLP is Llama's.
@@ -101,7 +101,8 @@ def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step:
     if hasattr(attention, "q_norm"):  # over each head
         query, key = attention.q_norm(query), attention.k_norm(key)
     tensors = {"query": query, "key": key, "value": value, "inv_freq": inv_freq}
-    return attention.o_proj(step.run(attention.layer_idx, tensors)[1].flatten(1))[None]
+    out = step.run(attention.layer_idx, tensors)[1].flatten(1)
+    return project(out[None], (attention.o_proj,))[0]
 
 
 def _run_layers(model: nn.Module, hidden_states: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
@@ -111,7 +112,8 @@ def _run_layers(model: nn.Module, hidden_states: Tensor, attend: Callable[[nn.Mo
         normed, residual = _normed(layer.input_layernorm, branch, residual)
         branch = attend(layer.self_attn, normed)
         normed, residual = _normed(layer.post_attention_layernorm, branch, residual)
-        branch = layer.mlp.down_proj(silu_mul(*project(normed, (layer.mlp.gate_proj, layer.mlp.up_proj))))
+        gated = project_gated(normed, layer.mlp.gate_proj, layer.mlp.up_proj)
+        (branch,) = project(gated, (layer.mlp.down_proj,))
     return _normed(model.norm, branch, residual)[0]
 
 

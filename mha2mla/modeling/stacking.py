@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mha2mla.kernels import is_skinny, silu_mul, skinny_linear
+
 
 def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """What each of ``parts`` makes of x [..., in]: by one product where that is the same, else one after another.
@@ -27,7 +29,17 @@ def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     one = stacked(x, parts)
     if one is None:
         return tuple([part(x) for part in parts])
-    return F.linear(x, *one).split([part.out_features for part in parts], dim=-1)
+    weight, bias = one
+    out = skinny_linear(x, weight) if bias is None and is_skinny(x, weight) else F.linear(x, weight, bias)
+    return out.split([part.out_features for part in parts], dim=-1)
+
+
+def project_gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+    """silu(gate(x)) * up(x): as :func:`project`, and of few rows by one kernel."""
+    one = stacked(x, (gate, up))
+    if one is not None and one[1] is None and gate.out_features == up.out_features and is_skinny(x, one[0]):
+        return skinny_linear(x, one[0], gated=True)
+    return silu_mul(*project(x, (gate, up)))
 
 
 def stacked(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:

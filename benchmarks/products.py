@@ -1,0 +1,103 @@
+"""Products of a decoder layer at few rows: ours beside cuBLAS, each with what follows it, in CUDA graphs over weights
+that the L2 does not hold.
+
+    python benchmarks/products.py --json benchmarks/results/h200-products.json
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.step_timeline import captured, replay_ms
+from mha2mla.environment import collect_environment, describe_environment
+from mha2mla.eval.report import print_table, write_json
+from mha2mla.kernels import silu_mul, skinny_linear
+
+# name -> N, K, whether its halves are gate and up
+PRODUCTS = {
+    "Llama-2-7B, query and latent": (5120, 4096, False),
+    "Llama-2-7B, output": (4096, 4096, False),
+    "Llama-2-7B, gate and up": (22016, 4096, True),
+    "Llama-2-7B, down": (4096, 11008, False),
+    "Llama-3-8B, query and latent": (6656, 4096, False),
+    "Llama-3-8B, gate and up": (28672, 4096, True),
+    "Llama-3-8B, down": (4096, 14336, False),
+}
+READ = 1e9  # bytes of weights in a replay: 20 times the L2
+PREDICTED_RATE, PREDICTED_FIXED = 4.2, 2.0  # TB/s, and µs beside reading
+
+
+def theirs(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    """As the model has it where there is no product of ours."""
+    out = F.linear(x, weight)
+    return silu_mul(*out.chunk(2, dim=-1)) if gated else out
+
+
+def ours(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+    return skinny_linear(x, weight, gated=gated, backend="tilelang")
+
+
+def microseconds(call: Callable[..., Tensor], x: Tensor, weights: list[Tensor], gated: bool, seconds: float) -> float:
+    """Of one product among others of its kind, one after another."""
+    graph = captured(lambda: [call(x, weight, gated) for weight in weights])
+    return replay_ms(graph, seconds) * 1e3 / len(weights)
+
+
+@torch.inference_mode()
+def products(rows: list[int] | None = None, only: str = "", min_run_time: float = 0.1, json: str | None = None) -> bool:
+    """Times them and prints their table.
+
+    Args:
+        rows: of x; default 1, 2, 4 and 8.
+        only: products whose name contains it.
+        min_run_time: seconds of replays for each figure.
+        json: also write every row to this file.
+
+    Returns:
+        Whether each product of ours is right: at most twice as far from float64 as cuBLAS's.
+    """
+    environment, found = collect_environment(), []
+    for name, (outputs, columns, gated) in PRODUCTS.items():
+        if only not in name:
+            continue
+        size = outputs * columns * 2
+        weights = [
+            torch.randn(outputs, columns, device="cuda", dtype=torch.bfloat16).mul_(columns**-0.5)
+            for _ in range(max(2, round(READ / size)))
+        ]
+        for count in rows or (1, 2, 4, 8):
+            x = torch.randn(count, columns, device="cuda", dtype=torch.bfloat16)
+            exact = F.linear(x.double(), weights[0].double())
+            if gated:
+                gate, up = exact.chunk(2, dim=-1)
+                exact = F.silu(gate) * up
+            row: dict[str, Any] = {"product": name, "rows": count, "MB": size / 1e6}
+            row["predicted"] = size / PREDICTED_RATE / 1e6 + PREDICTED_FIXED
+            for which, call in (("cuBLAS", theirs), ("ours", ours)):
+                row[which] = microseconds(call, x, weights, gated, min_run_time)
+                row[f"{which} error"] = float((call(x, weights[0], gated).double() - exact).norm() / exact.norm())
+            row["TB/s"] = size / row["ours"] / 1e6
+            row["status"] = "ok" if row["ours error"] <= 2 * row["cuBLAS error"] else "wrong"
+            found.append(row)
+            print(row, flush=True)
+            if json:
+                write_json(json, kind="products", rows=found, environment=environment)
+        del weights
+        torch.cuda.empty_cache()
+    print_table(found, title="products of few rows, µs", caption=describe_environment(environment))
+    return all(row["status"] == "ok" for row in found)
+
+
+if __name__ == "__main__":
+    from jsonargparse import auto_cli
+
+    sys.exit(0 if auto_cli(products) else 1)

@@ -1,0 +1,86 @@
+"""The public op of products of few rows: validation, dispatch, and its torch.library schema."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mha2mla.kernels.devices import BACKENDS, capability
+from mha2mla.kernels.layouts import ALIGNMENT, argument_error
+
+MAX_ROWS = 8
+_COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def skinny_linear(x: Tensor, weight: Tensor, *, gated: bool = False, backend: str | None = None) -> Tensor:
+    """x W^T, or silu(x W_gate^T) * (x W_up^T) (SwiGLU, arXiv 2002.05202) with each step rounded to the dtype.
+
+    Args:
+        x: [..., K].
+        weight: [N, K], contiguous.
+        gated: the first half of the weight's rows is W_gate, the second W_up.
+        backend: "tilelang", "reference", or None: TileLang where :func:`is_skinny`.
+
+    Returns:
+        [..., N], or [..., N / 2].
+
+    Raises:
+        ValueError: naming the argument, what it was and what it must be.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise argument_error("backend", repr(backend), f"None or one of {BACKENDS}")
+    if weight.ndim != 2 or x.ndim < 1 or weight.shape[1] != x.shape[-1]:
+        raise argument_error("weight.shape", tuple(weight.shape), f"[N, {x.shape[-1] if x.ndim else 'K'}], by x")
+    if weight.dtype != x.dtype or weight.device != x.device:
+        raise argument_error("weight", f"{weight.dtype} on {weight.device}", f"{x.dtype} on {x.device}, as x")
+    if gated and weight.shape[0] % 2:
+        raise argument_error("weight.shape[0]", weight.shape[0], "an even number of rows, gate and up")
+    served = is_skinny(x, weight)
+    if backend == "tilelang" and not served:
+        raise argument_error(
+            "backend",
+            f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(weight.shape)} on {x.device}",
+            f"1 to {MAX_ROWS} rows of bfloat16 or float16 on a CUDA device from sm_80 on, K a multiple of {_COLUMNS},"
+            f" N of {_OUTPUTS}, and a contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
+        )
+    return torch.ops.mha2mla.skinny_linear(x, weight, gated, served and backend != "reference")
+
+
+def is_skinny(x: Tensor, weight: Tensor) -> bool:
+    """Whether there is a kernel for the product of x [..., K] and weight [N, K]."""
+    outputs, columns = weight.shape
+    return (
+        x.is_cuda
+        and x.dtype in _DTYPES
+        and 0 < x.numel() <= MAX_ROWS * columns
+        and columns % _COLUMNS == 0
+        and outputs % _OUTPUTS == 0
+        and outputs > 0
+        and weight.is_contiguous()
+        and weight.data_ptr() % ALIGNMENT == 0
+        and capability(x.device) >= 80
+    )
+
+
+def _skinny_linear(x: Tensor, weight: Tensor, gated: bool, compiled: bool) -> Tensor:
+    if compiled:
+        from mha2mla.kernels.skinny_linear.launch import launch_skinny_linear
+
+        out = _empty(x, weight, gated)
+        launch_skinny_linear(x.reshape(-1, x.shape[-1]), weight, out.view(-1, out.shape[-1]), gated)
+        return out
+
+    from mha2mla.kernels.skinny_linear.reference import skinny_linear_reference
+
+    return skinny_linear_reference(x, weight, gated)
+
+
+def _empty(x: Tensor, weight: Tensor, gated: bool, *_: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 + gated))
+
+
+LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
+LIBRARY.define("skinny_linear(Tensor x, Tensor weight, bool gated, bool compiled) -> Tensor")
+LIBRARY.impl("skinny_linear", _skinny_linear, "CompositeExplicitAutograd")
+torch.library.register_fake("mha2mla::skinny_linear", _empty, lib=LIBRARY)

@@ -1,0 +1,111 @@
+"""Products of few rows: torch's as reference, the kernel on the CPU target, what the compiler says, and on a GPU."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from mha2mla.kernel_testing import compile_gate
+from mha2mla.kernels import is_skinny, skinny_linear
+
+
+def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):
+    make = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(rows, columns, generator=make), torch.randn(outputs, columns, generator=make)
+    return x.to(device, dtype), weight.mul(columns**-0.5).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_reference_is_torchs_product(dtype):
+    x, weight = given(6, 20, 14, dtype)
+    assert torch.equal(skinny_linear(x.view(2, 3, 20), weight), F.linear(x, weight).view(2, 3, 14))
+    gate, up = F.linear(x, weight).split(7, dim=-1)
+    assert torch.equal(skinny_linear(x, weight, gated=True), F.silu(gate) * up)
+    assert not is_skinny(x, weight)
+
+
+def test_refusals():
+    x, weight = given(3, 32, 16)
+    for call, message in (
+        (lambda: skinny_linear(x, weight[:, 1:]), r"weight.shape is \(16, 31\); expected \[N, 32\]"),
+        (lambda: skinny_linear(x, weight[0]), r"weight.shape is \(32,\)"),
+        (lambda: skinny_linear(x, weight.half()), "weight is torch.float16 on cpu; expected torch.float32"),
+        (lambda: skinny_linear(x, weight[1:], gated=True), r"weight.shape\[0\] is 15; expected an even number"),
+        (lambda: skinny_linear(x, weight, backend="fast"), "backend is 'fast'"),
+        (lambda: skinny_linear(x, weight, backend="tilelang"), r"backend is 'tilelang' for torch.float32 \(3, 32\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_opcheck(gated):
+    x, weight = given(3, 32, 16)
+    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x.view(3, 1, 32), weight, gated, False))
+
+
+@cache
+def compiled_for_cpu(columns, outputs, gated):
+    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
+
+    function = make_skinny_linear(columns=columns, outputs=outputs, dtype="float32", gated=gated, on_cpu=True)
+    configs = {"tirx.disable_vectorize": True}
+    return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_kernel_on_cpu_target(rows, gated):
+    x, weight = given(rows, 96, 48)
+    out = torch.full((rows, 48 // (1 + gated)), torch.nan)
+    compiled_for_cpu(96, 48, gated)(x, weight, out)
+    exact = skinny_linear(x.double(), weight.double(), gated=gated)
+    # Each of two sums and five roundings, in units of float32's last place at the largest number.
+    bound = 96 * torch.finfo(torch.float32).eps * float((x.double().abs() @ weight.double().abs().T).max())
+    assert float((out - exact).abs().max()) <= bound
+
+
+@pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
+@pytest.mark.parametrize(("columns", "gated"), [(11008, False), (4096, True)])
+def test_compile_gate(columns, gated):
+    """Two blocks fit a multiprocessor, nothing spills, and products are the tensor cores'."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
+    from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
+
+    function = make_skinny_linear(columns=columns, outputs=4096, dtype="bfloat16", gated=gated)
+    (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
+    assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= 128
+    if report.instructions is not None:
+        assert report.instructions["HMMA"] == 2 * 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("columns", "outputs"), [(576, 96), (1536, 576), (4096, 4096), (11008, 64)])
+def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
+    """As near to float64 as twice torch's own at the dtype, whatever lies behind x, and the same each time."""
+    for rows in (1, 2, 5, 8):
+        x, weight = given(rows, columns, outputs, dtype, "cuda", seed=rows)
+        wide = torch.full((rows + 1, columns), torch.nan, dtype=dtype, device="cuda")
+        wide[:rows] = x
+        out = skinny_linear(wide[:rows], weight, gated=gated, backend="tilelang")
+        exact = skinny_linear(x.double(), weight.double(), gated=gated, backend="reference")
+        plain = skinny_linear(x, weight, gated=gated, backend="reference")
+        error, torchs = (float((each.double() - exact).norm() / exact.norm()) for each in (out, plain))
+        assert error <= 2 * torchs
+        assert torch.equal(out, skinny_linear(x, weight, gated=gated, backend="tilelang"))
+
+
+@pytest.mark.gpu
+def test_what_is_served_on_a_gpu():
+    x, weight = given(8, 64, 32, torch.bfloat16, "cuda")
+    assert is_skinny(x, weight) and is_skinny(x[0], weight)
+    assert not is_skinny(x.repeat(2, 1), weight) and not is_skinny(x[:0], weight)
+    assert not is_skinny(x, weight[:15]) and not is_skinny(x.float(), weight.float())
+    assert not is_skinny(x[:, :48], weight[:, :48])
+    nothing = skinny_linear(x[:0], weight)
+    assert nothing.shape == (0, 32)
