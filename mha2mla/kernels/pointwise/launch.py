@@ -15,6 +15,8 @@ from mha2mla.kernels.rope_append.launch import vector_of, with_dense_rows
 
 # No fast math: it rounds quotients and exponentials otherwise than torch does.
 PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
+# Of a decode step over wide rows, whose next product has its first weights under way before the norm is done.
+STEP_ROWS, STEP_WIDTH = 8, 2048
 
 
 @cache
@@ -35,13 +37,15 @@ def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
         return
     x, weight = x.contiguous(), weight.contiguous()
     base, total = (x, out) if residual is None else (residual.contiguous(), total)
-    width = x.shape[1]
+    rows, width = x.shape
     with torch.cuda.device(x.device):
+        dependent = rows <= STEP_ROWS and width >= STEP_WIDTH and capability(x.device) >= 90
         kernel = compile_rms_norm(
             capability(x.device),
             width=width,
             dtype=dtype_name(x.dtype),
             residual=residual is not None,
+            dependent=dependent,
             vector=math.gcd(width, vector_of(x, base, weight, out, total)),
         )
         kernel(x, base, weight, out, total, eps)

@@ -20,6 +20,7 @@ def make_rope_append(
     vector: int = 1,
     block_tokens: int = 4,
     threads: int = 128,
+    dependent: bool = False,
     on_cpu: bool = False,
 ):
     """A TileLang function ``rope_append``; tokens and pages are run-time values.
@@ -34,6 +35,7 @@ def make_rope_append(
         interleaved: pairs are neighbours (x_0, x_1), …; else halves (x_0, x_{d_r / 2}), ….
         vector: numbers that a thread moves at a time, at most; every row and pointer is aligned to so many.
         block_tokens, threads: of a block.
+        dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (run-time strides: parts of one
@@ -122,6 +124,8 @@ def make_rope_append(
                 held=T.alloc_local([2 * pairs], dtype),
             )
             t0 = x * block_tokens
+            if dependent:
+                T.pdl_sync()
             for r in T.serial(rounds(angles)):
                 e = r * threads + thread()
                 if e < angles:

@@ -15,6 +15,7 @@ from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
 
 # No fast math: its cos and sin are wrong at large angles, which are positions times radians.
 PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
+THREADS = 128  # of a block
 
 
 @cache
@@ -88,8 +89,12 @@ def launch_rope_append(
         else:  # only its shape is looked at, which must agree with the other cache's
             rope_cache = nothing.as_strided((pages, page_size, rope), (0, 0, 1) if width else (rope, rope, 1))
         row_cache = row_cache if width else rope_cache[:, :, :1]
+        # With a table a head a token's angles occupy a block, and four tokens' make it wait.
+        alone = inv_freq.numel() >= THREADS
         kernel = compile_rope_append(
             capability(query.device),
+            block_tokens=1 if alone else 4,
+            dependent=alone and capability(query.device) >= 90,
             heads=heads,
             num_rope_heads=groups,
             row_width=width,

@@ -9,6 +9,8 @@ from mha2mla.kernels.devices import BACKENDS, capability
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error
 
 MAX_ROWS = 8
+# Of a weight: what is smaller takes what a launch takes, by any kernel, and the L2 may hold it.
+WORTHWHILE = 8 * 2**20
 _COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -36,7 +38,7 @@ def skinny_linear(x: Tensor, weight: Tensor, *, gated: bool = False, backend: st
         raise argument_error("weight", f"{weight.dtype} on {weight.device}", f"{x.dtype} on {x.device}, as x")
     if gated and weight.shape[0] % 2:
         raise argument_error("weight.shape[0]", weight.shape[0], "an even number of rows, gate and up")
-    served = is_skinny(x, weight)
+    served = _is_served(x, weight) if backend == "tilelang" else backend is None and is_skinny(x, weight)
     if backend == "tilelang" and not served:
         raise argument_error(
             "backend",
@@ -44,11 +46,16 @@ def skinny_linear(x: Tensor, weight: Tensor, *, gated: bool = False, backend: st
             f"1 to {MAX_ROWS} rows of bfloat16 or float16 on a CUDA device from sm_80 on, K a multiple of {_COLUMNS},"
             f" N of {_OUTPUTS}, and a contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
         )
-    return torch.ops.mha2mla.skinny_linear(x, weight, gated, served and backend != "reference")
+    return torch.ops.mha2mla.skinny_linear(x, weight, gated, served)
 
 
 def is_skinny(x: Tensor, weight: Tensor) -> bool:
-    """Whether there is a kernel for the product of x [..., K] and weight [N, K]."""
+    """Whether the kernel serves the product of x [..., K] and weight [N, K], unasked: if there is one, and reading the
+    weight (8 MiB and more) is what takes the time."""
+    return weight.nbytes >= WORTHWHILE and _is_served(x, weight)
+
+
+def _is_served(x: Tensor, weight: Tensor) -> bool:
     outputs, columns = weight.shape
     return (
         x.is_cuda
@@ -56,7 +63,6 @@ def is_skinny(x: Tensor, weight: Tensor) -> bool:
         and 0 < x.numel() <= MAX_ROWS * columns
         and columns % _COLUMNS == 0
         and outputs % _OUTPUTS == 0
-        and outputs > 0
         and weight.is_contiguous()
         and weight.data_ptr() % ALIGNMENT == 0
         and capability(x.device) >= 80

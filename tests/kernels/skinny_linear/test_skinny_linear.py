@@ -102,10 +102,11 @@ def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
 
 @pytest.mark.gpu
 def test_what_is_served_on_a_gpu():
-    x, weight = given(8, 64, 32, torch.bfloat16, "cuda")
-    assert is_skinny(x, weight) and is_skinny(x[0], weight)
+    x, weight = given(8, 2048, 2048, torch.bfloat16, "cuda")
+    assert is_skinny(x, weight) and is_skinny(x[0], weight) and not is_skinny(x, weight[:16])
     assert not is_skinny(x.repeat(2, 1), weight) and not is_skinny(x[:0], weight)
-    assert not is_skinny(x, weight[:15]) and not is_skinny(x.float(), weight.float())
-    assert not is_skinny(x[:, :48], weight[:, :48])
-    nothing = skinny_linear(x[:0], weight)
-    assert nothing.shape == (0, 32)
+    assert not is_skinny(x.float(), weight.float()) and not is_skinny(x.T, weight.T)
+    assert skinny_linear(x[:0], weight).shape == (0, 2048)
+    small, few = given(8, 48, 32, torch.bfloat16, "cuda")
+    with pytest.raises(ValueError, match="K a multiple of 32"):
+        skinny_linear(small, few, backend="tilelang")
