@@ -223,7 +223,10 @@ def speed(
         budget: seconds for all.
     """
     found = equal_loss_cases() if equal_loss else code_cases() if codes else cases(widths)
-    return run(BENCHMARK, choose(found, only), min_run_time=min_run_time, json=json, budget=budget)
+    chosen = choose(found, only)
+    if variants:
+        chosen = [one for case in chosen for one in by_variant(case)]
+    return run(BENCHMARK, chosen, min_run_time=min_run_time, json=json, budget=budget)
 
 
 if __name__ == "__main__":
