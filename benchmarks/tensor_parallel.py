@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 from benchmarks.runner import command
-from benchmarks.step_timeline import captured, judge, layout_config, prepared, replay_ms
+from benchmarks.step_timeline import captured, judge, layout_config, prepared
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.modeling import MHA2MLAForCausalLM
@@ -38,6 +38,9 @@ COLUMNS = {
     "eager_ms": "eager ms",
     "limit_ms": "limit, ms",
     "ratio": "ms / limit",
+    "decode_ms": "decode op, ms",
+    "collectives_ms": "collectives, ms",
+    "peer_access": "peer access",
     "cache_gb": "cache GB a GPU",
     "memory_gb": "memory GB a GPU",
     "status": "status",
@@ -67,7 +70,7 @@ def local_bytes(model: MHA2MLAForCausalLM) -> int:
 
 
 @torch.no_grad()
-def measure(model: MHA2MLAForCausalLM, batch: int, context: int, seconds: float) -> dict[str, Any]:
+def measure(model: MHA2MLAForCausalLM, batch: int, context: int, replays: int) -> dict[str, Any]:
     """One row."""
     cache = model.paged_cache(batch * -(-context // 64) + 32)
     for tensors in cache.tensors:
@@ -89,9 +92,40 @@ def measure(model: MHA2MLAForCausalLM, batch: int, context: int, seconds: float)
     row["eager_ms"] = _eager_ms(run)
     graph = captured(run)
     _together()
-    row["ms"] = replay_ms(graph, seconds)
+    row["ms"] = _replay_ms(graph, replays)
     row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return row | {"ratio": row["ms"] / limit}
+    return row | {"ratio": row["ms"] / limit} | _parts(graph)
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
+    """Median; as many on every rank, since each waits for the others in it."""
+    times = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return median(times)
+
+
+def _parts(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, float]:
+    """Milliseconds of the last of some replays in collectives, waiting included, and in the decode op."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        _together()  # what starts the profiler takes a rank longer than another
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    last = sorted(events, key=lambda event: event.time_range.start)[-(len(events) // replays) :]
+    names = {"collectives_ms": "nccl", "decode_ms": "mla_decode_"}
+    return {
+        key: sum(event.time_range.elapsed_us() for event in last if name in event.name) / 1e3
+        for key, name in names.items()
+    }
 
 
 def _eager_ms(run: Any, runs: int = 5) -> float:
@@ -112,7 +146,7 @@ def _together() -> None:
 
 
 def tensor_parallel(
-    batch: int = 64, context: int = 8192, layers: int = 32, min_run_time: float = 1.0, json: str | None = None
+    batch: int = 64, context: int = 8192, layers: int = 32, replays: int = 50, json: str | None = None
 ) -> bool:
     """Measures a step on as many GPUs as torchrun started, and prints its row.
 
@@ -120,12 +154,13 @@ def tensor_parallel(
         batch: sequences.
         context: tokens of each, the new one included.
         layers: of the model.
-        min_run_time: seconds of replays.
+        replays: of the step, whose median is taken.
         json: also write the row to this file.
     """
     gpus = int(os.environ.get("WORLD_SIZE", "1"))
-    row = {"gpus": gpus, **measure(build(layers, gpus), batch, context, min_run_time)}
+    row = {"gpus": gpus, **measure(build(layers, gpus), batch, context, replays)}
     if gpus > 1:
+        row["peer_access"] = torch.cuda.can_device_access_peer(0, 1)
         rows: list[Any] = [None] * gpus
         distributed.all_gather_object(rows, row)
         row = max(rows, key=lambda each: each["ms"])  # a step ends with its slowest rank
