@@ -49,6 +49,9 @@ GEOMETRIES = {
     ("smollm2", "per-group"): {"kv_lora_rank": 144, "qk_rope_head_dim": 16, "num_rope_heads": 3,
                                "qk_nope_head_dim": 48},
     ("llama-2-7b", "latent"): {"kv_lora_rank": 1024, "qk_rope_head_dim": 64, "rope_from_latent": True},
+    ("llama-2-7b", "narrow"): {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_from_latent": True},
+    ("llama-2-7b", "narrow-per-group"): {"kv_lora_rank": 512, "qk_rope_head_dim": 16, "num_rope_heads": 32,
+                                         "qk_nope_head_dim": 112},
     ("llama-3-8b", "latent"): {"kv_lora_rank": 1024, "qk_rope_head_dim": 64, "rope_from_latent": True},
 }  # fmt: skip
 PROMPT_LENGTHS = (12, 40, 100, 333, 700, 1500)
@@ -85,11 +88,12 @@ def with_entry_point() -> None:
 
 
 def checkpoint(name: str, layers: int) -> str:
-    """``name``, or a folder with random weights for ``random:LAYOUT``."""
+    """``name``, or a folder with random weights for ``random:LAYOUT`` or ``random:SHAPE:LAYOUT``."""
     if not name.startswith("random:"):
         return name
-    config = random_config("smollm2", name.removeprefix("random:"), layers)
-    config.initializer_range = 0.06  # so that attention is far from uniform
+    *shape, layout = name.removeprefix("random:").split(":")
+    config = random_config(*(shape or ["smollm2"]), layout, layers)
+    config.initializer_range = 1.5 * config.hidden_size**-0.5  # so that attention is far from uniform
     torch.manual_seed(0)
     folder = tempfile.mkdtemp()
     MHA2MLAForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)

@@ -14,7 +14,8 @@ from mha2mla.modeling import MHA2MLAForCausalLM
 def test_shapes(shape, layout):
     config = vllm_serving.random_config(shape, layout, layers=2)
     widths = [config.layer_geometry(layer).cache_numel_per_token for layer in range(2)]
-    assert widths == ([192, 128] if layout == "by-layer" else [192] * 2 if shape == "smollm2" else [1024] * 2)
+    width = {"smollm2": 192, "narrow": 512}.get(shape if shape == "smollm2" else layout, 1024)
+    assert widths == ([192, 128] if layout == "by-layer" else [width] * 2)
     assert config.softmax_scale == (config.hidden_size // config.num_attention_heads) ** -0.5
 
 
