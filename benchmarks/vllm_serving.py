@@ -14,12 +14,14 @@ Needs vLLM (docs/serving.md); run from a clone, where the plug-in's entry point 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +107,13 @@ def prompts_of(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[l
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
-def engine(folder: str, **options: Any) -> Any:
+def engine(folder: str, graphs: Sequence[int] | None = None, **options: Any) -> Any:
+    # A forked process of the engine would hang in torch's CPU threads, which this one has used already.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import LLM
 
+    if graphs:
+        options["compilation_config"] = {"cudagraph_capture_sizes": list(graphs)}
     return LLM(folder, skip_tokenizer_init=True, seed=0, **options)
 
 
@@ -167,6 +173,7 @@ def exact(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "tensor_parallel_size": arguments.tp,
         "gpu_memory_utilization": arguments.memory,
         "max_model_len": 2048,
+        "graphs": arguments.graphs,
     }
     if arguments.chunk:
         options["max_num_batched_tokens"] = arguments.chunk
@@ -229,14 +236,30 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         config = LlamaConfig(**{key: value for key, value in config.source_config.items() if key != "model_type"})
         config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
-    llm = engine(folder, load_format="dummy", gpu_memory_utilization=arguments.memory, max_model_len=positions)
+    options = {"gpu_memory_utilization": arguments.memory, "max_model_len": positions, "graphs": arguments.graphs}
+    llm = engine(folder, load_format="dummy", **options)
     cache = llm.llm_engine.vllm_config.cache_config
-    rows = [
+    with alone(arguments.lock):
+        return _rows(llm, config, cache, arguments)
+
+
+@contextmanager
+def alone(lock: str | None) -> Iterator[None]:
+    """While others that were started with the same lock only start: so engines come up side by side, not one by one."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _rows(llm: Any, config: Any, cache: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
         {"shape": arguments.shape, "layout": arguments.layout, "context": arguments.context,
          "cached tokens": cache.num_gpu_blocks * cache.block_size, **_decode_rate(llm, config, batch, arguments)}
         for batch in arguments.batches
     ]  # fmt: skip
-    return rows
 
 
 def _decode_rate(llm: Any, config: Any, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -289,8 +312,10 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     two.add_argument("--steps", type=int, default=64)
     two.add_argument("--patience", type=float, default=60.0)
+    two.add_argument("--lock", help="a file: one process with it measures at a time")
     for each in (one, two):
         each.add_argument("--memory", type=float, default=0.3)
+        each.add_argument("--graphs", type=int, nargs="+", help="batches of CUDA graphs; default vLLM's")
         each.add_argument("--json")
     return root
 

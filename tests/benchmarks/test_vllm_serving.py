@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,41 @@ def test_a_token_is_right_if_only_rounding_decided_against_it():
     worst_choice = int(high(torch.tensor([prompt + tokens[:3]]), use_cache=False).logits[0, -1].argmin())
     row = vllm_serving.judge((low, high), prompt, [*tokens[:3], worst_choice])
     assert row["equal"] == 3 and row["worst"] > 1
+
+
+class Engine:
+    """An engine that decodes one sequence more in every step, until all do."""
+
+    def __init__(self):
+        self.waiting, self.decoding, self.aborted = [], [], []
+
+    def add_request(self, name, prompt, parameters):
+        self.waiting.append(name)
+
+    def step(self):
+        if self.waiting:
+            self.decoding.append(self.waiting.pop(0))
+        return [SimpleNamespace(request_id=name, finished=False) for name in self.decoding]
+
+    def abort_request(self, names):
+        self.aborted += names
+        self.decoding = []
+
+    def has_unfinished_requests(self):
+        return bool(self.decoding)
+
+
+def test_a_decode_rate_counts_steps_in_which_all_decode(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
+    engine = Engine()
+    arguments = vllm_serving.parser().parse_args(["speed", "--context", "9", "--steps", "5", "--patience", "60"])
+    rate = vllm_serving._decode_rate
+    row = rate(SimpleNamespace(llm_engine=engine), SimpleNamespace(vocab_size=20), 3, arguments)
+    assert row["status"] == "ok" and row["batch"] == 3 and len(engine.aborted) == 3
+    assert row["tokens_s"] * row["step_ms"] == pytest.approx(3000)
+    arguments.patience = -1.0
+    row = rate(SimpleNamespace(llm_engine=Engine()), SimpleNamespace(vocab_size=20), 3, arguments)
+    assert "only 1 had decoded" in row["status"]
 
 
 def test_the_entry_point_is_found_by_a_process_that_has_the_clone_only():
