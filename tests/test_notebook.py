@@ -43,7 +43,7 @@ def test_outputs_are_those_of_one_run_on_a_gpu(name):
 
 # What the notebook chooses in its first cell -> what takes seconds.
 SMALL = {
-    'RECIPE = {"cache_ratio": 0.5}': (
+    'RECIPE = {"preset": "quick", "cache_ratio": 0.5}': (
         'RECIPE = {"preset": "minimal", "cache_ratio": 0.5, "calibration.tokens": 2048, "calibration.lengths": 64}'
     ),
     "else [64, 256, 1024]": "else [32, 64]",
