@@ -79,6 +79,12 @@ def eval_latency(
         raise ValueError(f"models are given by {', '.join(given) or 'nothing'}; expected one of {'; '.join(models)}")
     if source is not None and converted is None:
         raise ValueError(f"CONVERTED is not given beside SOURCE {source!r}; expected the converted checkpoint")
+    target = {"layout": layout, "cache_ratio": cache_ratio}
+    target |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    if random_weights is None:
+        _refuse(given[0], **target, layers=layers)
+    if preset is not None:
+        _refuse("--preset", level=level, batch_sizes=batch_sizes, seqlens=seqlens, backend=backend)
     if source is not None:
         find_checkpoint(source, "source")
         find_checkpoint(converted, "converted")
@@ -95,8 +101,6 @@ def eval_latency(
     if preset is not None:
         fields, title = {"preset": preset}, preset
     elif random_weights is not None:
-        target = {"layout": layout, "cache_ratio": cache_ratio}
-        target |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
         pair = random_pair(random_weights, target, layers, device, dtype)
         source, converted = pair.source, pair.converted
         fields = {"random_weights": random_weights, "geometry": str(pair.geometry), "layers": pair.layers}
@@ -117,14 +121,21 @@ def eval_latency(
     return int(bool(wrong_rows(rows)))
 
 
+def _refuse(models: str, **options: Any) -> None:
+    """Raises ValueError for options that say nothing about models that are given in this way, and have a value."""
+    if said := [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]:
+        raise ValueError(f"{', '.join(said)} is given beside {models}; expected without, since it would change nothing")
+
+
 Measured = tuple[list[dict[str, Any]], Mapping[str, str]]  # rows and the columns of their table
 
 
 def _preset(name: PresetName, *, save: Callable[[list[dict[str, Any]]], None], **options: Any) -> Measured:
     from mha2mla.eval import published
+    from mha2mla.progress import progress_bar
 
-    rows = []
-    for row in published.preset_latency(name, **options):
+    rows, total = [], len(published.PRESETS[name].published) * (len(published.BASELINES) + 1)
+    for row in progress_bar(published.preset_latency(name, **options), show=True, total=total, desc=name, unit="row"):
         rows.append(row)
         save(rows)
     return rows, published.COLUMNS

@@ -135,10 +135,12 @@ def random_pair(
         dtype: of the weights; default bfloat16 on CUDA, float32 on a CPU.
 
     Raises:
-        ValueError: no such shape, or a target that does not fit it.
+        ValueError: no such shape, no layers, or a target that does not fit the shape.
     """
     import torch
 
+    if layers is not None and layers < 1:
+        raise ValueError(f"layers is {layers}; expected 1 or more")
     source = source_config(name, **({} if layers is None else {"num_hidden_layers": layers}))
     converted = converted_config(source, **target)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)

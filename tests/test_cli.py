@@ -217,6 +217,9 @@ def test_latency_of_random_weights_needs_no_checkpoint(tmp_path, capsys):
         (("a", "b", "--preset", "llama-2-7b-decode"), "models are given by SOURCE and CONVERTED, --preset"),
         (("a",), "CONVERTED is not given beside SOURCE 'a'"),
         (("--random-weights", "tiny", "--kv-lora-rank", "8"), "qk_rope_head_dim is not given"),
+        (("--random-weights", "tiny", "--layers", "0"), "layers is 0; expected 1 or more"),
+        (("a", "b", "--layout", "latent", "--layers", "2"), "--layout, --layers is given beside SOURCE and CONVERTED"),
+        (("--preset", "llama-2-7b-decode", "--level", "e2e"), "--level is given beside --preset"),
     ],
 )
 def test_latency_says_which_models_it_wants(arguments, message, capsys):

@@ -17,6 +17,7 @@ import torch
 from mha2mla.environment import compute_device
 from mha2mla.eval.generate_latency import generate_latency
 from mha2mla.eval.loading import load_model
+from mha2mla.eval.measurement import unless_out_of_memory
 from mha2mla.eval.op_latency import BASELINES, attention_latency
 from mha2mla.eval.step_latency import cache_bytes_per_token, forward_latency
 from mha2mla.kernel_testing.timing import copy_rate
@@ -69,7 +70,7 @@ def model_latency(
 
     Raises:
         FileNotFoundError: a folder that is not there.
-        ValueError: an argument out of range, or ``converted`` is no converted model.
+        ValueError: an argument out of range, or ``converted`` is no converted model, or one too large for the device.
     """
     if not levels or not set(levels) <= set(get_args(Level)):
         raise ValueError(f"levels is {list(levels)}; expected one or several of {', '.join(get_args(Level))}")
@@ -91,7 +92,10 @@ def model_latency(
         model.config.attention_backend = {None: None, "tilelang": "mla_paged", "reference": "mla_reference"}[backend]
         return model
 
-    model = made(converted, "converted")
+    found = unless_out_of_memory(lambda: {"model": made(converted, "converted")})
+    if "status" in found:
+        raise ValueError(f"converted does not fit into the memory of {device}: {found['status']}")
+    model = found.pop("model")
     config, device, dtype = model.config, model.device, model.dtype
     if config.model_type != "mha2mla":
         raise ValueError(f"converted has model_type {config.model_type!r}; expected 'mha2mla', a converted checkpoint")
@@ -102,6 +106,8 @@ def model_latency(
     del model
     models = {"source": lambda: made(source, "source"), "converted": made_converted}
     grid = {"batch_sizes": batch_sizes, "seqlens": seqlens, "check": check}
+    whole = sum(level != "op" for level in levels) * len(models) + ("op" in levels) * (len(BASELINES) + 1)
+    total = len(batch_sizes) * len(seqlens) * whole
     parts: list[Iterator[dict[str, Any]]] = []
     if "op" in levels:
         op = partial(

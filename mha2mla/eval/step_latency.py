@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -63,7 +64,10 @@ def forward_latency(
     # The first and the last sequence of every batch are checked.
     checked = sorted({0} | {batch - 1 for batch in batch_sizes})
     for name, make in models.items():
-        model = make if isinstance(make, torch.nn.Module) else make()
+        model, refused = made_or_why(make)
+        if model is None:
+            yield from ({"op": _OPS[level]} | row for level in levels for row in refused(name, batch_sizes, seqlens))
+            continue
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, model.config.vocab_size, (largest, longest), generator=generator).to(model.device)
         right = _Reference.of(model, ids[checked], seqlens) if check else None
@@ -81,8 +85,28 @@ def forward_latency(
         del model
 
 
+_OPS = {"step": "decode step", "prefill": "prefill"}
+
+
+def made_or_why(make: Model) -> tuple[torch.nn.Module | None, Callable[..., Iterator[dict[str, Any]]]]:
+    """The model; or None, where memory does not suffice for its weights, with what gives the rows that say so from its
+    name, batch sizes and lengths."""
+    found = unless_out_of_memory(lambda: {"model": make if isinstance(make, torch.nn.Module) else make()})
+
+    def rows(name: str, batch_sizes: Sequence[int], seqlens: Sequence[int]) -> Iterator[dict[str, Any]]:
+        for batch, seqlen in product(batch_sizes, seqlens):
+            yield {
+                "implementation": name,
+                "batch": batch,
+                "seqlen": seqlen,
+                "status": f"{found['status']}, for weights",
+            }
+
+    return found.get("model"), rows
+
+
 def _row(level: str, name: str, model: torch.nn.Module, batch: int, seqlen: int) -> dict[str, Any]:
-    row = {"op": "decode step" if level == "step" else level, "implementation": name, "batch": batch, "seqlen": seqlen}
+    row = {"op": _OPS[level], "implementation": name, "batch": batch, "seqlen": seqlen}
     row |= {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
     return row | {"weight_bytes": weight_bytes(model)}
 

@@ -257,6 +257,24 @@ def test_too_little_memory_is_a_row(tiny_source, monkeypatch):
         assert [row["status"].partition(":")[0] for row in rows] == ["ok", "out of memory"]
 
 
+def test_weights_for_which_there_is_no_room_are_rows(tiny_converted):
+    def too_large():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a total of 8 GiB.")
+
+    models = {"source": too_large, "converted": MHA2MLAForCausalLM.from_pretrained(tiny_converted)}
+    grid = {"batch_sizes": (1, 2), "seqlens": (8,)}
+    rows = list(forward_latency(models, levels=("step", "prefill"), **grid, **QUICK))
+    rows += generate_latency(models, new_tokens=2, **grid)
+    refused = [row for row in rows if row["implementation"] == "source"]
+    assert {row["status"] for row in refused} == {"out of memory: Tried to allocate 9.00 GiB, for weights"}
+    assert [(row["op"], row["batch"]) for row in refused] == [
+        (op, batch) for op in ("decode step", "prefill", "generate") for batch in (1, 2)
+    ]
+    assert [row["status"] for row in rows if row["implementation"] == "converted"] == ["ok"] * 6
+    with pytest.raises(ValueError, match="converted does not fit into the memory of cpu: out of memory: Tried"):
+        model_latency(too_large, too_large, device="cpu")
+
+
 def test_float64_needs_no_copy_and_leaves_no_trace(tiny_source, tiny_converted):
     ids = torch.arange(20)[None]
     for folder in (tiny_source, tiny_converted):
