@@ -237,6 +237,8 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
     config.save_pretrained(folder)
     options = {"gpu_memory_utilization": arguments.memory, "max_model_len": positions, "graphs": arguments.graphs}
+    if arguments.cache_gb:
+        options["kv_cache_memory_bytes"] = int(arguments.cache_gb * 2**30)
     llm = engine(folder, load_format="dummy", **options)
     cache = llm.llm_engine.vllm_config.cache_config
     with alone(arguments.lock):
@@ -302,7 +304,6 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--no-prefix-caching", action="store_true")
     one.add_argument("--chunk", type=int)
     one.add_argument("--blocks", type=int)
-    one.add_argument("--cache-gb", type=float)
     one.add_argument("--tp", type=int, default=1)
     two = verbs.add_parser("speed")
     two.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
@@ -315,6 +316,7 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--lock", help="a file: one process with it measures at a time")
     for each in (one, two):
         each.add_argument("--memory", type=float, default=0.3)
+        each.add_argument("--cache-gb", type=float, help="of the cache; default what --memory leaves")
         each.add_argument("--graphs", type=int, nargs="+", help="batches of CUDA graphs; default vLLM's")
         each.add_argument("--json")
     return root
