@@ -50,7 +50,9 @@ def convert(
 
     from mha2mla.eval.inspection import RECORD_FILE
     from mha2mla.pipeline import convert as run
+    from mha2mla.process_memory import keep_freed_memory
 
+    keep_freed_memory()
     report = run(
         source,
         destination,

@@ -184,7 +184,7 @@ class ScoreWindow:
         query: [H, queries, d], before RoPE.
         features: [length, E], what un-rotated keys are linear functions of.
         weight: [H, queries, length], the source's attention.
-        target: [H, queries, length], the source's scaled scores less a given rotary part, centred under ``weight``.
+        lost: [H, queries, length], the source's scaled scores less a given rotary part.
         position: [queries], theirs.
         share: how much a query counts: those of a window that has fewer stand for their neighbours.
     """
@@ -192,9 +192,14 @@ class ScoreWindow:
     query: torch.Tensor
     features: torch.Tensor
     weight: torch.Tensor
-    target: torch.Tensor
+    lost: torch.Tensor
     position: torch.Tensor
     share: float
+
+    @property
+    def target(self) -> torch.Tensor:
+        """``lost``, centred under ``weight``."""
+        return self.lost - (self.weight * self.lost).sum(-1, keepdim=True)
 
     def keys(self, maps: KeyMaps) -> torch.Tensor:
         """Keys [H, length, d_n (+ d_r)], rotary ones turned to their places."""
@@ -280,7 +285,7 @@ def _score_window(
     index: int,
 ) -> tuple[ScoreWindow, torch.Tensor]:
     """Of the inputs [length, hidden] of window number ``index``, every ``stride``-th query; and the rotary part of its
-    scores [H, queries, length], minus infinity for what it does not see.
+    scores [H, queries, length] ([1, queries, length] where there is none), minus infinity for what it does not see.
 
     Windows begin at different queries, spread evenly: at the same positions in all of them, the turn of a pair between
     a query and the first token, which many heads look at most, would be seen at a few angles only.
@@ -302,19 +307,18 @@ def _score_window(
     weight = score.masked_fill(unseen, float("-inf")).softmax(-1)
 
     stacked = key.transpose(0, 1).flatten(1)
-    rotary = torch.zeros_like(score)
+    rotary = torch.zeros_like(score[:1])
     if basis is not None:
         groups = basis.inv_freq.shape[0]
         k_pe = rotate((basis.key_rope.to(dtype) @ stacked.T).mT, basis.inv_freq, position, spec.attention_factor)
         q_pe = query @ basis.query_rope.to(dtype).mT
         q_pe = rotate(q_pe, basis.inv_freq.repeat_interleave(q_pe.shape[0] // groups, 0), chosen, spec.attention_factor)
         rotary = q_pe @ k_pe.repeat_interleave(q_pe.shape[0] // groups, 0).mT * spec.softmax_scale
-    lost = score - rotary
     scores = ScoreWindow(
         query=query,
         features=torch.cat([stacked, hidden], -1) if spec.qk_norm else hidden,
         weight=weight,
-        target=lost - (weight * lost).sum(-1, keepdim=True),
+        lost=score if basis is None else score - rotary,
         position=chosen,
         share=float(stride),
     )
