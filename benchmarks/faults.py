@@ -31,7 +31,7 @@ class Fault:
 
 
 KERNELS, MODELING, CONVERSION, EVAL = "mha2mla/kernels", "mha2mla/modeling", "mha2mla/conversion", "mha2mla/eval"
-KERNEL_TESTING = "mha2mla/kernel_testing"
+KERNEL_TESTING, THE_LOOP = "mha2mla/kernel_testing", "mha2mla/loop"
 
 CACHES = (
     Fault(
@@ -547,4 +547,57 @@ JUDGES = (
     ),
 )
 
-FAULTS = (*CACHES, *MODEL, *OPS, *LAYERS, *RUNS, *JUDGES)
+LOOP = (
+    Fault(
+        "all that the owner of a beginning has is taken for the beginning",
+        f"{THE_LOOP}/scheduler.py",
+        "                self.allocator.truncate(sequence, shared)\n",
+        "",
+        ("tests/loop/test_scheduler.py",),
+    ),
+    Fault(
+        "all of a prompt is found in the cache, and no token is left to choose the next one by",
+        f"{THE_LOOP}/prefixes.py",
+        "range(0, len(tokens) - self.page_size, self.page_size)",
+        "range(0, len(tokens) - self.page_size + 1, self.page_size)",
+        ("tests/loop/test_scheduler.py",),
+    ),
+    Fault(
+        "a request loses its pages before those that nobody runs are forgotten",
+        f"{THE_LOOP}/scheduler.py",
+        "            if not self._forget_ended():\n                last",
+        "            if True:\n                last",
+        ("tests/loop/test_scheduler.py",),
+    ),
+    Fault(
+        "freed pages stay among the beginnings that may be shared",
+        f"{THE_LOOP}/scheduler.py",
+        "            self._prefixes.remove(sequence)",
+        "            pass",
+        ("tests/loop/test_scheduler.py",),
+    ),
+    Fault(
+        "a token that came behind the end is part of the answer",
+        f"{THE_LOOP}/request.py",
+        "        if self.finished is not None:\n            return\n",
+        "",
+        ("tests/loop/test_scheduler.py",),
+    ),
+    Fault(
+        "a token is drawn by its row's number in the batch",
+        f"{THE_LOOP}/sampler.py",
+        "[[row.seed, position] for row, position in zip(rows, positions, strict=True)]",
+        "[[row.seed, position] for position, row in enumerate(rows)]",
+        ("tests/loop/test_sampler.py",),
+    ),
+    Fault(
+        "a recorded step goes on from the tokens of the step that it was recorded for",
+        f"{THE_LOOP}/runner.py",
+        "            graph.tokens.copy_(tokens)\n",
+        "",
+        ("tests/loop/test_loop.py",),
+        "recorded",
+    ),
+)
+
+FAULTS = (*CACHES, *MODEL, *OPS, *LAYERS, *RUNS, *LOOP, *JUDGES)

@@ -136,7 +136,7 @@ class Scheduler:
                 last = self.running[-1]
                 self._preempt(last)
                 wanted.pop(last, None)
-        if self.preemptions == preempted:
+        if self.preemptions == preempted:  # else what was sent away may have a token in flight, until the next step
             self._admit(wanted, budget)
         return [self._chunk(request, count) for request, count in wanted.items()]
 
@@ -180,7 +180,7 @@ class Scheduler:
     def _admit(self, wanted: dict[Request, int], budget: int) -> None:
         """Starts requests that wait, as long as a whole one fits, and a page more for each that runs: one that is sent
         away in the next step was not worth it."""
-        while self.waiting and budget and self._slots and not self.waiting[0].in_flight:
+        while self.waiting and budget and self._slots:
             request, sequence = self.waiting[0], None
             owner, shared = self._prefixes.longest(request.tokens) if self._prefixes else (None, 0)
             if owner is None:

@@ -186,3 +186,11 @@ def test_what_is_refused():
     for keys in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"seed": -1}):
         with pytest.raises(ValueError, match=f"{next(iter(keys))} is "):
             Sampling(**keys)
+
+
+def test_sequences_that_ended_are_forgotten_before_anybody_loses_pages():
+    device = Device(num_pages=10, max_sequences=4, max_tokens=64)
+    run(device, Request([3] * 19, Sampling(1)))
+    request = Request([4] * 3, Sampling(30))
+    run(device, request)
+    assert request.preemptions == 0 and request.answer == alone(request.prompt, request.sampling)
