@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -324,15 +325,16 @@ def _check_capacity(
     page_size: int,
     num_pages: int | None,
 ) -> None:
-    owners: dict[int, list[int]] = {}
     last = MAX_SLOTS // page_size - 1 if num_pages is None else min(num_pages, MAX_SLOTS // page_size) - 1
     for sequence, (old, mine) in enumerate(zip(cached_lengths, pages, strict=True)):
-        for place, page in enumerate(mine):
-            if page == NO_PAGE and place < old // page_size:  # given back; what is written lies behind
-                continue
-            if not 0 <= page <= last:
-                raise CacheCapacityError(f"pages[{sequence}] has page {page}; expected 0 to {last}")
-            owners.setdefault(page, []).append(sequence)
+        whole = old // page_size  # of these some may be given back; what is written lies behind
+        lowest = min(mine[whole:], default=0), min(mine, default=0) - NO_PAGE
+        if min(lowest) < 0 or max(mine, default=last) > last:
+            least = [NO_PAGE if place < whole else 0 for place in range(len(mine))]
+            page = next(page for page, low in zip(mine, least, strict=True) if not low <= page <= last)
+            raise CacheCapacityError(f"pages[{sequence}] has page {page}; expected 0 to {last}")
+    # All pages, in every step: counted without an object for each, which the garbage collector would go through.
+    owners = Counter(itertools.chain.from_iterable(pages))
     for sequence, (new, old, mine) in enumerate(zip(query_lengths, cached_lengths, pages, strict=True)):
         if new + old > len(mine) * page_size:
             raise CacheCapacityError(
@@ -340,8 +342,9 @@ def _check_capacity(
                 f" its {len(mine)} pages of {page_size} hold"
             )
         for page in mine[old // page_size : -(-(old + new) // page_size)] if new else ():
-            if len(owners[page]) > 1:
+            if owners[page] > 1:
+                tables = [index for index, others in enumerate(pages) if page in others]
                 raise CacheCapacityError(
-                    f"sequence {sequence} would write to page {page}, which is in the tables of {owners[page]};"
+                    f"sequence {sequence} would write to page {page}, which is in the tables of {tables};"
                     " expected a page of its own (PageAllocator.grow gives one)"
                 )
