@@ -11,6 +11,8 @@ dimensions, by which transformers passes on what is prepared already. Windows ar
 
 from __future__ import annotations
 
+import warnings
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, attention_varlen, gqa_decode, plan_gqa_decode
+from mha2mla.kernels import (
+    MAX_DECODE_QUERY_LENGTH,
+    attention_varlen,
+    explain_attention_varlen,
+    explain_gqa_decode,
+    gqa_decode,
+    plan_gqa_decode,
+)
 from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.visibility import are_side_by_side, host_may_look, visible_tokens
@@ -106,6 +115,9 @@ def attend(
     Raises:
         ValueError: what is not served, by name: dropout, soft-capping, sinks, attention weights, bidirectional
             attention, other masks.
+
+    Warns:
+        UserWarning: on CUDA plain torch attends, with the reason.
     """
     _refuse(module, dropout, is_causal, query.shape[2], others)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -116,11 +128,25 @@ def attend(
         if mla_step is not None:
             out = _over_pages(module.layer_idx, query, key, value, scaling, sliding_window, mla_step)
         else:
+            if query.is_cuda and not torch.compiler.is_compiling():
+                heads = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
+                warn_where_no_kernel_serves(*heads, query.dtype, query.device)
             starts, stops = _spans(attention_mask, query, key)
             decodes = query.shape[2] <= MAX_DECODE_QUERY_LENGTH and query.shape[2] < key.shape[2]
             call = _decode if decodes else _prefill
             out = call(query, key, value, starts, stops, scaling, sliding_window)
     return (refuse_gradients(out, _NO_GRADIENTS) if differentiable else out), None
+
+
+@lru_cache
+def warn_where_no_kernel_serves(
+    heads: int, kv_heads: int, width: int, v_width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Says once of a shape that plain torch attends on a GPU, and why."""
+    why = explain_gqa_decode(heads, kv_heads, width, v_width, _PAGES[0], dtype, device)
+    why = why or explain_attention_varlen((width,), v_width, dtype, device)
+    if why is not None:
+        warnings.warn(f"attn_implementation {NAME!r} attends in plain torch, slowly: {why}", stacklevel=3)
 
 
 def layer_window(attention: nn.Module, layer_idx: int | None) -> int | None:

@@ -1,11 +1,13 @@
 """Source models of transformers on the ops here: what sdpa computes, over every cache, or refused by name."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, StaticCache
 
 from mha2mla.modeling.decoder import run_source_model
-from mha2mla.modeling.source_attention import attend, pages_of
+from mha2mla.modeling.source_attention import attend, pages_of, warn_where_no_kernel_serves
 from mha2mla.modeling.source_model import PagedSource, paged_model
 from tests.conversion import tiny
 from tests.modeling import models
@@ -70,6 +72,16 @@ def test_memory_of_a_cache_is_seen_as_pages_or_not_at_all():
     assert pages_of(keys, values) is None  # sequences lie in other distances
     assert pages_of(values[:, :, :60], values[:, :, :60]) is None
     assert pages_of(values[:, :, :48], values[:, :, :48])[0].shape[1] == 16
+
+
+def test_shapes_without_a_kernel_are_said_once():
+    device = torch.device("cuda")
+    with pytest.warns(UserWarning, match="attends in plain torch, slowly: qk_head_dim is 12; TileLang kernels take"):
+        warn_where_no_kernel_serves(6, 2, 12, 12, torch.bfloat16, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_where_no_kernel_serves(6, 2, 12, 12, torch.bfloat16, device)
+        warn_where_no_kernel_serves(6, 2, 64, 64, torch.bfloat16, device)
 
 
 def random(*shape):
