@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -50,3 +51,11 @@ def device_name(device: torch.device) -> str | None:
 @lru_cache(maxsize=64)
 def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_HERE = nullcontext()
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """``torch.cuda.device`` of a tensor's device, and nothing where that is the current one: it costs two changes."""
+    return _HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device)

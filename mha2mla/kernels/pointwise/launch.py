@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from mha2mla.kernels.compilation import compile_for
-from mha2mla.kernels.devices import capability, dtype_name
+from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.pointwise.kernel import make_rms_norm, make_silu_mul
 from mha2mla.kernels.rope_append.launch import vector_of, with_dense_rows
 
@@ -38,7 +37,7 @@ def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
     x, weight = x.contiguous(), weight.contiguous()
     base, total = (x, out) if residual is None else (residual.contiguous(), total)
     rows, width = x.shape
-    with torch.cuda.device(x.device):
+    with on_device(x.device):
         dependent = rows <= STEP_ROWS and width >= STEP_WIDTH and capability(x.device) >= 90
         kernel = compile_rms_norm(
             capability(x.device),
@@ -57,7 +56,7 @@ def launch_silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
         return
     gate, up = with_dense_rows(gate), with_dense_rows(up)
     width = gate.shape[1]
-    with torch.cuda.device(gate.device):
+    with on_device(gate.device):
         kernel = compile_silu_mul(
             capability(gate.device),
             width=width,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from mha2mla.kernels.compilation import compile_for
-from mha2mla.kernels.devices import capability, dtype_name
+from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.rope_append.kernel import make_rope_append
 from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
 
@@ -34,7 +33,7 @@ def launch_quantize_rows(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slo
     """Run the kernel: rows [N, width] to slots [N] of row_cache [P, page, width] (e4m3) and row_scale [P, page]."""
     if rows.numel() == 0 or row_cache.numel() == 0:
         return
-    with torch.cuda.device(rows.device):
+    with on_device(rows.device):
         kernel = compile_quantize_rows(
             capability(rows.device), row_width=rows.shape[1], page_size=row_cache.shape[1], dtype=dtype_name(rows.dtype)
         )
@@ -78,7 +77,7 @@ def launch_rope_append(
     if not rope:  # nothing to turn, but the kernel has a table all the same
         rope, inv_freq = 8, inv_freq.new_zeros(1, 4)
     pages, page_size = row_cache.shape[:2] if width else rope_cache.shape[:2] if groups else (1, 1)
-    with torch.cuda.device(query.device):
+    with on_device(query.device):
         nothing = query.new_empty(tokens, 1, rope)  # stands in for what is left out
         out = out if heads else nothing
         query = with_dense_rows(query) if heads else nothing

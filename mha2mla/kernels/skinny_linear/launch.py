@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from mha2mla.kernels.compilation import compile_for
-from mha2mla.kernels.devices import capability, dtype_name
+from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
 from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
@@ -25,6 +24,6 @@ def compile_skinny_linear(major_minor: int, columns: int, outputs: int, dtype: s
 
 def launch_skinny_linear(x: Tensor, weight: Tensor, out: Tensor, gated: bool) -> None:
     """Run the kernel over rows [N, K]."""
-    with torch.cuda.device(x.device):
+    with on_device(x.device):
         kernel = compile_skinny_linear(capability(x.device), x.shape[1], weight.shape[0], dtype_name(x.dtype), gated)
         kernel(aligned(x), weight, out)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS, compile_for
 from mha2mla.kernels.devices import capability as capability_of
+from mha2mla.kernels.devices import on_device
 from mha2mla.kernels.split_kv.combine import make_combine
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
@@ -74,7 +75,7 @@ def launch_plan(
     batch = splits.shape[0]
     if batch == 0:
         return
-    with torch.cuda.device(splits.device):
+    with on_device(splits.device):
         compile_planner(capability_of(splits.device))(
             cache_seqlens,
             cache_seqlens if cache_starts is None else cache_starts,
@@ -150,7 +151,7 @@ def launch(
         lse.fill_(-torch.inf)
         return
     device = out.device
-    with torch.cuda.device(device):
+    with on_device(device):
         tail = numbers
         if op.optional:
             tail = (*numbers, *(int(data[index] is not None) for index in op.optional))

@@ -136,13 +136,15 @@ class PagedOp:
             out, lse = getattr(torch.ops.mha2mla, self.name)(*call)
             return (out, lse) if return_lse else out
         out = data[0].new_empty(sizes.out) if out is None else out
-        lse = _empty_lse(out)
         buffers = _NO_PLAN
         if plan is not None:
             plan.check(out, block_table, sizes.page, causal)
             buffers = plan.buffers
         # The dispatcher costs as much as the kernel's launch; plain tensors in plain eager mode need it not.
-        if not compiling and type(data[0]) is Tensor and not is_in_torch_dispatch_mode():
+        eager = not compiling and type(data[0]) is Tensor and not is_in_torch_dispatch_mode()
+        lse = plan.lse if eager and plan is not None and not return_lse else None
+        lse = _empty_lse(out) if lse is None else lse
+        if eager:
             self._run(sizes, *call, *buffers, out, lse)
         else:
             getattr(torch.ops.mha2mla, f"{self.name}_out")(*call, *buffers, out, lse)

@@ -33,6 +33,7 @@ class DecodePlan:
         partial_out: [num_ctas, 2, S_q, H, d] float32 workspace.
         partial_lse: [num_ctas, 2, S_q, H] float32 workspace.
         num_splits: that the caller asked for, per sequence; 0: as many as balance best.
+        lse: [B, H, S_q] float32, where a call writes what its caller does not ask for; None: such calls allocate.
     """
 
     shape: tuple[int, int, int, int]
@@ -45,6 +46,7 @@ class DecodePlan:
     partial_out: Tensor
     partial_lse: Tensor
     num_splits: int = 0
+    lse: Tensor | None = None
 
     @property
     def num_ctas(self) -> int:
@@ -171,6 +173,7 @@ def allocate_plan(
         partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.float32, device=device),
         partial_lse=torch.empty(num_ctas, 2, seqlen_q, heads, dtype=torch.float32, device=device),
         num_splits=num_splits,
+        lse=torch.empty(batch, heads, seqlen_q, dtype=torch.float32, device=device),
     )
 
 
