@@ -1,4 +1,4 @@
-"""Eleven small decode calls for compute-sanitizer: each kernel family, windows, several new tokens, empty sequences.
+"""Small decode calls for compute-sanitizer: each kernel family, windows, several new tokens, empty sequences.
 
 Compile first, in parallel and without the tool; then run under each tool, in one process that compiles nothing:
 
@@ -49,7 +49,10 @@ PROBLEMS = (
     LatentProblem(32, 1, 512, 64, (0, 1, 65, 400), shuffled=True),
     LatentProblem(9, 1, 192, 96, (17, 300), page_size=16, window=100, sinks=4),
     LatentProblem(16, 1, 72, 32, (130, 64), seqlen_q=4, combined=True),
+    LatentProblem(32, 1, 1024, 32, (0, 1, 65, 300), page_size=16, shuffled=True),  # two CTAs share the columns
+    LatentProblem(9, 1, 640, 96, (17, 200), window=100, sinks=4),
     LatentProblem(3, 1, 1024, 128, (5, 70)),
+    LatentProblem(9, 1, 192, 128, (0, 1, 65, 300), page_size=16, window=100, sinks=4, codes=True),
 )
 DTYPE = torch.bfloat16
 

@@ -349,14 +349,19 @@ def judge(
 
 def expected(
     inputs: dict[str, Any], window: int | None = None, sinks: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What :func:`verdict` compares an output with: float64's out and lse, plain torch's out, expected rounding, and
-    the lse of rotary keys that torch makes at the queries' dtype."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """What :func:`verdict` compares an output with: float64's out and lse, plain torch's out, expected rounding, the
+    lse of rotary keys that torch makes at the queries' dtype, and what such keys are expected to put on it."""
     dtype = inputs[_op_of(inputs).queries[0]].dtype
-    torch_lse = None if inputs.get("rope") is None else exact(with_keys(inputs, dtype), window, sinks)[1]
+    makes_keys = inputs.get("rope") is not None
+    torch_lse = exact(with_keys(inputs, dtype), window, sinks)[1] if makes_keys else None
     inputs = with_keys(inputs)
     out, lse = exact(inputs, window, sinks)
     if not out.shape[0]:
-        return out, lse, out.to(dtype), None, None
+        return out, lse, out.to(dtype), None, None, None
     outs, roundings = yardstick(sequences(inputs, window, sinks), dtype)
-    return out, lse, torch.stack(outs), None if roundings is None else torch.stack(roundings), torch_lse
+    of_keys = None
+    if makes_keys:
+        wide = (sequence.to(torch.float64) for sequence in sequences(inputs, window, sinks))
+        of_keys = torch.stack([sequence.lse_rounding(1, dtype) for sequence in wide])
+    return out, lse, torch.stack(outs), None if roundings is None else torch.stack(roundings), torch_lse, of_keys

@@ -64,6 +64,20 @@ class Sequence:
         of_sum = (score.shape[-1] - 1) / 6 * (2 / 3 * out**2 + 1 / 3 * squares)
         return UNIT * (around.clamp(min=0) * of_weight + of_sum + out**2).sqrt()
 
+    def lse_rounding(self, part: int, dtype: torch.dtype) -> Tensor:
+        """[H, S] of float64 inputs: root mean square that rounding the keys of one part to ``dtype`` is expected to put
+        on the log-sum-exp.
+
+        A number is rounded off by anything up to half of its step u, in the mean square u²/12; errors of a key's
+        numbers, and of different keys, are independent. A score adds up d of them, times the query's numbers; the
+        log-sum-exp adds up the scores' errors, times the weights.
+        """
+        query, key = self.queries[part], self.keys[part]
+        step = torch.finfo(dtype).eps * torch.exp2(torch.floor(torch.log2(key.abs().clamp(min=1e-30))))
+        grouped = query.unflatten(1, (key.shape[1], -1)).square()
+        of_score = self.softmax_scale**2 / 12 * torch.einsum("sgrd,tgd->sgrt", grouped, step.square()).flatten(1, 2)
+        return (self._weights(self._scores()).square() * of_score).sum(-1).sqrt().T
+
     def _scores(self) -> Tensor:
         """[S, H, T], scaled; -inf where a query does not see a token."""
         pairs = zip(self.queries, self.keys, strict=True)

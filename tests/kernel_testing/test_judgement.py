@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,3 +85,28 @@ def test_one_lost_token_in_100_000_is_wrong():
     expected = exact.attend(), None, right, exact.rounding()
     assert verdict(right, None, *expected).ok
     assert not verdict(short, None, *expected).ok
+
+
+def test_expected_rounding_of_keys_is_that_of_the_log_sum_exp():
+    """Over draws; and what rounds halves of a key has errors as large, others than torch's, and is right."""
+    make, worst = torch.Generator().manual_seed(0), 0.0
+    measured, predicted = [], []
+    for _ in range(60):
+        q = torch.randn(1, 9, 64, generator=make, dtype=torch.float64)
+        halves = torch.randn(2, 3, 1, 64, generator=make, dtype=torch.float64)
+        exact = Sequence((q,), (halves.sum(0),), torch.ones(3, 1, 8).double(), None, 0.1)
+        torchs, ours = (
+            replace(exact, keys=(key,))
+            for key in (halves.sum(0).bfloat16().double(), halves.bfloat16().double().sum(0))
+        )
+        lse, torch_lse, our_lse = (torch.logsumexp(x._scores(), -1).T for x in (exact, torchs, ours))
+        rounding = exact.lse_rounding(0, torch.bfloat16)
+        measured.append((torch_lse - lse).square().mean())
+        predicted.append(rounding.square().mean())
+        out = exact.attend()
+        judged = [out, lse, out.bfloat16(), None, torch_lse, rounding]
+        assert verdict(out, our_lse, *judged).ok
+        assert not verdict(out, lse + 6 * rounding.max(), *judged).ok
+        worst = max(worst, float((our_lse - lse).abs().max() / (torch_lse - lse).abs().max()))
+    assert 0.8 < float(torch.stack(measured).mean() / torch.stack(predicted).mean()) < 1.25
+    assert worst > 2, "torch's largest error alone would call some of these wrong"

@@ -81,7 +81,7 @@ CODES = [
     LatentProblem(*WS, (0, 1, 15, 16, 17, 700), page_size=16, shuffled=True, codes=True),
     LatentProblem(64, 1, 256, 64, (65, 300), page_size=128, codes=True),
     LatentProblem(16, 1, 80, 32, (1, 64, 2000), page_size=32, codes=True),
-    LatentProblem(16, 1, 384, 96, (65, 300), first_position=131072, codes=True),
+    LatentProblem(16, 1, 384, 64, (65, 300), first_position=131072, codes=True),
     LatentProblem(1, 1, 16, 8, (1, 300), codes=True),
     LatentProblem(128, 1, 496, 24, (65, 300), codes=True),
 ]
