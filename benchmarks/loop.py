@@ -48,7 +48,7 @@ COLUMNS = {
     "filled": "cache",
     "status": "status",
 }
-RESERVE = 4 * 2**30  # bytes beside weights and cache: logits, partial results, graphs
+RESERVE = 2 * 2**30  # bytes beside weights and cache: logits, partial results, graphs
 PAGE = 64
 WARM_UP = 4  # steps, the graph's capture among them
 
@@ -166,6 +166,17 @@ def measure(
     return row
 
 
+def largest(name: str, model: Any, batch: int, *how: int) -> dict[str, Any]:
+    """:func:`measure` of ``batch`` sequences, or as many fewer as memory has room for in the end."""
+    while True:
+        try:
+            return measure(name, model, batch, *how)
+        except torch.OutOfMemoryError:
+            batch -= 1
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def tokens(
     batch: int = 64,
     context: int = 8192,
@@ -188,9 +199,9 @@ def tokens(
     for name in [only] if only else ["mha", "mla"]:
         model = build(name, layers, "cuda")
         fits = min(batch, largest_batch(model, -(-(context + steps + WARM_UP + 2) // PAGE)))
-        most = fits if name == "mha" else most
-        for size in dict.fromkeys((min(most, fits), fits)):
-            rows.append({"layers": layers, **measure(name, model, size, context, steps)})
+        for size in dict.fromkeys((fits if name == "mha" else min(most, fits), fits)):
+            rows.append({"layers": layers, **largest(name, model, size, context, steps)})
+            most = rows[-1]["batch"] if name == "mha" else most
             source = next((row for row in rows if row["model"] == "mha"), None)
             if source is not None:
                 rows[-1]["of_source"] = rows[-1]["tokens_per_s"] / source["tokens_per_s"]
