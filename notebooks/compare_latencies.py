@@ -70,7 +70,7 @@ else:
 
 # %%
 report = mha2mla.convert(source, folder / "converted", RECIPE, device=DEVICE, progress=False)
-report
+print(str(report).replace(f"{folder}{os.sep}", ""))
 
 # %% [markdown]
 # ## Generate
@@ -94,7 +94,8 @@ for name, model in models.items():
 # ## Measure
 #
 # Once the attention op alone (the source's through torch's SDPA, the converted one's through `mla_decode`), once the
-# whole decode step. `us_p50` is a median; a missing baseline is a row that says why.
+# whole decode step. `us` is what is plotted: of the op the median `us_p50`, of the step on a GPU its time in a CUDA
+# graph, which is how `generate` replays it. A missing baseline is a row that says why.
 
 # %%
 config = models["MLA (converted)"].config
@@ -111,20 +112,23 @@ attention = pd.DataFrame(
     )
 )
 step = pd.DataFrame(decode_step_latency(models, batch_sizes=BATCH_SIZES, seqlens=SEQLENS, min_run_time=0.2))
+attention["us"], step["us"] = attention["us_p50"], step["us_p50"]
+if DEVICE == "cuda":
+    step["us"] = step["us_graph"].fillna(step["us_p50"])
 rows = pd.concat([attention, step], ignore_index=True)
 rows.to_csv(SAVED.with_suffix(".csv"), index=False)
 environment = describe_environment(collect_environment())
 print(environment)
 if DEVICE == "cpu":
     print("On a CPU the op is the plain torch reference, no kernel: its times say nothing of a GPU's.")
-columns = ["op", "implementation", "batch", "seqlen", "cache_bytes", "us_p20", "us_p50", "us_p80", "error", "status"]
-shown = rows[columns]
+columns = ["op", "implementation", "batch", "seqlen", "cache_bytes", "us_p20", "us_p50", "us_p80", "us"]
+shown = rows[[*columns, "error", "status"]]
 shown.style.format(precision=1, thousands=",", na_rep="").format("{:.1e}", subset="error", na_rep="")
 
 # %% [markdown]
 # ## Plot
 #
-# A colour per implementation, a line style per batch size. Times are medians, bands reach from p20 to p80. A speed-up
+# A colour per implementation, a line style per batch size. Bands around medians reach from p20 to p80. A speed-up
 # is the source's time over ours; of the attention op, the fastest of the source's over ours.
 
 # %%
@@ -142,15 +146,16 @@ def over_lengths(axes, title: str, ylabel: str) -> None:
 
 
 def plot_times(table: pd.DataFrame, axes, title: str) -> None:
-    """Median time over length, in ms where it is one or more."""
+    """Time over length, in ms where it is one or more."""
     timed = table[table["status"] == "ok"]
-    unit, scale = ("ms", 1e3) if timed["us_p50"].max() >= 1e3 else ("µs", 1)
+    unit, scale = ("ms", 1e3) if timed["us"].max() >= 1e3 else ("µs", 1)
     for index, (name, ours) in enumerate(timed.groupby("implementation", sort=False)):
         for batch, part in ours.sort_values("seqlen").groupby("batch"):
-            p20, p50, p80 = (part[column] / scale for column in ("us_p20", "us_p50", "us_p80"))
+            p20, us, p80 = (part[column] / scale for column in ("us_p20", "us", "us_p80"))
             label = f"{name}, batch {batch}"
-            axes.plot(part["seqlen"], p50, STYLES[batch], marker="o", color=f"C{index}", label=label)
-            axes.fill_between(part["seqlen"], p20, p80, color=f"C{index}", alpha=0.15, linewidth=0)
+            axes.plot(part["seqlen"], us, STYLES[batch], marker="o", color=f"C{index}", label=label)
+            if part["us"].equals(part["us_p50"]):
+                axes.fill_between(part["seqlen"], p20, p80, color=f"C{index}", alpha=0.15, linewidth=0)
     over_lengths(axes, title, unit)
 
 
@@ -158,14 +163,15 @@ def speed_up(table: pd.DataFrame) -> pd.Series:
     """(batch, cached tokens) → the fastest of the source's over ours."""
     timed = table[table["status"] == "ok"]
     ours = timed["implementation"].str.startswith(OURS)
-    fastest = [part.groupby(["batch", "seqlen"])["us_p50"].min() for part in (timed[~ours], timed[ours])]
+    fastest = [part.groupby(["batch", "seqlen"])["us"].min() for part in (timed[~ours], timed[ours])]
     return fastest[0] / fastest[1]
 
 
 figure, axes = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
 (op_times, step_times), (speed_ups, cached) = axes
 plot_times(attention, op_times, "attention op of a layer")
-plot_times(step, step_times, f"decode step of {config.num_hidden_layers} layers")
+how = ", in a CUDA graph" if DEVICE == "cuda" else ""
+plot_times(step, step_times, f"decode step of {config.num_hidden_layers} layers{how}")
 for index, (name, table) in enumerate({"attention op": attention, "decode step": step}.items()):
     for batch, part in speed_up(table).groupby("batch"):
         part = part.droplevel("batch")
