@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mha2mla.modeling.shards import HeadShard
 from tests.modeling.full_rank import full_rank
 from tests.modeling.models import TOLERANCE, mla_model, relative_error, source_model, tokens
 
@@ -26,14 +27,21 @@ MODELS = {
     "olmo2": lambda: full_rank(source_model("olmo2")),
     "gemma3": lambda: full_rank(source_model("gemma3"), rope_from_latent=True),
 }
-CODE = "import sys; from tests.serving.test_vllm import steps_on_a_cpu; steps_on_a_cpu(sys.argv[1], sys.argv[2])"
+CODE = "import sys; from tests.serving.test_vllm import main; main(*sys.argv[1:])"
 
 
 class Engine:
-    """vLLM's model, cache groups and our metadata builder, without its scheduler."""
+    """vLLM's model, cache groups and our metadata builder, without its scheduler; of one rank of ``size``."""
 
-    def __init__(self, folder: str, model: torch.nn.Module) -> None:
-        from vllm.config import CompilationConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    def __init__(self, folder: str, model: torch.nn.Module, rank: int, size: int) -> None:
+        from vllm.config import (
+            CompilationConfig,
+            DeviceConfig,
+            ModelConfig,
+            ParallelConfig,
+            SchedulerConfig,
+            VllmConfig,
+        )
         from vllm.config import set_current_vllm_config as current
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
         from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
@@ -48,15 +56,16 @@ class Engine:
             model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=256),
             device_config=DeviceConfig(device="cpu"),
             scheduler_config=scheduler,
+            parallel_config=ParallelConfig(tensor_parallel_size=size),
             compilation_config=CompilationConfig(mode=0, custom_ops=["none"]),
         )
         config.cache_config.block_size = PAGE
         with current(config):
             store = f"file://{folder}/store"
             init_distributed_environment(
-                world_size=1, rank=0, local_rank=0, distributed_init_method=store, backend="gloo"
+                world_size=size, rank=rank, local_rank=rank, distributed_init_method=store, backend="gloo"
             )
-            initialize_model_parallel(1)
+            initialize_model_parallel(size)
             self.model = VLLMForCausalLM(vllm_config=config)
             loaded = self.model.load_weights(iter(model.state_dict().items()))
             assert {name for name, _ in self.model.named_parameters()} <= loaded
@@ -68,12 +77,13 @@ class Engine:
             self.groups, _, sizes = attn_utils.init_attn_backend(self.cache, config, device)
             attn_utils.init_kv_cache([], context, self.cache, self.groups, device, "auto", sizes, config)
             for layer, name in enumerate(self.specs):
-                width = model.config.layer_geometry(layer).cache_numel_per_token
+                width = HeadShard.of(model.config.layer_geometry(layer), rank, size).geometry.cache_numel_per_token
                 assert tuple(context[name].kv_cache.shape[1:]) == (PAGE, width)
 
     @torch.no_grad()
     def step(self, ids: list[torch.Tensor], begins: list[int], tables: list[list[int]], pad: int) -> list[torch.Tensor]:
-        """Logits of new tokens ``ids`` of sequences with ``begins`` cached ones, and ``pad`` rows of padding."""
+        """Logits of new tokens ``ids`` of sequences with ``begins`` cached ones, and ``pad`` rows of padding; of the
+        rank's part of the vocabulary."""
         from vllm.config import set_current_vllm_config
         from vllm.forward_context import set_forward_context
         from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
@@ -100,7 +110,11 @@ class Engine:
         return F.linear(hidden, self.model.lm_head.weight)[:count].split(lengths)
 
 
-def steps_on_a_cpu(name: str, folder: str) -> None:
+def main(name: str, folder: str, rank: str, size: str) -> None:
+    steps_on_a_cpu(name, folder, int(rank), int(size))
+
+
+def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
     """In a process of its own: vLLM's groups of ranks are global."""
     import mha2mla.serving.vllm_attention as attention
     from mha2mla.serving.plugin import register
@@ -109,9 +123,7 @@ def steps_on_a_cpu(name: str, folder: str) -> None:
     register()
     torch.manual_seed(0)
     model = MODELS[name]()
-    model.config.architectures = ["MHA2MLAForCausalLM"]
-    model.save_pretrained(folder)
-    engine, ids = Engine(folder, model), [tokens(1, 150)[0], tokens(1, 90)[0]]
+    engine, ids = Engine(folder, model, rank, size), [tokens(1, 150)[0], tokens(1, 90)[0]]
     tables, got = [[5, 2, 7], [3, 6, 0]], [[], []]
     for parts, pad in (
         ({0: (0, 100)}, 0),
@@ -126,17 +138,29 @@ def steps_on_a_cpu(name: str, folder: str) -> None:
     for mine, sequence in zip(got, ids, strict=True):
         with torch.no_grad():
             expected = model(sequence[None]).logits[0]
-        assert relative_error(torch.cat(mine)[:, : expected.shape[1]], expected) < TOLERANCE, name
+        found = torch.cat(mine)
+        expected = expected[:, rank * found.shape[1] :][:, : found.shape[1]]
+        assert relative_error(found[:, : expected.shape[1]], expected) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_vllms_layers_around_our_attention_give_the_models_logits(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, 1) for name in MODELS), ("per-group", 2), ("latent per layer", 2), ("latent qk-norm", 2)],
+)
+def test_vllms_layers_around_our_attention_give_the_models_logits(name, size, tmp_path):
+    model = MODELS[name]()
+    model.config.architectures = ["MHA2MLAForCausalLM"]
+    model.save_pretrained(tmp_path)  # ranks read its config; weights they make themselves, all the same
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, name, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=False, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", CODE, name, str(tmp_path), str(rank), str(size)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=250)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0] * size, "".join(text[-3000:] for text in said)
 
 
 @pytest.mark.gpu
