@@ -600,4 +600,38 @@ LOOP = (
     ),
 )
 
-FAULTS = (*CACHES, *MODEL, *OPS, *LAYERS, *RUNS, *LOOP, *JUDGES)
+SOURCES = (
+    Fault(
+        "padding in front of a prompt is part of it",
+        f"{MODELING}/source_attention.py",
+        "queries, keys = (first, torch.full_like(first, new_tokens)), (starts, stops)",
+        "queries, keys = (first * 0, torch.full_like(first, new_tokens)), (starts * 0, stops)",
+        ("tests/modeling/test_source_attention.py",),
+        "those_of_sdpa",
+    ),
+    Fault(
+        "a window that a family leaves to the mask is lost",
+        f"{MODELING}/source_attention.py",
+        "    if sliding_window is None:  # some",
+        "    if False:  # some",
+        ("tests/modeling/test_source_attention.py",),
+        "qwen2-moe-sliding",
+    ),
+    Fault(
+        "sequences of a static cache lie as far apart as they are long",
+        f"{MODELING}/source_attention.py",
+        "step, count = int(apart[0]) // page, tokens // page",
+        "step, count = tokens // page, tokens // page",
+        ("tests/modeling/test_source_attention.py",),
+        "memory_of_a_cache",
+    ),
+    Fault(
+        "every rank takes the first rotary keys",
+        f"{MODELING}/attention.py",
+        "k_pe[..., self.shard.rope_heads, :]",
+        "k_pe[..., : self.geometry.num_rope_heads, :]",
+        ("tests/modeling/test_tensor_parallel.py",),
+    ),
+)
+
+FAULTS = (*SOURCES, *CACHES, *MODEL, *OPS, *LAYERS, *RUNS, *LOOP, *JUDGES)
