@@ -54,11 +54,6 @@ PLAN = [(150, 0, 40), (1, 130, 1), (1, 0, 100), (48, 70, 59)]
 @pytest.mark.parametrize("name", ["mla_paged", "mla_fp8"])
 @torch.no_grad()
 def test_mixed_steps_are_as_right_as_the_expanded_form(model, name):
-    if name == "mla_fp8" and model.config.rope_from_latent:
-        model.config.attention_backend = name
-        with pytest.raises(ValueError, match="'mla_fp8' refuses: .* no TileLang kernel serves"):
-            model.paged_cache(num_pages=24)
-        name = "mla_fp8_reference"
     model.config.attention_backend = name
     ids = models.tokens(3, 200).cuda()
     exact = copy.deepcopy(model).float()(ids, use_cache=False).logits
@@ -109,7 +104,14 @@ def test_a_decode_step_in_a_cuda_graph_with_padding_rows(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "case"), [("mla_paged", "per-group"), ("mla_paged", "latent"), ("mla_fp8", "per-group"), ("gqa_paged", "")]
+    ("name", "case"),
+    [
+        ("mla_paged", "per-group"),
+        ("mla_paged", "latent"),
+        ("mla_fp8", "per-group"),
+        ("mla_fp8", "latent"),
+        ("gqa_paged", ""),
+    ],
 )
 @torch.no_grad()
 def test_a_layer_compiles_with_inductor(name, case):

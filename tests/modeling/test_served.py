@@ -162,11 +162,13 @@ def test_kernels_that_make_rotary_keys_serve_both_ways_of_calling_the_model():
         assert why in layer.reason and why in layer.batch_reason and not layer.compiled
 
 
-def test_no_kernel_takes_eight_bit_latents_alone():
-    asked = config(attention_backend="mla_fp8", **LATENT)
+def test_eight_bit_latents_alone_are_served_where_a_kernel_takes_them():
+    layer = what_serves(config(attention_backend="mla_fp8", **LATENT), CUDA)[0]
+    assert (layer.form, layer.backend, layer.batch_backend.name) == ("absorbed", "mla_fp8", "mla_fp8")
+    asked = config(attention_backend="mla_fp8", **LATENT | {"kv_lora_rank": 1024})
     layer = what_serves(asked, CUDA)[0]
     assert (layer.form, layer.backend, layer.batch_backend, layer.compiled) == ("expanded", "sdpa", None, False)
-    why = "the cache is of e4m3 latents alone, which no TileLang kernel serves"
+    why = "kv_lora_rank is 1024; the kernel over e4m3 latents alone takes at most 512"
     assert why in layer.reason and why in layer.batch_reason
     with pytest.raises(ValueError, match=f"layer 0: attention backend 'mla_fp8' refuses: {why}"):
         batch_backends(asked, CUDA, torch.bfloat16, 64)

@@ -190,6 +190,8 @@ def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
         used += code_stages * piece + num_stages * 3 * 64 * 4
         registers = _registers(*widths, tiling, warpgroups, resident, streamers=2)
+        if registers is None and resident == 1 and shape.page_size >= 64 and shape.seqlen_q == 1:
+            registers = _registers(*widths, tiling, warpgroups, resident, lean=8, streamers=2)
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
         choice = LatentChoice(
             "latent_fp8", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 2), warpgroups, resident,

@@ -102,7 +102,25 @@ def test_refusals_name_the_argument():
         select_latent_fp8(shape(32, 512, 64), 89)
 
 
-FP8 = [shape(32, 512, 64), shape(9, 192, 128, 16, dtype="float16"), shape(64, 256, 96, 16, 2), shape(16, 80, 32)]
+@pytest.mark.parametrize(("d_r", "page", "seqlen_q", "most"), [(64, 16, 8, 512), (128, 64, 1, 320), (128, 16, 8, 256)])
+def test_e4m3_latents_of_every_width_up_to_the_limit_have_a_kernel(d_r, page, seqlen_q, most):
+    for heads in (1, 9, 32, 128):
+        for d_c in range(16, most + 1, 16):
+            assert select_latent_fp8(shape(heads, d_c, d_r, page, seqlen_q), 90).kernel == "latent_fp8"
+    with pytest.raises(ValueError, match="kv_lora_rank is 528|more registers than a thread has"):
+        wider = shape(32, most + 16, d_r, page, seqlen_q)
+        if why := refusal_latent_fp8(wider):
+            raise ValueError(why)
+        select_latent_fp8(wider, 90)
+
+
+FP8 = [
+    shape(32, 512, 64),
+    shape(9, 192, 128, 16, dtype="float16"),
+    shape(28, 320, 128),
+    shape(64, 256, 96, 16, 2),
+    shape(16, 80, 32),
+]
 
 
 def test_registers_of_e4m3_choices_fit_a_multiprocessor():
