@@ -42,6 +42,10 @@ def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], 
     source, destination = Path(folder), Path(destination)
     check_destination(destination, source, overwrite=False)
     config = MHA2MLAConfig.from_pretrained(source)
+    if config.attention_window is not None:
+        raise ValueError(
+            f"attention_window is {config.attention_window}; expected None: neither format has a window of the user's"
+        )
     reader = CheckpointReader(source)
     frequencies = _frequencies(config, reader) if format == "deepseek-v3" else None
     with temporary_folder(destination, overwrite=False) as work:

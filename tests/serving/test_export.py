@@ -175,6 +175,9 @@ def test_with_the_package_its_own_classes_are_taken_from_such_a_folder(tmp_path)
 
 def test_formats_and_destinations_are_refused_by_name(tmp_path):
     mla_model("shared").save_pretrained(tmp_path / "mla")
+    mla_model("shared", attention_window=8).save_pretrained(tmp_path / "windowed")
+    with pytest.raises(ValueError, match="attention_window is 8; expected None"):
+        export(tmp_path / "windowed", tmp_path / "out", "remote-code")
     with pytest.raises(ValueError, match="format is 'gguf'; expected one of"):
         export(tmp_path / "mla", tmp_path / "out", "gguf")
     (tmp_path / "there").mkdir()
