@@ -145,4 +145,5 @@ def _models(source: Any, converted: Any, levels: list[Level], **options: Any) ->
     from mha2mla.eval.latency import model_latency
     from mha2mla.eval.measurement import COLUMNS
 
-    return model_latency(source, converted, levels=levels, progress=True, **options), COLUMNS
+    rows = model_latency(source, converted, levels=levels, progress=True, **options)
+    return rows, {key: head for key, head in COLUMNS.items() if any(row.get(key) is not None for row in rows)}

@@ -31,6 +31,7 @@ COLUMNS = {
     "peak_bytes": "peak bytes",
     "largest_batch": "largest batch",
     "speed_up": "speed-up",
+    "limit_us": "limit µs",
     "of_limit": "share of limit",
     "error": "error",
     "status": "status",
