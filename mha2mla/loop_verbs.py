@@ -164,6 +164,7 @@ def _line() -> str:
     try:
         return input("> ").strip()
     except EOFError:
+        print()
         return ""
 
 
