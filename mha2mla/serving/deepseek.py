@@ -92,7 +92,7 @@ def place_frequencies(tables: Sequence[Tensor], theta: float, head_dim: int) -> 
                 what = "a pair that does not rotate" if value == 0 else f"frequency {value:.6g} more than once"
                 raise ValueError(
                     f"layer {index} has {what}; DeepSeek's classes have every frequency of their table once, and"
-                    " would rotate by others"
+                    " would rotate by others (recipe key rope.selection: uniform takes every frequency once)"
                 )
     least = max(2 * table.numel() for table in tables)
     for width in range(least, head_dim + 1, 2):
