@@ -5,7 +5,7 @@
     python benchmarks/latent_decode.py --widths true      # all widths at H=16 too
     python benchmarks/latent_decode.py --variants true    # each variant of the kernel
     python benchmarks/latent_decode.py --codes true       # e4m3 latents, beside 16-bit ones of as many tokens
-    python benchmarks/latent_decode.py --equal-loss true  # beside the stored form that loses as much, of more bytes
+    python benchmarks/latent_decode.py --equal_loss true  # beside the stored form that loses as much, of more bytes
 
 Both forms read as many bytes: d_c numbers a token, or d_c' + d_r' of them. Both are checked against float64, and timed
 in turn in one process. ``runner.py`` says what the numbers are.

@@ -211,3 +211,14 @@ def test_the_picture_shows_the_recorded_rows():
     points = plots.lengths_and_losses(plots._presets(rows), 0.5)
     assert len(points) > 3 and shown.issuperset(points), "draw it anew, as docs/checking.md says"
     assert len(svg) < 60_000
+
+
+def test_the_picture_of_generate_shows_the_recorded_rows():
+    files = [ROOT / "benchmarks" / "results" / f"h200-latency-e2e{which}.json" for which in ("", "-contexts")]
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
+    made = [row for row in rows if row["op"] == "generate"]
+    svg = (ROOT / "docs" / "generate.svg").read_text(encoding="utf-8")
+    shown = {"".join(each.itertext()) for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")}
+    speeds, batches = plots.speeds_and_batches(made)
+    assert shown.issuperset([*speeds, *batches, *(f"{row['seqlen']:,}" for row in made)]), "draw it anew"
+    assert len(svg) < 60_000
