@@ -1,7 +1,8 @@
 """What the vLLM benchmark decides by, without vLLM: random checkpoints, and which tokens are right."""
 
-import subprocess
+import os
 import sys
+from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
@@ -74,16 +75,11 @@ def test_a_decode_rate_counts_steps_in_which_all_decode(monkeypatch):
     assert "only 1 had decoded" in row["status"]
 
 
-def test_the_entry_point_is_found_by_a_process_that_has_the_clone_only():
-    code = (
-        "import sys; sys.path.insert(0, '.')\n"
-        "from benchmarks.vllm_serving import with_entry_point\n"
-        "with_entry_point()\n"
-        "from importlib.metadata import entry_points\n"
-        "points = [p.value for p in entry_points(group='vllm.general_plugins') if p.name == 'mha2mla']\n"
-        "assert points[0] == 'mha2mla.serving.plugin:register', points\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=vllm_serving.ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_entry_point_is_made_for_this_process_and_those_that_it_starts(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "before")
+    vllm_serving.with_entry_point()
+    found = [point.value for point in entry_points(group="vllm.general_plugins") if point.name == "mha2mla"]
+    assert set(found) == {"mha2mla.serving.plugin:register"}
+    inherited = os.environ["PYTHONPATH"].split(os.pathsep)
+    assert inherited == ["before"] or inherited == [str(vllm_serving.ROOT), "before", sys.path[-1]]
