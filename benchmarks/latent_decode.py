@@ -3,7 +3,6 @@
     python benchmarks/latent_decode.py --json benchmarks/results/h200-latent-decode.json
     python benchmarks/latent_decode.py --only "H32,H9"
     python benchmarks/latent_decode.py --widths true      # all widths at H=16 too
-    python benchmarks/latent_decode.py --variants true    # each variant of the kernel
     python benchmarks/latent_decode.py --codes true       # e4m3 latents, beside 16-bit ones of as many tokens
     python benchmarks/latent_decode.py --equal_loss true  # beside the stored form that loses as much, of more bytes
 
@@ -34,7 +33,6 @@ from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
 from mha2mla.kernel_testing.latent_problems import LatentProblem
 from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.mla_decode.latent_selection import LatentChoice, list_latent_kernels
 
 # H, d_c, d_r, tokens of each of 64 sequences (256 MB and more), times the stored form's time at most, or of R at least
 TELLING = (
@@ -114,15 +112,6 @@ def equal_loss_cases() -> list[SpeedCase]:
         )
         for h, _, d_c, d_r, _, _ in EQUAL_LOSS
     ]
-
-
-def by_variant(case: SpeedCase) -> list[SpeedCase]:
-    """The case with the best configuration, by the rule, of each variant of the kernel that serves it on a Hopper."""
-    found: dict[str, LatentChoice] = {}
-    for choice in list_latent_kernels(case.problem.shape(), 90):
-        if choice.kernel == "latent_ws":
-            found.setdefault(choice.variant, choice)
-    return [replace(case, name=f"{case.name} {name or 'plain'}", choice=found[name]) for name in sorted(found)]
 
 
 def stored_form(problem: LatentProblem) -> Problem:
@@ -206,7 +195,6 @@ def speed(
     widths: bool = False,
     codes: bool = False,
     equal_loss: bool = False,
-    variants: bool = False,
     min_run_time: float = 0.3,
     budget: float | None = None,
 ) -> bool:
@@ -218,15 +206,11 @@ def speed(
         widths: fifteen more widths at H=16.
         codes: e4m3 latents in place of 16-bit ones.
         equal_loss: pairs that lose as much in place of those of equal bytes.
-        variants: of 16-bit latents up to 512 numbers, each variant of the kernel and not the rule's choice.
         min_run_time: seconds of cold-L2 runs per form and shape.
         budget: seconds for all.
     """
     found = equal_loss_cases() if equal_loss else code_cases() if codes else cases(widths)
-    chosen = choose(found, only)
-    if variants:
-        chosen = [one for case in chosen for one in by_variant(case)]
-    return run(BENCHMARK, chosen, min_run_time=min_run_time, json=json, budget=budget)
+    return run(BENCHMARK, choose(found, only), min_run_time=min_run_time, json=json, budget=budget)
 
 
 if __name__ == "__main__":

@@ -87,10 +87,6 @@ def launcher(
     from mha2mla.kernels.split_kv.launch import compile_kernels, launch
 
     kernels = compile_kernels(op, shape, choice, capability, out.shape[0], out.shape[-1], plan.num_ctas)
-    rope = inputs.get("rope")
-    if rope is not None:
-        inputs = inputs | vars(rope) | {"rope_weight": rope.weight, "rope_bias": rope.bias}
     data = (*op.kernel_arguments(inputs[name] for name in op.names), inputs["block_table"])
-    numbers = tuple(inputs[name] for name in op.numbers)
-    call = (data, inputs["softmax_scale"], inputs["causal"], *plan.buffers, out, lse, numbers)
+    call = (data, inputs["softmax_scale"], inputs["causal"], *plan.buffers, out, lse)
     return partial(launch, op, shape, *call, kernels=kernels)

@@ -10,6 +10,8 @@ PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_warp_specialized": True
 # For kernels that guard their own indices: TileLang's guards beside them cost a third of the registers.
 SMALL_PASS_CONFIGS = PASS_CONFIGS | {"tl.disable_safe_memory_legalize": True}
 
+UNTOLD_WRITES = {"tl.disable_buffer_init_check": True}  # a warning for each such kernel else
+
 
 def target_of(capability: int) -> dict[str, str]:
     """TileLang's target for a compute capability."""

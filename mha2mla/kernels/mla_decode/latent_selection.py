@@ -26,8 +26,7 @@ from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 MAX_LATENT_ALONE = 1024  # d_c
 MAX_ROPE_ALONE = 128  # d_r
 KEY_TILE = 64  # rows of W_KR that a warpgroup of ``latent_ws`` holds: the M of one wgmma
-KEY_SUMS = 32  # of such a thread
-KEY_OVERHEAD = 40 + KEY_SUMS  # its registers beside W_KR
+KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatever else
 STREAMING_REGISTERS = 40
 LEAN = 16  # registers fewer of a computing thread, and 8 of a streaming one, to have two CTAs on a multiprocessor
 CONSUMER_OVERHEAD = 60  # of a computing thread, beside its accumulators
@@ -41,7 +40,6 @@ class LatentChoice(KernelChoice):
     on).
 
     Attributes: ``variant`` of the portable kernel, where W_KR is: "resident" in shared memory or "streamed" through it;
-    of ``latent_ws``, "ahead" where products of the next tile's keys are under way while this one's are turned;
     ``registers`` of a thread that computes, makes keys, streams (sm_90); ``code_stages``: pieces of 128 codes in
     flight.
     """
@@ -125,15 +123,14 @@ def _registers(
     held: int = 0,
     lean: int = 0,
     streamers: int = 1,
-    ahead: int = 0,
 ) -> tuple[int, int, int] | None:
     """Of a thread that computes (and holds ``held`` numbers more of the scores), makes keys of so many columns of the
-    latent (and holds ``ahead`` sums more), streams (in one of ``streamers`` warpgroups); None if they are not enough.
-    ``lean``: who computes and streams has fewer."""
+    latent, streams (in one of ``streamers`` warpgroups); None if they are not enough. ``lean``: who computes and
+    streams has fewer."""
     makers = -(-qk_rope_head_dim // KEY_TILE)
     roles = warpgroups + makers + streamers
     launched = 65536 // (resident * roles * 128) // 8 * 8
-    key = max(launched, -(-(4 * key_steps(columns) + KEY_OVERHEAD + ahead) // 8) * 8)
+    key = max(launched, -(-(4 * key_steps(columns) + KEY_OVERHEAD) // 8) * 8)
     streaming = STREAMING_REGISTERS - min(lean, 8)
     computing = min(240, (launched * roles - streamers * streaming - makers * key) // warpgroups // 8 * 8)
     latent = padded_latent_columns(columns, 128)
@@ -145,36 +142,24 @@ def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """(rank, choice or None, bytes); few tiles first (each reads the cache again), then bytes in flight."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     makers = blocks.chunks_per_block
-    sizes = product(
-        (1, 2) if tiling.rows == 64 else (1,), (2, 1), (6, 4, 3, 2), (3 * makers, 2 * makers), ("", "ahead")
-    )
+    sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (6, 4, 3, 2), (3 * makers, 2 * makers))
     widths = shape.kv_lora_rank, shape.qk_rope_head_dim
-    for warpgroups, resident, num_stages, rope_stages, variant in sizes:
+    for warpgroups, resident, num_stages, rope_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
-        registers = _registers(*widths, tiling, warpgroups, resident, ahead=KEY_SUMS if variant else 0)
+        registers = _registers(*widths, tiling, warpgroups, resident)
         one_load = shape.page_size >= 64 and shape.seqlen_q == 1  # several addresses at a time take their registers
-        if registers is None and resident > 1 and one_load and not variant:
+        if registers is None and resident > 1 and one_load:
             registers = _registers(*widths, tiling, warpgroups, resident, lean=LEAN)
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
-        fits = fits and not (variant and num_stages < 3)  # keys of a tile wait for the next one to be there
         choice = LatentChoice(
             "latent_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 1), warpgroups, resident,
             f"latent_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s) compute, {makers} "
-            f"make keys{' a tile ahead' if variant else ''}, {num_stages} latent and {rope_stages} rope stages, "
-            f"{resident} CTA(s) a multiprocessor, {used} bytes of shared memory each",
-            variant,
+            f"make keys, {num_stages} latent and {rope_stages} rope stages, {resident} CTA(s) a multiprocessor, {used} "
+            "bytes of shared memory each",
             registers=registers or (0, 0, 0),
         )  # fmt: skip
         in_flight = min(num_stages * latent, 2048 // resident)
-        rank = (
-            3 if variant else 0,
-            tiling.num_tiles,
-            tiling.rows,
-            -resident * in_flight,
-            -resident,
-            warpgroups,
-            rope_stages,
-        )
+        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages)
         yield rank, choice if fits else None, used
 
 
@@ -184,13 +169,14 @@ def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     makers, pieces = blocks.chunks_per_block, -(-latent // CODE_PANEL)
     pages = max(1, 64 // shape.page_size)
     piece = 64 * CODE_PANEL + pages * max(SCALE_BYTES, 256 // pages)
-    sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (3, 2), (2 * makers,), range(12, 1, -1))
+    rope_stages, resident = 2 * makers, 1  # computing threads of two CTAs would have 88 registers, and spill
+    sizes = product((1, 2) if tiling.rows == 64 else (1,), (3, 2), range(12, 1, -1))
     widths = shape.kv_lora_rank, shape.qk_rope_head_dim
-    for warpgroups, resident, num_stages, rope_stages, code_stages in sizes:
+    for warpgroups, num_stages, code_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
         used += code_stages * piece + num_stages * 3 * 64 * 4
         registers = _registers(*widths, tiling, warpgroups, resident, streamers=2)
-        if registers is None and resident == 1 and shape.page_size >= 64 and shape.seqlen_q == 1:
+        if registers is None and shape.page_size >= 64 and shape.seqlen_q == 1:
             registers = _registers(*widths, tiling, warpgroups, resident, lean=8, streamers=2)
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
         choice = LatentChoice(

@@ -71,11 +71,6 @@ class Static(swap_ab_ws.Static):
         return self.d_r // 2
 
     @property
-    def ahead(self) -> bool:
-        """Products of the next tile's keys are under way while this one's are turned."""
-        return self.choice.variant == "ahead"
-
-    @property
     def half(self) -> str:
         """A C++ bool: the cache is float16."""
         return "true" if self.dtype == "float16" else "false"
@@ -126,8 +121,7 @@ class KeyMaker(Buffers):
     """A thread that makes keys: its place in the CTA, its registers.
 
     Attributes: ``v`` which 64 rows its warpgroup has; ``pair`` its own one of the rotary pairs, ``frequency`` that
-    pair's; ``w`` its part of W_KR, ``sums`` of keys, ``made`` those of the tile at hand, the same or, where the next
-    tile's are under way, a copy; ``bias`` of the pair; ``place_cos``, ``place_sin`` of its four
+    pair's; ``w`` its part of W_KR, ``sums`` of keys; ``bias`` of the pair; ``place_cos``, ``place_sin`` of its four
     places among 16 tokens; ``first_cos``, ``first_sin`` of the first tokens of each 16.
     """
 
@@ -144,7 +138,6 @@ class KeyMaker(Buffers):
             first_sin=T.alloc_local(four, T.float32),
             tile_desc=T.alloc_wgmma_desc(),
         )
-        self.made = T.alloc_local([SUMS], T.float32) if k.ahead else self.sums
         self.turn = Turn()
         self.v = (thread - k.consumers) // WARPGROUP if k.key_warpgroups > 1 else 0
         self.lane, self.warp = thread % 32, thread // 32 % 4
@@ -181,18 +174,14 @@ def load_weight(k, c, keys, left=0):
 @T.macro
 def begin_sums(k, c):
     for e in T.unroll(SUMS):
-        c.sums[e] = 0.0 if k.scaled or k.ahead else c.bias[e // 2 % 2]
+        c.sums[e] = 0.0 if k.scaled else c.bias[e // 2 % 2]
 
 
 @T.macro
-def take_sums(k, c, memory, slot):
-    """Of codes: times the scales of their tokens. ``made`` is computed, not copied: ptxas would leave out the copy, put
-    it where ``sums`` are under way again and then run products one by one."""
+def scale_sums(c, memory, slot):
+    """Of codes: the scales of their tokens, and the bias."""
     for e in T.unroll(SUMS):
-        if k.scaled:
-            c.made[e] = c.sums[e] * memory.scales[slot, SCALE, e // 4 * 8 + 2 * c.q + e % 2] + c.bias[e // 2 % 2]
-        else:
-            c.made[e] = c.sums[e] + c.bias[e // 2 % 2]
+        c.sums[e] = c.sums[e] * memory.scales[slot, SCALE, e // 4 * 8 + 2 * c.q + e % 2] + c.bias[e // 2 % 2]
 
 
 @T.macro
@@ -214,16 +203,6 @@ def multiply(k, c, slot):
 
 
 @T.macro
-def begin_tile(k, c, n, there, memory):
-    """Without a branch around the products, which would put them one after another; if the tile is not ``there``, their
-    sums are nothing and nobody uses them."""
-    stages = k.choice.num_stages
-    if there:
-        T.barrier_wait(memory.c_full[n % stages], (n // stages) & 1)
-    multiply(k, c, n % stages)
-
-
-@T.macro
 def find_first_turns(c, work, keys, t0):
     """Of the four lanes that share a pair each finds those of one 16 tokens."""
     find_scaled_turn(c.turn, keys.position(work, t0 + c.q * GROUP), c.frequency[0], keys.scaling)
@@ -238,9 +217,9 @@ def rotate(c):
         one = e // 2 * 4 + e % 2
         cos = c.first_cos[e // 4] * c.place_cos[e % 4] - c.first_sin[e // 4] * c.place_sin[e % 4]
         sin = c.first_sin[e // 4] * c.place_cos[e % 4] + c.first_cos[e // 4] * c.place_sin[e % 4]
-        c.turn.rest[0] = c.made[one] * cos - c.made[one + 2] * sin
-        c.made[one + 2] = c.made[one + 2] * cos + c.made[one] * sin
-        c.made[one] = c.turn.rest[0]
+        c.turn.rest[0] = c.sums[one] * cos - c.sums[one + 2] * sin
+        c.sums[one + 2] = c.sums[one + 2] * cos + c.sums[one] * sin
+        c.sums[one] = c.turn.rest[0]
 
 
 @T.macro
@@ -250,7 +229,7 @@ def hand_over(k, c, memory, slot):
         "handle",
         f"store_keys<{k.half}>",
         T.access_ptr(memory.k_ring[slot, c.lane // 16 * 8 + c.lane % 8, c.warp * 16 + c.lane // 8 % 2 * 8], UNTOLD, 8),
-        T.access_ptr(c.made[0], "r", SUMS),
+        T.access_ptr(c.sums[0], "r", SUMS),
     )
     T.fence_proxy_async()
 
@@ -265,28 +244,21 @@ def make_keys(k, work, memory, keys, thread):
     stages, rope_stages = k.choice.num_stages, k.choice.rope_stages
     for f in T.serial(work.state[FRAGMENTS]):
         read_fragment(work, f)
-        if k.ahead:
-            begin_tile(k, c, work.state[DONE], work.span[TILES] > 0, memory)
         for i in T.serial(work.span[TILES]):
             n = work.state[DONE] + i
             u = n * k.chunks + c.v
-            if not k.ahead:
-                begin_tile(k, c, n, True, memory)
+            T.barrier_wait(memory.c_full[n % stages], (n // stages) & 1)
+            multiply(k, c, n % stages)
             find_first_turns(c, work, keys, first_token(work.span, i))
             T.warpgroup_wait(0)
             T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
-            if k.scaled or k.ahead:
-                take_sums(k, c, memory, n % stages)
+            if k.scaled:
+                scale_sums(c, memory, n % stages)
             T.barrier_arrive(memory.c_free[n % stages])
-            if k.ahead:
-                begin_tile(k, c, n + 1, i + 1 < work.span[TILES], memory)
             rotate(c)
             T.barrier_wait(memory.k_free[u % rope_stages], ((u // rope_stages) & 1) ^ 1)
             hand_over(k, c, memory, u % rope_stages)
             T.barrier_arrive(memory.k_full[u % k.rope_phases])
-        if k.ahead:
-            T.warpgroup_wait(0)
-            T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
         work.state[DONE] += work.span[TILES]
 
 

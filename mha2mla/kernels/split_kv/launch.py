@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS, compile_for
+from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS, UNTOLD_WRITES, compile_for
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import on_device
 from mha2mla.kernels.split_kv.combine import make_combine
@@ -96,7 +96,8 @@ def launch_plan(
 def compile_choice(op: PagedOp, shape: Any, choice: Any, capability: int):
     """The compiled decode kernel of a choice. One compilation serves every batch, length, page count and plan."""
     function = resolve_name(op.make_split)(shape, choice)
-    return compile_for(function, capability, SMALL_PASS_CONFIGS if op.guards_indices else PASS_CONFIGS)
+    configs = SMALL_PASS_CONFIGS if op.guards_indices else PASS_CONFIGS
+    return compile_for(function, capability, configs | UNTOLD_WRITES if op.untold_writes else configs)
 
 
 def compile_kernels(

@@ -62,6 +62,8 @@ class PagedOp:
             tensor, whether there is one (0 or 1).
         batches: upper ends of the ranges of batches that ``select`` tells apart; none: all batches are alike.
         guards_indices: kernels guard their own indices, so that TileLang need not.
+        untold_writes: inline functions of which TileLang is not told fill shared memory, so that it cannot check that
+            anything does.
     """
 
     name: str
@@ -76,6 +78,7 @@ class PagedOp:
     numbers: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     guards_indices: bool = False
+    untold_writes: bool = False
     # Names of the arguments; where a size stands first; those whose last dimensions are one to kernels, with the first;
     # the optional ones.
     names: tuple[str, ...] = field(init=False)
