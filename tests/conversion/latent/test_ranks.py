@@ -19,6 +19,7 @@ from mha2mla.geometry import MLAGeometry
 from tests.conversion import tiny
 from tests.conversion.rope.test_share_search import SHORT, arguments
 from tests.conversion.tiny import Recipe
+from tests.few import each
 
 LAYERS = 3
 
@@ -58,8 +59,7 @@ def test_a_loss_never_rises_with_the_rank():
     assert loss_at({16: 0.1}, 32) < loss_at({16: 0.1}, 16)
 
 
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("layout", ["shared", "per-group"])
+@each("layout, steps", ["shared", "per-group"], [0, 3])
 def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source):
     recipe = Recipe(layout=layout, cache_ratio=0.5, latent_ranks="measured", fit_steps=steps, **SHORT)
     windows = TokenBlocks.of(tiny.some_tokens(8, 40))
