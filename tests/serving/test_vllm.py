@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.shards import HeadShard
 from tests.modeling.full_rank import full_rank
 from tests.modeling.models import TOLERANCE, mla_model, relative_error, source_model, tokens
@@ -161,6 +165,34 @@ def test_vllms_layers_around_our_attention_give_the_models_logits(name, size, tm
     ]  # fmt: skip
     said = [process.communicate(timeout=250)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0] * size, "".join(text[-3000:] for text in said)
+
+
+def test_what_is_not_served_is_refused_by_name():
+    from mha2mla.serving.vllm_attention import LatentImpl, _check_served
+    from mha2mla.serving.vllm_model import VLLMForCausalLM, family_of
+
+    config = mla_model("shared").config
+    config.source_config = {**config.source_config, "model_type": "mixtral"}
+    with pytest.raises(ValueError, match="model_type is 'mixtral'; expected one that is served"):
+        family_of(config)
+    impl = LatentImpl.__new__(LatentImpl)
+    impl.backend = ATTENTION_BACKENDS.get("mla_paged")
+    geometry = MLAGeometry(8, 1, 64, 16, 16, 16)
+
+    def asked(cache_dtype, quantized=None):
+        model = SimpleNamespace(dtype=torch.bfloat16, hf_config=config, quantization="fp8")
+        return SimpleNamespace(
+            model_config=model, cache_config=SimpleNamespace(cache_dtype=cache_dtype), quant_config=quantized
+        )
+
+    for served in ("auto", "bfloat16"):
+        _check_served(impl, geometry, asked(served))
+    with pytest.raises(ValueError, match="kv_cache_dtype is 'fp8'; expected 'auto' or 'bfloat16'"):
+        _check_served(impl, geometry, asked("fp8"))
+    with pytest.raises(ValueError, match="no kernel serves H=8 G=1 d_c=60"):
+        _check_served(impl, replace(geometry, kv_lora_rank=60), asked("auto"))
+    with pytest.raises(ValueError, match="quantization is 'fp8'; expected none"):
+        VLLMForCausalLM(vllm_config=asked("auto", quantized=object()))
 
 
 @pytest.mark.gpu
