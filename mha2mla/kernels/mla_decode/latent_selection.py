@@ -135,6 +135,9 @@ def _registers(
     computing = min(240, (launched * roles - streamers * streaming - makers * key) // warpgroups // 8 * 8)
     latent = padded_latent_columns(columns, 128)
     needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + held + CONSUMER_OVERHEAD - lean
+    if streamers > 1:  # who widens codes takes what is left over
+        spare = launched * roles - warpgroups * computing - makers * key - streamers * streaming
+        streaming = min(launched, streaming + max(0, spare) // streamers // 8 * 8)
     return (computing, key, streaming) if computing >= max(launched, needed) and key <= 240 else None
 
 
@@ -169,7 +172,7 @@ def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     makers, pieces = blocks.chunks_per_block, -(-latent // CODE_PANEL)
     pages = max(1, 64 // shape.page_size)
     piece = 64 * CODE_PANEL + pages * max(SCALE_BYTES, 256 // pages)
-    rope_stages, resident = 2 * makers, 1  # computing threads of two CTAs would have 88 registers, and spill
+    rope_stages, resident = 2 * makers, 1  # two CTAs a multiprocessor: not tried
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (3, 2), range(12, 1, -1))
     widths = shape.kv_lora_rank, shape.qk_rope_head_dim
     for warpgroups, num_stages, code_stages in sizes:
