@@ -5,16 +5,7 @@ import tilelang.language as T
 from mha2mla.kernels.machine import Buffers, Machine
 
 
-def make_rms_norm(
-    *,
-    width: int,
-    dtype: str,
-    residual: bool,
-    vector: int = 1,
-    threads: int = 256,
-    dependent: bool = False,
-    on_cpu: bool = False,
-):
+def make_rms_norm(*, width: int, dtype: str, residual: bool, vector: int = 1, threads: int = 256, on_cpu: bool = False):
     """A TileLang function ``rms_norm``, a block a row; the number of rows is a run-time value.
 
     Args:
@@ -23,8 +14,6 @@ def make_rms_norm(
         residual: whether ``base`` is added before, and the sum written; else both are any [rows, width] tensors.
         vector: numbers that a thread moves at a time; divides width, and pointers are aligned to so many.
         threads: of a block, a multiple of 32.
-        dependent: launch it as a programmatic dependent of the kernel before, and let the one behind it begin as soon
-            as it has begun (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: x, base, weight [width], out and total [rows, width] (contiguous); eps float32.
@@ -56,9 +45,6 @@ def make_rms_norm(
                 square=T.alloc_local([2], accum),
                 parts=machine.alloc_shared([warps], accum),
             )
-            if dependent:
-                T.pdl_sync()
-                T.pdl_trigger()
             m.square[0] = 0.0
             for r in T.unroll(rounds):
                 if r * lanes + thread() < vectors:

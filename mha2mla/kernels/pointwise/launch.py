@@ -14,8 +14,6 @@ from mha2mla.kernels.rope_append.launch import vector_of, with_dense_rows
 
 # No fast math: it rounds quotients and exponentials otherwise than torch does.
 PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
-# Of a decode step over wide rows, whose next product has its first weights under way before the norm is done.
-STEP_ROWS, STEP_WIDTH = 8, 2048
 
 
 @cache
@@ -36,15 +34,13 @@ def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
         return
     x, weight = x.contiguous(), weight.contiguous()
     base, total = (x, out) if residual is None else (residual.contiguous(), total)
-    rows, width = x.shape
+    width = x.shape[1]
     with on_device(x.device):
-        dependent = rows <= STEP_ROWS and width >= STEP_WIDTH and capability(x.device) >= 90
         kernel = compile_rms_norm(
             capability(x.device),
             width=width,
             dtype=dtype_name(x.dtype),
             residual=residual is not None,
-            dependent=dependent,
             vector=math.gcd(width, vector_of(x, base, weight, out, total)),
         )
         kernel(x, base, weight, out, total, eps)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from mha2mla.kernel_testing import compile_gate
 from mha2mla.kernels import is_skinny, skinny_linear
+from mha2mla.kernels.skinny_linear.api import is_faster
 
 
 def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):
@@ -37,6 +38,16 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize(
+    ("outputs", "columns", "faster"),
+    # Those of benchmarks/results/h200-products.json, by what was measured there; and a small one.
+    [(4096, 4096, True), (28672, 4096, True), (4096, 14336, True), (5120, 4096, False), (22016, 4096, False)]
+    + [(4096, 11008, False), (576, 576, False)],
+)
+def test_where_it_serves_unasked(outputs, columns, faster):
+    assert is_faster(outputs, columns, sms=132) == faster
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -102,11 +113,12 @@ def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
 
 @pytest.mark.gpu
 def test_what_is_served_on_a_gpu():
-    x, weight = given(8, 2048, 2048, torch.bfloat16, "cuda")
+    outputs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
+    x, weight = given(1, 2048, outputs, torch.bfloat16, "cuda")
     assert is_skinny(x, weight) and is_skinny(x[0], weight) and not is_skinny(x, weight[:16])
     assert not is_skinny(x.repeat(2, 1), weight) and not is_skinny(x[:0], weight)
-    assert not is_skinny(x.float(), weight.float()) and not is_skinny(x.T, weight.T)
-    assert skinny_linear(x[:0], weight).shape == (0, 2048)
+    assert not is_skinny(x.float(), weight.float())
+    assert skinny_linear(x[:0], weight).shape == (0, outputs)
     small, few = given(8, 48, 32, torch.bfloat16, "cuda")
     with pytest.raises(ValueError, match="K a multiple of 32"):
         skinny_linear(small, few, backend="tilelang")
