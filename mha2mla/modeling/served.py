@@ -62,6 +62,7 @@ class LayerAttention:
             a backend, or the attention implementation; what those refuse that come before it, empty if nothing.
         batch_backend: of ``forward_batch`` over a PagedCache; None: the backend that the config names refuses.
         batch_reason: what those refuse that come before it, or what it refuses itself; empty if nothing.
+        sliding_window: tokens up to itself that a query sees, by the source's window or the user's; None: all.
         device: that was asked for.
         compiled: decode runs a kernel that was written for it, in both ways of calling the model.
     """
@@ -128,7 +129,7 @@ def what_serves(
         compiled = all(each is not None and each.compiled for each in (backend, batches))
         served[geometry] = (*form, batches, batch_reason, device, compiled)
     return tuple(
-        LayerAttention(index, geometry, config.layer_sliding_window(index), *served[geometry])
+        LayerAttention(index, geometry, config.layer_attention_window(index)[0], *served[geometry])
         for index, geometry in enumerate(geometries)
     )
 

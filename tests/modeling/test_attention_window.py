@@ -178,6 +178,13 @@ def test_refusals_name_the_key():
         model(models.tokens(1, 12), use_cache=False)
 
 
+def test_the_report_tells_of_the_window():
+    model = models.mla_model("some sliding", attention_window=30, num_sink_tokens=4)
+    assert [layer.sliding_window for layer in model.attention_report()] == [30, models.WINDOW]
+    (prompt,) = {(layer.form, layer.backend) for layer in model.attention_report(query_length=10_000)}
+    assert prompt == ("expanded", "mla_reference")
+
+
 def test_the_config_keeps_its_window(tmp_path):
     models.mla_config("per-group", attention_window=9, num_sink_tokens=4).save_pretrained(tmp_path)
     config = type(models.mla_config()).from_pretrained(tmp_path)
