@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -70,19 +71,23 @@ def sdpa_baseline(inputs: AttentionInputs) -> Callable[[], Tensor]:
 
 def flash_attention_3_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
     """FlashAttention-3's decode over the source's KV cache, where the package ``flash_attn_interface`` is installed."""
+    return flash_attention(inputs, "flash_attn_interface")
+
+
+def flash_attention(inputs: AttentionInputs, package: str) -> Callable[[], Tensor] | str:
+    """The decode of a package that has ``flash_attn_with_kvcache``."""
     if inputs.q.device.type != "cuda":
         return f"runs on CUDA devices; device is {inputs.q.device}"
     if inputs.q.dtype not in (torch.float16, torch.bfloat16):
         return f"takes float16 and bfloat16; dtype is {inputs.q.dtype}"
     try:
-        from flash_attn_interface import flash_attn_with_kvcache
+        decode = import_module(package).flash_attn_with_kvcache
     except ImportError as error:
-        return f"flash_attn_interface is not installed ({error})"
+        return f"{package} is not installed ({error})"
     q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
     seqlens = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
-    return lambda: flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=seqlens, softmax_scale=inputs.softmax_scale, causal=True
-    ).transpose(1, 2)
+    options = {"cache_seqlens": seqlens, "softmax_scale": inputs.softmax_scale, "causal": True}
+    return lambda: decode(q, k, v, **options).transpose(1, 2)
 
 
 def gqa_decode_baseline(inputs: AttentionInputs, page_size: int = 64) -> Callable[[], Tensor] | str:

@@ -12,13 +12,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from mha2mla.eval.op_latency import (
     AttentionInputs,
     Baseline,
     attention_latency,
+    flash_attention,
     flash_attention_3_baseline,
     gqa_decode_baseline,
 )
@@ -62,17 +62,7 @@ PRESETS: Mapping[PresetName, DecodePreset] = MappingProxyType(
 
 def flash_attention_2_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
     """FlashAttention-2's decode over the source's KV cache, where the package ``flash_attn`` is installed."""
-    if inputs.q.device.type != "cuda" or inputs.q.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16 on CUDA; got {inputs.q.dtype} on {inputs.q.device.type}"
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except ImportError as error:
-        return f"flash_attn is not installed ({error})"
-    q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
-    seqlens = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
-    return lambda: flash_attn_with_kvcache(
-        q, k, v, cache_seqlens=seqlens, softmax_scale=inputs.softmax_scale, causal=True
-    ).transpose(1, 2)
+    return flash_attention(inputs, "flash_attn")
 
 
 def sdpa_flash_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
