@@ -266,7 +266,7 @@ def test_a_candidate_is_launched_as_dispatch_would_launch_it(monkeypatch):
     monkeypatch.setattr(launch, "compile_merge", lambda *key: compiled("merge", *key))
     monkeypatch.setattr(launch, "compile_chosen", launch.compile_chosen.__wrapped__)
     monkeypatch.setattr(PagedOp, "choose", lambda *_: choice)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(launch, "on_device", lambda _: nullcontext())
     mine = problem.plan(inputs, "reference")
     monkeypatch.setattr(op, "dispatch", lambda *_: shape)
     mine = plan_for(replace(mine, schedule=mine.schedule.new_empty(0, 16)), 5)
