@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import gc
-import os
 import sys
 import tempfile
 import time
@@ -26,203 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.vllm_engine import SHAPES, engine, prompts_of, random_config, with_entry_point
+from benchmarks.vllm_exact import exact
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
-
-ROOT = Path(__file__).resolve().parents[1]
-SHAPES = {
-    "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
-                "num_hidden_layers": 30, "vocab_size": 49152},
-    "llama-2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
-                   "num_key_value_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000},
-    "llama-3-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-                   "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256},
-}  # fmt: skip
-# What conversion takes by itself at these shapes; SmolLM2's at 0.50, the others' at 1024 numbers a token and layer.
-GEOMETRIES = {
-    ("smollm2", "latent"): {"kv_lora_rank": 192, "qk_rope_head_dim": 128, "rope_from_latent": True},
-    ("smollm2", "by-layer"): {"kv_lora_rank": [192, 128] * 15, "qk_rope_head_dim": 128, "rope_from_latent": True},
-    ("smollm2", "shared"): {"kv_lora_rank": 152, "qk_rope_head_dim": 40},
-    ("smollm2", "per-group"): {"kv_lora_rank": 144, "qk_rope_head_dim": 16, "num_rope_heads": 3,
-                               "qk_nope_head_dim": 48},
-    ("llama-2-7b", "latent"): {"kv_lora_rank": 1024, "qk_rope_head_dim": 64, "rope_from_latent": True},
-    ("llama-2-7b", "narrow"): {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_from_latent": True},
-    ("llama-2-7b", "narrow-per-group"): {"kv_lora_rank": 512, "qk_rope_head_dim": 16, "num_rope_heads": 32,
-                                         "qk_nope_head_dim": 112},
-    ("llama-3-8b", "latent"): {"kv_lora_rank": 1024, "qk_rope_head_dim": 64, "rope_from_latent": True},
-}  # fmt: skip
-PROMPT_LENGTHS = (12, 40, 100, 333, 700, 1500)
-
-
-def random_config(shape: str, layout: str, layers: int | None = None, positions: int = 8192) -> MHA2MLAConfig:
-    """What a conversion of a Llama of that shape would give, in ``layout``."""
-    source = LlamaConfig(**SHAPES[shape], max_position_embeddings=positions, eos_token_id=None, pad_token_id=0)
-    source.dtype = torch.bfloat16
-    if layers:
-        source.num_hidden_layers = layers
-    width = source.hidden_size // source.num_attention_heads
-    widths = {"num_rope_heads": 1, "qk_nope_head_dim": width, **GEOMETRIES[shape, layout]}
-    widths = {key: value[:layers] if isinstance(value, list) else value for key, value in widths.items()}
-    return MHA2MLAConfig(
-        source_config=source.to_dict(), v_head_dim=width, softmax_scale=width**-0.5, attention_o_bias=True,
-        architectures=["MHA2MLAForCausalLM"], dtype="bfloat16", **widths,
-    )  # fmt: skip
-
-
-def with_entry_point() -> None:
-    """Makes the plug-in's entry point where the package lies on the path and is not installed, for all processes."""
-    from importlib.metadata import entry_points
-
-    if any(point.name == "mha2mla" for point in entry_points(group="vllm.general_plugins")):
-        return
-    # Another name than the package's: of two distributions of one name the first is read, and it may be an older one.
-    folder = Path(tempfile.mkdtemp()) / "mha2mla_entry_point-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: mha2mla-entry-point\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text("[vllm.general_plugins]\nmha2mla = mha2mla.serving.plugin:register\n")
-    sys.path.append(str(folder.parent))
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", ""), str(folder.parent)])
-
-
-def checkpoint(name: str, layers: int) -> str:
-    """``name``, or a folder with random weights for ``random:LAYOUT`` or ``random:SHAPE:LAYOUT``."""
-    if not name.startswith("random:"):
-        return name
-    *shape, layout = name.removeprefix("random:").split(":")
-    config = random_config(*(shape or ["smollm2"]), layout, layers)
-    config.initializer_range = 1.5 * config.hidden_size**-0.5  # so that attention is far from uniform
-    torch.manual_seed(0)
-    folder = tempfile.mkdtemp()
-    MHA2MLAForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def prompts_of(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
-
-
-def engine(folder: str, graphs: Sequence[int] | None = None, **options: Any) -> Any:
-    # A forked process of the engine would hang in torch's CPU threads, which this one has used already.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    from vllm import LLM
-
-    if graphs:
-        options["compilation_config"] = {"cudagraph_capture_sizes": list(graphs)}
-    return LLM(folder, skip_tokenizer_init=True, seed=0, **options)
-
-
-def greedy(llm: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(requests, parameters, use_tqdm=False)]
-
-
-def cancelled(llm: Any, prompts: Sequence[list[int]], new_tokens: int) -> dict[int, list[int]]:
-    """Tokens of all requests but every fifth, which is aborted on its way."""
-    from vllm import SamplingParams
-
-    own = llm.llm_engine
-    parameters = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    for index, prompt in enumerate(prompts):
-        own.add_request(str(index), {"prompt_token_ids": prompt}, parameters)
-    finished, steps = {}, 0
-    while own.has_unfinished_requests():
-        for output in own.step():
-            if output.finished:
-                finished[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
-        steps += 1
-        if steps == 7:
-            own.abort_request([str(index) for index in range(0, len(prompts), 5)])
-    return {index: tokens for index, tokens in finished.items() if len(tokens) == new_tokens}
-
-
-@torch.no_grad()
-def judge(models: Sequence[Any], prompt: list[int], tokens: list[int]) -> dict[str, Any]:
-    """Tokens by the logits of the model in bfloat16 and in float32 over the same prefix.
-
-    Returns:
-        ``equal``: how many are bfloat16's own choice; ``worst``: how far one lies below float32's best, over twice the
-        largest error of bfloat16's logits there: at most 1 where only ties were decided otherwise.
-    """
-    low, high = models
-    ids = torch.tensor([prompt + tokens[:-1]], device=high.device)
-    keep = len(tokens)
-    mine, exact = (model(ids, use_cache=False, logits_to_keep=keep).logits[0].float() for model in (low, high))
-    chosen = torch.tensor(tokens, device=exact.device)[:, None]
-    below = exact.amax(-1) - exact.gather(1, chosen)[:, 0]
-    error = (mine - exact).abs().amax(-1)
-    return {
-        "tokens": keep,
-        "equal": int((mine.argmax(-1) == chosen[:, 0]).sum()),
-        "worst": float((below / (2 * error)).max()),
-    }
-
-
-def exact(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    options = {
-        "enforce_eager": arguments.eager,
-        "enable_prefix_caching": not arguments.no_prefix_caching,
-        "tensor_parallel_size": arguments.tp,
-        "gpu_memory_utilization": arguments.memory,
-        "max_model_len": 2048,
-        "graphs": arguments.graphs,
-    }
-    if arguments.chunk:
-        options["max_num_batched_tokens"] = arguments.chunk
-    if arguments.blocks:
-        options["num_gpu_blocks_override"] = arguments.blocks
-    if arguments.cache_gb:
-        options["kv_cache_memory_bytes"] = int(arguments.cache_gb * 2**30)
-    rows = []
-    for name in arguments.checkpoints:
-        folder = checkpoint(name, arguments.layers)
-        config = MHA2MLAConfig.from_pretrained(folder)
-        begin = time.time()
-        llm = engine(folder, **options)
-        print(f"{name}: engine up after {time.time() - begin:.1f} s", flush=True)
-        prompts = prompts_of(config.vocab_size, PROMPT_LENGTHS)
-        found = {"batch": dict(enumerate(greedy(llm, prompts, arguments.tokens)))}
-        print(f"{name}: batch generated after {time.time() - begin:.1f} s", flush=True)
-        found["again"] = dict(enumerate(greedy(llm, prompts, arguments.tokens)))  # from cached prefixes
-        many = []
-        if arguments.requests:
-            lengths = torch.randint(9, 400, (arguments.requests,), generator=torch.Generator().manual_seed(1)).tolist()
-            many = prompts_of(config.vocab_size, lengths, seed=2)
-            found["requests"] = cancelled(llm, many, 32)
-        print(f"{name}: all generated after {time.time() - begin:.1f} s", flush=True)
-        del llm
-        gc.collect()
-        models = [
-            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map="cuda").eval()
-            for dtype in (torch.bfloat16, torch.float32)
-        ]
-        for kind, answers in found.items():
-            asked = many if kind == "requests" else prompts
-            judged = [judge(models, asked[index], tokens) for index, tokens in answers.items()]
-            rows.append(
-                {
-                    "checkpoint": name, "layout": _layout(config), "what": kind, "sequences": len(judged),
-                    "tokens": sum(each["tokens"] for each in judged), "equal": sum(each["equal"] for each in judged),
-                    "worst": max((each["worst"] for each in judged), default=float("nan")),
-                    "status": "ok" if judged and all(each["worst"] <= 1 for each in judged) else "wrong",
-                }
-            )  # fmt: skip
-        del models
-    return rows
-
-
-def _layout(config: MHA2MLAConfig) -> str:
-    if config.rope_from_latent:
-        return "latent"
-    return "shared" if config.num_rope_heads == 1 else "per-group"
 
 
 def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:

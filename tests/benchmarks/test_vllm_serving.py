@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import vllm_serving
+from benchmarks import vllm_engine, vllm_exact, vllm_serving
 from mha2mla.modeling import MHA2MLAForCausalLM
 
 
-@pytest.mark.parametrize(("shape", "layout"), vllm_serving.GEOMETRIES)
+@pytest.mark.parametrize(("shape", "layout"), vllm_engine.GEOMETRIES)
 def test_shapes(shape, layout):
-    config = vllm_serving.random_config(shape, layout, layers=2)
+    config = vllm_engine.random_config(shape, layout, layers=2)
     widths = [config.layer_geometry(layer).cache_numel_per_token for layer in range(2)]
     width = {"smollm2": 192, "narrow": 512}.get(shape if shape == "smollm2" else layout, 1024)
     assert widths == ([192, 128] if layout == "by-layer" else [width] * 2)
@@ -23,20 +23,20 @@ def test_shapes(shape, layout):
 
 def test_a_token_is_right_if_only_rounding_decided_against_it():
     torch.manual_seed(0)
-    config = vllm_serving.random_config("smollm2", "shared", layers=2)
+    config = vllm_engine.random_config("smollm2", "shared", layers=2)
     config.vocab_size, config.initializer_range = 96, 0.06
     high = MHA2MLAForCausalLM(config).eval()
     low = MHA2MLAForCausalLM(config).to(torch.bfloat16).eval()
     low.load_state_dict(high.state_dict())
-    (prompt,) = vllm_serving.prompts_of(96, [20])
+    (prompt,) = vllm_engine.prompts_of(96, [20])
     tokens = []
     for _ in range(6):
         ids = torch.tensor([prompt + tokens])
         tokens.append(int(low(ids, use_cache=False).logits[0, -1].argmax()))
-    row = vllm_serving.judge((low, high), prompt, tokens)
+    row = vllm_exact.judge((low, high), prompt, tokens)
     assert (row["tokens"], row["equal"]) == (6, 6) and row["worst"] <= 1
     worst_choice = int(high(torch.tensor([prompt + tokens[:3]]), use_cache=False).logits[0, -1].argmin())
-    row = vllm_serving.judge((low, high), prompt, [*tokens[:3], worst_choice])
+    row = vllm_exact.judge((low, high), prompt, [*tokens[:3], worst_choice])
     assert row["equal"] == 3 and row["worst"] > 1
 
 
@@ -78,8 +78,8 @@ def test_a_decode_rate_counts_steps_in_which_all_decode(monkeypatch):
 def test_the_entry_point_is_made_for_this_process_and_those_that_it_starts(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "before")
-    vllm_serving.with_entry_point()
+    vllm_engine.with_entry_point()
     found = [point.value for point in entry_points(group="vllm.general_plugins") if point.name == "mha2mla"]
     assert set(found) == {"mha2mla.serving.plugin:register"}
     inherited = os.environ["PYTHONPATH"].split(os.pathsep)
-    assert inherited == ["before"] or inherited == [str(vllm_serving.ROOT), "before", sys.path[-1]]
+    assert inherited == ["before"] or inherited == [str(vllm_engine.ROOT), "before", sys.path[-1]]

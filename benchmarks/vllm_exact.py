@@ -1,0 +1,117 @@
+"""Every greedy token of vLLM, judged by transformers' logits over the same prefix."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.vllm_engine import checkpoint, engine, greedy, prompts_of
+from mha2mla.modeling import MHA2MLAConfig
+
+PROMPT_LENGTHS = (12, 40, 100, 333, 700, 1500)
+
+
+def cancelled(llm: Any, prompts: Sequence[list[int]], new_tokens: int) -> dict[int, list[int]]:
+    """Tokens of all requests but every fifth, which is aborted on its way."""
+    from vllm import SamplingParams
+
+    own = llm.llm_engine
+    parameters = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    for index, prompt in enumerate(prompts):
+        own.add_request(str(index), {"prompt_token_ids": prompt}, parameters)
+    finished, steps = {}, 0
+    while own.has_unfinished_requests():
+        for output in own.step():
+            if output.finished:
+                finished[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps == 7:
+            own.abort_request([str(index) for index in range(0, len(prompts), 5)])
+    return {index: tokens for index, tokens in finished.items() if len(tokens) == new_tokens}
+
+
+@torch.no_grad()
+def judge(models: Sequence[Any], prompt: list[int], tokens: list[int]) -> dict[str, Any]:
+    """Tokens by the logits of the model in bfloat16 and in float32 over the same prefix.
+
+    Returns:
+        ``equal``: how many are bfloat16's own choice; ``worst``: how far one lies below float32's best, over twice the
+        largest error of bfloat16's logits there: at most 1 where only ties were decided otherwise.
+    """
+    low, high = models
+    ids = torch.tensor([prompt + tokens[:-1]], device=high.device)
+    keep = len(tokens)
+    mine, exact = (model(ids, use_cache=False, logits_to_keep=keep).logits[0].float() for model in (low, high))
+    chosen = torch.tensor(tokens, device=exact.device)[:, None]
+    below = exact.amax(-1) - exact.gather(1, chosen)[:, 0]
+    error = (mine - exact).abs().amax(-1)
+    return {
+        "tokens": keep,
+        "equal": int((mine.argmax(-1) == chosen[:, 0]).sum()),
+        "worst": float((below / (2 * error)).max()),
+    }
+
+
+def exact(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    options = {
+        "enforce_eager": arguments.eager,
+        "enable_prefix_caching": not arguments.no_prefix_caching,
+        "tensor_parallel_size": arguments.tp,
+        "gpu_memory_utilization": arguments.memory,
+        "max_model_len": 2048,
+        "graphs": arguments.graphs,
+    }
+    if arguments.chunk:
+        options["max_num_batched_tokens"] = arguments.chunk
+    if arguments.blocks:
+        options["num_gpu_blocks_override"] = arguments.blocks
+    if arguments.cache_gb:
+        options["kv_cache_memory_bytes"] = int(arguments.cache_gb * 2**30)
+    rows = []
+    for name in arguments.checkpoints:
+        folder = checkpoint(name, arguments.layers)
+        config = MHA2MLAConfig.from_pretrained(folder)
+        begin = time.time()
+        llm = engine(folder, **options)
+        print(f"{name}: engine up after {time.time() - begin:.1f} s", flush=True)
+        prompts = prompts_of(config.vocab_size, PROMPT_LENGTHS)
+        found = {"batch": dict(enumerate(greedy(llm, prompts, arguments.tokens)))}
+        print(f"{name}: batch generated after {time.time() - begin:.1f} s", flush=True)
+        found["again"] = dict(enumerate(greedy(llm, prompts, arguments.tokens)))  # from cached prefixes
+        many = []
+        if arguments.requests:
+            lengths = torch.randint(9, 400, (arguments.requests,), generator=torch.Generator().manual_seed(1)).tolist()
+            many = prompts_of(config.vocab_size, lengths, seed=2)
+            found["requests"] = cancelled(llm, many, 32)
+        print(f"{name}: all generated after {time.time() - begin:.1f} s", flush=True)
+        del llm
+        gc.collect()
+        models = [
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map="cuda").eval()
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+        for kind, answers in found.items():
+            asked = many if kind == "requests" else prompts
+            judged = [judge(models, asked[index], tokens) for index, tokens in answers.items()]
+            rows.append(
+                {
+                    "checkpoint": name, "layout": _layout(config), "what": kind, "sequences": len(judged),
+                    "tokens": sum(each["tokens"] for each in judged), "equal": sum(each["equal"] for each in judged),
+                    "worst": max((each["worst"] for each in judged), default=float("nan")),
+                    "status": "ok" if judged and all(each["worst"] <= 1 for each in judged) else "wrong",
+                }
+            )  # fmt: skip
+        del models
+    return rows
+
+
+def _layout(config: MHA2MLAConfig) -> str:
+    if config.rope_from_latent:
+        return "latent"
+    return "shared" if config.num_rope_heads == 1 else "per-group"
