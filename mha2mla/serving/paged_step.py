@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, DecodePlan
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, MAX_EXPANDED_TOKENS, DecodePlan
 from mha2mla.modeling.batch import UniformBatch
+from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, Plan
 
 LayerKey = tuple[MLAGeometry, tuple[int | None, int]]
+MOST_REHEARSED = 64  # sequences: larger batches take the same kernels
 
 
 def row_width(geometry: MLAGeometry) -> int:
@@ -195,3 +197,48 @@ class StepPlanner:
                 flat = self._workspaces[name] = wanted.flatten()
             mine[name] = flat[: wanted.numel()].view(wanted.shape)
         return replace(plan, **mine)
+
+
+def rehearsals(max_tokens: int, max_length: int) -> list[tuple[list[int], list[int]]]:
+    """New tokens, and tokens with the new ones, per sequence: steps that between them launch every kernel that steps
+    of at most ``max_tokens`` new tokens and sequences of at most ``max_length`` need, and take the most workspace.
+
+    Short queries may come in any step, as what a chunk or a cached prefix left of a prompt.
+    """
+    lengths = [2**n for n in range(MAX_DECODE_QUERY_LENGTH.bit_length())]  # that kernels are compiled for
+    batches = [2**n for n in range(MOST_REHEARSED.bit_length())]
+    decode = [[length] * batch for length in lengths for batch in batches if length * batch <= max_tokens]
+    rest, mixed = max_tokens - 1, [1]
+    while rest > 0:
+        mixed.append(min(rest, max_length))
+        rest -= mixed[-1]
+    # One sequence is longer than what is expanded at a time.
+    totals = [1, *(min(max_length, new + MAX_EXPANDED_TOKENS) for new in mixed[1:2]), *mixed[2:]]
+    return [*((each, each) for each in decode), (mixed, totals)]
+
+
+def rehearse(
+    tensors: Mapping[str, Tensor | None], backend: AttentionBackend, layer: AttentionConstants, max_length: int
+) -> None:
+    """Runs a layer's :func:`rehearsals` over a page of zeros; no cache is written.
+
+    A kernel is compiled by its first launch, which takes 15 seconds and more if TileLang's cache does not have it: no
+    request should wait for that. Who measures memory meanwhile sees the workspace.
+
+    Args:
+        tensors: as :meth:`PagedStep.run` takes them, of the largest step.
+        backend, layer: whose kernels.
+        max_length: tokens of the longest sequence.
+    """
+    query = tensors["q_pe"]
+    device, most = query.device, query.shape[0]
+    planner = StepPlanner([layer], backend, query.dtype, most, device)
+    rows = query.new_zeros(1, PAGE_SIZE, row_width(layer.geometry))
+    for query_lengths, total_lengths in rehearsals(most, max_length):
+        tokens, columns = sum(query_lengths), -(-max(total_lengths) // PAGE_SIZE)
+        positions = torch.zeros(tokens, dtype=torch.int32, device=device)
+        table = positions.new_zeros(len(query_lengths), columns)
+        seqlens = torch.tensor(total_lengths, dtype=torch.int32, device=device)
+        step = planner.step(rows, query_lengths, total_lengths, positions, positions - 1, table, seqlens)
+        mine = {n: t[:tokens] if n in backend.per_token and t is not None else t for n, t in tensors.items()}
+        step.run(mine, rows, backend, layer)

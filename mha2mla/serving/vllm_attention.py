@@ -28,7 +28,7 @@ from mha2mla.modeling.batch import token_places
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.shards import HeadShard
-from mha2mla.serving.paged_step import PagedStep, StepPlanner, row_width
+from mha2mla.serving.paged_step import PagedStep, StepPlanner, rehearse, row_width
 
 SERVED_BY = "mla_paged"
 
@@ -117,7 +117,8 @@ class LatentBackend(AttentionBackend):
 class LatentImpl(AttentionImplBase[LatentMetadata]):
     """Runs an attention backend of this package over vLLM's pages."""
 
-    def __init__(self, layer: MLAParallelAttention) -> None:
+    def __init__(self, layer: MLAParallelAttention, rehearsed_length: int | None) -> None:
+        self._rehearsed_length = rehearsed_length  # of the longest sequence; None where there is nothing to rehearse
         self.num_heads, self.head_size = layer.shard.geometry.num_attention_heads, row_width(layer.shard.geometry)
         self.num_kv_heads, self.scale = 1, layer.constants.softmax_scale
         self.backend = ATTENTION_BACKENDS.get(SERVED_BY)
@@ -141,26 +142,37 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
             key: [N, d_c], latents.
             value: [N, G, d_r] rotary keys before RoPE; anything where they are computed from the latent.
             kv_cache: [P, page, row].
-            attn_metadata: None while vLLM measures memory: nothing is computed then.
+            attn_metadata: None while vLLM measures memory, with the largest step's tokens: the first of layers that are
+                alike rehearses then, once, and the output is zero.
         """
         if attn_metadata is None:
+            if self._rehearsed_length is not None:
+                tensors = self._tensors(layer, query, key, value)
+                rehearse(tensors, self.backend, layer.constants, self._rehearsed_length)
+                self._rehearsed_length = None
             return output.zero_()
-        step, geometry = attn_metadata.step, layer.shard.geometry
-        tokens = slice(0, step.num_tokens)
-        q_nope, q_pe = query[tokens].split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
+        tokens = slice(0, attn_metadata.step.num_tokens)
+        tensors = self._tensors(layer, query[tokens], key[tokens], value[tokens])
+        output[tokens] = attn_metadata.step.run(tensors, kv_cache, self.backend, layer.constants)
+        return output
+
+    @staticmethod
+    def _tensors(layer: MLAParallelAttention, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor | None]:
+        """By the backend's names."""
+        geometry = layer.shard.geometry
+        q_nope, q_pe = query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
         tensors = {
             "q_nope": q_nope,
             "q_pe": q_pe,
-            "latent": key[tokens],
-            "k_pe": None if geometry.rope_from_latent else value[tokens],
+            "latent": key,
+            "k_pe": None if geometry.rope_from_latent else value,
             "k_up": layer.k_b_proj if geometry.qk_nope_head_dim else None,
             "v_up": layer.v_b_proj,
             "inv_freq": layer.inv_freq,
         }
         if geometry.rope_from_latent:
             tensors["rope_weight"], tensors["rope_bias"] = layer.k_rope_proj.weight, layer.k_rope_proj.bias
-        output[tokens] = step.run(tensors, kv_cache, self.backend, layer.constants)
-        return output
+        return tensors
 
 
 class MLAParallelAttention(nn.Module, AttentionLayerBase):
@@ -190,7 +202,9 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         self.constants = replace(config.attention_constants()[layer_idx], geometry=shard.geometry)
         self.layer_name, self.num_heads = prefix, shard.geometry.num_attention_heads
         self.kv_cache = torch.tensor([])
-        self.impl = LatentImpl(self)
+        context = vllm_config.compilation_config.static_forward_context
+        alike = any(getattr(other, "constants", None) == self.constants for other in context.values())
+        self.impl = LatentImpl(self, None if alike else vllm_config.model_config.max_model_len)
         _check_served(self.impl, shard.geometry, vllm_config)
 
         geometry, whole, heads = shard.geometry, shard.whole, shard.whole.num_attention_heads
@@ -230,7 +244,6 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         frequencies = torch.zeros(geometry.num_rope_heads, geometry.qk_rope_head_dim // 2, dtype=torch.float32)
         self.register_buffer("inv_freq", frequencies)
 
-        context = vllm_config.compilation_config.static_forward_context
         if prefix in context:
             raise ValueError(f"prefix is {prefix!r}; expected a name that no other layer has")
         context[prefix] = self

@@ -1,11 +1,24 @@
 """Another engine's steps over its own pages: plans, row layout, and the tokens of a model that calls them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import MAX_EXPANDED_TOKENS, DecodePlan
+from mha2mla.kernels.mla_decode.api import MLA
+from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 from mha2mla.modeling import ATTENTION_BACKENDS, MLAAttention
-from mha2mla.serving.paged_step import StepPlanner, cache_views, host_lengths, row_width, uniform_length
+from mha2mla.serving.paged_step import (
+    StepPlanner,
+    cache_views,
+    host_lengths,
+    rehearsals,
+    rehearse,
+    row_width,
+    uniform_length,
+)
 from tests.modeling.models import GEOMETRIES, TOLERANCE, mla_model, relative_error, tokens
 
 PAGE = 4
@@ -152,3 +165,42 @@ def test_decode_plans_stay_where_they_are():
     assert a.splits[:, 1].tolist() == [4, 6]
     assert first.batch.positions.data_ptr() == second.batch.positions.data_ptr()
     assert second.batch.slots.tolist() == [3, 5]
+
+
+def test_every_kernel_that_a_step_may_need_is_rehearsed():
+    steps = [tuple(queries) for queries, totals in rehearsals(512, 100) if queries == totals]
+    decode = {(uniform_length(queries, sum(queries)), len(queries)) for queries in steps}
+    assert decode >= {(length, batch) for length in SEQLENS_Q for batch in MLA.batches}
+    for most, longest, totals in ((300, 10**6, [1, 299 + MAX_EXPANDED_TOKENS]), (300, 200, [1, 200, 99]), (1, 9, [1])):
+        assert rehearsals(most, longest)[-1][1] == totals
+        assert all(sum(queries) <= most for queries, _ in rehearsals(most, longest))
+        assert sum(rehearsals(most, longest)[-1][0]) == most
+
+
+@pytest.mark.parametrize("case", ["per-group", "latent"])
+def test_a_layer_rehearses_in_both_forms(case):
+    (layer, *_), tokens = mla_model(case).config.attention_constants(), 40
+    geometry, ran = layer.geometry, []
+
+    def attend(tensors, cache, batch, plan, constants):
+        out = BACKEND.attend(tensors, cache, batch, plan, constants)
+        ran.append((type(plan), len(batch.cache_seqlens), out.shape[0], bool(out.isfinite().all())))
+        return out
+
+    heads, up = geometry.num_attention_heads, geometry.num_up_projection_heads
+    rope = (geometry.num_rope_heads, geometry.qk_rope_head_dim)
+    tensors = {
+        "q_nope": torch.ones(tokens, heads, geometry.qk_nope_head_dim),
+        "q_pe": torch.ones(tokens, heads, rope[1]),
+        "latent": torch.ones(tokens, geometry.kv_lora_rank),
+        "k_pe": None if geometry.rope_from_latent else torch.ones(tokens, *rope),
+        "k_up": torch.ones(up, geometry.qk_nope_head_dim, geometry.kv_lora_rank),
+        "v_up": torch.ones(up, geometry.v_head_dim, geometry.kv_lora_rank),
+        "inv_freq": torch.ones(rope[0], rope[1] // 2),
+    }
+    if geometry.rope_from_latent:
+        tensors |= {"rope_weight": torch.ones(rope[1], geometry.kv_lora_rank), "rope_bias": torch.ones(rope[1])}
+    rehearse(tensors, replace(BACKEND, attend=attend), layer, 100)
+    assert all(finite for *_, finite in ran)
+    assert {(batch, count) for kind, batch, count, _ in ran if kind is DecodePlan} >= {(1, 8), (4, 32), (32, 32)}
+    assert [(batch, count) for kind, batch, count, _ in ran if kind is not DecodePlan] == [(2, tokens)]

@@ -113,6 +113,15 @@ class Engine:
             hidden = self.model(torch.cat([*ids, rest]), positions)
         return F.linear(hidden, self.model.lm_head.weight)[:count].split(lengths)
 
+    @torch.no_grad()
+    def profile(self, tokens: int) -> None:
+        """What vLLM runs before there is a cache, to see what a step takes."""
+        from vllm.config import set_current_vllm_config
+        from vllm.forward_context import set_forward_context
+
+        with set_current_vllm_config(self.config), set_forward_context(None, self.config, num_tokens=tokens):
+            self.model(torch.zeros(tokens, dtype=torch.long), torch.zeros(tokens, dtype=torch.long))
+
 
 def main(name: str, folder: str, rank: str, size: str) -> None:
     steps_on_a_cpu(name, folder, int(rank), int(size))
@@ -129,6 +138,11 @@ def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
     model = MODELS[name]()
     engine, ids = Engine(folder, model, rank, size), [tokens(1, 150)[0], tokens(1, 90)[0]]
     tables, got = [[5, 2, 7], [3, 6, 0]], [[], []]
+    layers = [context.impl for context in engine.config.compilation_config.static_forward_context.values()]
+    lengths = [layer._rehearsed_length for layer in layers]
+    assert lengths[0] == 256 and lengths.count(256) == len({*model.config.attention_constants()})
+    engine.profile(40)
+    assert {layer._rehearsed_length for layer in layers} == {None}
     for parts, pad in (
         ({0: (0, 100)}, 0),
         ({0: (100, 148), 1: (0, 88)}, 0),  # a chunk beside a prompt
