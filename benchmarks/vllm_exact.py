@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,13 @@ from benchmarks.vllm_engine import checkpoint, engine, greedy, prompts_of
 from mha2mla.modeling import MHA2MLAConfig
 
 PROMPT_LENGTHS = (12, 40, 100, 333, 700, 1500)
+# What a row says of vLLM's own work, by its metrics' names: that pages were shared, taken away, drafts taken.
+COUNTED = {
+    "tokens_from_cache": "vllm:prefix_cache_hits",
+    "preempted": "vllm:num_preemptions",
+    "drafted": "vllm:spec_decode_num_draft_tokens",
+    "accepted": "vllm:spec_decode_num_accepted_tokens",
+}
 
 
 def cancelled(llm: Any, prompts: Sequence[list[int]], new_tokens: int) -> dict[int, list[int]]:
@@ -34,6 +43,16 @@ def cancelled(llm: Any, prompts: Sequence[list[int]], new_tokens: int) -> dict[i
         if steps == 7:
             own.abort_request([str(index) for index in range(0, len(prompts), 5)])
     return {index: tokens for index, tokens in finished.items() if len(tokens) == new_tokens}
+
+
+def counted(llm: Any) -> Counter[str]:
+    """:data:`COUNTED` up to now, in this process."""
+    names = {metric: key for key, metric in COUNTED.items()}
+    found: Counter[str] = Counter()
+    for metric in llm.get_metrics():
+        if metric.name in names:
+            found[names[metric.name]] += metric.value
+    return found
 
 
 @torch.no_grad()
@@ -59,6 +78,54 @@ def judge(models: Sequence[Any], prompt: list[int], tokens: list[int]) -> dict[s
 
 
 def exact(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of every checkpoint: a batch of prompts, the same again, and requests of which some are cancelled."""
+    rows = []
+    for name in arguments.checkpoints:
+        folder = checkpoint(name, arguments.layers)
+        config = MHA2MLAConfig.from_pretrained(folder)
+        begin = time.time()
+        llm = engine(folder, **_options(arguments))
+        print(f"{name}: engine up after {time.time() - begin:.1f} s", flush=True)
+        prompts = prompts_of(config.vocab_size, PROMPT_LENGTHS)
+        lengths = torch.randint(9, 400, (arguments.requests,), generator=torch.Generator().manual_seed(1)).tolist()
+        found = {}
+        for what, asked in (
+            ("batch", prompts),
+            ("again", prompts),
+            ("requests", prompts_of(config.vocab_size, lengths, 2)),
+        ):
+            if not asked:
+                continue
+            before = counted(llm)
+            if what == "requests":
+                answers = cancelled(llm, asked, 32)
+            else:
+                answers = dict(enumerate(greedy(llm, asked, arguments.tokens)))
+            found[what] = asked, answers, counted(llm) - before
+            print(f"{name}: {what} generated after {time.time() - begin:.1f} s", flush=True)
+        del llm
+        gc.collect()
+        models = [
+            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map="cuda").eval()
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+        for what, (asked, answers, counts) in found.items():
+            judged = [judge(models, asked[index], tokens) for index, tokens in answers.items()]
+            rows.append(
+                {
+                    "checkpoint": Path(name).name, "layout": _layout(config), "engine": _engine(arguments),
+                    "what": what, "sequences": len(judged), "cancelled": len(asked) - len(judged),
+                    "tokens": sum(each["tokens"] for each in judged), "equal": sum(each["equal"] for each in judged),
+                    "worst": max((each["worst"] for each in judged), default=float("nan")), **counts,
+                    "status": "ok" if judged and all(each["worst"] <= 1 for each in judged) else "wrong",
+                }
+            )  # fmt: skip
+        del models
+    return rows
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of vLLM's engine."""
     options = {
         "enforce_eager": arguments.eager,
         "enable_prefix_caching": not arguments.no_prefix_caching,
@@ -66,49 +133,35 @@ def exact(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "gpu_memory_utilization": arguments.memory,
         "max_model_len": 2048,
         "graphs": arguments.graphs,
+        "disable_log_stats": False,
     }
+    if arguments.draft:
+        options["speculative_config"] = {
+            "method": "ngram_gpu",
+            "num_speculative_tokens": arguments.draft,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 4,
+        }
     if arguments.chunk:
         options["max_num_batched_tokens"] = arguments.chunk
     if arguments.blocks:
         options["num_gpu_blocks_override"] = arguments.blocks
     if arguments.cache_gb:
         options["kv_cache_memory_bytes"] = int(arguments.cache_gb * 2**30)
-    rows = []
-    for name in arguments.checkpoints:
-        folder = checkpoint(name, arguments.layers)
-        config = MHA2MLAConfig.from_pretrained(folder)
-        begin = time.time()
-        llm = engine(folder, **options)
-        print(f"{name}: engine up after {time.time() - begin:.1f} s", flush=True)
-        prompts = prompts_of(config.vocab_size, PROMPT_LENGTHS)
-        found = {"batch": dict(enumerate(greedy(llm, prompts, arguments.tokens)))}
-        print(f"{name}: batch generated after {time.time() - begin:.1f} s", flush=True)
-        found["again"] = dict(enumerate(greedy(llm, prompts, arguments.tokens)))  # from cached prefixes
-        many = []
-        if arguments.requests:
-            lengths = torch.randint(9, 400, (arguments.requests,), generator=torch.Generator().manual_seed(1)).tolist()
-            many = prompts_of(config.vocab_size, lengths, seed=2)
-            found["requests"] = cancelled(llm, many, 32)
-        print(f"{name}: all generated after {time.time() - begin:.1f} s", flush=True)
-        del llm
-        gc.collect()
-        models = [
-            AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map="cuda").eval()
-            for dtype in (torch.bfloat16, torch.float32)
-        ]
-        for kind, answers in found.items():
-            asked = many if kind == "requests" else prompts
-            judged = [judge(models, asked[index], tokens) for index, tokens in answers.items()]
-            rows.append(
-                {
-                    "checkpoint": name, "layout": _layout(config), "what": kind, "sequences": len(judged),
-                    "tokens": sum(each["tokens"] for each in judged), "equal": sum(each["equal"] for each in judged),
-                    "worst": max((each["worst"] for each in judged), default=float("nan")),
-                    "status": "ok" if judged and all(each["worst"] <= 1 for each in judged) else "wrong",
-                }
-            )  # fmt: skip
-        del models
-    return rows
+    return options
+
+
+def _engine(arguments: argparse.Namespace) -> str:
+    """How the engine ran, in words."""
+    said = {
+        "eager" if arguments.eager else "compiled, CUDA graphs": True,
+        "no prefix caching": arguments.no_prefix_caching,
+        f"chunks of {arguments.chunk} tokens": arguments.chunk,
+        f"{arguments.blocks} pages": arguments.blocks,
+        f"drafts of {arguments.draft} tokens": arguments.draft,
+        f"{arguments.tp} GPUs": arguments.tp > 1,
+    }
+    return ", ".join(words for words, true in said.items() if true)
 
 
 def _layout(config: MHA2MLAConfig) -> str:

@@ -113,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--no-prefix-caching", action="store_true")
     one.add_argument("--chunk", type=int)
     one.add_argument("--blocks", type=int)
+    one.add_argument("--draft", type=int, help="tokens that are drafted from the sequence's own n-grams")
     one.add_argument("--tp", type=int, default=1)
     two = verbs.add_parser("speed")
     two.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
