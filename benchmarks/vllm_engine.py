@@ -31,6 +31,7 @@ GEOMETRIES = {
     ("smollm2", "per-group"): {"kv_lora_rank": 144, "qk_rope_head_dim": 16, "num_rope_heads": 3,
                                "qk_nope_head_dim": 48},
     ("llama-2-7b", "latent"): {"kv_lora_rank": 1024, "qk_rope_head_dim": 64, "rope_from_latent": True},
+    ("llama-2-7b", "shared"): {"kv_lora_rank": 960, "qk_rope_head_dim": 64},
     ("llama-2-7b", "narrow"): {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_from_latent": True},
     ("llama-2-7b", "narrow-per-group"): {"kv_lora_rank": 512, "qk_rope_head_dim": 16, "num_rope_heads": 32,
                                          "qk_nope_head_dim": 112},
@@ -86,13 +87,14 @@ def prompts_of(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[l
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
-def engine(folder: str, graphs: Sequence[int] | None = None, **options: Any) -> Any:
+def engine(
+    folder: str, graphs: Sequence[int] | None = None, compilation: dict[str, Any] | None = None, **options: Any
+) -> Any:
     # A forked process of the engine would hang in torch's CPU threads, which this one has used already.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import LLM
 
-    if graphs:
-        options["compilation_config"] = {"cudagraph_capture_sizes": list(graphs)}
+    options["compilation_config"] = {**(compilation or {}), **({"cudagraph_capture_sizes": graphs} if graphs else {})}
     return LLM(folder, skip_tokenizer_init=True, seed=0, **options)
 
 

@@ -1,0 +1,117 @@
+"""Decode steps in vLLM of a source's shape and of converted ones, for more and more sequences until the cache is full.
+
+Weights are random (``load_format=dummy``), and so is what the cache holds: vLLM's ``DecodeBenchConnector`` fills the
+pages of every prompt but its last token, so that no time goes into prompts and a step is one in which all decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.vllm_engine import engine, prompts_of, random_config
+from mha2mla.environment import collect_environment
+from mha2mla.eval.report import write_json
+
+WARM_UP = 8  # steps before the clock runs
+
+
+def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Decode steps at every number of sequences that is asked for and that the cache holds, and at as many as it holds.
+
+    Rows are written as they come.
+    """
+    folder, room = tempfile.mkdtemp(), WARM_UP + arguments.steps + 8
+    positions = arguments.context + room
+    layout = "latent" if arguments.layout == "source" else arguments.layout
+    config = random_config(arguments.shape, layout, arguments.layers, positions)
+    if arguments.layout == "source":
+        config = LlamaConfig(**{key: value for key, value in config.source_config.items() if key != "model_type"})
+        config.architectures, config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    config.save_pretrained(folder)
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": arguments.memory,
+        "max_model_len": positions,
+        "max_num_seqs": max(arguments.batches + [arguments.most]),
+        "kv_transfer_config": {
+            "kv_connector": "DecodeBenchConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 0.5},
+        },
+    }
+    if arguments.cache_gb:
+        options["kv_cache_memory_bytes"] = int(arguments.cache_gb * 2**30)
+    compilation: dict[str, Any] = {} if arguments.compile else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    begin = time.time()
+    llm = engine(folder, graphs=arguments.graphs, compilation=compilation, load_format="dummy", **options)
+    cache = llm.llm_engine.vllm_config.cache_config
+    common = {
+        "shape": arguments.shape, "layers": config.num_hidden_layers, "layout": arguments.layout,
+        "context": arguments.context, "compiled": arguments.compile, "start_s": time.time() - begin,
+        "cached tokens": cache.num_gpu_blocks * cache.block_size,
+    }  # fmt: skip
+    held = min(common["cached tokens"] // positions, arguments.most)
+    rows: list[dict[str, Any]] = []
+    for batch in sorted({batch for batch in arguments.batches if batch < held} | {held}):
+        rows.append({**common, "sequences": batch, "all that fit": batch == held})
+        rows[-1] |= _decode_rate(llm, config.vocab_size, batch, arguments)
+        print(rows[-1], flush=True)
+        if arguments.json:
+            write_json(arguments.json, kind="vllm-speed", rows=rows, environment=collect_environment())
+    return rows
+
+
+def _decode_rate(llm: Any, vocabulary: int, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a step in which ``batch`` sequences of ``context`` tokens decode, and tokens a second."""
+    from vllm import SamplingParams
+
+    own, total = llm.llm_engine, WARM_UP + arguments.steps
+    parameters = SamplingParams(temperature=0, max_tokens=total + 8, ignore_eos=True, detokenize=False)
+    names = [f"{batch}-{index}" for index in range(batch)]
+    for name, prompt in zip(names, prompts_of(vocabulary, [arguments.context] * batch, seed=batch), strict=True):
+        own.add_request(name, {"prompt_token_ids": prompt}, parameters)
+    begin, started = time.time(), set()
+    while len(started) < batch:
+        started |= {output.request_id for output in own.step()}
+        if time.time() - begin > arguments.patience:
+            own.abort_request(names)
+            return {"status": f"only {len(started)} had decoded after {arguments.patience} s"}
+    filled = time.time() - begin
+    for _ in range(WARM_UP):
+        own.step()
+    begin, made = time.time(), 0
+    for _ in range(arguments.steps):
+        made += len(own.step())
+    took = time.time() - begin
+    if arguments.profile:
+        _profile(own)
+    own.abort_request(names)
+    while own.has_unfinished_requests():
+        own.step()
+    return {"fill_s": filled, "step_ms": 1e3 * took / arguments.steps, "tokens_s": made / took,
+            "status": "ok" if made == batch * arguments.steps else f"{made} tokens"}  # fmt: skip
+
+
+def _profile(own: Any, steps: int = 4) -> None:
+    """Prints which kernels a step spends its time in, and how much of it none runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        begin = time.time()
+        for _ in range(steps):
+            own.step()
+        torch.cuda.synchronize()
+        took = time.time() - begin
+    kernels = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+    busy = sum(one.self_device_time_total for one in kernels)
+    print(f"a step: {1e3 * took / steps:.2f} ms, kernels {busy / 1e3 / steps:.2f} ms", file=sys.stderr)
+    for one in kernels[:24]:
+        share = one.self_device_time_total / steps
+        print(f"{share:9.0f} us {one.count / steps:6.0f} x  {one.key[:90]}", file=sys.stderr)
