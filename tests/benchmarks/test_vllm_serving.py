@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import vllm_engine, vllm_exact, vllm_serving
-from mha2mla.modeling import MHA2MLAForCausalLM
+from mha2mla.modeling import ATTENTION_BACKENDS, MHA2MLAForCausalLM
 
 
 @pytest.mark.parametrize(("shape", "layout"), vllm_engine.GEOMETRIES)
@@ -19,6 +19,17 @@ def test_shapes(shape, layout):
     width = {"smollm2": 192, "narrow": 512}.get(shape if shape == "smollm2" else layout, 1024)
     assert widths == ([192, 128] if layout == "by-layer" else [width] * 2)
     assert config.softmax_scale == (config.hidden_size // config.num_attention_heads) ** -0.5
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen2", "latent"), ("qwen3", "latent"), ("olmo2", "shared"), ("gemma3_text", "per-group")]
+)
+def test_other_families_have_kernels(family, layout):
+    config = vllm_engine.family_config(family, layout, layers=6)
+    assert config.source_config["model_type"] == family
+    assert {layer.window for layer in config.attention_constants()} == ({512, None} if "gemma" in family else {None})
+    backend, (geometry,) = ATTENTION_BACKENDS.get("mla_paged"), {config.layer_geometry(layer) for layer in range(6)}
+    assert backend.refusal(geometry, 64, torch.bfloat16, "cuda") is None
 
 
 def test_a_token_is_right_if_only_rounding_decided_against_it():
