@@ -30,16 +30,28 @@ def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     if one is None:
         return tuple([part(x) for part in parts])
     weight, bias = one
-    out = skinny_linear(x, weight) if bias is None and is_skinny(x, weight) else F.linear(x, weight, bias)
+    product = skinny_linear if is_skinny(x, weight) else F.linear
+    out = product(x, weight, bias)
     return out.split([part.out_features for part in parts], dim=-1)
 
 
-def project_gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
-    """silu(gate(x)) * up(x): as :func:`project`, and of few rows by one kernel."""
+def project_gated(x: Tensor, gate: nn.Module, up: nn.Module, ahead: Tensor | None = None) -> Tensor:
+    """silu(gate(x)) * up(x): as :func:`project`, and of few rows by one kernel; ``ahead`` is asked for meanwhile."""
     one = stacked(x, (gate, up))
     if one is not None and one[1] is None and gate.out_features == up.out_features and is_skinny(x, one[0]):
         return skinny_linear(x, one[0], gated=True)
-    return silu_mul(*project(x, (gate, up)))
+    return silu_mul(*project(x, (gate, up)), ahead=ahead)
+
+
+def first_bytes(part: nn.Module, x: Tensor, nbytes: int) -> Tensor | None:
+    """The beginning of a weight that a product with x is about to read, for small kernels to ask for; None: it lies
+    elsewhere, is of another dtype, or none of it is wanted."""
+    if not nbytes or not is_plain(part, nn.Linear) or type(part.weight) is not nn.Parameter:
+        return None
+    weight = part.weight.detach()
+    if (weight.dtype, weight.device) != (x.dtype, x.device) or not weight.is_contiguous():
+        return None
+    return weight.view(-1)[: nbytes // weight.itemsize]
 
 
 def stacked(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:

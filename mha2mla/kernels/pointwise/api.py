@@ -6,12 +6,19 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import runs_compiled
+from mha2mla.kernels.layouts import check_ahead
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, backend: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    residual: Tensor | None = None,
+    ahead: Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm (arXiv 1910.07467) of x, or of residual + x, with the roundings that transformers' Llama has.
 
@@ -23,6 +30,7 @@ def rms_norm(
         weight: [width].
         eps: added to the mean square.
         residual: as x.
+        ahead: what later kernels read, as in :func:`mla_append`.
         backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16.
 
     Returns:
@@ -36,17 +44,18 @@ def rms_norm(
     for name, tensor, shape in (("weight", weight, x.shape[-1:]), ("residual", residual, x.shape)):
         if tensor is not None:
             _check_beside(name, tensor, x, "x", shape)
+    check_ahead(ahead, x)
     compiled = runs_compiled(backend, x.device, x.dtype)
-    normed, total = torch.ops.mha2mla.rms_norm(x, residual, weight, eps, compiled)
+    normed, total = torch.ops.mha2mla.rms_norm(x, residual, weight, eps, compiled, ahead)
     return normed, x if residual is None else total
 
 
-def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, *, ahead: Tensor | None = None, backend: str | None = None) -> Tensor:
     """silu(gate) * up (SwiGLU, arXiv 2002.05202), both steps rounded to the dtype.
 
     Args:
         gate, up: [..., width]; parts of one projection are read where they lie.
-        backend: as in :func:`rms_norm`.
+        ahead, backend: as in :func:`rms_norm`.
 
     Returns:
         [..., width], a new tensor.
@@ -57,7 +66,8 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     if gate.dtype not in _DTYPES:
         raise ValueError(f"gate.dtype is {gate.dtype}; expected bfloat16, float16, float32 or float64")
     _check_beside("up", up, gate, "gate", gate.shape)
-    return torch.ops.mha2mla.silu_mul(gate, up, runs_compiled(backend, gate.device, gate.dtype))
+    check_ahead(ahead, gate)
+    return torch.ops.mha2mla.silu_mul(gate, up, runs_compiled(backend, gate.device, gate.dtype), ahead)
 
 
 def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, shape: torch.Size) -> None:
@@ -69,14 +79,17 @@ def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, sha
         )
 
 
-def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool) -> tuple[Tensor, Tensor]:
+def _rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool, ahead: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if compiled:
         from mha2mla.kernels.pointwise.launch import launch_rms_norm
 
         out, total = _empty_norm(x, residual)
         rows = (-1, x.shape[-1])
         flat = None if residual is None else residual.reshape(rows)
-        launch_rms_norm(x.reshape(rows), flat, weight, eps, out.view(rows), total if flat is None else total.view(rows))
+        kept = total if flat is None else total.view(rows)
+        launch_rms_norm(x.reshape(rows), flat, weight, eps, out.view(rows), kept, ahead)
         return out, total
 
     from mha2mla.kernels.pointwise.reference import rms_norm_reference
@@ -85,13 +98,13 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, co
     return normed, x.new_empty(0) if residual is None else total
 
 
-def _silu_mul(gate: Tensor, up: Tensor, compiled: bool) -> Tensor:
+def _silu_mul(gate: Tensor, up: Tensor, compiled: bool, ahead: Tensor | None = None) -> Tensor:
     if compiled:
         from mha2mla.kernels.pointwise.launch import launch_silu_mul
 
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         rows = (-1, gate.shape[-1])
-        launch_silu_mul(gate.reshape(rows), up.reshape(rows), out.view(rows))
+        launch_silu_mul(gate.reshape(rows), up.reshape(rows), out.view(rows), ahead)
         return out
 
     from mha2mla.kernels.pointwise.reference import silu_mul_reference
@@ -105,13 +118,16 @@ def _empty_norm(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor,
 
 
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool compiled) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool compiled, Tensor? ahead=None)"
+    " -> (Tensor, Tensor)"
+)
 LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
 torch.library.register_fake("mha2mla::rms_norm", _empty_norm, lib=LIBRARY)
-LIBRARY.define("silu_mul(Tensor gate, Tensor up, bool compiled) -> Tensor")
+LIBRARY.define("silu_mul(Tensor gate, Tensor up, bool compiled, Tensor? ahead=None) -> Tensor")
 LIBRARY.impl("silu_mul", _silu_mul, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "mha2mla::silu_mul",
-    lambda gate, up, compiled: torch.empty_like(gate, memory_format=torch.contiguous_format),
+    lambda gate, *_: torch.empty_like(gate, memory_format=torch.contiguous_format),
     lib=LIBRARY,
 )

@@ -2,10 +2,19 @@
 
 import tilelang.language as T
 
-from mha2mla.kernels.machine import Buffers, Machine
+from mha2mla.kernels.machine import AHEAD_NUMBERS, ASK_AHEAD, Buffers, Machine, ask_ahead
 
 
-def make_rms_norm(*, width: int, dtype: str, residual: bool, vector: int = 1, threads: int = 256, on_cpu: bool = False):
+def make_rms_norm(
+    *,
+    width: int,
+    dtype: str,
+    residual: bool,
+    vector: int = 1,
+    threads: int = 256,
+    asks: bool = False,
+    on_cpu: bool = False,
+):
     """A TileLang function ``rms_norm``, a block a row; the number of rows is a run-time value.
 
     Args:
@@ -14,9 +23,12 @@ def make_rms_norm(*, width: int, dtype: str, residual: bool, vector: int = 1, th
         residual: whether ``base`` is added before, and the sum written; else both are any [rows, width] tensors.
         vector: numbers that a thread moves at a time; divides width, and pointers are aligned to so many.
         threads: of a block, a multiple of 32.
+        asks: for ``ahead``, whole AHEAD_NUMBERS of it, by blocks behind those of the rows, as a programmatic dependent
+            of the kernel before (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
 
-    The function's arguments: x, base, weight [width], out and total [rows, width] (contiguous); eps float32.
+    The function's arguments: x, base, weight [width], out and total [rows, width] (contiguous); ahead [any number]; eps
+    float32.
     """
     accum = T.float32
     machine = Machine(on_cpu)
@@ -24,7 +36,7 @@ def make_rms_norm(*, width: int, dtype: str, residual: bool, vector: int = 1, th
     warps = 1 if on_cpu else threads // 32
     vectors = width // vector
     rounds = -(-vectors // lanes)
-    rows = T.dynamic("rows")
+    rows, numbers = T.dynamic("rows"), T.dynamic("numbers")
 
     def thread():
         return 0 if on_cpu else T.get_thread_binding()
@@ -36,16 +48,28 @@ def make_rms_norm(*, width: int, dtype: str, residual: bool, vector: int = 1, th
         weight: T.Tensor([width], dtype),
         out: T.Tensor([rows, width], dtype),
         total: T.Tensor([rows, width], dtype),
+        ahead: T.Tensor([numbers], dtype),
         eps: T.float32,
     ):
-        with T.Kernel(rows, threads=lanes) as row:
+        with T.Kernel(rows + (numbers // AHEAD_NUMBERS if asks else 0), threads=lanes) as row:
+            if asks:
+                T.import_source(ASK_AHEAD)
+                if row >= rows:
+                    ask_ahead(ahead, dtype, row - rows)
             m = Buffers(
                 held=T.alloc_local([rounds * vector], dtype),
+                scale=T.alloc_local([rounds * vector], dtype),
                 other=T.alloc_local([vector], dtype),
                 square=T.alloc_local([2], accum),
                 parts=machine.alloc_shared([warps], accum),
             )
             m.square[0] = 0.0
+            for r in T.unroll(rounds):
+                if r * lanes + thread() < vectors:
+                    for v in T.vectorized(vector):  # from memory, while the row comes from the L2
+                        m.scale[r * vector + v] = weight[(r * lanes + thread()) * vector + v]
+            if asks:
+                T.pdl_sync()
             for r in T.unroll(rounds):
                 if r * lanes + thread() < vectors:
                     for v in T.vectorized(vector):
@@ -73,12 +97,10 @@ def make_rms_norm(*, width: int, dtype: str, residual: bool, vector: int = 1, th
             m.square[1] = 1.0 / T.sqrt(m.square[0] / T.float32(width) + eps)
             for r in T.unroll(rounds):
                 if r * lanes + thread() < vectors:
-                    for v in T.vectorized(vector):
-                        m.other[v] = weight[(r * lanes + thread()) * vector + v]
                     for v in T.unroll(vector):
                         m.held[r * vector + v] = T.cast(T.cast(m.held[r * vector + v], accum) * m.square[1], dtype)
                         m.held[r * vector + v] = T.cast(
-                            T.cast(m.other[v], accum) * T.cast(m.held[r * vector + v], accum), dtype
+                            T.cast(m.scale[r * vector + v], accum) * T.cast(m.held[r * vector + v], accum), dtype
                         )
                     for v in T.vectorized(vector):
                         out[row, (r * lanes + thread()) * vector + v] = m.held[r * vector + v]
@@ -86,29 +108,37 @@ def make_rms_norm(*, width: int, dtype: str, residual: bool, vector: int = 1, th
     return rms_norm
 
 
-def make_silu_mul(*, width: int, dtype: str, vector: int = 1, threads: int = 128, on_cpu: bool = False):
+def make_silu_mul(
+    *, width: int, dtype: str, vector: int = 1, threads: int = 128, asks: bool = False, on_cpu: bool = False
+):
     """A TileLang function ``silu_mul``; the number of rows is a run-time value.
 
     Args:
         width: numbers of a row.
-        dtype, vector, threads, on_cpu: as of :func:`make_rms_norm`.
+        dtype, vector, threads, asks, on_cpu: as of :func:`make_rms_norm`.
 
-    The function's arguments: gate and up [rows, width] (run-time strides), out [rows, width] (contiguous).
+    The function's arguments: gate and up [rows, width] (run-time strides), out [rows, width] (contiguous); ahead
+    [any number].
     """
     accum = T.float32
     machine = Machine(on_cpu)
     lanes = 1 if on_cpu else threads
     vectors = width // vector
     blocks = -(-vectors // lanes)
-    rows = T.dynamic("rows")
+    rows, numbers = T.dynamic("rows"), T.dynamic("numbers")
 
     @T.prim_func
     def silu_mul(
         gate: machine.strided("gate", [rows, width], dtype),
         up: machine.strided("up", [rows, width], dtype),
         out: T.Tensor([rows, width], dtype),
+        ahead: T.Tensor([numbers], dtype),
     ):
-        with T.Kernel(rows * blocks, threads=lanes) as x:
+        with T.Kernel(rows * blocks + (numbers // AHEAD_NUMBERS if asks else 0), threads=lanes) as x:
+            if asks:
+                T.import_source(ASK_AHEAD)
+                if x >= rows * blocks:
+                    ask_ahead(ahead, dtype, x - rows * blocks)
             if vector > 1 and not on_cpu:  # else loads are not known to be aligned, and stay scalar
                 T.assume(gate.strides[0] % vector == 0)
                 T.assume(up.strides[0] % vector == 0)

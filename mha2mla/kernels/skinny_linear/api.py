@@ -16,12 +16,15 @@ _ROUND = 2048  # columns that the warps of a block have under way
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, *, gated: bool = False, backend: str | None = None) -> Tensor:
-    """x W^T, or silu(x W_gate^T) * (x W_up^T) (SwiGLU, arXiv 2002.05202) with each step rounded to the dtype.
+def skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, backend: str | None = None
+) -> Tensor:
+    """x W^T + b, rounded once, or silu(x W_gate^T) * (x W_up^T) (SwiGLU, arXiv 2002.05202) with each step rounded.
 
     Args:
         x: [..., K].
         weight: [N, K], contiguous.
+        bias: [N]; not with ``gated``.
         gated: the first half of the weight's rows is W_gate, the second W_up.
         backend: "tilelang", "reference", or None: TileLang where :func:`is_skinny`.
 
@@ -39,6 +42,14 @@ def skinny_linear(x: Tensor, weight: Tensor, *, gated: bool = False, backend: st
         raise argument_error("weight", f"{weight.dtype} on {weight.device}", f"{x.dtype} on {x.device}, as x")
     if gated and weight.shape[0] % 2:
         raise argument_error("weight.shape[0]", weight.shape[0], "an even number of rows, gate and up")
+    if bias is not None and (
+        gated or bias.shape != weight.shape[:1] or (bias.dtype, bias.device) != (x.dtype, x.device)
+    ):
+        raise argument_error(
+            "bias",
+            f"{bias.dtype} {tuple(bias.shape)} on {bias.device} with gated={gated}",
+            f"None, or without gated {x.dtype} {tuple(weight.shape[:1])} on {x.device}",
+        )
     served = _is_served(x, weight) if backend == "tilelang" else backend is None and is_skinny(x, weight)
     if backend == "tilelang" and not served:
         raise argument_error(
@@ -47,22 +58,22 @@ def skinny_linear(x: Tensor, weight: Tensor, *, gated: bool = False, backend: st
             f"1 to {MAX_ROWS} rows of bfloat16 or float16 on a CUDA device from sm_80 on, K a multiple of {_COLUMNS},"
             f" N of {_OUTPUTS}, and a contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
         )
-    return torch.ops.mha2mla.skinny_linear(x, weight, gated, served)
+    return torch.ops.mha2mla.skinny_linear(x, weight, bias, gated, served)
 
 
 def is_skinny(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel serves the product of x [..., K] and weight [N, K] unasked: of one row, where it is faster."""
-    return x.numel() == weight.shape[1] and _is_served(x, weight) and is_faster(*weight.shape, num_sms(x.device))
+    """Whether the kernel serves the product of x [..., K] and weight [N, K] unasked: where it is faster."""
+    return _is_served(x, weight) and is_faster(*weight.shape, num_sms(x.device))
 
 
 def is_faster(outputs: int, columns: int, sms: int) -> bool:
-    """Whether one row times a weight [outputs, columns] takes less time than cuBLAS's, as measured on an H200.
+    """Whether up to 8 rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200.
 
-    It does where reading is what takes the time (8 MiB and more), warps have as many columns each, in whole rounds, and
-    the blocks, two to a multiprocessor, leave few places idle at the end.
+    They do where reading is what takes the time (8 MiB and more, rows of a round and more), and the blocks, two to a
+    multiprocessor, leave few places idle at the end.
     """
     waves = outputs / _OUTPUTS / (2 * sms)
-    return outputs * columns >= 2**22 and columns % _ROUND == 0 and waves / math.ceil(waves) >= 0.9
+    return outputs * columns >= 2**22 and columns >= _ROUND and waves / math.ceil(waves) >= 0.9
 
 
 def _is_served(x: Tensor, weight: Tensor) -> bool:
@@ -79,24 +90,24 @@ def _is_served(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _skinny_linear(x: Tensor, weight: Tensor, gated: bool, compiled: bool) -> Tensor:
+def _skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, compiled: bool) -> Tensor:
     if compiled:
         from mha2mla.kernels.skinny_linear.launch import launch_skinny_linear
 
-        out = _empty(x, weight, gated)
-        launch_skinny_linear(x.reshape(-1, x.shape[-1]), weight, out.view(-1, out.shape[-1]), gated)
+        out = _empty(x, weight, bias, gated)
+        launch_skinny_linear(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, out.shape[-1]), gated)
         return out
 
     from mha2mla.kernels.skinny_linear.reference import skinny_linear_reference
 
-    return skinny_linear_reference(x, weight, gated)
+    return skinny_linear_reference(x, weight, bias, gated)
 
 
-def _empty(x: Tensor, weight: Tensor, gated: bool, *_: object) -> Tensor:
+def _empty(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, *_: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 + gated))
 
 
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define("skinny_linear(Tensor x, Tensor weight, bool gated, bool compiled) -> Tensor")
+LIBRARY.define("skinny_linear(Tensor x, Tensor weight, Tensor? bias, bool gated, bool compiled) -> Tensor")
 LIBRARY.impl("skinny_linear", _skinny_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("mha2mla::skinny_linear", _empty, lib=LIBRARY)

@@ -16,6 +16,7 @@ def make_skinny_linear(
     outputs: int,
     dtype: str,
     gated: bool = False,
+    biased: bool = False,
     warps: int = 8,
     stages: int = 8,
     dependent: bool = True,
@@ -32,13 +33,15 @@ def make_skinny_linear(
         outputs: N, a multiple of 16.
         dtype: of all tensors.
         gated: the weight's halves are gate and up, and the result is silu(gate) * up, half as wide.
+        biased: ``bias`` is added before the one rounding; not with ``gated``.
         warps: of a block.
         stages: steps whose weights a thread has under way, an even number; 8 registers each.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer): it waits for x after
             it asked for its first weights, which nobody writes.
         on_cpu: compile for TileLang's C target.
 
-    The function's arguments: x [rows, K], weight [N, K], out [rows, N or N / 2], all contiguous.
+    The function's arguments: x [rows, K], weight [N, K], bias [any number, or N], out [rows, N or N / 2], all
+    contiguous.
     """
     accum = T.float32
     machine = Machine(on_cpu)
@@ -48,7 +51,7 @@ def make_skinny_linear(
     own = TILE // 2 if gated else TILE  # columns of the result in a block
     second = width if gated else TILE // 2  # rows of the weight between a thread's two
     steps = columns // DEPTH
-    rounds = -(-(steps + steps % 2) // (count * ahead))
+    rounds = steps // (count * ahead)  # in which every warp has all its steps; what is left over follows them
     threads = 1 if on_cpu else warps * 32
     rows = T.dynamic("rows")
 
@@ -59,37 +62,41 @@ def make_skinny_linear(
         """A warp's i-th step: two in a row take whole lines of 128 bytes."""
         return (i // 2 * count + thread() // 32) * 2 + i % 2
 
+    def has(i):
+        """Whether a warp has an i-th step: a condition only where some have. A guard around a product keeps the
+        compiler from asking for x ahead of it."""
+        first, last = (i // 2 * count + warp for warp in (0, count - 1))
+        return True if last * 2 + i % 2 < steps else step_of(i) < steps if first * 2 + i % 2 < steps else False
+
     @T.macro
     def fetch(weight, m, slot, step, n0):
         """A step's weights: 8 numbers of each of the thread's two rows."""
-        if step < steps:
-            for v in T.vectorized(8):
-                m.first[slot * 8 + v] = weight[n0 + thread() % 32 // 4, step * DEPTH + thread() % 4 * 8 + v]
-            for v in T.vectorized(8):
-                m.other[slot * 8 + v] = weight[n0 + thread() % 32 // 4 + second, step * DEPTH + thread() % 4 * 8 + v]
+        for v in T.vectorized(8):
+            m.first[slot * 8 + v] = weight[n0 + thread() % 32 // 4, step * DEPTH + thread() % 4 * 8 + v]
+        for v in T.vectorized(8):
+            m.other[slot * 8 + v] = weight[n0 + thread() % 32 // 4 + second, step * DEPTH + thread() % 4 * 8 + v]
 
     @T.macro
     def multiply(x, m, slot, step):
         """Two products of 16 columns each."""
-        if step < steps:
-            for v in T.unroll(8):
-                m.right[v] = T.cast(0.0, dtype)
-            if thread() % 32 // 4 < rows:
-                for v in T.vectorized(8):
-                    m.right[v] = x[thread() % 32 // 4, step * DEPTH + thread() % 4 * 8 + v]
-            for half in list(range(2)):
-                for v in T.vectorized(2):
-                    m.left[v] = m.first[slot * 8 + half * 4 + v]
-                for v in T.vectorized(2):
-                    m.left[2 + v] = m.other[slot * 8 + half * 4 + v]
-                for v in T.vectorized(2):
-                    m.left[4 + v] = m.first[slot * 8 + half * 4 + 2 + v]
-                for v in T.vectorized(2):
-                    m.left[6 + v] = m.other[slot * 8 + half * 4 + 2 + v]
-                T.ptx_mma(
-                    "float32", "m16n8k16", "row", "col", _PREFIX[dtype], _PREFIX[dtype], "fp32",
-                    m.left.data, 0, m.right.data, half * 4, m.sums.data, 0, T.bool(False),
-                )  # fmt: skip
+        for v in T.unroll(8):
+            m.right[v] = T.cast(0.0, dtype)
+        if thread() % 32 // 4 < rows:
+            for v in T.vectorized(8):
+                m.right[v] = x[thread() % 32 // 4, step * DEPTH + thread() % 4 * 8 + v]
+        for half in list(range(2)):
+            for v in T.vectorized(2):
+                m.left[v] = m.first[slot * 8 + half * 4 + v]
+            for v in T.vectorized(2):
+                m.left[2 + v] = m.other[slot * 8 + half * 4 + v]
+            for v in T.vectorized(2):
+                m.left[4 + v] = m.first[slot * 8 + half * 4 + 2 + v]
+            for v in T.vectorized(2):
+                m.left[6 + v] = m.other[slot * 8 + half * 4 + 2 + v]
+            T.ptx_mma(
+                "float32", "m16n8k16", "row", "col", _PREFIX[dtype], _PREFIX[dtype], "fp32",
+                m.left.data, 0, m.right.data, half * 4, m.sums.data, 0, T.bool(False),
+            )  # fmt: skip
 
     @T.macro
     def add_plainly(x, weight, m, step, n0):
@@ -101,6 +108,7 @@ def make_skinny_linear(
     def skinny_linear(
         x: T.Tensor([rows, columns], dtype),
         weight: T.Tensor([outputs, columns], dtype),
+        bias: T.Tensor([outputs if biased else T.dynamic("biases")], dtype),
         out: T.Tensor([rows, width], dtype),
     ):
         with T.Kernel(outputs // TILE, threads=threads) as block:
@@ -122,17 +130,24 @@ def make_skinny_linear(
                 for step in T.serial(steps):
                     add_plainly(x, weight, m, step, n0)
             else:
-                for s in T.unroll(ahead):
-                    fetch(weight, m, s, step_of(s), n0)
+                for s in list(range(ahead)):
+                    if has(s):
+                        fetch(weight, m, s, step_of(s), n0)
                 if dependent:
                     T.pdl_sync()
                     T.pdl_trigger()
                 for i in T.unroll(4):
                     m.sums[i] = 0.0
-                for r in T.serial(rounds):
+                for r in T.serial(rounds - 1):
                     for s in T.unroll(ahead):
                         multiply(x, m, s, step_of(r * ahead + s))
                         fetch(weight, m, s, step_of((r + 1) * ahead + s), n0)
+                for i in list(range(max(0, rounds - 1) * ahead, (rounds + 1) * ahead)):
+                    if has(i):
+                        multiply(x, m, i % ahead, step_of(i))
+                    if i < rounds * ahead:
+                        if has(i + ahead):
+                            fetch(weight, m, i % ahead, step_of(i + ahead), n0)
                 # A thread has rows g and g + 8 of the tile, and rows 2 t and 2 t + 1 of x.
                 for i in T.unroll(4):
                     m.parts[
@@ -155,6 +170,8 @@ def make_skinny_linear(
                         m.total[0] = T.cast(T.cast(m.total[0], dtype), accum)
                         m.total[0] = T.cast(T.cast(m.total[0] / (1.0 + T.exp(-m.total[0])), dtype), accum)
                         m.total[0] *= T.cast(T.cast(m.total[1], dtype), accum)
+                    if biased:
+                        m.total[0] += T.cast(bias[n0 + at % own], accum)
                     out[at // own, n0 + at % own] = T.cast(m.total[0], dtype)
 
     return skinny_linear

@@ -6,9 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def skinny_linear_reference(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
     """As :func:`mha2mla.kernels.skinny_linear`, of any number of rows."""
-    out = F.linear(x, weight)
+    out = F.linear(x, weight, bias)
     if not gated:
         return out
     gate, up = out.chunk(2, dim=-1)

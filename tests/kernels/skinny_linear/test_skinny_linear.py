@@ -21,6 +21,7 @@ def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):
 def test_the_reference_is_torchs_product(dtype):
     x, weight = given(6, 20, 14, dtype)
     assert torch.equal(skinny_linear(x.view(2, 3, 20), weight), F.linear(x, weight).view(2, 3, 14))
+    assert torch.equal(skinny_linear(x, weight, x[0, :14]), F.linear(x, weight, x[0, :14]))
     gate, up = F.linear(x, weight).split(7, dim=-1)
     assert torch.equal(skinny_linear(x, weight, gated=True), F.silu(gate) * up)
     assert not is_skinny(x, weight)
@@ -33,6 +34,11 @@ def test_refusals():
         (lambda: skinny_linear(x, weight[0]), r"weight.shape is \(32,\)"),
         (lambda: skinny_linear(x, weight.half()), "weight is torch.float16 on cpu; expected torch.float32"),
         (lambda: skinny_linear(x, weight[1:], gated=True), r"weight.shape\[0\] is 15; expected an even number"),
+        (
+            lambda: skinny_linear(x, weight, x[0]),
+            r"bias is torch.float32 \(32,\) on cpu with gated=False; expected None, or",
+        ),
+        (lambda: skinny_linear(x, weight, x[0, :16], gated=True), r"on cpu with gated=True; expected None"),
         (lambda: skinny_linear(x, weight, backend="fast"), "backend is 'fast'"),
         (lambda: skinny_linear(x, weight, backend="tilelang"), r"backend is 'tilelang' for torch.float32 \(3, 32\)"),
     ):
@@ -44,7 +50,7 @@ def test_refusals():
     ("outputs", "columns", "faster"),
     # Those of benchmarks/results/h200-products.json, by what was measured there; and a small one.
     [(4096, 4096, True), (28672, 4096, True), (4096, 14336, True), (5120, 4096, False), (22016, 4096, False)]
-    + [(4096, 11008, False), (576, 576, False)],
+    + [(4096, 11008, True), (576, 576, False)],
 )
 def test_where_it_serves_unasked(outputs, columns, faster):
     assert is_faster(outputs, columns, sms=132) == faster
@@ -53,50 +59,57 @@ def test_where_it_serves_unasked(outputs, columns, faster):
 @pytest.mark.parametrize("gated", [False, True])
 def test_opcheck(gated):
     x, weight = given(3, 32, 16)
-    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x.view(3, 1, 32), weight, gated, False))
+    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x.view(3, 1, 32), weight, None, gated, False))
+    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x, weight, weight[:, 0], False, False))
 
 
 @cache
-def compiled_for_cpu(columns, outputs, gated):
+def compiled_for_cpu(columns, outputs, gated, biased):
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
 
-    function = make_skinny_linear(columns=columns, outputs=outputs, dtype="float32", gated=gated, on_cpu=True)
+    function = make_skinny_linear(
+        columns=columns, outputs=outputs, dtype="float32", gated=gated, biased=biased, on_cpu=True
+    )
     configs = {"tirx.disable_vectorize": True}
     return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("gated", "biased"), [(False, True), (True, False)])
 @pytest.mark.parametrize("rows", [1, 5, 8])
-def test_kernel_on_cpu_target(rows, gated):
+def test_kernel_on_cpu_target(rows, gated, biased):
     x, weight = given(rows, 96, 48)
-    out = torch.full((rows, 48 // (1 + gated)), torch.nan)
-    compiled_for_cpu(96, 48, gated)(x, weight, out)
-    exact = skinny_linear(x.double(), weight.double(), gated=gated)
+    out, bias = torch.full((rows, 48 // (1 + gated)), torch.nan), torch.linspace(-3, 3, 48) if biased else None
+    compiled_for_cpu(96, 48, gated, biased)(x, weight, weight[0] if bias is None else bias, out)
+    exact = skinny_linear(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
     # Each of two sums and five roundings, in units of float32's last place at the largest number.
     bound = 96 * torch.finfo(torch.float32).eps * float((x.double().abs() @ weight.double().abs().T).max())
     assert float((out - exact).abs().max()) <= bound
 
 
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
-@pytest.mark.parametrize(("columns", "gated"), [(11008, False), (4096, True)])
-def test_compile_gate(columns, gated):
+@pytest.mark.parametrize(
+    # A loop's round, the last whole round and what is left over, of eight, eight and four steps.
+    ("columns", "gated", "steps"),
+    [(11008, False, 8 + 8 + 4), (4096, True, 8 + 8)],
+)
+def test_compile_gate(columns, gated, steps):
     """Two blocks fit a multiprocessor, nothing spills, and products are the tensor cores'."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
 
-    function = make_skinny_linear(columns=columns, outputs=4096, dtype="bfloat16", gated=gated)
+    function = make_skinny_linear(columns=columns, outputs=4096, dtype="bfloat16", gated=gated, biased=not gated)
     (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
     assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= 128
     if report.instructions is not None:
-        assert report.instructions["HMMA"] == 2 * 8
+        assert report.instructions["HMMA"] == 2 * steps
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("columns", "outputs"), [(576, 96), (1536, 576), (4096, 4096), (11008, 64)])
+@pytest.mark.parametrize(("columns", "outputs"), [(576, 96), (1536, 576), (4096, 4096), (11008, 64), (2112, 32)])
 def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
     """As near to float64 as twice torch's own at the dtype, whatever lies behind x, and the same each time."""
     for rows in (1, 2, 5, 8):
@@ -109,6 +122,12 @@ def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
         error, torchs = (float((each.double() - exact).norm() / exact.norm()) for each in (out, plain))
         assert error <= 2 * torchs
         assert torch.equal(out, skinny_linear(x, weight, gated=gated, backend="tilelang"))
+        if not gated:
+            bias = weight[:, 0] * columns**0.5
+            out = skinny_linear(x, weight, bias, backend="tilelang")
+            exact, plain = F.linear(x.double(), weight.double(), bias.double()), F.linear(x, weight, bias)
+            error, torchs = (float((each.double() - exact).norm() / exact.norm()) for each in (out, plain))
+            assert error <= 2 * torchs
 
 
 @pytest.mark.gpu
@@ -116,7 +135,7 @@ def test_what_is_served_on_a_gpu():
     outputs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
     x, weight = given(1, 2048, outputs, torch.bfloat16, "cuda")
     assert is_skinny(x, weight) and is_skinny(x[0], weight) and not is_skinny(x, weight[:16])
-    assert not is_skinny(x.repeat(2, 1), weight) and not is_skinny(x[:0], weight)
+    assert is_skinny(x.repeat(8, 1), weight) and not is_skinny(x.repeat(9, 1), weight) and not is_skinny(x[:0], weight)
     assert not is_skinny(x.float(), weight.float())
     assert skinny_linear(x[:0], weight).shape == (0, outputs)
     small, few = given(8, 48, 32, torch.bfloat16, "cuda")
