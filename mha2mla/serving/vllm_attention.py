@@ -23,6 +23,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import token_places
 from mha2mla.modeling.cache_layout import PAGE_SIZE
@@ -44,6 +45,14 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
     """Plans of a step, once for all layers with rows of one width."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        """Of decode steps; not with drafts longer than the decode op takes: what the mixed op launches depends on
+        lengths that only the host knows."""
+        if 1 + vllm_config.num_speculative_tokens > MAX_DECODE_QUERY_LENGTH:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device

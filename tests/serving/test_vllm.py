@@ -209,6 +209,18 @@ def test_what_is_not_served_is_refused_by_name():
         VLLMForCausalLM(vllm_config=asked("auto", quantized=object()))
 
 
+def test_drafts_longer_than_the_decode_op_takes_are_not_captured():
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    from mha2mla.serving.vllm_attention import LatentMetadataBuilder
+
+    def captured(drafted):
+        return LatentMetadataBuilder.get_cudagraph_support(SimpleNamespace(num_speculative_tokens=drafted), None)
+
+    assert captured(0) == captured(7) == AttentionCGSupport.UNIFORM_BATCH
+    assert captured(8) == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
