@@ -137,12 +137,10 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
         "disable_log_stats": False,
     }
     if arguments.draft:
-        options["speculative_config"] = {
-            "method": "ngram_gpu",
-            "num_speculative_tokens": arguments.draft,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 4,
-        }
+        drafter = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+        if arguments.drafter:
+            drafter = {"method": "draft_model", "model": arguments.drafter}
+        options["speculative_config"] = {"num_speculative_tokens": arguments.draft, **drafter}
     if arguments.chunk:
         options["max_num_batched_tokens"] = arguments.chunk
     if arguments.blocks:
@@ -159,7 +157,7 @@ def _engine(arguments: argparse.Namespace) -> str:
         "no prefix caching": arguments.no_prefix_caching,
         f"chunks of {arguments.chunk} tokens": arguments.chunk,
         f"{arguments.blocks} pages": arguments.blocks,
-        f"drafts of {arguments.draft} tokens": arguments.draft,
+        f"drafts of {arguments.draft} tokens by {Path(arguments.drafter or 'n-grams').name}": arguments.draft,
         f"{arguments.tp} GPUs": arguments.tp > 1,
     }
     return ", ".join(words for words, true in said.items() if true)
