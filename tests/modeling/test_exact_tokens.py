@@ -1,4 +1,4 @@
-"""256 greedy tokens of a converted SmolLM2: captured = uncaptured = a forward pass without a cache."""
+"""Greedy tokens of a converted SmolLM2: captured = uncaptured = a forward pass without a cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from tests.modeling.tape import Tape
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FOLDER = cache_folder() / "SmolLM2-135M-Instruct"
-TOKENS = 256
 PROMPT = "A pendulum is a weight hung from a pivot so that it can swing freely. When it is moved sideways, gravity"
 
 
-@pytest.fixture(scope="module", params=["per-group", "latent"])
+@pytest.fixture(scope="module", params=["per-group", pytest.param("latent", marks=pytest.mark.exhaustive)])
 def converted(request, tmp_path_factory) -> str:
     if not (FOLDER / "model.safetensors").is_file():
         pytest.skip(f"SmolLM2 is not in {FOLDER}; `mha2mla demo` fetches it")
@@ -32,21 +31,22 @@ def prompt() -> torch.Tensor:
     return AutoTokenizer.from_pretrained(FOLDER)(PROMPT, return_tensors="pt")["input_ids"]
 
 
-def generate(model, ids, **options):
-    keys = {"do_sample": False, "max_new_tokens": TOKENS, "eos_token_id": None, "pad_token_id": 0}
+def generate(model, ids, tokens, **options):
+    keys = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **keys, **options)
 
 
+@pytest.mark.parametrize("tokens", [48, pytest.param(256, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", ["mla_reference", "mla_expanded"])
-def test_tokens_in_float32(converted, name):
+def test_tokens_in_float32(converted, name, tokens):
     """Where the expanded form attends nothing is captured, and the tokens are the same again."""
     model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval()
     model.config.attention_backend = name
     model.step_capture, ids = StepCapture(Tape), prompt()
-    out = generate(model, ids)
-    assert out.sequences.shape[1] == ids.shape[1] + TOKENS
+    out = generate(model, ids, tokens)
+    assert out.sequences.shape[1] == ids.shape[1] + tokens
     assert len(out.past_key_values.captured) == (name != "mla_expanded")
-    assert torch.equal(generate(model, ids, capture=False).sequences, out.sequences)
+    assert torch.equal(generate(model, ids, tokens, capture=False).sequences, out.sequences)
     # Attention is causal: one pass over all of it says what a pass over every prefix would.
     with torch.no_grad():
         uncached = model(out.sequences[:, :-1], use_cache=False).logits[:, ids.shape[1] - 1 :]
@@ -59,7 +59,7 @@ def test_logits_of_bfloat16_kernels(converted):
     ids = prompt().cuda()
     made = {dtype: AutoModelForCausalLM.from_pretrained(converted, dtype=dtype).cuda().eval() for dtype in DTYPES}
     source = {dtype: AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).cuda().eval() for dtype in DTYPES}
-    out = generate(made[torch.bfloat16], ids, output_logits=True)
+    out = generate(made[torch.bfloat16], ids, 256, output_logits=True)
     assert {line.backend for line in made[torch.bfloat16].attention_report()} == {"mla_paged"}
     assert len(out.past_key_values.captured) == 1
     places = slice(ids.shape[1] - 1, -1)
