@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import vllm_engine, vllm_exact, vllm_serving
+from benchmarks import vllm_engine, vllm_exact, vllm_serving, vllm_speed
 from mha2mla.modeling import ATTENTION_BACKENDS, MHA2MLAForCausalLM
 
 
@@ -77,12 +77,12 @@ def test_a_decode_rate_counts_steps_in_which_all_decode(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
     engine = Engine()
     arguments = vllm_serving.parser().parse_args(["speed", "--context", "9", "--steps", "5", "--patience", "60"])
-    rate = vllm_serving._decode_rate
-    row = rate(SimpleNamespace(llm_engine=engine), SimpleNamespace(vocab_size=20), 3, arguments)
-    assert row["status"] == "ok" and row["batch"] == 3 and len(engine.aborted) == 3
+    rate = vllm_speed._decode_rate
+    row = rate(SimpleNamespace(llm_engine=engine), 20, 3, arguments)
+    assert row["status"] == "ok" and len(engine.aborted) == 3
     assert row["tokens_s"] * row["step_ms"] == pytest.approx(3000)
     arguments.patience = -1.0
-    row = rate(SimpleNamespace(llm_engine=Engine()), SimpleNamespace(vocab_size=20), 3, arguments)
+    row = rate(SimpleNamespace(llm_engine=Engine()), 20, 3, arguments)
     assert "only 1 had decoded" in row["status"]
 
 
