@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mha2mla.kernels.latent_rope import LatentRope
 from mha2mla.kernels.mla_decode.api import mla_decode
+from mha2mla.kernels.skinny_linear.api import is_skinny, skinny_linear
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 
@@ -53,6 +54,11 @@ def mla_absorbed(
         q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
         latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
     )  # fmt: skip
+    heads, traced = len(v_up), torch.compiler.is_compiling() or torch.is_grad_enabled()
+    if heads == out.shape[2] and v_up.is_contiguous() and not traced and backend != "reference":
+        x, maps = out.flatten(2), v_up.flatten(0, 1)
+        if is_skinny(x, maps, heads):
+            return skinny_linear(x, maps, groups=heads).unflatten(-1, v_up.shape[:2])
     return _through_maps(out, v_up, transposed=True)
 
 

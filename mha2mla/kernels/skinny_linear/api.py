@@ -17,15 +17,22 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def skinny_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, backend: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    groups: int = 1,
+    gated: bool = False,
+    backend: str | None = None,
 ) -> Tensor:
     """x W^T + b, rounded once, or silu(x W_gate^T) * (x W_up^T) (SwiGLU, arXiv 2002.05202) with each step rounded.
 
     Args:
-        x: [..., K].
+        x: [..., groups K].
         weight: [N, K], contiguous.
         bias: [N]; not with ``gated``.
-        gated: the first half of the weight's rows is W_gate, the second W_up.
+        groups: of the weight's rows, as many in each, and each for K columns of x of its own: a map a head.
+        gated: the first half of the weight's rows is W_gate, the second W_up; of one group.
         backend: "tilelang", "reference", or None: TileLang where :func:`is_skinny`.
 
     Returns:
@@ -36,8 +43,11 @@ def skinny_linear(
     """
     if backend is not None and backend not in BACKENDS:
         raise argument_error("backend", repr(backend), f"None or one of {BACKENDS}")
-    if weight.ndim != 2 or x.ndim < 1 or weight.shape[1] != x.shape[-1]:
-        raise argument_error("weight.shape", tuple(weight.shape), f"[N, {x.shape[-1] if x.ndim else 'K'}], by x")
+    if groups < 1 or (gated and groups > 1):
+        raise argument_error("groups", groups, "at least 1, and no more with gated")
+    if weight.ndim != 2 or x.ndim < 1 or weight.shape[1] * groups != x.shape[-1] or weight.shape[0] % groups:
+        wanted = f"[a multiple of {groups}, {x.shape[-1] / groups if x.ndim else 1:g}], by x"
+        raise argument_error("weight.shape", tuple(weight.shape), wanted)
     if weight.dtype != x.dtype or weight.device != x.device:
         raise argument_error("weight", f"{weight.dtype} on {weight.device}", f"{x.dtype} on {x.device}, as x")
     if gated and weight.shape[0] % 2:
@@ -50,20 +60,25 @@ def skinny_linear(
             f"{bias.dtype} {tuple(bias.shape)} on {bias.device} with gated={gated}",
             f"None, or without gated {x.dtype} {tuple(weight.shape[:1])} on {x.device}",
         )
-    served = _is_served(x, weight) if backend == "tilelang" else backend is None and is_skinny(x, weight)
+    served = (
+        _is_served(x, weight, groups) if backend == "tilelang" else backend is None and is_skinny(x, weight, groups)
+    )
     if backend == "tilelang" and not served:
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(weight.shape)} on {x.device}",
             f"1 to {MAX_ROWS} rows of bfloat16 or float16 on a CUDA device from sm_80 on, K a multiple of {_COLUMNS},"
-            f" N of {_OUTPUTS}, and a contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
+            f" N / groups of {_OUTPUTS}, and a contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
         )
-    return torch.ops.mha2mla.skinny_linear(x, weight, bias, gated, served)
+    return torch.ops.mha2mla.skinny_linear(x, weight, bias, groups, gated, served)
 
 
-def is_skinny(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel serves the product of x [..., K] and weight [N, K] unasked: where it is faster."""
-    return _is_served(x, weight) and is_faster(*weight.shape, num_sms(x.device))
+def is_skinny(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
+    """Whether the kernel serves the product of x [..., groups K] and weight [N, K] unasked: where it is faster.
+
+    Maps a head always: cuBLAS takes 4 µs for the 4 MB of W_UV, and cannot begin before attention ends.
+    """
+    return _is_served(x, weight, groups) and (groups > 1 or is_faster(*weight.shape, num_sms(x.device)))
 
 
 def is_faster(outputs: int, columns: int, sms: int) -> bool:
@@ -76,38 +91,39 @@ def is_faster(outputs: int, columns: int, sms: int) -> bool:
     return outputs * columns >= 2**22 and columns >= _ROUND and waves / math.ceil(waves) >= 0.9
 
 
-def _is_served(x: Tensor, weight: Tensor) -> bool:
+def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:
     outputs, columns = weight.shape
     return (
         x.is_cuda
         and x.dtype in _DTYPES
-        and 0 < x.numel() <= MAX_ROWS * columns
+        and 0 < x.numel() <= MAX_ROWS * columns * groups
         and columns % _COLUMNS == 0
-        and outputs % _OUTPUTS == 0
+        and outputs % (_OUTPUTS * groups) == 0
         and weight.is_contiguous()
         and weight.data_ptr() % ALIGNMENT == 0
         and capability(x.device) >= 80
     )
 
 
-def _skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, compiled: bool) -> Tensor:
+def _skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool, compiled: bool) -> Tensor:
     if compiled:
         from mha2mla.kernels.skinny_linear.launch import launch_skinny_linear
 
-        out = _empty(x, weight, bias, gated)
-        launch_skinny_linear(x.reshape(-1, x.shape[-1]), weight, bias, out.view(-1, out.shape[-1]), gated)
+        out = _empty(x, weight, bias, groups, gated)
+        rows = (-1, out.shape[-1])
+        launch_skinny_linear(x.reshape(-1, x.shape[-1]), weight, bias, out.view(rows), groups=groups, gated=gated)
         return out
 
     from mha2mla.kernels.skinny_linear.reference import skinny_linear_reference
 
-    return skinny_linear_reference(x, weight, bias, gated)
+    return skinny_linear_reference(x, weight, bias, groups, gated)
 
 
-def _empty(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, *_: object) -> Tensor:
+def _empty(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool, *_: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 + gated))
 
 
 LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define("skinny_linear(Tensor x, Tensor weight, Tensor? bias, bool gated, bool compiled) -> Tensor")
+LIBRARY.define("skinny_linear(Tensor x, Tensor weight, Tensor? bias, int groups, bool gated, bool compiled) -> Tensor")
 LIBRARY.impl("skinny_linear", _skinny_linear, "CompositeExplicitAutograd")
 torch.library.register_fake("mha2mla::skinny_linear", _empty, lib=LIBRARY)

@@ -15,6 +15,7 @@ def make_skinny_linear(
     columns: int,
     outputs: int,
     dtype: str,
+    groups: int = 1,
     gated: bool = False,
     biased: bool = False,
     warps: int = 8,
@@ -30,7 +31,8 @@ def make_skinny_linear(
 
     Args:
         columns: K, a multiple of 32.
-        outputs: N, a multiple of 16.
+        outputs: N, a multiple of 16 in each group.
+        groups: of rows of the weight, each for its own K columns of x.
         dtype: of all tensors.
         gated: the weight's halves are gate and up, and the result is silu(gate) * up, half as wide.
         biased: ``bias`` is added before the one rounding; not with ``gated``.
@@ -40,7 +42,7 @@ def make_skinny_linear(
             it asked for its first weights, which nobody writes.
         on_cpu: compile for TileLang's C target.
 
-    The function's arguments: x [rows, K], weight [N, K], bias [any number, or N], out [rows, N or N / 2], all
+    The function's arguments: x [rows, groups K], weight [N, K], bias [any number, or N], out [rows, N or N / 2], all
     contiguous.
     """
     accum = T.float32
@@ -77,13 +79,13 @@ def make_skinny_linear(
             m.other[slot * 8 + v] = weight[n0 + thread() % 32 // 4 + second, step * DEPTH + thread() % 4 * 8 + v]
 
     @T.macro
-    def multiply(x, m, slot, step):
+    def multiply(x, m, slot, step, x0):
         """Two products of 16 columns each."""
         for v in T.unroll(8):
             m.right[v] = T.cast(0.0, dtype)
         if thread() % 32 // 4 < rows:
             for v in T.vectorized(8):
-                m.right[v] = x[thread() % 32 // 4, step * DEPTH + thread() % 4 * 8 + v]
+                m.right[v] = x[thread() % 32 // 4, x0 + step * DEPTH + thread() % 4 * 8 + v]
         for half in list(range(2)):
             for v in T.vectorized(2):
                 m.left[v] = m.first[slot * 8 + half * 4 + v]
@@ -99,14 +101,16 @@ def make_skinny_linear(
             )  # fmt: skip
 
     @T.macro
-    def add_plainly(x, weight, m, step, n0):
+    def add_plainly(x, weight, m, step, n0, x0):
         """A step on the C target: all that a block has of it."""
         for i, r, k in T.grid(TILE, rows, DEPTH):
-            m.parts[i * ROWS + r] += weight[n0 + i % 8 + i // 8 * second, step * DEPTH + k] * x[r, step * DEPTH + k]
+            m.parts[i * ROWS + r] += (
+                weight[n0 + i % 8 + i // 8 * second, step * DEPTH + k] * x[r, x0 + step * DEPTH + k]
+            )
 
     @T.prim_func
     def skinny_linear(
-        x: T.Tensor([rows, columns], dtype),
+        x: T.Tensor([rows, groups * columns], dtype),
         weight: T.Tensor([outputs, columns], dtype),
         bias: T.Tensor([outputs if biased else T.dynamic("biases")], dtype),
         out: T.Tensor([rows, width], dtype),
@@ -123,12 +127,12 @@ def make_skinny_linear(
                 total=T.alloc_local([2], accum),
                 parts=machine.alloc_shared([count * TILE * ROWS], accum),
             )
-            n0 = block * own
+            n0, x0 = block * own, block // (outputs // TILE // groups) * columns
             if on_cpu:
                 for i in T.serial(TILE * ROWS):
                     m.parts[i] = 0.0
                 for step in T.serial(steps):
-                    add_plainly(x, weight, m, step, n0)
+                    add_plainly(x, weight, m, step, n0, x0)
             else:
                 for s in list(range(ahead)):
                     if has(s):
@@ -140,11 +144,11 @@ def make_skinny_linear(
                     m.sums[i] = 0.0
                 for r in T.serial(rounds - 1):
                     for s in T.unroll(ahead):
-                        multiply(x, m, s, step_of(r * ahead + s))
+                        multiply(x, m, s, step_of(r * ahead + s), x0)
                         fetch(weight, m, s, step_of((r + 1) * ahead + s), n0)
                 for i in list(range(max(0, rounds - 1) * ahead, (rounds + 1) * ahead)):
                     if has(i):
-                        multiply(x, m, i % ahead, step_of(i))
+                        multiply(x, m, i % ahead, step_of(i), x0)
                     if i < rounds * ahead:
                         if has(i + ahead):
                             fetch(weight, m, i % ahead, step_of(i + ahead), n0)

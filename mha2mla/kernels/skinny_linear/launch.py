@@ -14,18 +14,23 @@ from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
 
 
 @cache
-def compile_skinny_linear(major_minor: int, columns: int, outputs: int, dtype: str, gated: bool, biased: bool):
-    """The compiled kernel, for 1 to 8 rows."""
-    function = make_skinny_linear(
-        columns=columns, outputs=outputs, dtype=dtype, gated=gated, biased=biased, dependent=major_minor >= 90
-    )
-    return compile_for(function, major_minor, PASS_CONFIGS)
+def compile_skinny_linear(major_minor: int, **static):
+    """The compiled kernel, for 1 to 8 rows; arguments as ``make_skinny_linear``'s."""
+    return compile_for(make_skinny_linear(**static, dependent=major_minor >= 90), major_minor, PASS_CONFIGS)
 
 
-def launch_skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gated: bool) -> None:
-    """Run the kernel over rows [N, K]."""
+def launch_skinny_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, groups: int, gated: bool
+) -> None:
+    """Run the kernel over rows [N, groups K]."""
     with on_device(x.device):
         kernel = compile_skinny_linear(
-            capability(x.device), x.shape[1], weight.shape[0], dtype_name(x.dtype), gated, bias is not None
+            capability(x.device),
+            columns=weight.shape[1],
+            outputs=weight.shape[0],
+            dtype=dtype_name(x.dtype),
+            groups=groups,
+            gated=gated,
+            biased=bias is not None,
         )
         kernel(aligned(x), weight, weight[0] if bias is None else bias.contiguous(), out)

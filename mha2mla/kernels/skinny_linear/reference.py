@@ -6,8 +6,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool) -> Tensor:
     """As :func:`mha2mla.kernels.skinny_linear`, of any number of rows."""
+    if groups > 1:
+        out = (x.unflatten(-1, (groups, 1, -1)) @ weight.unflatten(0, (groups, -1)).mT).flatten(-3)
+        return out if bias is None else out + bias
     out = F.linear(x, weight, bias)
     if not gated:
         return out

@@ -22,6 +22,11 @@ def test_the_reference_is_torchs_product(dtype):
     x, weight = given(6, 20, 14, dtype)
     assert torch.equal(skinny_linear(x.view(2, 3, 20), weight), F.linear(x, weight).view(2, 3, 14))
     assert torch.equal(skinny_linear(x, weight, x[0, :14]), F.linear(x, weight, x[0, :14]))
+    halves = torch.cat([F.linear(x[:, :10], weight[:7, :10]), F.linear(x[:, 10:], weight[7:, :10])], dim=-1)
+    bound = 12 * torch.finfo(dtype).eps * float((x.abs() @ weight.abs().T).max())  # of sums of ten, and of a bias
+    for bias in (None, x[0, :14]):
+        out = skinny_linear(x, weight[:, :10], bias, groups=2)
+        assert float((out - (halves if bias is None else halves + bias)).abs().max()) <= bound
     gate, up = F.linear(x, weight).split(7, dim=-1)
     assert torch.equal(skinny_linear(x, weight, gated=True), F.silu(gate) * up)
     assert not is_skinny(x, weight)
@@ -30,7 +35,13 @@ def test_the_reference_is_torchs_product(dtype):
 def test_refusals():
     x, weight = given(3, 32, 16)
     for call, message in (
-        (lambda: skinny_linear(x, weight[:, 1:]), r"weight.shape is \(16, 31\); expected \[N, 32\]"),
+        (lambda: skinny_linear(x, weight[:, 1:]), r"weight.shape is \(16, 31\); expected \[a multiple of 1, 32\]"),
+        (lambda: skinny_linear(x, weight[:, :8], groups=3), r"expected \[a multiple of 3, 10.6667\]"),
+        (lambda: skinny_linear(x, weight, groups=0), "groups is 0; expected at least 1"),
+        (
+            lambda: skinny_linear(x, weight[:, :16], groups=2, gated=True),
+            "groups is 2; expected at least 1, and no more",
+        ),
         (lambda: skinny_linear(x, weight[0]), r"weight.shape is \(32,\)"),
         (lambda: skinny_linear(x, weight.half()), "weight is torch.float16 on cpu; expected torch.float32"),
         (lambda: skinny_linear(x, weight[1:], gated=True), r"weight.shape\[0\] is 15; expected an even number"),
@@ -59,31 +70,36 @@ def test_where_it_serves_unasked(outputs, columns, faster):
 @pytest.mark.parametrize("gated", [False, True])
 def test_opcheck(gated):
     x, weight = given(3, 32, 16)
-    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x.view(3, 1, 32), weight, None, gated, False))
-    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x, weight, weight[:, 0], False, False))
+    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x.view(3, 1, 32), weight, None, 1, gated, False))
+    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x, weight[:, :8], weight[:, 0], 4, False, False))
 
 
 @cache
-def compiled_for_cpu(columns, outputs, gated, biased):
+def compiled_for_cpu(columns, outputs, **static):
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
 
-    function = make_skinny_linear(
-        columns=columns, outputs=outputs, dtype="float32", gated=gated, biased=biased, on_cpu=True
-    )
+    function = make_skinny_linear(columns=columns, outputs=outputs, dtype="float32", **static, on_cpu=True)
     configs = {"tirx.disable_vectorize": True}
     return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
 
 
-@pytest.mark.parametrize(("gated", "biased"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("groups", "gated", "biased"), [(1, False, True), (1, True, False), (3, False, False)])
 @pytest.mark.parametrize("rows", [1, 5, 8])
-def test_kernel_on_cpu_target(rows, gated, biased):
+def test_kernel_on_cpu_target(rows, groups, gated, biased):
     x, weight = given(rows, 96, 48)
+    weight = weight[:, : 96 // groups].contiguous()
     out, bias = torch.full((rows, 48 // (1 + gated)), torch.nan), torch.linspace(-3, 3, 48) if biased else None
-    compiled_for_cpu(96, 48, gated, biased)(x, weight, weight[0] if bias is None else bias, out)
-    exact = skinny_linear(x.double(), weight.double(), None if bias is None else bias.double(), gated=gated)
+    kernel = compiled_for_cpu(96 // groups, 48, groups=groups, gated=gated, biased=biased)
+    kernel(x, weight, weight[0] if bias is None else bias, out)
+    wide = None if bias is None else bias.double()
+    exact = skinny_linear(x.double(), weight.double(), wide, groups=groups, gated=gated)
     # Each of two sums and five roundings, in units of float32's last place at the largest number.
-    bound = 96 * torch.finfo(torch.float32).eps * float((x.double().abs() @ weight.double().abs().T).max())
+    bound = (
+        96
+        * torch.finfo(torch.float32).eps
+        * float((x.double().abs() @ weight.double().abs().repeat(1, groups).T).max())
+    )
     assert float((out - exact).abs().max()) <= bound
 
 
@@ -141,3 +157,18 @@ def test_what_is_served_on_a_gpu():
     small, few = given(8, 48, 32, torch.bfloat16, "cuda")
     with pytest.raises(ValueError, match="K a multiple of 32"):
         skinny_linear(small, few, backend="tilelang")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "width", "columns"), [(32, 128, 512), (32, 128, 448), (3, 16, 96)])
+def test_a_map_a_head_on_a_gpu(heads, width, columns):
+    """As near to float64 as twice torch's batched product."""
+    for rows in (1, 8):
+        x, weight = given(rows, heads * columns, 1, torch.bfloat16, "cuda")[0], given(1, columns, heads * width)[1]
+        weight = weight.to("cuda", torch.bfloat16)
+        out = skinny_linear(x, weight, groups=heads, backend="tilelang")
+        exact = skinny_linear(x.double(), weight.double(), groups=heads, backend="reference")
+        plain = skinny_linear(x, weight, groups=heads, backend="reference")
+        error, torchs = (float((each.double() - exact).norm() / exact.norm()) for each in (out, plain))
+        assert error <= 2 * torchs
+    assert is_skinny(x, weight, heads) and not is_skinny(x.repeat(2, 1), weight, heads)
