@@ -237,3 +237,28 @@ def test_the_engines_tokens_are_transformers(options):
     command = [sys.executable, "benchmarks/vllm_serving.py", "exact", *options, "--tokens", "64", "--cache-gb", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+ENGINE = """
+import sys
+from benchmarks.vllm_engine import checkpoint, engine, with_entry_point
+with_entry_point()
+name, value = sys.argv[1:]
+engine(checkpoint("random:latent", 1), enforce_eager=True, kv_cache_memory_bytes=2**30, **{name: value or True})
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("enable_lora", "", "does not support LoRA"),
+        ("kv_cache_dtype", "fp8", "kv_cache_dtype is 'fp8'; expected 'auto' or 'bfloat16'"),
+        ("quantization", "fp8", "quantization is 'fp8'; expected none"),
+    ],
+)
+def test_the_engine_refuses_by_name(option, value, said):
+    command = [sys.executable, "-c", ENGINE, option, value]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode != 0 and said in done.stdout + done.stderr, done.stderr[-3000:]
