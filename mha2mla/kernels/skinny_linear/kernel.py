@@ -20,6 +20,7 @@ def make_skinny_linear(
     biased: bool = False,
     warps: int = 8,
     stages: int = 8,
+    resident: int = 2,
     dependent: bool = True,
     on_cpu: bool = False,
 ):
@@ -38,6 +39,7 @@ def make_skinny_linear(
         biased: ``bias`` is added before the one rounding; not with ``gated``.
         warps: of a block.
         stages: steps whose weights a thread has under way, an even number; 8 registers each.
+        resident: blocks that a multiprocessor has room for, which limits a thread's registers.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer): it waits for x after
             it asked for its first weights, which nobody writes.
         on_cpu: compile for TileLang's C target.
@@ -117,7 +119,7 @@ def make_skinny_linear(
     ):
         with T.Kernel(outputs // TILE, threads=threads) as block:
             if not on_cpu:
-                T.annotate_min_blocks_per_sm(2)
+                T.annotate_min_blocks_per_sm(resident)
             m = Buffers(
                 first=T.alloc_local([ahead * 8], dtype),
                 other=T.alloc_local([ahead * 8], dtype),
