@@ -49,7 +49,6 @@ def generate_windows(
     *,
     seed: int,
     row: int = ROW,
-    temperature: float = 1.0,
     progress: bool = False,
 ) -> torch.Tensor:
     """Samples windows, at temperature 1 as LLM-QAT (arXiv 2305.17888) does for its training data.
@@ -60,7 +59,7 @@ def generate_windows(
     tokens: attention leans on the first token of a window, and in other text that may be any.
 
     A window longer than ``row`` tokens is put together of rows of that length: a small model rambles when it goes on
-    for long, and short texts behind one another are what it was trained on (``benchmarks/written_text.py``).
+    for long, and short texts behind one another are what it was trained on (docs/notes/calibration.md).
 
     Args:
         model: causal language model of transformers.
@@ -68,7 +67,6 @@ def generate_windows(
         length, count: tokens of a window, and windows.
         seed: of prompts and samples.
         row: tokens that are written in one go.
-        temperature: of the samples.
 
     Returns:
         int64 [count, length] on the CPU.
@@ -81,10 +79,7 @@ def generate_windows(
     starts = _documents(tokenizer, draw)
     generator = torch.Generator(model.device).manual_seed(seed)
     write = functools.partial(_write, model, _ends(model, tokenizer), starts, written)
-    made = [
-        write(min(rows, count * pieces - done), generator, temperature, progress)
-        for done in range(0, count * pieces, rows)
-    ]
+    made = [write(min(rows, count * pieces - done), generator, progress) for done in range(0, count * pieces, rows)]
     first = torch.tensor(start_tokens(tokenizer), dtype=torch.int64)
     windows = torch.cat(made).view(count, pieces, written)
     return torch.stack([_cut(_joined(window, row), length, first, draw) for window in windows])
@@ -110,7 +105,6 @@ def _write(
     length: int,
     rows: int,
     generator: torch.Generator,
-    temperature: float,
     progress: bool,
 ) -> torch.Tensor:
     """int64 [rows, length]."""
@@ -119,7 +113,7 @@ def _write(
     written = [current]
     logits_of = decoder(model, rows, length)
     for _ in progress_bar(range(length - 1), desc="generate", unit="token", show=progress):
-        chances = (logits_of(current).float() / temperature).softmax(-1)
+        chances = logits_of(current).float().softmax(-1)
         sampled = torch.multinomial(chances, 1, generator=generator)[:, 0].tolist()
         for row, queue in enumerate(forced):
             if queue:
