@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import decode_jobs, measure_decode
 from benchmarks.peers import Peer, flash_attention_3_mha, mla_peers
-from benchmarks.runner import Benchmark, command, speed_of
+from benchmarks.recording import Recording, command
+from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import MLA_PEERS, SpeedCase, decode_case, decode_cases
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
+from mha2mla.eval.report import write_json
 from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernel_testing.check import check_cases
 from mha2mla.kernel_testing.compiling import compile_launches
@@ -50,33 +50,6 @@ LENGTHS = {
 }
 
 
-COLUMNS = {
-    "name": "shape",
-    "MB": "MB",
-    "kernel": "kernel",
-    "num_ctas": "CTAs",
-    "splits": "splits",
-    "error": "error",
-    "torch_error": "torch",
-    "us_p20": "p20",
-    "us": "µs",
-    "us_p80": "p80",
-    "us_graph_warm": "graph, warm",
-    "plan_us": "plan",
-    "TB/s": "TB/s",
-    "share": "of R",
-    "TFLOP/s": "TFLOP/s",
-    "target_us": "target",
-    "met": "met",
-    "FlashMLA_us": "FlashMLA",
-    "FA3_MLA_us": "FA3 MLA",
-    "Triton_us": "Triton",
-    "torch_us": "torch µs",
-    "FA3_MHA_us": "FA3 MHA",
-    "status": "status",
-}
-
-
 def check(json: str | None = None) -> bool:
     """Errors against float64, beside torch's at bfloat16, of heads x rope heads x page x lengths.
 
@@ -86,12 +59,12 @@ def check(json: str | None = None) -> bool:
     cases = matrix()
     rows = check_cases(cases, torch.device("cuda"))
     labels = {max(lengths): label for label, lengths in LENGTHS.items()}
-    summary = []
+    summary = Recording("decode-check")
     for group in range(len(cases) // len(LENGTHS)):
         mine = [row for row in rows if row["group"] == group]
         measured = [row for row in mine if "error" in row]
         worst = max(measured, key=lambda row: row["error"] / max(row["torch_error"], 1e-12), default={})
-        summary.append(
+        summary.rows.append(
             {key: mine[0][key] for key in ("H", "G", "d_c", "d_r", "page", "kernel")}
             | {labels[row["longest"]]: row["error"] for row in measured}
             | {
@@ -100,12 +73,11 @@ def check(json: str | None = None) -> bool:
             }
             | {"status": next((row["status"] for row in mine if row["status"] != "ok"), "ok")}
         )
-    environment = collect_environment()
-    print_table(summary, title="error against float64 (bfloat16)", caption=describe_environment(environment))
+    summary.show("error against float64 (bfloat16)")
     wrong = sum(row["status"] != "ok" for row in rows)
-    print(f"{len(summary)} geometries, {len(rows)} calls; not right: {wrong}")
+    print(f"{len(summary.rows)} geometries, {len(rows)} calls; not right: {wrong}")
     if json:
-        write_json(json, kind="decode-check", rows=rows, environment=environment)
+        write_json(json, kind="decode-check", rows=rows, environment=summary.environment)
     return not wrong
 
 
@@ -138,7 +110,6 @@ measure = partial(measure_decode, mla_decode, peers_of)
 BENCHMARK = Benchmark(
     kind="decode-speed",
     title="mla_decode, bfloat16, µs with cold L2",
-    columns=COLUMNS,
     measure=measure,
     compile=compile_launches,
     jobs=decode_jobs,
@@ -160,7 +131,7 @@ def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bo
     for case in map(decode_case, problems):
         for job in decode_jobs(case):
             compile_launches(job)
-    rows = []
+    table = Recording("decode-host", json, calls=calls)
     for problem in problems:
         inputs = problem.inputs(torch.bfloat16, "cuda")
         plan, out = problem.plan(inputs), torch.empty_like(inputs["q_latent"])
@@ -173,18 +144,14 @@ def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bo
         row: dict[str, Any] = {"shape": decode_case(problem).name}
         for name, call in ways.items():
             row[name] = host_us(call, calls)
-        rows.append(row)
+        table.add(row)
         if profile:
             profiler = cProfile.Profile()
             profiler.runcall(repeat, ways["plan and out"], calls)
             torch.cuda.synchronize()
             print(f"\n{row['shape']}, {calls} calls with plan and out")
             pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-    environment = collect_environment()
-    print_table(rows, title="host µs per call, no synchronisation", caption=describe_environment(environment))
-    if json:
-        write_json(json, kind="decode-host", rows=rows, environment=environment, calls=calls)
-    return True
+    return table.show("host µs per call, no synchronisation")
 
 
 def repeat(call: Callable[[], Any], calls: int) -> None:
@@ -206,4 +173,4 @@ def host_us(call: Callable[[], Any], calls: int, rounds: int = 5) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(command("decode", check, speed, host))
+    sys.exit(command(check, speed, host))

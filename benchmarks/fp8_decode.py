@@ -19,36 +19,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Row, check_then_time, decode_jobs, time_in_turn
-from benchmarks.runner import Benchmark, command, speed_of
+from benchmarks.recording import Recording, command
+from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import SpeedCase, fp8_cases
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
 from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
 from mha2mla.kernel_testing.judgement import errors
 from mha2mla.kernel_testing.problems import exact, judge
 from mha2mla.kernels import dequantize_latent, mla_append, mla_decode, plan_mla_decode, quantize_latent
 from mha2mla.kernels.mla_decode.api import FP8, MLA
-
-COLUMNS = {
-    "name": "shape",
-    "MB": "MB",
-    "MB_bf16": "MB bf16",
-    "error": "error",
-    "torch_error": "torch",
-    "original_error": "of original",
-    "bf16_error": "bf16 error",
-    "us": "µs",
-    "bf16_us": "µs bf16",
-    "gain": "gain",
-    "us_graph_warm": "graph",
-    "bf16_us_graph": "graph bf16",
-    "gain_graph": "gain, graph",
-    "TB/s": "TB/s",
-    "share": "of R",
-    "target_us": "target",
-    "met": "met",
-    "status": "status",
-}
 
 
 def jobs(case: SpeedCase) -> list[CompileJob]:
@@ -91,7 +69,6 @@ def measure(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cu
 BENCHMARK = Benchmark(
     kind="fp8-decode-speed",
     title="mla_decode over an fp8 latent cache beside bfloat16",
-    columns=COLUMNS,
     measure=measure,
     compile=compile_launches,
     jobs=jobs,
@@ -109,7 +86,7 @@ def append(json: str | None = None, tokens: int = 65536, device: str = "cuda", m
         device: where.
         min_run_time: seconds per row.
     """
-    rows = []
+    table = Recording("fp8-append", json)
     for heads, groups, d_c, d_r in ((32, 1, 512, 64), (32, 32, 512, 16)):
         make = torch.Generator(device).manual_seed(0)
         like = {"device": device, "dtype": torch.bfloat16}
@@ -145,17 +122,13 @@ def append(json: str | None = None, tokens: int = 65536, device: str = "cuda", m
             device,
             min_run_time,
         )
-        rows.append(
+        table.add(
             {"shape": f"H={heads} G={groups} d_c={d_c} d_r={d_r} x {tokens}", "MB": moved / 1e6}
             | {name: timing.p50 for name, timing in timings.items()}
             | {"of a copy": timings["copy"].p50 / timings["fp8"].p50, "status": "ok" if right else "wrong"}
         )
-    environment = collect_environment()
-    print_table(rows, title="mla_append, µs with cold L2", caption=describe_environment(environment))
-    if json:
-        write_json(json, kind="fp8-append", rows=rows, environment=environment)
-    return all(row["status"] == "ok" for row in rows)
+    return table.show("mla_append, µs with cold L2")
 
 
 if __name__ == "__main__":
-    sys.exit(command("fp8_decode", speed, append))
+    sys.exit(command(speed, append))

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mha2mla.environment import collect_environment, describe_environment
+from benchmarks.recording import Recording, command
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import TEXTS, evaluate_quality, parse_lengths
-from mha2mla.eval.report import print_table, write_json
 from mha2mla.kernels import dequantize_latent, quantize_latent
 
 
@@ -81,22 +80,16 @@ def loss(
     plain = measure().rows
     with eight_bit_latents(models[1]):
         rounded = measure().rows
-    rows = [
+    table = Recording("fp8-loss", json, measured={"model": Path(source).name, "converted": Path(converted).name})
+    table.rows += [
         {"text": wide.text, "window": wide.seqlen, "tokens": wide.num_tokens}
         | {"ratio": wide.perplexity_ratio, "ratio, 8 bits": narrow.perplexity_ratio}
         | {"KL": wide.kl, "KL, 8 bits": narrow.kl}
         for wide, narrow in zip(plain, rounded, strict=True)
     ]
-    environment = collect_environment()
-    title = "Perplexity over the source's, latents in float32 and in e4m3"
-    print_table(rows, title=title, caption=describe_environment(environment))
-    if json:
-        measured = {"model": Path(source).name, "converted": Path(converted).name}
-        write_json(json, kind="fp8-loss", rows=rows, environment=environment, measured=measured)
-    return True
+    table.write()
+    return table.show("Perplexity over the source's, latents in float32 and in e4m3")
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    sys.exit(0 if auto_cli(loss) else 1)
+    sys.exit(command(loss, cpu=True))

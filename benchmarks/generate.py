@@ -24,25 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from transformers import PreTrainedModel
 
-from benchmarks.runner import command
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
+from benchmarks.recording import Recording, command
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.random_models import converted_config, random_model, source_config
-
-COLUMNS = {
-    "batch": "batch",
-    "prompt": "prompt",
-    "captured_ms": "captured ms",
-    "uncaptured_ms": "uncaptured ms",
-    "graph_ms": "graph ms",
-    "of_graph": "captured / graph",
-    "read_ms_at_4TBs": "weights + cache at 4 TB/s",
-    "first_ms": "first token ms",
-    "source_first_ms": "source's",
-    "of_source": "of source's",
-    "status": "status",
-}
 
 
 @torch.no_grad()
@@ -130,17 +114,14 @@ def tokens(
         layers: of the model, whose embeddings and head are whole.
         json: also write every row to this file.
     """
-    environment = collect_environment()
+    table = Recording("generate", json)
     shape = source_config("llama-2-7b", num_hidden_layers=layers, eos_token_id=None, pad_token_id=0)
     widths = converted_config(shape, layout="per-group", kv_lora_rank=512, qk_rope_head_dim=16)
     model, source = (random_model(config, "cuda", torch.bfloat16) for config in (widths, shape))
-    rows = [measure(model, source, batch, prompt, new_tokens) for batch in batches]
-    if json:
-        write_json(json, kind="generate", rows=rows, environment=environment)
-    title = f"a token of generate: {layers} layers of Llama-2-7B's shape, H=32, G=32, 512+16, bfloat16"
-    print_table(rows, title=title, columns=COLUMNS, caption=describe_environment(environment))
-    return all(row["status"] == "ok" for row in rows)
+    for batch in batches:
+        table.add(measure(model, source, batch, prompt, new_tokens))
+    return table.show(f"a token of generate: {layers} layers of Llama-2-7B's shape, H=32, G=32, 512+16, bfloat16")
 
 
 if __name__ == "__main__":
-    sys.exit(command("generate", tokens))
+    sys.exit(command(tokens))

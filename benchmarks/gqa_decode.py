@@ -20,35 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import decode_jobs, measure_decode
 from benchmarks.peers import Peer, flash_attention_3_gqa
-from benchmarks.runner import Benchmark, command, run, speed_of
+from benchmarks.recording import command
+from benchmarks.runner import Benchmark, run, speed_of
 from benchmarks.shapes import SpeedCase, choose, gqa_cases
 from mha2mla.kernel_testing.compiling import compile_launches
 from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import capability
 from mha2mla.kernels.gqa_decode.selection import list_kernels
-
-COLUMNS = {
-    "name": "shape",
-    "MB": "MB",
-    "kernel": "kernel",
-    "rows": "rows",
-    "num_stages": "stages",
-    "ctas_per_sm": "CTAs/SM",
-    "splits": "splits",
-    "error": "error",
-    "torch_error": "torch",
-    "us_p20": "p20",
-    "us": "µs",
-    "us_p80": "p80",
-    "us_graph_warm": "graph, warm",
-    "plan_us": "plan",
-    "TB/s": "TB/s",
-    "share": "of R",
-    "FA3_us": "FA3",
-    "target_us": "target",
-    "met": "met",
-    "status": "status",
-}
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
@@ -59,7 +37,6 @@ measure = partial(measure_decode, gqa_decode, peers_of)
 BENCHMARK = Benchmark(
     kind="gqa-decode-speed",
     title="gqa_decode, bfloat16, page 64, µs with cold L2",
-    columns=COLUMNS,
     measure=measure,
     compile=compile_launches,
     jobs=decode_jobs,
@@ -90,4 +67,4 @@ def variants(
 
 
 if __name__ == "__main__":
-    sys.exit(command("gqa_decode", speed, variants))
+    sys.exit(command(speed, variants))

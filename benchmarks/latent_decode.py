@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.loss_and_time import conversions
 from benchmarks.measuring import Row, clean, decode_jobs, measure_decode
 from benchmarks.peers import Peer
-from benchmarks.runner import Benchmark, command, run
+from benchmarks.recording import command
+from benchmarks.runner import Benchmark, run
 from benchmarks.shapes import SpeedCase, Target, choose, decode_case
 from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
 from mha2mla.kernel_testing.latent_problems import LatentProblem
@@ -64,28 +65,6 @@ EQUAL_LOSS = (
 )
 EQUAL_LOSS_TOKENS = {9: 16384, 32: 4096}  # of each of 64 sequences
 STORED = {(h, d_c, d_r, EQUAL_LOSS_TOKENS[h]): (rank, rope) for h, _, d_c, d_r, rank, rope in EQUAL_LOSS}
-COLUMNS = {
-    "name": "shape",
-    "stored": "stored",
-    "losses": "SmolLM2's losses, 8192",
-    "bytes_ratio": "bytes",
-    "MB": "MB",
-    "kernel": "kernel",
-    "num_stages": "stages",
-    "ctas_per_sm": "CTAs/SM",
-    "error": "error",
-    "torch_error": "torch",
-    "us": "µs",
-    "stored_us": "stored µs",
-    "ratio": "ratio",
-    "target_us": "target",
-    "met": "met",
-    "us_graph_warm": "graph, warm",
-    "stored_us_graph": "stored graph",
-    "TB/s": "TB/s",
-    "share": "of R",
-    "status": "status",
-}
 
 
 def code_cases() -> list[SpeedCase]:
@@ -181,7 +160,6 @@ def jobs(case: SpeedCase) -> list[CompileJob]:
 BENCHMARK = Benchmark(
     kind="latent-decode-speed",
     title="mla_decode of the latent alone beside stored k_pe, bfloat16, page 64, µs with cold L2",
-    columns=COLUMNS,
     measure=measure,
     compile=compile_launches,
     jobs=jobs,
@@ -214,4 +192,4 @@ def speed(
 
 
 if __name__ == "__main__":
-    sys.exit(command("latent_decode", speed))
+    sys.exit(command(speed))

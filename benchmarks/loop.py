@@ -25,29 +25,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-from benchmarks.runner import command
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
+from benchmarks.recording import Recording, command
 from mha2mla.loop import Loop, Sampling
 from mha2mla.modeling import PagedSource, paged_model
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.recorders import Recorder
 from mha2mla.random_models import converted_config, random_model, source_config
 
-COLUMNS = {
-    "model": "model",
-    "batch": "batch",
-    "context": "context",
-    "tokens_per_s": "tokens/s",
-    "of_source": "of MHA's",
-    "step_ms": "step, ms",
-    "graph_ms": "its graph, ms",
-    "cache_gb": "cache, GB",
-    "weights_gb": "weights, GB",
-    "peak_gb": "peak, GB",
-    "filled": "cache",
-    "status": "status",
-}
 RESERVE = 2 * 2**30  # bytes beside weights and cache: logits, partial results, graphs
 PAGE = 64
 WARM_UP = 4  # steps, the graph's capture among them
@@ -195,28 +179,24 @@ def tokens(
         only: "mha" or "mla".
         json: also write every row to this file, as they come.
     """
-    environment, rows, most = collect_environment(), [], batch
+    table, most, source = Recording("loop", json), batch, None
     for name in [only] if only else ["mha", "mla"]:
         model = build(name, layers, "cuda")
         fits = min(batch, largest_batch(model, -(-(context + steps + WARM_UP + 2) // PAGE)))
         for size in dict.fromkeys((fits if name == "mha" else min(most, fits), fits)):
-            rows.append({"layers": layers, **largest(name, model, size, context, steps)})
-            most = rows[-1]["batch"] if name == "mha" else most
-            source = next((row for row in rows if row["model"] == "mha"), None)
+            row = {"layers": layers, **largest(name, model, size, context, steps)}
+            if name == "mha":
+                most, source = row["batch"], source or row
             if source is not None:
-                rows[-1]["of_source"] = rows[-1]["tokens_per_s"] / source["tokens_per_s"]
-            print(rows[-1], flush=True)
-            if json:
-                write_json(json, kind="loop", rows=rows, environment=environment)
+                row["of_source"] = row["tokens_per_s"] / source["tokens_per_s"]
+            table.add(row)
             gc.collect()
             torch.cuda.empty_cache()
         del model
         gc.collect()
         torch.cuda.empty_cache()
-    title = f"decode through the loop: Llama-2-7B's shape, {layers} layers, bfloat16, random weights"
-    print_table(rows, title=title, columns=COLUMNS, caption=describe_environment(environment))
-    return all(row["status"] == "ok" for row in rows)
+    return table.show(f"decode through the loop: Llama-2-7B's shape, {layers} layers, bfloat16, random weights")
 
 
 if __name__ == "__main__":
-    sys.exit(command("loop", tokens))
+    sys.exit(command(tokens))

@@ -17,7 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Row, decode_jobs, measure_decode
-from benchmarks.runner import Benchmark, command, run
+from benchmarks.recording import command
+from benchmarks.runner import Benchmark, run
 from benchmarks.shapes import SpeedCase, choose, decode_case
 from mha2mla.conversion.target import LAYOUTS
 from mha2mla.kernel_testing.compiling import compile_launches
@@ -30,21 +31,6 @@ RESULTS = Path(__file__).parent / "results"
 CONVERSIONS = ("h200-conversion.json", "h200-conversion-latent.json")
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64  # SmolLM2-135M's, whose conversions these are
 LENGTHS = (8192,) * 64
-COLUMNS = {
-    "preset": "conversion",
-    "cache_ratio": "cache",
-    "loss": "perplexity, 8192",
-    "name": "shape",
-    "MB": "MB",
-    "kernel": "kernel",
-    "error": "error",
-    "torch_error": "torch",
-    "us": "µs",
-    "us_graph_warm": "graph, warm",
-    "TB/s": "TB/s",
-    "share": "of R",
-    "status": "status",
-}
 
 
 def conversions() -> dict[SpeedCase, Row]:
@@ -71,7 +57,6 @@ def measure(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cu
 BENCHMARK = Benchmark(
     kind="loss-and-time",
     title="Decode of one layer of SmolLM2-135M and what its conversion lost, bfloat16, page 64, µs with cold L2",
-    columns=COLUMNS,
     measure=measure,
     compile=compile_launches,
     jobs=decode_jobs,
@@ -93,4 +78,4 @@ def speed(
 
 
 if __name__ == "__main__":
-    sys.exit(command("loss_and_time", speed))
+    sys.exit(command(speed))

@@ -25,8 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import format_value, print_table, write_json
+from benchmarks.recording import Recording, command
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.timing import time_callable
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
@@ -47,18 +46,6 @@ LAYERS: dict[str, MLAGeometry | GQAGeometry] = {
     "small GQA": GQAGeometry(4, 2, 16, 16),
 }
 ONE_BY_ONE = "one sequence at a time"
-COLUMNS = {
-    "layer": "layer",
-    "way": "way",
-    "calls": "calls",
-    "us": "µs",
-    "us_p20": "p20",
-    "us_p80": "p80",
-    "us_graph": "graph, warm",
-    "plan_us": "plans (host)",
-    "ratio": "to one call",
-    "difference": "difference",
-}
 
 _PLAN_ROUNDS = 7
 
@@ -224,8 +211,7 @@ def mixed_batch(
         "decodes, then each prompt": [everyone[:decodes], *([index] for index in everyone[decodes:])],
         ONE_BY_ONE: [[index] for index in everyone],
     }
-    rows: list[dict[str, Any]] = []
-    environment = collect_environment()
+    table = Recording("mixed-batch", json)
     for name in names:
         if time.monotonic() >= until:
             print(f"{name}: no time left", flush=True)
@@ -248,18 +234,10 @@ def mixed_batch(
                 row["plan_us"] = step.plan_us(mine)
                 one_call = row["us"] if one_call is None else one_call
                 row["ratio"] = row["us"] / one_call
-            rows.append(row)
-            print("; ".join(f"{key} {format_value(value)}" for key, value in row.items()), flush=True)
-            if json:
-                write_json(json, kind="mixed-batch", rows=rows, environment=environment)
+            table.add(row)
         del step, calls, expected, result
-    print_table(
-        rows,
-        title=f"{decodes} decodes over {context} + {prefills} prompts of {prompt} over {prompt_context}, {dtype}",
-        columns=COLUMNS,
-        caption=describe_environment(environment),
-    )
-    return all(row["same"] for row in rows)
+    table.show(f"{decodes} decodes over {context} + {prefills} prompts of {prompt} over {prompt_context}, {dtype}")
+    return all(row["same"] for row in table.rows)
 
 
 def _timed(call: Callable[[], Any], device: torch.device, min_run_time: float, graph: bool) -> dict[str, Any]:
@@ -268,6 +246,4 @@ def _timed(call: Callable[[], Any], device: torch.device, min_run_time: float, g
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    sys.exit(0 if auto_cli(mixed_batch) else 1)
+    sys.exit(command(mixed_batch, cpu=True))

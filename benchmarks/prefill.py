@@ -21,26 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Row, check_then_time
 from benchmarks.peers import Peer, checked, flash_attention_3_prefill, torch_prefill
-from benchmarks.runner import Benchmark, command, speed_of
+from benchmarks.recording import command
+from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import FA3_PREFILL, SpeedCase, prefill_cases
 from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge, sample
 from mha2mla.kernels import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.devices import capability
-
-COLUMNS = {
-    "name": "case",
-    "error": "error",
-    "torch_error": "torch",
-    "us": "µs",
-    "TFLOP/s": "TFLOP/s",
-    "FA3_varlen_us": "FA3 varlen",
-    "FA3_batch_us": "FA3 batch",
-    "torch_us": "torch µs",
-    "of_FA3": "of FA3",
-    "target_us": "target",
-    "met": "met",
-    "status": "status",
-}
 
 
 def compile_one(job: tuple[int, Any]) -> None:
@@ -104,7 +90,6 @@ def peers_of(problem: PrefillProblem, inputs: dict[str, Any], expected: torch.Te
 BENCHMARK = Benchmark(
     kind="prefill-speed",
     title="attention_varlen and mla_prefill_varlen, bfloat16, µs with cold L2",
-    columns=COLUMNS,
     measure=measure,
     compile=compile_one,
     jobs=jobs,
@@ -114,4 +99,4 @@ BENCHMARK = Benchmark(
 speed = speed_of(BENCHMARK, prefill_cases)
 
 if __name__ == "__main__":
-    sys.exit(command("prefill", speed))
+    sys.exit(command(speed))

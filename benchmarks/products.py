@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.recording import Recording, command
 from benchmarks.step_timeline import captured, replay_ms
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
 from mha2mla.kernels import silu_mul, skinny_linear
 
 # name -> N, K, whether its halves are gate and up
@@ -65,7 +64,7 @@ def products(rows: list[int] | None = None, only: str = "", min_run_time: float 
     Returns:
         Whether each product of ours is right: at most twice as far from float64 as cuBLAS's.
     """
-    environment, found = collect_environment(), []
+    found = Recording("products", json)
     for name, (outputs, columns, gated) in PRODUCTS.items():
         if only not in name:
             continue
@@ -87,17 +86,11 @@ def products(rows: list[int] | None = None, only: str = "", min_run_time: float 
                 row[f"{which} error"] = float((call(x, weights[0], gated).double() - exact).norm() / exact.norm())
             row["TB/s"] = size / row["ours"] / 1e6
             row["status"] = "ok" if row["ours error"] <= 2 * row["cuBLAS error"] else "wrong"
-            found.append(row)
-            print(row, flush=True)
-            if json:
-                write_json(json, kind="products", rows=found, environment=environment)
+            found.add(row)
         del weights
         torch.cuda.empty_cache()
-    print_table(found, title="products of few rows, µs", caption=describe_environment(environment))
-    return all(row["status"] == "ok" for row in found)
+    return found.show("products of few rows, µs")
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    sys.exit(0 if auto_cli(products) else 1)
+    sys.exit(command(products))

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from rich.console import Console
 from tqdm import tqdm
 
@@ -30,6 +29,14 @@ from mha2mla.kernel_testing.workers import run_in_workers
 
 TIMEOUT = 240.0  # seconds for one case, peers included
 PIPE_WIDTH = 260  # of the table where no terminal says how wide it may be
+# Of every benchmark's table, in this order; those of no row are left out.
+COLUMNS = (
+    "preset", "cache_ratio", "loss", "name", "stored", "losses", "bytes_ratio", "MB", "MB_bf16", "kernel", "rows",
+    "num_stages", "ctas_per_sm", "num_ctas", "splits", "error", "torch_error", "original_error", "bf16_error", "us_p20",
+    "us", "us_p80", "stored_us", "ratio", "bf16_us", "gain", "us_graph_warm", "stored_us_graph", "bf16_us_graph",
+    "gain_graph", "plan_us", "TB/s", "share", "TFLOP/s", "target_us", "met", "FlashMLA_us", "FA3_MLA_us", "Triton_us",
+    "FA3_us", "FA3_varlen_us", "FA3_batch_us", "torch_us", "of_FA3", "FA3_MHA_us", "status",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,6 @@ class Benchmark:
     Attributes:
         kind: of its JSON file.
         title: of its table.
-        columns: key of a row → heading. Those of no row are left out.
         measure: case, whether to time other implementations, seconds for each → row; runs in a worker.
         compile: job → None; puts the kernels of a job into TileLang's disk cache; runs in a worker.
         jobs: case → what has to be compiled for it. Raises ValueError where no kernel serves it.
@@ -49,7 +55,6 @@ class Benchmark:
 
     kind: str
     title: str
-    columns: Mapping[str, str]
     measure: Callable[[SpeedCase, bool, float], Row]
     compile: Callable[[Any], None]
     jobs: Callable[[SpeedCase], Sequence[Any]]
@@ -145,15 +150,14 @@ def _show(benchmark: Benchmark, table: Sequence[Row], wanted: int, said: Mapping
         rate = said.get("R")
         title += f"; R = {'not measured' if rate is None else f'{rate / 1e12:.2f} TB/s'} ({said.get('R_from')})"
     absent = [{key: row[key] for key in benchmark.peers if isinstance(row.get(key), str)} for row in table]
-    columns = {key: head for key, head in benchmark.columns.items() if any(row.get(key) is not None for row in table)}
     print_table(
         [row | dict.fromkeys(mine, "missing") for row, mine in zip(table, absent, strict=True)],
         title=title,
-        columns=columns,
+        columns=[key for key in COLUMNS if any(row.get(key) is not None for row in table)],
         caption=f"{machine} · compiled in {said['compile_seconds']:.0f} s",
         console=None if sys.stdout.isatty() else Console(width=PIPE_WIDTH),
     )
-    missing = collections.Counter(f"{benchmark.columns[key]} {why}" for mine in absent for key, why in mine.items())
+    missing = collections.Counter(f"{key} {why}" for mine in absent for key, why in mine.items())
     for why, count in missing.items():
         print(f"{why} ({count} shapes)")
     asked = [row for row in table if row.get("met") is not None]
@@ -186,12 +190,3 @@ def speed_of(benchmark: Benchmark, cases: Callable[[], list[SpeedCase]]) -> Call
         return run(benchmark, chosen, peers=peers, min_run_time=min_run_time, json=json, budget=budget)
 
     return speed
-
-
-def command(name: str, *verbs: Callable[..., bool]) -> int:
-    """The exit status of a benchmark's command line: 1 where something is not right."""
-    from jsonargparse import auto_cli
-
-    if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
-        sys.exit(f"benchmarks/{name}.py: no CUDA device is available")
-    return 0 if auto_cli(list(verbs)) else 1

@@ -24,27 +24,10 @@ from torch import Tensor, distributed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-from benchmarks.runner import command
+from benchmarks.recording import Recording, command
 from benchmarks.step_timeline import captured, judge, layout_config, prepared
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
 from mha2mla.modeling import MHA2MLAForCausalLM
 
-COLUMNS = {
-    "gpus": "GPUs",
-    "batch": "batch",
-    "context": "context",
-    "ms": "ms",
-    "eager_ms": "eager ms",
-    "limit_ms": "limit, ms",
-    "ratio": "ms / limit",
-    "decode_ms": "decode op, ms",
-    "collectives_ms": "collectives, ms",
-    "peer_access": "peer access",
-    "cache_gb": "cache GB a GPU",
-    "memory_gb": "memory GB a GPU",
-    "status": "status",
-}
 READ_RATE = 4e12
 
 
@@ -167,13 +150,11 @@ def tensor_parallel(
         distributed.barrier()
         distributed.destroy_process_group()
     if os.environ.get("RANK", "0") == "0":
-        environment = collect_environment()
-        title = f"a decode step of Llama-2-7B's shape, {layers} layers, H=32, G=32, 512+16, bfloat16"
-        print_table([row], title=title, columns=COLUMNS, caption=describe_environment(environment))
-        if json:
-            write_json(json, kind="tensor_parallel", rows=[row], environment=environment)
+        table = Recording("tensor_parallel", json)
+        table.add(row)
+        table.show(f"a decode step of Llama-2-7B's shape, {layers} layers, H=32, G=32, 512+16, bfloat16")
     return row["status"] == "ok"
 
 
 if __name__ == "__main__":
-    sys.exit(command("tensor_parallel", tensor_parallel))
+    sys.exit(command(tensor_parallel))

@@ -1,0 +1,53 @@
+"""What a benchmark measured: rows that are said and kept in a file as they come, then shown as a table; its exit code.
+
+A table's headings are the keys of its file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mha2mla.environment import collect_environment, describe_environment
+from mha2mla.eval.report import format_value, print_table, write_json
+
+
+class Recording:
+    """Rows of one kind, with the machine, versions and commit.
+
+    Args:
+        kind: of the file. json: where to write it, after every row: a run that is cut short keeps what it has.
+        fields: what else stands in the file.
+    """
+
+    def __init__(self, kind: str, json: str | None = None, **fields: Any) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.environment = collect_environment()
+        self._kind, self._json, self._fields = kind, json, fields
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Says it in a line, and writes all so far."""
+        self.rows.append(row)
+        print("; ".join(f"{key} {format_value(value)}" for key, value in row.items()), flush=True)
+        self.write()
+
+    def write(self) -> None:
+        if self._json:
+            write_json(self._json, kind=self._kind, rows=self.rows, environment=self.environment, **self._fields)
+
+    def show(self, title: str, columns: Sequence[str] | None = None) -> bool:
+        """Prints the table; whether all is right."""
+        print_table(self.rows, title=title, columns=columns, caption=describe_environment(self.environment))
+        return all(row.get("status", "ok") == "ok" for row in self.rows)
+
+
+def command(*verbs: Callable[..., bool], cpu: bool = False) -> int:
+    """The exit status of a benchmark's command line: 1 where something is not right; ``cpu``: it runs without a GPU."""
+    from jsonargparse import auto_cli
+
+    if not cpu and not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
+        sys.exit(f"{sys.argv[0]}: no CUDA device is available")
+    return 0 if auto_cli(list(verbs)) else 1
