@@ -30,14 +30,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
+from benchmarks.recording import Recording, command
 from mha2mla.conversion.calibration.lengths import calibration_lengths
 from mha2mla.conversion.calibration.windows import calibration_windows
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source.opening import open_source
-from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.quality import QualityReport, evaluate_quality, parse_lengths
-from mha2mla.eval.report import print_table, write_json
 from mha2mla.trial_models import fetch_smollm2
 
 RATIOS = (0.5, 0.3125, 0.1875)
@@ -147,68 +146,39 @@ def ablations(
     return cases
 
 
-def compare(
-    only: str | None = None,
-    json: str | None = None,
-    model: str | None = None,
-    device: str | None = None,
-    texts: list[str] | None = None,
-    lengths: str = LENGTHS,
-    max_tokens: int = 24576,
-    ratios: list[float] | None = None,
-    seed: int = 0,
-) -> bool:
+def compare(ratios: list[float] | None = None, seed: int = 0, model: str | None = None, **how: Any) -> bool:
     """Peers and presets at several cache ratios.
 
     Args:
-        only: measure rows whose name contains this; several: joined by commas, no spaces.
-        json: file to write after every row; rows that are there already are kept.
-        model: folder or hub id; default SmolLM2-135M-Instruct.
-        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
-        texts: evaluation texts.
-        lengths: tokens of a window, joined by commas; "longest" is what the source takes.
-        max_tokens: of each text.
         ratios: cached numbers after / before.
         seed: of every recipe.
+        model: folder or hub id; default SmolLM2-135M-Instruct.
     """
     source = model or str(fetch_smollm2())
     cases = comparison(ratios or RATIOS, kv_width=_kv_width(source), seed=seed)
-    return _measure(cases, only, json, source, device, texts, lengths, max_tokens, "conversion", "Conversions")
+    return measure_cases(cases, source, "conversion", "Conversions", **how)
 
 
 def ablation(
     preset: str = "quick",
     layout: str | None = None,
-    only: str | None = None,
-    json: str | None = None,
-    model: str | None = None,
-    device: str | None = None,
-    texts: list[str] | None = None,
-    lengths: str = LENGTHS,
-    max_tokens: int = 24576,
     ratios: list[float] | None = None,
     seed: int = 0,
+    model: str | None = None,
+    **how: Any,
 ) -> bool:
-    """A preset with one key changed at a time.
+    """A preset with one key changed at a time; its own rows are always measured.
 
     Args:
         preset: what the changes start from; presets with reconstruction also try its keys.
         layout: of all rows; default the preset's own.
-        only: measure rows whose name contains this, and the preset's own; several: joined by commas, no spaces.
-        json: file to write after every row; rows that are there already are kept.
-        model: folder or hub id; default SmolLM2-135M-Instruct.
-        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
-        texts: evaluation texts.
-        lengths: tokens of a window, joined by commas; "longest" is what the source takes.
-        max_tokens: of each text.
         ratios: cached numbers after / before.
         seed: of every recipe.
+        model: folder or hub id; default SmolLM2-135M-Instruct.
     """
-    source = model or str(fetch_smollm2())
     cases = ablations(preset, ratios or (0.5, 0.3125), layout=layout, seed=seed)
-    return _measure(
-        cases, only, json, source, device, texts, lengths, max_tokens, "conversion-ablation", f"Ablation of {preset}"
-    )
+    source = model or str(fetch_smollm2())
+    return measure_cases(cases, source, "conversion-ablation", f"Ablation of {preset}", **how)
 
 
 def _kv_width(source: str) -> int:
@@ -250,70 +220,60 @@ class Calibration:
         return self._drawn[key]
 
 
-def _measure(
+def measure_cases(
     cases: Sequence[Case],
-    only: str | None,
-    json: str | None,
     source: str,
-    device: str | None,
-    texts: Sequence[str] | None,
-    lengths: str,
-    max_tokens: int,
     kind: str,
     title: str,
+    *,
+    only: str | None = None,
+    json: str | None = None,
+    device: str | None = None,
+    texts: list[str] | None = None,
+    lengths: str = LENGTHS,
+    max_tokens: int = 24576,
 ) -> bool:
+    """Measures rows, and says whether all could be.
+
+    Args:
+        cases: of the table.
+        source: folder or hub id.
+        kind: of the file.
+        title: of the table.
+        only: measure rows whose name contains this; several: joined by commas, no spaces.
+        json: file to write after every row; rows that are there already are kept.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        texts: evaluation texts.
+        lengths: tokens of a window, joined by commas; "longest" is what the source takes.
+        max_tokens: of each text.
+    """
     parts = [""] if only is None else re.split(",(?! )", only)
     named = [case for case in cases if any(part in case.name for part in parts)]
     chosen = [case for case in cases if case.is_base or case in named]
     if not named:
         raise ValueError(f"only is {only!r}; expected parts of {', '.join(case.name for case in cases)}")
     texts = list(texts or TEXTS)
-    environment = collect_environment()
-    measured = {
-        "model": Path(source).name,
-        "texts": texts,
-        "lengths": lengths,
-        "max_tokens": max_tokens,
-        "commit": environment.get("commit"),
-    }
+    measured = {"model": Path(source).name, "texts": texts, "lengths": lengths, "max_tokens": max_tokens}
+    table = Recording(kind, json, measured=measured)
+    measured["commit"] = table.environment.get("commit")
     rows = _rows_of(json, measured)
     loaded = load_model(source, "source", device=device, dtype=torch.float32)
     tokenizer = load_tokenizer(source, "source")
     drawn = Calibration(source, loaded.device)
+    how = {"texts": texts, "lengths": parse_lengths(lengths), "max_tokens": max_tokens, "device": device}
     for case in chosen:
         if rows.get(case.name, {}).get("recipe") == case.recipe.to_dict() and rows[case.name]["status"] == "ok":
             continue
-        row = measure_case(
-            case,
-            source,
-            loaded,
-            tokenizer,
-            drawn,
-            texts=texts,
-            lengths=parse_lengths(lengths),
-            max_tokens=max_tokens,
-            device=device,
-        )
-        rows[case.name] = row
+        row = rows[case.name] = measure_case(case, source, loaded, tokenizer, drawn, **how)
         found = {key: round(value, 4) for key, value in row.items() if key.isdecimal()}
         print(f"{case.name}: {found or row['status']} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
-        if json:
-            write_json(json, kind=kind, rows=list(rows.values()), environment=environment, measured=measured)
-    shown = [rows[case.name] for case in chosen]
-    print_table(
-        shown,
-        title=f"{title}: perplexity over the source's, {measured['model']}, float32",
-        columns=_columns(shown),
-        caption=describe_environment(environment),
-    )
-    return all(row["status"] == "ok" for row in shown)
-
-
-def _columns(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    lengths = {key: f"x at {key}" for row in rows for key in row if key.isdecimal()}
-    seconds = {"calibration_seconds": "text s", "convert_seconds": "convert s"}
-    first = {"name": "recipe", "geometry": "geometry", "cache_ratio": "ratio"}
-    return first | lengths | {"kl": "largest KL"} | seconds | {"status": "status"}
+        table.rows = list(rows.values())
+        table.write()
+    table.rows = [rows[case.name] for case in chosen]
+    lengths_measured = dict.fromkeys(key for row in table.rows for key in row if key.isdecimal())
+    seconds = ("calibration_seconds", "convert_seconds")
+    columns = ("name", "geometry", "cache_ratio", *lengths_measured, "kl", *seconds, "status")
+    return table.show(f"{title}: perplexity over the source's, {measured['model']}, float32", columns)
 
 
 def _rows_of(json: str | None, measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -399,6 +359,4 @@ def _ratios(quality: QualityReport, texts: Sequence[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    sys.exit(0 if auto_cli([compare, ablation]) else 1)
+    sys.exit(command(compare, ablation, cpu=True))

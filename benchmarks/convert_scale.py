@@ -3,8 +3,8 @@
     python benchmarks/convert_scale.py --layers 2                # a taste; the time of 32 layers is extrapolated
     python benchmarks/convert_scale.py --layers 32 --json scale.json
     python benchmarks/convert_scale.py --layers 32 --device cuda --steps 150
-    python benchmarks/convert_scale.py --layers 3 --kv-heads 8 --intermediate 14336 --vocabulary 128256 \
-        --context 8192 --preset shared --device cuda --limit-gib 70        # Llama-3-8B's shape, all of the preset
+    python benchmarks/convert_scale.py --layers 3 --kv_heads 8 --intermediate 14336 --vocabulary 128256 \
+        --context 8192 --preset shared --device cuda --limit_gib 70        # Llama-3-8B's shape, all of the preset
 
 The source is written shard by shard (13.5 GB for 32 layers of the default, Llama-2-7B's shape, in bfloat16), converted
 with calibration windows of random tokens, verified as always, and removed. The peak is of this process's resident
@@ -13,8 +13,7 @@ memory, which besides its own pages counts the source's mapped ones.
 
 from __future__ import annotations
 
-import argparse
-import json
+import json as json_format
 import resource
 import shutil
 import sys
@@ -30,9 +29,8 @@ from transformers import LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
+from benchmarks.recording import Recording, command
 from mha2mla.conversion.calibration.blocks import default_lengths
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
 
 
 def build_source(folder: Path, config: LlamaConfig, *, layers_per_shard: int = 3, seed: int = 0) -> int:
@@ -83,7 +81,7 @@ def build_source(folder: Path, config: LlamaConfig, *, layers_per_shard: int = 3
             }
         write(tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(json_format.dumps(index), encoding="utf-8")
     config.dtype = torch.bfloat16
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
@@ -94,15 +92,16 @@ def _random_tokens(vocabulary: int, windows: int, length: int, *, seed: int) -> 
     return torch.randint(vocabulary, (windows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def _recipe_and_tokens(arguments: argparse.Namespace, config: LlamaConfig) -> tuple[mha2mla.Recipe, list[torch.Tensor]]:
+def _recipe_and_tokens(
+    preset: str | None, given: dict[str, Any], windows: int, length: int, steps: int, config: LlamaConfig
+) -> tuple[mha2mla.Recipe, list[torch.Tensor]]:
     """What is converted by, and random windows of every length that it calibrates on."""
-    lengths, tokens = (arguments.length,), arguments.windows * arguments.length
-    keys = {"calibration.tokens": tokens, "calibration.lengths": arguments.length}
-    keys = {"preset": "minimal", **keys, "fit.steps": arguments.steps} | json.loads(arguments.recipe)
-    if arguments.preset is not None:
-        keys = {"preset": arguments.preset, "cache_ratio": 0.5} | json.loads(arguments.recipe)
-    recipe = mha2mla.Recipe.from_dict(keys)
-    if arguments.preset is not None:
+    lengths, tokens = (length,), windows * length
+    keys = {"calibration.tokens": tokens, "calibration.lengths": length, "fit.steps": steps}
+    recipe = mha2mla.Recipe.from_dict(
+        {"preset": "minimal", **keys, **given} if preset is None else {"preset": preset, "cache_ratio": 0.5, **given}
+    )
+    if preset is not None:
         lengths, tokens = default_lengths(config.max_position_embeddings), recipe.calibration.tokens
     blocks = max(1, tokens // len(lengths) // max(lengths))
     return recipe, [
@@ -110,72 +109,79 @@ def _recipe_and_tokens(arguments: argparse.Namespace, config: LlamaConfig) -> tu
     ]
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--intermediate", type=int, default=11008)
-    parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--windows", type=int, default=4, help="of calibration and of evaluation")
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--context", type=int, default=4096, help="tokens that the model takes")
-    parser.add_argument("--preset", default=None, help="all of it, with its own number of tokens at its own lengths")
-    parser.add_argument("--recipe", default="{}", help="recipe keys as JSON")
-    parser.add_argument("--steps", type=int, default=0, help="of reconstruction")
-    parser.add_argument("--shard-mib", type=int, default=1024, help="of the result; one is in memory")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--folder", type=Path, default=None, help="where to work; default the system's for such")
-    parser.add_argument("--limit-gib", type=float, default=16.0, help="exit code 1 when the peak is above")
-    parser.add_argument("--json", type=Path, default=None)
-    return parser.parse_args()
+def convert_scale(
+    layers: int = 2,
+    heads: int = 32,
+    kv_heads: int = 32,
+    hidden: int = 4096,
+    intermediate: int = 11008,
+    vocabulary: int = 32000,
+    context: int = 4096,
+    windows: int = 4,
+    length: int = 256,
+    preset: str | None = None,
+    recipe: str = "{}",
+    steps: int = 0,
+    shard_mib: int = 1024,
+    device: str = "cpu",
+    folder: str | None = None,
+    limit_gib: float = 16.0,
+    json: str | None = None,
+) -> bool:
+    """Writes a source, converts it, and prints what that took; says whether the peak is within the limit.
 
-
-def main() -> None:
-    arguments = _arguments()
+    Args:
+        layers, heads, kv_heads, hidden, intermediate, vocabulary: of the source.
+        context: tokens that the source takes.
+        windows: of calibration and of evaluation.
+        length: tokens of each.
+        preset: all of it, with its own number of tokens at its own lengths.
+        recipe: further keys, as JSON.
+        steps: of reconstruction.
+        shard_mib: of the result; one is in memory.
+        device: of the computation.
+        folder: where to work; default the system's for such.
+        limit_gib: of the peak of memory.
+        json: also write the row to this file.
+    """
     config = LlamaConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.intermediate,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads,
-        num_key_value_heads=arguments.kv_heads,
-        max_position_embeddings=arguments.context,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
     )
-    folder = Path(tempfile.mkdtemp(prefix="mha2mla-scale-", dir=arguments.folder))
+    work = Path(tempfile.mkdtemp(prefix="mha2mla-scale-", dir=folder))
     try:
-        needed = 2 * arguments.layers * (arguments.hidden * (5 * arguments.hidden + 3 * arguments.intermediate))
-        needed = 2.5 * (needed + 4 * arguments.vocabulary * arguments.hidden)  # source, result, and layers under way
-        free = shutil.disk_usage(folder).free
+        needed = 2 * layers * (hidden * (5 * hidden + 3 * intermediate))
+        needed = 2.5 * (needed + 4 * vocabulary * hidden)  # source, result, and layers under way
+        free = shutil.disk_usage(work).free
         if free < needed:
-            sys.exit(f"{folder} has {free / 1e9:.0f} GB free; expected {needed / 1e9:.0f} GB")
+            sys.exit(f"{work} has {free / 1e9:.0f} GB free; expected {needed / 1e9:.0f} GB")
         started = time.perf_counter()
-        size = build_source(folder / "source", config)
+        size = build_source(work / "source", config)
         built, peak = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         print(f"source: {size / 1e9:.1f} GB, written in {built:.0f} s, peak {peak / 2**20:.2f} GiB", flush=True)
-        recipe, calibration = _recipe_and_tokens(arguments, config)
+        asked, calibration = _recipe_and_tokens(preset, json_format.loads(recipe), windows, length, steps, config)
         before = resource.getrusage(resource.RUSAGE_SELF)
         report = mha2mla.convert(
-            folder / "source",
-            folder / "converted",
-            recipe,
+            work / "source",
+            work / "converted",
+            asked,
             calibration=calibration,
-            evaluation=_random_tokens(arguments.vocabulary, arguments.windows, arguments.length, seed=2),
-            device=arguments.device,
-            max_shard_bytes=arguments.shard_mib << 20,
+            evaluation=_random_tokens(vocabulary, windows, length, seed=2),
+            device=device,
+            max_shard_bytes=shard_mib << 20,
         )
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+    table = Recording("conversion-scale", json, recipe=report.recipe)
     row = _row(report, size, before)
-    environment = collect_environment()
-    what = [{"what": key.replace("_", " "), "value": value} for key, value in row.items()]
-    caption = describe_environment(environment)
-    print_table(what, title=f"converted on {report.device}", columns={"what": "", "value": ""}, caption=caption)
-    if arguments.json is not None:
-        write_json(arguments.json, kind="conversion-scale", rows=[row], environment=environment, recipe=report.recipe)
-    if row["peak_rss_gib"] > arguments.limit_gib:
-        sys.exit(f"peak memory {row['peak_rss_gib']:.2f} GiB is above {arguments.limit_gib} GiB")
+    row["status"] = "ok" if row["peak_rss_gib"] <= limit_gib else f"wrong: more than {limit_gib} GiB of memory"
+    table.add(row)
+    return row["status"] == "ok"
 
 
 def _row(report: mha2mla.ConversionReport, size: int, before: resource.struct_rusage) -> dict[str, Any]:
@@ -200,4 +206,4 @@ def _row(report: mha2mla.ConversionReport, size: int, before: resource.struct_ru
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command(convert_scale, cpu=True))

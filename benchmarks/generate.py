@@ -52,7 +52,7 @@ def measure(
     replays = [step.replay for step in steps.values() if step is not None]
     if len(replays) != 1:
         return row | {"status": f"wrong: {len(replays)} steps are captured, {model.explain_uncaptured()}"}
-    row["graph_ms"] = _replay_seconds(replays[0], min(new_tokens, cache.capacity - prompt - new_tokens)) * 1e3
+    row["graph_ms"] = replay_seconds(replays[0], min(new_tokens, cache.capacity - prompt - new_tokens)) * 1e3
     row["of_graph"] = row["captured_ms"] / row["graph_ms"]
     read = sum(parameter.nbytes for parameter in model.parameters()) - model.get_input_embeddings().weight.nbytes
     read += batch * prompt * model.config.cache_bytes_per_token(model.dtype.itemsize)
@@ -75,25 +75,26 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **opti
 def _seconds(runs: int, *args: Any, **options: bool) -> float:
     times = []
     for _ in range(runs):
-        _wait()
+        wait()
         began = time.perf_counter()
         _generate(*args, **options)
-        _wait()
+        wait()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
 
-def _replay_seconds(replay: Any, count: int) -> float:
-    """Of one replay among many; each caches a token more."""
-    _wait()
+@torch.inference_mode()
+def replay_seconds(replay: Any, count: int) -> float:
+    """Of one replay among many; each may cache a token more."""
+    wait()
     began = time.perf_counter()
     for _ in range(count):
         replay()
-    _wait()
+    wait()
     return (time.perf_counter() - began) / count
 
 
-def _wait() -> None:
+def wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

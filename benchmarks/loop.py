@@ -13,7 +13,6 @@ steps, host and sampling included; the graph's milliseconds are those of its rep
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 import time
@@ -25,10 +24,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
+from benchmarks.generate import replay_seconds, wait
 from benchmarks.recording import Recording, command
+from benchmarks.step_timeline import by_plain_torch, distances
 from mha2mla.loop import Loop, Sampling
 from mha2mla.modeling import PagedSource, paged_model
-from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.recorders import Recorder
 from mha2mla.random_models import converted_config, random_model, source_config
 
@@ -82,44 +82,21 @@ def filled_loop(
 @torch.inference_mode()
 def judge(model: Any, loop: Loop) -> dict[str, Any]:
     """Distances from plain torch's logits of one sequence: of a batch of one, and of the loop's first step."""
-    cache, plain = loop.cache, copy.copy(loop.cache)
-    geometry = type(cache.layers[0].constants.geometry).__name__
-    reference = ATTENTION_BACKENDS.get("gqa_reference" if geometry == "GQAGeometry" else "mla_reference")
-    plain.layers = tuple(layer._replace(backend=reference) for layer in cache.layers)
+    cache = loop.cache
     request = loop.scheduler.running[0]
     batch = cache.extend({request.sequence: 1})
     ids = torch.tensor(request.prompt[-1:], device=cache.device)
-    expected = model.forward_batch(ids, plain.step(batch)).double()
-    one = model.forward_batch(ids, cache.step(batch)).double()
+    expected = model.forward_batch(ids, by_plain_torch(cache).step(batch)).double()
+    one = model.forward_batch(ids, cache.step(batch))
     cache.crop(request.sequence, len(request.prompt) - 1)
     chunks = loop.scheduler.schedule()
     logits, ordered, slots = loop.runner.run(chunks)
     row = next(index for index, chunk in enumerate(ordered) if chunk is not None and chunk.request is request)
-    mine = logits[row : row + 1].double()
+    mine = logits[row : row + 1].clone()
     tokens = loop.runner.last[slots] = logits.argmax(-1)
     real = [(chunk, token) for chunk, token in zip(ordered, tokens.tolist(), strict=True) if chunk is not None]
     loop.scheduler.complete([chunk for chunk, _ in real], [token for _, token in real])
-    new, old = (float((each - expected).norm() / expected.norm()) for each in (mine, one))
-    right = new <= 2 * old + torch.finfo(torch.bfloat16).eps
-    return {"error": new, "error_of_one": old, "status": "ok" if right else f"wrong: {new:.2g} against {old:.2g}"}
-
-
-@torch.inference_mode()
-def replay_ms(loop: Loop, count: int = 10) -> float:
-    """Of one replay of the loop's largest graph among several, over the batch that it ran last."""
-    graph = loop.runner.graphs[max(loop.runner.graphs)]
-    graph.replay()
-    _wait()
-    began = time.perf_counter()
-    for _ in range(count):
-        graph.replay()
-    _wait()
-    return (time.perf_counter() - began) / count * 1e3
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return distances(expected, mine, one, "error_of_one")
 
 
 def measure(
@@ -135,7 +112,7 @@ def measure(
     row |= judge(model, loop)
     for _ in range(WARM_UP):
         loop.step()
-    _wait()
+    wait()
     before, began = loop.progress.new_tokens, time.perf_counter()
     for _ in range(steps):
         loop.step()
@@ -145,7 +122,8 @@ def measure(
         row["status"] = f"wrong: {made} tokens, uncaptured: {loop.runner.uncaptured}"
     row |= {"tokens_per_s": made / seconds, "step_ms": seconds / steps * 1e3}
     loop.drain()
-    row["graph_ms"] = replay_ms(loop) if loop.runner.graphs else None
+    graphs = loop.runner.graphs
+    row["graph_ms"] = replay_seconds(graphs[max(graphs)].replay, 10) * 1e3 if graphs else None
     row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return row
 

@@ -11,13 +11,11 @@ import torch
 
 from benchmarks.peers import Peer, flash_attention_3_mha, load_peer
 from benchmarks.shapes import SpeedCase
-from mha2mla.kernel_testing.case_check import plan_for
 from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernel_testing.compiling import CompileJob
 from mha2mla.kernel_testing.judgement import Judgement, verdict
 from mha2mla.kernel_testing.problems import expected
 from mha2mla.kernel_testing.timing import Timing, copy_rate, start_device, time_callable
-from mha2mla.kernel_testing.trial_run import launcher
 from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.split_kv.op import PagedOp
 
@@ -110,7 +108,7 @@ def decode_jobs(case: SpeedCase, op: PagedOp | None = None) -> list[CompileJob]:
     """What a decode case launches on this machine's GPU; ``op`` in place of the problem's."""
     here = torch.device("cuda", torch.cuda.current_device())
     op, batch, shape = op or case.problem.op, len(case.problem.lengths), Case(0, case.problem, "bfloat16").shape()
-    choice = case.choice or op.choose(shape, here, batch)
+    choice = op.choose(shape, here, batch)
     launch = (choice, choice.num_ctas(num_sms(here)), batch)
     return [CompileJob(op.name, shape, capability(here), (launch,))]
 
@@ -129,8 +127,7 @@ def measure_decode(
     Args:
         decode: the op.
         peers_of: case, inputs and float64's result → column → the call, or "missing: why".
-        case, peers, min_run_time: as :class:`benchmarks.runner.Benchmark` has them. A case's configuration is launched
-            without the op around it.
+        case, peers, min_run_time: as :class:`benchmarks.runner.Benchmark` has them.
     """
     problem, backend = case.problem, "reference" if device == "cpu" else "tilelang"
     batch, shape, here = len(problem.lengths), Case(0, problem, "bfloat16").shape(), torch.device(device)
@@ -140,20 +137,10 @@ def measure_decode(
     row: Row = {"name": case.name, **problem.columns, "B": batch, "longest": max(problem.lengths)}
     row |= {"MB": problem.cache_bytes() / 1e6, "kernel": backend}
     if backend == "tilelang":
-        choice = case.choice or problem.op.choose(shape, here, batch)
+        choice = problem.op.choose(shape, here, batch)
         row |= choice.configuration() | {"reason": choice.reason}
-    if case.choice is None:
-
-        def ours() -> torch.Tensor:
-            return decode(**inputs, plan=plan, out=out, backend=backend)
-
-        _, lse = decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
-    else:
-        plan = plan_for(plan, choice.num_ctas(num_sms(here)))
-        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
-        lse = torch.empty(batch, problem.heads, problem.seqlen_q, device=device)
-        ours = launcher(problem.op, shape, choice, capability(here), inputs, plan, out, lse)
-        ours()
+    ours = partial(decode, **inputs, plan=plan, out=out, backend=backend)
+    _, lse = ours(return_lse=True)
     right = expected(inputs, **problem.visibility)
     judgement = verdict(out, lse, *right)
     row |= {"num_ctas": plan.num_ctas, "splits": int(plan.splits[:, 0].max()) if plan.num_ctas else None}

@@ -26,12 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.faults import FAULTS, Fault
-from mha2mla.environment import collect_environment
-from mha2mla.eval import print_table, write_json
+from benchmarks.recording import Recording
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = ("mha2mla", "tests", "benchmarks", "notebooks", "docs", "README.md", "LICENSE", "Makefile", "pyproject.toml")
-COLUMNS = {"fault": "fault", "file": "file", "status": "status", "seconds": "s"}
 CAUGHT, SURVIVED = "caught", "survived"
 
 
@@ -164,16 +162,16 @@ def run(
         raise ValueError(f"only is {only!r}; expected a part of a fault's name or file")
     if seed is not None:
         random.Random(seed).shuffle(faults)
-    environment = collect_environment()
+    table = Recording("mutations", json, seed=seed, listed=len(faults))
 
     def save(rows: list[dict[str, Any]]) -> None:
-        if json is not None:
-            write_json(json, kind="mutations", rows=rows, environment=environment, seed=seed, listed=len(faults))
+        table.rows = rows
+        table.write()
 
     rows = run_faults(faults, ROOT, timeout, budget, save, workers)
     bad = [row for row in rows if not row["status"].startswith(CAUGHT)]
     title = f"{len(rows)} of {len(faults)} faults tried, {len(bad)} not caught"
-    print_table(rows, title=title, columns=COLUMNS)
+    table.show(title, ("fault", "file", "status", "seconds"))
     return int(bool(bad) or not rows)
 
 

@@ -28,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.recording import command
 from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernel_testing.compiling import compile_in_processes, compile_job, compile_launches
 from mha2mla.kernel_testing.latent_problems import LatentProblem
@@ -107,8 +108,4 @@ def run(only: str | None = None) -> bool:
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
-        sys.exit("benchmarks/sanitize.py: no CUDA device is available")
-    sys.exit(0 if auto_cli([compile, run]) else 1)
+    sys.exit(command(compile, run))

@@ -12,7 +12,6 @@ from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernel_testing.latent_problems import LatentProblem
 from mha2mla.kernel_testing.prefill_problems import PrefillProblem
 from mha2mla.kernel_testing.problems import Problem
-from mha2mla.kernels.split_kv.choice import KernelChoice
 
 MLA_PEERS = ("FlashMLA_us", "FA3_MLA_us", "Triton_us", "torch_us")  # the same attention; FA3_MHA_us is another model's
 FA3_PREFILL = ("FA3_varlen_us", "FA3_batch_us")
@@ -49,14 +48,12 @@ class SpeedCase:
         problem: the call: a :class:`Problem`, :class:`GQAProblem` or :class:`PrefillProblem`.
         target: what its time has to reach.
         mha_head_dim: head width of the MHA model behind it, to time that model's attention too.
-        choice: a configuration in place of the one that dispatch chooses.
     """
 
     name: str
     problem: Any
     target: Target = NO_TARGET
     mha_head_dim: int | None = None
-    choice: KernelChoice | None = None
 
 
 def decode_case(problem: Problem | GQAProblem, target: Target = NO_TARGET, label: str = "", **more: Any) -> SpeedCase:

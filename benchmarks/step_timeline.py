@@ -35,6 +35,7 @@ from mha2mla.eval.step_latency import weight_bytes
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.registry import GQAGeometry
 from mha2mla.modeling.step import Ahead
 from mha2mla.random_models import ShapeName, converted_config, random_model, source_config
 
@@ -140,11 +141,11 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay_ms(graph: torch.cuda.CUDAGraph, seconds: float) -> float:
-    """Median time of a replay; each reads more than the L2 holds."""
+def replay_ms(graph: torch.cuda.CUDAGraph, seconds: float = 0.0, least: int = 5) -> float:
+    """Median time of a replay, of ``least`` and as many as fit ``seconds``; each reads more than the L2 holds."""
     times: list[float] = []
     until = time.monotonic() + seconds
-    while len(times) < 5 or time.monotonic() < until:
+    while len(times) < least or time.monotonic() < until:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
@@ -184,18 +185,29 @@ class Calls(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+def by_plain_torch(cache: PagedCache) -> PagedCache:
+    """The same pages, over which the ops' references attend."""
+    kind = "gqa" if isinstance(cache.layers[0].constants.geometry, GQAGeometry) else "mla"
+    plain, found = ATTENTION_BACKENDS.get(f"{kind}_reference"), copy.copy(cache)
+    found.layers = tuple(layer._replace(backend=plain) for layer in cache.layers)
+    return found
+
+
+def distances(expected: Tensor, new: Tensor, old: Tensor, name: str) -> dict[str, Any]:
+    """Relative ones, ``old``'s under ``name``, and whether ``new`` is at most twice as far off, but for rounding."""
+    here, there = (float((logits.double() - expected).norm() / expected.norm()) for logits in (new, old))
+    right = here <= 2 * there + torch.finfo(new.dtype).eps
+    return {"error": here, name: there, "status": "ok" if right else f"wrong: {here:.2g} against {there:.2g}"}
+
+
 def judge(model: MHA2MLAForCausalLM, cache: PagedCache, step: BatchStep, ids: Tensor) -> dict[str, Any]:
     """Distances of both ways' logits from those of plain torch on the same cache, relative, and whether all is well."""
-    reference = copy.copy(cache)
-    plain = ATTENTION_BACKENDS.get("mla_reference")
-    reference.layers = tuple(layer._replace(backend=plain) for layer in cache.layers)
+    reference = by_plain_torch(cache)
     with hooked(model):
         expected = model.forward_batch(ids, reference.step(step.batch)).double()
-        parts = model.forward_batch(ids, step).double()
-    fewer = model.forward_batch(ids, step).double()
-    new, old = (float((logits - expected).norm() / expected.norm()) for logits in (fewer, parts))
-    right = new <= 2 * old + torch.finfo(model.dtype).eps
-    return {"error": new, "parts_error": old, "status": "ok" if right else f"wrong: {new:.2g} against {old:.2g}"}
+        parts = model.forward_batch(ids, step)
+    fewer = model.forward_batch(ids, step)
+    return distances(expected, fewer, parts, "parts_error")
 
 
 def measure(

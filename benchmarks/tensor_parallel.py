@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 from benchmarks.recording import Recording, command
-from benchmarks.step_timeline import captured, judge, layout_config, prepared
+from benchmarks.step_timeline import captured, judge, layout_config, prepared, replay_ms
 from mha2mla.modeling import MHA2MLAForCausalLM
 
 READ_RATE = 4e12
@@ -75,22 +75,9 @@ def measure(model: MHA2MLAForCausalLM, batch: int, context: int, replays: int) -
     row["eager_ms"] = _eager_ms(run)
     graph = captured(run)
     _together()
-    row["ms"] = _replay_ms(graph, replays)
+    row["ms"] = replay_ms(graph, least=replays)  # as many on every rank, since each waits for the others in it
     row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return row | {"ratio": row["ms"] / limit} | _parts(graph)
-
-
-def _replay_ms(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Median; as many on every rank, since each waits for the others in it."""
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return median(times)
 
 
 def _parts(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, float]:

@@ -10,8 +10,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "convert_scale.py"
 
 def measure(layers, tmp_path):
     out = tmp_path / f"{layers}.json"
-    shape = ["--hidden=256", "--heads=4", "--kv-heads=4", "--intermediate=16384", "--vocabulary=500"]
-    small = ["--windows=1", "--length=128", "--shard-mib=32"]
+    shape = ["--hidden=256", "--heads=4", "--kv_heads=4", "--intermediate=16384", "--vocabulary=500"]
+    small = ["--windows=1", "--length=128", "--shard_mib=32"]
     command = [sys.executable, str(SCRIPT), f"--layers={layers}", *shape, *small]
     command += [f"--folder={tmp_path}", f"--json={out}"]
     subprocess.run(command, check=True, capture_output=True)

@@ -13,7 +13,6 @@ from benchmarks import decode, runner
 from benchmarks.shapes import SpeedCase, Target, decode_case
 from mha2mla.kernel_testing import compiling
 from mha2mla.kernel_testing.problems import Problem
-from mha2mla.kernels.mla_decode.selection import list_kernels
 
 RIGHT = Problem(4, 1, 32, 16, (70, 3))
 
@@ -65,14 +64,6 @@ def test_every_case_gets_a_row_and_only_right_ones_a_speed(benchmark, tmp_path, 
     assert "R = 4.00 TB/s (a test)" in out and "targets met: 1 of 1" in out
     assert "FA3_MHA_us missing: not here (1 shapes)" in out
     assert runner.run(benchmark, cases[:1], min_run_time=0.01)
-
-
-def test_configurations_of_one_shape_are_rows_of_their_own():
-    """As ``gqa_decode.py variants`` asks for."""
-    case = decode_case(RIGHT)
-    cases = [SpeedCase(case.name, RIGHT, choice=choice) for choice in list_kernels(RIGHT.shape(), 90)[:2]]
-    rows = {cases[0]: {"name": case.name, "us": 1.0}, cases[1]: {"name": case.name, "us": 2.0}}
-    assert [row["us"] for row in runner.with_targets(cases, rows, None)] == [1.0, 2.0]
 
 
 def test_a_budget_ends_the_run(benchmark, capsys):
