@@ -96,7 +96,7 @@ def judge(model: Any, loop: Loop) -> dict[str, Any]:
     tokens = loop.runner.last[slots] = logits.argmax(-1)
     real = [(chunk, token) for chunk, token in zip(ordered, tokens.tolist(), strict=True) if chunk is not None]
     loop.scheduler.complete([chunk for chunk, _ in real], [token for _, token in real])
-    return distances(expected, mine, one, "error_of_one")
+    return distances(expected, mine, one, "error_of_one", torch.bfloat16)
 
 
 def measure(

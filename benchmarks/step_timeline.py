@@ -193,10 +193,11 @@ def by_plain_torch(cache: PagedCache) -> PagedCache:
     return found
 
 
-def distances(expected: Tensor, new: Tensor, old: Tensor, name: str) -> dict[str, Any]:
-    """Relative ones, ``old``'s under ``name``, and whether ``new`` is at most twice as far off, but for rounding."""
+def distances(expected: Tensor, new: Tensor, old: Tensor, name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Relative ones, ``old``'s under ``name``, and whether ``new`` is at most twice as far off, but for ``dtype``'s
+    rounding."""
     here, there = (float((logits.double() - expected).norm() / expected.norm()) for logits in (new, old))
-    right = here <= 2 * there + torch.finfo(new.dtype).eps
+    right = here <= 2 * there + torch.finfo(dtype).eps
     return {"error": here, name: there, "status": "ok" if right else f"wrong: {here:.2g} against {there:.2g}"}
 
 
@@ -207,7 +208,7 @@ def judge(model: MHA2MLAForCausalLM, cache: PagedCache, step: BatchStep, ids: Te
         expected = model.forward_batch(ids, reference.step(step.batch)).double()
         parts = model.forward_batch(ids, step)
     fewer = model.forward_batch(ids, step)
-    return distances(expected, fewer, parts, "parts_error")
+    return distances(expected, fewer, parts, "parts_error", model.dtype)
 
 
 def measure(
