@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -30,6 +31,42 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], name: str) -> str:
         raise FileNotFoundError(f"{name} is {text!r}; expected an existing checkpoint folder, or a hub id")
     _ask_the_hub(text, f"{name} is {text!r}, which is no folder here")
     return text
+
+
+def model_type(checkpoint: str | os.PathLike[str]) -> str | None:
+    """What the ``config.json`` of a folder says; None: it is no folder here, or its config does not say."""
+    config = Path(checkpoint).expanduser() / "config.json"
+    found = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return found.get("model_type")
+
+
+def find_converted(checkpoint: str | os.PathLike[str], name: str) -> str:
+    """:func:`find_checkpoint` of one that was converted, as far as a folder's ``config.json`` can tell.
+
+    Raises:
+        FileNotFoundError: as there.
+        ValueError: its model type is another.
+    """
+    found = find_checkpoint(checkpoint, name)
+    if Path(found).is_dir() and (kind := model_type(found)) != "mha2mla":
+        raise ValueError(f"{name} has model_type {kind!r}; expected 'mha2mla', a converted checkpoint")
+    return found
+
+
+def find_pair(source: str | os.PathLike[str], converted: str | os.PathLike[str]) -> None:
+    """:func:`find_checkpoint` of two that are compared.
+
+    Raises:
+        FileNotFoundError: as there.
+        ValueError: the first one was converted and the second was not: losses would be read as gains.
+    """
+    find_checkpoint(source, "source")
+    find_checkpoint(converted, "converted")
+    kind = model_type(converted)
+    if model_type(source) == "mha2mla" and kind not in ("mha2mla", None):
+        raise ValueError(
+            f"source is a converted checkpoint and converted has model_type {kind!r}; expected the source first"
+        )
 
 
 def _ask_the_hub(hub_id: str, not_here: str) -> None:

@@ -226,8 +226,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    arguments = vars(build_parser().parse_args(None if argv is None else list(argv)))
+    parsers = _parsers()
+    found, unknown = parsers[""].parse_known_args(None if argv is None else list(argv))
+    arguments = vars(found)
     verb = " ".join(filter(None, (arguments.pop("verb"), arguments.pop("kind", None))))
+    if unknown:
+        parsers[verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     debug = arguments.pop("debug")
     try:
         function = VERBS[verb]

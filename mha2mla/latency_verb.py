@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from mha2mla.checkpoints import find_checkpoint
+from mha2mla.checkpoints import find_checkpoint, find_converted
 from mha2mla.conversion.target import LayoutName
 from mha2mla.random_models import ShapeName, random_pair
 from mha2mla.verbs import Device, Dtype, show
@@ -87,7 +87,7 @@ def eval_latency(
         _refuse("--preset", level=level, batch_sizes=batch_sizes, seqlens=seqlens, backend=backend)
     if source is not None:
         find_checkpoint(source, "source")
-        find_checkpoint(converted, "converted")
+        find_converted(converted, "converted")
     import torch
 
     from mha2mla.environment import collect_environment, compute_device

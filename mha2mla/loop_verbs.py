@@ -60,7 +60,7 @@ def generate(
     if not (prompt or file):
         raise ValueError("--prompt and --file are not given; expected one of them")
     find_checkpoint(model, "model")
-    from mha2mla.loop.prompts import Answers, read_prompts
+    from mha2mla.prompts import Answers, read_prompts
 
     tasks: list[dict[str, Any]] = [{"prompt": text} for text in prompt or ()] + (read_prompts(file) if file else [])
     given = {

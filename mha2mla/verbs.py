@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import copyfile
 from typing import Any, Literal
 
-from mha2mla.checkpoints import find_checkpoint
+from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
 
 Device = str | None
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -45,7 +45,7 @@ def convert(
         mha2mla convert path/to/llama path/to/llama-mla --cache-ratio 0.5
     """
     asked = asked_recipe(recipe, keys)
-    _find(source=source)
+    find_checkpoint(source, "source")
     import torch
 
     from mha2mla.eval.inspection import RECORD_FILE
@@ -83,12 +83,6 @@ def asked_recipe(file: str | None, keys: Mapping[str, Any]) -> dict[str, Any]:
     others = {key: value for key, value in asked.items() if key != "preset"}
     stages_of(NO_PRESET if preset == AUTO else preset, others)
     return asked
-
-
-def _find(**checkpoints: str) -> None:
-    """Refuses checkpoints that are not there, before torch is imported."""
-    for name, checkpoint in checkpoints.items():
-        find_checkpoint(checkpoint, name)
 
 
 def show(
@@ -144,7 +138,7 @@ def eval_quality(
     Example:
         mha2mla eval quality path/to/llama path/to/llama-mla --lengths 512,2048,longest --json quality.json
     """
-    _find(source=source, converted=converted)
+    find_pair(source, converted)
     import torch
 
     from mha2mla.eval import evaluate_quality, plots, quality
@@ -212,7 +206,7 @@ def eval_tasks(
     Example:
         mha2mla eval tasks path/to/llama path/to/llama-mla --task arc_easy --limit 100
     """
-    _find(source=source, converted=converted)
+    find_pair(source, converted)
     import torch
 
     from mha2mla.eval import tasks
@@ -250,9 +244,10 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
     """
     from json import loads
 
+    reports = [loads(Path(file).read_text(encoding="utf-8")) for file in (report, *(more or ()))]
     from mha2mla.eval.plots import plot_reports
 
-    plot_reports([loads(Path(file).read_text(encoding="utf-8")) for file in (report, *(more or ()))], picture)
+    plot_reports(reports, picture)
 
 
 def demo(
@@ -278,7 +273,8 @@ def demo(
     Example:
         mha2mla demo --model path/to/llama --device cpu
     """
-    _find(**({} if model is None else {"model": model}))
+    if model is not None:
+        find_checkpoint(model, "model")
     from mha2mla.demo import run_demo
     from mha2mla.eval.measurement import wrong_rows
 
@@ -298,7 +294,7 @@ def export(checkpoint: str, destination: str, format: Literal["deepseek-v3", "re
     Example:
         mha2mla export path/to/llama-mla path/to/llama-remote --format remote-code
     """
-    _find(checkpoint=checkpoint)
+    find_converted(checkpoint, "checkpoint")
     from mha2mla.serving.export import export as run
 
     print(f"written: {run(checkpoint, destination, format)}")
@@ -341,7 +337,7 @@ def inspect_checkpoint(
     Example:
         mha2mla inspect path/to/llama-mla --batch 1,64 --length 4096,32768
     """
-    _find(checkpoint=checkpoint)
+    find_converted(checkpoint, "checkpoint")
     from mha2mla.eval import inspection
     from mha2mla.eval.report import print_table, print_values, write_json
 

@@ -280,9 +280,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
     assert len(lines) == 1 and message in lines[0] and "Traceback" not in error
 
 
-def test_an_unconverted_checkpoint_is_refused(tiny_source, capsys):
-    assert run("inspect", tiny_source) == 2
-    assert "model_type 'llama'; expected 'mha2mla'" in capsys.readouterr().err
+@pytest.mark.parametrize("verb", [["inspect"], ["export"], ["eval", "latency"]], ids=" ".join)
+def test_an_unconverted_checkpoint_is_refused(verb, tiny_source, tmp_path):
+    """Before anything is loaded; ``export`` ended in a TypeError of transformers."""
+    places = {"export": [tmp_path / "out"], "eval": [tiny_source]}.get(verb[0], [])
+    done = command(*map(str, [*verb, tiny_source, *places]), within=2.0)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "has model_type 'llama'; expected 'mha2mla'" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["quality", "tasks"])
+def test_source_and_converted_the_wrong_way_round(kind, tiny_source, tiny_converted, capsys):
+    """The table that was printed showed the loss as a gain."""
+    assert run("eval", kind, tiny_converted, tiny_source) == 2
+    assert "expected the source first" in capsys.readouterr().err
 
 
 def test_a_truncated_config_is_one_line(tiny_source, tmp_path, capsys):
@@ -351,6 +362,9 @@ def test_help_within_a_second():
         ["eval", "latency", "{}", "b"],
         ["demo", "--model", "{}"],
         ["convert", "{}", "out"],
+        ["generate", "{}", "--prompt", "a"],
+        ["chat", "{}"],
+        ["export", "{}", "out"],
     ],
     ids=lambda argv: argv[0] + argv[1][:8].strip("-{}"),
 )
@@ -361,6 +375,24 @@ def test_a_mistyped_path_was_looked_for_on_the_hub_for_half_a_minute(path, argv,
     done = command(*(word.replace("{}", path) for word in argv), within=2.0, **hub)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and f"is {path!r}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plot", "a.png", "no.json"],
+        ["generate", "{}", "--file", "no.json"],
+        ["generate", "{}", "--file", "empty.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_files_were_looked_for_after_torch_was_imported(argv, tiny_source, tmp_path, monkeypatch):
+    """``plot`` took 13 s to miss its file on a busy machine, ``generate`` 9 s."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").touch()
+    done = command(*(word.replace("{}", str(tiny_source)) for word in argv), within=2.0)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert ("no.json" if "no.json" in argv else "empty.jsonl has no prompts") in done.stderr
 
 
 def test_a_hub_id_needs_no_owner(monkeypatch):
@@ -421,11 +453,15 @@ def test_debug_may_follow_the_verb():
 
 
 def test_unknown_flags_and_values_are_refused(capsys):
-    for argv in (["convert", "a", "b", "--layot", "shared"], ["frobnicate"], ["demo", "--speed", "11"]):
+    """And told by whom: that verb's help lists what there is."""
+    for argv, who in (
+        (["convert", "a", "b", "--layot", "shared"], "mha2mla convert"),
+        (["frobnicate"], "mha2mla"),
+        (["eval", "quality", "a", "b", "--speed", "11"], "mha2mla eval quality"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             main(argv)
-        assert stopped.value.code == 2
-        capsys.readouterr()
+        assert stopped.value.code == 2 and f"({who} --help lists what there is)" in capsys.readouterr().err
 
 
 def test_python_dash_m_is_the_command():

@@ -10,10 +10,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mha2mla.loop.loop import Loop
-from mha2mla.loop.prompts import Answers
 from mha2mla.loop.request import Request, Sampling
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.progress import progress_bar
+from mha2mla.prompts import Answers
 
 
 def served(model: PreTrainedModel) -> PreTrainedModel:
@@ -59,7 +59,7 @@ def answer_all(
     Args:
         loop: over the model.
         tokenizer: of the model.
-        tasks: as :func:`mha2mla.loop.prompts.read_prompts` gives them.
+        tasks: as :func:`mha2mla.prompts.read_prompts` gives them.
         answers: of runs before, and of this one.
         sampling: of all; the n-th task has the n-th seed from its own on.
         chat: by the tokenizer's chat template.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mha2mla.checkpoints import find_converted
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.checkpoint import CheckpointReader
@@ -34,12 +35,13 @@ def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], 
         ``destination``.
 
     Raises:
-        ValueError: there is no such format; the checkpoint cannot be expressed in it, with every reason; or the
-            destination exists.
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: there is no such format; the checkpoint was not converted, or cannot be expressed in it, with every
+            reason; or the destination exists.
     """
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; expected one of {FORMATS}")
-    source, destination = Path(folder), Path(destination)
+    source, destination = Path(find_converted(folder, "checkpoint")), Path(destination)
     check_destination(destination, source, overwrite=False)
     config = MHA2MLAConfig.from_pretrained(source)
     if config.attention_window is not None:

@@ -16,7 +16,7 @@ import mha2mla
 from mha2mla.cli import main
 from mha2mla.loop import Loop, Sampling
 from mha2mla.loop.answering import Conversation, served, token_ids
-from mha2mla.loop.prompts import Answers, read_prompts
+from mha2mla.prompts import Answers, read_prompts
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["Keys and values", "Keys and queries, and more", "Light"]
@@ -74,6 +74,22 @@ def test_a_file_is_answered_and_gone_on_with(which, prompts, tmp_path, request, 
     assert "has answers of" in capsys.readouterr().err
     assert run("generate", folder, "--prompt", "Light", *keys, "--seed", 5, "--overwrite") == 0
     assert [row["prompt"] for row in rows(output)] == ["Light"]
+
+
+def test_lines_end_where_json_lines_end(tmp_path):
+    """Characters that str.splitlines takes for ends broke a file that was written here: "line 2 is no answer"."""
+    text = "a\u2028b\u2029c\x85d"
+    path, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": text}, ensure_ascii=False).encode() + b"\r\n\r\n")
+    tasks = read_prompts(path)
+    assert tasks == [{"prompt": text}]
+    answers = Answers(output, {"model": "m"})
+    answers.write(tasks[0], answer=text)
+    answers.close()
+    assert Answers(output, {"model": "m"}).remaining([*tasks, {"prompt": "b"}]) == [(1, {"prompt": "b"})]
+    path.write_text("\n\n")
+    with pytest.raises(ValueError, match="has no prompts; expected one in a line"):
+        read_prompts(path)
 
 
 def test_prompts_on_the_command_line(tiny_converted, capsys):

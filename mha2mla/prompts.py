@@ -15,10 +15,10 @@ def read_prompts(path: str | Path) -> list[dict[str, Any]]:
     """A dict per line, with ``prompt`` (a text) or ``messages`` (dicts with ``role`` and ``content``), and other keys.
 
     Raises:
-        ValueError: a line is something else; with its number.
+        ValueError: a line is something else, with its number; or there is none.
     """
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_lines(Path(path).read_text(encoding="utf-8-sig")), 1):
         if not line.strip():
             continue
         try:
@@ -32,6 +32,8 @@ def read_prompts(path: str | Path) -> list[dict[str, Any]]:
                 " 'messages'"
             )
         found.append(task)
+    if not found:
+        raise ValueError(f"{path} has no prompts; expected one in a line")
     return found
 
 
@@ -85,7 +87,7 @@ class Answers:
     def _take_up(self, path: Path) -> None:
         text = path.read_bytes()
         whole = text[: text.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
+        for number, line in enumerate(_lines(whole.decode("utf-8")), 1):
             try:
                 row = json.loads(line)
                 made_by = {key: row[key] for key in self._made_by}
@@ -100,6 +102,11 @@ class Answers:
         if len(whole) < len(text):  # a line that a kill cut short
             with path.open("r+b") as file:
                 file.truncate(len(whole))
+
+
+def _lines(text: str) -> list[str]:
+    """Without their ends. JSON leaves U+0085, U+2028 and U+2029 in texts, which str.splitlines takes for ends."""
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _key(task: Mapping[str, Any]) -> str:
