@@ -143,7 +143,6 @@ def _preset(name: PresetName, *, save: Callable[[list[dict[str, Any]]], None], *
 
 def _models(source: Any, converted: Any, levels: list[Level], **options: Any) -> Measured:
     from mha2mla.eval.latency import model_latency
-    from mha2mla.eval.measurement import COLUMNS
 
     rows = model_latency(source, converted, levels=levels, progress=True, **options)
-    return rows, {key: head for key, head in COLUMNS.items() if any(row.get(key) is not None for row in rows)}
+    return rows, rows.columns()

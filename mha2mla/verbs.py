@@ -65,7 +65,7 @@ def convert(
     print(report)
     if json:
         Path(json).parent.mkdir(parents=True, exist_ok=True)
-        copyfile(Path(destination) / RECORD_FILE, json)
+        copyfile(Path(report.destination) / RECORD_FILE, json)
 
 
 def asked_recipe(file: str | None, keys: Mapping[str, Any]) -> dict[str, Any]:

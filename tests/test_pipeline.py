@@ -560,6 +560,15 @@ def test_a_bad_destination_is_refused_before_work(source, tmp_path):
         convert(source, "/proc/mha2mla-cannot-exist/out")
 
 
+def test_a_tilde_is_the_home_folder(source, monkeypatch):
+    """A folder named "~" was made in the current one, and ``load`` did not find it by the name that was printed."""
+    monkeypatch.setenv("HOME", str(source.parent))
+    with pytest.raises(DestinationError, match=f"destination '{source}' and source '{source}' overlap"):
+        convert(source, f"~/{source.name}")
+    with pytest.raises(DestinationError, match="overlap"):
+        convert(f"~/{source.name}", source)
+
+
 def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else(source, tmp_path, monkeypatch):
     """A mistyped destination must not cost anybody a folder."""
     precious = tmp_path / "precious"

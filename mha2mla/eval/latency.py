@@ -17,14 +17,36 @@ import torch
 from mha2mla.environment import compute_device
 from mha2mla.eval.generate_latency import generate_latency
 from mha2mla.eval.loading import load_model
-from mha2mla.eval.measurement import unless_out_of_memory
+from mha2mla.eval.measurement import COLUMNS, unless_out_of_memory
 from mha2mla.eval.op_latency import BASELINES, attention_latency
+from mha2mla.eval.report import html_table
 from mha2mla.eval.step_latency import cache_bytes_per_token, forward_latency
 from mha2mla.kernel_testing.timing import copy_rate
 from mha2mla.progress import progress_bar
 
 Level = Literal["op", "step", "prefill", "e2e"]
 SPEEDS = ("us_p50", "us_graph")  # what speed-ups and shares are of, the last that a row has
+
+
+class LatencyRows(list[dict[str, Any]]):
+    """Rows of measurements: a line each where they are printed, a table in a notebook."""
+
+    def columns(self) -> dict[str, str]:
+        """Key → heading of what any of them has."""
+        return {key: head for key, head in COLUMNS.items() if any(row.get(key) is not None for row in self)}
+
+    def __repr__(self) -> str:
+        return "\n".join(_line(row) for row in self)
+
+    def _repr_html_(self) -> str:
+        return html_table(self, self.columns())
+
+
+def _line(row: dict[str, Any]) -> str:
+    us, speed_up = time_of(row), row.get("speed_up")
+    found = row["status"] if us is None else f"{us:,.1f} µs" + (f", {speed_up:.3g} x the source" if speed_up else "")
+    status = "" if us is None or row["status"] == "ok" else f" ({row['status']})"
+    return f"{row['op']}, {row['implementation']}, {row['batch']} x {row['seqlen']:,}: {found}{status}"
 
 
 def model_latency(
@@ -44,7 +66,7 @@ def model_latency(
     min_run_time: float = 0.5,
     progress: bool = False,
     save: Callable[[list[dict[str, Any]]], None] | None = None,
-) -> list[dict[str, Any]]:
+) -> LatencyRows:
     """Latency of a converted checkpoint beside its source, by level; one model is in memory at a time.
 
     Args:
@@ -121,7 +143,7 @@ def model_latency(
     if "e2e" in levels:
         parts.append(generate_latency(models, **grid, new_tokens=new_tokens))
     rate = copy_rate(device, min_run_time)
-    rows: list[dict[str, Any]] = []
+    rows = LatencyRows()
     a_shape = sum(len(BASELINES) + 1 if level == "op" else len(models) for level in levels)
     total = a_shape * len(batch_sizes) * len(seqlens)
     for row in progress_bar(chain(*parts), show=progress, total=total, desc="latency", unit="row"):

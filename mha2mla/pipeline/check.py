@@ -81,6 +81,8 @@ class Arguments:
         for name, (kinds, expected) in _KINDS.items():
             if not isinstance(getattr(self, name), kinds):
                 raise ValueError(f"{name} is {getattr(self, name)!r:.80}; expected {expected}")
+        for name in ("source", "destination"):  # else a folder named "~" is made here
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
 
     def source_name(self, folder: Path) -> str:
         """What the caller called the source, which is in ``folder``: a hub id, or a folder's last part."""

@@ -41,7 +41,7 @@ def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], 
     """
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; expected one of {FORMATS}")
-    source, destination = Path(find_converted(folder, "checkpoint")), Path(destination)
+    source, destination = Path(find_converted(folder, "checkpoint")), Path(destination).expanduser()
     check_destination(destination, source, overwrite=False)
     config = MHA2MLAConfig.from_pretrained(source)
     if config.attention_window is not None:
