@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mha2mla.kernels.latent_rope import LatentRope
 from mha2mla.kernels.mla_decode.api import mla_decode
-from mha2mla.kernels.skinny_linear.api import is_skinny, skinny_linear
+from mha2mla.kernels.skinny_linear.api import is_skinny, serves_maps, skinny_linear, skinny_maps
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 
@@ -46,19 +46,21 @@ def mla_absorbed(
     Raises:
         ValueError: as :func:`mha2mla.kernels.mla_decode`.
     """
+    is_plain = backend != "reference" and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if k_up is None:
         q_latent = q_pe.new_zeros(*q_pe.shape[:3], latent_cache.shape[-1])
+    elif is_plain and len(k_up) == q_nope.shape[2] and serves_maps(q_nope, k_up):
+        q_latent = skinny_maps(q_nope, k_up)
     else:
         q_latent = _through_maps(q_nope, k_up)
     out = mla_decode(
         q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
         latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
     )  # fmt: skip
-    heads, traced = len(v_up), torch.compiler.is_compiling() or torch.is_grad_enabled()
-    if heads == out.shape[2] and v_up.is_contiguous() and not traced and backend != "reference":
+    if is_plain and len(v_up) == out.shape[2] and v_up.is_contiguous():
         x, maps = out.flatten(2), v_up.flatten(0, 1)
-        if is_skinny(x, maps, heads):
-            return skinny_linear(x, maps, groups=heads).unflatten(-1, v_up.shape[:2])
+        if is_skinny(x, maps, len(v_up)):
+            return skinny_linear(x, maps, groups=len(v_up)).unflatten(-1, v_up.shape[:2])
     return _through_maps(out, v_up, transposed=True)
 
 

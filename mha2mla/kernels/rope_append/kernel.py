@@ -135,6 +135,7 @@ def make_rope_append(
             t0 = x * block_tokens
             if dependent:
                 T.pdl_sync()
+                T.pdl_trigger()
             for r in T.serial(rounds(angles)):
                 e = r * threads + thread()
                 if e < angles:

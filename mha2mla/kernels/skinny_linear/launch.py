@@ -10,13 +10,31 @@ from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
+from mha2mla.kernels.rope_append.launch import with_dense_rows
 from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
+from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
 
 
 @cache
 def compile_skinny_linear(major_minor: int, **static):
     """The compiled kernel, for 1 to 8 rows; arguments as ``make_skinny_linear``'s."""
     return compile_for(make_skinny_linear(**static, dependent=major_minor >= 90), major_minor, PASS_CONFIGS)
+
+
+@cache
+def compile_skinny_maps(major_minor: int, **static):
+    """The compiled kernel, for 1 to 8 tokens; arguments as ``make_skinny_maps``'s."""
+    return compile_for(make_skinny_maps(**static, dependent=major_minor >= 90), major_minor, PASS_CONFIGS)
+
+
+def launch_skinny_maps(x: Tensor, maps: Tensor, out: Tensor) -> None:
+    """Run the kernel over tokens [N, H, inner]."""
+    heads, inner, outer = maps.shape
+    with on_device(x.device):
+        kernel = compile_skinny_maps(
+            capability(x.device), heads=heads, inner=inner, outer=outer, dtype=dtype_name(x.dtype)
+        )
+        kernel(with_dense_rows(x), maps, out)
 
 
 def launch_skinny_linear(

@@ -16,3 +16,8 @@ def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, grou
         return out
     gate, up = out.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def skinny_maps_reference(x: Tensor, maps: Tensor) -> Tensor:
+    """As :func:`mha2mla.kernels.skinny_linear.api.skinny_maps`, of any number of tokens."""
+    return (x.unsqueeze(-2) @ maps).squeeze(-2)
