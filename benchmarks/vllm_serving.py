@@ -2,7 +2,7 @@
 
     python benchmarks/vllm_serving.py exact path/to/llama-mla --json benchmarks/results/h200-vllm-exact.json
     python benchmarks/vllm_serving.py exact random:latent --eager
-    python benchmarks/vllm_serving.py speed --shape llama-2-7b --memory 0.4 --context 8192
+    python benchmarks/vllm_serving.py speed --shape llama-2-7b --memory 0.9 --contexts 8192
 
 ``exact`` judges every greedy token of vLLM by transformers' logits over the same prefix: in float32 it may lie below
 the best one by at most twice what transformers' own bfloat16 errs at that position, which is what decides ties.
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
     two.add_argument("--layout", default="latent")
     two.add_argument("--layers", type=int)
-    two.add_argument("--context", type=int, default=8192)
+    two.add_argument("--contexts", type=int, nargs="+", default=[8192])
     two.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     two.add_argument("--steps", type=int, default=64)
     two.add_argument("--patience", type=float, default=60.0)

@@ -23,12 +23,12 @@ WARM_UP = 8  # steps before the clock runs
 
 
 def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Decode steps at every number of sequences that is asked for and that the cache holds, and at as many as it holds.
+    """Decode steps of every context, at each number of sequences that is asked for and at as many as the cache holds.
 
     Rows are written as they come.
     """
     folder, room = tempfile.mkdtemp(), WARM_UP + arguments.steps + 8
-    positions = arguments.context + room
+    positions = max(arguments.contexts) + room
     layout = "latent" if arguments.layout == "source" else arguments.layout
     config = random_config(arguments.shape, layout, arguments.layers, positions)
     if arguments.layout == "source":
@@ -53,28 +53,30 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     cache = llm.llm_engine.vllm_config.cache_config
     common = {
         "shape": arguments.shape, "layers": config.num_hidden_layers, "layout": arguments.layout,
-        "context": arguments.context, "compiled": arguments.compile, "start_s": time.time() - begin,
+        "compiled": arguments.compile, "start_s": time.time() - begin,
         "cached tokens": cache.num_gpu_blocks * cache.block_size,
     }  # fmt: skip
-    held = min(common["cached tokens"] // positions, arguments.most)
     rows: list[dict[str, Any]] = []
-    for batch in sorted({batch for batch in arguments.batches if batch < held} | {held}):
-        rows.append({**common, "sequences": batch, "all that fit": batch == held})
-        rows[-1] |= _decode_rate(llm, config.vocab_size, batch, arguments)
-        print(rows[-1], flush=True)
-        if arguments.json:
-            write_json(arguments.json, kind="vllm-speed", rows=rows, environment=collect_environment())
+    for context in arguments.contexts:
+        fit = common["cached tokens"] // (context + room)
+        held = min(fit, arguments.most)
+        for batch in sorted({batch for batch in arguments.batches if batch < held} | {held}):
+            rows.append({**common, "context": context, "fit": fit, "sequences": batch})
+            rows[-1] |= _decode_rate(llm, config.vocab_size, context, batch, arguments)
+            print(rows[-1], flush=True)
+            if arguments.json:
+                write_json(arguments.json, kind="vllm-speed", rows=rows, environment=collect_environment())
     return rows
 
 
-def _decode_rate(llm: Any, vocabulary: int, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def _decode_rate(llm: Any, vocabulary: int, context: int, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a step in which ``batch`` sequences of ``context`` tokens decode, and tokens a second."""
     from vllm import SamplingParams
 
     own, total = llm.llm_engine, WARM_UP + arguments.steps
     parameters = SamplingParams(temperature=0, max_tokens=total + 8, ignore_eos=True, detokenize=False)
-    names = [f"{batch}-{index}" for index in range(batch)]
-    for name, prompt in zip(names, prompts_of(vocabulary, [arguments.context] * batch, seed=batch), strict=True):
+    names = [f"{context}-{batch}-{index}" for index in range(batch)]
+    for name, prompt in zip(names, prompts_of(vocabulary, [context] * batch, seed=context + batch), strict=True):
         own.add_request(name, {"prompt_token_ids": prompt}, parameters)
     begin, started = time.time(), set()
     while len(started) < batch:

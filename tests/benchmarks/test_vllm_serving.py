@@ -76,13 +76,13 @@ class Engine:
 def test_a_decode_rate_counts_steps_in_which_all_decode(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
     engine = Engine()
-    arguments = vllm_serving.parser().parse_args(["speed", "--context", "9", "--steps", "5", "--patience", "60"])
+    arguments = vllm_serving.parser().parse_args(["speed", "--contexts", "9", "--steps", "5", "--patience", "60"])
     rate = vllm_speed._decode_rate
-    row = rate(SimpleNamespace(llm_engine=engine), 20, 3, arguments)
+    row = rate(SimpleNamespace(llm_engine=engine), 20, 9, 3, arguments)
     assert row["status"] == "ok" and len(engine.aborted) == 3
     assert row["tokens_s"] * row["step_ms"] == pytest.approx(3000)
     arguments.patience = -1.0
-    row = rate(SimpleNamespace(llm_engine=Engine()), 20, 3, arguments)
+    row = rate(SimpleNamespace(llm_engine=Engine()), 20, 9, 3, arguments)
     assert "only 1 had decoded" in row["status"]
 
 
