@@ -14,14 +14,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_backend(backend: str | None) -> None:
+    """Raise ValueError for one that is unknown."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
+
+
 def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtype) -> bool:
     """Whether an op whose kernels take any shape in float32, bfloat16 and float16 runs compiled, not as its reference.
 
     Raises:
         ValueError: ``backend`` is unknown, or TileLang is asked for and does not serve ``dtypes`` on ``device``.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
+    check_backend(backend)
     served = device.type == "cuda" and torch.float64 not in dtypes
     if backend == "tilelang" and not served:
         raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # that ops take
 
 
 class Layout(NamedTuple):
@@ -21,6 +22,19 @@ class Layout(NamedTuple):
 
 def argument_error(name: str, was: object, expected: object) -> ValueError:
     return ValueError(f"{name} is {was}; expected {expected}")
+
+
+def check_float(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for a dtype, called ``name``, that no op takes."""
+    if dtype not in _FLOATS:
+        raise argument_error(name, dtype, "bfloat16, float16, float32 or float64")
+
+
+def check_like(name: str, tensor: Tensor, like: Tensor, as_what: str, dtype: torch.dtype | None = None) -> None:
+    """Raise ValueError unless a tensor has the dtype (or ``dtype``) and the device of ``like``, called ``as_what``."""
+    dtype = like.dtype if dtype is None else dtype
+    if tensor.dtype != dtype or tensor.device != like.device:
+        raise argument_error(name, f"{tensor.dtype} on {tensor.device}", f"{dtype} on {like.device}, as {as_what}")
 
 
 def check_aligned(**tensors: Tensor | None) -> None:

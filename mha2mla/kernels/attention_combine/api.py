@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import runs_compiled
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from mha2mla.kernels.layouts import check_float
+from mha2mla.kernels.registration import register
 
 
 def attention_combine(
@@ -91,8 +93,7 @@ def _check(
 ) -> None:  # fmt: skip
     """Everything but the number of dimensions; ``expected``: name, shape in words and length of ``splits``."""
     for name, given in (("partial_out.dtype", partial_out.dtype), ("dtype", dtype or partial_out.dtype)):
-        if given not in _DTYPES:
-            raise ValueError(f"{name} is {given}; expected bfloat16, float16, float32 or float64")
+        check_float(name, given)
     *parts, seqlen_q, heads, _ = partial_out.shape
     if partial_lse.shape != (*parts, heads, seqlen_q):
         shape, words = tuple(partial_lse.shape), "[N, B, H, S_q]" if len(parts) > 1 else "[N, H, S_q]"
@@ -109,52 +110,42 @@ def _check(
 
 
 def _combine(
-    partial_out: Tensor, partial_lse: Tensor, num_splits: Tensor | None, dtype: torch.dtype, compiled: bool
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    splits: Tensor | None,
+    dtype: torch.dtype,
+    compiled: bool,
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if not compiled:
-        from mha2mla.kernels.attention_combine.reference import attention_combine_reference
+        from mha2mla.kernels.attention_combine import reference
 
-        return attention_combine_reference(partial_out, partial_lse, num_splits, dtype=dtype)
+        combine = reference.attention_combine_packed_reference if packed else reference.attention_combine_reference
+        return combine(partial_out, partial_lse, splits, dtype=dtype)
     from mha2mla.kernels.attention_combine.launch import launch_attention_combine
 
-    out, lse = _combine_fake(partial_out, partial_lse, num_splits, dtype, compiled)
-    launch_attention_combine(partial_out, partial_lse, num_splits, out, lse)
+    out, lse = (_empty_packed if packed else _empty)(partial_out, partial_lse, splits, dtype)
+    launch_attention_combine(partial_out, partial_lse, splits, out, lse, packed)
     return out, lse
 
 
-def _combine_packed(
-    partial_out: Tensor, partial_lse: Tensor, cu_splits: Tensor, dtype: torch.dtype, compiled: bool
-) -> tuple[Tensor, Tensor]:
-    if not compiled:
-        from mha2mla.kernels.attention_combine.reference import attention_combine_packed_reference
-
-        return attention_combine_packed_reference(partial_out, partial_lse, cu_splits, dtype=dtype)
-    from mha2mla.kernels.attention_combine.launch import launch_attention_combine
-
-    out, lse = _combine_packed_fake(partial_out, partial_lse, cu_splits, dtype, compiled)
-    launch_attention_combine(partial_out, partial_lse, cu_splits, out, lse, packed=True)
-    return out, lse
+def _empty(partial_out: Tensor, partial_lse: Tensor, splits: Tensor | None, dtype: torch.dtype, *_: object):
+    return partial_out.new_empty(partial_out.shape[1:], dtype=dtype), partial_lse.new_empty(partial_lse.shape[1:])
 
 
-def _combine_fake(partial_out, partial_lse, num_splits, dtype, compiled):
-    out = partial_out.new_empty(partial_out.shape[1:], dtype=dtype)
-    return out, partial_lse.new_empty(partial_lse.shape[1:])
-
-
-def _combine_packed_fake(partial_out, partial_lse, cu_splits, dtype, compiled):
-    batch = cu_splits.shape[0] - 1
+def _empty_packed(partial_out: Tensor, partial_lse: Tensor, splits: Tensor, dtype: torch.dtype, *_: object):
+    batch = splits.shape[0] - 1
     out = partial_out.new_empty((batch, *partial_out.shape[1:]), dtype=dtype)
     return out, partial_lse.new_empty((batch, *partial_lse.shape[1:]))
 
 
-LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-for _name, _splits, _impl, _fake in (
-    ("attention_combine", "Tensor? num_splits", _combine, _combine_fake),
-    ("attention_combine_packed", "Tensor cu_splits", _combine_packed, _combine_packed_fake),
+for _name, _splits, _call, _fake in (
+    ("attention_combine", "Tensor? num_splits", _combine, _empty),
+    ("attention_combine_packed", "Tensor cu_splits", partial(_combine, packed=True), _empty_packed),
 ):
-    LIBRARY.define(
+    register(
         f"{_name}(Tensor partial_out, Tensor partial_lse, {_splits}, ScalarType dtype, bool compiled)"
-        " -> (Tensor, Tensor)"
+        " -> (Tensor, Tensor)",
+        _call,
+        _fake,
     )
-    LIBRARY.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"mha2mla::{_name}", _fake, lib=LIBRARY)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH
-from mha2mla.kernels.devices import BACKENDS, capability, dtype_name
-from mha2mla.kernels.layouts import check_aligned
+from mha2mla.kernels.devices import capability, check_backend, dtype_name
+from mha2mla.kernels.layouts import check_aligned, check_float, check_like
+from mha2mla.kernels.registration import register
 from mha2mla.kernels.rope_append.api import mla_append
 from mha2mla.kernels.split_kv.plan import check_window
 
 _COMPILED_DTYPES = (torch.bfloat16, torch.float16)
-_DTYPES = (*_COMPILED_DTYPES, torch.float32, torch.float64)
 
 
 def attention_varlen(
@@ -197,10 +197,8 @@ def _attend(
     for name, x in named.items():
         if x.ndim != 3:
             raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected three dimensions, [tokens, heads, width]")
-        if x.dtype not in _DTYPES:
-            raise ValueError(f"{name}.dtype is {x.dtype}; expected bfloat16, float16, float32 or float64")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} is {x.dtype} on {x.device}; expected {q.dtype} on {q.device}, as {first}")
+        check_float(f"{name}.dtype", x.dtype)
+        check_like(name, x, q, first)
     tokens_q, heads, _ = q.shape
     for name, x in queries.items():
         if x.shape[:2] != q.shape[:2]:
@@ -255,8 +253,7 @@ def _attend(
 
 
 def _runs_compiled(widths: Sequence[int], v: Tensor, backend: str | None) -> bool:
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
+    check_backend(backend)
     if backend == "reference":
         return False
     why = explain_attention_varlen(widths, v.shape[2], v.dtype, v.device)
@@ -316,14 +313,11 @@ _ARGUMENTS = (
     "Tensor q, Tensor? q_pe, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
     " SymInt max_seqlen_q, float softmax_scale, bool causal, int window, int sinks, bool compiled"
 )
-LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define(f"attention_varlen({_ARGUMENTS}) -> (Tensor, Tensor)")
-LIBRARY.define(f"attention_varlen_out({_ARGUMENTS}, Tensor(a!) out) -> Tensor")
-LIBRARY.impl("attention_varlen", _attention_varlen, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_varlen_out", _attention_varlen_out, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "mha2mla::attention_varlen",
+register(
+    f"attention_varlen({_ARGUMENTS}) -> (Tensor, Tensor)",
+    _attention_varlen,
     lambda q, q_pe, k, k_pe, v, *_: (q.new_empty(*q.shape[:2], v.shape[2]), _lse_fake(q)),
-    lib=LIBRARY,
 )
-torch.library.register_fake("mha2mla::attention_varlen_out", lambda q, *_: _lse_fake(q), lib=LIBRARY)
+register(
+    f"attention_varlen_out({_ARGUMENTS}, Tensor(a!) out) -> Tensor", _attention_varlen_out, lambda q, *_: _lse_fake(q)
+)

@@ -57,24 +57,13 @@ def gqa_decode(
         q: [B, S_q, H, d_qk] queries, rotated.
         k_cache: [P, page, G, d_qk] pages of rotated keys; G divides H, and H / G need not be a power of two.
         v_cache: [P, page, G, d_v] pages of values.
-        block_table: [B, max_pages] int32, the pages of each sequence; entries past its length, or whose whole tile of
-            64 tokens no query sees, are never used. Tokens of an entry that is no page, such as -1, count as zeros and
-            no other page is read; the reference on the CPU refuses it.
-        cache_seqlens: [B] int32, tokens per sequence, the S_q new ones included; clamped to max_pages * page on the
-            device. 0 gives zeros and lse -inf.
+        block_table, cache_seqlens, causal, cache_starts, out, return_lse: as in :func:`mha2mla.kernels.mla_decode`;
+            with ``out`` [B, S_q, H, d_v].
         softmax_scale: usually d_qk ** -0.5.
-        causal: new token s sees tokens before ``cache_seqlens - S_q + 1 + s`` (bottom-right aligned); else all.
-        cache_starts: [B] int32, first visible token (left padding); None means 0.
-        plan: from :func:`plan_gqa_decode`, last refreshed with these ``cache_seqlens`` and ``cache_starts``: kernels
-            attend over the plan's, and the reference refuses other ones. Carries the sliding window and the attention
-            sinks, if any. None makes one for this call.
-        out: [B, S_q, H, d_v] to write into; None allocates.
-        return_lse: also return the log-sum-exp of each row's scores.
+        plan: from :func:`plan_gqa_decode`, likewise.
         backend: "tilelang", "reference", or None: TileLang where :func:`explain_gqa_decode` has nothing against it.
 
-    The three data tensors share a dtype (bfloat16 or float16; the reference also takes float32 and float64) and may be
-    strided views: last dimension contiguous, 16-bit rows on 16-byte boundaries. Kernels refuse a view that does not
-    begin at a multiple of 16 bytes.
+    The three data tensors share a dtype and may be strided views, as there.
 
     Returns:
         ``out [B, S_q, H, d_v]``, and with ``return_lse`` also ``lse [B, H, S_q]`` (natural log, float32; float64 from
@@ -136,12 +125,7 @@ def plan_gqa_decode(
         v_head_dim: d_v; None: d_qk.
         cache_starts: [B] int32 or None.
         causal: as in :func:`gqa_decode`.
-        window: each query sees only the last ``window`` tokens up to itself; None: all. Time follows the tokens seen.
-        sinks: the first ``sinks`` tokens (from cache_starts on) stay visible (attention sinks, arXiv 2309.17453).
-        num_splits: even pieces that each sequence is cut into, each a block's (FlashAttention's argument of that name);
-            a sequence of fewer tiles of 64 tokens has as many pieces as tiles. Where a sequence is cut then does not
-            depend on the others. Takes a workspace for B * num_splits blocks. None: blocks for all multiprocessors,
-            balanced over all sequences.
+        window, sinks, num_splits: as in :func:`mha2mla.kernels.plan_mla_decode`.
         backend: as in :func:`gqa_decode`.
 
     Raises:

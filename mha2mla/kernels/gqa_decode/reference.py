@@ -23,14 +23,7 @@ def gqa_decode_reference(
 ) -> tuple[Tensor, Tensor]:
     """``softmax(softmax_scale * q K^T) V`` over each sequence's pages, one kv head for every H / G query heads.
 
-    Shapes as in :func:`mha2mla.kernels.gqa_decode`; ``window`` and ``sinks`` as in
-    :func:`mha2mla.kernels.plan_gqa_decode`. The arithmetic is float64 for float64 inputs and float32 for all others;
-    only ``out`` is rounded to the input's dtype. Values of tokens that no query sees are never used, so NaN in unused
-    pages does not matter. Reads no tensor on the host.
-
-    Returns:
-        ``out [B, S_q, H, d_v]`` in the dtype of ``q`` and ``lse [B, H, S_q]`` (natural log) in the dtype of the
-        arithmetic. A query that sees no token gives zeros and ``-inf``.
+    Shapes as in :func:`mha2mla.kernels.gqa_decode`, arithmetic and results as of ``mla_decode_reference``.
     """
     num_pages, page_size, groups, _ = k_cache.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

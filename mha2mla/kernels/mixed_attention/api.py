@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
-from mha2mla.kernels.devices import BACKENDS
+from mha2mla.kernels.devices import check_backend
 from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
+from mha2mla.kernels.layouts import check_float, check_like
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.expanded import Attend, attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.layout import Group
 from mha2mla.kernels.mixed_attention.parts import ChunkPart, GroupPart, Parts, parts_of
 from mha2mla.kernels.mixed_attention.plan import MixedPlan
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
+from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.plan import DecodePlan
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def mla_attention(
@@ -105,7 +105,8 @@ def mla_attention(
         was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
         raise ValueError(f"k_up is {was}; expected {(v_up.shape[0], nope, width) if nope else None}")
     for name, tensor in (("q_nope", q_nope), ("k_up", k_up), ("v_up", v_up)):
-        _check_like(name, tensor, q_pe)
+        if tensor is not None:
+            check_like(name, tensor, q_pe, "the query")
     return torch.ops.mha2mla.mla_attention(
         q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *turn, *plan.fields(), softmax_scale, backend
     )
@@ -117,9 +118,9 @@ def _check_rope(rope: LatentRope, width: int, q_pe: Tensor) -> tuple[Tensor, Ten
         raise ValueError("rope.page_offsets is given; expected None: rows of a batch lie at their places")
     if rope.weight.shape != (q_pe.shape[2], width):
         raise ValueError(f"rope.weight.shape is {tuple(rope.weight.shape)}; expected {[q_pe.shape[2], width]}")
-    _check_like("rope.weight", rope.weight, q_pe)
-    _check_like("rope.bias", rope.bias, q_pe)
-    _check_like("rope.inv_freq", rope.inv_freq, q_pe, torch.float32)
+    check_like("rope.weight", rope.weight, q_pe, "the query")
+    check_like("rope.bias", rope.bias, q_pe, "the query")
+    check_like("rope.inv_freq", rope.inv_freq, q_pe, "the query", torch.float32)
     return rope.weight, rope.bias, rope.inv_freq, rope.scaling
 
 
@@ -162,14 +163,12 @@ def gqa_attention(
 
 
 def _check_call(query: Tensor, softmax_scale: float, backend: str | None) -> None:
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; expected None or one of {BACKENDS}")
+    check_backend(backend)
     if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale is {softmax_scale!r}; expected a positive finite number")
     if query.ndim != 3:
         raise ValueError(f"the query's shape is {tuple(query.shape)}; expected [N, H, width]")
-    if query.dtype not in _DTYPES:
-        raise ValueError(f"the query's dtype is {query.dtype}; expected bfloat16, float16, float32 or float64")
+    check_float("the query's dtype", query.dtype)
 
 
 def _check_cache(
@@ -179,15 +178,7 @@ def _check_cache(
         raise ValueError(
             f"{name}.shape is {tuple(cache.shape)}; expected {ndim} dimensions, pages of {plan.page_size} as the plan"
         )
-    _check_like(name, cache, query, dtype)
-
-
-def _check_like(name: str, tensor: Tensor | None, query: Tensor, dtype: torch.dtype | None = None) -> None:
-    dtype = query.dtype if dtype is None else dtype
-    if tensor is not None and (tensor.dtype != dtype or tensor.device != query.device):
-        raise ValueError(
-            f"{name} is {tensor.dtype} on {tensor.device}; expected {dtype} on {query.device}, as the query"
-        )
+    check_like(name, cache, query, "the query", dtype)
 
 
 def _output(query: Tensor, parts: Parts, width: int) -> Tensor:
@@ -303,24 +294,17 @@ _PLAN = (
     " Tensor(a!) workspace, Tensor shapes, int short, int max_expanded_tokens, int window, int sinks,"
     " int page_size, float softmax_scale, str? backend"
 )
-LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define(
+register(
     "mla_attention(Tensor q_nope, Tensor q_pe, Tensor latent_cache, Tensor? latent_scale, Tensor? rope_cache,"
     " Tensor? k_up, Tensor v_up, Tensor? rope_weight, Tensor? rope_bias, Tensor? inv_freq, float rope_scaling,"
-    f" {_PLAN}) -> Tensor"
-)
-LIBRARY.define(f"gqa_attention(Tensor query, Tensor key_cache, Tensor value_cache, {_PLAN}) -> Tensor")
-LIBRARY.impl("mla_attention", _mla_attention, "CompositeExplicitAutograd")
-LIBRARY.impl("gqa_attention", _gqa_attention, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "mha2mla::mla_attention",
+    f" {_PLAN}) -> Tensor",
+    _mla_attention,
     lambda q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *_: q_pe.new_empty(
         *q_pe.shape[:2], v_up.shape[1]
     ),
-    lib=LIBRARY,
 )
-torch.library.register_fake(
-    "mha2mla::gqa_attention",
+register(
+    f"gqa_attention(Tensor query, Tensor key_cache, Tensor value_cache, {_PLAN}) -> Tensor",
+    _gqa_attention,
     lambda query, key_cache, value_cache, *_: query.new_empty(*query.shape[:2], value_cache.shape[3]),
-    lib=LIBRARY,
 )

@@ -76,30 +76,12 @@ def _attend(
 
 
 def mla_decode_fp8_reference(
-    q_latent: Tensor,
-    q_pe: Tensor,
-    latent_cache: Tensor,
-    latent_scale: Tensor,
-    rope_cache: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    *,
-    softmax_scale: float,
-    causal: bool = True,
-    cache_starts: Tensor | None = None,
-    window: int | None = None,
-    sinks: int = 0,
+    q_latent: Tensor, q_pe: Tensor, latent_cache: Tensor, latent_scale: Tensor, *call: Any, **keywords: Any
 ) -> tuple[Tensor, Tensor]:
-    """:func:`mla_decode_reference` on the dequantised cache, whose numbers are not rounded to the queries' dtype.
-
-    Returns:
-        ``out [B, S_q, H, d_c]`` in the dtype of ``q_latent``, ``lse [B, H, S_q]`` in float32 (float64 for float64).
-    """
-    return mla_decode_reference(
-        q_latent, q_pe, dequantize_latent(latent_cache, latent_scale, _arithmetic(q_latent)), rope_cache, block_table,
-        cache_seqlens, softmax_scale=softmax_scale, causal=causal, cache_starts=cache_starts, window=window,
-        sinks=sinks,
-    )  # fmt: skip
+    """:func:`mla_decode_reference` on the dequantised cache, whose numbers are not rounded to the queries' dtype; the
+    same arguments follow."""
+    latent = dequantize_latent(latent_cache, latent_scale, _arithmetic(q_latent))
+    return mla_decode_reference(q_latent, q_pe, latent, *call, **keywords)
 
 
 def mla_decode_latent_reference(

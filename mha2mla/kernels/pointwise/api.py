@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import runs_compiled
-from mha2mla.kernels.layouts import check_ahead
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from mha2mla.kernels.layouts import check_ahead, check_float, check_like
+from mha2mla.kernels.registration import register
 
 
 def rms_norm(
@@ -39,8 +38,7 @@ def rms_norm(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"x.dtype is {x.dtype}; expected bfloat16, float16, float32 or float64")
+    check_float("x.dtype", x.dtype)
     for name, tensor, shape in (("weight", weight, x.shape[-1:]), ("residual", residual, x.shape)):
         if tensor is not None:
             _check_beside(name, tensor, x, "x", shape)
@@ -63,8 +61,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, ahead: Tensor | None = None, backend: 
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    if gate.dtype not in _DTYPES:
-        raise ValueError(f"gate.dtype is {gate.dtype}; expected bfloat16, float16, float32 or float64")
+    check_float("gate.dtype", gate.dtype)
     _check_beside("up", up, gate, "gate", gate.shape)
     check_ahead(ahead, gate)
     return torch.ops.mha2mla.silu_mul(gate, up, runs_compiled(backend, gate.device, gate.dtype), ahead)
@@ -73,10 +70,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, ahead: Tensor | None = None, backend: 
 def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, shape: torch.Size) -> None:
     if tensor.shape != shape:
         raise ValueError(f"{name}.shape is {tuple(tensor.shape)}; expected {tuple(shape)}, by {first_name}")
-    if tensor.dtype != first.dtype or tensor.device != first.device:
-        raise ValueError(
-            f"{name} is {tensor.dtype} on {tensor.device}; expected {first.dtype} on {first.device}, as {first_name}"
-        )
+    check_like(name, tensor, first, first_name)
 
 
 def _rms_norm(
@@ -117,17 +111,14 @@ def _empty_norm(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor,
     return normed, x.new_empty(0) if residual is None else torch.empty_like(normed)
 
 
-LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define(
+register(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool compiled, Tensor? ahead=None)"
-    " -> (Tensor, Tensor)"
+    " -> (Tensor, Tensor)",
+    _rms_norm,
+    _empty_norm,
 )
-LIBRARY.impl("rms_norm", _rms_norm, "CompositeExplicitAutograd")
-torch.library.register_fake("mha2mla::rms_norm", _empty_norm, lib=LIBRARY)
-LIBRARY.define("silu_mul(Tensor gate, Tensor up, bool compiled, Tensor? ahead=None) -> Tensor")
-LIBRARY.impl("silu_mul", _silu_mul, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "mha2mla::silu_mul",
+register(
+    "silu_mul(Tensor gate, Tensor up, bool compiled, Tensor? ahead=None) -> Tensor",
+    _silu_mul,
     lambda gate, *_: torch.empty_like(gate, memory_format=torch.contiguous_format),
-    lib=LIBRARY,
 )

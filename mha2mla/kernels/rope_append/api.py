@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import runs_compiled
-from mha2mla.kernels.layouts import check_ahead
+from mha2mla.kernels.layouts import check_ahead, check_float, check_like
 from mha2mla.kernels.mla_decode.quantization import quantize_latent
+from mha2mla.kernels.registration import register
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def mla_append(
@@ -73,10 +73,7 @@ def mla_append(
         return _append(data, positions, slots, inv_freq, attention_scaling, interleaved, backend, names, ahead)
     if latent_scale.shape != latent_cache.shape[:2]:
         raise ValueError(f"latent_scale.shape is {tuple(latent_scale.shape)}; expected {list(latent_cache.shape[:2])}")
-    if latent_scale.dtype != torch.float32 or latent_scale.device != q_pe.device:
-        raise ValueError(
-            f"latent_scale is {latent_scale.dtype} on {latent_scale.device}; expected torch.float32 on {q_pe.device}"
-        )
+    check_like("latent_scale", latent_scale, q_pe, "q_pe", torch.float32)
     if latent_scale.stride(1) != 1 and latent_scale.shape[1] > 1:
         raise ValueError(f"latent_scale.stride(1) is {latent_scale.stride(1)}; expected 1")
     _check(data, positions, slots, inv_freq, names, torch.float8_e4m3fn)
@@ -221,9 +218,7 @@ def _check(
         (row_cache_name, row_cache, row_dtype),
         (rope_cache_name, rope_cache, query.dtype),
     ):
-        if tensor.dtype != dtype or tensor.device != query.device:
-            expected = f"{dtype} on {query.device}" + (f", as {query_name}" if dtype == query.dtype else "")
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; expected {expected}")
+        check_like(name, tensor, query, query_name, dtype)
     _check_index("positions", positions, query)
     _check_index("slots", slots, query)
 
@@ -231,18 +226,15 @@ def _check(
 def _check_rotation(name: str, x: Tensor, like: Tensor, inv_freq: Tensor) -> None:
     if x.ndim != 3 or x.shape[2] % 2:
         raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected [N, heads, d_r] with an even d_r")
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"{name}.dtype is {x.dtype}; expected bfloat16, float16, float32 or float64")
-    if x.dtype != like.dtype or x.device != like.device:
-        raise ValueError(f"{name} is {x.dtype} on {x.device}; expected {like.dtype} on {like.device}")
+    check_float(f"{name}.dtype", x.dtype)
+    check_like(name, x, like, "the query")
     tables = inv_freq.shape[0] if inv_freq.ndim else 0
     fits = x.shape[1] % tables == 0 if tables else not x.numel()
     if inv_freq.ndim != 2 or inv_freq.shape[1] != x.shape[2] // 2 or not fits:
         raise ValueError(
             f"inv_freq.shape is {tuple(inv_freq.shape)}; expected [a divisor of {x.shape[1]}, {x.shape[2] // 2}]"
         )
-    if inv_freq.dtype != torch.float32 or inv_freq.device != x.device:
-        raise ValueError(f"inv_freq is {inv_freq.dtype} on {inv_freq.device}; expected torch.float32 on {x.device}")
+    check_like("inv_freq", inv_freq, x, name, torch.float32)
 
 
 def _check_index(name: str, index: Tensor, like: Tensor) -> None:
@@ -262,19 +254,9 @@ def _rope_append(
 
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         launch_rope_append(
-            rows,
-            keys,
-            query,
-            row_cache,
-            rope_cache,
-            positions,
-            slots,
-            inv_freq,
-            out,
-            attention_scaling,
-            interleaved,
+            rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, out, attention_scaling, interleaved,
             ahead,
-        )
+        )  # fmt: skip
         return out
 
     from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference
@@ -299,20 +281,15 @@ def _quantize_append(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: 
         write_rows(((row_cache.view(torch.uint8), codes.view(torch.uint8)), (row_scale, scale)), slots)
 
 
-LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define(
-    "quantize_append(Tensor rows, Tensor(a!) row_cache, Tensor(b!) row_scale, Tensor slots, bool compiled) -> ()"
+register(
+    "quantize_append(Tensor rows, Tensor(a!) row_cache, Tensor(b!) row_scale, Tensor slots, bool compiled) -> ()",
+    _quantize_append,
+    lambda *_: None,
 )
-LIBRARY.impl("quantize_append", _quantize_append, "CompositeExplicitAutograd")
-torch.library.register_fake("mha2mla::quantize_append", lambda *_: None, lib=LIBRARY)
-LIBRARY.define(
+register(
     "rope_append(Tensor rows, Tensor keys, Tensor query, Tensor(a!) row_cache, Tensor(b!) rope_cache, Tensor positions,"
     " Tensor slots, Tensor inv_freq, float attention_scaling, bool interleaved, bool compiled, Tensor? ahead=None)"
-    " -> Tensor"
-)
-LIBRARY.impl("rope_append", _rope_append, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "mha2mla::rope_append",
+    " -> Tensor",
+    _rope_append,
     lambda rows, keys, query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
-    lib=LIBRARY,
 )

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from mha2mla.kernels.devices import BACKENDS, capability, device_name, dtype_name, num_sms
-from mha2mla.kernels.layouts import Layout, argument_error, check_aligned
+from mha2mla.kernels.devices import capability, check_backend, device_name, dtype_name, num_sms
+from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_float
+from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.arguments import INDICES, Argument
-from mha2mla.kernels.split_kv.plan import LIBRARY, DecodePlan, allocate_plan, check_spans, check_splits, check_window
+from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 from mha2mla.kernels.split_kv.tuning import batch_bucket
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # What every op takes behind its own tensors, and what its form that writes into given tensors takes behind that.
 _CALL = "Tensor block_table, Tensor cache_seqlens, Tensor? cache_starts, float softmax_scale, bool causal, str? backend"
 _PLAN = (
@@ -105,9 +105,7 @@ class PagedOp:
             (self.name, f"({tensors}, {_CALL}) -> (Tensor, Tensor)", self._decode, self._empty),
             (f"{self.name}_out", f"({tensors}, {_CALL}, {_PLAN}) -> ()", self._decode_out, lambda *_: None),
         ):
-            LIBRARY.define(name + schema)
-            LIBRARY.impl(name, call, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"mha2mla::{name}", fake, lib=LIBRARY)
+            register(name + schema, call, fake)
 
     def __call__(
         self,
@@ -125,7 +123,7 @@ class PagedOp:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Checks and runs the op; ``data`` and ``numbers`` as declared, the others as in
         :func:`mha2mla.kernels.mla_decode`."""
-        _check_backend(backend)
+        check_backend(backend)
         if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
             raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number")
         indices = (block_table, cache_seqlens, cache_starts)
@@ -168,7 +166,7 @@ class PagedOp:
     ) -> DecodePlan:
         """A plan for calls of these ``sizes``, by name; of the query, dtype and device are looked at. Not filled where
         ``cache_seqlens`` is None."""
-        _check_backend(backend)
+        check_backend(backend)
         check_window(window, sinks)
         check_splits(num_splits, sizes["B"])
         bucket, static = batch_bucket(sizes["B"], self.batches), [sizes[name] for name in self.static]
@@ -276,8 +274,7 @@ def _check(op: PagedOp, *layouts: tuple | None) -> Sizes:
     """Everything that the host can know of an op's tensors, each given as the fields of Layout: its arguments,
     block_table, cache_seqlens, cache_starts and out."""
     query, name, sizes = Layout(*layouts[0]), op.arguments[0].name, {}
-    if query.dtype not in _DTYPES:
-        raise argument_error(f"{name}.dtype", query.dtype, "bfloat16, float16, float32 or float64")
+    check_float(f"{name}.dtype", query.dtype)
     pairs = zip((*op.arguments, *INDICES, op.out), layouts, strict=True)
     for argument, layout in sorted(pairs, key=lambda pair: pair[0].optional):
         if layout is not None:
@@ -290,11 +287,6 @@ def _check(op: PagedOp, *layouts: tuple | None) -> Sizes:
 
 
 _check_once = lru_cache(maxsize=4096)(_check)  # a decode loop asks in every layer
-
-
-def _check_backend(backend: str | None) -> None:
-    if backend is not None and backend not in BACKENDS:
-        raise argument_error("backend", repr(backend), f"None or one of {BACKENDS}")
 
 
 @lru_cache(maxsize=1)

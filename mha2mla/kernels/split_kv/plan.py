@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
 
@@ -199,10 +200,9 @@ def _plan(
         splits.copy_(spans_of(cache_seqlens, cache_starts, capacity))
 
 
-LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define(
+register(
     "split_kv_plan(Tensor cache_seqlens, Tensor? cache_starts, int capacity, int seqlen_q, bool causal, int window,"
-    " int sinks, Tensor(a!) schedule, Tensor(b!) splits, int num_splits) -> ()"
+    " int sinks, Tensor(a!) schedule, Tensor(b!) splits, int num_splits) -> ()",
+    _plan,
+    lambda *_: None,
 )
-LIBRARY.impl("split_kv_plan", _plan, "CompositeExplicitAutograd")
-torch.library.register_fake("mha2mla::split_kv_plan", lambda *_: None, lib=LIBRARY)
