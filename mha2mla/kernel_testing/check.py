@@ -22,8 +22,9 @@ from mha2mla.kernel_testing.check_rows import NOT_CHECKED, case_row, is_broken, 
 from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, compile_job, compile_launches, processes_for
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernel_testing.timing import start_device
-from mha2mla.kernel_testing.workers import OUT_OF_TIME, Outcome, Stage, Tally, run_in_stages
+from mha2mla.kernel_testing.workers import OUT_OF_TIME, Outcome, Stage, run_in_stages
 from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.progress import progress_bar
 
 CHECKERS = 2  # processes that launch kernels: one that hangs takes its time-out, then a new one has to start
 SAVE_INTERVAL = 10.0  # seconds between two reports of what is known so far
@@ -119,18 +120,18 @@ def check_cases(
     broken = {cases[number].group for number, row in found.items() if is_broken(row["status"])}
     wanted = [case for number, case in enumerate(cases) if number not in found]
     run = _in_processes if in_processes else _here
-    tally, counted, saved = Tally(len(cases), "checking", progress), 0, time.monotonic()
+    bar, saved = progress_bar(total=len(cases), desc="checking", unit="call", show=progress), time.monotonic()
     for case, outcome in run(wanted, broken, device, timeout, until):
         number = place[case.group, case.call]
         if outcome.failure != OUT_OF_TIME:
             found[number] = names[number] | (outcome.value or {"status": outcome.failure})
         wrong = sum(row["status"] != "ok" for row in found.values())
-        tally.add(len(found) - counted, f"{wrong} not right")
-        counted = len(found)
+        bar.set_postfix_str(f"{wrong} not right", refresh=False)
+        bar.update(len(found) - bar.n)
         if save is not None and time.monotonic() - saved >= SAVE_INTERVAL:
             saved = time.monotonic()
             save(_with_unchecked(cases, names, found, broken, "the run has not ended"))
-    tally.close()
+    bar.close()
     return _with_unchecked(cases, names, found, broken, f"budget of {budget:g} s" if budget else "")
 
 

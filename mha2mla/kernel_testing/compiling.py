@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from mha2mla.kernel_testing.cases import Case
-from mha2mla.kernel_testing.workers import progress_bar, run_in_workers
+from mha2mla.kernel_testing.workers import run_in_workers
 from mha2mla.kernels.devices import capability, num_sms
 from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.mla_decode.api import FP8, LATENT, LATENT_FP8, MLA
 from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.progress import progress_bar
 
 OPS = {op.name: op for op in (MLA, FP8, LATENT, LATENT_FP8, GQA)}
 COMPILE_TIMEOUT = 300.0
@@ -77,7 +78,7 @@ def compile_in_processes(
     """
     jobs = list(dict.fromkeys(jobs))
     outcomes = run_in_workers(function, jobs, workers=processes_for(len(jobs)), timeout=timeout)
-    bar = progress_bar(outcomes, len(jobs), "compiling", progress)
+    bar = progress_bar(outcomes, total=len(jobs), desc="compiling", unit="job", show=progress)
     return {outcome.job: f"not compiled: {outcome.failure}" for outcome in bar if outcome.failure is not None}
 
 

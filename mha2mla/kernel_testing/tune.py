@@ -30,11 +30,12 @@ from mha2mla.kernel_testing.trials import (
     make_problem,
     table_row,
 )
-from mha2mla.kernel_testing.workers import Outcome, progress_bar, run_in_workers
+from mha2mla.kernel_testing.workers import Outcome, run_in_workers
 from mha2mla.kernels.devices import capability, device_name, num_sms
 from mha2mla.kernels.mla_decode.selection import TUNING, DecodeShape, list_kernels
 from mha2mla.kernels.split_kv.limits import DTYPES
 from mha2mla.kernels.split_kv.tuning import user_table
+from mha2mla.progress import progress_bar
 
 GEOMETRIES: tuple[Geometry, ...] = (
     (32, 32, 512, 16),
@@ -183,9 +184,8 @@ def _measure_all(
             if final is not None:
                 yield final
 
-    for outcome in progress_bar(
-        run_in_workers(run, jobs(), timeout=timeout, prepare=prepare), total, "measuring", progress
-    ):
+    outcomes = run_in_workers(run, jobs(), timeout=timeout, prepare=prepare)
+    for outcome in progress_bar(outcomes, total=total, desc="measuring", unit="trial", show=progress):
         trial = outcome.job
         if not trial.final:
             results[trial] = outcome.value or {"status": outcome.failure}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -126,41 +125,6 @@ def _draw(queue: deque[Iterator[Any]]) -> tuple[Any, Iterator[Any] | None]:
         if job is not _NONE:
             return job, source
     return _NONE, None
-
-
-def progress_bar(items: Iterable[Any], total: int, what: str, progress: bool) -> Iterable[Any]:
-    """The items, such as outcomes, behind a bar on standard error; none if ``progress`` is False or nobody watches."""
-    from tqdm import tqdm
-
-    return tqdm(items, total=total, desc=what, disable=None if progress else True)
-
-
-class Tally:
-    """How far a long run is: a bar on standard error where somebody watches, a line there every so often elsewhere."""
-
-    INTERVAL = 10.0  # seconds between lines
-
-    def __init__(self, total: int, what: str, progress: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=total, desc=what, disable=None if progress else True)
-        self._lines = progress and not sys.stderr.isatty()
-        self._what, self._total, self._done = what, total, 0
-        self._began = self._said = time.monotonic()
-
-    def add(self, done: int, text: str) -> None:
-        """``done`` more of the total; ``text`` says what else there is to know."""
-        self._done += done
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(done)
-        now = time.monotonic()
-        if self._lines and now - self._said >= self.INTERVAL:
-            self._said = now
-            said = f"{self._what}: {self._done} of {self._total}, {text}, {now - self._began:.0f} s"
-            print(said, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 _NONE = object()
