@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -18,7 +20,7 @@ from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.serving.shards import attention_name, placement
+from mha2mla.serving.shards import attention_name, expert_parts, placement
 from mha2mla.serving.vllm_attention import MLAParallelAttention
 
 
@@ -43,8 +45,12 @@ FAMILIES = {
     "llama": _PRE,
     "smollm3": _PRE,
     "mistral": _PRE,
+    "mixtral": _PRE,
     "qwen2": _PRE,
+    "qwen2_moe": _PRE,
     "qwen3": _PRE,
+    "qwen3_moe": _PRE,
+    "olmoe": _PRE,
     "phi3": _PRE,
     "olmo2": _POST,
     "olmo3": _POST,
@@ -84,6 +90,45 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)[0]))[0]
 
 
+class ExpertMLP(nn.Module):
+    """The experts that a softmax over a gate chooses for a token; beside them, where the family has it, one for all."""
+
+    def __init__(self, source: PreTrainedConfig, activation: str, prefix: str) -> None:
+        super().__init__()
+        hidden, experts = source.hidden_size, _number_of_experts(source)
+        self.gate = ReplicatedLinear(hidden, experts, bias=False, prefix=f"{prefix}.gate")
+        self.experts = FusedMoE(
+            num_experts=experts,
+            top_k=source.num_experts_per_tok,
+            hidden_size=hidden,
+            intermediate_size=getattr(source, "moe_intermediate_size", None) or source.intermediate_size,
+            renormalize=getattr(source, "norm_topk_prob", True),  # Mixtral's config has no such key
+            activation=activation,
+            prefix=f"{prefix}.experts",
+        )
+        shared = getattr(source, "shared_expert_intermediate_size", 0)
+        self.shared_expert = None
+        if shared:
+            self.shared_expert = GatedMLP(hidden, shared, activation, False, f"{prefix}.shared_expert")
+            self.shared_expert_gate = ReplicatedLinear(hidden, 1, bias=False, prefix=f"{prefix}.shared_expert_gate")
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        mixed = self.experts(hidden_states, self.gate(hidden_states)[0])
+        if self.shared_expert is None:
+            return mixed
+        return mixed + self.shared_expert_gate(hidden_states)[0].sigmoid() * self.shared_expert(hidden_states)
+
+
+def _number_of_experts(source: PreTrainedConfig) -> int:
+    return getattr(source, "num_experts", None) or getattr(source, "num_local_experts", 0)
+
+
+def _is_dense(source: PreTrainedConfig, layer_idx: int) -> bool:
+    """Whether a layer has one MLP, in a family with experts or without."""
+    listed = layer_idx in (getattr(source, "mlp_only_layers", None) or ())
+    return not _number_of_experts(source) or listed or (layer_idx + 1) % getattr(source, "decoder_sparse_step", 1) > 0
+
+
 class DecoderLayer(nn.Module):
     """Norms where the family has them; the residual goes along with those in front of a block."""
 
@@ -92,13 +137,11 @@ class DecoderLayer(nn.Module):
         source, family = config.build_source_config(), family_of(config)
         self.self_attn = MLAParallelAttention(config, layer_idx, family.norm, vllm_config, f"{prefix}.self_attn")
         activation = getattr(source, "hidden_activation", None) or source.hidden_act
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            source.intermediate_size,
-            activation,
-            bool(getattr(source, "mlp_bias", False)),
-            f"{prefix}.mlp",
-        )
+        if _is_dense(source, layer_idx):
+            bias = bool(getattr(source, "mlp_bias", False))
+            self.mlp = GatedMLP(config.hidden_size, source.intermediate_size, activation, bias, f"{prefix}.mlp")
+        else:
+            self.mlp = ExpertMLP(source, activation, f"{prefix}.mlp")
         self.norms = family.norms
         for name in filter(None, family.norms):
             setattr(self, name, family.norm(config.hidden_size, eps=config.rms_norm_eps))
@@ -215,13 +258,18 @@ class VLLMForCausalLM(nn.Module):
                 continue
             if (inner := attention_name(name)) is not None:
                 tensor = modules[name.removesuffix(f".{inner}")].shard.part(inner, tensor)
-            target, place = placement(name)
+            experts = expert_parts(name, tensor)
+            target, place = placement(name) if not experts else (experts[0][0], None)
             if target not in targets:
                 raise ValueError(f"the checkpoint has a tensor {name}; expected one of this model's")
+            loaded.add(target)
             load = getattr(targets[target], "weight_loader", default_weight_loader)
+            if experts:
+                for _, matrix, expert, part in experts:
+                    load(targets[target], part, target, shard_id=matrix, expert_id=expert)
+                continue
             if place is None:
                 load(targets[target], tensor)
             else:
                 load(targets[target], tensor, place)
-            loaded.add(target)
         return loaded

@@ -22,7 +22,15 @@ def test_shapes(shape, layout):
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen2", "latent"), ("qwen3", "latent"), ("olmo2", "shared"), ("gemma3_text", "per-group")]
+    ("family", "layout"),
+    [
+        ("qwen2", "latent"),
+        ("qwen3", "latent"),
+        ("qwen3_moe", "latent"),
+        ("mixtral", "latent"),
+        ("olmo2", "shared"),
+        ("gemma3_text", "per-group"),
+    ],
 )
 def test_other_families_have_kernels(family, layout):
     config = vllm_engine.family_config(family, layout, layers=6)

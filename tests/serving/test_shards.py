@@ -5,7 +5,7 @@ import torch
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.shards import HeadShard
-from mha2mla.serving.shards import attention_name, checkpoint_names, placement
+from mha2mla.serving.shards import attention_name, checkpoint_names, expert_parts, placement
 from tests.modeling.models import GEOMETRIES, mla_model
 
 GEOMETRY = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
@@ -81,3 +81,27 @@ def test_names_go_to_stacked_layers_and_back():
     assert sorted(back) == sorted(names)
     for name, (target, place) in places.items():
         assert checkpoint_names(target)[place or 0] == name
+
+
+def test_experts_lie_where_vllm_stacks_them():
+    block = "model.layers.3.mlp.experts"
+    gate, up, down = torch.rand(2, 5, 4), torch.rand(2, 5, 4), torch.rand(2, 4, 5)
+    stacked = expert_parts(f"{block}.gate_up_proj", torch.cat([gate, up], 1)) + expert_parts(f"{block}.down_proj", down)
+    one_by_one, mixtrals = [], []
+    for expert in range(2):
+        for tensor, name, own in ((gate, "gate_proj", "w1"), (up, "up_proj", "w3"), (down, "down_proj", "w2")):
+            one_by_one += expert_parts(f"{block}.{expert}.{name}.weight", tensor[expert])
+            mixtrals += expert_parts(f"model.layers.3.block_sparse_moe.experts.{expert}.{own}.weight", tensor[expert])
+    here = f"{block}.routed_experts"
+    expected = {
+        (f"{here}.{stack}", matrix, expert): tensor[expert].tolist()
+        for tensor, matrix, stack in ((gate, "w1", "w13_weight"), (up, "w3", "w13_weight"), (down, "w2", "w2_weight"))
+        for expert in range(2)
+    }
+    for parts in (stacked, one_by_one, mixtrals):
+        assert {tuple(where): tensor.tolist() for *where, tensor in parts} == expected
+    assert placement("model.layers.3.block_sparse_moe.gate.weight") == ("model.layers.3.mlp.gate.weight", None)
+    shared = "model.layers.3.mlp.shared_expert"
+    assert placement(f"{shared}.up_proj.weight") == (f"{shared}.gate_up_proj.weight", 1)
+    for other in ("mlp.gate.weight", "mlp.shared_expert.down_proj.weight", "mlp.gate_proj.weight"):
+        assert expert_parts(f"model.layers.3.{other}", gate) == []

@@ -10,16 +10,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import ATTENTION_BACKENDS
 from mha2mla.modeling.shards import HeadShard
 from tests.modeling.full_rank import full_rank
-from tests.modeling.models import TOLERANCE, mla_model, relative_error, source_model, tokens
+from tests.modeling.models import TOLERANCE, mla_model, randomise, relative_error, source_model, tokens
 
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("vllm", reason="vLLM is not installed (docs/serving.md)")
 PAGE = 64
+QWEN2_MOE = AutoConfig.for_model(
+    "qwen2_moe", hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, vocab_size=96,
+    num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1],
+    shared_expert_intermediate_size=40, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
 # name -> a model that vLLM's layers are put together for; ranks that differ by layer in two of them.
 MODELS = {
     "per-group": lambda: mla_model("per-group"),
@@ -31,6 +37,12 @@ MODELS = {
     "olmo2": lambda: full_rank(source_model("olmo2")),
     "gemma3": lambda: full_rank(source_model("gemma3"), rope_from_latent=True),
 }
+EXPERTS = {
+    "mixtral": lambda: full_rank(source_model("mixtral")),
+    "qwen2-moe": lambda: full_rank(randomise(AutoModelForCausalLM.from_config(QWEN2_MOE).eval())),
+    "qwen3-moe": lambda: full_rank(source_model("qwen3-moe"), rope_from_latent=True),
+}
+MODELS |= EXPERTS
 CODE = "import sys; from tests.serving.test_vllm import main; main(*sys.argv[1:])"
 
 
@@ -48,6 +60,7 @@ class Engine:
         )
         from vllm.config import set_current_vllm_config as current
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
         from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
         from vllm.v1.worker.gpu import attn_utils
 
@@ -73,6 +86,7 @@ class Engine:
             self.model = VLLMForCausalLM(vllm_config=config)
             loaded = self.model.load_weights(iter(model.state_dict().items()))
             assert {name for name, _ in self.model.named_parameters()} <= loaded
+            process_weights_after_loading(self.model, config.model_config, torch.device("cpu"))
             self.specs = attn_utils.get_kv_cache_spec(config)
             groups = get_kv_cache_groups(config, self.specs)
             assert len(groups) == 1  # one block table, whatever the widths of the layers' rows
@@ -129,6 +143,11 @@ def main(name: str, folder: str, rank: str, size: str) -> None:
 
 def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
     """In a process of its own: vLLM's groups of ranks are global."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    if name in EXPERTS:  # which have a torch implementation for CPUs, and none for no platform
+        vllm.platforms.current_platform = CpuPlatform()
     import mha2mla.serving.vllm_attention as attention
     from mha2mla.serving.plugin import register
 
@@ -138,7 +157,7 @@ def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
     model = MODELS[name]()
     engine, ids = Engine(folder, model, rank, size), [tokens(1, 150)[0], tokens(1, 90)[0]]
     tables, got = [[5, 2, 7], [3, 6, 0]], [[], []]
-    layers = [context.impl for context in engine.config.compilation_config.static_forward_context.values()]
+    layers = [engine.config.compilation_config.static_forward_context[name].impl for name in engine.specs]
     lengths = [layer._rehearsed_length for layer in layers]
     assert lengths[0] == 256 and lengths.count(256) == len({*model.config.attention_constants()})
     engine.profile(40)
@@ -163,7 +182,13 @@ def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, 1) for name in MODELS), ("per-group", 2), ("latent per layer", 2), ("latent qk-norm", 2)],
+    [
+        *((name, 1) for name in MODELS),
+        ("per-group", 2),
+        ("latent per layer", 2),
+        ("latent qk-norm", 2),
+        ("qwen3-moe", 2),
+    ],
 )
 def test_vllms_layers_around_our_attention_give_the_models_logits(name, size, tmp_path):
     model = MODELS[name]()
@@ -186,8 +211,8 @@ def test_what_is_not_served_is_refused_by_name():
     from mha2mla.serving.vllm_model import VLLMForCausalLM, family_of
 
     config = mla_model("shared").config
-    config.source_config = {**config.source_config, "model_type": "mixtral"}
-    with pytest.raises(ValueError, match="model_type is 'mixtral'; expected one that is served"):
+    config.source_config = {**config.source_config, "model_type": "glm4"}
+    with pytest.raises(ValueError, match="model_type is 'glm4'; expected one that is served"):
         family_of(config)
     impl = LatentImpl.__new__(LatentImpl)
     impl.backend = ATTENTION_BACKENDS.get("mla_paged")
