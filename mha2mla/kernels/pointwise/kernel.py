@@ -24,7 +24,7 @@ def make_rms_norm(
         vector: numbers that a thread moves at a time; divides width, and pointers are aligned to so many.
         threads: of a block, a multiple of 32.
         asks: for ``ahead``, whole AHEAD_NUMBERS of it, by blocks behind those of the rows, as a programmatic dependent
-            of the kernel before (sm_90 and newer).
+            of the kernel before; and lets its own begin once a block has its row (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: x, base, weight [width], out and total [rows, width] (contiguous); ahead [any number]; eps
@@ -91,6 +91,8 @@ def make_rms_norm(
                 if thread() % 32 == 0:
                     m.parts[thread() // 32] = m.square[0]
                 T.sync_threads()
+                if asks:
+                    T.pdl_trigger()  # not before the row is there: what follows asks for its weights
                 m.square[0] = 0.0
                 for w in T.unroll(warps):
                     m.square[0] += m.parts[w]
