@@ -265,7 +265,7 @@ class MLAAttention(nn.Module):
         with no_autocast:
             given = {
                 "inv_freq": self._own("inv_freq"),
-                "ahead": first_bytes(self.o_proj, hidden_states, step.ahead.append),
+                "ahead": first_bytes(self.o_proj, hidden_states, step.asks(hidden_states).append),
             }
             rotated, out = step.run(self.layer_idx, {**tensors, **given})
         if out is not None:

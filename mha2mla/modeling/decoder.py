@@ -56,7 +56,7 @@ def run_base_model(
             if _runs_as_it_is(model, hidden_states):
                 given = {"position_ids": position_ids, "mla_step": mla_step}
                 hidden_states = _run_layers(
-                    model, hidden_states, lambda attention, x: attention(x, **given)[0], mla_step.ahead
+                    model, hidden_states, lambda attention, x: attention(x, **given)[0], mla_step.asks(hidden_states)
                 )
                 return BaseModelOutputWithPast(hidden_states, past_key_values)
     return model(
@@ -95,7 +95,7 @@ def run_source_model(model: nn.Module, input_ids: Tensor, step: AttentionStep) -
         return None
     inv_freq = rotary.inv_freq[None].float()
     attend = partial(_attend, inv_freq=inv_freq, step=step)
-    return _run_layers(model, hidden_states, attend, step.ahead)
+    return _run_layers(model, hidden_states, attend, step.asks(hidden_states))
 
 
 def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step: AttentionStep) -> Tensor:

@@ -38,6 +38,9 @@ class Ahead:
     activation: int = 0
 
 
+_FEW_ROWS, _OF_FEW = 8, Ahead()  # what a step of so many tokens asks for unless told, as measured on an H200
+
+
 @dataclass(frozen=True)
 class AttentionStep:
     """What a forward pass hands to its layers.
@@ -47,13 +50,19 @@ class AttentionStep:
         batches: per layer, where its new tokens go; one object for all layers of a device.
         plans: per layer, of its call of the backend, layers that can share a plan do; None: the model's
             ``attn_implementation`` attends, in the expanded form.
-        ahead: what kernels ask for.
+        ahead: what kernels ask for; None: what pays by the number of tokens, Ahead() for nothing.
     """
 
     layers: Sequence[ServedLayer]
     batches: tuple[Batch, ...]
     plans: tuple[Plan | None, ...]
-    ahead: Ahead = field(default=Ahead(), kw_only=True)
+    ahead: Ahead | None = field(default=None, kw_only=True)
+
+    def asks(self, hidden_states: Tensor) -> Ahead:
+        """What kernels ask for in a step of these tokens [B, S, hidden]."""
+        if self.ahead is not None:
+            return self.ahead
+        return _OF_FEW if hidden_states.shape[:-1].numel() <= _FEW_ROWS else Ahead()
 
     def run(self, layer_idx: int, tensors: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Rotates and writes a layer's new tokens, then attends if that is the backend's to do.

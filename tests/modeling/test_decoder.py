@@ -118,8 +118,9 @@ def test_small_kernels_ask_for_what_the_next_product_reads():
         )
     ]  # fmt: skip
     with Asked() as asked:
-        model.forward_batch(ids, step)
+        model.forward_batch(ids, replace(step, ahead=Ahead()))
     assert not asked.found
+    assert step.asks(torch.empty(1, 9, 4)) == Ahead()  # of many tokens nothing is worth asking for
 
 
 def changed(name):
