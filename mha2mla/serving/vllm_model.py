@@ -113,10 +113,12 @@ class ExpertMLP(nn.Module):
             self.shared_expert_gate = ReplicatedLinear(hidden, 1, bias=False, prefix=f"{prefix}.shared_expert_gate")
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        mixed = self.experts(hidden_states, self.gate(hidden_states)[0])
+        logits = self.gate(hidden_states)[0]
         if self.shared_expert is None:
-            return mixed
-        return mixed + self.shared_expert_gate(hidden_states)[0].sigmoid() * self.shared_expert(hidden_states)
+            return self.experts(hidden_states, logits)
+        # First, since experts may write over what they read.
+        shared = self.shared_expert_gate(hidden_states)[0].sigmoid() * self.shared_expert(hidden_states)
+        return shared + self.experts(hidden_states, logits)
 
 
 def _number_of_experts(source: PreTrainedConfig) -> int:

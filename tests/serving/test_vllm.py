@@ -21,11 +21,19 @@ from tests.modeling.models import TOLERANCE, mla_model, randomise, relative_erro
 ROOT = Path(__file__).parents[2]
 pytest.importorskip("vllm", reason="vLLM is not installed (docs/serving.md)")
 PAGE = 64
-QWEN2_MOE = AutoConfig.for_model(
-    "qwen2_moe", hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, vocab_size=96,
-    num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, mlp_only_layers=[1],
-    shared_expert_intermediate_size=40, bos_token_id=None, eos_token_id=None,
-)  # fmt: skip
+EXPERT_SIZES = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96,
+    "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+SHARED_EXPERT = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}
+
+
+def experts_of(family, **sizes):
+    config = AutoConfig.for_model(family, **EXPERT_SIZES, **sizes)
+    return full_rank(randomise(AutoModelForCausalLM.from_config(config).eval()))
+
+
 # name -> a model that vLLM's layers are put together for; ranks that differ by layer in two of them.
 MODELS = {
     "per-group": lambda: mla_model("per-group"),
@@ -39,7 +47,8 @@ MODELS = {
 }
 EXPERTS = {
     "mixtral": lambda: full_rank(source_model("mixtral")),
-    "qwen2-moe": lambda: full_rank(randomise(AutoModelForCausalLM.from_config(QWEN2_MOE).eval())),
+    "qwen2-moe": lambda: experts_of("qwen2_moe", **SHARED_EXPERT),
+    "olmoe": lambda: experts_of("olmoe"),
     "qwen3-moe": lambda: full_rank(source_model("qwen3-moe"), rope_from_latent=True),
 }
 MODELS |= EXPERTS
