@@ -21,8 +21,8 @@ from mha2mla.kernels import (
     rope_rotate,
     rotary_keys,
 )
-from mha2mla.kernels.step.reference import gqa_step_reference, mla_step_reference
 from mha2mla.modeling.batch import SequenceBatch
+from tests.kernels.oracles import gqa_step_reference, mla_step_reference
 
 SCALE, FACTOR = 0.3, 1.3
 LENGTHS = (37, 5, 64, 20)  # tokens of each sequence in the end
