@@ -128,8 +128,6 @@ def model_latency(
     del model
     models = {"source": lambda: made(source, "source"), "converted": made_converted}
     grid = {"batch_sizes": batch_sizes, "seqlens": seqlens, "check": check}
-    whole = sum(level != "op" for level in levels) * len(models) + ("op" in levels) * (len(BASELINES) + 1)
-    total = len(batch_sizes) * len(seqlens) * whole
     parts: list[Iterator[dict[str, Any]]] = []
     if "op" in levels:
         op = partial(

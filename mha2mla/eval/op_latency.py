@@ -69,13 +69,8 @@ def sdpa_baseline(inputs: AttentionInputs) -> Callable[[], Tensor]:
     )
 
 
-def flash_attention_3_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
-    """FlashAttention-3's decode over the source's KV cache, where the package ``flash_attn_interface`` is installed."""
-    return flash_attention(inputs, "flash_attn_interface")
-
-
 def flash_attention(inputs: AttentionInputs, package: str) -> Callable[[], Tensor] | str:
-    """The decode of a package that has ``flash_attn_with_kvcache``."""
+    """The decode of a package that has ``flash_attn_with_kvcache``, over the source's KV cache."""
     if inputs.q.device.type != "cuda":
         return f"runs on CUDA devices; device is {inputs.q.device}"
     if inputs.q.dtype not in (torch.float16, torch.bfloat16):
@@ -112,6 +107,7 @@ def gqa_decode_baseline(inputs: AttentionInputs, page_size: int = 64) -> Callabl
     ).transpose(1, 2)
 
 
+flash_attention_3_baseline = partial(flash_attention, package="flash_attn_interface")
 BASELINES: Mapping[str, Baseline] = {
     "torch SDPA": sdpa_baseline,
     "FlashAttention-3": flash_attention_3_baseline,

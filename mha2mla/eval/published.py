@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -21,10 +21,9 @@ from mha2mla.eval.op_latency import (
     flash_attention,
     flash_attention_3_baseline,
     gqa_decode_baseline,
+    sdpa_baseline,
 )
 from mha2mla.geometry import MLAGeometry
-
-PresetName = Literal["llama-2-7b-decode"]
 
 
 @dataclass(frozen=True)
@@ -41,18 +40,10 @@ class DecodePreset:
     published: Mapping[tuple[int, int], tuple[float, float]]
 
 
-PRESETS: Mapping[PresetName, DecodePreset] = MappingProxyType(
+PRESETS: Mapping[str, DecodePreset] = MappingProxyType(
     {
         "llama-2-7b-decode": DecodePreset(
-            MLAGeometry(
-                num_attention_heads=32,
-                num_rope_heads=32,
-                kv_lora_rank=512,
-                qk_rope_head_dim=16,
-                qk_nope_head_dim=112,
-                v_head_dim=128,
-                num_key_value_heads=32,
-            ),
+            MLAGeometry(32, 32, 512, 16, 112, 128, 32),
             32,
             {(8, 2048): (5.95, 3.52), (8, 4096): (10.66, 6.08), (64, 2048): (43.74, 4.10)},
         )
@@ -60,23 +51,15 @@ PRESETS: Mapping[PresetName, DecodePreset] = MappingProxyType(
 )
 
 
-def flash_attention_2_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
-    """FlashAttention-2's decode over the source's KV cache, where the package ``flash_attn`` is installed."""
-    return flash_attention(inputs, "flash_attn")
-
-
 def sdpa_flash_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
     """FlashAttention-2 as torch's scaled_dot_product_attention has it."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
 
-    grouped = inputs.k.shape[1] != inputs.q.shape[1]
+    attend = sdpa_baseline(inputs)
 
     def call() -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return scaled_dot_product_attention(
-                inputs.q, inputs.k, inputs.v, scale=inputs.softmax_scale, enable_gqa=grouped
-            )
+            return attend()
 
     try:
         call()
@@ -87,7 +70,7 @@ def sdpa_flash_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
 
 BASELINES: Mapping[str, Baseline] = MappingProxyType(
     {
-        "FlashAttention-2": flash_attention_2_baseline,
+        "FlashAttention-2": partial(flash_attention, package="flash_attn"),
         "SDPA flash": sdpa_flash_baseline,
         "FlashAttention-3": flash_attention_3_baseline,
         "gqa_decode": gqa_decode_baseline,
@@ -105,7 +88,7 @@ COLUMNS = {
 }
 
 
-def preset_latency(name: PresetName, **options: Any) -> Iterator[dict[str, Any]]:
+def preset_latency(name: str, **options: Any) -> Iterator[dict[str, Any]]:
     """A preset's rows: every implementation at each of its shapes, a layer and all layers, one behind the other.
 
     Args:

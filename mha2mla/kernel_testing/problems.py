@@ -322,16 +322,6 @@ def sequences(inputs: dict[str, Any], window: int | None = None, sinks: int = 0)
         yield Sequence(queries, tuple(keys), values, visible, inputs["softmax_scale"])
 
 
-def torch_at(inputs: dict[str, Any], dtype: torch.dtype, window: int | None = None, sinks: int = 0) -> Tensor:
-    """The same formula in plain torch, every intermediate held in ``dtype``: what "twice torch's error" refers to.
-
-    Returns:
-        out [B, S_q, H, d] in ``dtype``.
-    """
-    outs = [sequence.to(dtype).attend() for sequence in sequences(inputs, window, sinks)]
-    return torch.stack(outs) if outs else exact(inputs)[0].to(dtype)
-
-
 def judge(
     inputs: dict[str, Any], out: Tensor, lse: Tensor | None, window: int | None = None, sinks: int = 0
 ) -> Judgement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,20 +84,6 @@ class HeadShard:
             return tensor[self.rope_heads]
         return tensor
 
-    def whole_of(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """The checkpoint's tensor again, from the parts of all ranks in their order: the inverse of :meth:`part`."""
-        geometry, size = self.whole, len(parts)
-        shards = [HeadShard.of(geometry, rank, size) for rank in range(size)]
-        if name in _ENCODERS and not geometry.rope_from_latent:
-            rows = [part[geometry.kv_lora_rank :] for part in parts]
-            rope = [row.unflatten(0, (-1, geometry.qk_rope_head_dim)) for row in rows]
-            joined = _joined(rope, [shard.rope_heads for shard in shards])
-            return torch.cat((parts[0][: geometry.kv_lora_rank], joined.flatten(0, 1)))
-        slices = {"q_b_proj": "heads", "inv_freq": "rope_heads", "k_b_proj": "up_heads", "v_b_proj": "up_heads"}
-        if name in slices:
-            return _joined(parts, [getattr(shard, slices[name]) for shard in shards])
-        return parts[0]
-
 
 def _groups(name: str, count: int, heads: int, rank: int, size: int) -> slice:
     """Which of ``count`` groups of query heads a rank's heads are in."""
@@ -111,12 +96,3 @@ def _groups(name: str, count: int, heads: int, rank: int, size: int) -> slice:
         f"tensor_parallel_size is {size}, so that a rank has {mine} query heads; expected a multiple or a divisor of"
         f" the {each} that share one of {name}={count}"
     )
-
-
-def _joined(parts: Sequence[Tensor], places: Sequence[slice]) -> Tensor:
-    """Parts by their places; of those that several ranks hold, the first."""
-    found = {}
-    for part, place in zip(parts, places, strict=True):
-        for offset, index in enumerate(range(place.start, place.stop)):
-            found.setdefault(index, part[offset])
-    return torch.stack([found[index] for index in sorted(found)])

@@ -7,8 +7,9 @@ import torch
 
 from mha2mla.kernel_testing import problems
 from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, judge, torch_at
+from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, judge
 from mha2mla.kernels import mla_decode
+from tests.kernels.problems import torch_at
 
 STREAMING = Problem(
     6, 3, 24, 8, (0, 1, 70, 700, 401), page_size=16, seqlen_q=2, window=50, sinks=5, starts=(0, 0, 3, 65, 401)

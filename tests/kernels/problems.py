@@ -9,7 +9,7 @@ import random
 import torch
 
 from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, judge, torch_at
+from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, judge, sequences
 from mha2mla.kernels.split_kv.schedule import (
     COUNT,
     FIELDS,
@@ -45,6 +45,16 @@ __all__ = [
 ]
 
 NO_WINDOW = 2**30  # as launch.py, which imports TileLang
+
+
+def torch_at(inputs: dict, dtype: torch.dtype, window: int | None = None, sinks: int = 0) -> torch.Tensor:
+    """The same formula in plain torch, every intermediate held in ``dtype``: what "twice torch's error" refers to.
+
+    Returns:
+        out [B, S_q, H, d] in ``dtype``.
+    """
+    outs = [sequence.to(dtype).attend() for sequence in sequences(inputs, window, sinks)]
+    return torch.stack(outs) if outs else exact(inputs)[0].to(dtype)
 
 
 def assert_right(

@@ -19,6 +19,7 @@ from tilelang import tvm
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.mla_decode.fp8_products import INLINE, multiply_output, multiply_scores, store_weights
+from mha2mla.kernels.mla_decode.fp8_selection import column_of_code
 from mha2mla.kernels.mla_decode.fp8_state import (
     BARRIER,
     BLOCK,
@@ -32,7 +33,6 @@ from mha2mla.kernels.mla_decode.fp8_state import (
     describe,
     static_of,
 )  # fmt: skip
-from mha2mla.kernels.mla_decode.operand import column_of_code
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode.static import MLATypes
 from mha2mla.kernels.split_kv.call import (

@@ -18,6 +18,16 @@ MAX_CODES = 512  # of a token
 SCALE_ALIGNMENT = 128  # bytes: where the scales of each page of a tile start
 
 
+def column_of_code(d):
+    """Where in its row a query column must stand to meet latent column ``d``; ``d`` may be an expression.
+
+    ``ldmatrix`` gives a thread four neighbouring codes of a row, and a 16-bit register operand of depth 16 has four
+    columns of a thread at 2t, 2t + 1, 2t + 8 and 2t + 9 (PTX ISA, wgmma register fragments). So within each 16 columns
+    the codes 4t ... 4t + 3 take those places.
+    """
+    return d // 16 * 16 + d % 16 // 4 * 2 + d % 4 // 2 * 8 + d % 2
+
+
 def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, num_stages: int) -> int:
     """Bytes of shared memory that the kernel allocates, with the 1 KiB before its tiles that barriers are in."""
     panels = -(-kv_lora_rank // 128)

@@ -12,7 +12,7 @@ import torch
 
 from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, judge, torch_at
+from mha2mla.kernel_testing.problems import UNUSED_PAGE, judge
 from mha2mla.kernels import explain_gqa_decode, gqa_decode, mla_decode
 from mha2mla.kernels.gqa_decode.selection import (
     GQAShape,
@@ -25,7 +25,7 @@ from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_me
 from mha2mla.kernels.split_kv.schedule import FIELDS, plan_fragments, write_schedule
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
 from tests.few import few
-from tests.kernels.problems import random_work, write_work
+from tests.kernels.problems import random_work, torch_at, write_work
 
 BASE = GQAProblem(6, 2, 24, 16, (0, 1, 70), page_size=16, seqlen_q=2)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernel_testing.problems import Problem, exact, judge, torch_at
+from mha2mla.kernel_testing.problems import Problem, exact, judge
 from mha2mla.kernels import (
     dequantize_latent,
     explain_mla_decode,
@@ -17,12 +17,12 @@ from mha2mla.kernels import (
     plan_mla_decode,
     quantize_latent,
 )
-from mha2mla.kernels.mla_decode.fp8_selection import select_fp8
-from mha2mla.kernels.mla_decode.operand import column_of_code
+from mha2mla.kernels.mla_decode.fp8_selection import column_of_code, select_fp8
 from mha2mla.kernels.mla_decode.quantization import CODES, SMALLEST_SCALE
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 from tests.few import few
+from tests.kernels.problems import torch_at
 
 
 def fp8_inputs(problem: Problem, dtype: torch.dtype, device="cpu") -> tuple[dict, dict]:
