@@ -87,6 +87,6 @@ def launcher(
     from mha2mla.kernels.split_kv.launch import compile_kernels, launch
 
     kernels = compile_kernels(op, shape, choice, capability, out.shape[0], out.shape[-1], plan.num_ctas)
-    data = (*op.kernel_arguments(inputs[name] for name in op.names), inputs["block_table"])
-    call = (data, inputs["softmax_scale"], inputs["causal"], *plan.buffers, out, lse)
+    data = [inputs[name] for name in op.names]
+    call = (data, inputs["block_table"], inputs["softmax_scale"], inputs["causal"], *plan.buffers, out, lse)
     return partial(launch, op, shape, *call, kernels=kernels)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any
@@ -116,10 +117,50 @@ def compile_chosen(op: PagedOp, shape: Any, device: torch.device, batch: int, wi
     return compile_kernels(op, shape, choice, capability_of(device), batch, width, num_ctas)
 
 
+@dataclass(frozen=True)
+class Launch:
+    """The compiled kernels of a call, and what they take behind its tensors: all that a call like it needs.
+
+    Attributes:
+        split, merge: of :func:`compile_kernels`.
+        shapes: of arguments whose last dimensions are one to kernels (``PagedOp.joined``): which, and their shape then.
+        absent: which arguments were left out; kernels get the block table there.
+        numbers: softmax_scale, causal, window, sinks, the op's own, and of each optional argument whether there is one.
+    """
+
+    split: Callable[..., None]
+    merge: Callable[..., None]
+    shapes: tuple[tuple[int, tuple[int, ...]], ...]
+    absent: tuple[int, ...]
+    numbers: tuple[float, ...]
+
+    def __call__(
+        self,
+        data: Sequence[Tensor | None],
+        block_table: Tensor,
+        schedule: Tensor,
+        splits: Tensor,
+        partial_out: Tensor,
+        partial_lse: Tensor,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Runs decode and combine kernel. Nothing is allocated, nothing synchronises, nothing is checked."""
+        data = list(data)
+        for index, shape in self.shapes:
+            data[index] = data[index].view(shape)
+        for index in self.absent:
+            data[index] = block_table
+        with on_device(out.device):
+            self.split(*data, block_table, schedule, partial_out, partial_lse, out, lse, *self.numbers)
+            self.merge(splits, partial_out, partial_lse, out, lse)
+
+
 def launch(
     op: PagedOp,
     shape: Any,
-    data: tuple[Tensor, ...],
+    data: Sequence[Tensor | None],
+    block_table: Tensor,
     softmax_scale: float,
     causal: bool,
     window: int,
@@ -132,34 +173,31 @@ def launch(
     lse: Tensor,
     numbers: tuple[float, ...] = (),
     kernels: tuple[Callable[..., None], Callable[..., None]] | None = None,
-) -> None:
-    """Run decode and combine kernel. Nothing is allocated, nothing synchronises.
+) -> Launch | None:
+    """Run decode and combine kernel; what ran is the answer, or None where there was nothing to run them on.
 
     Args:
         op, shape: what to run, and what was compiled for it.
-        data: the op's arguments and the block table, as kernels take them; None where an optional one is left out.
+        data: the op's arguments, checked.
         numbers: the op's.
         kernels: of :func:`compile_kernels`, in place of the chosen ones.
-        softmax_scale, causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse: as in the op's
-            schema.
+        block_table, softmax_scale, causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse: as in
+            the op's schema.
     """
     batch, seqlen_q, _, width = out.shape
     if batch == 0 or seqlen_q == 0:
-        return
-    cache, block_table = data[op.places["P"][0]], data[-1]
-    if block_table.shape[1] == 0 or cache.shape[0] == 0:  # no page to point a tensor map at
+        return None
+    if block_table.shape[1] == 0 or data[op.places["P"][0]].shape[0] == 0:  # no page to point a tensor map at
         out.zero_()
         lse.fill_(-torch.inf)
-        return
-    device = out.device
-    with on_device(device):
-        tail = numbers
-        if op.optional:
-            tail = (*numbers, *(int(data[index] is not None) for index in op.optional))
-            data = tuple([block_table if tensor is None else tensor for tensor in data])
-        split, merge = kernels or compile_chosen(op, shape, device, batch, width, partial_lse.shape[0])
-        split(
-            *data, schedule, partial_out, partial_lse, out, lse, softmax_scale, int(causal),
-            NO_WINDOW if window < 0 else window, sinks, *tail,
-        )  # fmt: skip
-        merge(splits, partial_out, partial_lse, out, lse)
+        return None
+    tail = (softmax_scale, int(causal), NO_WINDOW if window < 0 else window, sinks, *numbers)
+    with on_device(out.device):
+        made = Launch(
+            *(kernels or compile_chosen(op, shape, out.device, batch, width, partial_lse.shape[0])),
+            shapes=tuple((index, tuple(data[index].flatten(first).shape)) for index, first in op.joined),
+            absent=tuple(index for index in op.optional if data[index] is None),
+            numbers=tail + tuple(int(data[index] is not None) for index in op.optional),
+        )
+    made(data, block_table, schedule, splits, partial_out, partial_lse, out, lse)
+    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pkgutil import resolve_name
@@ -11,13 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mha2mla.kernels.devices import capability, check_backend, device_name, dtype_name, num_sms
-from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_float
+from mha2mla.kernels.layouts import ALIGNMENT, Layout, argument_error, check_aligned, check_float
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.arguments import INDICES, Argument
-from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
+from mha2mla.kernels.split_kv.plan import (
+    DecodePlan,
+    allocate_plan,
+    check_spans,
+    check_splits,
+    check_window,
+    in_plain_eager_mode,
+)
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 from mha2mla.kernels.split_kv.tuning import batch_bucket
 
@@ -129,9 +135,14 @@ class PagedOp:
         indices = (block_table, cache_seqlens, cache_starts)
         tensors = (*data, *indices)
         layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, out)]
-        compiling = torch.compiler.is_compiling()
+        eager = in_plain_eager_mode(data[0])
+        same = None
+        if eager and plan is not None:
+            same = (self, softmax_scale, bool(causal), backend, numbers, *layouts)
+            if (launch := plan.launches.get(same)) is not None:
+                return self._repeat(launch, data, block_table, plan, out, return_lse)
         # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
-        sizes = (_check if compiling else _check_once)(self, *layouts)
+        sizes = (_check if torch.compiler.is_compiling() else _check_once)(self, *layouts)
         call = (*data, *numbers, *indices, softmax_scale, causal, backend)
         if plan is None and out is None:
             out, lse = getattr(torch.ops.mha2mla, self.name)(*call)
@@ -141,14 +152,35 @@ class PagedOp:
         if plan is not None:
             plan.check(out, block_table, sizes.page, causal)
             buffers = plan.buffers
-        # The dispatcher costs as much as the kernel's launch; plain tensors in plain eager mode need it not.
-        eager = not compiling and type(data[0]) is Tensor and not is_in_torch_dispatch_mode()
         lse = plan.lse if eager and plan is not None and not return_lse else None
         lse = _empty_lse(out) if lse is None else lse
         if eager:
-            self._run(sizes, *call, *buffers, out, lse)
+            launch = self._run(sizes, *call, *buffers, out, lse)
+            if launch is not None and same is not None:
+                plan.remember(same, launch)
         else:
             getattr(torch.ops.mha2mla, f"{self.name}_out")(*call, *buffers, out, lse)
+        return (out, lse) if return_lse else out
+
+    def _repeat(
+        self,
+        launch: Callable[..., None],
+        data: tuple[Tensor | None, ...],
+        block_table: Tensor,
+        plan: DecodePlan,
+        out: Tensor | None,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """A call whose like was checked and launched with this plan: of it only addresses are left to check."""
+        out = data[0].new_empty(plan.shape) if out is None else out
+        addresses = out.data_ptr()
+        for tensor in data:
+            if tensor is not None:
+                addresses |= tensor.data_ptr()
+        if addresses % ALIGNMENT:
+            check_aligned(out=out, **dict(zip(self.names, data, strict=True)))
+        lse = _empty_lse(out) if return_lse or plan.lse is None else plan.lse
+        launch(data, block_table, plan.schedule, plan.splits, plan.partial_out, plan.partial_lse, out, lse)
         return (out, lse) if return_lse else out
 
     def plan(
@@ -226,14 +258,8 @@ class PagedOp:
     def _decode_out(self, *call: Any) -> None:
         self._run(self._sizes_of(call), *call)
 
-    def kernel_arguments(self, data: Iterable[Tensor | None]) -> list[Tensor | None]:
-        """``arguments`` as kernels take them: what lies side by side is one dimension."""
-        made = list(data)
-        for index, first in self.joined:
-            made[index] = made[index].flatten(first)
-        return made
-
-    def _run(self, sizes: Sizes, *call: Any) -> None:
+    def _run(self, sizes: Sizes, *call: Any) -> Callable[..., None] | None:
+        """Runs a checked call; what was launched, for calls like it."""
         count = len(self.arguments)
         data, numbers, call = call[:count], call[count : count + len(self.numbers)], call[count + len(self.numbers) :]
         (
@@ -250,7 +276,7 @@ class PagedOp:
             )  # fmt: skip
             out.copy_(made[0])
             lse.copy_(made[1])
-            return
+            return None
         check_aligned(out=out, **dict(zip(self.names, data, strict=True)))
         if schedule is None:
             plan = self.plan(sizes.by_name, query, block_table, cache_seqlens, cache_starts, causal, None, 0, backend)
@@ -259,8 +285,8 @@ class PagedOp:
             raise ValueError(
                 "plan was made for the reference backend; expected one for TileLang, which serves this call"
             )
-        _launch()(
-            self, shape, (*self.kernel_arguments(data), block_table), softmax_scale, causal, window, sinks, schedule,
+        return _launch()(
+            self, shape, data, block_table, softmax_scale, causal, window, sinks, schedule,
             splits, partial_out, partial_lse, out, lse, numbers,
         )  # fmt: skip
 
@@ -290,7 +316,7 @@ _check_once = lru_cache(maxsize=4096)(_check)  # a decode loop asks in every lay
 
 
 @lru_cache(maxsize=1)
-def _launch() -> Callable[..., None]:
+def _launch() -> Callable[..., Callable[..., None] | None]:
     from mha2mla.kernels.split_kv.launch import launch  # imports TileLang
 
     return launch

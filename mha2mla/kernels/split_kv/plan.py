@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
 
+MOST_LAUNCHES = 64  # that a plan remembers: a model's layers are a few kinds of calls
 MAX_BLOCKS = 65535  # of CTAs in the dimension of a grid that counts them
 
 
@@ -35,6 +39,7 @@ class DecodePlan:
         partial_lse: [num_ctas, 2, S_q, H] float32 workspace.
         num_splits: that the caller asked for, per sequence; 0: as many as balance best.
         lse: [B, H, S_q] float32, where a call writes what its caller does not ask for; None: such calls allocate.
+        launches: what eager calls with this plan were checked for (everything but addresses), and what they launched.
     """
 
     shape: tuple[int, int, int, int]
@@ -48,6 +53,13 @@ class DecodePlan:
     partial_lse: Tensor
     num_splits: int = 0
     lse: Tensor | None = None
+    launches: dict[Any, Callable[..., None]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def remember(self, call: Any, launch: Callable[..., None]) -> None:
+        """Keeps what a call launched for the next one like it."""
+        if len(self.launches) == MOST_LAUNCHES:
+            self.launches.clear()
+        self.launches[call] = launch
 
     @property
     def num_ctas(self) -> int:
@@ -94,11 +106,17 @@ class DecodePlan:
                     f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; expected contiguous int32 "
                     f"[{self.shape[0]}] on {self.splits.device}"
                 )
-        torch.ops.mha2mla.split_kv_plan(
+        plan = _plan if in_plain_eager_mode(cache_seqlens) else torch.ops.mha2mla.split_kv_plan
+        plan(
             cache_seqlens, cache_starts, self.capacity, self.shape[1], self.causal,
             -1 if self.window is None else self.window, self.sinks, self.schedule, self.splits,
             self.num_splits,
         )  # fmt: skip
+
+
+def in_plain_eager_mode(tensor: Tensor) -> bool:
+    """Whether an op on a tensor needs no dispatcher, which costs as much as a kernel's launch."""
+    return not torch.compiler.is_compiling() and type(tensor) is Tensor and not is_in_torch_dispatch_mode()
 
 
 def spans_of(cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from mha2mla.kernels.split_kv import launch as kernels
 from mha2mla.kernels.split_kv import op as frame
 from mha2mla.kernels.split_kv.arguments import Argument
 from mha2mla.kernels.split_kv.op import PagedOp
+from mha2mla.kernels.split_kv.plan import MOST_LAUNCHES, DecodePlan, allocate_plan
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,72 @@ def test_what_select_says_is_the_reason(monkeypatch):
     assert frame.compiled_shape(shape).seqlen_q == 4
 
 
-def test_kernels_get_what_lies_side_by_side_as_one_dimension():
-    q, cache, scale = OP.kernel_arguments(inputs()["data"])
-    assert (q.ndim, cache.shape, scale.ndim) == (4, (3, 16, 16), 2)
+@pytest.fixture
+def launched(monkeypatch):
+    """What kernels that do nothing were called with; the op is served by them on a CPU."""
+    calls = []
+
+    def chosen(*_):
+        return lambda *tensors: calls.append(("split", tensors)), lambda *tensors: calls.append(("merge", tensors))
+
+    monkeypatch.setattr(frame, "dispatch", lambda op, backend, *call: Shape(*call[:-2], "bfloat16"))
+    monkeypatch.setattr(kernels, "compile_chosen", chosen)
+    monkeypatch.setattr(kernels, "on_device", lambda _: nullcontext())
+    return calls
+
+
+def planned() -> DecodePlan:
+    return allocate_plan((1, 2, 4, 8), 3, 32, True, None, 0, torch.device("cpu"))
+
+
+def test_kernels_get_what_lies_side_by_side_as_one_dimension(launched):
+    given = inputs(torch.bfloat16)
+    plan = planned()
+    for _ in range(2):  # checked, and remembered
+        call(**given, plan=plan)
+    (_, split), (_, merge), (_, again), (_, merge_again) = launched
+    assert [x.shape for x in split[:4]] == [(1, 2, 4, 8), (3, 16, 16), (3, 16), (1, 2)]
+    assert split[4] is plan.schedule and split[8] is plan.lse and merge[0] is plan.splits
+    assert again[9:] == split[9:] == (1.0, 1, 2**30, 0)
+    assert [x.shape for x in again[:9]] == [x.shape for x in split[:9]] and len(merge) == len(merge_again) == 5
+    assert again[7] is merge_again[3] is not split[7]  # an output of its own
+
+
+def test_a_plan_remembers_calls_and_checks_those_that_differ(launched):
+    given = inputs(torch.bfloat16)
+    q, cache, scale = given.pop("data")
+    plan = planned()
+    call((q, cache, scale), **given, plan=plan)
+    call((q.clone(), cache.clone(), scale.clone()), **given, plan=plan)
+    assert len(plan.launches) == 1 and len(launched) == 4
+    wrong = {
+        r"q.shape is \(1, 1, 4, 8\)|plan was made for": (q[:, :1], cache, scale),
+        "cache.dtype is torch.float16; expected torch.bfloat16": (q, cache.half(), scale),
+        r"cache.stride\(2\) is 128; expected 8": (q, cache.transpose(1, 2).contiguous().transpose(1, 2), scale),
+        r"q.data_ptr\(\) is \d+; expected a multiple of 16": (
+            torch.ones(65).bfloat16()[1:].view(q.shape),
+            cache,
+            scale,
+        ),
+    }
+    for message, data in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            call(data, **given, plan=plan)
+    with pytest.raises(ValueError, match="cache_seqlens.dtype is torch.int64; expected torch.int32"):
+        call((q, cache, scale), given["block_table"], given["cache_seqlens"].long(), plan=plan)
+    with pytest.raises(ValueError, match=r"max_pages \* page = 32; expected 16"):
+        call((q, cache, scale), given["block_table"][:, :1].contiguous(), given["cache_seqlens"], plan=plan)
+    with pytest.raises(ValueError, match="plan was made for causal=True; expected False"):
+        OP((q, cache, scale), *given.values(), None, 1.0, False, None, plan, None, False)
+    with pytest.raises(ValueError, match="softmax_scale is -1.0; expected a positive"):
+        OP((q, cache, scale), *given.values(), None, -1.0, True, None, plan, None, False)
+    assert len(launched) == 4 and len(plan.launches) == 1
+
+
+def test_what_a_plan_remembers_is_bounded(launched):
+    given = inputs(torch.bfloat16)
+    plan = planned()
+    for scale in range(1, 2 * MOST_LAUNCHES):
+        OP(*given.values(), None, float(scale), True, None, plan, None, False)
+        assert 1 <= len(plan.launches) <= MOST_LAUNCHES
+    assert [split[9] for name, split in launched if name == "split"] == [*range(1, 2 * MOST_LAUNCHES)]
