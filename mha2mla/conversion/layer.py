@@ -238,7 +238,10 @@ def latent_problem(
         moment = statistics.query_second_moment.to(key.device)
         read = basis.query_nope @ moment @ basis.query_nope.mT
         metric = read.view(kv_heads, spec.group_size, nope, nope).sum(1)
-    out = weights.o_weight.view(-1, heads, d).transpose(0, 1)  # [H, hidden, d]
+    gain, seen = weights.output_gain, weights.o_weight
+    if gain is not None and gain.any():  # an MLP that is given nothing tells no error from another
+        seen = gain[:, None] * seen
+    out = seen.view(-1, heads, d).transpose(0, 1)  # [H, hidden, d]
     value_metric = (out.mT @ out).view(kv_heads, spec.group_size, d, d).sum(1)
     return LatentProblem(
         key=key,

@@ -1,6 +1,7 @@
 """One layer: the identities that conversion rests on (DESIGN §1), and every recipe against the source's attention."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -165,6 +166,41 @@ def test_rope_commutes_with_a_unitary_map_across_heads(selection):
         left = (basis.key_nope @ stacked).repeat_interleave(spec.group_size, 0)
         dropped = score(torch.einsum("hed,hd->he", basis.query_nope, query), left, spec.inv_freq, distance)
         assert torch.allclose(kept + dropped, expected)
+
+
+@pytest.mark.parametrize("case", ["llama", "glm4-no-biases", "olmo2", "gemma3"])
+def test_the_gain_of_an_output_is_that_of_the_norms_before_the_mlp(case):
+    """With nothing in the residual stream, and all channels of the attention's output equally large."""
+    layer = Layer(case)
+    block = layer.model.model.layers[0]
+    for name, parameter in block.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.normal_(parameter)
+    weights = ADAPTERS[layer.spec.model_type].attention_weights(
+        _State(layer.model), layer.spec, 0, device=torch.device("cpu"), dtype=torch.float64
+    )
+    output = torch.randn(1, 1, layer.spec.hidden_size).sign().double()
+    block.self_attn.forward = lambda **_: (output, None)
+    seen = []
+    block.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    block(torch.zeros_like(output), position_embeddings=None)
+    expected = torch.nn.functional.normalize(output * weights.output_gain, dim=-1)
+    torch.testing.assert_close(torch.nn.functional.normalize(seen[0], dim=-1), expected, rtol=0, atol=1e-6)
+
+
+def test_value_errors_count_as_the_mlp_is_given_them():
+    layer = Layer("gemma3")
+    layer.weights = replace(layer.weights, output_gain=torch.rand(layer.spec.hidden_size, dtype=torch.float64))
+    basis = shared_basis(layer, 4)
+    problem = latent_problem(layer.spec, layer.weights, basis, layer.statistics)
+    error = torch.randn(layer.spec.num_attention_heads, layer.spec.head_dim, dtype=torch.float64)
+    for kv_head, metric in enumerate(problem.value_metric):
+        group = slice(kv_head * layer.spec.group_size, (kv_head + 1) * layer.spec.group_size)
+        one = error[group.start]  # of a value, which all heads of the group read
+        each = torch.zeros(layer.spec.group_size, *error.shape, dtype=torch.float64)
+        each[range(layer.spec.group_size), range(group.start, group.stop)] = one
+        cost = (layer.weights.output_gain * (each.flatten(1) @ layer.weights.o_weight.T)).square().sum()
+        torch.testing.assert_close(one @ metric @ one, cost)
 
 
 def test_a_shared_basis_keeps_the_largest_components():

@@ -101,6 +101,7 @@ class Glm4Adapter(GlmAdapter):
     """GLM-4-0414: GLM's attention, with norms after it and after the MLP, too."""
 
     model_type = "glm4"
+    norms_to_mlp = ("post_self_attn_layernorm", "post_attention_layernorm")
 
 
 class Olmo2Adapter(FamilyAdapter):
@@ -137,6 +138,7 @@ class Gemma3TextAdapter(FamilyAdapter):
     one for layers with a sliding window and one for the others."""
 
     model_type = "gemma3_text"
+    norms_to_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")
     table_by_layer_type = True
     qk_norm = True
     norm_offset = 1.0

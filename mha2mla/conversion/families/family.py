@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -29,6 +30,8 @@ class FamilyAdapter:
     table_by_layer_type: ClassVar[bool] = False  # rope_parameters holds parameters for each of layer_types
     partial_rotary: ClassVar[bool] = False  # its code looks at partial_rotary_factor
     neighbours_pair: ClassVar[bool] = False  # rotary pairs are (2j, 2j + 1) instead of halves
+    # Norms that the attention's output passes on its way to the MLP.
+    norms_to_mlp: ClassVar[tuple[str, ...]] = ("post_attention_layernorm",)
 
     def sliding_windows(self, config: PreTrainedConfig) -> tuple[int | None, ...]:
         """Visible tokens per layer, None for all."""
@@ -161,7 +164,9 @@ class FamilyAdapter:
         for field in ("q_weight", "k_weight", "q_bias", "k_bias"):
             if field in tensors:
                 tensors[field] = self._pair_halves(tensors[field], spec)
-        return AttentionWeights(**tensors)
+        names = (f"{self.layer_prefix(layer)}{name}.weight" for name in self.norms_to_mlp)
+        gains = [source.tensor(name).to(device=device, dtype=dtype) + spec.norm_offset for name in names]
+        return AttentionWeights(**tensors, output_gain=math.prod(gains))
 
     def _pair_halves(self, rows: torch.Tensor, spec: SourceSpec) -> torch.Tensor:
         """Rows of q or k, [heads * head_dim, ...], with each head's rotary pairs first and second half of it."""

@@ -111,6 +111,10 @@ class AttentionWeights:
 
     Rotary pairs are (j, j + head_dim / 2), as in Llama: where a family pairs otherwise or rotates only part of a head,
     q and k have their rows in this order (scores do not change when both do).
+
+    Attributes:
+        output_gain: [hidden], how much of a channel of the attention's output the MLP is given, by the gains of the
+            norms between them; it changes nothing, it says what an error of that channel costs.
     """
 
     q_weight: torch.Tensor
@@ -123,3 +127,4 @@ class AttentionWeights:
     o_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    output_gain: torch.Tensor | None = None

@@ -47,7 +47,8 @@ class LatentProblem:
         value: [h_kv, d_v, E], values without their bias.
         key_metric: [h_kv, d_n, d_n], cost of a key error e is e^T M e: second moment of the queries that read it. With
             a ``rotary`` key [n, n], n = h_kv d_n + d_r, of the errors of all keys (``rope.error_cost``).
-        value_metric: [h_kv, d_v, d_v], cost of a value error: W_O^T W_O of the heads that read it.
+        value_metric: [h_kv, d_v, d_v], cost of a value error: W_O^T g² W_O of the heads that read it, g the gains of
+            the norms on the output's way to the MLP.
         covariance: [E, E], of the inputs that keys are fitted to, centred; None when no statistics were taken.
         mean: [E], their mean; None likewise.
         value_covariance: [E, E], of the inputs that values are fitted to (u itself, or its averages under attention).
