@@ -229,10 +229,10 @@ def eval_tasks(
 def plot(picture: str, report: str, more: list[str] | None = None) -> None:
     """Draws what JSON files say of conversions, wherever they were measured.
 
-    One of eval quality: the ratio by position in the window, and probes. Those of eval quality and eval latency of the
-    same checkpoints, or of benchmarks/loss_and_time.py: loss against the time of a decode call. Those of
-    benchmarks/conversion.py: loss against the window's length, and against cached bytes. Those of eval latency with
-    rows of its level e2e alone: tokens per second and the largest batch against context.
+    One of eval quality: the ratio by position in the window, and probes. One of convert: errors by layer. Those of eval
+    quality and eval latency of the same checkpoints, or of benchmarks/loss_and_time.py: loss against the time of a
+    decode call. Those of benchmarks/conversion.py: loss against the window's length, and against cached bytes. Those of
+    eval latency with rows of its level e2e alone: tokens per second and the largest batch against context.
 
     Args:
         picture: PNG or SVG file to write.
@@ -244,7 +244,12 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
     """
     from json import loads
 
-    reports = [loads(Path(file).read_text(encoding="utf-8")) for file in (report, *(more or ()))]
+    reports = []
+    for file in (report, *(more or ())):
+        try:
+            reports.append(loads(Path(file).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{file} is no JSON: {error}") from error
     from mha2mla.eval.plots import plot_reports
 
     plot_reports(reports, picture)

@@ -140,3 +140,17 @@ def test_a_fault_of_ours_keeps_its_traceback():
     process = started("-c", FAKE.format(body="def run():\n    raise RuntimeError('ours')\n"))
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" in output and "ours" in output
+
+
+def test_a_log_gets_few_states_of_bars_that_others_draw():
+    """lm-eval's, a state every tenth of a second."""
+    body = """
+def run():
+    from tqdm import tqdm
+    for _ in tqdm(range(20)):
+        time.sleep(0.05)
+    return 0
+"""
+    process = started("-c", FAKE.format(body=body))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and 1 <= len(output.strip().split("\r")) <= 3

@@ -78,6 +78,7 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
     the same checkpoints, or of ``benchmarks/loss_and_time.py``, loss against the time of a decode call; those of
     ``benchmarks/conversion.py``, loss against the length of the window at the largest cache, and against cached bytes.
     Those of ``eval latency --level e2e`` without any losses: tokens per second and the largest batch against context.
+    A folder's ``conversion.json`` alone gives :func:`plot_layers`.
 
     Args:
         reports: what the files hold.
@@ -89,8 +90,10 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
     """
     of_kind = {kind: [each for each in reports if each.get("kind") == kind] for kind in ("quality", "latency")}
     converted = [row for each in reports if str(each.get("kind")).startswith("conversion") for row in each["rows"]]
+    if len(reports) == 1 and converted and LAYER_CURVES.keys() & converted[0].keys():
+        return plot_layers(converted, path)
     panels: list[Draw] = []
-    if rows := _presets(converted):
+    if rows := _presets([row for row in converted if "name" in row]):
         share = max(row["cache_ratio"] for row in rows)
         what = f"tokens in a window, {share:g} of the source's cache"
         panels.append(partial(_draw_losses, lengths_and_losses(rows, share), what))

@@ -170,6 +170,16 @@ def test_latencies_without_generate_or_losses_are_no_picture(tmp_path, capsys):
     assert "'latency' with rows of --level e2e" in capsys.readouterr().err
 
 
+def test_the_record_of_a_conversion_is_drawn_by_layer(tiny_converted, tmp_path, capsys):
+    """``convert --json`` gives it; its rows, which are layers, were taken for those of a benchmark (a KeyError)."""
+    record = str(tiny_converted / "conversion.json")
+    assert main(["plot", str(tmp_path / "plot.png"), record]) == 0
+    assert _size(tmp_path / "plot.png") == _size(tiny_converted / "loss_per_layer.png")
+    assert main(["plot", str(tmp_path / "two.png"), record, "--more", record]) == 2
+    assert main(["plot", str(tmp_path / "no.png"), str(tiny_converted / "README.md")]) == 2
+    assert "README.md is no JSON: " in capsys.readouterr().err
+
+
 def test_files_that_say_nothing_of_a_conversion_are_refused(tmp_path, capsys):
     (tmp_path / "env.json").write_text(json.dumps({"kind": "environment", "rows": []}))
     assert main(["plot", str(tmp_path / "plot.png"), str(tmp_path / "env.json")]) == 2
