@@ -1,12 +1,15 @@
-"""The decode op on a GPU: errors over a matrix of shapes, speeds beside other implementations, host time per call.
+"""Decode ops on a GPU: speeds beside other implementations, of MLA, of MHA and GQA, over e4m3 latents; host time.
 
-    python benchmarks/decode.py check --json benchmarks/results/h200-decode-check.json
     python benchmarks/decode.py speed --json benchmarks/results/h200-decode-speed.json
     python benchmarks/decode.py speed --only "H128"        # shapes.py has the names
+    python benchmarks/decode.py gqa        # beside FlashAttention-3 on the same pages
+    python benchmarks/decode.py fp8        # beside bfloat16 over the same tokens
     python benchmarks/decode.py host --profile true
 
-``runner.py`` says what the numbers of ``speed`` are. Everything that may hang runs in a process of its own, under a
-time-out.
+``runner.py`` says what the numbers of speeds are. Of ``fp8``, ``error`` is against float64 over the cache as it is
+stored, ``original_error`` over the cache before it was rounded to e4m3, ``bf16_error`` what the bfloat16 op has there;
+``gain`` is the bfloat16 op's time through the fp8 op's. Everything that may hang runs in a process of its own, under a
+time-out. Errors over many geometries are ``mha2mla check kernels``'.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,75 +29,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measuring import decode_jobs, measure_decode
-from benchmarks.peers import Peer, flash_attention_3_mha, mla_peers
+from benchmarks.measuring import Row, check_then_time, decode_jobs, measure_decode
+from benchmarks.peers import Peer, flash_attention_3_gqa, flash_attention_3_mha, mla_peers
 from benchmarks.recording import Recording, command
 from benchmarks.runner import Benchmark, speed_of
-from benchmarks.shapes import MLA_PEERS, SpeedCase, decode_case, decode_cases
-from mha2mla.eval.report import write_json
-from mha2mla.kernel_testing.cases import Case
-from mha2mla.kernel_testing.check import check_cases
-from mha2mla.kernel_testing.compiling import compile_launches
-from mha2mla.kernel_testing.problems import Problem
-from mha2mla.kernels import mla_decode
-
-# heads -> kv heads of a model with so many heads (SmolLM2, Qwen2, Gemma, Llama and their kin)
-KV_HEADS = {9: 3, 14: 2, 16: 4, 24: 8, 32: 8, 40: 8, 64: 8, 128: 16}
-LATENT = {9: 192, 14: 128, 16: 512, 24: 320, 32: 512, 40: 448, 64: 512, 128: 512}
-LENGTHS = {
-    "1": (1,) * 3,
-    "63": (63,) * 3,
-    "64": (64,) * 3,
-    "65": (65,) * 3,
-    "4096": (4096,) * 3,
-    "mixed": (0, 1, 300, 5000, 64),
-}
-
-
-def check(json: str | None = None) -> bool:
-    """Errors against float64, beside torch's at bfloat16, of heads x rope heads x page x lengths.
-
-    Args:
-        json: also write every row to this file.
-    """
-    cases = matrix()
-    rows = check_cases(cases, torch.device("cuda"))
-    labels = {max(lengths): label for label, lengths in LENGTHS.items()}
-    summary = Recording("decode-check")
-    for group in range(len(cases) // len(LENGTHS)):
-        mine = [row for row in rows if row["group"] == group]
-        measured = [row for row in mine if "error" in row]
-        worst = max(measured, key=lambda row: row["error"] / max(row["torch_error"], 1e-12), default={})
-        summary.rows.append(
-            {key: mine[0][key] for key in ("H", "G", "d_c", "d_r", "page", "kernel")}
-            | {labels[row["longest"]]: row["error"] for row in measured}
-            | {
-                "torch_worst": worst.get("torch_error"),
-                "lse": max((row["lse_error"] for row in measured), default=None),
-            }
-            | {"status": next((row["status"] for row in mine if row["status"] != "ok"), "ok")}
-        )
-    summary.show("error against float64 (bfloat16)")
-    wrong = sum(row["status"] != "ok" for row in rows)
-    print(f"{len(summary.rows)} geometries, {len(rows)} calls; not right: {wrong}")
-    if json:
-        write_json(json, kind="decode-check", rows=rows, environment=summary.environment)
-    return not wrong
-
-
-def matrix() -> list[Case]:
-    """heads x rope heads (1, kv heads, all) x page (16, 64) x lengths; a group is a geometry."""
-    geometries = [
-        (heads, groups, LATENT[heads], 64 if groups == 1 else 16, page)
-        for heads, kv_heads in KV_HEADS.items()
-        for groups in dict.fromkeys((1, kv_heads, heads))
-        for page in (16, 64)
-    ]
-    return [
-        Case(group, Problem(*geometry, lengths, page_size=page), "bfloat16", call=call)
-        for group, (*geometry, page) in enumerate(geometries)
-        for call, lengths in enumerate(LENGTHS.values())
-    ]
+from benchmarks.shapes import MLA_PEERS, SpeedCase, decode_case, decode_cases, fp8_cases, gqa_cases
+from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
+from mha2mla.kernel_testing.judgement import errors
+from mha2mla.kernel_testing.problems import Problem, exact, judge
+from mha2mla.kernels import dequantize_latent, gqa_decode, mla_decode, plan_mla_decode, quantize_latent
+from mha2mla.kernels.mla_decode.api import FP8, MLA
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
@@ -106,8 +51,49 @@ def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) ->
     return peers
 
 
-measure = partial(measure_decode, mla_decode, peers_of)
-BENCHMARK = Benchmark(
+def gqa_peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
+    return {"FA3_us": flash_attention_3_gqa(case.problem, inputs, expected)}
+
+
+def fp8_jobs(case: SpeedCase) -> list[CompileJob]:
+    """Of the fp8 op and of the bfloat16 op beside it."""
+    return [job for op in (FP8, MLA) for job in decode_jobs(case, op)]
+
+
+@torch.inference_mode()
+def measure_fp8(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cuda") -> Row:
+    """One shape's row: both ops checked, then timed in turn. On a CPU these are the references."""
+    problem = case.problem
+    inputs = problem.inputs(torch.bfloat16, device)
+    codes, scale = quantize_latent(inputs["latent_cache"])
+    stored = inputs | {"latent_cache": codes, "latent_scale": scale}
+    plan = problem.plan(inputs)
+    plan_fp8 = plan_mla_decode(
+        inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], inputs["cache_seqlens"],
+        qk_rope_head_dim=problem.qk_rope_head_dim, latent_dtype=codes.dtype,
+    )  # fmt: skip
+    out, lse = mla_decode(**stored, plan=plan_fp8, return_lse=True)
+    judgement = judge(inputs | {"latent_cache": dequantize_latent(codes, scale, torch.float64)}, out, lse)
+    original, _ = exact(inputs)
+    plain = mla_decode(**inputs, plan=plan)
+    small, large = problem.cache_bytes() - problem.tokens_seen() * (problem.kv_lora_rank - 4), problem.cache_bytes()
+    row: Row = {"name": case.name, "MB": small / 1e6, "MB_bf16": large / 1e6}
+    row |= {"original_error": errors(out, original)[0], "bf16_error": errors(plain, original)[0]}
+    del original
+    row = check_then_time(
+        row, judgement, partial(mla_decode, **stored, plan=plan_fp8, out=out),
+        lambda: {"bf16_us": partial(mla_decode, **inputs, plan=plan, out=plain)} if peers else {}, device, min_run_time,
+        cache_bytes=small,
+    )  # fmt: skip
+    if "bf16_us" in row:
+        row["gain"] = row["bf16_us"] / row["us"]
+        both = row["us_graph_warm"], row["bf16_us_graph"]
+        row["gain_graph"] = None if None in both else both[1] / both[0]
+    return row
+
+
+measure, measure_gqa = partial(measure_decode, mla_decode, peers_of), partial(measure_decode, gqa_decode, gqa_peers_of)
+SPEED = Benchmark(
     kind="decode-speed",
     title="mla_decode, bfloat16, µs with cold L2",
     measure=measure,
@@ -115,7 +101,17 @@ BENCHMARK = Benchmark(
     jobs=decode_jobs,
     peers=(*MLA_PEERS, "FA3_MHA_us"),
 )
-speed = speed_of(BENCHMARK, decode_cases)
+GQA = replace(
+    SPEED, kind="gqa-decode-speed", title="gqa_decode, bfloat16, page 64, µs with cold L2", measure=measure_gqa,
+    peers=("FA3_us",),
+)  # fmt: skip
+FP8_SPEED = replace(
+    SPEED, kind="fp8-decode-speed", title="mla_decode over an fp8 latent cache beside bfloat16", measure=measure_fp8,
+    jobs=fp8_jobs, peers=(),
+)  # fmt: skip
+speed = speed_of(SPEED, decode_cases)
+gqa = speed_of(GQA, gqa_cases, "gqa")
+fp8 = speed_of(FP8_SPEED, fp8_cases, "fp8")
 
 
 @torch.inference_mode()
@@ -173,4 +169,4 @@ def host_us(call: Callable[[], Any], calls: int, rounds: int = 5) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(command(check, speed, host))
+    sys.exit(command(speed, gqa, fp8, host))

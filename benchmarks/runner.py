@@ -166,8 +166,8 @@ def _show(benchmark: Benchmark, table: Sequence[Row], wanted: int, said: Mapping
         print(f"not reached within the budget: {wanted - len(table)} of {wanted}")
 
 
-def speed_of(benchmark: Benchmark, cases: Callable[[], list[SpeedCase]]) -> Callable[..., bool]:
-    """The verb ``speed`` of a benchmark's command line."""
+def speed_of(benchmark: Benchmark, cases: Callable[[], list[SpeedCase]], verb: str = "speed") -> Callable[..., bool]:
+    """The verb of that name of a benchmark's command line."""
 
     def speed(
         only: str | None = None,
@@ -189,4 +189,5 @@ def speed_of(benchmark: Benchmark, cases: Callable[[], list[SpeedCase]]) -> Call
         chosen = choose(cases(), only)
         return run(benchmark, chosen, peers=peers, min_run_time=min_run_time, json=json, budget=budget)
 
+    speed.__name__ = verb
     return speed

@@ -81,12 +81,6 @@ def test_a_wrong_peer_is_no_baseline():
     assert not isinstance(checked(lambda: lambda: expected, lambda out: (out, expected)), str)
 
 
-def test_the_matrix_covers_heads_rope_heads_pages_and_lengths():
-    cases = decode.matrix()
-    assert len({case.shape() for case in cases}) == 48
-    assert len(cases) == 48 * len(decode.LENGTHS)
-
-
 def test_the_sanitizer_runs_every_kernel_family_of_hopper():
     from benchmarks import sanitize
 

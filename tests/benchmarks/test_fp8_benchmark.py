@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from benchmarks import fp8_decode
+from benchmarks import decode
 from benchmarks.shapes import decode_case, fp8_cases
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.mla_decode.fp8_selection import refusal_fp8, select_fp8
@@ -22,7 +22,7 @@ def test_every_shape_is_one_that_the_kernel_takes():
 
 
 def test_one_shape_from_end_to_end():
-    row = fp8_decode.measure(decode_case(Problem(4, 1, 32, 16, (130,) * 2)), True, 0.01, device="cpu")
+    row = decode.measure_fp8(decode_case(Problem(4, 1, 32, 16, (130,) * 2)), True, 0.01, device="cpu")
     assert row["status"] == "ok" and row["us"] > 0 and row["bf16_us"] > 0 and row["gain"] == row["bf16_us"] / row["us"]
     assert row["bf16_error"] < row["original_error"] < 0.06
     assert row["MB"] == 260 * (32 + 4 + 32) / 1e6

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from benchmarks.gqa_decode import measure
+from benchmarks.decode import measure_gqa
 from benchmarks.runner import COLUMNS
 from benchmarks.shapes import decode_case, gqa_cases
 from mha2mla.kernel_testing import compiling
@@ -25,7 +25,7 @@ def test_names_are_unique_and_every_shape_has_a_kernel():
 def test_a_row_on_a_cpu():
     case = decode_case(dataclasses.replace(gqa_cases()[-1].problem, lengths=(40, 3)))
     assert case.name == "H16 G16 d192/128 2xmixed"
-    row = measure(case, True, 0.002, device="cpu")
+    row = measure_gqa(case, True, 0.002, device="cpu")
     assert row["status"] == "ok" and row["us"] > 0
     assert row["MB"] == 43 * 16 * (192 + 128) * 2 / 1e6
     assert row["FA3_us"].startswith("missing: ")

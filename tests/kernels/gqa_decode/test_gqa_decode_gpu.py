@@ -21,7 +21,7 @@ from tests.kernels.problems import random_work
 pytestmark = pytest.mark.gpu
 
 # A static shape costs half a minute of compiling. Those of page 64 and one new token are also what
-# benchmarks/gqa_decode.py times, and nearly every other test here takes one of the first four.
+# benchmarks/decode.py times, and nearly every other test here takes one of the first four.
 SHAPES = [
     GQAProblem(32, 32, 128, 128, (0, 1, 65, 300, 64)),
     GQAProblem(9, 3, 64, 64, (1, 63, 64, 65, 1000)),
