@@ -1,10 +1,9 @@
 """Decode over a cache of the latent alone on a GPU, beside the op over stored rotary keys at equal bytes.
 
-    python benchmarks/latent_decode.py --json benchmarks/results/h200-latent-decode.json
-    python benchmarks/latent_decode.py --only "H32,H9"
-    python benchmarks/latent_decode.py --widths true      # all widths at H=16 too
-    python benchmarks/latent_decode.py --codes true       # e4m3 latents, beside 16-bit ones of as many tokens
-    python benchmarks/latent_decode.py --equal_loss true  # beside the stored form that loses as much, of more bytes
+    python benchmarks/latent_decode.py speed --json benchmarks/results/h200-latent-decode.json
+    python benchmarks/latent_decode.py speed --only "H32,H9"
+    python benchmarks/latent_decode.py codes         # e4m3 latents, beside 16-bit ones of as many tokens
+    python benchmarks/latent_decode.py equal_loss    # beside the stored form that loses as much, of more bytes
 
 Both forms read as many bytes: d_c numbers a token, or d_c' + d_r' of them. Both are checked against float64, and timed
 in turn in one process. ``runner.py`` says what the numbers are.
@@ -28,8 +27,8 @@ from benchmarks.loss_and_time import conversions
 from benchmarks.measuring import Row, clean, decode_jobs, measure_decode
 from benchmarks.peers import Peer
 from benchmarks.recording import command
-from benchmarks.runner import Benchmark, run
-from benchmarks.shapes import SpeedCase, Target, choose, decode_case
+from benchmarks.runner import Benchmark, speed_of
+from benchmarks.shapes import SpeedCase, Target, decode_case
 from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
 from mha2mla.kernel_testing.latent_problems import LatentProblem
 from mha2mla.kernel_testing.problems import Problem, judge
@@ -50,8 +49,6 @@ TELLING = (
     (32, 1024, 128, 4096, 0.55),
     (32, 512, 128, 4096, 1.15),
 )
-TOKENS = {72: 32768, 120: 18432, 192: 12288, 256: 8192, 384: 6144}
-WIDTHS = tuple((16, d_c, d_r, tokens, 1.2) for d_c, tokens in TOKENS.items() for d_r in (32, 64, 96))
 CODES = tuple((h, d_c, d_r, n) for h, d_c, d_r, n, _ in TELLING if d_c % 16 == 0 and d_c <= 512 and d_r * d_c < 65536)
 # H, numbers that the source caches a token, d_c, d_r, then the stored form's d_c and d_r: shares of the cache at which
 # the two lost about as much of SmolLM2-135M (``losses``); at Llama-3-8B's shape the same shares, and no loss is known.
@@ -71,14 +68,13 @@ def code_cases() -> list[SpeedCase]:
     return [decode_case(LatentProblem(h, 1, d_c, d_r, (n,) * 64, slack=0, codes=True)) for h, d_c, d_r, n in CODES]
 
 
-def cases(widths: bool = False) -> list[SpeedCase]:
-    shapes = dict.fromkeys(TELLING + WIDTHS * widths)
+def cases() -> list[SpeedCase]:
     return [
         decode_case(
             LatentProblem(h, 1, d_c, d_r, (n,) * 64, slack=0),
             Target(share=limit) if limit < 1 else Target(peers=(("stored_us",), limit)),
         )
-        for h, d_c, d_r, n, limit in shapes
+        for h, d_c, d_r, n, limit in TELLING
     ]
 
 
@@ -167,29 +163,8 @@ BENCHMARK = Benchmark(
 )
 
 
-def speed(
-    only: str | None = None,
-    json: str | None = None,
-    widths: bool = False,
-    codes: bool = False,
-    equal_loss: bool = False,
-    min_run_time: float = 0.3,
-    budget: float | None = None,
-) -> bool:
-    """Checks and times both forms of every shape.
-
-    Args:
-        only: measure shapes whose name contains this, or one of these, separated by commas.
-        json: also write every row to this file.
-        widths: fifteen more widths at H=16.
-        codes: e4m3 latents in place of 16-bit ones.
-        equal_loss: pairs that lose as much in place of those of equal bytes.
-        min_run_time: seconds of cold-L2 runs per form and shape.
-        budget: seconds for all.
-    """
-    found = equal_loss_cases() if equal_loss else code_cases() if codes else cases(widths)
-    return run(BENCHMARK, choose(found, only), min_run_time=min_run_time, json=json, budget=budget)
-
+speed, codes = speed_of(BENCHMARK, cases), speed_of(BENCHMARK, code_cases, "codes")
+equal_loss = speed_of(BENCHMARK, equal_loss_cases, "equal_loss")
 
 if __name__ == "__main__":
-    sys.exit(command(speed))
+    sys.exit(command(speed, codes, equal_loss))

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring import Row, decode_jobs, measure_decode
 from benchmarks.recording import command
-from benchmarks.runner import Benchmark, run
-from benchmarks.shapes import SpeedCase, choose, decode_case
+from benchmarks.runner import Benchmark, speed_of
+from benchmarks.shapes import SpeedCase, decode_case
 from mha2mla.conversion.target import LAYOUTS
 from mha2mla.kernel_testing.compiling import compile_launches
 from mha2mla.kernel_testing.gqa_problems import GQAProblem
@@ -63,19 +63,7 @@ BENCHMARK = Benchmark(
 )
 
 
-def speed(
-    only: str | None = None, json: str | None = None, min_run_time: float = 0.3, budget: float | None = None
-) -> bool:
-    """Checks and times the decode call of every conversion.
-
-    Args:
-        only: measure shapes whose name contains this, or one of these, separated by commas.
-        json: also write every row to this file.
-        min_run_time: seconds of cold-L2 runs per shape.
-        budget: seconds for all.
-    """
-    return run(BENCHMARK, choose(list(conversions()), only), min_run_time=min_run_time, json=json, budget=budget)
-
+speed = speed_of(BENCHMARK, lambda: list(conversions()))
 
 if __name__ == "__main__":
     sys.exit(command(speed))

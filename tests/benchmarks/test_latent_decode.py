@@ -9,7 +9,7 @@ from benchmarks.shapes import target_us
 
 
 def test_both_forms_of_a_pair_read_the_same_bytes():
-    cases = latent_decode.cases(widths=True)
+    cases = latent_decode.cases()
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
         stored = latent_decode.stored_form(case.problem)
