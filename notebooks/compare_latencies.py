@@ -20,6 +20,9 @@
 # weights, so its text is noise and only its shapes are real. Set the variable `MHA2MLA_NOTEBOOK_MODEL` (or `MODEL`
 # below) to a folder or hub id for a real one, or to `smollm2` for the model of the demo. The figure is saved as
 # `compare_latencies.pdf` in the current folder, its numbers as `compare_latencies.csv`.
+#
+# The outputs that are saved here took two minutes on an H200 (`smollm2`) whose host other jobs used, too: where a band
+# is wide, it was busy.
 
 # %%
 import os
