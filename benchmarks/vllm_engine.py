@@ -127,9 +127,9 @@ def engine(
     return LLM(folder, skip_tokenizer_init=True, seed=0, **options)
 
 
-def greedy(llm: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+def greedy(llm: Any, prompts: Sequence[list[int]], new_tokens: int) -> list[Any]:
+    """vLLM's own answers, which say how many tokens of each prompt were cached already."""
     from vllm import SamplingParams
 
     parameters = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    return [list(output.outputs[0].token_ids) for output in llm.generate(requests, parameters, use_tqdm=False)]
+    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)

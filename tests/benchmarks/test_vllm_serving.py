@@ -53,10 +53,10 @@ def test_a_token_is_right_if_only_rounding_decided_against_it():
         ids = torch.tensor([prompt + tokens])
         tokens.append(int(low(ids, use_cache=False).logits[0, -1].argmax()))
     row = vllm_exact.judge((low, high), prompt, tokens)
-    assert (row["tokens"], row["equal"]) == (6, 6) and row["worst"] <= 1
+    assert (row["tokens"], row["equal"], row["beyond"]) == (6, 6, 0) and row["worst"] <= 1
     worst_choice = int(high(torch.tensor([prompt + tokens[:3]]), use_cache=False).logits[0, -1].argmin())
     row = vllm_exact.judge((low, high), prompt, [*tokens[:3], worst_choice])
-    assert row["equal"] == 3 and row["worst"] > 1
+    assert (row["equal"], row["beyond"]) == (3, 1) and row["worst"] > 1
 
 
 class Engine:
@@ -102,3 +102,29 @@ def test_the_entry_point_is_made_for_this_process_and_those_that_it_starts(monke
     assert set(found) == {"mha2mla.serving.plugin:register"}
     inherited = os.environ["PYTHONPATH"].split(os.pathsep)
     assert inherited == ["before"] or inherited == [str(vllm_engine.ROOT), "before", sys.path[-1]]
+
+
+def test_cancelled_requests_give_no_answer(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda max_tokens, **_: max_tokens))
+
+    class Answering(Engine):
+        steps = 0
+
+        def add_request(self, name, prompt, new_tokens):
+            self.decoding.append(name)
+
+        def abort_request(self, names):
+            self.aborted += names
+            self.decoding = [name for name in self.decoding if name not in names]
+
+        def step(self):
+            self.steps += 1
+            done = self.steps > 8
+            outputs = [SimpleNamespace(token_ids=[1] * 4)]
+            said = [SimpleNamespace(request_id=f"{n}-x", finished=done, outputs=outputs) for n in self.decoding]
+            self.decoding = [] if done else self.decoding
+            return said
+
+    engine = Answering()
+    answers = vllm_exact.cancelled(SimpleNamespace(llm_engine=engine), [[1]] * 11, 4)
+    assert engine.aborted == ["0", "5", "10"] and sorted(answers) == [1, 2, 3, 4, 6, 7, 8, 9]

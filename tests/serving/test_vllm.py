@@ -278,7 +278,8 @@ import sys
 from benchmarks.vllm_engine import checkpoint, engine, with_entry_point
 with_entry_point()
 name, value = sys.argv[1:]
-engine(checkpoint("random:latent", 1), enforce_eager=True, kv_cache_memory_bytes=2**30, **{name: value or True})
+options = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
+engine(checkpoint("random:latent", 1), **options, **{name: value or True})
 """
 
 
