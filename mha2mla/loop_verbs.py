@@ -51,7 +51,7 @@ def generate(
         max_length: tokens of a prompt with its answer; default what the model takes.
         overwrite: begin the output anew.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
-        dtype: of the weights; default what the checkpoint has.
+        dtype: of the weights; default what the checkpoint has, but on CUDA bfloat16 for float32.
         json: also write what it took to this file.
 
     Example:
@@ -125,7 +125,7 @@ def chat(
         seed: of random answers.
         max_length: tokens of a conversation.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
-        dtype: of the weights; default what the checkpoint has.
+        dtype: of the weights; default what the checkpoint has, but on CUDA bfloat16 for float32.
 
     Example:
         mha2mla chat path/to/llama-mla --beside path/to/llama
@@ -171,6 +171,21 @@ def _line() -> str:
 def _load(checkpoint: str, device: Device, dtype: Dtype | None) -> tuple[Any, Any]:
     import torch
 
+    from mha2mla.environment import compute_device
     from mha2mla.eval.loading import load
 
-    return load(checkpoint, device=device, dtype=None if dtype is None else getattr(torch, dtype))
+    given = compute_device(device)
+    return load(checkpoint, device=given, dtype=getattr(torch, dtype) if dtype else kernels_dtype(checkpoint, given))
+
+
+def kernels_dtype(checkpoint: str, device: Any) -> Any:
+    """bfloat16 for a float32 checkpoint on a CUDA device; None: as it is."""
+    import torch
+    from transformers import AutoConfig
+
+    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
+
+    if device.type != "cuda":
+        return None
+    config = AutoConfig.from_pretrained(find_checkpoint(checkpoint, "model")).get_text_config()
+    return torch.bfloat16 if config.dtype == torch.float32 else None

@@ -82,7 +82,9 @@ def answer_all(
             bar.set_postfix_str(f"{loop.progress.tokens_per_second:.0f} tokens/s", refresh=False)
             for request in given:
                 if request.finished:
-                    text = tokenizer.decode(request.answer, skip_special_tokens=True)
+                    text = tokenizer.decode(
+                        request.answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
+                    )
                     sizes = {"prompt_tokens": len(request.prompt), "new_tokens": len(request.answer)}
                     answers.write(asked[request], answer=text, finished=request.finished, **sizes)
                     bar.update()
@@ -146,7 +148,7 @@ class Conversation:
             if not given:
                 continue
             first = first or time.perf_counter() - began
-            whole = self._tokenizer.decode(request.answer, skip_special_tokens=True)
+            whole = self._tokenizer.decode(request.answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             if request.finished or not whole.endswith("\N{REPLACEMENT CHARACTER}"):  # half a letter, so far
                 yield whole[len(shown) :]
                 shown = whole
