@@ -5,9 +5,9 @@
 
 Weights and caches are random numbers, of Llama-2-7B's and Llama-3-8B's shapes. The limit reads all weights of a step
 and the cache once at R, the read rate of this run. A step is made in two ways: "fewer" is what the model serves with;
-"parts" is the base model's own modules with every projection by itself, which a hook on each asks for; others of WAYS
-are "fewer" but for one thing. At batch 1 logits are compared before anything is timed: those of "fewer" may be twice as
-far as those of "parts" from what the decode op's torch reference gives.
+"parts" is the base model's own modules with every projection by itself, which a hook on each asks for. At batch 1 their
+logits are compared before anything is timed: the new way may be twice as far as the old from what the decode op's torch
+reference gives.
 On a CPU small models of the same layouts count the ops that a step calls, and no time is taken.
 """
 
@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,7 +35,6 @@ from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.modeling.registry import GQAGeometry
-from mha2mla.modeling.step import Ahead
 from mha2mla.random_models import ShapeName, converted_config, random_model, source_config
 
 SMALL = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 96, "vocab_size": 64, "head_dim": 16}
@@ -45,24 +43,6 @@ LAYOUTS: dict[str, tuple[ShapeName, int, str, tuple[int, int], tuple[int, int]]]
     "per head 512+16": ("llama-2-7b", 8, "per-group", (512, 16), (32, 8)),
     "shared 448+64": ("llama-3-8b", 2, "shared", (448, 64), (32, 8)),
     "latent 512": ("llama-3-8b", 2, "latent", (512, 64), (32, 8)),
-}
-MB = 2**20
-# name -> ends of the names of modules that a hook keeps from products of our own, and what small kernels ask for.
-WAYS: dict[str, tuple[tuple[str, ...], Ahead | None]] = {
-    "parts": (("_proj", "model.norm", "lm_head"), None),
-    "fewer": ((), None),
-    "cuBLAS": (("o_proj", "down_proj"), Ahead()),
-    "cuBLAS down": (("down_proj",), Ahead()),
-    "cuBLAS output": (("o_proj",), Ahead()),
-    "ahead 0": ((), Ahead()),
-    "ahead norm 0": ((), Ahead(norm=2**16)),  # so little that it only begins early
-    "ahead norm 8": ((), Ahead(norm=8 * MB)),
-    "ahead norm 16": ((), Ahead(norm=16 * MB)),
-    "cuBLAS, ahead norm 16": (("o_proj", "down_proj"), Ahead(norm=16 * MB)),
-    "ahead append 16": ((), Ahead(append=16 * MB)),
-    "ahead append 32": ((), Ahead(append=32 * MB)),
-    "ahead activation 8": ((), Ahead(activation=8 * MB)),
-    "ahead all": ((), Ahead(norm=16 * MB, append=32 * MB, activation=8 * MB)),
 }
 ROWS = ((1, 2048), (8, 2048), (16, 8192), (64, 8192), (128, 8192))
 COLUMNS = {
@@ -106,10 +86,10 @@ def build(layout: str, layers: int, small: bool, device: torch.device, dtype: to
 
 
 @contextmanager
-def hooked(model: nn.Module, ends: tuple[str, ...] = WAYS["parts"][0]) -> Iterator[None]:
-    """Every projection whose name has one of these ends by itself, and with model.norm the base model's own forward."""
-    found = [module for name, module in model.named_modules() if name.endswith(ends)] if ends else []
-    handles = [module.register_forward_hook(_nothing) for module in found]
+def in_parts(model: nn.Module) -> Iterator[None]:
+    """The base model's own forward, and every projection by itself."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    handles = [module.register_forward_hook(_nothing) for module in (model.model.norm, *linears)]
     try:
         yield
     finally:
@@ -204,7 +184,7 @@ def distances(expected: Tensor, new: Tensor, old: Tensor, name: str, dtype: torc
 def judge(model: MHA2MLAForCausalLM, cache: PagedCache, step: BatchStep, ids: Tensor) -> dict[str, Any]:
     """Distances of both ways' logits from those of plain torch on the same cache, relative, and whether all is well."""
     reference = by_plain_torch(cache)
-    with hooked(model):
+    with in_parts(model):
         expected = model.forward_batch(ids, reference.step(step.batch)).double()
         parts = model.forward_batch(ids, step)
     fewer = model.forward_batch(ids, step)
@@ -219,19 +199,17 @@ def measure(
     ids = torch.randint(0, model.config.vocab_size, (batch,), device=model.device)
     size = weight_bytes(model) + batch * context * model.config.cache_bytes_per_token(model.dtype.itemsize)
     found = judge(model, cache, step, ids) if batch == 1 else {}
-    plain = model.forward_batch(ids, step).double()
+
+    def run() -> None:
+        step.refresh()
+        model.forward_batch(ids, step)
 
     for way in ways:
         row = {"batch": batch, "context": context, "way": way, "bytes": size, "limit_ms": size / rate * 1e3} | found
-        ends, ahead = WAYS[way]
-        same = step if ahead is None else replace(step, ahead=ahead)
-
-        def run(same: BatchStep = same) -> Tensor:
-            same.refresh()
-            return model.forward_batch(ids, same)
-
-        with hooked(model, ends):
-            row["from_fewer"] = float((run().double() - plain).norm() / plain.norm())
+        if way == "parts":
+            with in_parts(model):
+                graph = captured(run)
+        else:
             graph = captured(run)
         row["ms"] = replay_ms(graph, seconds)
         row["ratio"] = row["ms"] / row["limit_ms"]
@@ -277,7 +255,7 @@ def count_ops(layers: int) -> list[dict[str, Any]]:
             model = build(layout, depth, True, torch.device("cpu"), torch.float32)
             cache = model.paged_cache(8, 16)
             (step, _), ids = prepared(cache, 2, 20), torch.zeros(2, dtype=torch.long)
-            with hooked(model), Calls() as calls:
+            with in_parts(model), Calls() as calls:
                 expected = model.forward_batch(ids, step)
             counts["parts"].append(calls.names)
             model.forward_batch(ids, step)  # moves weights
@@ -310,7 +288,7 @@ def step_timeline(
         device: "cuda", or "cpu" to count ops of small models.
         layout: names of LAYOUTS; default all.
         row: which of ROWS; default all.
-        way: names of WAYS; default "parts" and "fewer".
+        way: "parts", "fewer"; default both.
         layers: of the models.
         min_run_time: seconds of replays for each row.
         budget: seconds after which nothing more is begun.

@@ -46,15 +46,6 @@ def check_aligned(**tensors: Tensor | None) -> None:
             raise argument_error(f"{name}.data_ptr()", tensor.data_ptr(), f"a multiple of {ALIGNMENT} bytes")
 
 
-def check_ahead(ahead: Tensor | None, like: Tensor) -> None:
-    """Raise ValueError unless a kernel whose tensors are as ``like`` could ask for what ``ahead`` holds."""
-    if ahead is not None and (
-        (ahead.dtype, ahead.device) != (like.dtype, like.device) or not ahead.is_contiguous() or ahead.numel() >= 2**31
-    ):
-        was = f"{ahead.dtype} on {ahead.device}, {tuple(ahead.shape)} by {ahead.stride()}"
-        raise argument_error("ahead", was, f"{like.dtype} on {like.device}, contiguous, below 2^31 numbers")
-
-
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor, contiguous and beginning at a multiple of 16 bytes: itself, or a copy."""
     tensor = tensor.contiguous()

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T
-from tilelang import tvm
 from tvm.script.ir_builder import IRBuilder
 
 
@@ -40,27 +39,6 @@ class Machine:
 
 
 GPU = Machine()
-
-# What a kernel begins with that asks, into the L2, for what the next one reads (sm_90 and newer): blocks behind its own
-# ask for AHEAD_NUMBERS each and end. Nobody waits for what comes.
-AHEAD_NUMBERS = 32 * 1024
-ASK_AHEAD = """
-static __device__ __forceinline__ void ask_ahead(const void* place, int bytes) {
-  if (threadIdx.x < 32)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
-                 : : "l"(static_cast<const char*>(place) + threadIdx.x * bytes), "r"(bytes) : "memory");
-  asm volatile("exit;");
-  __builtin_unreachable();
-}
-"""
-
-
-def ask_ahead(ahead, dtype: str, block):
-    """The call for the ``block``-th AHEAD_NUMBERS of ``ahead``, after which the block is no more."""
-    bytes_a_thread = AHEAD_NUMBERS // 32 * tvm.DataType(dtype).bits // 8
-    return T.call_extern(
-        "handle", "ask_ahead", T.access_ptr(ahead[block * AHEAD_NUMBERS], "r", AHEAD_NUMBERS), bytes_a_thread
-    )
 
 
 class Buffers(SimpleNamespace):

@@ -22,7 +22,7 @@ from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 from mha2mla.modeling.shards import HeadShard
-from mha2mla.modeling.stacking import first_bytes, project
+from mha2mla.modeling.stacking import project
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.visibility import under_window
 
@@ -263,11 +263,7 @@ class MLAAttention(nn.Module):
             no_autocast, dtype = torch.autocast(device, enabled=False), layer.dtype
             tensors = {name: tensor if tensor is None else tensor.to(dtype) for name, tensor in tensors.items()}
         with no_autocast:
-            given = {
-                "inv_freq": self._own("inv_freq"),
-                "ahead": first_bytes(self.o_proj, hidden_states, step.asks(hidden_states).append),
-            }
-            rotated, out = step.run(self.layer_idx, {**tensors, **given})
+            rotated, out = step.run(self.layer_idx, {**tensors, "inv_freq": self._own("inv_freq")})
         if out is not None:
             return out.unflatten(0, hidden_states.shape[:2]), None
         cached, k_pe = layer.tokens_with(hidden_states.shape[1])

@@ -108,7 +108,6 @@ def _mla_append(
         tensors["inv_freq"],
         latent_scale=cache.get("latent_scale"),
         attention_scaling=constants.attention_scaling,
-        ahead=tensors.get("ahead"),
         backend=backend,
     )
     return {"q_pe": rotated}

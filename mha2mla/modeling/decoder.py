@@ -9,7 +9,6 @@ class is left to the base model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mha2mla.kernels import rms_norm
 from mha2mla.modeling.recordable import HOST_ROPE
-from mha2mla.modeling.stacking import first_bytes, is_plain, project, project_gated, stacked
-from mha2mla.modeling.step import Ahead, AttentionStep
+from mha2mla.modeling.stacking import is_plain, project, project_gated, stacked
+from mha2mla.modeling.step import AttentionStep
 
 # model_type -> how transformers names the family's classes; the forward of their model, layer, norm and MLP is Llama's.
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -55,9 +54,7 @@ def run_base_model(
             hidden_states = model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             if _runs_as_it_is(model, hidden_states):
                 given = {"position_ids": position_ids, "mla_step": mla_step}
-                hidden_states = _run_layers(
-                    model, hidden_states, lambda attention, x: attention(x, **given)[0], mla_step.asks(hidden_states)
-                )
+                hidden_states = _run_layers(model, hidden_states, lambda attention, x: attention(x, **given)[0])
                 return BaseModelOutputWithPast(hidden_states, past_key_values)
     return model(
         input_ids=input_ids,
@@ -94,8 +91,7 @@ def run_source_model(model: nn.Module, input_ids: Tensor, step: AttentionStep) -
     if not _runs_as_it_is(model, hidden_states):
         return None
     inv_freq = rotary.inv_freq[None].float()
-    attend = partial(_attend, inv_freq=inv_freq, step=step)
-    return _run_layers(model, hidden_states, attend, step.asks(hidden_states))
+    return _run_layers(model, hidden_states, lambda attention, normed: _attend(attention, normed, inv_freq, step))
 
 
 def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step: AttentionStep) -> Tensor:
@@ -109,27 +105,20 @@ def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step:
     return project(out[None], (attention.o_proj,))[0]
 
 
-def _run_layers(
-    model: nn.Module, hidden_states: Tensor, attend: Callable[[nn.Module, Tensor], Tensor], ahead: Ahead
-) -> Tensor:
+def _run_layers(model: nn.Module, hidden_states: Tensor, attend: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
     """``attend``: what a layer's attention makes of normed states [B, S, hidden]."""
     branch, residual = hidden_states, None
     for layer in model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        asked = first_bytes(attention.q_proj, branch, ahead.norm)
-        normed, residual = _normed(layer.input_layernorm, branch, residual, asked)
-        branch = attend(attention, normed)
-        asked = first_bytes(mlp.gate_proj, branch, ahead.norm)
-        normed, residual = _normed(layer.post_attention_layernorm, branch, residual, asked)
-        asked = first_bytes(mlp.down_proj, normed, ahead.activation)
-        (branch,) = project(project_gated(normed, mlp.gate_proj, mlp.up_proj, asked), (mlp.down_proj,))
+        normed, residual = _normed(layer.input_layernorm, branch, residual)
+        branch = attend(layer.self_attn, normed)
+        normed, residual = _normed(layer.post_attention_layernorm, branch, residual)
+        gated = project_gated(normed, layer.mlp.gate_proj, layer.mlp.up_proj)
+        (branch,) = project(gated, (layer.mlp.down_proj,))
     return _normed(model.norm, branch, residual)[0]
 
 
-def _normed(
-    norm: nn.Module, branch: Tensor, residual: Tensor | None, ahead: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return rms_norm(branch, norm.weight, norm.variance_epsilon, residual=residual, ahead=ahead)
+def _normed(norm: nn.Module, branch: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    return rms_norm(branch, norm.weight, norm.variance_epsilon, residual=residual)
 
 
 def _runs_as_it_is(model: nn.Module, hidden_states: Tensor) -> bool:

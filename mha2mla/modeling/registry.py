@@ -67,7 +67,7 @@ class AttentionBackend:
         cache_layout: from geometry, page size and the model's dtype, what its cache is made of; ``latent_cache`` for a
             LatentCache, ``rope_cache`` unless keys are made from latents, ``latent_scale`` where these are e4m3.
         append: ``append(tensors, cache, batch, constants)`` rotates the queries, which it returns by name, and writes
-            keys and values of the new tokens to their slots. ``tensors`` may have "ahead", which it may ask for.
+            keys and values of the new tokens to their slots.
         attend: ``attend(tensors, cache, batch, plan, constants)`` gives [N, H, d_v]; None: the model's
             ``attn_implementation`` attends, in the expanded form, over what is cached.
         plan: the metadata op: ``plan(cache, batch, constants, dtype)`` before ``attend``, once per step for all layers

@@ -35,23 +35,12 @@ def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     return out.split([part.out_features for part in parts], dim=-1)
 
 
-def project_gated(x: Tensor, gate: nn.Module, up: nn.Module, ahead: Tensor | None = None) -> Tensor:
-    """silu(gate(x)) * up(x): as :func:`project`, and of few rows by one kernel; ``ahead`` is asked for meanwhile."""
+def project_gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+    """silu(gate(x)) * up(x): as :func:`project`, and of few rows by one kernel."""
     one = stacked(x, (gate, up))
     if one is not None and one[1] is None and gate.out_features == up.out_features and is_skinny(x, one[0]):
         return skinny_linear(x, one[0], gated=True)
-    return silu_mul(*project(x, (gate, up)), ahead=ahead)
-
-
-def first_bytes(part: nn.Module, x: Tensor, nbytes: int) -> Tensor | None:
-    """The beginning of a weight that a product with x is about to read, for small kernels to ask for; None: it lies
-    elsewhere, is of another dtype, or none of it is wanted."""
-    if not nbytes or not is_plain(part, nn.Linear) or type(part.weight) is not nn.Parameter:
-        return None
-    weight = part.weight.detach()
-    if (weight.dtype, weight.device) != (x.dtype, x.device) or not weight.is_contiguous():
-        return None
-    return weight.view(-1)[: nbytes // weight.itemsize]
+    return silu_mul(*project(x, (gate, up)))
 
 
 def stacked(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:

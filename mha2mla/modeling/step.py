@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -23,25 +23,6 @@ class ServedLayer(Protocol):
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """How much of the weight that a product is about to read small kernels before it ask for, into the L2, in bytes:
-    memory idles while they run. Results are the same bits.
-
-    Attributes:
-        norm: before query and latent, and before gate and up.
-        append: while attention runs, of the output projection.
-        activation: before the down projection.
-    """
-
-    norm: int = 0
-    append: int = 0
-    activation: int = 0
-
-
-_FEW_ROWS, _OF_FEW = 8, Ahead()  # what a step of so many tokens asks for unless told, as measured on an H200
-
-
-@dataclass(frozen=True)
 class AttentionStep:
     """What a forward pass hands to its layers.
 
@@ -50,19 +31,11 @@ class AttentionStep:
         batches: per layer, where its new tokens go; one object for all layers of a device.
         plans: per layer, of its call of the backend, layers that can share a plan do; None: the model's
             ``attn_implementation`` attends, in the expanded form.
-        ahead: what kernels ask for; None: what pays by the number of tokens, Ahead() for nothing.
     """
 
     layers: Sequence[ServedLayer]
     batches: tuple[Batch, ...]
     plans: tuple[Plan | None, ...]
-    ahead: Ahead | None = field(default=None, kw_only=True)
-
-    def asks(self, hidden_states: Tensor) -> Ahead:
-        """What kernels ask for in a step of these tokens [B, S, hidden]."""
-        if self.ahead is not None:
-            return self.ahead
-        return _OF_FEW if hidden_states.shape[:-1].numel() <= _FEW_ROWS else Ahead()
 
     def run(self, layer_idx: int, tensors: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
         """Rotates and writes a layer's new tokens, then attends if that is the backend's to do.

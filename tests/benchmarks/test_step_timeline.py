@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.step_timeline import LAYOUTS, build, count_ops, hooked, judge, prepared, products, summary
+from benchmarks.step_timeline import LAYOUTS, build, count_ops, in_parts, judge, prepared, products, summary
 
 
 def test_the_served_way_calls_fewer_ops():
@@ -26,7 +26,7 @@ def test_a_way_that_is_wrong_is_said_to_be():
     found = judge(model, cache, step, ids)
     assert found["status"] == "ok" and found["error"] < 1e-5
     hidden = model.model.norm.weight
-    with hooked(model):
+    with in_parts(model):
         assert model.model.norm._forward_hooks and model.lm_head._forward_hooks
     assert not model.model.norm._forward_hooks and hidden is model.model.norm.weight
 

@@ -1,14 +1,11 @@
 """A served step by fewer kernels: the base model's own result, and the base model wherever there is more to do."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mha2mla.modeling import LatentCache
-from mha2mla.modeling.step import Ahead
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank
 
@@ -82,45 +79,6 @@ def test_ragged_batches(case):
     assert fewer and not as_before
     for logits, right in zip(mine, expected, strict=True):
         assert models.relative_error(logits, right) < models.TOLERANCE
-
-
-class Asked(TorchDispatchMode):
-    """Address and bytes of what each op asks for ahead."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        names = [argument.name for argument in func._schema.arguments]
-        place = names.index("ahead") if "ahead" in names else len(args)
-        if place < len(args) and args[place] is not None:
-            self.found.append((args[place].data_ptr(), args[place].nbytes))
-        return func(*args, **kwargs or {})
-
-
-@torch.no_grad()
-def test_small_kernels_ask_for_what_the_next_product_reads():
-    model, ids = models.mla_model("per-group"), torch.randint(3, 90, (5,))
-    cache = model.paged_cache(8)
-    sequence = cache.open()
-    step = cache.step(cache.extend({sequence: 5}))
-    expected = model.forward_batch(ids, step)
-    with Asked() as asked:
-        same = model.forward_batch(ids, replace(step, ahead=Ahead(norm=256, append=128, activation=64)))
-    assert torch.equal(same, expected)
-    assert asked.found == [
-        (part.weight.data_ptr(), nbytes)
-        for layer in model.model.layers
-        for part, nbytes in (
-            (layer.self_attn.q_proj, 256), (layer.self_attn.o_proj, 128),
-            (layer.mlp.gate_proj, 256), (layer.mlp.down_proj, 64),
-        )
-    ]  # fmt: skip
-    with Asked() as asked:
-        model.forward_batch(ids, replace(step, ahead=Ahead()))
-    assert not asked.found
-    assert step.asks(torch.empty(1, 9, 4)) == Ahead()  # of many tokens nothing is worth asking for
 
 
 def changed(name):

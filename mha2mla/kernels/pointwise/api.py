@@ -6,18 +6,12 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import runs_compiled
-from mha2mla.kernels.layouts import check_ahead, check_float, check_like
+from mha2mla.kernels.layouts import check_float, check_like
 from mha2mla.kernels.registration import register
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    residual: Tensor | None = None,
-    ahead: Tensor | None = None,
-    backend: str | None = None,
+    x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """RMSNorm (arXiv 1910.07467) of x, or of residual + x, with the roundings that transformers' Llama has.
 
@@ -26,10 +20,9 @@ def rms_norm(
 
     Args:
         x: [..., width].
-        weight: [width].
+        weight: [width]; with few rows not written by the kernel that is launched before, which may still run.
         eps: added to the mean square.
         residual: as x.
-        ahead: what later kernels read, as in :func:`mla_append`.
         backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16.
 
     Returns:
@@ -42,18 +35,17 @@ def rms_norm(
     for name, tensor, shape in (("weight", weight, x.shape[-1:]), ("residual", residual, x.shape)):
         if tensor is not None:
             _check_beside(name, tensor, x, "x", shape)
-    check_ahead(ahead, x)
     compiled = runs_compiled(backend, x.device, x.dtype)
-    normed, total = torch.ops.mha2mla.rms_norm(x, residual, weight, eps, compiled, ahead)
+    normed, total = torch.ops.mha2mla.rms_norm(x, residual, weight, eps, compiled)
     return normed, x if residual is None else total
 
 
-def silu_mul(gate: Tensor, up: Tensor, *, ahead: Tensor | None = None, backend: str | None = None) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     """silu(gate) * up (SwiGLU, arXiv 2002.05202), both steps rounded to the dtype.
 
     Args:
         gate, up: [..., width]; parts of one projection are read where they lie.
-        ahead, backend: as in :func:`rms_norm`.
+        backend: as in :func:`rms_norm`.
 
     Returns:
         [..., width], a new tensor.
@@ -63,8 +55,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, ahead: Tensor | None = None, backend: 
     """
     check_float("gate.dtype", gate.dtype)
     _check_beside("up", up, gate, "gate", gate.shape)
-    check_ahead(ahead, gate)
-    return torch.ops.mha2mla.silu_mul(gate, up, runs_compiled(backend, gate.device, gate.dtype), ahead)
+    return torch.ops.mha2mla.silu_mul(gate, up, runs_compiled(backend, gate.device, gate.dtype))
 
 
 def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, shape: torch.Size) -> None:
@@ -73,17 +64,14 @@ def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, sha
     check_like(name, tensor, first, first_name)
 
 
-def _rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool, ahead: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool) -> tuple[Tensor, Tensor]:
     if compiled:
         from mha2mla.kernels.pointwise.launch import launch_rms_norm
 
         out, total = _empty_norm(x, residual)
         rows = (-1, x.shape[-1])
         flat = None if residual is None else residual.reshape(rows)
-        kept = total if flat is None else total.view(rows)
-        launch_rms_norm(x.reshape(rows), flat, weight, eps, out.view(rows), kept, ahead)
+        launch_rms_norm(x.reshape(rows), flat, weight, eps, out.view(rows), total if flat is None else total.view(rows))
         return out, total
 
     from mha2mla.kernels.pointwise.reference import rms_norm_reference
@@ -92,13 +80,13 @@ def _rms_norm(
     return normed, x.new_empty(0) if residual is None else total
 
 
-def _silu_mul(gate: Tensor, up: Tensor, compiled: bool, ahead: Tensor | None = None) -> Tensor:
+def _silu_mul(gate: Tensor, up: Tensor, compiled: bool) -> Tensor:
     if compiled:
         from mha2mla.kernels.pointwise.launch import launch_silu_mul
 
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         rows = (-1, gate.shape[-1])
-        launch_silu_mul(gate.reshape(rows), up.reshape(rows), out.view(rows), ahead)
+        launch_silu_mul(gate.reshape(rows), up.reshape(rows), out.view(rows))
         return out
 
     from mha2mla.kernels.pointwise.reference import silu_mul_reference
@@ -112,13 +100,12 @@ def _empty_norm(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor,
 
 
 register(
-    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool compiled, Tensor? ahead=None)"
-    " -> (Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool compiled) -> (Tensor, Tensor)",
     _rms_norm,
     _empty_norm,
 )
 register(
-    "silu_mul(Tensor gate, Tensor up, bool compiled, Tensor? ahead=None) -> Tensor",
+    "silu_mul(Tensor gate, Tensor up, bool compiled) -> Tensor",
     _silu_mul,
     lambda gate, *_: torch.empty_like(gate, memory_format=torch.contiguous_format),
 )

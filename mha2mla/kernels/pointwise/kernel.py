@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from mha2mla.kernels.machine import AHEAD_NUMBERS, ASK_AHEAD, Buffers, Machine, ask_ahead
+from mha2mla.kernels.machine import Buffers, Machine
 
 
 def make_rms_norm(
@@ -12,7 +12,7 @@ def make_rms_norm(
     residual: bool,
     vector: int = 1,
     threads: int = 256,
-    asks: bool = False,
+    dependent: bool = False,
     on_cpu: bool = False,
 ):
     """A TileLang function ``rms_norm``, a block a row; the number of rows is a run-time value.
@@ -23,12 +23,12 @@ def make_rms_norm(
         residual: whether ``base`` is added before, and the sum written; else both are any [rows, width] tensors.
         vector: numbers that a thread moves at a time; divides width, and pointers are aligned to so many.
         threads: of a block, a multiple of 32.
-        asks: for ``ahead``, whole AHEAD_NUMBERS of it, by blocks behind those of the rows, as a programmatic dependent
-            of the kernel before; and lets its own begin once a block has its row (sm_90 and newer).
+        dependent: launch it as a programmatic dependent of the kernel before, for whose end its row waits and not its
+            weight, which nobody writes; its own dependents begin once it has its row, before which what they ask for
+            would come (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
 
-    The function's arguments: x, base, weight [width], out and total [rows, width] (contiguous); ahead [any number]; eps
-    float32.
+    The function's arguments: x, base, weight [width], out and total [rows, width] (contiguous); eps float32.
     """
     accum = T.float32
     machine = Machine(on_cpu)
@@ -36,7 +36,7 @@ def make_rms_norm(
     warps = 1 if on_cpu else threads // 32
     vectors = width // vector
     rounds = -(-vectors // lanes)
-    rows, numbers = T.dynamic("rows"), T.dynamic("numbers")
+    rows = T.dynamic("rows")
 
     def thread():
         return 0 if on_cpu else T.get_thread_binding()
@@ -48,14 +48,9 @@ def make_rms_norm(
         weight: T.Tensor([width], dtype),
         out: T.Tensor([rows, width], dtype),
         total: T.Tensor([rows, width], dtype),
-        ahead: T.Tensor([numbers], dtype),
         eps: T.float32,
     ):
-        with T.Kernel(rows + (numbers // AHEAD_NUMBERS if asks else 0), threads=lanes) as row:
-            if asks:
-                T.import_source(ASK_AHEAD)
-                if row >= rows:
-                    ask_ahead(ahead, dtype, row - rows)
+        with T.Kernel(rows, threads=lanes) as row:
             m = Buffers(
                 held=T.alloc_local([rounds * vector], dtype),
                 scale=T.alloc_local([rounds * vector], dtype),
@@ -66,9 +61,9 @@ def make_rms_norm(
             m.square[0] = 0.0
             for r in T.unroll(rounds):
                 if r * lanes + thread() < vectors:
-                    for v in T.vectorized(vector):  # from memory, while the row comes from the L2
+                    for v in T.vectorized(vector):  # from memory, while the row is still made, or comes from the L2
                         m.scale[r * vector + v] = weight[(r * lanes + thread()) * vector + v]
-            if asks:
+            if dependent:
                 T.pdl_sync()
             for r in T.unroll(rounds):
                 if r * lanes + thread() < vectors:
@@ -91,8 +86,8 @@ def make_rms_norm(
                 if thread() % 32 == 0:
                     m.parts[thread() // 32] = m.square[0]
                 T.sync_threads()
-                if asks:
-                    T.pdl_trigger()  # not before the row is there: what follows asks for its weights
+                if dependent:
+                    T.pdl_trigger()
                 m.square[0] = 0.0
                 for w in T.unroll(warps):
                     m.square[0] += m.parts[w]
@@ -110,37 +105,29 @@ def make_rms_norm(
     return rms_norm
 
 
-def make_silu_mul(
-    *, width: int, dtype: str, vector: int = 1, threads: int = 128, asks: bool = False, on_cpu: bool = False
-):
+def make_silu_mul(*, width: int, dtype: str, vector: int = 1, threads: int = 128, on_cpu: bool = False):
     """A TileLang function ``silu_mul``; the number of rows is a run-time value.
 
     Args:
         width: numbers of a row.
-        dtype, vector, threads, asks, on_cpu: as of :func:`make_rms_norm`.
+        dtype, vector, threads, on_cpu: as of :func:`make_rms_norm`.
 
-    The function's arguments: gate and up [rows, width] (run-time strides), out [rows, width] (contiguous); ahead
-    [any number].
+    The function's arguments: gate and up [rows, width] (run-time strides), out [rows, width] (contiguous).
     """
     accum = T.float32
     machine = Machine(on_cpu)
     lanes = 1 if on_cpu else threads
     vectors = width // vector
     blocks = -(-vectors // lanes)
-    rows, numbers = T.dynamic("rows"), T.dynamic("numbers")
+    rows = T.dynamic("rows")
 
     @T.prim_func
     def silu_mul(
         gate: machine.strided("gate", [rows, width], dtype),
         up: machine.strided("up", [rows, width], dtype),
         out: T.Tensor([rows, width], dtype),
-        ahead: T.Tensor([numbers], dtype),
     ):
-        with T.Kernel(rows * blocks + (numbers // AHEAD_NUMBERS if asks else 0), threads=lanes) as x:
-            if asks:
-                T.import_source(ASK_AHEAD)
-                if x >= rows * blocks:
-                    ask_ahead(ahead, dtype, x - rows * blocks)
+        with T.Kernel(rows * blocks, threads=lanes) as x:
             if vector > 1 and not on_cpu:  # else loads are not known to be aligned, and stay scalar
                 T.assume(gate.strides[0] % vector == 0)
                 T.assume(up.strides[0] % vector == 0)

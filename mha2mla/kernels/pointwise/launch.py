@@ -10,7 +10,8 @@ from torch import Tensor
 from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.pointwise.kernel import make_rms_norm, make_silu_mul
-from mha2mla.kernels.rope_append.launch import asked_for, vector_of, with_dense_rows
+from mha2mla.kernels.rope_append.launch import vector_of, with_dense_rows
+from mha2mla.kernels.skinny_linear.api import MAX_ROWS
 
 # No fast math: it rounds quotients and exponentials otherwise than torch does.
 PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
@@ -28,15 +29,13 @@ def compile_silu_mul(major_minor: int, **static):
     return compile_for(make_silu_mul(**static), major_minor, PASS_CONFIGS)
 
 
-def launch_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor, ahead: Tensor | None
-) -> None:
+def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor) -> None:
     """Run the kernel over rows [N, width]; ``total`` is written where there is a residual."""
     if out.numel() == 0:
         return
     x, weight = x.contiguous(), weight.contiguous()
     base, total = (x, out) if residual is None else (residual.contiguous(), total)
-    width, (ahead, asks) = x.shape[1], asked_for(ahead, out)
+    width = x.shape[1]
     with on_device(x.device):
         kernel = compile_rms_norm(
             capability(x.device),
@@ -44,23 +43,23 @@ def launch_rms_norm(
             dtype=dtype_name(x.dtype),
             residual=residual is not None,
             vector=math.gcd(width, vector_of(x, base, weight, out, total)),
-            asks=asks,
+            # A chain of few rows is where kernels wait for each other.
+            dependent=len(x) <= MAX_ROWS and capability(x.device) >= 90,
         )
-        kernel(x, base, weight, out, total, ahead, eps)
+        kernel(x, base, weight, out, total, eps)
 
 
-def launch_silu_mul(gate: Tensor, up: Tensor, out: Tensor, ahead: Tensor | None) -> None:
+def launch_silu_mul(gate: Tensor, up: Tensor, out: Tensor) -> None:
     """Run the kernel over rows [N, width]."""
     if out.numel() == 0:
         return
     gate, up = with_dense_rows(gate), with_dense_rows(up)
-    width, (ahead, asks) = gate.shape[1], asked_for(ahead, out)
+    width = gate.shape[1]
     with on_device(gate.device):
         kernel = compile_silu_mul(
             capability(gate.device),
             width=width,
             dtype=dtype_name(gate.dtype),
             vector=math.gcd(width, vector_of(gate, up, out)),
-            asks=asks,
         )
-        kernel(gate, up, out, ahead)
+        kernel(gate, up, out)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import runs_compiled
-from mha2mla.kernels.layouts import check_ahead, check_float, check_like
+from mha2mla.kernels.layouts import check_float, check_like
 from mha2mla.kernels.mla_decode.quantization import quantize_latent
 from mha2mla.kernels.registration import register
 
@@ -26,7 +26,6 @@ def mla_append(
     latent_scale: Tensor | None = None,
     attention_scaling: float = 1.0,
     interleaved: bool = False,
-    ahead: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Rotates k_pe and q_pe of new tokens, and writes latent and rotated k_pe into the paged cache.
@@ -46,8 +45,6 @@ def mla_append(
             (largest number / 448; a row with a NaN or an infinity becomes NaN). With an e4m3 latent_cache only.
         attention_scaling: factor on cos and sin (YaRN, longrope).
         interleaved: pairs are neighbours; else the halves of d_r (Llama).
-        ahead: contiguous, of any shape, in latent's dtype: what later kernels read, such as a weight. The kernel asks
-            for it, into the L2 and without waiting, in pieces of 32768 numbers; a remainder it leaves.
         backend: "tilelang", "reference", or None: TileLang for CUDA tensors in float32, bfloat16 and float16.
 
     Returns:
@@ -70,20 +67,19 @@ def mla_append(
             " expected one exactly where latent_cache is torch.float8_e4m3fn"
         )
     if not codes:
-        return _append(data, positions, slots, inv_freq, attention_scaling, interleaved, backend, names, ahead)
+        return _append(data, positions, slots, inv_freq, attention_scaling, interleaved, backend, names)
     if latent_scale.shape != latent_cache.shape[:2]:
         raise ValueError(f"latent_scale.shape is {tuple(latent_scale.shape)}; expected {list(latent_cache.shape[:2])}")
     check_like("latent_scale", latent_scale, q_pe, "q_pe", torch.float32)
     if latent_scale.stride(1) != 1 and latent_scale.shape[1] > 1:
         raise ValueError(f"latent_scale.stride(1) is {latent_scale.stride(1)}; expected 1")
     _check(data, positions, slots, inv_freq, names, torch.float8_e4m3fn)
-    check_ahead(ahead, latent)
     compiled = runs_compiled(backend, q_pe.device, q_pe.dtype)
     torch.ops.mha2mla.quantize_append(latent, latent_cache, latent_scale, slots, compiled)
     # The rotation's kernel has rows to write beside its keys: none here, [N, 0] into [P, page, 0].
     return torch.ops.mha2mla.rope_append(
         latent[:, :0], k_pe, q_pe, rope_cache.flatten(2)[:, :, :0], rope_cache, positions, slots, inv_freq,
-        attention_scaling, interleaved, compiled, ahead,
+        attention_scaling, interleaved, compiled,
     )  # fmt: skip
 
 
@@ -173,15 +169,12 @@ def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_siz
 
 def _append(
     data: tuple[Tensor, ...], positions: Tensor, slots: Tensor, inv_freq: Tensor, attention_scaling: float,
-    interleaved: bool, backend: str | None, names: tuple[str, ...], ahead: Tensor | None = None,
+    interleaved: bool, backend: str | None, names: tuple[str, ...],
 ) -> Tensor:  # fmt: skip
     query = data[2]
     _check(data, positions, slots, inv_freq, names, query.dtype)
-    check_ahead(ahead, query)
     compiled = runs_compiled(backend, query.device, query.dtype)
-    return torch.ops.mha2mla.rope_append(
-        *data, positions, slots, inv_freq, attention_scaling, interleaved, compiled, ahead
-    )
+    return torch.ops.mha2mla.rope_append(*data, positions, slots, inv_freq, attention_scaling, interleaved, compiled)
 
 
 def _check(
@@ -247,16 +240,15 @@ def _check_index(name: str, index: Tensor, like: Tensor) -> None:
 
 def _rope_append(
     rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
-    inv_freq: Tensor, attention_scaling: float, interleaved: bool, compiled: bool, ahead: Tensor | None = None,
+    inv_freq: Tensor, attention_scaling: float, interleaved: bool, compiled: bool,
 ) -> Tensor:  # fmt: skip
     if compiled:
         from mha2mla.kernels.rope_append.launch import launch_rope_append
 
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         launch_rope_append(
-            rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, out, attention_scaling, interleaved,
-            ahead,
-        )  # fmt: skip
+            rows, keys, query, row_cache, rope_cache, positions, slots, inv_freq, out, attention_scaling, interleaved
+        )
         return out
 
     from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference
@@ -288,8 +280,7 @@ register(
 )
 register(
     "rope_append(Tensor rows, Tensor keys, Tensor query, Tensor(a!) row_cache, Tensor(b!) rope_cache, Tensor positions,"
-    " Tensor slots, Tensor inv_freq, float attention_scaling, bool interleaved, bool compiled, Tensor? ahead=None)"
-    " -> Tensor",
+    " Tensor slots, Tensor inv_freq, float attention_scaling, bool interleaved, bool compiled) -> Tensor",
     _rope_append,
     lambda rows, keys, query, *_: torch.empty_like(query, memory_format=torch.contiguous_format),
 )

@@ -4,7 +4,7 @@ from math import gcd
 
 import tilelang.language as T
 
-from mha2mla.kernels.machine import AHEAD_NUMBERS, ASK_AHEAD, Buffers, Machine, ask_ahead
+from mha2mla.kernels.machine import Buffers, Machine
 
 
 def make_rope_append(
@@ -21,7 +21,6 @@ def make_rope_append(
     block_tokens: int = 4,
     threads: int = 128,
     dependent: bool = False,
-    asks: bool = False,
     on_cpu: bool = False,
 ):
     """A TileLang function ``rope_append``; tokens and pages are run-time values.
@@ -37,25 +36,24 @@ def make_rope_append(
         vector: numbers that a thread moves at a time, at most; every row and pointer is aligned to so many.
         block_tokens, threads: of a block.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
-        asks: for ``ahead``, whole AHEAD_NUMBERS of it, by blocks behind those of the tokens (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (run-time strides: parts of one
     projection are read where they lie), positions [N] int32, slots [N] int32, inv_freq [num_tables,d_r/2] float32;
-    row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; ahead [any number];
-    scaling float32. What is left out is passed as any tensor with a size of at least one everywhere.
+    row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; scaling float32. What is
+    left out is passed as any tensor with a size of at least one everywhere.
     """
     accum = T.float32
     machine = Machine(on_cpu)
     half = qk_rope_head_dim // 2
-    tokens, pages, numbers = T.dynamic("tokens"), T.dynamic("pages"), T.dynamic("numbers")
+    tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
     groups, width, queries = max(1, num_rope_heads), max(1, row_width), max(1, heads)
     threads = 1 if on_cpu else threads
     # Elements of each kind that a block handles; they go round the threads one by one. (T.Parallel finds no layout for
     # some of these shapes, such as 9 heads of 8 pairs.) Rows and pairs do so in vectors.
     row_vector, pairs = gcd(width, vector), gcd(half, max(1, vector // 2) if interleaved else vector)
     row_vectors, half_vectors = width // row_vector, half // pairs
-    angles, row_pieces = block_tokens * num_tables * half, block_tokens * row_vectors if row_width else 0
+    angles, numbers = block_tokens * num_tables * half, block_tokens * row_vectors if row_width else 0
     key_vectors, query_vectors = block_tokens * num_rope_heads * half_vectors, block_tokens * heads * half_vectors
 
     def thread():
@@ -112,16 +110,9 @@ def make_rope_append(
         row_cache: machine.strided("row", [pages, page_size, width], dtype),
         rope_cache: machine.strided("key", [pages, page_size, groups * qk_rope_head_dim], dtype),
         out: T.Tensor([tokens, queries, qk_rope_head_dim], dtype),
-        ahead: T.Tensor([numbers], dtype),
         scaling: T.float32,
     ):
-        with T.Kernel(
-            T.ceildiv(tokens, block_tokens) + (numbers // AHEAD_NUMBERS if asks else 0), threads=threads
-        ) as x:
-            if asks:
-                T.import_source(ASK_AHEAD)
-                if x >= T.ceildiv(tokens, block_tokens):
-                    ask_ahead(ahead, dtype, x - T.ceildiv(tokens, block_tokens))
+        with T.Kernel(T.ceildiv(tokens, block_tokens), threads=threads) as x:
             if vector > 1 and not on_cpu:  # else stores are not known to be aligned, and stay scalar
                 for i in list(range(9)):
                     T.assume(stride(i, rows, keys, query, row_cache, rope_cache) % vector == 0)
@@ -153,9 +144,9 @@ def make_rope_append(
                         -1,
                     )
             T.sync_threads()
-            for r in T.serial(rounds(row_pieces)):
+            for r in T.serial(rounds(numbers)):
                 e = r * threads + thread()
-                if (e < row_pieces) & (m.slot[T.min(e // row_vectors, block_tokens - 1)] >= 0):
+                if (e < numbers) & (m.slot[T.min(e // row_vectors, block_tokens - 1)] >= 0):
                     i, c = e // row_vectors, e % row_vectors * row_vector
                     for v in T.vectorized(row_vector):
                         row_cache[m.slot[i] // page_size, m.slot[i] % page_size, c + v] = rows[t0 + i, c + v]

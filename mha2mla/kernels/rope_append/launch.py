@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.devices import capability, dtype_name, on_device
-from mha2mla.kernels.layouts import ALIGNMENT
-from mha2mla.kernels.machine import AHEAD_NUMBERS
 from mha2mla.kernels.rope_append.kernel import make_rope_append
 from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
 
@@ -55,13 +53,6 @@ def vector_of(*tensors: Tensor) -> int:
     return max(1, math.gcd(16, *places, *strides) // size)
 
 
-def asked_for(ahead: Tensor | None, like: Tensor) -> tuple[Tensor, bool]:
-    """What a kernel takes as what it asks for, flat, and whether it does: on sm_90 and newer, and of whole pieces."""
-    asks = ahead is not None and ahead.numel() >= AHEAD_NUMBERS and capability(like.device) >= 90
-    asks = asks and ahead.data_ptr() % ALIGNMENT == 0
-    return (ahead if asks else like).view(-1), asks
-
-
 def launch_rope_append(
     rows: Tensor,
     keys: Tensor,
@@ -74,7 +65,6 @@ def launch_rope_append(
     out: Tensor,
     attention_scaling: float,
     interleaved: bool,
-    ahead: Tensor | None = None,
 ) -> None:
     """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`. What is empty (queries, keys, rows, a cache) is
     left out: rows alone are written, or keys alone, or nothing and only queries are rotated."""
@@ -100,7 +90,6 @@ def launch_rope_append(
         row_cache = row_cache if width else rope_cache[:, :, :1]
         # With a table a head a token's angles occupy a block, and four tokens' make it wait.
         alone = inv_freq.numel() >= THREADS
-        ahead, asks = asked_for(ahead, out)
         kernel = compile_rope_append(
             capability(query.device),
             block_tokens=1 if alone else 4,
@@ -114,9 +103,8 @@ def launch_rope_append(
             dtype=dtype_name(query.dtype),
             interleaved=interleaved,
             vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
-            asks=asks,
         )
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
-            out, ahead, attention_scaling,
+            out, attention_scaling,
         )  # fmt: skip

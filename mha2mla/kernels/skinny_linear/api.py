@@ -13,7 +13,7 @@ from mha2mla.kernels.layouts import ALIGNMENT, argument_error
 MAX_ROWS = 8
 _COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
 _INNER, _OUTER = 256, 8  # rows of a map at most, and what its columns are a multiple of
-_ROUND = 2048  # columns that the warps of a block have under way
+_COLUMNS_A_BLOCK = 2048  # at least, for its eight warps
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -30,7 +30,7 @@ def skinny_linear(
 
     Args:
         x: [..., groups K].
-        weight: [N, K], contiguous.
+        weight: [N, K], contiguous; read before the kernel that is launched before has ended, so not one that it writes.
         bias: [N]; not with ``gated``.
         groups: of the weight's rows, as many in each, and each for K columns of x of its own: a map a head.
         gated: the first half of the weight's rows is W_gate, the second W_up; of one group.
@@ -132,11 +132,22 @@ def is_skinny(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
 def is_faster(outputs: int, columns: int, sms: int) -> bool:
     """Whether up to 8 rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200.
 
-    They do where reading is what takes the time (8 MiB and more, rows of a round and more), and the blocks, two to a
-    multiprocessor, leave few places idle at the end.
+    They do where reading is what takes the time, 8 MiB and more, and blocks leave few places idle at the end.
     """
-    waves = outputs / _OUTPUTS / (2 * sms)
-    return outputs * columns >= 2**22 and columns >= _ROUND and waves / math.ceil(waves) >= 0.9
+    return outputs * columns >= 2**22 and columns >= _COLUMNS_A_BLOCK and resident_blocks(outputs, sms) > 0
+
+
+def resident_blocks(outputs: int, sms: int) -> int:
+    """How many blocks a multiprocessor is to have at a time; 0: no number of them fills it well.
+
+    Two, whose threads have more under way, where they fill nine tenths of their waves; else three, if they fill four
+    fifths of theirs.
+    """
+    for count, least in ((2, 0.9), (3, 0.8)):
+        waves = outputs / _OUTPUTS / (count * sms)
+        if waves / math.ceil(waves) >= least:
+            return count
+    return 0
 
 
 def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:

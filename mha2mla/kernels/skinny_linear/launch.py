@@ -7,10 +7,11 @@ from functools import cache
 from torch import Tensor
 
 from mha2mla.kernels.compilation import compile_for
-from mha2mla.kernels.devices import capability, dtype_name, on_device
+from mha2mla.kernels.devices import capability, dtype_name, num_sms, on_device
 from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
 from mha2mla.kernels.rope_append.launch import with_dense_rows
+from mha2mla.kernels.skinny_linear.api import resident_blocks
 from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
 from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
 
@@ -41,6 +42,7 @@ def launch_skinny_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, groups: int, gated: bool
 ) -> None:
     """Run the kernel over rows [N, groups K]."""
+    three = resident_blocks(weight.shape[0], num_sms(x.device)) == 3
     with on_device(x.device):
         kernel = compile_skinny_linear(
             capability(x.device),
@@ -50,5 +52,6 @@ def launch_skinny_linear(
             groups=groups,
             gated=gated,
             biased=bias is not None,
+            **({"stages": 4, "resident": 3} if three else {}),
         )
         kernel(aligned(x), weight, weight[0] if bias is None else bias.contiguous(), out)

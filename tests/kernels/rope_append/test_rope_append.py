@@ -305,7 +305,7 @@ def test_kernel_on_the_cpu_target(shape, interleaved, vector):
             keys, rope_cache = given["q_pe"][:, :1].contiguous(), torch.zeros(PAGES, PAGE, shape[3])
         kernel(
             given["latent"], keys, *(given[name] for name in ("q_pe", "positions", "slots", "inv_freq")),
-            given["latent_cache"], rope_cache, out, given["latent"].flatten(), 1.3,
+            given["latent_cache"], rope_cache, out, 1.3,
         )  # fmt: skip
         assert_right(before, given, out, 1.3, interleaved)
 
@@ -332,7 +332,6 @@ def test_kernel_compiles_for_hopper(shape, interleaved):
         vector=8,
         block_tokens=1 if alone else 4,
         dependent=alone,
-        asks=alone,
     )
     (report,) = compile_only(function, "sm_90a", PASS_CONFIGS)
     assert not report.complaints(48 * 1024)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from mha2mla.kernel_testing import compile_gate
 from mha2mla.kernels import is_skinny, skinny_linear
-from mha2mla.kernels.skinny_linear.api import is_faster
+from mha2mla.kernels.skinny_linear.api import is_faster, resident_blocks
 
 
 def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):
@@ -58,12 +58,13 @@ def test_refusals():
 
 
 @pytest.mark.parametrize(
-    ("outputs", "columns", "faster"),
-    # Those of benchmarks/results/h200-products.json, by what was measured there; and a small one.
-    [(4096, 4096, True), (28672, 4096, True), (4096, 14336, True), (5120, 4096, False), (22016, 4096, False)]
-    + [(4096, 11008, True), (576, 576, False)],
+    ("outputs", "columns", "blocks", "faster"),
+    # Those of h200-products.json and h200-step-few-rows.json (benchmarks/results), by what was measured; a small one.
+    [(4096, 4096, 2, True), (28672, 4096, 2, True), (4096, 14336, 2, True), (4096, 11008, 2, True)]
+    + [(5120, 4096, 3, True), (22016, 4096, 3, True), (6656, 4096, 0, False), (576, 576, 0, False)],
 )
-def test_where_it_serves_unasked(outputs, columns, faster):
+def test_where_it_serves_unasked(outputs, columns, blocks, faster):
+    assert resident_blocks(outputs, sms=132) == blocks
     assert is_faster(outputs, columns, sms=132) == faster
 
 
@@ -105,19 +106,19 @@ def test_kernel_on_cpu_target(rows, groups, gated, biased):
 
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize(
-    # A loop's round, the last whole round and what is left over, of eight, eight and four steps.
-    ("columns", "gated", "steps"),
-    [(11008, False, 8 + 8 + 4), (4096, True, 8 + 8)],
+    # Steps of loop, last whole round, and what is left over: as many as are under way, but for the last.
+    ("columns", "gated", "chosen", "steps", "registers"),
+    [(11008, False, {}, 8 + 8 + 4, 128), (4096, True, {"stages": 4, "resident": 3}, 4 + 4, 80)],
 )
-def test_compile_gate(columns, gated, steps):
-    """Two blocks fit a multiprocessor, nothing spills, and products are the tensor cores'."""
+def test_compile_gate(columns, gated, chosen, steps, registers):
+    """As many blocks as are to fit a multiprocessor do, nothing spills, and products are the tensor cores'."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
 
-    function = make_skinny_linear(columns=columns, outputs=4096, dtype="bfloat16", gated=gated, biased=not gated)
-    (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
-    assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= 128
+    static = {"columns": columns, "outputs": 4096, "dtype": "bfloat16", "gated": gated, "biased": not gated}
+    (report,) = compile_gate.compile_only(make_skinny_linear(**static, **chosen), "sm_90a", PASS_CONFIGS)
+    assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= registers
     if report.instructions is not None:
         assert report.instructions["HMMA"] == 2 * steps
 
