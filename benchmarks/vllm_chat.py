@@ -1,6 +1,6 @@
 """The whole way in one log: convert a checkpoint, serve it by vLLM's OpenAI server, chat through the OpenAI client.
 
-    python benchmarks/vllm_chat.py path/to/SmolLM2-135M-Instruct --log benchmarks/results/h200-vllm-chat.txt
+    python benchmarks/vllm_chat.py path/to/SmolLM2-135M-Instruct --log docs/vllm-chat.txt
 
 Commands are run in an empty folder, with the source linked into it by its name, so the log has no paths of the machine.
 Needs vLLM and openai (docs/serving.md); run from a clone.
@@ -33,7 +33,7 @@ PROMPTS = ("What is the capital of France?", "And what is it known for? Answer i
 # Lines of the server's log that say what it serves, and how.
 TOLD = re.compile(
     r"Resolved architecture|Using \w+ attention|GPU KV cache size|Maximum concurrency|Graph capturing finished|"
-    r"init engine|startup complete|POST /|ERROR|Error|refus"
+    r"init engine|startup complete|POST /|ERROR"
 )
 MODULES = {"mha2mla": "mha2mla", "vllm": "vllm.entrypoints.cli.main"}
 Say = Callable[[str], None]

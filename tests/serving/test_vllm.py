@@ -216,6 +216,8 @@ def test_vllms_layers_around_our_attention_give_the_models_logits(name, size, tm
 
 
 def test_what_is_not_served_is_refused_by_name():
+    from vllm.model_executor.models import supports_lora, supports_pp
+
     from mha2mla.serving.vllm_attention import LatentImpl, _check_served
     from mha2mla.serving.vllm_model import VLLMForCausalLM, family_of
 
@@ -239,6 +241,7 @@ def test_what_is_not_served_is_refused_by_name():
         _check_served(impl, geometry, asked("fp8"))
     with pytest.raises(ValueError, match="no kernel serves H=8 G=1 d_c=60"):
         _check_served(impl, replace(geometry, kv_lora_rank=60), asked("auto"))
+    assert not supports_lora(VLLMForCausalLM) and not supports_pp(VLLMForCausalLM)  # so vLLM refuses them
     with pytest.raises(ValueError, match="quantization is 'fp8'; expected none"):
         VLLMForCausalLM(vllm_config=asked("auto", quantized=object()))
 
