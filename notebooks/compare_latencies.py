@@ -21,8 +21,8 @@
 # below) to a folder or hub id for a real one, or to `smollm2` for the model of the demo. The figure is saved as
 # `compare_latencies.pdf` in the current folder, its numbers as `compare_latencies.csv`.
 #
-# The outputs that are saved here took two minutes at commit `9f466d2` (`smollm2`) on an H200 whose host other jobs used,
-# too: where a band is wide, it was busy.
+# The outputs that are saved here took two minutes (`smollm2`, commit `9f466d2`) on an H200 whose host other jobs used:
+# where a band is wide, it was busy.
 
 # %%
 import os
