@@ -33,6 +33,7 @@ _PLAN = (
     "int window, int sinks, Tensor? schedule, Tensor? splits, Tensor(a!)? partial_out, Tensor(b!)? partial_lse,"
     " Tensor(c!) out, Tensor(d!) lse"
 )
+_REFUSALS = (AttributeError, RuntimeError, TypeError, ValueError)
 _NO_PLAN = (-1, 0, None, None, None, None)
 
 
@@ -91,6 +92,7 @@ class PagedOp:
     places: dict[str, tuple[int, int]] = field(init=False)
     joined: tuple[tuple[int, int], ...] = field(init=False)
     optional: tuple[int, ...] = field(init=False)
+    shaped: tuple[int, ...] = field(init=False)  # those of which kernels do not see every size
 
     def __post_init__(self) -> None:
         places: dict[str, tuple[int, int]] = {}
@@ -103,6 +105,7 @@ class PagedOp:
         object.__setattr__(self, "places", places)
         object.__setattr__(self, "joined", joined)
         object.__setattr__(self, "optional", tuple(i for i, a in enumerate(self.arguments) if a.optional))
+        object.__setattr__(self, "shaped", (*(index for index, _ in joined), *self.optional))
         tensors = ", ".join(
             [f"Tensor{'?' * argument.optional} {argument.name}" for argument in self.arguments]
             + [f"float {name}" for name in self.numbers]
@@ -129,18 +132,22 @@ class PagedOp:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Checks and runs the op; ``data`` and ``numbers`` as declared, the others as in
         :func:`mha2mla.kernels.mla_decode`."""
+        like = None
+        if plan is not None and in_plain_eager_mode(data[0]):
+            try:
+                like = self._likeness(
+                    data, block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, out, numbers
+                )
+                if (launch := plan.launches.get(like)) is not None:
+                    return self._repeat(launch, data, block_table, plan, out, return_lse)
+            except _REFUSALS:
+                pass  # by kernels or torch: the checks say why
         check_backend(backend)
         if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
             raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number")
         indices = (block_table, cache_seqlens, cache_starts)
         tensors = (*data, *indices)
         layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, out)]
-        eager = in_plain_eager_mode(data[0])
-        same = None
-        if eager and plan is not None:
-            same = (self, softmax_scale, bool(causal), backend, numbers, *layouts)
-            if (launch := plan.launches.get(same)) is not None:
-                return self._repeat(launch, data, block_table, plan, out, return_lse)
         # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
         sizes = (_check if torch.compiler.is_compiling() else _check_once)(self, *layouts)
         call = (*data, *numbers, *indices, softmax_scale, causal, backend)
@@ -152,15 +159,37 @@ class PagedOp:
         if plan is not None:
             plan.check(out, block_table, sizes.page, causal)
             buffers = plan.buffers
+        eager = in_plain_eager_mode(data[0])  # the dispatcher costs as much as the kernel's launch
         lse = plan.lse if eager and plan is not None and not return_lse else None
         lse = _empty_lse(out) if lse is None else lse
         if eager:
             launch = self._run(sizes, *call, *buffers, out, lse)
-            if launch is not None and same is not None:
-                plan.remember(same, launch)
+            if launch is not None and like is not None:
+                plan.remember(like, launch)
         else:
             getattr(torch.ops.mha2mla, f"{self.name}_out")(*call, *buffers, out, lse)
         return (out, lse) if return_lse else out
+
+    def _likeness(
+        self,
+        data: tuple[Tensor | None, ...],
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+        cache_starts: Tensor | None,
+        softmax_scale: float,
+        causal: bool,
+        backend: str | None,
+        out: Tensor | None,
+        numbers: tuple[float, ...],
+    ) -> tuple[Any, ...]:
+        """What two calls with a plan must share for the checks of one to hold for the other, but for what the kernels'
+        host code checks of each call, in C: devices, dtypes, and the sizes that their signatures name."""
+        lengths = [
+            None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in (cache_seqlens, cache_starts)
+        ]
+        shapes = [None if data[index] is None else data[index].shape for index in self.shaped]
+        strides = [None if x is None else x.stride() for x in (*data, out)]
+        return (self, softmax_scale, bool(causal), backend, numbers, block_table.size(1), *lengths, *shapes, *strides)
 
     def _repeat(
         self,
@@ -171,8 +200,11 @@ class PagedOp:
         out: Tensor | None,
         return_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """A call whose like was checked and launched with this plan: of it only addresses are left to check."""
-        out = data[0].new_empty(plan.shape) if out is None else out
+        """A call whose like was checked and launched with this plan: what is left to check are addresses."""
+        if out is None:
+            out = data[0].new_empty(plan.shape)
+        elif out.shape != plan.shape:  # kernels know that of a plan's B only when they have begun
+            raise argument_error("out.shape", tuple(out.shape), plan.shape)
         addresses = out.data_ptr()
         for tensor in data:
             if tensor is not None:

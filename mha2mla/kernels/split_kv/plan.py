@@ -39,7 +39,7 @@ class DecodePlan:
         partial_lse: [num_ctas, 2, S_q, H] float32 workspace.
         num_splits: that the caller asked for, per sequence; 0: as many as balance best.
         lse: [B, H, S_q] float32, where a call writes what its caller does not ask for; None: such calls allocate.
-        launches: what eager calls with this plan were checked for (everything but addresses), and what they launched.
+        launches: what eager calls with this plan were checked for, and what they launched.
     """
 
     shape: tuple[int, int, int, int]

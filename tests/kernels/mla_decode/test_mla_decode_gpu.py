@@ -115,6 +115,32 @@ def test_several_new_tokens_failure_5(seqlen_q, causal):
     check(Problem(24, 1, 960, 64, lengths, seqlen_q=seqlen_q, causal=causal))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_latent": lambda x: x.half()}, "q_pe.dtype is torch.bfloat16; expected torch.float16"),
+        ({"latent_cache": lambda x: x[:-1]}, "rope_cache.shape is "),
+        ({"rope_cache": lambda x: x.half()}, "rope_cache.dtype is torch.float16"),
+        ({"q_pe": lambda x: x.cpu()}, "q_pe.device is cpu"),
+        ({"block_table": lambda x: x[:1]}, "block_table.shape is "),
+        ({"block_table": lambda x: x.long()}, "block_table.dtype is torch.int64"),
+        ({"cache_seqlens": lambda x: x.cpu()}, "cache_seqlens.device is cpu"),
+        ({"q_latent": lambda x: x[:1], "q_pe": lambda x: x[:1]}, "shape is "),
+    ],
+)
+def test_a_call_like_a_remembered_one_is_refused_by_name_where_it_differs(change, message):
+    """A plan looks at what the kernels' host code does not; what that refuses has to have its name as well."""
+    problem = Problem(32, 1, 512, 64, (65, 300))
+    inputs = problem.inputs(torch.bfloat16, "cuda")
+    plan = problem.plan(inputs, "tilelang")
+    expected = mla_decode(**inputs, plan=plan)
+    assert len(plan.launches) == 1
+    wrong = inputs | {name: changed(inputs[name]) for name, changed in change.items()}
+    with pytest.raises(ValueError, match=message):
+        mla_decode(**wrong, plan=plan)
+    assert torch.equal(mla_decode(**inputs, plan=plan), expected) and len(plan.launches) == 1
+
+
 def test_left_padding():
     check(Problem(32, 8, 512, 16, (70, 140, 64, 2000, 90), starts=(1, 64, 63, 1900, 90)))
 

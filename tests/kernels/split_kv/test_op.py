@@ -131,11 +131,20 @@ def test_what_select_says_is_the_reason(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What kernels that do nothing were called with; the op is served by them on a CPU."""
+    """What kernels were called with that do nothing but what TileLang's host code does: refuse other dtypes and sizes.
+    The op is served by them on a CPU."""
     calls = []
 
+    def split(*tensors):
+        q, cache, scale, block_table, _, partials, _, out, *_ = tensors
+        right = q.dtype == cache.dtype == out.dtype == torch.bfloat16 and scale.dtype == torch.float32
+        same = q.shape == out.shape and q.shape[1] == partials.shape[2] and cache.shape[:2] == scale.shape
+        if not right or not same or len(block_table) != len(q):
+            raise RuntimeError("kernel violates packed ABI constraint")
+        calls.append(("split", tensors))
+
     def chosen(*_):
-        return lambda *tensors: calls.append(("split", tensors)), lambda *tensors: calls.append(("merge", tensors))
+        return split, lambda *tensors: calls.append(("merge", tensors))
 
     monkeypatch.setattr(frame, "dispatch", lambda op, backend, *call: Shape(*call[:-2], "bfloat16"))
     monkeypatch.setattr(kernels, "compile_chosen", chosen)
@@ -167,19 +176,19 @@ def test_a_plan_remembers_calls_and_checks_those_that_differ(launched):
     call((q, cache, scale), **given, plan=plan)
     call((q.clone(), cache.clone(), scale.clone()), **given, plan=plan)
     assert len(plan.launches) == 1 and len(launched) == 4
-    wrong = {
-        r"q.shape is \(1, 1, 4, 8\)|plan was made for": (q[:, :1], cache, scale),
+    unaligned = torch.ones(65).bfloat16()[1:].view_as(q)
+    for message, data in {
+        r"plan was made for \[B, S_q, H, d\] = \(1, 2, 4, 8\); expected \(1, 1, 4, 8\)": (q[:, :1], cache, scale),
         "cache.dtype is torch.float16; expected torch.bfloat16": (q, cache.half(), scale),
         r"cache.stride\(2\) is 128; expected 8": (q, cache.transpose(1, 2).contiguous().transpose(1, 2), scale),
-        r"q.data_ptr\(\) is \d+; expected a multiple of 16": (
-            torch.ones(65).bfloat16()[1:].view(q.shape),
-            cache,
-            scale,
-        ),
-    }
-    for message, data in wrong.items():
+        r"cache.shape is \(3, 16, 4, 4\); expected \[3, 16, 4, 8\]": (q, cache.view(3, 16, 4, 4), scale),
+        r"scale.shape is \(2, 16\); expected \[3, 16\]": (q, cache, scale[:2]),
+        r"q.data_ptr\(\) is \d+; expected a multiple of 16": (unaligned, cache, scale),
+    }.items():
         with pytest.raises(ValueError, match=message):
             call(data, **given, plan=plan)
+    with pytest.raises(ValueError, match=r"out.shape is \(2, 2, 4, 8\); expected \[1, 2, 4, 8\]"):
+        call((q, cache, scale), **given, plan=plan, out=torch.empty(2, 2, 4, 8).bfloat16())
     with pytest.raises(ValueError, match="cache_seqlens.dtype is torch.int64; expected torch.int32"):
         call((q, cache, scale), given["block_table"], given["cache_seqlens"].long(), plan=plan)
     with pytest.raises(ValueError, match=r"max_pages \* page = 32; expected 16"):
