@@ -29,9 +29,10 @@ class Recording:
         self._kind, self._json, self._fields = kind, json, fields
 
     def add(self, row: dict[str, Any]) -> None:
-        """Says it in a line, and writes all so far."""
+        """Says its texts and numbers in a line, and writes all so far."""
         self.rows.append(row)
-        print("; ".join(f"{key} {format_value(value)}" for key, value in row.items()), flush=True)
+        said = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+        print("; ".join(f"{key} {format_value(value)}" for key, value in said.items()), flush=True)
         self.write()
 
     def write(self) -> None:

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
+from benchmarks.recording import Recording, command
+from mha2mla.eval.report import print_table
 from mha2mla.eval.step_latency import weight_bytes
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
@@ -45,30 +45,12 @@ LAYOUTS: dict[str, tuple[ShapeName, int, str, tuple[int, int], tuple[int, int]]]
     "latent 512": ("llama-3-8b", 2, "latent", (512, 64), (32, 8)),
 }
 ROWS = ((1, 2048), (8, 2048), (16, 8192), (64, 8192), (128, 8192))
-COLUMNS = {
-    "layout": "layout",
-    "batch": "batch",
-    "context": "context",
-    "way": "way",
-    "ms": "graph, ms",
-    "limit_ms": "limit, ms",
-    "ratio": "ratio",
-    "kernels": "kernels",
-    "busy_ms": "in kernels, ms",
-    "gap_ms": "between, ms",
-    "status": "status",
-}
+COLUMNS = (
+    "layout", "batch", "context", "way", "ms", "limit_ms", "ratio", "kernels", "busy_ms", "gap_ms", "status",
+)  # fmt: skip
 FREE = ("view", "transpose", "slice", "select", "split", "expand", "permute", "as_strided", "detach", "alias", "t")
-FREE += (
-    "split_with_sizes",
-    "unsqueeze",
-    "squeeze",
-    "empty",
-    "new_empty",
-    "empty_like",
-    "_unsafe_view",
-    "_reshape_alias",
-)
+FREE += ("split_with_sizes", "unsqueeze", "squeeze", "empty", "new_empty", "empty_like")
+FREE += ("_unsafe_view", "_reshape_alias")
 
 
 def layout_config(layout: str, layers: int, small: bool = False) -> MHA2MLAConfig:
@@ -298,14 +280,15 @@ def step_timeline(
     Returns:
         Whether every row that was reached is right.
     """
-    until, environment = time.monotonic() + budget, collect_environment()
+    until = time.monotonic() + budget
     if device == "cpu":
-        rows = count_ops(min(layers, 2))
-        print_table(rows, title="ops of a one-token step, small models", caption=describe_environment(environment))
-        return True
+        table = Recording("ops-of-a-step", json)
+        table.rows += count_ops(min(layers, 2))
+        return table.show("ops of a one-token step, small models")
     from benchmarks.measuring import read_rate
 
-    rate, chosen, rows = read_rate(), [ROWS[index] for index in row or range(len(ROWS))], []
+    rate, chosen = read_rate(), [ROWS[index] for index in row or range(len(ROWS))]
+    table = Recording("decode-step", json, **rate)
     for name in layout or LAYOUTS:
         model = build(name, layers, False, torch.device(device), torch.bfloat16)
         page = 64
@@ -319,19 +302,13 @@ def step_timeline(
             if time.monotonic() >= until:
                 break
             for found in measure(model, cache, batch, context, rate["R"], min_run_time, way or ["parts", "fewer"]):
-                rows.append({"layout": name, "layers": layers, **found})
-                print({key: value for key, value in rows[-1].items() if key != "layer"}, flush=True)
+                table.add({"layout": name, "layers": layers, **found})
                 if timeline:
                     print_table(found["layer"], title=f"{name}, {batch} × {context}")
-                if json:
-                    write_json(json, kind="decode-step", rows=rows, environment=environment, **rate)
         del model, cache
         torch.cuda.empty_cache()
-    print_table(rows, title="a decode step", columns=COLUMNS, caption=describe_environment(environment))
-    return all(row.get("status", "ok") == "ok" for row in rows)
+    return table.show("a decode step", COLUMNS)
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    sys.exit(0 if auto_cli(step_timeline) else 1)
+    sys.exit(command(step_timeline, cpu=True))
