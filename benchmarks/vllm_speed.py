@@ -58,7 +58,7 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     for context in arguments.contexts:
-        fit = common["cached tokens"] // (context + room)
+        fit = cache.num_gpu_blocks // -(-(context + room) // cache.block_size)
         held = min(fit, arguments.most)
         for batch in sorted({batch for batch in arguments.batches if batch < held} | {held}):
             rows.append({**common, "context": context, "fit": fit, "sequences": batch})
