@@ -137,6 +137,10 @@ def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bo
             "no plan": lambda i=inputs: mla_decode(**i),
             "refresh": lambda i=inputs, p=plan: p.refresh(i["cache_seqlens"], i["cache_starts"]),
         }
+        ways["plan and out"]()
+        (launch,) = plan.launches.values()
+        data, buffers = tuple(inputs[name] for name in problem.op.names), plan.buffers[2:]
+        ways["kernels alone"] = partial(launch, data, inputs["block_table"], *buffers, out, plan.lse)
         row: dict[str, Any] = {"shape": decode_case(problem).name}
         for name, call in ways.items():
             row[name] = host_us(call, calls)
