@@ -146,8 +146,8 @@ def test_what_is_not_there_is_named(tiny_source, tmp_path, folder, monkeypatch, 
         evaluate_tasks(tiny_source, tiny_source, device="cpu", **arguments)
 
 
-def test_the_verb_prints_and_writes_recovery(monkeypatch, tmp_path, capsys):
-    asked = []
+def test_the_verb_prints_and_writes_recovery(tiny_source, tiny_converted, monkeypatch, tmp_path, capsys):
+    asked, pair = [], (str(tiny_source), str(tiny_converted))
 
     def evaluate(*arguments, **keywords):
         asked.append((arguments, keywords))
@@ -156,10 +156,10 @@ def test_the_verb_prints_and_writes_recovery(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tasks, "evaluate_tasks", evaluate)
     report = tmp_path / "tasks.json"
     flags = ["--task", "one", "two", "--folder", "here", "--limit", "4", "--dtype", "bfloat16"]
-    assert main(["eval", "tasks", "from", "to", *flags, "--json", str(report)]) == 0
+    assert main(["eval", "tasks", *pair, *flags, "--json", str(report)]) == 0
     (row,) = json.loads(report.read_text())["rows"]
     assert (row["task"], row["recovery"]) == ("local_choices", 0.5)
     assert "recovery" in capsys.readouterr().out
     ((arguments, keywords),) = asked
-    assert arguments == ("from", "to", ["one", "two"])
+    assert arguments == (*pair, ["one", "two"])
     assert (keywords["folder"], keywords["limit"], keywords["dtype"]) == ("here", 4, torch.bfloat16)
