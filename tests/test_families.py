@@ -13,9 +13,9 @@ from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.parameters import StoredParameters
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
+from tests.conversion.tiny import SHORT
 from tests.few import each
 
-SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_lengths": 64}
 FULL = {"cache_ratio": 1.0, **SHORT}
 # The traits that the statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
 FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "olmo3-yarn", "gemma3")

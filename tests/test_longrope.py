@@ -11,7 +11,7 @@ from mha2mla.conversion.calibration import windows
 from tests.conversion import tiny
 
 ORIGINAL = tiny.LONGROPE["original_max_position_embeddings"]
-SHORT = {"preset": "minimal", "calibration_tokens": 384, "calibration_lengths": 64}
+SHORT = {"preset": "minimal", "calibration_text": "builtin:prose", "calibration_tokens": 384, "calibration_lengths": 64}
 
 
 @pytest.fixture(scope="module")

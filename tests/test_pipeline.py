@@ -26,9 +26,8 @@ from mha2mla.conversion.target import LAYOUTS
 from mha2mla.pipeline import ParityError, prepare, run, verify, write
 from mha2mla.texts import load_text, token_windows
 from tests.conversion import tiny
+from tests.conversion.tiny import SHORT
 from tests.few import few
-
-SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_lengths": 64}
 
 
 @pytest.fixture(scope="module")
@@ -431,7 +430,7 @@ def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_pat
         keys["recipe"] = tiny.Recipe(layout="per-group", qk_rope_head_dim=18, kv_lora_rank=8)
     elif str(keys.get("recipe")).startswith("TEXT "):
         name = keys["recipe"].removeprefix("TEXT ")
-        keys["recipe"] = tiny.Recipe(calibration_text=str(tmp_path / name), **SHORT)
+        keys["recipe"] = tiny.Recipe(**{**SHORT, "calibration.text": str(tmp_path / name)})
     with pytest.raises(error, match=named):
         convert(source, tmp_path / "out", **keys)
     assert sorted(path.name for path in tmp_path.iterdir()) == texts

@@ -18,9 +18,9 @@ from mha2mla.eval.inspection import inspect_checkpoint
 from mha2mla.pipeline import relayout
 from mha2mla.pipeline.verify import ParityError
 from tests.conversion import tiny
+from tests.conversion.tiny import SHORT
 from tests.few import each
 
-SHORT = {"preset": "minimal", "calibration.tokens": 512, "calibration.lengths": 64}
 LATENT = {"layout": "latent"}
 CASES = ("llama-biases", "qwen3-biases-yarn", "mistral-sliding", "phi3-partial-longrope", "olmo2-mha-biases", "gemma3")
 CASES += ("qwen3-moe", "llama-tied", "smollm3-sliding", "qwen2-tied-yarn")

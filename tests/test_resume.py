@@ -19,9 +19,9 @@ from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.pipeline import ParityError, prepare, run, verify, write
 from tests.conversion import tiny
+from tests.conversion.tiny import SHORT
 from tests.few import few
 
-SHORT = {"preset": "minimal", "calibration.tokens": 512, "calibration.lengths": 64}
 LAYERS = 6
 RECIPES = {
     "gradient steps": {"fit.steps": 12, "fit.tokens": 128},
@@ -92,6 +92,14 @@ def source(tmp_path_factory):
     return tiny.checkpoint(tmp_path_factory.mktemp("source") / "tiny", num_hidden_layers=LAYERS)
 
 
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    """The weights of a conversion that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    convert(source, folder)
+    return weights(folder)
+
+
 def weights(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors*"))}
 
@@ -101,7 +109,7 @@ def finished(folder):
 
 
 @pytest.mark.slow
-@few("name", RECIPES, count=2)
+@few("name", RECIPES, count=1)  # steps begin with the statistics
 def test_a_conversion_that_is_killed_at_random_points_ends_bit_equal(name, source, tmp_path, seed):
     """FAILURES 27: a crash mid-write leaves half a checkpoint."""
     converter, draw, out = Converter(source, RECIPES[name]), random.Random(seed), tmp_path / "out"
@@ -160,7 +168,7 @@ def convert(source, destination, stop_after=None, monkeypatch=None, **keys):
     return None
 
 
-def test_an_interrupted_conversion_goes_on_and_says_so(source, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_conversion_goes_on_and_says_so(source, whole, tmp_path, monkeypatch, capsys):
     convert(source, tmp_path / "out", 4, monkeypatch, progress=True)
     assert "the same command goes on from there" in capsys.readouterr().err
     assert finished(tmp_path) == 4 and not (tmp_path / "out").exists()
@@ -169,8 +177,7 @@ def test_an_interrupted_conversion_goes_on_and_says_so(source, tmp_path, monkeyp
     assert f"going on after 4 of {LAYERS} layers" in error
     assert report.resumed_layers == 4 and len(report.layers) == LAYERS
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    convert(source, tmp_path / "whole")
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "out") == whole
 
 
 def stop(*arguments, **keys):
@@ -247,7 +254,7 @@ class FullDisk(write.ShardedWriter):
     ],
 )
 def test_an_error_keeps_finished_layers_as_a_kill_does(
-    place, fault, error, kept, source, tmp_path, monkeypatch, capsys
+    place, fault, error, kept, source, whole, tmp_path, monkeypatch, capsys
 ):
     with monkeypatch.context() as patch, pytest.raises(error):
         patch.setattr(*place, fault)
@@ -255,11 +262,10 @@ def test_an_error_keeps_finished_layers_as_a_kill_does(
     assert "the same command goes on from there" in capsys.readouterr().err
     assert finished(tmp_path) == kept and not list((tmp_path / ".out.mha2mla-tmp").glob("*.safetensors"))
     assert convert(source, tmp_path / "out").resumed_layers == kept
-    convert(source, tmp_path / "whole")
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "out") == whole
 
 
-def test_a_damaged_layer_is_made_anew_and_said_so(source, tmp_path, monkeypatch, capsys):
+def test_a_damaged_layer_is_made_anew_and_said_so(source, whole, tmp_path, monkeypatch, capsys):
     convert(source, tmp_path / "out", 4, monkeypatch)
     path = tmp_path / ".out.mha2mla-tmp" / "work" / "layer-00001.safetensors"
     content = bytearray(path.read_bytes())
@@ -267,17 +273,16 @@ def test_a_damaged_layer_is_made_anew_and_said_so(source, tmp_path, monkeypatch,
     path.write_bytes(bytes(content))
     assert convert(source, tmp_path / "out", progress=True).resumed_layers == 3
     assert "layer-00001.safetensors in" in capsys.readouterr().err
-    convert(source, tmp_path / "whole")
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert weights(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize(("part", "found"), [("code_hash", "code"), ("_device_name", "device")])
-def test_layers_of_other_code_or_another_device_are_not_used(part, found, source, tmp_path, monkeypatch):
+def test_layers_of_other_code_or_another_device_are_not_used(source, tmp_path, monkeypatch):
     convert(source, tmp_path / "out", 2, monkeypatch)
-    monkeypatch.setattr(prepare, part, lambda *arguments: "another")
-    with pytest.raises(ResumeError, match=rf"differs in {found}"):
-        convert(source, tmp_path / "out")
-    assert finished(tmp_path) == 2
+    for part, found in (("code_hash", "code"), ("_device_name", "device")):
+        with monkeypatch.context() as patch, pytest.raises(ResumeError, match=rf"differs in {found}"):
+            patch.setattr(prepare, part, lambda *arguments: "another")
+            convert(source, tmp_path / "out")
+        assert finished(tmp_path) == 2
 
 
 def test_after_all_layers_only_writing_and_verifying_are_left(source, tmp_path, monkeypatch):
@@ -301,14 +306,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_another_conversion_does_not_go_on_from_the_layers_nor_lose_them(change, source, tmp_path, monkeypatch):
+def test_another_conversion_does_not_go_on_from_the_layers_nor_lose_them(source, tmp_path, monkeypatch):
     convert(source, tmp_path / "out", 2, monkeypatch)
-    keys = CHANGES[change](tmp_path)
-    with pytest.raises(ResumeError, match=rf"2 finished layers .* differs in .*{change}.*resume='never'"):
-        convert(source, tmp_path / "out", **keys)
-    assert finished(tmp_path) == 2
-    report = convert(source, tmp_path / "out", resume="never", **keys)
+    for change, keys in CHANGES.items():
+        with pytest.raises(ResumeError, match=rf"2 finished layers .* differs in .*{change}.*resume='never'"):
+            convert(source, tmp_path / "out", **keys(tmp_path))
+        assert finished(tmp_path) == 2
+    report = convert(source, tmp_path / "out", resume="never", dtype=torch.bfloat16)
     assert report.resumed_layers == 0 and not list(tmp_path.glob(".*"))
 
 

@@ -9,8 +9,8 @@ from mha2mla.conversion import parity
 from mha2mla.conversion.target import LAYOUTS
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 from tests.conversion import tiny
+from tests.conversion.tiny import SHORT
 
-SHORT = {"preset": "minimal", "calibration_tokens": 512, "calibration_lengths": 64}
 CASES = {"llama": {}, "qwen3": {"head_dim": 24}, "mistral": {"sliding_window": 9}, "qwen2": {}}
 
 

@@ -32,6 +32,15 @@ def Recipe(preset: str = "minimal", **keys) -> recipes.Recipe:
     return recipes.Recipe.from_preset(preset, **dotted(keys))
 
 
+# Drawn from a text that is cut into tokens in no time: the default one takes longer than all else of a conversion.
+SHORT = {
+    "preset": "minimal",
+    "calibration.text": "builtin:prose",
+    "calibration.tokens": 512,
+    "calibration.lengths": 64,
+}
+
+
 def dotted(keys: dict) -> dict:
     """Recipe keys as mappings have them."""
     return {re.sub("^(rope|latent|fit|calibration)_", r"\1.", key): value for key, value in keys.items()}
