@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import shutil
 import typing
 from importlib.resources import files
 from pathlib import Path
@@ -47,6 +48,13 @@ def test_load_gives_model_and_tokenizer_of_a_folder(tiny_converted, tiny_source)
         assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] > ids["input_ids"].shape[1]
     with pytest.raises(FileNotFoundError, match="checkpoint is '/no/such/folder'"):
         mha2mla.load("/no/such/folder")
+
+
+def test_a_folder_without_tokenizer_is_named(tiny_source, tmp_path):
+    """The message of transformers names no folder, where two of them were given."""
+    shutil.copytree(tiny_source, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ValueError, match="checkpoint '.*bare' has no usable tokenizer"):
+        mha2mla.load(tmp_path / "bare", device="cpu")
 
 
 def test_reports_printed_pages_of_their_fields(tiny_source, tiny_converted):

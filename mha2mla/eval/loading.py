@@ -65,11 +65,19 @@ def load_model(
 
 
 def load_tokenizer(model: Any, name: str) -> Any:
-    """The tokenizer that lies beside a checkpoint; arguments and errors as for :func:`load_model`."""
+    """The tokenizer that lies beside a checkpoint; arguments and errors as for :func:`load_model`.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
     if isinstance(model, torch.nn.Module):
         raise ValueError(f"tokenizer is None; expected one, since {name} is a loaded model and not a folder")
     from transformers import AutoTokenizer
 
     import mha2mla.modeling  # noqa: F401  a converted folder's tokenizer is looked up through its config
 
-    return AutoTokenizer.from_pretrained(find_checkpoint(model, name), trust_remote_code=False)
+    folder = find_checkpoint(model, name)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{name} {folder!r} has no usable tokenizer: {error}") from error
