@@ -126,7 +126,9 @@ def test_compile_gate(columns, gated, chosen, steps, registers):
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("columns", "outputs"), [(576, 96), (1536, 576), (4096, 4096), (11008, 64), (2112, 32)])
+@pytest.mark.parametrize(
+    ("columns", "outputs"), [(576, 96), (1536, 576), (4096, 4096), (11008, 64), (2112, 32), (2048, 5120)]
+)
 def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
     """As near to float64 as twice torch's own at the dtype, whatever lies behind x, and the same each time."""
     for rows in (1, 2, 5, 8):
