@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.latent_rope import LatentRope
-from mha2mla.kernels.mla_decode.api import mla_decode
+from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_values, serves_values
 from mha2mla.kernels.skinny_linear.api import is_skinny, serves_maps, skinny_linear, skinny_maps
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
@@ -53,6 +53,11 @@ def mla_absorbed(
         q_latent = skinny_maps(q_nope, k_up)
     else:
         q_latent = _through_maps(q_nope, k_up)
+    if is_plain and serves_values(q_latent, latent_cache, v_up, block_table, plan):
+        return mla_decode_values(
+            q_latent, q_pe, latent_cache, rope_cache, v_up, block_table, cache_seqlens, softmax_scale=softmax_scale,
+            plan=plan, latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, backend=backend,
+        )  # fmt: skip
     out = mla_decode(
         q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
         latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.devices import dtype_name
+from mha2mla.kernels.devices import capability, dtype_name
 from mha2mla.kernels.latent_rope import LatentRope
-from mha2mla.kernels.layouts import argument_error
+from mha2mla.kernels.layouts import ALIGNMENT, argument_error
 from mha2mla.kernels.mla_decode.fp8_selection import refusal_fp8, select_fp8
 from mha2mla.kernels.mla_decode.latent_selection import (
     latent_shape,
@@ -20,8 +20,9 @@ from mha2mla.kernels.mla_decode.latent_selection import (
 from mha2mla.kernels.mla_decode.quantization import CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
 from mha2mla.kernels.split_kv.arguments import Argument
+from mha2mla.kernels.split_kv.limits import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp
-from mha2mla.kernels.split_kv.plan import DecodePlan
+from mha2mla.kernels.split_kv.plan import DecodePlan, in_plain_eager_mode
 from mha2mla.kernels.split_kv.tuning import BATCHES
 
 _QUERIES = (Argument("q_latent", "B S_q H d_c"), Argument("q_pe", "B S_q H d_r"))
@@ -160,16 +161,79 @@ def mla_decode(
     Raises:
         ValueError: naming the argument, what it was and what it must be; or why ``backend="tilelang"`` refuses.
     """
-    latent = (latent_cache,) if latent_scale is None else (latent_cache, latent_scale)
+    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale)
     call = (block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, plan, out, return_lse)
+    return op(data, *call, numbers)
+
+
+def _chosen(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor | None,
+    rope: LatentRope | None,
+    latent_scale: Tensor | None,
+) -> tuple[PagedOp, tuple[Tensor | None, ...], tuple[float, ...]]:
+    """Which op serves arguments of :func:`mla_decode`, and what it takes: its tensors and numbers."""
+    latent = (latent_cache,) if latent_scale is None else (latent_cache, latent_scale)
     if rope is None:
         if rope_cache is None:
             raise argument_error("rope_cache", None, "a tensor, or rope in its place")
-        return (MLA if latent_scale is None else FP8)((q_latent, q_pe, *latent, rope_cache), *call)
+        return (MLA if latent_scale is None else FP8), (q_latent, q_pe, *latent, rope_cache), ()
     if rope_cache is not None:
         raise argument_error("rope_cache", tuple(rope_cache.shape), "None beside rope")
     keys = (rope.weight, rope.bias, rope.inv_freq, rope.page_offsets)
-    return (LATENT if latent_scale is None else LATENT_FP8)((q_latent, q_pe, *latent, *keys), *call, (rope.scaling,))
+    return (LATENT if latent_scale is None else LATENT_FP8), (q_latent, q_pe, *latent, *keys), (rope.scaling,)
+
+
+def mla_decode_values(
+    q_latent: Tensor,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor | None,
+    v_up: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    plan: DecodePlan,
+    rope: LatentRope | None = None,
+    latent_scale: Tensor | None = None,
+    cache_starts: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`mla_decode`, and W_UV [k, d_v, d_c] of what it gives, in the kernel that merges its partials: [B, S_q, H,
+    d_v]. Arguments and errors as there; only where :func:`serves_values`."""
+    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale)
+    values = q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1])
+    call = (block_table, cache_seqlens, cache_starts, softmax_scale, True, backend, plan, None, False)
+    op(data, *call, numbers, (v_up, values))
+    return values
+
+
+def serves_values(
+    q_latent: Tensor, latent_cache: Tensor, v_up: Tensor, block_table: Tensor, plan: DecodePlan | None
+) -> bool:
+    """Whether :func:`mla_decode_values` serves arguments of these shapes and this plan: rows are few, on a Hopper."""
+    batch, seqlen_q, heads, width = q_latent.shape
+    return (
+        plan is not None
+        and plan.num_ctas > 0
+        and 0 < batch * seqlen_q <= MERGED_ROWS
+        and in_plain_eager_mode(q_latent)
+        and q_latent.is_cuda
+        and capability(q_latent.device) == 90
+        and latent_cache.shape[0] > 0
+        and block_table.shape[1] > 0
+        and heads % v_up.shape[0] == 0
+        and width % 32 == 0
+        and width <= 1024
+        and v_up.shape[1] % 16 == 0
+        and v_up.shape[1] <= 128
+        and v_up.dtype == q_latent.dtype
+        and v_up.is_contiguous()
+        and v_up.data_ptr() % ALIGNMENT == 0
+    )
 
 
 def explain_mla_decode(

@@ -172,6 +172,7 @@ def make_latent_cluster(shape: DecodeShape, choice: LatentChoice):
             thread = T.get_thread_binding()
             half = y % CLUSTER
             tile = locate(types, k.tiling, y // CLUSTER, k.d_r)
+            T.pdl_sync()  # TileLang launches clusters as programmatic dependents
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
 

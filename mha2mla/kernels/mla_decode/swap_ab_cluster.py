@@ -281,6 +281,7 @@ def make_swap_ab_cluster(shape: DecodeShape, choice: KernelChoice):
             thread = T.get_thread_binding()
             half = y % CLUSTER
             tile = locate(types, k.tiling, y // CLUSTER, k.d_r)
+            T.pdl_sync()  # TileLang launches clusters as programmatic dependents
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
 

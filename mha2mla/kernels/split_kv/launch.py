@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS, UNTOLD_WRITES, compile_for
 from mha2mla.kernels.devices import capability as capability_of
-from mha2mla.kernels.devices import on_device
+from mha2mla.kernels.devices import dtype_name, on_device
 from mha2mla.kernels.split_kv.combine import make_combine
+from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
 
@@ -47,6 +48,13 @@ def compile_merge(heads: int, width: int, dtype: str, splits: int, capability: i
     """The compiled combine kernel for about ``splits`` partials a sequence (one of MERGES)."""
     function = make_merge(heads, width, dtype, splits, dependent=capability >= 90)
     return compile_for(function, capability, SMALL_PASS_CONFIGS)
+
+
+@cache
+def compile_merge_maps(heads: int, maps: int, width: int, outputs: int, dtype: str):
+    """The compiled kernel that merges and goes through a map a head; arguments as ``make_merge_maps``'s."""
+    function = make_merge_maps(heads=heads, maps=maps, width=width, outputs=outputs, dtype=dtype)
+    return compile_for(function, 90, SMALL_PASS_CONFIGS)
 
 
 def merge_splits(num_ctas: int, batch: int) -> int:
@@ -144,8 +152,13 @@ class Launch:
         partial_lse: Tensor,
         out: Tensor,
         lse: Tensor,
+        through: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Runs decode and combine kernel. Nothing is allocated, nothing synchronises, nothing is checked."""
+        """Runs decode and combine kernel. Nothing is allocated, nothing synchronises, nothing is checked.
+
+        ``through``: maps, and where what they make of the output goes; of the output itself, and lse, then only what
+        one CTA read is written.
+        """
         data = list(data)
         for index, shape in self.shapes:
             data[index] = data[index].view(shape)
@@ -153,7 +166,12 @@ class Launch:
             data[index] = block_table
         with on_device(out.device):
             self.split(*data, block_table, schedule, partial_out, partial_lse, out, lse, *self.numbers)
-            self.merge(splits, partial_out, partial_lse, out, lse)
+            if through is None:
+                self.merge(splits, partial_out, partial_lse, out, lse)
+            else:
+                up, values = through
+                merge = compile_merge_maps(out.shape[2], *up.shape[::2], up.shape[1], dtype_name(out.dtype))
+                merge(splits, partial_out, partial_lse, out, up, values)
 
 
 def launch(
@@ -173,6 +191,7 @@ def launch(
     lse: Tensor,
     numbers: tuple[float, ...] = (),
     kernels: tuple[Callable[..., None], Callable[..., None]] | None = None,
+    through: tuple[Tensor, Tensor] | None = None,
 ) -> Launch | None:
     """Run decode and combine kernel; what ran is the answer, or None where there was nothing to run them on.
 
@@ -181,6 +200,7 @@ def launch(
         data: the op's arguments, checked.
         numbers: the op's.
         kernels: of :func:`compile_kernels`, in place of the chosen ones.
+        through: as :class:`Launch` takes it; there are pages then.
         block_table, softmax_scale, causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse: as in
             the op's schema.
     """
@@ -199,5 +219,5 @@ def launch(
             absent=tuple(index for index in op.optional if data[index] is None),
             numbers=tail + tuple(int(data[index] is not None) for index in op.optional),
         )
-    made(data, block_table, schedule, splits, partial_out, partial_lse, out, lse)
+    made(data, block_table, schedule, splits, partial_out, partial_lse, out, lse, through)
     return made

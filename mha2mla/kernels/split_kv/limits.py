@@ -10,6 +10,7 @@ from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 
 DTYPES = ("bfloat16", "float16")
 MAX_HEADS = 128
+MERGED_ROWS = 8  # B S_q at most, where the merge goes through a map a head: what a matrix instruction has
 MAX_SPLITS = 512  # partials of one sequence that the combine holds weights for; CTAs are never more
 
 # Shared memory a block may use, bytes, by compute capability (CUDA C++ programming guide, "Technical Specifications").

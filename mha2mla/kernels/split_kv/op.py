@@ -129,9 +129,10 @@ class PagedOp:
         out: Tensor | None,
         return_lse: bool,
         numbers: tuple[float, ...] = (),
+        through: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Checks and runs the op; ``data`` and ``numbers`` as declared, the others as in
-        :func:`mha2mla.kernels.mla_decode`."""
+        :func:`mha2mla.kernels.mla_decode`. ``through``, in plain eager mode with a plan for kernels: as ``Launch``."""
         like = None
         if plan is not None and in_plain_eager_mode(data[0]):
             try:
@@ -139,7 +140,7 @@ class PagedOp:
                     data, block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, out, numbers
                 )
                 if (launch := plan.launches.get(like)) is not None:
-                    return self._repeat(launch, data, block_table, plan, out, return_lse)
+                    return self._repeat(launch, data, block_table, plan, out, return_lse, through)
             except _REFUSALS:
                 pass  # by kernels or torch: the checks say why
         check_backend(backend)
@@ -163,7 +164,7 @@ class PagedOp:
         lse = plan.lse if eager and plan is not None and not return_lse else None
         lse = _empty_lse(out) if lse is None else lse
         if eager:
-            launch = self._run(sizes, *call, *buffers, out, lse)
+            launch = self._run(sizes, *call, *buffers, out, lse, through=through)
             if launch is not None and like is not None:
                 plan.remember(like, launch)
         else:
@@ -199,6 +200,7 @@ class PagedOp:
         plan: DecodePlan,
         out: Tensor | None,
         return_lse: bool,
+        through: tuple[Tensor, Tensor] | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """A call whose like was checked and launched with this plan: what is left to check are addresses."""
         if out is None:
@@ -212,7 +214,7 @@ class PagedOp:
         if addresses % ALIGNMENT:
             check_aligned(out=out, **dict(zip(self.names, data, strict=True)))
         lse = _empty_lse(out) if return_lse or plan.lse is None else plan.lse
-        launch(data, block_table, plan.schedule, plan.splits, plan.partial_out, plan.partial_lse, out, lse)
+        launch(data, block_table, plan.schedule, plan.splits, plan.partial_out, plan.partial_lse, out, lse, through)
         return (out, lse) if return_lse else out
 
     def plan(
@@ -290,7 +292,9 @@ class PagedOp:
     def _decode_out(self, *call: Any) -> None:
         self._run(self._sizes_of(call), *call)
 
-    def _run(self, sizes: Sizes, *call: Any) -> Callable[..., None] | None:
+    def _run(
+        self, sizes: Sizes, *call: Any, through: tuple[Tensor, Tensor] | None = None
+    ) -> Callable[..., None] | None:
         """Runs a checked call; what was launched, for calls like it."""
         count = len(self.arguments)
         data, numbers, call = call[:count], call[count : count + len(self.numbers)], call[count + len(self.numbers) :]
@@ -319,7 +323,7 @@ class PagedOp:
             )
         return _launch()(
             self, shape, data, block_table, softmax_scale, causal, window, sinks, schedule,
-            splits, partial_out, partial_lse, out, lse, numbers,
+            splits, partial_out, partial_lse, out, lse, numbers, through=through,
         )  # fmt: skip
 
 
