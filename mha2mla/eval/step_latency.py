@@ -17,6 +17,10 @@ from mha2mla.kernel_testing.judgement import ERROR_FACTOR, Judgement, verdict
 # The absorbed and the expanded form are equal in exact arithmetic and round differently: how differently depends on the
 # conditioning of the latent's basis. Between the two forms, an error this many times larger is still rounding.
 ACROSS_FORMS_FACTOR = 8.0
+# Nine tenths of the square of a bfloat16 model's errors lie in one direction of its logits, so a position's error is
+# little more than the size of one normal number, and two right ones may be a factor of five apart. Errors and their
+# yardstick are taken over as many positions, whose root mean squares agree within a tenth or two.
+CHECKED_STEPS = 16
 
 Model = torch.nn.Module | Callable[[], torch.nn.Module]
 
@@ -42,10 +46,11 @@ def forward_latency(
     ``seqlen`` tokens, of which the last one's logits are asked for.
 
     For a step each model fills a cache of fixed size with the same random tokens, then makes the same step again and
-    again, the cache being put back by one token after each. First the logits are checked against the same model in
-    float64 without a cache (norms and angles in float32, as transformers has them), a module's weights at a time being
-    wide. The yardstick is its cacheless logits at its own dtype; for a converted model, whose step is another form of
-    the same sum, those with a wider factor, and the same step with the decode op's torch reference.
+    again, the cache being put back by one token after each. First the logits of the last 16 tokens, each by a step of
+    its own, are checked against the same model in float64 without a cache (norms and angles in float32, as transformers
+    has them), a module's weights at a time being wide. The yardstick is its cacheless logits at its own dtype; for a
+    converted model, whose step is another form of the same sum, those with a wider factor, and the same steps with the
+    decode op's torch reference. Of a prompt the logits of the same tokens are checked, by one forward pass.
 
     Args:
         models: name → causal language model, or what makes one and lets go of it afterwards; all on one device.
@@ -119,36 +124,45 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(each.nbytes for each in model.parameters()) - (0 if tied else embeddings.nbytes)
 
 
-Right = tuple[Tensor, Tensor]  # logits [sequences, vocabulary] at the model's dtype and in float64
+Right = tuple[Tensor, Tensor]  # logits [sequences, positions, vocabulary] at the model's dtype and in float64
+
+
+def _checked(seqlen: int) -> int:
+    """Of a text's last tokens, how many are checked."""
+    return min(CHECKED_STEPS, seqlen - 1)
 
 
 @dataclass(frozen=True)
 class _Reference:
-    """Logits without a cache [sequences, lengths, vocabulary]: the yardstick's and float64's; or why there are none."""
+    """Logits without a cache: of each length the yardstick's and float64's, of its last positions; or why there are
+    none."""
 
-    yardstick: Tensor | None
-    exact: Tensor | None
+    rights: tuple[Right, ...] = ()
     refused: str | None = None
 
     @classmethod
     def of(cls, model: torch.nn.Module, ids: Tensor, seqlens: Sequence[int]) -> _Reference:
         # Attention is causal: the logits after a prefix do not depend on what follows, so one pass serves all lengths.
-        positions = torch.tensor([seqlen - 1 for seqlen in seqlens], device=ids.device)
+        counts = [_checked(seqlen) for seqlen in seqlens]
+        spans = [torch.arange(end - count, end) for end, count in zip(seqlens, counts, strict=True)]
+        positions = torch.cat(spans).to(ids.device)
 
-        def logits() -> dict[str, Tensor]:
+        def logits() -> dict[str, Any]:
             yardstick = _logits_without_cache(model, ids, positions)
             with in_float64(model):
-                return {"yardstick": yardstick, "exact": _logits_without_cache(model, ids, positions)}
+                exact = _logits_without_cache(model, ids, positions)
+            return {"rights": tuple(zip(yardstick.split(counts, 1), exact.split(counts, 1), strict=True))}
 
         found = unless_out_of_memory(logits)
         if "status" in found:
-            return cls(None, None, f"{found['status']}, in the check against float64; --no-check times it all the same")
+            return cls(refused=f"{found['status']}, in the check against float64; --no-check times it all the same")
         return cls(**found)
 
     def at(self, sequences: list[int], column: int) -> Right | str:
         if self.refused is not None:
             return self.refused
-        return self.yardstick[sequences, column], self.exact[sequences, column]
+        yardstick, exact = self.rights[column]
+        return yardstick[sequences], exact[sequences]
 
 
 def _step_row(
@@ -157,10 +171,13 @@ def _step_row(
     """Of one batch and length; ``right``: None unchecked, a text why it cannot be."""
     if isinstance(right, str):
         return {"status": right}
-    step = (_DecodeStep.filled if right is None else _DecodeStep.prefilled)(model, ids, chunk)
     batch, seqlen = ids.shape
+    if right is None:
+        step = _DecodeStep.filled(model, ids, chunk)
+    else:
+        step = _DecodeStep.prefilled(model, ids, chunk, left=_checked(seqlen))
     row = {"cache_bytes": batch * seqlen * step.bytes_per_token}
-    check = None if right is None else _check_step(step, sorted({0, batch - 1}), *right)
+    check = None if right is None else _check_step(step, ids, sorted({0, batch - 1}), *right)
     row |= measured(step, check, row["cache_bytes"], ids.device, min_run_time)
     return row | ({"ms_per_token": row["us_p50"] / 1e3} if "us_p50" in row else {})
 
@@ -170,13 +187,13 @@ def _prefill_row(model: torch.nn.Module, ids: Tensor, right: Right | str | None,
     if isinstance(right, str):
         return {"status": right}
 
-    def call() -> Tensor:
-        return model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, 0]
+    def call(kept: int = 1) -> Tensor:
+        return model(input_ids=ids, use_cache=True, logits_to_keep=kept).logits
 
     check = None
     if right is not None:
         factor = ACROSS_FORMS_FACTOR if model.config.model_type == "mha2mla" else ERROR_FACTOR
-        check = _judge_logits(call()[sorted({0, len(ids) - 1})], *right, factor)
+        check = _judge_logits(call(_checked(ids.shape[1]))[sorted({0, len(ids) - 1})], *right, factor)
     row = measured(call, check, None, ids.device, min_run_time, graph=False)
     return row | ({"tokens_per_s": ids.numel() / row["us_p50"] * 1e6} if "us_p50" in row else {})
 
@@ -206,12 +223,15 @@ class _DecodeStep:
     position: Tensor
 
     @classmethod
-    def prefilled(cls, model: torch.nn.Module, ids: Tensor, chunk: int, length: int | None = None) -> _DecodeStep:
-        """All but the last of ``ids [B, T]`` go into the cache, of ``length`` tokens; the last is the step's token."""
+    def prefilled(
+        cls, model: torch.nn.Module, ids: Tensor, chunk: int, length: int | None = None, left: int = 1
+    ) -> _DecodeStep:
+        """All but the last ``left`` of ``ids [B, T]`` go into the cache, of ``length`` tokens; the last is the step's
+        token, before which :meth:`last_logits` is to bring those between."""
         batch, seqlen = ids.shape
         cache = _fixed_cache(model, length or seqlen)
-        for start in range(0, seqlen - 1, chunk):
-            part = slice(start, min(start + chunk, seqlen - 1))
+        for start in range(0, seqlen - left, chunk):
+            part = slice(start, min(start + chunk, seqlen - left))
             positions = torch.arange(part.start, part.stop, device=ids.device).expand(batch, -1)
             model(
                 input_ids=ids[:, part], past_key_values=cache, position_ids=positions, use_cache=True, logits_to_keep=1
@@ -241,17 +261,34 @@ class _DecodeStep:
         return sum(tensor[0, 0].nbytes for tensor in pages)
 
     def __call__(self) -> Tensor:
-        logits = self.model(
-            input_ids=self.token, past_key_values=self.cache, position_ids=self.position, use_cache=True
-        ).logits[:, 0]
-        for layer in self.cache.layers:
-            layer.cumulative_length.sub_(1)
+        logits = self._logits(self.token, self.position)
+        self.move(-1)
         return logits
 
+    def last_logits(self, ids: Tensor, count: int, sequences: list[int]) -> Tensor:
+        """[sequences, count, vocabulary], a step each, of the last ``count`` of ``ids [B, T]`` over a cache of those
+        before; the cache is then as the step needs it."""
+        first = ids.shape[1] - count
+        places = [torch.full_like(self.position, first + index) for index in range(count)]
+        out = [self._logits(ids[:, first + index, None], place)[sequences] for index, place in enumerate(places)]
+        self.move(-1)
+        return torch.stack(out, 1)
 
-def _check_step(step: _DecodeStep, sequences: list[int], yardstick: Tensor, exact: Tensor) -> Judgement:
-    """The logits ``[sequences, vocabulary]`` of a step, for some of its sequences."""
-    out = step()[sequences]
+    def move(self, tokens: int) -> None:
+        """Lets the cache hold so many tokens more, which lie there already, or fewer."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.add_(tokens)
+
+    def _logits(self, token: Tensor, position: Tensor) -> Tensor:
+        return self.model(input_ids=token, past_key_values=self.cache, position_ids=position, use_cache=True).logits[
+            :, 0
+        ]
+
+
+def _check_step(step: _DecodeStep, ids: Tensor, sequences: list[int], yardstick: Tensor, exact: Tensor) -> Judgement:
+    """The logits ``[sequences, count, vocabulary]`` of the last steps of ``ids [B, T]``, for some of its sequences."""
+    count = exact.shape[1]
+    out = step.last_logits(ids, count, sequences)
     config = step.model.config
     other_form = _judge_logits(out, yardstick, exact)
     if config.model_type != "mha2mla":
@@ -263,7 +300,8 @@ def _check_step(step: _DecodeStep, sequences: list[int], yardstick: Tensor, exac
     codes = "latent_scale" in step.cache.layers[0].tensors  # another backend must read what this one cached
     config.attention_backend = "mla_fp8_reference" if codes else "mla_reference"
     try:
-        same_form = _judge_logits(out, step()[sequences], exact)
+        step.move(1 - count)
+        same_form = _judge_logits(out, step.last_logits(ids, count, sequences), exact)
     finally:
         config.attention_backend = backend
     # The reference keeps its softmax weights in float32, a kernel in the model's dtype like torch's own attention: in

@@ -181,6 +181,24 @@ def test_a_converted_model_whose_cached_step_is_wrong_gets_no_speed(tiny_convert
     assert rows[0]["status"].startswith("wrong: ") and "us_p50" not in rows[0]
 
 
+class RoundingLlama(LlamaForCausalLM):
+    """Errs as a large bfloat16 model does: of each token in one direction, by a normal number."""
+
+    def forward(self, input_ids, **keywords):
+        made = super().forward(input_ids=input_ids, **keywords)
+        if made.logits.dtype != torch.float64:
+            made.logits *= 1 + 1e-2 * torch.randn(*made.logits.shape[:2], 1)
+        return made
+
+
+def test_a_token_whose_yardstick_is_right_by_chance_makes_no_step_wrong(tiny_source):
+    torch.manual_seed(0)
+    model = {"source": RoundingLlama.from_pretrained(tiny_source)}
+    levels = {"levels": ("step", "prefill"), "min_run_time": 1e-6}
+    rows = [row for seed in range(6) for row in forward_latency(model, seqlens=(40,), seed=seed, **levels)]
+    assert {row["status"] for row in rows} == {"ok"} and len(rows) == 12
+
+
 def test_the_check_leaves_the_backend_as_it_was(tiny_converted):
     model = MHA2MLAForCausalLM.from_pretrained(tiny_converted)
     model.config.attention_backend = None
