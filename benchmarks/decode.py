@@ -138,12 +138,15 @@ def host(profile: bool = False, json: str | None = None, calls: int = 300) -> bo
             "refresh": lambda i=inputs, p=plan: p.refresh(i["cache_seqlens"], i["cache_starts"]),
         }
         ways["plan and out"]()
-        (launch,) = plan.launches.values()
-        data, buffers = tuple(inputs[name] for name in problem.op.names), plan.buffers[2:]
-        ways["kernels alone"] = partial(launch, data, inputs["block_table"], *buffers, out, plan.lse)
         row: dict[str, Any] = {"shape": decode_case(problem).name}
         for name, call in ways.items():
             row[name] = host_us(call, calls)
+        ((like, launch),) = plan.memory.launches.items()
+        data = tuple(inputs[name] for name in problem.op.names)
+        row["kernels alone"] = host_us(partial(launch, data, inputs["block_table"], out, launch.lse), calls)
+        plan.memory.launches[like] = replace(launch, split=lambda *_: None, merge=lambda *_: None)
+        row["without kernels"] = host_us(ways["plan and out"], calls)
+        plan.memory.launches[like] = launch
         table.add(row)
         if profile:
             profiler = cProfile.Profile()

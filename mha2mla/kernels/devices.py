@@ -61,6 +61,13 @@ def num_sms(device: torch.device) -> int:
 _HERE = nullcontext()
 
 
+@lru_cache(maxsize=1)
+def _is_the_only_one() -> bool:
+    return torch.cuda.device_count() <= 1
+
+
 def on_device(device: torch.device) -> AbstractContextManager:
-    """``torch.cuda.device`` of a tensor's device, and nothing where that is the current one: it costs two changes."""
-    return _HERE if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    """``torch.cuda.device`` of a tensor's device, and nothing where that is the current one: it costs two changes, and
+    half a microsecond to ask for."""
+    here = _is_the_only_one() or device.index == torch.cuda.current_device()
+    return _HERE if here else torch.cuda.device(device)

@@ -161,8 +161,10 @@ def mla_decode(
     Raises:
         ValueError: naming the argument, what it was and what it must be; or why ``backend="tilelang"`` refuses.
     """
-    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale)
     call = (block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, plan, out, return_lse)
+    if rope is None and latent_scale is None and rope_cache is not None:  # the shortest way: hosts are slow
+        return MLA((q_latent, q_pe, latent_cache, rope_cache), *call)
+    op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale)
     return op(data, *call, numbers)
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
+from tvm_ffi import from_dlpack
 
 from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS, UNTOLD_WRITES, compile_for
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import dtype_name, on_device
+from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_aligned
 from mha2mla.kernels.split_kv.combine import make_combine
 from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
 from mha2mla.kernels.split_kv.op import PagedOp
@@ -125,53 +129,103 @@ def compile_chosen(op: PagedOp, shape: Any, device: torch.device, batch: int, wi
     return compile_kernels(op, shape, choice, capability_of(device), batch, width, num_ctas)
 
 
+class Rows(dict):
+    """Tensors whose last dimensions are one, of tensors as long as these live: id → (tensor, its address, as one).
+
+    Making a view takes more than asking for it, and the caches of a model's layers are the same at every step.
+    """
+
+    def of(self, tensor: Tensor, first: int) -> Tensor:
+        """``tensor``, dense from dimension ``first`` on, which is the last of the view."""
+        key, address = id(tensor), tensor.data_ptr()
+        kept = self.get(key)
+        if kept is not None and kept[0]() is tensor and kept[1] == address:
+            return kept[2]
+        rows = tensor.detach().flatten(first)  # a view that knows its tensor would keep it
+        self[key] = (ref(tensor, lambda _: self.pop(key, None)), address, rows)
+        return rows
+
+
 @dataclass(frozen=True)
 class Launch:
     """The compiled kernels of a call, and what they take behind its tensors: all that a call like it needs.
 
     Attributes:
+        op: what it was a call of.
         split, merge: of :func:`compile_kernels`.
-        shapes: of arguments whose last dimensions are one to kernels (``PagedOp.joined``): which, and their shape then.
+        shape: of the output.
         absent: which arguments were left out; kernels get the block table there.
         numbers: softmax_scale, causal, window, sinks, the op's own, and of each optional argument whether there is one.
+        schedule, splits, partial_out, partial_lse: the plan's.
+        lse: what is written for callers that do not ask for it.
+        like_query: an output may be made as the query is.
+        is_kept: the plan's tensors and ``lse`` are TVM's, which need not be converted by each call.
+        rows: of arguments whose last dimensions are one to kernels.
     """
 
+    op: PagedOp
     split: Callable[..., None]
     merge: Callable[..., None]
-    shapes: tuple[tuple[int, tuple[int, ...]], ...]
+    shape: torch.Size
     absent: tuple[int, ...]
     numbers: tuple[float, ...]
+    schedule: Any
+    splits: Any
+    partial_out: Any
+    partial_lse: Any
+    lse: Any
+    like_query: bool
+    is_kept: bool = False
+    rows: Rows = field(default_factory=Rows)
+
+    def kept(self) -> Launch:
+        """For more calls like the one that it was made for."""
+        # By a capsule, not by the tensor's ``__dlpack__``: that lets the default stream wait for the current one.
+        names = ("schedule", "splits", "partial_out", "partial_lse", "lse")
+        return replace(self, **{name: from_dlpack(to_dlpack(getattr(self, name))) for name in names}, is_kept=True)
 
     def __call__(
         self,
         data: Sequence[Tensor | None],
         block_table: Tensor,
-        schedule: Tensor,
-        splits: Tensor,
-        partial_out: Tensor,
-        partial_lse: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        out: Tensor | None,
+        lse: Tensor | None,
         through: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Runs decode and combine kernel. Nothing is allocated, nothing synchronises, nothing is checked.
+    ) -> tuple[Tensor, Any]:
+        """Runs decode and combine kernel; nothing synchronises, and only addresses and the output's shape are checked.
 
-        ``through``: maps, and where what they make of the output goes; of the output itself, and lse, then only what
-        one CTA read is written.
+        Args:
+            data, block_table: as the op takes them, checked but for what kernels check.
+            out, lse: None: ``out`` is allocated, and ``lse`` its own.
+            through: maps, and where what they make of the output goes; of the output itself, and lse, then only what
+                one CTA read is written.
         """
+        if out is None:
+            out = torch.empty_like(data[0]) if self.like_query else data[0].new_empty(self.shape)
+        if out.shape != self.shape:  # kernels know that of a plan's B only when they have begun
+            raise argument_error("out.shape", tuple(out.shape), tuple(self.shape))
+        if lse is None:
+            lse = self.lse
+        addresses = out.data_ptr()
+        for tensor in data:
+            if tensor is not None:
+                addresses |= tensor.data_ptr()
+        if addresses % ALIGNMENT:
+            check_aligned(out=out, **dict(zip(self.op.names, data, strict=True)))
         data = list(data)
-        for index, shape in self.shapes:
-            data[index] = data[index].view(shape)
+        for index, first in self.op.joined:
+            data[index] = self.rows.of(data[index], first)
         for index in self.absent:
             data[index] = block_table
         with on_device(out.device):
-            self.split(*data, block_table, schedule, partial_out, partial_lse, out, lse, *self.numbers)
+            self.split(*data, block_table, self.schedule, self.partial_out, self.partial_lse, out, lse, *self.numbers)
             if through is None:
-                self.merge(splits, partial_out, partial_lse, out, lse)
+                self.merge(self.splits, self.partial_out, self.partial_lse, out, lse)
             else:
                 up, values = through
                 merge = compile_merge_maps(out.shape[2], *up.shape[::2], up.shape[1], dtype_name(out.dtype))
-                merge(splits, partial_out, partial_lse, out, up, values)
+                merge(self.splits, self.partial_out, self.partial_lse, out, up, values)
+        return out, lse
 
 
 def launch(
@@ -214,10 +268,17 @@ def launch(
     tail = (softmax_scale, int(causal), NO_WINDOW if window < 0 else window, sinks, *numbers)
     with on_device(out.device):
         made = Launch(
+            op,
             *(kernels or compile_chosen(op, shape, out.device, batch, width, partial_lse.shape[0])),
-            shapes=tuple((index, tuple(data[index].flatten(first).shape)) for index, first in op.joined),
+            shape=out.shape,
             absent=tuple(index for index in op.optional if data[index] is None),
             numbers=tail + tuple(int(data[index] is not None) for index in op.optional),
+            schedule=schedule,
+            splits=splits,
+            partial_out=partial_out,
+            partial_lse=partial_lse,
+            lse=lse,
+            like_query=data[0].shape == out.shape and data[0].is_contiguous(),
         )
-    made(data, block_table, schedule, splits, partial_out, partial_lse, out, lse, through)
+    made(data, block_table, out, lse, through)
     return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pkgutil import resolve_name
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, check_backend, device_name, dtype_name, num_sms
-from mha2mla.kernels.layouts import ALIGNMENT, Layout, argument_error, check_aligned, check_float
+from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_float
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.arguments import INDICES, Argument
 from mha2mla.kernels.split_kv.plan import (
@@ -133,16 +133,44 @@ class PagedOp:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Checks and runs the op; ``data`` and ``numbers`` as declared, the others as in
         :func:`mha2mla.kernels.mla_decode`. ``through``, in plain eager mode with a plan for kernels: as ``Launch``."""
-        like = None
+        like, indices = None, (block_table, cache_seqlens, cache_starts)
         if plan is not None and in_plain_eager_mode(data[0]):
             try:
-                like = self._likeness(
-                    data, block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, out, numbers
-                )
-                if (launch := plan.launches.get(like)) is not None:
-                    return self._repeat(launch, data, block_table, plan, out, return_lse, through)
+                # What two calls with a plan must share for the checks of one to hold for the other, but for what the
+                # kernels' host code checks of each in C: devices, dtypes, and the sizes that their signatures name.
+                shapes = [None if data[index] is None else data[index].shape for index in self.shaped]
+                strides = [None if x is None else x.is_contiguous() or x.stride() for x in (*data, out)]
+                like = (self, softmax_scale, bool(causal), backend, numbers, *shapes, *strides)
+                if (launch := plan.memory.find(like, indices)) is not None:
+                    made, lse = launch(
+                        data, block_table, out, _empty_lse(data[0], plan.shape) if return_lse else None, through
+                    )
+                    return (made, lse) if return_lse else made
             except _REFUSALS:
                 pass  # by kernels or torch: the checks say why
+        out, lse, launch = self._checked(
+            data, *indices, softmax_scale, causal, backend, plan, out, return_lse, numbers, through
+        )
+        if launch is not None and like is not None:
+            plan.memory.keep(indices, like, launch)
+        return (out, lse) if return_lse else out
+
+    def _checked(
+        self,
+        data: tuple[Tensor | None, ...],
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+        cache_starts: Tensor | None,
+        softmax_scale: float,
+        causal: bool,
+        backend: str | None,
+        plan: DecodePlan | None,
+        out: Tensor | None,
+        return_lse: bool,
+        numbers: tuple[float, ...],
+        through: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """A call of which nothing is known: out, lse, and what an eager one launched."""
         check_backend(backend)
         if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
             raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number")
@@ -153,8 +181,7 @@ class PagedOp:
         sizes = (_check if torch.compiler.is_compiling() else _check_once)(self, *layouts)
         call = (*data, *numbers, *indices, softmax_scale, causal, backend)
         if plan is None and out is None:
-            out, lse = getattr(torch.ops.mha2mla, self.name)(*call)
-            return (out, lse) if return_lse else out
+            return (*getattr(torch.ops.mha2mla, self.name)(*call), None)
         out = data[0].new_empty(sizes.out) if out is None else out
         buffers = _NO_PLAN
         if plan is not None:
@@ -162,60 +189,14 @@ class PagedOp:
             buffers = plan.buffers
         eager = in_plain_eager_mode(data[0])  # the dispatcher costs as much as the kernel's launch
         lse = plan.lse if eager and plan is not None and not return_lse else None
-        lse = _empty_lse(out) if lse is None else lse
+        lse = _empty_lse(out, out.shape) if lse is None else lse
         if eager:
             launch = self._run(sizes, *call, *buffers, out, lse, through=through)
-            if launch is not None and like is not None:
-                plan.remember(like, launch)
-        else:
-            getattr(torch.ops.mha2mla, f"{self.name}_out")(*call, *buffers, out, lse)
-        return (out, lse) if return_lse else out
-
-    def _likeness(
-        self,
-        data: tuple[Tensor | None, ...],
-        block_table: Tensor,
-        cache_seqlens: Tensor,
-        cache_starts: Tensor | None,
-        softmax_scale: float,
-        causal: bool,
-        backend: str | None,
-        out: Tensor | None,
-        numbers: tuple[float, ...],
-    ) -> tuple[Any, ...]:
-        """What two calls with a plan must share for the checks of one to hold for the other, but for what the kernels'
-        host code checks of each call, in C: devices, dtypes, and the sizes that their signatures name."""
-        lengths = [
-            None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in (cache_seqlens, cache_starts)
-        ]
-        shapes = [None if data[index] is None else data[index].shape for index in self.shaped]
-        strides = [None if x is None else x.stride() for x in (*data, out)]
-        return (self, softmax_scale, bool(causal), backend, numbers, block_table.size(1), *lengths, *shapes, *strides)
-
-    def _repeat(
-        self,
-        launch: Callable[..., None],
-        data: tuple[Tensor | None, ...],
-        block_table: Tensor,
-        plan: DecodePlan,
-        out: Tensor | None,
-        return_lse: bool,
-        through: tuple[Tensor, Tensor] | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """A call whose like was checked and launched with this plan: what is left to check are addresses."""
-        if out is None:
-            out = data[0].new_empty(plan.shape)
-        elif out.shape != plan.shape:  # kernels know that of a plan's B only when they have begun
-            raise argument_error("out.shape", tuple(out.shape), plan.shape)
-        addresses = out.data_ptr()
-        for tensor in data:
-            if tensor is not None:
-                addresses |= tensor.data_ptr()
-        if addresses % ALIGNMENT:
-            check_aligned(out=out, **dict(zip(self.names, data, strict=True)))
-        lse = _empty_lse(out) if return_lse or plan.lse is None else plan.lse
-        launch(data, block_table, plan.schedule, plan.splits, plan.partial_out, plan.partial_lse, out, lse, through)
-        return (out, lse) if return_lse else out
+            if launch is not None and return_lse:  # calls like it may not write to this caller's
+                launch = replace(launch, lse=torch.empty_like(lse))
+            return out, lse, launch
+        getattr(torch.ops.mha2mla, f"{self.name}_out")(*call, *buffers, out, lse)
+        return out, lse, None
 
     def plan(
         self,
@@ -282,7 +263,7 @@ class PagedOp:
 
     def _empty(self, *call: Any) -> tuple[Tensor, Tensor]:
         out = call[0].new_empty(self._sizes_of(call).out)
-        return out, _empty_lse(out)
+        return out, _empty_lse(out, out.shape)
 
     def _decode(self, *call: Any) -> tuple[Tensor, Tensor]:
         made = self._empty(*call)
@@ -327,9 +308,10 @@ class PagedOp:
         )  # fmt: skip
 
 
-def _empty_lse(out: Tensor) -> Tensor:
-    batch, seqlen_q, heads, _ = out.shape
-    return out.new_empty(batch, heads, seqlen_q, dtype=torch.float64 if out.dtype == torch.float64 else torch.float32)
+def _empty_lse(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """For an output of a shape, of the dtype and on the device of ``like``."""
+    batch, seqlen_q, heads, _ = shape
+    return like.new_empty(batch, heads, seqlen_q, dtype=torch.float64 if like.dtype == torch.float64 else torch.float32)
 
 
 def _check(op: PagedOp, *layouts: tuple | None) -> Sizes:

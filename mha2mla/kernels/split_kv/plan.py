@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,50 @@ from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
 
 MOST_LAUNCHES = 64  # that a plan remembers: a model's layers are a few kinds of calls
 MAX_BLOCKS = 65535  # of CTAs in the dimension of a grid that counts them
+
+
+@dataclass
+class Memory:
+    """What eager calls with a plan were checked for, and what they launched.
+
+    Attributes:
+        indices: block_table, cache_seqlens and cache_starts of the last one: all layers of a step share these objects.
+        layout: of theirs, what kernels do not check.
+        launches: by what else the checks of one call hold for another (``PagedOp._likeness``).
+    """
+
+    indices: tuple[Tensor | None, ...] = (None, None, None)
+    layout: tuple[Any, ...] | None = None
+    launches: dict[Any, Any] = field(default_factory=dict)
+
+    def find(self, like: Any, indices: tuple[Tensor | None, ...]) -> Any | None:
+        """What a call like this one launched, where what was checked of its indices holds for these."""
+        launch = self.launches.get(like)
+        if launch is None:
+            return None
+        (table, seqlens, starts), (old_table, old_seqlens, old_starts) = indices, self.indices
+        if table is not old_table or seqlens is not old_seqlens or starts is not old_starts:
+            if self.layout != _layout(*indices):
+                return None
+            self.indices = indices
+        if not launch.is_kept:
+            self.launches[like] = launch = launch.kept()
+        return launch
+
+    def keep(self, indices: tuple[Tensor | None, ...], like: Any, launch: Any) -> None:
+        """Keeps what a call launched for the next one like it; those with indices laid out otherwise are forgotten."""
+        layout = _layout(*indices)
+        if layout != self.layout or len(self.launches) == MOST_LAUNCHES:
+            self.launches.clear()
+        self.indices, self.layout, self.launches[like] = indices, layout, launch
+
+    def __deepcopy__(self, _: Any) -> Memory:
+        return Memory()  # a copied plan has buffers of its own
+
+
+def _layout(block_table: Tensor, *lengths: Tensor | None) -> tuple[Any, ...]:
+    of_lengths = [None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in lengths]
+    return (block_table.size(1), *of_lengths)
 
 
 @dataclass(frozen=True)
@@ -39,7 +82,7 @@ class DecodePlan:
         partial_lse: [num_ctas, 2, S_q, H] float32 workspace.
         num_splits: that the caller asked for, per sequence; 0: as many as balance best.
         lse: [B, H, S_q] float32, where a call writes what its caller does not ask for; None: such calls allocate.
-        launches: what eager calls with this plan were checked for, and what they launched.
+        memory: of its eager calls.
     """
 
     shape: tuple[int, int, int, int]
@@ -53,13 +96,7 @@ class DecodePlan:
     partial_lse: Tensor
     num_splits: int = 0
     lse: Tensor | None = None
-    launches: dict[Any, Callable[..., None]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def remember(self, call: Any, launch: Callable[..., None]) -> None:
-        """Keeps what a call launched for the next one like it."""
-        if len(self.launches) == MOST_LAUNCHES:
-            self.launches.clear()
-        self.launches[call] = launch
+    memory: Memory = field(default_factory=Memory, init=False, repr=False, compare=False)
 
     @property
     def num_ctas(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -162,10 +163,14 @@ def test_kernels_get_what_lies_side_by_side_as_one_dimension(launched):
     for _ in range(2):  # checked, and remembered
         call(**given, plan=plan)
     (_, split), (_, merge), (_, again), (_, merge_again) = launched
+    mine = [torch.from_dlpack(x) for x in (again[4], again[5], again[6], again[8], merge_again[0])]
+    theirs = (plan.schedule, plan.partial_out, plan.partial_lse, plan.lse, plan.splits)
+    assert [x.data_ptr() for x in mine] == [x.data_ptr() for x in theirs]
     assert [x.shape for x in split[:4]] == [(1, 2, 4, 8), (3, 16, 16), (3, 16), (1, 2)]
     assert split[4] is plan.schedule and split[8] is plan.lse and merge[0] is plan.splits
     assert again[9:] == split[9:] == (1.0, 1, 2**30, 0)
-    assert [x.shape for x in again[:9]] == [x.shape for x in split[:9]] and len(merge) == len(merge_again) == 5
+    assert [tuple(x.shape) for x in again[:9]] == [tuple(x.shape) for x in split[:9]]
+    assert len(merge) == len(merge_again) == 5
     assert again[7] is merge_again[3] is not split[7]  # an output of its own
 
 
@@ -175,7 +180,7 @@ def test_a_plan_remembers_calls_and_checks_those_that_differ(launched):
     plan = planned()
     call((q, cache, scale), **given, plan=plan)
     call((q.clone(), cache.clone(), scale.clone()), **given, plan=plan)
-    assert len(plan.launches) == 1 and len(launched) == 4
+    assert len(plan.memory.launches) == 1 and len(launched) == 4
     unaligned = torch.ones(65).bfloat16()[1:].view_as(q)
     for message, data in {
         r"plan was made for \[B, S_q, H, d\] = \(1, 2, 4, 8\); expected \(1, 1, 4, 8\)": (q[:, :1], cache, scale),
@@ -197,7 +202,63 @@ def test_a_plan_remembers_calls_and_checks_those_that_differ(launched):
         OP((q, cache, scale), *given.values(), None, 1.0, False, None, plan, None, False)
     with pytest.raises(ValueError, match="softmax_scale is -1.0; expected a positive"):
         OP((q, cache, scale), *given.values(), None, -1.0, True, None, plan, None, False)
-    assert len(launched) == 4 and len(plan.launches) == 1
+    assert len(launched) == 4 and len(plan.memory.launches) == 1
+
+
+def test_other_indices_are_checked_unless_they_lie_as_those_before(launched):
+    given = inputs(torch.bfloat16)
+    plan = planned()
+    call(**given, plan=plan)
+    call(**given | {"cache_seqlens": given["cache_seqlens"].clone()}, plan=plan)
+    call(**given | {"block_table": given["block_table"].clone()}, plan=plan)
+    assert len(plan.memory.launches) == 1 and len(launched) == 6
+    OP(*given.values(), torch.zeros(1, dtype=torch.int32), 1.0, True, None, plan, None, False)  # cache_starts
+    assert len(plan.memory.launches) == 1 and len(launched) == 8
+    with pytest.raises(ValueError, match=r"cache_seqlens.shape is \(2,\); expected \[1\]"):
+        call(**given | {"cache_seqlens": given["cache_seqlens"].repeat(2)}, plan=plan)
+
+
+def test_a_call_that_asks_for_lse_keeps_it(launched):
+    given = inputs(torch.bfloat16)
+    plan = planned()
+    _, mine = OP(*given.values(), None, 1.0, True, None, plan, None, True)
+    call(**given, plan=plan)
+    _, again = OP(*given.values(), None, 1.0, True, None, plan, None, True)
+    first, second, third = [tensors[8] for name, tensors in launched if name == "split"]
+    assert first is mine and third is again and again is not mine
+    assert torch.from_dlpack(second).data_ptr() not in (mine.data_ptr(), again.data_ptr())
+
+
+def test_a_copy_of_a_plan_remembers_nothing(launched):
+    given = inputs(torch.bfloat16)
+    plan = planned()
+    for each in (plan, plan, copied := deepcopy(plan), copied):
+        call(**given, plan=each)
+    pointers = {torch.from_dlpack(tensors[4]).data_ptr() for name, tensors in launched if name == "split"}
+    assert pointers == {plan.schedule.data_ptr(), copied.schedule.data_ptr()} and len(pointers) == 2
+
+
+def test_a_cache_that_is_gone_is_not_kept(launched):
+    given = inputs(torch.bfloat16)
+    q, cache, scale = given.pop("data")
+    plan, other = planned(), cache.clone()
+    for each in (cache, cache, other, other):
+        call((q, each, scale), **given, plan=plan)
+    pointers = [tensors[1].data_ptr() for name, tensors in launched if name == "split"]
+    assert pointers == [cache.data_ptr()] * 2 + [other.data_ptr()] * 2
+    (launch,) = plan.memory.launches.values()
+    assert len(launch.rows) == 2
+    del other, each
+    assert len(launch.rows) == 1
+
+
+def test_an_output_is_dense_whatever_the_query_is(launched):
+    given = inputs(torch.bfloat16)
+    _, cache, scale = given.pop("data")
+    query, plan = torch.randn(1, 4, 2, 8).bfloat16().transpose(1, 2), planned()
+    for _ in range(2):
+        out = call((query, cache, scale), **given, plan=plan)
+        assert out.is_contiguous() and out.shape == query.shape and not query.is_contiguous()
 
 
 def test_what_a_plan_remembers_is_bounded(launched):
@@ -205,5 +266,5 @@ def test_what_a_plan_remembers_is_bounded(launched):
     plan = planned()
     for scale in range(1, 2 * MOST_LAUNCHES):
         OP(*given.values(), None, float(scale), True, None, plan, None, False)
-        assert 1 <= len(plan.launches) <= MOST_LAUNCHES
+        assert 1 <= len(plan.memory.launches) <= MOST_LAUNCHES
     assert [split[9] for name, split in launched if name == "split"] == [*range(1, 2 * MOST_LAUNCHES)]
