@@ -58,13 +58,12 @@ def launch_attention_varlen(
     parts = (k,) if k_pe is None else (k, k_pe)
     widths, key_heads = tuple([part.shape[2] for part in parts]), tuple([part.shape[1] for part in parts])
     shape = VarlenShape(q.shape[1], widths, key_heads, v.shape[1], v.shape[2], causal, dtype_name(v.dtype), window >= 0)
-    limits = (min(window, LONGEST), min(sinks, LONGEST)) if shape.windowed else ()
     with torch.cuda.device(out.device):
         kernel, rows = compile_attention_varlen(capability(out.device), shape)
         kernel(
             q, q if q_pe is None else q_pe, k, k if k_pe is None else k_pe, v, cu_seqlens_q.contiguous(),
             cu_seqlens_k.contiguous(), out, lse, softmax_scale, -(-max_seqlen_q // rows),
-            heads_at_a_time(shape, k, batch), *limits,
+            heads_at_a_time(shape, k, batch), min(window, LONGEST), min(sinks, LONGEST),
         )  # fmt: skip
 
 

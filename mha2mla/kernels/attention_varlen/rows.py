@@ -16,8 +16,8 @@ class VarlenTypes:
     again), cu_seqlens_q and cu_seqlens_k [B+1] int32, out [T_q,H,d_v], lse [H,T_q] float32.
 
     After them a kernel takes softmax_scale float32; row_tiles int32, tiles of rows that the longest query has; section
-    int32, how many heads (of all sequences, counted through) are worked on before the next ones; of a windowed shape
-    also window and sinks int32. Grid: row_tiles * H * B.
+    int32, how many heads (of all sequences, counted through) are worked on before the next ones; window and sinks
+    int32, which only a windowed shape reads. Grid: row_tiles * H * B.
     """
 
     def __init__(self, shape: VarlenShape, machine: Machine = GPU):

@@ -286,50 +286,30 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
     """A TileLang function ``attention_varlen_ws`` for one static shape; :class:`VarlenTypes` has its arguments."""
     c, types = static_of(shape, tiling), VarlenTypes(shape)
 
-    @T.macro
-    def attend(
-        x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, window, sinks
-    ):  # fmt: skip
-        memory = allocate(c)
-        thread = T.get_thread_binding()
-        place = find_place(
-            shape, c.rows, c.block, x, types.bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section, window, sinks
-        )  # fmt: skip
-        memory.later[0] = place.span[FIRST_QUERY] + place.row0
-        memory.later[1] = place.span[QUERIES] - place.row0
-        memory.later[2] = place.head
-        T.sync_threads()
-
-        if thread < c.consumers:
-            consume(c, thread, place, memory, out, lse, softmax_scale, window, sinks)
-        else:
-            T.set_max_nreg(PRODUCER_REGISTERS, 0)
-            if thread < c.consumers + 32:
-                stream_keys(c, place, [(q, k), (q_pe, k_pe)], memory, thread, c.consumers)
-            elif thread < c.consumers + 64:
-                stream_values(c, place, v, memory, thread, c.consumers + 32)
-
     @T.prim_func
     def attention_varlen_ws(
-        q: types.q, q_pe: types.q_pe, k: types.k, k_pe: types.k_pe, v: types.v, cu_seqlens_q: types.cu_seqlens_q,
-        cu_seqlens_k: types.cu_seqlens_k, out: types.out, lse: types.lse, softmax_scale: T.float32,
-        row_tiles: T.int32, section: T.int32,
-    ):  # fmt: skip
-        with T.Kernel(row_tiles * shape.heads * (types.bounds - 1), threads=c.consumers + WARPGROUP) as x:
-            attend(
-                x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, 0, 0
-            )  # fmt: skip
-
-    @T.prim_func
-    def attention_varlen_ws_windowed(
         q: types.q, q_pe: types.q_pe, k: types.k, k_pe: types.k_pe, v: types.v, cu_seqlens_q: types.cu_seqlens_q,
         cu_seqlens_k: types.cu_seqlens_k, out: types.out, lse: types.lse, softmax_scale: T.float32,
         row_tiles: T.int32, section: T.int32, window: T.int32, sinks: T.int32,
     ):  # fmt: skip
         with T.Kernel(row_tiles * shape.heads * (types.bounds - 1), threads=c.consumers + WARPGROUP) as x:
-            attend(
-                x, q, q_pe, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse, softmax_scale, row_tiles, section, window,
-                sinks,
+            memory = allocate(c)
+            thread = T.get_thread_binding()
+            place = find_place(
+                shape, c.rows, c.block, x, types.bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section, window, sinks
             )  # fmt: skip
+            memory.later[0] = place.span[FIRST_QUERY] + place.row0
+            memory.later[1] = place.span[QUERIES] - place.row0
+            memory.later[2] = place.head
+            T.sync_threads()
 
-    return attention_varlen_ws_windowed if shape.windowed else attention_varlen_ws
+            if thread < c.consumers:
+                consume(c, thread, place, memory, out, lse, softmax_scale, window, sinks)
+            else:
+                T.set_max_nreg(PRODUCER_REGISTERS, 0)
+                if thread < c.consumers + 32:
+                    stream_keys(c, place, [(q, k), (q_pe, k_pe)], memory, thread, c.consumers)
+                elif thread < c.consumers + 64:
+                    stream_values(c, place, v, memory, thread, c.consumers + 32)
+
+    return attention_varlen_ws

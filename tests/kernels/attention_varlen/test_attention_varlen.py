@@ -363,10 +363,9 @@ def run_on_cpu(problem: PrefillProblem, rows: int = 16, keys: int = 16, section:
     out = torch.full((tokens, problem.heads, problem.v_head_dim), torch.nan)
     lse = torch.full((problem.heads, tokens), torch.nan)
     operands = [x.contiguous() for x in (*queries, *parts, inputs["v"])]
-    limits = () if problem.window is None else (problem.window, problem.sinks)
     kernel(
         *operands, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse, problem.softmax_scale,
-        -(-problem.longest // rows), section, *limits,
+        -(-problem.longest // rows), section, problem.window or 0, problem.sinks,
     )  # fmt: skip
     judgement = judge(problem, inputs, out, lse)
     assert judgement.ok, judgement.reason
@@ -415,7 +414,7 @@ class TestOnCPU:
         out, lse = torch.empty_like(clean), torch.empty(2, clean.shape[0])
         q, k = inputs["queries"][0], inputs["keys"][0]
         compiled_for_cpu(problem.shape("float32"), 16, 16)(
-            q, q, k, k, inputs["v"], inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse, 0.09, 2, 3
+            q, q, k, k, inputs["v"], inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse, 0.09, 2, 3, 0, 0
         )
         keep = torch.tensor([*range(20), *range(37, 46)])
         assert torch.equal(out[keep], clean[keep])
@@ -596,7 +595,7 @@ class TestOnGPU:
             kernel(
                 *queries, *parts, inputs["v"], inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse,
                 problem.softmax_scale, -(-problem.longest // rows), heads_at_a_time(problem.shape(), parts[0], 14),
-                *(() if problem.window is None else (problem.window, problem.sinks)),
+                problem.window or 0, problem.sinks,
             )  # fmt: skip
             judgement = judge(problem, inputs, out, lse)
             assert judgement.ok, judgement.reason
