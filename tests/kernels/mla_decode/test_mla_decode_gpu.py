@@ -134,11 +134,11 @@ def test_a_call_like_a_remembered_one_is_refused_by_name_where_it_differs(change
     inputs = problem.inputs(torch.bfloat16, "cuda")
     plan = problem.plan(inputs, "tilelang")
     expected = mla_decode(**inputs, plan=plan)
-    assert len(plan.launches) == 1
+    assert len(plan.memory.launches) == 1
     wrong = inputs | {name: changed(inputs[name]) for name, changed in change.items()}
     with pytest.raises(ValueError, match=message):
         mla_decode(**wrong, plan=plan)
-    assert torch.equal(mla_decode(**inputs, plan=plan), expected) and len(plan.launches) == 1
+    assert torch.equal(mla_decode(**inputs, plan=plan), expected) and len(plan.memory.launches) == 1
 
 
 def test_left_padding():
@@ -440,25 +440,31 @@ def test_one_compilation_for_all_lengths_and_batches_failure_17():
 
 
 def test_current_stream_failure_16():
-    """The kernel waits for what its own stream does before it, and for nothing else."""
+    """The kernels wait for what their own stream does before them, and for nothing else; of a remembered call too."""
     inputs = SHAPES[2].inputs(torch.bfloat16, "cuda")
-    expected = mla_decode(**inputs, backend="tilelang")
-    late = {**inputs, "q_latent": torch.zeros_like(inputs["q_latent"])}
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        late["q_latent"].copy_(inputs["q_latent"])
-        out = mla_decode(**late, backend="tilelang")
-    stream.synchronize()
-    assert torch.equal(out, expected)
+    plan = SHAPES[2].plan(inputs, "tilelang")
+    expected = [mla_decode(**inputs, plan=plan, backend="tilelang") for _ in range(2)][-1].clone()
+    for planned in (None, plan):
+        late = {**inputs, "q_latent": torch.zeros_like(inputs["q_latent"])}
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            late["q_latent"].copy_(inputs["q_latent"])
+            out = mla_decode(**late, plan=planned, backend="tilelang")
+        stream.synchronize()
+        assert torch.equal(out, expected)
+    assert len(plan.memory.launches) == 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device on this machine")
 def test_second_device_failure_16():
     inputs = SHAPES[2].inputs(torch.bfloat16, "cuda:1")
-    out, lse = mla_decode(**inputs, return_lse=True, backend="tilelang")
-    assert_right(inputs, out, lse, torch.bfloat16)
+    plan = SHAPES[2].plan(inputs, "tilelang")
+    for planned in (None, plan, plan):
+        out, lse = mla_decode(**inputs, plan=planned, return_lse=True, backend="tilelang")
+        assert_right(inputs, out, lse, torch.bfloat16)
+    assert torch.cuda.current_device() == 0 and plan.memory.launches
 
 
 def test_compile_fullgraph_failure_22():
