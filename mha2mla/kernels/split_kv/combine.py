@@ -6,6 +6,8 @@ from mha2mla.kernels.machine import Machine
 from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 
+FEW = 4  # partials that a thread weighs by itself
+
 
 def make_combine(
     *,
@@ -15,6 +17,7 @@ def make_combine(
     block_columns: int = 128,
     block_splits: int = 8,
     threads: int = 128,
+    rows: int = 1,
     dependent: bool = False,
     on_cpu: bool = False,
 ):
@@ -29,6 +32,7 @@ def make_combine(
         block_columns: columns of a row that a block merges.
         block_splits: partials in flight per step.
         threads: of a block.
+        rows: heads that a block serves, a divisor of H: as many as leave all blocks room at a time.
         dependent: launched before the decode kernel ends, and waits for it (programmatic dependent launch, sm_90).
         on_cpu: compile for TileLang's C target.
 
@@ -43,6 +47,10 @@ def make_combine(
     columns = min(block_columns, 1 << (kv_lora_rank - 1).bit_length())  # a power of two: others find no layout
     column_blocks = -(-kv_lora_rank // columns)
     whole = kv_lora_rank % columns == 0  # then no column needs a guard, and loads vectorise
+    few = block_splits <= FEW
+    lanes = 1 if on_cpu else threads // rows  # of the way for few: threads of a head, and a thread's columns
+    each = -(-columns // lanes)
+    in_step = whole and columns % lanes == 0  # then no column needs a guard there
 
     def place(i, count, q, h):
         """Of the i-th partial of a row."""
@@ -50,6 +58,50 @@ def make_combine(
 
     def clamped(column):
         return column if whole else T.min(column, kv_lora_rank - 1)
+
+    @T.macro
+    def load_pair(first, count, q, h, c0, lane, part, partial_out):
+        for i in machine.rounds(2):
+            for j in machine.rounds(each):
+                part[i, j] = T.if_then_else(
+                    (first + i < count[0]) & (in_step or c0 + j * lanes + lane < kv_lora_rank),
+                    partial_out[(*place(first + i, count, q, h), c0 + j * lanes + lane)],
+                    0.0,
+                )
+
+    @T.macro
+    def add_pair(first, weight, part, merged):
+        for i in machine.rounds(2):
+            for j in machine.rounds(each):
+                merged[j] += T.if_then_else(weight[first + i] == 0, 0.0, weight[first + i] * part[i, j])
+
+    @T.macro
+    def merge_few(count, q, h, b, c0, lane, partial_out, partial_lse, out, lse):
+        """At most FEW partials, two at a time: every thread weighs them by itself, and nothing waits for another's. The
+        bits are those of the way for many: sums are in its order."""
+        part = T.alloc_local([2, each], accum)
+        weight = T.alloc_local([FEW], accum)
+        top = T.alloc_local([1], accum)
+        total = T.alloc_local([1], accum)
+        merged = T.alloc_local([each], accum)
+        load_pair(0, count, q, h, c0, lane, part, partial_out)
+        for i in machine.rounds(FEW):
+            weight[i] = T.if_then_else(i < count[0], partial_lse[place(i, count, q, h)], -T.infinity(accum))
+        top[0] = T.max(T.max(weight[0], weight[1]), T.max(weight[2], weight[3]))
+        for i in machine.rounds(FEW):
+            weight[i] = T.exp2((weight[i] - T.max(top[0], MASKED)) * LOG2E)
+        total[0] = (weight[0] + weight[2]) + (weight[1] + weight[3])
+        for j in machine.rounds(each):
+            merged[j] = 0
+        add_pair(0, weight, part, merged)
+        for _pair in T.serial(T.if_then_else(count[0] > 2, 1, 0)):
+            load_pair(2, count, q, h, c0, lane, part, partial_out)
+            add_pair(2, weight, part, merged)
+        for j in machine.rounds(each):
+            if in_step or c0 + j * lanes + lane < kv_lora_rank:
+                out[b, q, h, c0 + j * lanes + lane] = T.if_then_else(total[0] == 0, 0.0, merged[j] / total[0])
+        if (lane == 0) & (c0 == 0):
+            lse[b, h, q] = T.if_then_else(total[0] == 0, -T.infinity(accum), top[0] + T.log2(total[0]) * LN2)
 
     @T.prim_func
     def mla_decode_combine(
@@ -59,8 +111,8 @@ def make_combine(
         out: machine.strided("o", [batch, seqlen_q, heads, kv_lora_rank], dtype),
         lse: T.Tensor([batch, heads, seqlen_q], accum),
     ):
-        with T.Kernel(heads * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):
-            if whole and not on_cpu:
+        with T.Kernel(heads // rows * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):
+            if (whole or few) and not on_cpu:
                 T.annotate_min_blocks_per_sm(1024 // threads)
             weight = machine.alloc_fragment([1, MAX_SPLITS], accum)
             weights = machine.alloc_shared([MAX_SPLITS], accum)
@@ -70,16 +122,24 @@ def make_combine(
             part = machine.alloc_fragment([block_splits, columns], accum)
             merged = machine.alloc_fragment([columns], accum)
             count = T.alloc_local([3], T.int32)  # partials, CTA of the first one, its place there
-            h = x // column_blocks
+            h0 = x // column_blocks * rows
             c0 = x % column_blocks * columns
 
-            if dependent:
-                T.pdl_sync()
+            # before the wait: whoever may start while a decode kernel runs may read the plan that it reads
             count[0] = splits[b, 0]
             count[1] = T.max(0, splits[b, 1] // 2)
             count[2] = T.max(0, splits[b, 1] % 2)
-            # A loop of one round or none, not a branch: barriers must not stand in a branch.
-            for _round in T.serial(T.if_then_else(count[0] == 1, 0, 1)):
+            if dependent:
+                T.pdl_sync()
+            if few:
+                thread = 0 if on_cpu else T.get_thread_binding()
+                # a loop of one round or none keeps the loads together, as a branch does not
+                for _round in T.serial(T.if_then_else((count[0] != 1) & (count[0] <= FEW), 1, 0)):
+                    for row in range(rows) if on_cpu else [thread // lanes]:
+                        merge_few(count, q, h0 + row, b, c0, thread % lanes, partial_out, partial_lse, out, lse)
+            # Not a branch either: barriers must not stand in one.
+            for row in T.serial(T.if_then_else(count[0] > FEW if few else count[0] != 1, rows, 0)):
+                h = h0 + row
                 # The first partials are on their way before their weights are known.
                 for i, c in parallel(block_splits, columns):
                     part[i, c] = T.if_then_else(

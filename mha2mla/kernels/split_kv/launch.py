@@ -18,7 +18,7 @@ from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS, UNTOLD
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import dtype_name, on_device
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_aligned
-from mha2mla.kernels.split_kv.combine import make_combine
+from mha2mla.kernels.split_kv.combine import FEW, make_combine
 from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
@@ -27,11 +27,13 @@ NO_WINDOW = 2**30  # longer than any sequence
 MERGES = {4: (512, 128), 16: (128, 128), 64: (128, 512)}  # partials in flight: columns and threads of a block
 
 
-def make_merge(heads: int, width: int, dtype: str, splits: int, *, dependent: bool = True, on_cpu: bool = False):
+def make_merge(
+    heads: int, width: int, dtype: str, splits: int, rows: int = 1, *, dependent: bool = True, on_cpu: bool = False
+):
     """The TileLang function that merges partials of rows of ``width`` numbers (not compiled).
 
     ``splits``: one of MERGES, about the number of partials; it decides how much of a row a block takes, so that a
-    thread holds 16 numbers.
+    thread holds 16 numbers. ``rows``: as :func:`merge_rows` says.
     ``dependent``: launch it as a programmatic dependent of the decode kernel (sm_90 and newer).
     """
     columns, threads = MERGES[splits]
@@ -42,15 +44,16 @@ def make_merge(heads: int, width: int, dtype: str, splits: int, *, dependent: bo
         block_columns=columns,
         block_splits=splits,
         threads=threads,
+        rows=rows,
         dependent=dependent and not on_cpu,
         on_cpu=on_cpu,
     )
 
 
 @cache
-def compile_merge(heads: int, width: int, dtype: str, splits: int, capability: int):
+def compile_merge(heads: int, width: int, dtype: str, splits: int, capability: int, rows: int = 1):
     """The compiled combine kernel for about ``splits`` partials a sequence (one of MERGES)."""
-    function = make_merge(heads, width, dtype, splits, dependent=capability >= 90)
+    function = make_merge(heads, width, dtype, splits, rows, dependent=capability >= 90)
     return compile_for(function, capability, SMALL_PASS_CONFIGS)
 
 
@@ -64,6 +67,13 @@ def compile_merge_maps(heads: int, maps: int, width: int, outputs: int, dtype: s
 def merge_splits(num_ctas: int, batch: int) -> int:
     """Which combine kernel: by the partials a sequence has if all are equally long."""
     return next((splits for splits in MERGES if num_ctas // batch <= splits), max(MERGES))
+
+
+def merge_rows(heads: int, seqlen_q: int, splits: int) -> int:
+    """Heads that a block of the combine kernel serves. With few partials a sequence there are many sequences, and as
+    many blocks of each as 16 rows had have room at a time."""
+    fitting = (rows for rows in (4, 2) if splits <= FEW and heads % rows == 0 and heads * seqlen_q >= 16 * rows)
+    return next(fitting, 1)
 
 
 @cache
@@ -118,7 +128,9 @@ def compile_kernels(
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """The compiled decode kernel of a choice, and the combine kernel for rows of ``width`` numbers by a plan for
     ``batch`` sequences and ``num_ctas`` blocks."""
-    merge = compile_merge(shape.heads, width, shape.dtype, merge_splits(num_ctas, batch), capability)
+    splits = merge_splits(num_ctas, batch)
+    rows = merge_rows(shape.heads, shape.seqlen_q, splits)
+    merge = compile_merge(shape.heads, width, shape.dtype, splits, capability, rows)
     return compile_choice(op, shape, choice, capability), merge
 
 

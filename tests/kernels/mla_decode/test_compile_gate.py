@@ -15,7 +15,7 @@ from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS
 from mha2mla.kernels.mla_decode.build import make_split
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.launch import MERGES, make_merge
+from mha2mla.kernels.split_kv.launch import MERGES, make_merge, merge_rows
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
 
@@ -125,7 +125,8 @@ def test_before_hopper(capability, shape):
     count=1,
 )
 def test_combine(splits, kv_lora_rank):
-    (report,) = compile_only(make_merge(9, kv_lora_rank, "bfloat16", splits), "sm_90a", SMALL_PASS_CONFIGS)
+    function = make_merge(12, kv_lora_rank, "bfloat16", splits, merge_rows(12, 8, splits))
+    (report,) = compile_only(function, "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == []
 
 

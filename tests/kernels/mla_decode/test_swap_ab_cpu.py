@@ -44,7 +44,7 @@ def compiled_split(shape: DecodeShape, max_rows: int, max_groups: int, block_tok
 
 @cache
 def compiled_merge(heads: int, kv_lora_rank: int, splits: int):
-    return compile_for_cpu(make_merge(heads, kv_lora_rank, "float32", splits, on_cpu=True))
+    return compile_for_cpu(make_merge(heads, kv_lora_rank, "float32", splits, 2 - heads % 2, on_cpu=True))
 
 
 def run(
