@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mha2mla.kernel_testing.problems import Problem
+from mha2mla.kernel_testing.problems import PagedProblem, Problem
 from mha2mla.kernels.gqa_decode.api import GQA, plan_gqa_decode
 from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
@@ -15,13 +15,10 @@ from mha2mla.kernels.split_kv.plan import DecodePlan
 
 
 @dataclass(frozen=True)
-class GQAProblem:
-    """One GQA decode call.
+class GQAProblem(PagedProblem):
+    """One GQA decode call; ``combined``: keys and values are two views of one buffer [P, page, G*d_v + G*d_qk].
 
-    Attributes:
-        heads, num_kv_heads, qk_head_dim, v_head_dim: H, G, d_qk, d_v.
-        lengths, page_size, seqlen_q, starts, causal, window, sinks, slack, scale, seed: as in :class:`Problem`.
-        combined: keys and values are two views of one buffer [P, page, G*d_v + G*d_qk].
+    Attributes: ``heads``, ``num_kv_heads``, ``qk_head_dim``, ``v_head_dim``: H, G, d_qk, d_v.
     """
 
     heads: int
@@ -29,16 +26,6 @@ class GQAProblem:
     qk_head_dim: int
     v_head_dim: int
     lengths: tuple[int, ...]
-    page_size: int = 64
-    seqlen_q: int = 1
-    starts: tuple[int, ...] | None = None
-    causal: bool = True
-    window: int | None = None
-    sinks: int = 0
-    combined: bool = False
-    slack: int = 1
-    scale: float = 1.0
-    seed: int = 0
 
     @property
     def op(self) -> PagedOp:
@@ -52,12 +39,12 @@ class GQAProblem:
     @property
     def storage(self) -> Problem:
         """An MLA problem whose latents are all heads' values, and whose rotary keys are the keys."""
-        shared = {field.name: getattr(self, field.name) for field in fields(self)[4:]}
-        return Problem(self.heads, self.num_kv_heads, self.num_kv_heads * self.v_head_dim, self.qk_head_dim, **shared)
+        shared = {field.name: getattr(self, field.name) for field in fields(PagedProblem)}
+        width = self.num_kv_heads * self.v_head_dim
+        return Problem(self.heads, self.num_kv_heads, width, self.qk_head_dim, self.lengths, **shared)
 
     @property
     def columns(self) -> dict[str, int]:
-        """As :meth:`Problem.columns`."""
         widths = {"d_qk": self.qk_head_dim, "d_v": self.v_head_dim}
         return {"H": self.heads, "G": self.num_kv_heads} | widths | {"page": self.page_size, "S_q": self.seqlen_q}
 
@@ -65,25 +52,17 @@ class GQAProblem:
     def softmax_scale(self) -> float:
         return self.qk_head_dim**-0.5
 
-    @property
-    def visibility(self) -> dict[str, Any]:
-        return self.storage.visibility
-
     def shape(self, dtype: str = "bfloat16", seqlen_q: int | None = None) -> GQAShape:
         """What is compiled for it."""
-        shape = GQAShape(
-            self.heads, self.num_kv_heads, self.qk_head_dim, self.v_head_dim, self.page_size, seqlen_q or self.seqlen_q,
-            dtype,
-        )  # fmt: skip
-        return compiled_shape(shape)
+        return compiled_shape(super().shape(dtype, seqlen_q))
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Bytes of keys and values that a call has to read, once."""
-        return self.storage.tokens_seen() * self.num_kv_heads * (self.qk_head_dim + self.v_head_dim) * itemsize
+        return self.tokens_seen() * self.num_kv_heads * (self.qk_head_dim + self.v_head_dim) * itemsize
 
     def flops(self) -> int:
         """As :meth:`Problem.flops`."""
-        return 2 * self.storage.tokens_seen() * self.seqlen_q * self.heads * (self.qk_head_dim + self.v_head_dim)
+        return 2 * self.tokens_seen() * self.seqlen_q * self.heads * (self.qk_head_dim + self.v_head_dim)
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Arguments of ``gqa_decode`` by name, poisoned wherever nobody may look, as :meth:`Problem.inputs` says."""

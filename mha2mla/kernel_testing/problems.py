@@ -5,8 +5,9 @@ Tests, benchmarks and ``mha2mla check kernels`` all draw from here; everything r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -15,12 +16,10 @@ from torch import Tensor
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernel_testing.judgement import Judgement, verdict
 from mha2mla.kernel_testing.textbook import Sequence, yardstick
-from mha2mla.kernels.gqa_decode.reference import gqa_decode_reference
+from mha2mla.kernels.gqa_decode.api import GQA
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mla_decode.api import MLA, plan_mla_decode
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
-from mha2mla.kernels.mla_decode.reference import mla_decode_reference
-from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, Span, attended_span
@@ -29,29 +28,25 @@ UNUSED_PAGE = 2147480000  # what FlashMLA's tests put into table entries that no
 CHUNK_TOKENS = 2**17  # tokens that the float64 reference takes at a time: its gathers hold 8 bytes a number
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One decode call.
+@dataclass(frozen=True, kw_only=True)
+class PagedProblem:
+    """What calls of all paged decode ops share.
+
+    A subclass has the sizes of its ``op`` as fields, then ``lengths``, cached tokens per sequence, the new ones
+    included; and ``columns``, the static part of a call by the names of its sizes in the op's declaration.
 
     Attributes:
-        heads, num_rope_heads, kv_lora_rank, qk_rope_head_dim: H, G, d_c, d_r.
-        lengths: cached tokens per sequence, the new ones included.
         page_size: tokens per page.
         seqlen_q: S_q, new tokens per sequence.
         starts: first visible token per sequence, or None.
         causal: whether new tokens are hidden from those before them.
         window, sinks: as in :func:`mha2mla.kernels.plan_mla_decode`.
-        combined: latents and rope keys are two views of one buffer [P, page, d_c + G*d_r].
+        combined: the caches are two views of one buffer.
         slack: unused columns of the page table.
         scale: of the queries; large values make scores of 1e5.
         seed: of all numbers.
     """
 
-    heads: int
-    num_rope_heads: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    lengths: tuple[int, ...]
     page_size: int = 64
     seqlen_q: int = 1
     starts: tuple[int, ...] | None = None
@@ -64,31 +59,6 @@ class Problem:
     seed: int = 0
 
     @property
-    def op(self) -> PagedOp:
-        """That is called."""
-        return MLA
-
-    @property
-    def softmax_scale(self) -> float:
-        return 0.09
-
-    @property
-    def geometry(self) -> MLAGeometry:
-        return MLAGeometry(self.heads, self.num_rope_heads, self.kv_lora_rank, self.qk_rope_head_dim)
-
-    @property
-    def columns(self) -> dict[str, int]:
-        """The static part of a call, as columns of a table."""
-        return {
-            "H": self.heads,
-            "G": self.num_rope_heads,
-            "d_c": self.kv_lora_rank,
-            "d_r": self.qk_rope_head_dim,
-            "page": self.page_size,
-            "S_q": self.seqlen_q,
-        }
-
-    @property
     def visibility(self) -> dict[str, Any]:
         """The keyword arguments that a plan takes and a call does not: ``window`` and ``sinks``."""
         return {"window": self.window, "sinks": self.sinks}
@@ -99,17 +69,10 @@ class Problem:
         longest = max((-(-length // self.page_size) for length in self.lengths), default=0)
         return (longest + self.slack) * self.page_size
 
-    def shape(self, dtype: str = "bfloat16", seqlen_q: int | None = None) -> DecodeShape:
+    def shape(self, dtype: str = "bfloat16", seqlen_q: int | None = None) -> Any:
         """What to compile for; ``seqlen_q`` when the kernel has rows for more new tokens than the call brings."""
-        return DecodeShape(
-            self.heads,
-            self.num_rope_heads,
-            self.kv_lora_rank,
-            self.qk_rope_head_dim,
-            self.page_size,
-            seqlen_q or self.seqlen_q,
-            dtype,
-        )
+        sizes = self.columns | {"S_q": seqlen_q or self.seqlen_q}
+        return self.op.shape(*[sizes[name] for name in self.op.static], dtype)
 
     def spans(self) -> list[Span]:
         """Which tokens and tiles of each sequence some query sees, from the planner's oracle."""
@@ -125,6 +88,37 @@ class Problem:
             span.stop - span.low + max(0, span.sink_stop - span.start) if span.stop > span.start else 0
             for span in self.spans()
         )
+
+
+@dataclass(frozen=True)
+class Problem(PagedProblem):
+    """One decode call over latents and rotary keys; ``combined``: views of one buffer [P, page, d_c + G*d_r].
+
+    Attributes: ``heads``, ``num_rope_heads``, ``kv_lora_rank``, ``qk_rope_head_dim``: H, G, d_c, d_r.
+    """
+
+    heads: int
+    num_rope_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    lengths: tuple[int, ...]
+
+    @property
+    def op(self) -> PagedOp:
+        return MLA
+
+    @property
+    def softmax_scale(self) -> float:
+        return 0.09
+
+    @property
+    def geometry(self) -> MLAGeometry:
+        return MLAGeometry(self.heads, self.num_rope_heads, self.kv_lora_rank, self.qk_rope_head_dim)
+
+    @property
+    def columns(self) -> dict[str, int]:
+        widths = {"d_c": self.kv_lora_rank, "d_r": self.qk_rope_head_dim}
+        return {"H": self.heads, "G": self.num_rope_heads} | widths | {"page": self.page_size, "S_q": self.seqlen_q}
 
     def cache_bytes(self, itemsize: int = 2) -> int:
         """Bytes of cache that a call has to read, once."""
@@ -211,24 +205,12 @@ class Problem:
         )
 
 
-@dataclass(frozen=True)
-class _PagedOp:
-    """What judging a decode op takes: its reference, and the names of its queries and caches in the order of parts."""
-
-    reference: Callable[..., Any]
-    queries: tuple[str, ...]
-    caches: tuple[str, ...]
-
-    def to(self, inputs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        return inputs | {name: inputs[name].to(dtype) for name in (*self.queries, *self.caches)}
-
-
-_MLA = _PagedOp(mla_decode_reference, ("q_latent", "q_pe"), ("latent_cache", "rope_cache"))
-_GQA = _PagedOp(gqa_decode_reference, ("q",), ("k_cache", "v_cache"))
-
-
-def _op_of(inputs: dict[str, Any]) -> _PagedOp:
-    return _GQA if "k_cache" in inputs else _MLA
+def _op_of(inputs: dict[str, Any]) -> tuple[PagedOp, tuple[str, ...], tuple[str, ...]]:
+    """The op whose reference judges a call :func:`with_keys`, and the names of its queries and caches in the order of
+    their parts."""
+    op = GQA if "k_cache" in inputs else MLA
+    queries, caches = ([a.name for a in op.arguments if a.names[0] == first] for first in ("B", "P"))
+    return op, tuple(queries), tuple(caches)
 
 
 def dequantized(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -271,28 +253,29 @@ def exact(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> 
         out [B, S_q, H, d] and lse [B, H, S_q], float64.
     """
     inputs = with_keys(inputs)
-    op = _op_of(inputs)
+    op, queries, caches = _op_of(inputs)
     batch, pages = inputs["block_table"].shape
-    rows = max(inputs[name].shape[1:-1].numel() for name in op.caches)  # that a page's tokens have of the caches
+    rows = max(inputs[name].shape[1:-1].numel() for name in caches)  # that a page's tokens have of the caches
     step = max(1, CHUNK_TOKENS // max(1, pages * rows))
     if batch <= step:
-        return op.reference(**op.to(inputs, torch.float64), window=window, sinks=sinks)
+        wide = inputs | {name: inputs[name].double() for name in (*queries, *caches)}
+        return resolve_name(op.reference)(**wide, window=window, sinks=sinks)
     parts = [exact(_take(inputs, slice(b, b + step)), window, sinks) for b in range(0, batch, step)]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
 def _take(inputs: dict[str, Any], rows: slice) -> dict[str, Any]:
     """Some sequences of a call, with only their pages: the rest of a large cache need not be cast."""
-    op = _op_of(inputs)
-    table, num_pages = inputs["block_table"][rows], inputs[op.caches[0]].shape[0]
+    _, queries, caches = _op_of(inputs)
+    table, num_pages = inputs["block_table"][rows], inputs[caches[0]].shape[0]
     valid = (table >= 0) & (table < num_pages)
     pages, renamed = torch.unique(table[valid], return_inverse=True)
     if not pages.numel():
         pages = torch.zeros(1, dtype=torch.long, device=table.device)  # the reference wants a page to point at
     small = torch.full_like(table, UNUSED_PAGE)
     small[valid] = renamed.int()
-    taken = {name: inputs[name][rows] for name in ("cache_seqlens", *op.queries)}
-    taken |= {name: inputs[name][pages.long()] for name in op.caches}
+    taken = {name: inputs[name][rows] for name in ("cache_seqlens", *queries)}
+    taken |= {name: inputs[name][pages.long()] for name in caches}
     starts = inputs["cache_starts"]
     return inputs | taken | {"block_table": small, "cache_starts": None if starts is None else starts[rows]}
 
@@ -300,9 +283,9 @@ def _take(inputs: dict[str, Any], rows: slice) -> dict[str, Any]:
 def sequences(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> Iterator[Sequence]:
     """The sequences of a call one by one, without pages; tokens that no query sees are 0."""
     inputs = with_keys(inputs)
-    op = _op_of(inputs)
-    num_pages, page = inputs[op.caches[0]].shape[:2]
-    seqlen_q, device = inputs[op.queries[0]].shape[1], inputs["block_table"].device
+    op, names, caches = _op_of(inputs)
+    num_pages, page = inputs[caches[0]].shape[:2]
+    seqlen_q, device = inputs[names[0]].shape[1], inputs["block_table"].device
     back = torch.arange(seqlen_q - 1, -1, -1, device=device) * bool(inputs["causal"])
     for b, length in enumerate(inputs["cache_seqlens"].tolist()):
         start = 0 if inputs["cache_starts"] is None else int(inputs["cache_starts"][b])
@@ -313,12 +296,12 @@ def sequences(inputs: dict[str, Any], window: int | None = None, sinks: int = 0)
         if window is not None:
             visible &= (token >= limit - window) | (token < start + sinks)
         cached = []
-        for name in op.caches:
+        for name in caches:
             rows = inputs[name][pages].flatten(0, 1)[:length]
             rows = rows.unflatten(1, (1, -1)) if rows.dim() == 2 else rows  # [length, G, d]
             cached.append(torch.where(visible.any(0)[:, None, None], rows, 0))
-        keys, values = (cached[:1], cached[1]) if op is _GQA else (cached, cached[0])
-        queries = tuple(inputs[name][b] for name in op.queries)
+        keys, values = (cached[:1], cached[1]) if op is GQA else (cached, cached[0])
+        queries = tuple(inputs[name][b] for name in names)
         yield Sequence(queries, tuple(keys), values, visible, inputs["softmax_scale"])
 
 
@@ -342,7 +325,7 @@ def expected(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """What :func:`verdict` compares an output with: float64's out and lse, plain torch's out, expected rounding, the
     lse of rotary keys that torch makes at the queries' dtype, and what such keys are expected to put on it."""
-    dtype = inputs[_op_of(inputs).queries[0]].dtype
+    dtype = inputs[_op_of(inputs)[1][0]].dtype
     makes_keys = inputs.get("rope") is not None
     torch_lse = exact(with_keys(inputs, dtype), window, sinks)[1] if makes_keys else None
     inputs = with_keys(inputs)

@@ -296,7 +296,7 @@ def run_kernels(problem: GQAProblem, split, merge, inputs: dict, num_ctas: int, 
 
     ``work`` None: what the planner makes of the lengths.
     """
-    q, spans = inputs["q"], problem.storage.spans()
+    q, spans = inputs["q"], problem.spans()
     batch, seqlen_q, heads, _ = q.shape
     if work is None:
         schedule = torch.empty(num_ctas + batch, FIELDS, dtype=torch.int32)
@@ -409,7 +409,7 @@ def test_random_plans(block_tokens):
             seed=seed,
         )
         num_ctas = draw.choice([1, 2, 5, 16, 33])
-        work = random_work([span.tiles for span in problem.storage.spans()], num_ctas, draw)
+        work = random_work([span.tiles for span in problem.spans()], num_ctas, draw)
         run_on_cpu(problem, num_ctas, work, block_tokens=block_tokens, compiled_q=2)
 
 

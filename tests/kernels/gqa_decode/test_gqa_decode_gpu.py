@@ -123,7 +123,7 @@ def test_every_kernel_under_any_plan_failures_1_8_20(problem):
             inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
             plans = [(1, None), (2, None), (132, None)]
             for seed, num_ctas in enumerate((3, 40)):
-                tiles = [span.tiles for span in case.storage.spans()]
+                tiles = [span.tiles for span in case.spans()]
                 plans.append((num_ctas, random_work(tiles, num_ctas, random.Random(seed))))
             for i, (num_ctas, work) in enumerate(plans):
                 first = run_kernels(case, split, merge, inputs, num_ctas, work)
@@ -239,7 +239,7 @@ def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
         plan.schedule.fill_(-(2**31))
         plan.splits.fill_(-7)
         graph.replay()
-        seen = inputs["cache_seqlens"].clamp(max=problem.storage.capacity)
+        seen = inputs["cache_seqlens"].clamp(max=problem.capacity)
         judgement = judge(inputs | {"cache_seqlens": seen}, out, lse)
         assert judgement.ok, judgement.reason
 
@@ -314,7 +314,7 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem):
     merge = compile_rules_merge(problem)
     for case in (problem, dataclasses.replace(problem, window=33, sinks=5)):
         inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
-        work = random_work([span.tiles for span in case.storage.spans()], 7, random.Random(0))
+        work = random_work([span.tiles for span in case.spans()], 7, random.Random(0))
         for num_ctas, plan in ((1, None), (40, None), (7, work)):
             judgement = judge(inputs, *run_kernels(case, split, merge, inputs, num_ctas, plan), **case.visibility)
             assert judgement.ok, judgement.reason
