@@ -24,7 +24,7 @@ class Memory:
     Attributes:
         indices: block_table, cache_seqlens and cache_starts of the last one: all layers of a step share these objects.
         layout: of theirs, what kernels do not check.
-        launches: by what else the checks of one call hold for another (``PagedOp._likeness``).
+        launches: by what else the checks of one call hold for another (``PagedOp.__call__``).
     """
 
     indices: tuple[Tensor | None, ...] = (None, None, None)
@@ -96,7 +96,8 @@ class DecodePlan:
     partial_lse: Tensor
     num_splits: int = 0
     lse: Tensor | None = None
-    memory: Memory = field(default_factory=Memory, init=False, repr=False, compare=False)
+    # A function of its own: Dynamo does not trace a class as a factory.
+    memory: Memory = field(default_factory=lambda: Memory(), init=False, repr=False, compare=False)
 
     @property
     def num_ctas(self) -> int:
