@@ -226,7 +226,7 @@ class Launch:
             check_aligned(out=out, **dict(zip(self.op.names, data, strict=True)))
         data = list(data)
         for index, first in self.op.joined:
-            data[index] = self.rows.of(data[index], first)
+            data[index] = self.rows.of(data[index], first) if self.is_kept else data[index].flatten(first)
         for index in self.absent:
             data[index] = block_table
         with on_device(out.device):
