@@ -7,7 +7,14 @@ from torch import Tensor
 
 from mha2mla.kernels.latent_rope import LatentRope
 from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_values, serves_values
-from mha2mla.kernels.skinny_linear.api import is_skinny, serves_maps, skinny_linear, skinny_maps
+from mha2mla.kernels.skinny_linear.api import (
+    grouped_maps,
+    is_skinny,
+    serves_groups,
+    serves_maps,
+    skinny_linear,
+    skinny_maps,
+)
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 
@@ -73,8 +80,8 @@ def _through_maps(x: Tensor, maps: Tensor, transposed: bool = False) -> Tensor:
     """x [B, S, H, i] through maps [k, i, o], or [k, o, i], of H / k heads each: [B, S, H, o].
 
     Products that need no gradient read x where it lies and write the result where it is to lie, heads side by side:
-    einsum copies both. They can where a map's rows are evenly spaced: there is one token, or a map is one head's; else
-    maps are repeated, which for few tokens are small, and no more than the one copy.
+    einsum copies both. cuBLAS can where a map's rows are evenly spaced: there is one token, or a map is one head's;
+    else a kernel of ours does, or maps are repeated.
     """
     batch, tokens, heads, _ = x.shape
     count = maps.shape[0]
@@ -82,6 +89,8 @@ def _through_maps(x: Tensor, maps: Tensor, transposed: bool = False) -> Tensor:
         equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
         return torch.einsum(equation, x.unflatten(2, (count, -1)), maps).flatten(2, 3)
     if count < heads and batch * tokens > 1:
+        if serves_groups(x, maps, transposed):
+            return grouped_maps(x, maps, transposed=transposed)
         maps = maps[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)
     maps = maps.mT if transposed else maps
     out = x.new_empty(batch, tokens, heads, maps.shape[2])

@@ -9,10 +9,14 @@ from torch import Tensor
 
 from mha2mla.kernels.devices import BACKENDS, capability, num_sms
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error
+from mha2mla.kernels.split_kv.limits import shared_memory_limit
 
-MAX_ROWS = 8
+MAX_ROWS = 16
+_FEW_ROWS = 8  # with maps a head at most
+_MORE_ROWS_NUMBERS = 3 * 2**24  # of a weight at most, for more rows: every block reads them all
 _COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
 _INNER, _OUTER = 256, 8  # rows of a map at most, and what its columns are a multiple of
+_GROUP = 64  # heads that share a map, at most, and the columns of a block
 _COLUMNS_A_BLOCK = 2048  # at least, for its eight warps
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -68,7 +72,8 @@ def skinny_linear(
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(weight.shape)} on {x.device}",
-            f"1 to {MAX_ROWS} rows of bfloat16 or float16 on a CUDA device from sm_80 on, K a multiple of {_COLUMNS},"
+            f"1 to {MAX_ROWS} rows ({_FEW_ROWS} with groups) of bfloat16 or float16 on a CUDA device from sm_80 on, K a"
+            f" multiple of {_COLUMNS},"
             f" N / groups of {_OUTPUTS}, and a contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
         )
     return torch.ops.mha2mla.skinny_linear(x, weight, bias, groups, gated, served)
@@ -99,7 +104,7 @@ def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tenso
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(maps.shape)} on {x.device}",
-            f"1 to {MAX_ROWS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, i at most {_INNER}, o a"
+            f"1 to {_FEW_ROWS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, i at most {_INNER}, o a"
             f" multiple of {_OUTER}, and contiguous maps that begin at a multiple of {ALIGNMENT} bytes",
         )
     return torch.ops.mha2mla.skinny_maps(x, maps, served)
@@ -112,7 +117,7 @@ def serves_maps(x: Tensor, maps: Tensor) -> bool:
     return (
         x.is_cuda
         and x.dtype in _DTYPES
-        and 0 < x.numel() <= MAX_ROWS * heads * inner
+        and 0 < x.numel() <= _FEW_ROWS * heads * inner
         and inner <= _INNER
         and outer % _OUTER == 0
         and maps.is_contiguous()
@@ -121,29 +126,72 @@ def serves_maps(x: Tensor, maps: Tensor) -> bool:
     )
 
 
+def grouped_maps(x: Tensor, maps: Tensor, *, transposed: bool = False) -> Tensor:
+    """x through a map for each H / k heads, rounded once, where :func:`serves_groups`: without a copy of a map a head.
+
+    Args:
+        x: [..., tokens, H, i], read where it lies.
+        maps: [k, i, o], or with ``transposed`` [k, o, i].
+
+    Returns:
+        [..., H, o].
+    """
+    from mha2mla.kernels.skinny_linear.launch import launch_grouped_maps
+
+    out = x.new_empty(*x.shape[:-1], maps.shape[1 if transposed else 2])
+    launch_grouped_maps(x.flatten(0, -3), maps, out.view(-1, *out.shape[-2:]), transposed)
+    return out
+
+
+def serves_groups(x: Tensor, maps: Tensor, transposed: bool = False) -> bool:
+    """Whether :func:`grouped_maps` serves these."""
+    heads, inner = x.shape[-2:]
+    outer = maps.shape[1 if transposed else 2]
+    return (
+        x.is_cuda
+        and x.dtype in _DTYPES
+        and x.numel() > 0
+        and x.stride(-1) == 1
+        and not any(stride % 8 for stride in x.stride()[:-1])
+        and x.data_ptr() % ALIGNMENT == 0
+        and 1 < heads // len(maps) <= _GROUP
+        and inner % 16 == 0
+        and outer % _OUTER == 0
+        and maps.is_contiguous()
+        and maps.data_ptr() % ALIGNMENT == 0
+        and 2 * _GROUP * inner * x.itemsize <= shared_memory_limit(capability(x.device))
+    )
+
+
 def is_skinny(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
     """Whether the kernel serves the product of x [..., groups K] and weight [N, K] unasked: where it is faster.
 
     Maps a head always: cuBLAS takes 4 µs for the 4 MB of W_UV, and cannot begin before attention ends.
     """
-    return _is_served(x, weight, groups) and (groups > 1 or is_faster(*weight.shape, num_sms(x.device)))
+    if not _is_served(x, weight, groups):
+        return False
+    return groups > 1 or is_faster(*weight.shape, num_sms(x.device), x.numel() // weight.shape[1])
 
 
-def is_faster(outputs: int, columns: int, sms: int) -> bool:
-    """Whether up to 8 rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200.
+def is_faster(outputs: int, columns: int, sms: int, rows: int = _FEW_ROWS) -> bool:
+    """Whether so many rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200.
 
-    They do where reading is what takes the time, 8 MiB and more, and blocks leave few places idle at the end.
+    They do where reading is what takes the time, 8 MiB and more, and blocks leave few places idle at the end; more than
+    eight rows where there is one wave of blocks, and the weight is no larger than a down projection of 11008 columns.
     """
-    return outputs * columns >= 2**22 and columns >= _COLUMNS_A_BLOCK and resident_blocks(outputs, sms) > 0
+    numbers, resident = outputs * columns, resident_blocks(outputs, sms)
+    if rows > _FEW_ROWS and (numbers > _MORE_ROWS_NUMBERS or resident != 2 or outputs > 2 * sms * _OUTPUTS):
+        return False
+    return numbers >= 2**22 and columns >= _COLUMNS_A_BLOCK and resident > 0
 
 
 def resident_blocks(outputs: int, sms: int) -> int:
     """How many blocks a multiprocessor is to have at a time; 0: no number of them fills it well.
 
-    Two, whose threads have more under way, where they fill nine tenths of their waves; else three, if they fill four
-    fifths of theirs.
+    Two, whose threads have more under way, where they fill nine tenths of their waves; else three, if they fill seven
+    tenths of theirs.
     """
-    for count, least in ((2, 0.9), (3, 0.8)):
+    for count, least in ((2, 0.9), (3, 0.7)):
         waves = outputs / _OUTPUTS / (count * sms)
         if waves / math.ceil(waves) >= least:
             return count
@@ -155,7 +203,7 @@ def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:
     return (
         x.is_cuda
         and x.dtype in _DTYPES
-        and 0 < x.numel() <= MAX_ROWS * columns * groups
+        and 0 < x.numel() <= (MAX_ROWS if groups == 1 else _FEW_ROWS) * columns * groups
         and columns % _COLUMNS == 0
         and outputs % (_OUTPUTS * groups) == 0
         and weight.is_contiguous()

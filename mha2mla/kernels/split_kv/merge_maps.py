@@ -14,11 +14,14 @@ SLICE = 128  # columns of a latent in a block
 WARPS = 8  # of a block, each for 16 outputs
 THREADS = WARPS * 32
 _STEP = 32  # columns of two products: 16 bytes of a map's row for each of the four threads that share it
-_AHEAD = 8  # partials that a warp has under way
+_AHEAD = 9  # partials that a warp has under way: two rounds for the 17 of eight sequences on 132 multiprocessors
+_LANES = 32 // _AHEAD * _AHEAD  # threads of a warp that have the lse of a partial each
+_ROOM = 116 * 1024  # bytes of shared memory, more than half of a multiprocessor's
 _PREFIX = {"bfloat16": "bf16", "float16": "fp16"}
 # Of a warp: warps that share its row, which of them it is, the row's sequence and token; then of the sequence: how many
-# partials, the CTA of the first one, its place there. In memory, since expressions are substituted into every index.
-SHARE, PART, SEQUENCE, TOKEN, COUNT, FIRST, PLACE = range(7)
+# partials, the CTA of the first one, its place there; and which thread has the next one's weight. In memory, since
+# expressions are substituted into every index.
+SHARE, PART, SEQUENCE, TOKEN, COUNT, FIRST, PLACE, LANE = range(8)
 
 # Two numbers into the shared memory of a block of the cluster (PTX ISA, mapa, st.shared::cluster).
 INLINE = """
@@ -31,7 +34,7 @@ static __device__ __forceinline__ void put_pair(float first, float second, const
 """
 
 
-def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: str):
+def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: str, alone: bool = True):
     """A TileLang function ``merge_maps`` for sm_90, of B S_q <= 8 rows; B, S_q and CTAs are run-time values.
 
     A merged row is rounded to ``dtype`` before it is multiplied, and the sum once after, as by a merge and a product.
@@ -41,6 +44,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
         width: of a latent, a multiple of 32 up to 1024.
         outputs: numbers that a map makes of it, a multiple of 16 up to 128.
         dtype: of maps, latents and result.
+        alone: no multiprocessor is to have two of the blocks, so that no other one has none.
 
     The function's arguments: splits [B,2], partial_out [num_ctas,2,S_q,H,width] and partial_lse [num_ctas,2,S_q,H] as
     ``combine.make_combine`` has them; merged [B,S_q,H,width], what sequences that one CTA read have; up [maps,outputs,
@@ -51,6 +55,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
     cluster = -(-width // SLICE)
     steps, busy = SLICE // _STEP, outputs // 16  # warps that multiply
     written = -(-busy // cluster)  # of whose outputs a block writes
+    senders = max(cluster, _ROOM // (written * 16 * ROWS * 4)) if alone else cluster
 
     def warp():
         return T.get_thread_binding() // 32
@@ -80,38 +85,6 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
                 ]
 
     @T.macro
-    def fetch_partials(partial_out, m, h, c, first):
-        """The warp's next ones: 4 columns a thread."""
-        for u in T.unroll(_AHEAD):
-            for v in T.vectorized(4):
-                m.part[u * 4 + v] = partial_out[
-                    (*place(m, T.min(first + u * m.own[SHARE], m.own[COUNT] - 1), h), T.min(c, width - 4) + v)
-                ]
-
-    @T.macro
-    def find_top(partial_lse, m, h):
-        """The largest lse of a row, which each of its warps finds for itself."""
-        m.top[0] = MASKED
-        for k in T.serial(T.ceildiv(m.own[COUNT], 32)):
-            m.top[0] = T.max(m.top[0], partial_lse[place(m, T.min(k * 32 + lane(), m.own[COUNT] - 1), h)])
-        m.top[0] = T.warp_reduce_max(m.top[0])
-
-    @T.macro
-    def add_partials(partial_lse, m, h, first):
-        """By their weights, of which lane u finds the u-th. What is without weight may be anything."""
-        i = first + lane() % _AHEAD * m.own[SHARE]
-        m.weight[0] = T.if_then_else(
-            i < m.own[COUNT],
-            T.exp2((partial_lse[place(m, T.min(i, m.own[COUNT] - 1), h)] - m.top[0]) * LOG2E),
-            0.0,
-        )
-        for u in T.unroll(_AHEAD):
-            m.weight[1] = T.shfl_sync(m.weight[0], u)
-            m.total[0] += m.weight[1]
-            for v in T.unroll(4):
-                m.sums[v] += T.if_then_else(m.weight[1] == 0, 0.0, m.weight[1] * m.part[u * 4 + v])
-
-    @T.macro
     def find_row(splits, m, rows):
         """Of this warp."""
         m.own[SHARE] = T.if_then_else(rows == 1, 8, T.if_then_else(rows == 2, 4, T.if_then_else(rows <= 4, 2, 1)))
@@ -122,6 +95,56 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
         m.own[FIRST] = T.max(0, splits[m.own[SEQUENCE], 1] // 2)
         m.own[PLACE] = T.max(0, splits[m.own[SEQUENCE], 1] % 2)
 
+    def partial(m, j):
+        """Number of the warp's j-th among those of its row, which its warps take in turn."""
+        return m.own[PART] + j * m.own[SHARE]
+
+    @T.macro
+    def fetch_partials(partial_out, m, h, c, first):
+        """The warp's from the ``first``-th on: 4 columns a thread."""
+        for u in T.unroll(_AHEAD):
+            for v in T.vectorized(4):
+                m.part[u * 4 + v] = partial_out[
+                    (*place(m, T.min(partial(m, first + u), m.own[COUNT] - 1), h), T.min(c, width - 4) + v)
+                ]
+
+    @T.macro
+    def fetch_lse(partial_lse, m, h, first):
+        """One a thread, of the warp's partials from the ``first``-th on."""
+        m.weight[0] = T.if_then_else(
+            (lane() < _LANES) & (partial(m, first + lane()) < m.own[COUNT]),
+            partial_lse[place(m, T.min(partial(m, first + lane()), m.own[COUNT] - 1), h)],
+            -T.infinity(accum),
+        )
+
+    @T.macro
+    def add_partials(m):
+        """By their weights. What is without may be anything."""
+        for u in T.unroll(_AHEAD):
+            m.weight[1] = T.shfl_sync(m.weight[0], m.own[LANE] + u)
+            m.total[0] += m.weight[1]
+            for v in T.unroll(4):
+                m.sums[v] += T.if_then_else(m.weight[1] == 0, 0.0, m.weight[1] * m.part[u * 4 + v])
+
+    @T.macro
+    def merge_own(partial_out, partial_lse, m, h, c):
+        """The warp's partials, by weights beside their own largest lse."""
+        rounds = T.ceildiv(T.max(0, m.own[COUNT] - m.own[PART]), m.own[SHARE] * _AHEAD)
+        fetch_partials(partial_out, m, h, c, 0)  # on their way before their weights are known
+        for k in T.serial(T.max(1, T.ceildiv(rounds * _AHEAD, _LANES))):  # the last that are fetched are the first
+            fetch_lse(partial_lse, m, h, (T.max(1, T.ceildiv(rounds * _AHEAD, _LANES)) - 1 - k) * _LANES)
+            m.top[0] = T.max(m.top[0], m.weight[0])
+        m.top[0] = T.warp_reduce_max(m.top[0])
+        for k in T.serial(T.max(1, rounds)):
+            m.own[LANE] = k * _AHEAD % _LANES
+            if k > 0:
+                fetch_partials(partial_out, m, h, c, k * _AHEAD)
+                if m.own[LANE] == 0:
+                    fetch_lse(partial_lse, m, h, k * _AHEAD)
+            if m.own[LANE] == 0:
+                m.weight[0] = T.exp2((m.weight[0] - m.top[0]) * LOG2E)
+            add_partials(m)
+
     @T.macro
     def merge(partial_out, partial_lse, merged, m, h, c0, rows):
         """The block's columns of every row into ``m.given``."""
@@ -129,13 +152,9 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
         for v in T.unroll(4):
             m.sums[v] = 0.0
         m.total[0] = 0.0
+        m.top[0] = MASKED
         if m.own[COUNT] > 1:
-            fetch_partials(partial_out, m, h, c, m.own[PART])  # on their way before their weights are known
-            find_top(partial_lse, m, h)
-            add_partials(partial_lse, m, h, m.own[PART])
-            for k in T.serial(1, T.ceildiv(m.own[COUNT], m.own[SHARE] * _AHEAD)):
-                fetch_partials(partial_out, m, h, c, m.own[PART] + k * m.own[SHARE] * _AHEAD)
-                add_partials(partial_lse, m, h, m.own[PART] + k * m.own[SHARE] * _AHEAD)
+            merge_own(partial_out, partial_lse, m, h, c)
         if (m.own[COUNT] == 1) & (m.own[PART] == 0):
             m.total[0] = 1.0
             for v in T.vectorized(4):
@@ -146,15 +165,21 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
             m.parts[warp(), lane() * 4 + v] = m.sums[v]
         if lane() == 0:
             m.totals[warp()] = m.total[0]
+            m.tops[warp()] = m.top[0]
         T.sync_threads()
         for j in T.serial(T.ceildiv(rows * SLICE, THREADS)):
             e = j * THREADS + T.get_thread_binding()
             if e < rows * SLICE:
+                first = e // SLICE * m.own[SHARE]
+                m.top[0] = MASKED
+                for w in T.serial(m.own[SHARE]):
+                    m.top[0] = T.max(m.top[0], m.tops[T.min(first + w, WARPS - 1)])
                 for i in T.unroll(2):
                     m.weight[i] = 0.0
-                for s in T.serial(m.own[SHARE]):
-                    m.weight[0] += m.parts[T.min(e // SLICE * m.own[SHARE] + s, WARPS - 1), e % SLICE]
-                    m.weight[1] += m.totals[T.min(e // SLICE * m.own[SHARE] + s, WARPS - 1)]
+                for w in T.serial(m.own[SHARE]):
+                    m.total[0] = T.exp2((m.tops[T.min(first + w, WARPS - 1)] - m.top[0]) * LOG2E)
+                    m.weight[0] += m.total[0] * m.parts[T.min(first + w, WARPS - 1), e % SLICE]
+                    m.weight[1] += m.total[0] * m.totals[T.min(first + w, WARPS - 1)]
                 m.given[e // SLICE, e % SLICE] = T.if_then_else(
                     (c0 + e % SLICE < width) & (m.weight[1] > 0),
                     T.cast(m.weight[0] / m.weight[1], dtype),
@@ -168,11 +193,8 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
         for i in T.unroll(4):
             m.sums[i] = 0.0
         for s in T.unroll(steps):
-            for v in T.unroll(8):
-                m.right[v] = T.cast(0.0, dtype)
-            if lane() // 4 < rows:
-                for v in T.vectorized(8):
-                    m.right[v] = m.given[lane() // 4, s * _STEP + lane() % 4 * 8 + v]
+            for v in T.vectorized(8):  # behind the last row that one again, for sums that nobody looks at
+                m.right[v] = m.given[T.min(lane() // 4, rows - 1), s * _STEP + lane() % 4 * 8 + v]
             for half in list(range(2)):
                 for v in T.vectorized(2):
                     m.left[v] = m.first[s * 8 + half * 4 + v]
@@ -198,6 +220,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
     ):
         with T.Kernel(heads * cluster, threads=THREADS, cluster_dims=cluster) as x:
             T.import_source(INLINE)
+            T.annotate_min_blocks_per_sm(2)
             m = Buffers(
                 first=T.alloc_local([steps * 8], dtype),
                 other=T.alloc_local([steps * 8], dtype),
@@ -209,11 +232,12 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
                 weight=T.alloc_local([2], accum),
                 top=T.alloc_local([1], accum),
                 total=T.alloc_local([1], accum),
-                own=T.alloc_local([7], T.int32),
+                own=T.alloc_local([8], T.int32),
                 totals=T.alloc_shared([WARPS], accum),
+                tops=T.alloc_shared([WARPS], accum),
                 parts=T.alloc_shared([WARPS, SLICE], accum),
                 given=T.alloc_shared([ROWS, SLICE], dtype),
-                came=T.alloc_shared([cluster, written, 16, ROWS], accum),  # from each block of the cluster
+                came=T.alloc_shared([senders, written, 16, ROWS], accum),  # from each block of the cluster
             )
             h, rank, rows = x // cluster, x % cluster, batch * seqlen_q
             # From the first line to the last nothing else lies where other blocks write, once all have begun.

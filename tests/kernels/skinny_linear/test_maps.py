@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.kernel_testing import compile_gate
-from mha2mla.kernels.skinny_linear.api import serves_maps, skinny_maps
+from mha2mla.kernels.skinny_linear.api import grouped_maps, serves_groups, serves_maps, skinny_maps
 
 
 def given(tokens, heads, inner, outer, dtype=torch.float32, device="cpu"):
@@ -82,3 +82,41 @@ def test_kernel_on_a_gpu(heads, inner, outer):
         assert torch.equal(out, skinny_maps(x.contiguous(), maps))
     assert serves_maps(x, maps) and not serves_maps(x.repeat(2, 1, 1), maps) and not serves_maps(x[:0], maps)
     assert not serves_maps(x, maps[..., : outer - 8]) and not serves_maps(x.float(), maps.float())
+
+
+@pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
+@pytest.mark.parametrize(("arch", "transposed"), [("sm_90a", True), ("sm_80", False)])
+def test_grouped_compile_gate(arch, transposed):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.compilation import PASS_CONFIGS
+    from mha2mla.kernels.skinny_linear.grouped import make_grouped_maps
+
+    function = make_grouped_maps(
+        heads=32, maps=8, inner=512, outer=128, dtype="bfloat16", transposed=transposed, dependent=arch != "sm_80"
+    )
+    (report,) = compile_gate.compile_only(function, arch, PASS_CONFIGS)
+    assert report.complaints(232_448) == [] and report.spill_bytes == 0
+
+
+def test_groups_are_served_on_gpus_only():
+    x, maps = given(4, 8, 32, 64)
+    assert not serves_groups(x, maps[:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("heads", "maps", "inner", "outer"), [(32, 8, 64, 512), (32, 8, 512, 128), (9, 3, 48, 152)])
+def test_grouped_kernel_on_a_gpu(heads, maps, inner, outer, transposed):
+    """As near to float64 as twice torch's product over repeated maps, the same each time; x is part of a projection."""
+    for tokens in (2, 16, 21, 65):
+        x, _ = given(tokens, heads, inner, 8, torch.bfloat16, "cuda")
+        _, each = given(1, maps, inner, outer, torch.bfloat16, "cuda")
+        stored = each.mT.contiguous() if transposed else each
+        assert serves_groups(x, stored, transposed)
+        out = grouped_maps(x, stored, transposed=transposed)
+        wide = each.repeat_interleave(heads // maps, 0)
+        exact, plain = torch.einsum("thi,hio->tho", x.double(), wide.double()), torch.einsum("thi,hio->tho", x, wide)
+        error, torchs = (float((y.double() - exact).norm() / exact.norm()) for y in (out, plain))
+        assert error <= 2 * torchs
+        assert torch.equal(out, grouped_maps(x, stored, transposed=transposed))
+    assert not serves_groups(x[..., 1:], stored, transposed) and not serves_groups(x, stored.mT, transposed)
