@@ -112,6 +112,7 @@ def decode_cases() -> list[SpeedCase]:
     for share, lengths in ((0.60, (1024, 1600, 1792)), (0.70, (1856, 2944, 3264))):  # 130 and 240 MB
         for shape, length in zip((llama, (32, 8, 512, 16), (32, 1, 512, 64)), lengths, strict=True):
             add(*shape, 64, length, target=Target(share=share))
+    add(40, 8, 512, 16, 64, 2944, target=Target(share=0.70))
     for width in (1024, 960):  # half the cache of Llama-3-8B and Qwen3-8B: 8 kv heads of 128
         for heads in (32, 16, 8, 64):
             for batch, length in ((64, 4096), (8, 2048)):
