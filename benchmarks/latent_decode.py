@@ -3,19 +3,16 @@
     python benchmarks/latent_decode.py speed --json benchmarks/results/h200-latent-decode.json
     python benchmarks/latent_decode.py speed --only "H32,H9"
     python benchmarks/latent_decode.py codes         # e4m3 latents, beside 16-bit ones of as many tokens
-    python benchmarks/latent_decode.py equal_loss    # beside the stored form that loses as much, of more bytes
 
 Both forms read as many bytes: d_c numbers a token, or d_c' + d_r' of them. Both are checked against float64, and timed
-in turn in one process. ``runner.py`` says what the numbers are.
+in turn in one process. ``runner.py`` says what the numbers are; ``loss_and_time.py`` times what loses as much.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.loss_and_time import conversions
 from benchmarks.measuring import Row, clean, decode_jobs, measure_decode
 from benchmarks.peers import Peer
 from benchmarks.recording import command
@@ -50,18 +46,6 @@ TELLING = (
     (32, 512, 128, 4096, 1.15),
 )
 CODES = tuple((h, d_c, d_r, n) for h, d_c, d_r, n, _ in TELLING if d_c % 16 == 0 and d_c <= 512 and d_r * d_c < 65536)
-# H, numbers that the source caches a token, d_c, d_r, then the stored form's d_c and d_r: shares of the cache at which
-# the two lost about as much of SmolLM2-135M (``losses``); at Llama-3-8B's shape the same shares, and no loss is known.
-EQUAL_LOSS = (
-    (9, 384, 72, 128, 80, 16),
-    (9, 384, 120, 128, 120, 32),
-    (9, 384, 160, 128, 152, 40),
-    (32, 2048, 384, 64, 448, 64),
-    (32, 2048, 640, 64, 680, 128),
-    (32, 2048, 848, 64, 896, 128),
-)
-EQUAL_LOSS_TOKENS = {9: 16384, 32: 4096}  # of each of 64 sequences
-STORED = {(h, d_c, d_r, EQUAL_LOSS_TOKENS[h]): (rank, rope) for h, _, d_c, d_r, rank, rope in EQUAL_LOSS}
 
 
 def code_cases() -> list[SpeedCase]:
@@ -78,50 +62,12 @@ def cases() -> list[SpeedCase]:
     ]
 
 
-def equal_loss_cases() -> list[SpeedCase]:
-    """What caches less and loses as much has to be faster."""
-    return [
-        decode_case(
-            LatentProblem(h, 1, d_c, d_r, (EQUAL_LOSS_TOKENS[h],) * 64, slack=0),
-            Target(peers=(("stored_us",), 1.0)),
-        )
-        for h, _, d_c, d_r, _, _ in EQUAL_LOSS
-    ]
-
-
 def stored_form(problem: LatentProblem) -> Problem:
-    """That of EQUAL_LOSS; else of as many numbers: rotary keys as wide as the other's, up to a third of them. Beside
-    codes 16-bit latents."""
+    """Of as many numbers: rotary keys as wide as the other's, up to a third of them. Beside codes 16-bit latents."""
     if problem.codes:
         return replace(problem, codes=False)
     kept = min(problem.qk_rope_head_dim, problem.kv_lora_rank // 24 * 8)
-    shape = (problem.heads, problem.kv_lora_rank, problem.qk_rope_head_dim, problem.lengths[0])
-    widths = STORED.get(shape, (problem.kv_lora_rank - kept, kept))
-    return Problem(problem.heads, 1, *widths, problem.lengths, slack=0)
-
-
-def losses(problem: LatentProblem) -> str | None:
-    """For a pair of EQUAL_LOSS, "latent, stored": perplexity over the source's in windows of 8192 tokens, of the text
-    that loses most, by SmolLM2's fitted conversions on record; with "~" between two of these, log(loss - 1) being taken
-    for linear in the share of the cache."""
-    found = next((row for row in EQUAL_LOSS if row[0] == problem.heads and row[2] == problem.kv_lora_rank), None)
-    if found is None or (problem.lengths[0] != EQUAL_LOSS_TOKENS[problem.heads]):
-        return None
-    _, source, rank, _, stored_rank, stored_rope = found
-    shares = {"latent": rank / source, "shared": (stored_rank + stored_rope) / source}
-    return ", ".join(_loss(layout, share) for layout, share in shares.items())
-
-
-def _loss(layout: str, share: float) -> str:
-    known = sorted((row["cache_ratio"], row["loss"]) for row in conversions().values() if row["preset"] == layout)
-    for at, loss in known:
-        if math.isclose(at, share):
-            return f"{loss:.3f}"
-    for (low, more), (high, less) in pairwise(known):
-        if low < share < high:
-            part = (share - low) / (high - low)
-            return f"~{1 + (more - 1) ** (1 - part) * (less - 1) ** part:.3f}"
-    raise ValueError(f"share is {share}; expected one between {known[0][0]} and {known[-1][0]}, which are on record")
+    return Problem(problem.heads, 1, problem.kv_lora_rank - kept, kept, problem.lengths, slack=0)
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
@@ -142,8 +88,6 @@ def measure(case: SpeedCase, peers: bool, min_run_time: float, device: str = "cu
     row = measure_decode(mla_decode, peers_of, case, peers, min_run_time, device)
     stored = stored_form(case.problem)
     row["stored"] = "16-bit latent" if case.problem.codes else f"{stored.kv_lora_rank} + {stored.qk_rope_head_dim}"
-    if said := losses(case.problem):
-        row |= {"losses": said, "bytes_ratio": case.problem.cache_bytes() / stored.cache_bytes()}
     if isinstance(row.get("stored_us"), float):
         row["ratio"] = row["us"] / row["stored_us"]
     return row
@@ -164,7 +108,6 @@ BENCHMARK = Benchmark(
 
 
 speed, codes = speed_of(BENCHMARK, cases), speed_of(BENCHMARK, code_cases, "codes")
-equal_loss = speed_of(BENCHMARK, equal_loss_cases, "equal_loss")
 
 if __name__ == "__main__":
-    sys.exit(command(speed, codes, equal_loss))
+    sys.exit(command(speed, codes))

@@ -31,7 +31,7 @@ TIMEOUT = 240.0  # seconds for one case, peers included
 PIPE_WIDTH = 260  # of the table where no terminal says how wide it may be
 # Of every benchmark's table, in this order; those of no row are left out.
 COLUMNS = (
-    "preset", "cache_ratio", "loss", "name", "stored", "losses", "bytes_ratio", "MB", "MB_bf16", "kernel", "rows",
+    "preset", "cache_ratio", "loss", "name", "stored", "MB", "MB_bf16", "kernel", "rows",
     "num_stages", "ctas_per_sm", "num_ctas", "splits", "error", "torch_error", "original_error", "bf16_error", "us_p20",
     "us", "us_p80", "stored_us", "ratio", "bf16_us", "gain", "us_graph_warm", "stored_us_graph", "bf16_us_graph",
     "gain_graph", "plan_us", "TB/s", "share", "TFLOP/s", "target_us", "met", "FlashMLA_us", "FA3_MLA_us", "Triton_us",

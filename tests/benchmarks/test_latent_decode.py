@@ -25,17 +25,3 @@ def test_one_pair_from_end_to_end(monkeypatch):
     assert row["status"] == "ok" and row["stored"] == "48 + 24"
     assert row["ratio"] == pytest.approx(row["us"] / row["stored_us"])
     assert target_us(case, row, {}, None) == pytest.approx(1.2 * row["stored_us"])
-
-
-def test_pairs_of_equal_loss_cache_less_and_lose_as_much():
-    cases = latent_decode.equal_loss_cases()
-    assert len({case.name for case in cases}) == len(cases) == len(latent_decode.EQUAL_LOSS)
-    for case in cases:
-        stored = latent_decode.stored_form(case.problem)
-        assert stored.cache_bytes() > case.problem.cache_bytes() > 128e6
-        latent, other = (float(loss.strip(" ~")) for loss in latent_decode.losses(case.problem).split(","))
-        assert latent == pytest.approx(other, abs=0.03), case.name
-    assert "1.146, ~1.1" in latent_decode.losses(cases[1].problem)
-    assert latent_decode.losses(latent_decode.cases()[0].problem) is None
-    with pytest.raises(ValueError, match="share is 0.6; expected one between 0.1875 and 0.5"):
-        latent_decode._loss("latent", 0.6)
