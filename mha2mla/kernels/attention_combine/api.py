@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import runs_compiled
-from mha2mla.kernels.layouts import check_float
+from mha2mla.kernels.layouts import Argument, accumulator, argument_error, check_float, check_tensors
 from mha2mla.kernels.registration import register
 
 
@@ -45,12 +45,8 @@ def attention_combine(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    if partial_out.ndim != 5:
-        raise ValueError(f"partial_out.shape is {tuple(partial_out.shape)}; expected [N, B, S_q, H, d_v]")
-    _check(partial_out, partial_lse, num_splits, dtype, ("num_splits", "[B]", partial_out.shape[1]))
-    wanted = dtype or partial_out.dtype
-    compiled = runs_compiled(backend, partial_out.device, partial_out.dtype, wanted)
-    return torch.ops.mha2mla.attention_combine(partial_out, partial_lse, num_splits, wanted, compiled)
+    call = _checked(_PARTS, partial_out, partial_lse, num_splits, dtype, backend)
+    return torch.ops.mha2mla.attention_combine(partial_out, partial_lse, num_splits, *call)
 
 
 def attention_combine_packed(
@@ -77,36 +73,33 @@ def attention_combine_packed(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    if partial_out.ndim != 4:
-        raise ValueError(f"partial_out.shape is {tuple(partial_out.shape)}; expected [N, S_q, H, d_v]")
-    if cu_splits.ndim != 1 or cu_splits.shape[0] < 1:
-        raise ValueError(f"cu_splits.shape is {tuple(cu_splits.shape)}; expected [B+1]")
-    _check(partial_out, partial_lse, cu_splits, dtype, ("cu_splits", "[B+1]", cu_splits.shape[0]))
-    wanted = dtype or partial_out.dtype
-    compiled = runs_compiled(backend, partial_out.device, partial_out.dtype, wanted)
-    return torch.ops.mha2mla.attention_combine_packed(partial_out, partial_lse, cu_splits, wanted, compiled)
+    call = _checked(_PACKED, partial_out, partial_lse, cu_splits, dtype, backend)
+    if cu_splits.shape[0] < 1:
+        raise argument_error("cu_splits.shape", tuple(cu_splits.shape), "[B+1]")
+    return torch.ops.mha2mla.attention_combine_packed(partial_out, partial_lse, cu_splits, *call)
 
 
-def _check(
-    partial_out: Tensor, partial_lse: Tensor, splits: Tensor | None, dtype: torch.dtype | None,
-    expected: tuple[str, str, int],
-) -> None:  # fmt: skip
-    """Everything but the number of dimensions; ``expected``: name, shape in words and length of ``splits``."""
-    for name, given in (("partial_out.dtype", partial_out.dtype), ("dtype", dtype or partial_out.dtype)):
-        check_float(name, given)
-    *parts, seqlen_q, heads, _ = partial_out.shape
-    if partial_lse.shape != (*parts, heads, seqlen_q):
-        shape, words = tuple(partial_lse.shape), "[N, B, H, S_q]" if len(parts) > 1 else "[N, H, S_q]"
-        raise ValueError(f"partial_lse.shape is {shape}; expected {(*parts, heads, seqlen_q)}, {words}")
-    wide = torch.float64 if partial_out.dtype == torch.float64 else torch.float32
-    if partial_lse.dtype != wide:
-        raise ValueError(f"partial_lse.dtype is {partial_lse.dtype}; expected {wide}")
-    named, words, length = expected
-    if splits is not None and (splits.shape != (length,) or splits.dtype != torch.int32):
-        raise ValueError(f"{named} is {splits.dtype} {tuple(splits.shape)}; expected torch.int32 {(length,)}, {words}")
-    for name, tensor in (("partial_lse", partial_lse), (named, splits)):
-        if tensor is not None and tensor.device != partial_out.device:
-            raise ValueError(f"{name}.device is {tensor.device}; expected {partial_out.device}, as partial_out")
+_PARTS = (
+    Argument("partial_out", "N B S_q H d_v"),
+    Argument("partial_lse", "N B H S_q", accumulator),
+    Argument("num_splits", "B", torch.int32, optional=True),
+)
+_PACKED = (
+    Argument("partial_out", "N S_q H d_v"),
+    Argument("partial_lse", "N H S_q", accumulator),
+    Argument("cu_splits", "B+1", torch.int32),
+)
+
+
+def _checked(
+    arguments: tuple[Argument, ...], partial_out: Tensor, partial_lse: Tensor, splits: Tensor | None,
+    dtype: torch.dtype | None, backend: str | None,
+) -> tuple[torch.dtype, bool]:  # fmt: skip
+    """The output's dtype, and whether a kernel merges, of a call that is as it must be."""
+    check_tensors(arguments, (partial_out, partial_lse, splits))
+    dtype = dtype or partial_out.dtype
+    check_float("dtype", dtype)
+    return dtype, runs_compiled(backend, partial_out.device, partial_out.dtype, dtype)
 
 
 def _combine(

@@ -9,12 +9,27 @@ from torch import Tensor
 
 from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH
 from mha2mla.kernels.devices import capability, check_backend, dtype_name
-from mha2mla.kernels.layouts import check_aligned, check_float, check_like
+from mha2mla.kernels.layouts import Argument, accumulator, argument_error, check_aligned, check_scale, check_tensors
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.rope_append.api import mla_append
 from mha2mla.kernels.split_kv.plan import check_window
 
 _COMPILED_DTYPES = (torch.bfloat16, torch.float16)
+_TENSORS = {
+    argument.name: argument
+    for argument in (
+        Argument("q", "T_q H d_qk"),
+        Argument("q_nope", "T_q H d_n"),
+        Argument("q_pe", "T_q H d_r"),
+        Argument("k", "T_k h_kv|H d_qk"),
+        Argument("k_nope", "T_k h_kv|H d_n"),
+        Argument("k_pe", "T_k G|H d_r"),
+        Argument("v", "T_k h_v|H d_v"),
+        Argument("cu_seqlens_q", "B+1", torch.int32),
+        Argument("cu_seqlens_k", "B+1", torch.int32),
+        Argument("out", "(T_q H d_v)"),
+    )
+}
 
 
 def attention_varlen(
@@ -190,54 +205,22 @@ def _attend(
     max_seqlen_q: int, softmax_scale: float, causal: bool, window: int | None, sinks: int, out: Tensor | None,
     return_lse: bool, backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The checks and the call of both ops; ``queries`` and ``keys``: one or two parts by the caller's names."""
+    """The checks and the call of both ops; ``queries`` and ``keys``: one or two parts, by their names."""
     named = queries | keys | {"v": v}
-    (first, q), *_ = queries.items()
-    tokens_k = next(iter(keys.values())).shape[0]
-    for name, x in named.items():
-        if x.ndim != 3:
-            raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected three dimensions, [tokens, heads, width]")
-        check_float(f"{name}.dtype", x.dtype)
-        check_like(name, x, q, first)
-    tokens_q, heads, _ = q.shape
-    for name, x in queries.items():
-        if x.shape[:2] != q.shape[:2]:
-            raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected [{tokens_q}, {heads}, width]")
-    for name, x in (*keys.items(), ("v", v)):
-        if x.shape[0] != tokens_k or x.shape[1] == 0 or heads % x.shape[1]:
-            raise ValueError(
-                f"{name}.shape is {tuple(x.shape)}; expected [{tokens_k}, a divisor of {heads} heads, width]"
-            )
-    for (name, x), query in zip(keys.items(), queries.values(), strict=True):
-        if x.shape[2] != query.shape[2]:
-            raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected width {query.shape[2]}")
+    tensors = named | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    tensors |= {} if out is None else {"out": out}
+    sizes = check_tensors([_TENSORS[name] for name in tensors], tensors.values())
     for name, x in named.items():
         if x.shape[2] == 0:
-            raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected a width of at least 1")
-    for name, bounds in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if bounds.ndim != 1 or bounds.shape[0] < 1 or bounds.dtype != torch.int32 or bounds.device != q.device:
-            raise ValueError(
-                f"{name} is {bounds.dtype} {tuple(bounds.shape)} on {bounds.device}; expected torch.int32 [B+1] on"
-                f" {q.device}"
-            )
-    if cu_seqlens_k.shape != cu_seqlens_q.shape:
-        raise ValueError(
-            f"cu_seqlens_k.shape is {tuple(cu_seqlens_k.shape)}; expected {tuple(cu_seqlens_q.shape)}, as cu_seqlens_q"
-        )
+            raise argument_error(f"{name}.shape", tuple(x.shape), "a width of at least 1")
+    if sizes["B+1"] < 1:
+        raise argument_error("cu_seqlens_q.shape", tuple(cu_seqlens_q.shape), "[B+1]")
     if max_seqlen_q < 0:
-        raise ValueError(f"max_seqlen_q is {max_seqlen_q}; expected at least 0")
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale is {softmax_scale}; expected a positive number")
+        raise argument_error("max_seqlen_q", max_seqlen_q, "at least 0")
+    check_scale(softmax_scale)
     check_window(window, sinks)
     if window is not None and not causal:
         raise ValueError(f"causal is {causal} with window={window}; expected True, or no window")
-    if out is not None:
-        expected = (tokens_q, heads, v.shape[2])
-        if tuple(out.shape) != expected or out.dtype != q.dtype or out.device != q.device or not out.is_contiguous():
-            raise ValueError(
-                f"out is {out.dtype} {tuple(out.shape)} on {out.device}, strides {out.stride()}; expected contiguous"
-                f" {q.dtype} {expected} on {q.device}"
-            )
     compiled = _runs_compiled([key.shape[2] for key in keys.values()], v, backend)
     if compiled:
         for name, x in named.items():
@@ -305,8 +288,7 @@ def _attention_varlen(q: Tensor, q_pe: Tensor | None, k: Tensor, k_pe: Tensor | 
 
 
 def _lse_fake(q: Tensor) -> Tensor:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape[1], q.shape[0], dtype=wide)
+    return q.new_empty(q.shape[1], q.shape[0], dtype=accumulator(q.dtype))
 
 
 _ARGUMENTS = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_v
 from mha2mla.kernels.devices import check_backend
 from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
-from mha2mla.kernels.layouts import check_float, check_like
+from mha2mla.kernels.layouts import Argument, check_scale, check_tensors
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.expanded import Attend, attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.layout import Group
@@ -23,6 +22,24 @@ from mha2mla.kernels.mixed_attention.plan import MixedPlan
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.plan import DecodePlan
+
+_MLA = (
+    Argument("q_pe", "N H d_r"),
+    Argument("q_nope", "N H d_n"),
+    Argument("v_up", "h_kv|H d_v d_c"),
+    Argument("k_up", "h_kv d_n d_c", optional=True),
+    Argument("rope_cache", "P page G|H d_r", optional=True),
+    Argument("latent_scale", "P page", torch.float32, optional=True),
+    Argument("rope.weight", "d_r d_c", optional=True),
+    Argument("rope.bias", "d_r", optional=True),
+    Argument("rope.inv_freq", "pairs", torch.float32, optional=True),
+)
+_LATENT = Argument("latent_cache", "P page d_c"), Argument("latent_cache", "P page d_c", torch.float8_e4m3fn)
+_GQA = (
+    Argument("query", "N H d_k"),
+    Argument("key_cache", "P page h_kv|H d_k"),
+    Argument("value_cache", "P page h_kv d_v"),
+)
 
 
 def mla_attention(
@@ -71,57 +88,33 @@ def mla_attention(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    _check_call(q_pe, softmax_scale, backend)
-    tokens, heads, d_r = q_pe.shape
-    if q_nope.ndim != 3 or q_nope.shape[:2] != q_pe.shape[:2]:
-        raise ValueError(f"q_nope.shape is {tuple(q_nope.shape)}; expected [{tokens}, {heads}, d_n]")
-    width = latent_cache.shape[-1]
+    check_backend(backend)
+    check_scale(softmax_scale)
     codes = latent_cache.dtype == torch.float8_e4m3fn
-    _check_cache("latent_cache", latent_cache, 3, plan, q_pe, torch.float8_e4m3fn if codes else q_pe.dtype)
     if codes != (latent_scale is not None):
         raise ValueError(
             f"latent_scale is {'None' if latent_scale is None else 'given'} for a latent_cache of {latent_cache.dtype};"
             " expected one exactly where latent_cache is torch.float8_e4m3fn"
         )
-    if codes and (latent_scale.shape != latent_cache.shape[:2] or latent_scale.dtype != torch.float32):
-        raise ValueError(
-            f"latent_scale is {latent_scale.dtype} {tuple(latent_scale.shape)}; expected torch.float32"
-            f" {tuple(latent_cache.shape[:2])}"
-        )
     if (rope_cache is None) == (rope is None):
         given = "neither" if rope is None else "both"
         raise ValueError(f"rope_cache and rope: {given} given; expected exactly one of them")
-    turn = (None, None, None, 1.0) if rope is None else _check_rope(rope, width, q_pe)
-    if rope is None:
-        _check_cache("rope_cache", rope_cache, 4, plan, q_pe)
-        groups = rope_cache.shape[2]
-        if rope_cache.shape[:2] != latent_cache.shape[:2] or rope_cache.shape[3] != d_r or heads % max(1, groups):
-            expected = f"[{latent_cache.shape[0]}, {latent_cache.shape[1]}, a divisor of {heads}, {d_r}]"
-            raise ValueError(f"rope_cache.shape is {tuple(rope_cache.shape)}; expected {expected}")
-    if v_up.ndim != 3 or v_up.shape[2] != width or v_up.shape[0] < 1 or heads % v_up.shape[0]:
-        raise ValueError(f"v_up.shape is {tuple(v_up.shape)}; expected [a divisor of {heads}, d_v, {width}]")
-    nope = q_nope.shape[2]
-    if (None if k_up is None else tuple(k_up.shape)) != ((v_up.shape[0], nope, width) if nope else None):
-        was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
-        raise ValueError(f"k_up is {was}; expected {(v_up.shape[0], nope, width) if nope else None}")
-    for name, tensor in (("q_nope", q_nope), ("k_up", k_up), ("v_up", v_up)):
-        if tensor is not None:
-            check_like(name, tensor, q_pe, "the query")
-    return torch.ops.mha2mla.mla_attention(
-        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *turn, *plan.fields(), softmax_scale, backend
-    )
-
-
-def _check_rope(rope: LatentRope, width: int, q_pe: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
-    """As the op's schema takes it."""
-    if rope.page_offsets is not None:
+    if rope is not None and rope.page_offsets is not None:
         raise ValueError("rope.page_offsets is given; expected None: rows of a batch lie at their places")
-    if rope.weight.shape != (q_pe.shape[2], width):
-        raise ValueError(f"rope.weight.shape is {tuple(rope.weight.shape)}; expected {[q_pe.shape[2], width]}")
-    check_like("rope.weight", rope.weight, q_pe, "the query")
-    check_like("rope.bias", rope.bias, q_pe, "the query")
-    check_like("rope.inv_freq", rope.inv_freq, q_pe, "the query", torch.float32)
-    return rope.weight, rope.bias, rope.inv_freq, rope.scaling
+    turn = (None,) * 3 if rope is None else (rope.weight, rope.bias, rope.inv_freq)
+    sizes = check_tensors(
+        (*_MLA, _LATENT[codes]),
+        (q_pe, q_nope, v_up, k_up, rope_cache, latent_scale, *turn, latent_cache),
+        page=plan.page_size,
+    )
+    if (k_up is None) != (sizes["d_n"] == 0):
+        was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
+        raise ValueError(f"k_up is {was}; expected None exactly where q_nope has no columns, and it has {sizes['d_n']}")
+    scaling = 1.0 if rope is None else rope.scaling
+    return torch.ops.mha2mla.mla_attention(
+        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *turn, scaling, *plan.fields(), softmax_scale,
+        backend,
+    )  # fmt: skip
 
 
 def gqa_attention(
@@ -148,37 +141,10 @@ def gqa_attention(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    _check_call(query, softmax_scale, backend)
-    _check_cache("key_cache", key_cache, 4, plan, query)
-    _check_cache("value_cache", value_cache, 4, plan, query)
-    heads, width = query.shape[1:]
-    if key_cache.shape[3] != width or heads % max(1, key_cache.shape[2]):
-        raise ValueError(
-            f"key_cache.shape is {tuple(key_cache.shape)}; expected [P, page, a divisor of {heads}, {width}]"
-        )
-    if value_cache.shape[:3] != key_cache.shape[:3]:
-        expected = f"{(*key_cache.shape[:3], 'd_v')}"
-        raise ValueError(f"value_cache.shape is {tuple(value_cache.shape)}; expected {expected}")
-    return torch.ops.mha2mla.gqa_attention(query, key_cache, value_cache, *plan.fields(), softmax_scale, backend)
-
-
-def _check_call(query: Tensor, softmax_scale: float, backend: str | None) -> None:
     check_backend(backend)
-    if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale is {softmax_scale!r}; expected a positive finite number")
-    if query.ndim != 3:
-        raise ValueError(f"the query's shape is {tuple(query.shape)}; expected [N, H, width]")
-    check_float("the query's dtype", query.dtype)
-
-
-def _check_cache(
-    name: str, cache: Tensor, ndim: int, plan: MixedPlan, query: Tensor, dtype: torch.dtype | None = None
-) -> None:
-    if cache.ndim != ndim or cache.shape[1] != plan.page_size:
-        raise ValueError(
-            f"{name}.shape is {tuple(cache.shape)}; expected {ndim} dimensions, pages of {plan.page_size} as the plan"
-        )
-    check_like(name, cache, query, "the query", dtype)
+    check_scale(softmax_scale)
+    check_tensors(_GQA, (query, key_cache, value_cache), page=plan.page_size)
+    return torch.ops.mha2mla.gqa_attention(query, key_cache, value_cache, *plan.fields(), softmax_scale, backend)
 
 
 def _output(query: Tensor, parts: Parts, width: int) -> Tensor:

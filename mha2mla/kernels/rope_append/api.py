@@ -6,11 +6,37 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import runs_compiled
-from mha2mla.kernels.layouts import check_float, check_like
-from mha2mla.kernels.mla_decode.quantization import quantize_latent
+from mha2mla.kernels.layouts import Argument, argument_error, check_tensors
+from mha2mla.kernels.mla_decode.quantization import CODES, quantize_latent
 from mha2mla.kernels.registration import register
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
+
+
+_INV_FREQ = Argument("inv_freq", "tables pairs", torch.float32)
+_POSITIONS, _SLOTS = (Argument(name, "N", torch.int32) for name in ("positions", "slots"))
+_MLA = (
+    Argument("q_pe", "N H d_r"),
+    Argument("k_pe", "N G d_r"),
+    _INV_FREQ,
+    Argument("latent", "N d_c"),
+    Argument("rope_cache", "P page (G d_r)"),
+    _POSITIONS,
+    _SLOTS,
+    Argument("latent_scale", "P (page)", torch.float32, optional=True),
+)
+_LATENT = Argument("latent_cache", "P page (d_c)"), Argument("latent_cache", "P page (d_c)", CODES)
+_GQA = (
+    Argument("query", "N H d_k"),
+    Argument("key", "N h_kv d_k"),
+    _INV_FREQ,
+    Argument("value", "N h_kv d_v"),
+    Argument("key_cache", "P page (h_kv d_k)"),
+    _POSITIONS,
+    _SLOTS,
+    Argument("value_cache", "P page (h_kv d_v)"),
+)
+_ROTATE = (Argument("x", "N heads d_r"), _POSITIONS, _INV_FREQ)
 
 
 def mla_append(
@@ -53,34 +79,28 @@ def mla_append(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    names = ("latent", "k_pe", "q_pe", "latent_cache", "rope_cache")
     if (k_pe is None) != (rope_cache is None):
         missing = "k_pe" if k_pe is None else "rope_cache"
         raise ValueError(f"{missing} is None; expected both k_pe and rope_cache, or neither")
     if k_pe is None:  # no rope head
         k_pe = q_pe[:, :0]
         rope_cache = q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
-    data, codes = (latent, k_pe, q_pe, latent_cache, rope_cache), latent_cache.dtype == torch.float8_e4m3fn
+    codes = latent_cache.dtype == CODES
     if codes != (latent_scale is not None):
         raise ValueError(
             f"latent_scale is {'None' if latent_scale is None else 'given'} for a latent_cache of {latent_cache.dtype};"
             " expected one exactly where latent_cache is torch.float8_e4m3fn"
         )
-    if not codes:
-        return _append(data, positions, slots, inv_freq, attention_scaling, interleaved, backend, names)
-    if latent_scale.shape != latent_cache.shape[:2]:
-        raise ValueError(f"latent_scale.shape is {tuple(latent_scale.shape)}; expected {list(latent_cache.shape[:2])}")
-    check_like("latent_scale", latent_scale, q_pe, "q_pe", torch.float32)
-    if latent_scale.stride(1) != 1 and latent_scale.shape[1] > 1:
-        raise ValueError(f"latent_scale.stride(1) is {latent_scale.stride(1)}; expected 1")
-    _check(data, positions, slots, inv_freq, names, torch.float8_e4m3fn)
+    tensors = (q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, latent_scale, latent_cache)
+    _check((*_MLA, _LATENT[codes]), *tensors)
     compiled = runs_compiled(backend, q_pe.device, q_pe.dtype)
-    torch.ops.mha2mla.quantize_append(latent, latent_cache, latent_scale, slots, compiled)
-    # The rotation's kernel has rows to write beside its keys: none here, [N, 0] into [P, page, 0].
+    rows, row_cache = latent, latent_cache
+    if codes:  # the rotation's kernel has rows to write beside its keys: none then, [N, 0] into [P, page, 0]
+        torch.ops.mha2mla.quantize_append(latent, latent_cache, latent_scale, slots, compiled)
+        rows, row_cache = latent[:, :0], rope_cache.flatten(2)[:, :, :0]
     return torch.ops.mha2mla.rope_append(
-        latent[:, :0], k_pe, q_pe, rope_cache.flatten(2)[:, :, :0], rope_cache, positions, slots, inv_freq,
-        attention_scaling, interleaved, compiled,
-    )  # fmt: skip
+        rows, k_pe, q_pe, row_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved, compiled
+    )
 
 
 def gqa_append(
@@ -114,16 +134,11 @@ def gqa_append(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    names = ("value", "key", "query", "value_cache", "key_cache")
-    layouts = (("value", value, "[N, h_kv, d_v]"), ("value_cache", value_cache, "[P, page, h_kv, d_v]"))
-    for name, tensor, layout in layouts:
-        if tensor.ndim != layout.count(",") + 1:
-            raise ValueError(f"{name}.shape is {tuple(tensor.shape)}; expected {layout}")
-    heads, width = value_cache.shape[2:]
-    if heads > 1 and value_cache.stride(2) != width:
-        raise ValueError(f"value_cache.stride(2) is {value_cache.stride(2)}; expected {width}: heads side by side")
-    data = (value.flatten(1), key, query, value_cache.flatten(2), key_cache)
-    return _append(data, positions, slots, inv_freq, attention_scaling, interleaved, backend, names)
+    _check(_GQA, query, key, inv_freq, value, key_cache, positions, slots, value_cache)
+    return torch.ops.mha2mla.rope_append(
+        value.flatten(1), key, query, value_cache.flatten(2), key_cache, positions, slots, inv_freq, attention_scaling,
+        interleaved, runs_compiled(backend, query.device, query.dtype),
+    )  # fmt: skip
 
 
 def rope_rotate(
@@ -142,8 +157,7 @@ def rope_rotate(
     Returns:
         [N, heads, d_r], a new tensor.
     """
-    _check_rotation("x", x, x, inv_freq)
-    _check_index("positions", positions, x)
+    _check_rotation(check_tensors(_ROTATE, (x, positions, inv_freq)), "x", x, inv_freq)
     compiled = runs_compiled(backend, x.device, x.dtype)
     rows, keys = x.new_empty(len(x), 0), x[:, :0]
     caches = x.new_empty(0, 1, 0), x.new_empty(0, 1, 0, x.shape[2])
@@ -167,75 +181,31 @@ def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_siz
     return torch.where(known & (entry >= 0) & (slot < MAX_SLOTS), slot, -1).int()
 
 
-def _append(
-    data: tuple[Tensor, ...], positions: Tensor, slots: Tensor, inv_freq: Tensor, attention_scaling: float,
-    interleaved: bool, backend: str | None, names: tuple[str, ...],
-) -> Tensor:  # fmt: skip
-    query = data[2]
-    _check(data, positions, slots, inv_freq, names, query.dtype)
-    compiled = runs_compiled(backend, query.device, query.dtype)
-    return torch.ops.mha2mla.rope_append(*data, positions, slots, inv_freq, attention_scaling, interleaved, compiled)
-
-
 def _check(
-    data: tuple[Tensor, ...], positions: Tensor, slots: Tensor, inv_freq: Tensor, names: tuple[str, ...],
-    row_dtype: torch.dtype,
-) -> None:  # fmt: skip
-    """Raises ValueError naming the argument. ``data`` and their ``names``: rows, keys, query, row_cache, rope_cache, as
-    the op takes them; ``row_dtype`` is what row_cache must have."""
-    rows, keys, query, row_cache, rope_cache = data
-    row_name, key_name, query_name, row_cache_name, rope_cache_name = names
-    _check_rotation(query_name, query, query, inv_freq)
-    _check_rotation(key_name, keys, query, inv_freq)
-    tokens, groups, rope = keys.shape
-    if query.shape[0] != tokens or query.shape[2] != rope or query.shape[1] % max(groups, 1):
-        raise ValueError(
-            f"{query_name}.shape is {tuple(query.shape)}; expected [{tokens}, a multiple of {groups}, {rope}]"
+    arguments: tuple[Argument, ...], query: Tensor, keys: Tensor, inv_freq: Tensor, *others: Tensor | None
+) -> None:
+    """Raises ValueError naming the argument; the last of ``others`` is the cache of rows."""
+    sizes = check_tensors(arguments, (query, keys, inv_freq, *others))
+    query_name, key_name = (argument.name for argument in arguments[:2])
+    _check_rotation(sizes, query_name, query, inv_freq)
+    _check_rotation(sizes, key_name, keys, inv_freq)
+    groups = keys.shape[1]
+    if query.shape[1] % max(groups, 1):
+        raise argument_error(
+            f"{query_name}.shape[1]", query.shape[1], f"a multiple of {groups}, the heads of {key_name}"
         )
-    if rows.ndim != 2 or rows.shape[0] != tokens:
-        raise ValueError(f"{row_name}.shape is {tuple(rows.shape)}; expected {tokens} rows, as {key_name}")
-    pages, page = (*row_cache.shape, 0, 0)[:2]
-    if pages * page > MAX_SLOTS:
-        raise ValueError(f"{row_cache_name}.shape is {tuple(row_cache.shape)}; expected at most {MAX_SLOTS} tokens")
-    for name, cache, shape in (
-        (row_cache_name, row_cache, (pages, page, rows.shape[1])),
-        (rope_cache_name, rope_cache, (pages, page, groups, rope)),
-    ):
-        if cache.shape != shape:
-            raise ValueError(f"{name}.shape is {tuple(cache.shape)}; expected {shape}")
-        dense = cache.stride(-1) == 1 and (cache.ndim < 4 or groups < 2 or cache.stride(2) == rope)
-        if cache.numel() and not dense:
-            raise ValueError(f"{name}.stride() is {cache.stride()}; expected the numbers of a token side by side")
-    for name, tensor, dtype in (
-        (row_name, rows, query.dtype),
-        (row_cache_name, row_cache, row_dtype),
-        (rope_cache_name, rope_cache, query.dtype),
-    ):
-        check_like(name, tensor, query, query_name, dtype)
-    _check_index("positions", positions, query)
-    _check_index("slots", slots, query)
+    if sizes["P"] * sizes["page"] > MAX_SLOTS:
+        was = tuple(others[-1].shape)
+        raise argument_error(f"{arguments[-1].name}.shape", was, f"at most {MAX_SLOTS} tokens")
 
 
-def _check_rotation(name: str, x: Tensor, like: Tensor, inv_freq: Tensor) -> None:
-    if x.ndim != 3 or x.shape[2] % 2:
-        raise ValueError(f"{name}.shape is {tuple(x.shape)}; expected [N, heads, d_r] with an even d_r")
-    check_float(f"{name}.dtype", x.dtype)
-    check_like(name, x, like, "the query")
-    tables = inv_freq.shape[0] if inv_freq.ndim else 0
-    fits = x.shape[1] % tables == 0 if tables else not x.numel()
-    if inv_freq.ndim != 2 or inv_freq.shape[1] != x.shape[2] // 2 or not fits:
-        raise ValueError(
-            f"inv_freq.shape is {tuple(inv_freq.shape)}; expected [a divisor of {x.shape[1]}, {x.shape[2] // 2}]"
-        )
-    check_like("inv_freq", inv_freq, x, name, torch.float32)
-
-
-def _check_index(name: str, index: Tensor, like: Tensor) -> None:
-    if index.shape != like.shape[:1] or index.dtype != torch.int32 or index.device != like.device:
-        raise ValueError(
-            f"{name} is {index.dtype} {tuple(index.shape)} on {index.device}; expected torch.int32"
-            f" {tuple(like.shape[:1])} on {like.device}"
-        )
+def _check_rotation(sizes: dict[str, int], name: str, x: Tensor, inv_freq: Tensor) -> None:
+    """That x [N, heads, d_r] has pairs, and that each of its heads has its frequencies."""
+    heads, width, tables = x.shape[1], x.shape[2], sizes["tables"]
+    if width % 2:
+        raise argument_error(f"{name}.shape", tuple(x.shape), "[N, heads, d_r] with an even d_r")
+    if sizes["pairs"] != width // 2 or (heads % tables if tables else x.numel()):
+        raise argument_error("inv_freq.shape", tuple(inv_freq.shape), f"[a divisor of {heads}, {width // 2}]")
 
 
 def _rope_append(

@@ -236,24 +236,28 @@ def test_a_cache_beyond_int32_slots_is_refused_failure_4():
         mla_append(**given | {"latent_cache": huge, "rope_cache": huge[:, :, None]})
 
 
+ODD = (("q_pe", (11, 9)), ("k_pe", (11, 3)), ("rope_cache", (5, 4, 3)))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"backend": "triton"}, "backend is 'triton'"),
         ({"backend": "tilelang"}, "backend is 'tilelang' for torch.float32 on cpu"),
-        ({"q_pe": torch.zeros(11, 9, 15)}, r"q_pe.shape is \(11, 9, 15\)"),
+        ({"q_pe": torch.zeros(11, 9, 18)}, r"k_pe.shape is \(11, 3, 16\); expected \[11, 3, 18\]"),
+        ({name: torch.zeros(*shape, 15) for name, shape in ODD}, r"q_pe.shape is \(11, 9, 15\); expected .* even d_r"),
         ({"q_pe": torch.zeros(11, 8, 16)}, r"q_pe.shape is \(11, 8, 16\)|inv_freq.shape"),
         ({"q_pe": torch.zeros(11, 9, 16, dtype=torch.int32)}, "q_pe.dtype is torch.int32"),
-        ({"k_pe": torch.zeros(11, 3, 16, dtype=torch.half)}, "k_pe is torch.float16"),
+        ({"k_pe": torch.zeros(11, 3, 16, dtype=torch.half)}, "k_pe.dtype is torch.float16"),
         ({"latent": torch.zeros(10, 48)}, r"latent.shape is \(10, 48\)"),
-        ({"latent": torch.zeros(11, 40)}, r"latent_cache.shape is \(5, 4, 48\); expected \(5, 4, 40\)"),
+        ({"latent": torch.zeros(11, 40)}, r"latent_cache.shape is \(5, 4, 48\); expected \[5, 4, 40\]"),
         ({"rope_cache": torch.zeros(5, 4, 3, 8)}, r"rope_cache.shape is \(5, 4, 3, 8\)"),
         ({"rope_cache": torch.zeros(5, 4, 16, 3).mT}, "rope_cache.stride"),
-        ({"latent_cache": torch.zeros(5, 4, 48, dtype=torch.half)}, "latent_cache is torch.float16"),
-        ({"positions": torch.zeros(11, dtype=torch.int64)}, "positions is torch.int64"),
-        ({"slots": torch.zeros(10, dtype=torch.int32)}, r"slots is torch.int32 \(10,\)"),
+        ({"latent_cache": torch.zeros(5, 4, 48, dtype=torch.half)}, "latent_cache.dtype is torch.float16"),
+        ({"positions": torch.zeros(11, dtype=torch.int64)}, "positions.dtype is torch.int64"),
+        ({"slots": torch.zeros(10, dtype=torch.int32)}, r"slots.shape is \(10,\); expected \[11\]"),
         ({"inv_freq": torch.zeros(2, 8)}, r"inv_freq.shape is \(2, 8\)"),
-        ({"inv_freq": torch.zeros(3, 8, dtype=torch.half)}, "inv_freq is torch.float16"),
+        ({"inv_freq": torch.zeros(3, 8, dtype=torch.half)}, "inv_freq.dtype is torch.float16"),
     ],
 )
 def test_refusals_name_the_argument(change, message):
