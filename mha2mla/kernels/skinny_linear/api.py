@@ -83,7 +83,7 @@ def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tenso
     """x through a map a head, x[..., h, :] M_h, rounded once.
 
     Args:
-        x: [..., tokens, H, i], read where it lies; by TileLang of at most 8 tokens.
+        x: [..., tokens, H, i], read where it lies; by TileLang of at most 16 tokens.
         maps: [H, i, o], contiguous.
         backend: "tilelang", "reference", or None: TileLang where :func:`serves_maps`.
 
@@ -104,8 +104,9 @@ def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tenso
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(maps.shape)} on {x.device}",
-            f"1 to {_FEW_ROWS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, i at most {_INNER}, o a"
-            f" multiple of {_OUTER}, and contiguous maps that begin at a multiple of {ALIGNMENT} bytes",
+            f"1 to {MAX_ROWS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, even strides, i at most"
+            f" {_INNER} and even, o a multiple of {_OUTER}, contiguous maps that begin at a multiple of {ALIGNMENT}"
+            " bytes",
         )
     return torch.ops.mha2mla.skinny_maps(x, maps, served)
 
@@ -117,7 +118,9 @@ def serves_maps(x: Tensor, maps: Tensor) -> bool:
     return (
         x.is_cuda
         and x.dtype in _DTYPES
-        and 0 < x.numel() <= _FEW_ROWS * heads * inner
+        and 0 < x.numel() <= MAX_ROWS * heads * inner
+        and not any(stride % 2 for stride in (inner, *x.stride()[:-1]))
+        and x.data_ptr() % 4 == 0
         and inner <= _INNER
         and outer % _OUTER == 0
         and maps.is_contiguous()

@@ -5,7 +5,6 @@ import tilelang.language as T
 from mha2mla.kernels.machine import Buffers
 
 ROWS = 64  # of a block: heads of a group, for as many tokens as fit
-COLUMNS = 64  # of a block
 THREADS = 128
 VECTOR = 8  # numbers that strides of x are a multiple of
 
@@ -25,7 +24,8 @@ def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: s
     """
     tokens = T.dynamic("tokens")
     group = heads // maps
-    some, blocks = ROWS // group, -(-outer // COLUMNS)  # tokens of a block
+    columns = 64 if inner <= 128 else 32  # of a block: long rows are shared among more
+    some, blocks = ROWS // group, -(-outer // columns)  # tokens of a block
     shape = [maps, outer, inner] if transposed else [maps, inner, outer]
 
     @T.prim_func
@@ -39,20 +39,20 @@ def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: s
                 T.assume(stride % VECTOR == 0)
             m = Buffers(
                 given=T.alloc_shared([ROWS, inner], dtype),
-                held=T.alloc_shared([COLUMNS, inner] if transposed else [inner, COLUMNS], dtype),
-                sums=T.alloc_fragment([ROWS, COLUMNS], T.float32),
+                held=T.alloc_shared([columns, inner] if transposed else [inner, columns], dtype),
+                sums=T.alloc_fragment([ROWS, columns], T.float32),
             )
-            k, c0, t0 = at // blocks, at % blocks * COLUMNS, y * some
+            k, c0, t0 = at // blocks, at % blocks * columns, y * some
             if transposed:
-                T.copy(up[k, c0 : c0 + COLUMNS, 0:inner], m.held)
+                T.copy(up[k, c0 : c0 + columns, 0:inner], m.held)
             else:
-                T.copy(up[k, 0:inner, c0 : c0 + COLUMNS], m.held)
+                T.copy(up[k, 0:inner, c0 : c0 + columns], m.held)
             if dependent:
                 T.pdl_sync()
             for i, c in T.Parallel(ROWS, inner):  # behind the last token that one again, for rows that nobody stores
                 m.given[i, c] = x[T.min(t0 + i // group, tokens - 1), k * group + i % group, c]
             T.gemm(m.given, m.held, m.sums, transpose_B=transposed, clear_accum=True)
-            for i, c in T.Parallel(ROWS, COLUMNS):
+            for i, c in T.Parallel(ROWS, columns):
                 if (i < some * group) & (t0 + i // group < tokens) & (c0 + c < outer):
                     out[t0 + i // group, k * group + i % group, c0 + c] = T.cast(m.sums[i, c], dtype)
 

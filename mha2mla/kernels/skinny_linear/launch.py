@@ -25,7 +25,7 @@ def compile_skinny_linear(major_minor: int, **static):
 
 @cache
 def compile_skinny_maps(major_minor: int, **static):
-    """The compiled kernel, for 1 to 8 tokens; arguments as ``make_skinny_maps``'s."""
+    """The compiled kernel; arguments as ``make_skinny_maps``'s."""
     return compile_for(make_skinny_maps(**static, dependent=major_minor >= 90), major_minor, PASS_CONFIGS)
 
 
@@ -51,8 +51,9 @@ def launch_skinny_maps(x: Tensor, maps: Tensor, out: Tensor) -> None:
     heads, inner, outer = maps.shape
     with on_device(x.device):
         kernel = compile_skinny_maps(
-            capability(x.device), heads=heads, inner=inner, outer=outer, dtype=dtype_name(x.dtype)
-        )
+            capability(x.device), heads=heads, inner=inner, outer=outer, dtype=dtype_name(x.dtype),
+            most_tokens=ROWS if len(x) <= ROWS else MAX_ROWS,
+        )  # fmt: skip
         kernel(with_dense_rows(x), maps, out)
 
 
