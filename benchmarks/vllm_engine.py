@@ -10,36 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
-from mha2mla.random_models import converted_config
+from mha2mla.random_models import ShapeName, converted_config, source_config
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES = {
-    "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
-                "num_hidden_layers": 30, "vocab_size": 49152},
-    "llama-2-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32,
-                   "num_key_value_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000},
-    "llama-3-8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-                   "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256},
-}  # fmt: skip
-# What conversion takes by itself at these shapes; SmolLM2's at 0.50, the others' at 1024 numbers a token and layer.
-GEOMETRIES = {
-    ("smollm2", "latent"): {"kv_lora_rank": 192, "qk_rope_head_dim": 128, "rope_from_latent": True},
-    ("smollm2", "by-layer"): {"kv_lora_rank": [192, 128] * 15, "qk_rope_head_dim": 128, "rope_from_latent": True},
-    ("smollm2", "shared"): {"kv_lora_rank": 152, "qk_rope_head_dim": 40},
-    ("smollm2", "per-group"): {"kv_lora_rank": 144, "qk_rope_head_dim": 16, "num_rope_heads": 3,
-                               "qk_nope_head_dim": 48},
-    ("llama-2-7b", "latent"): {"kv_lora_rank": 1024, "qk_rope_head_dim": 64, "rope_from_latent": True},
-    ("llama-2-7b", "shared"): {"kv_lora_rank": 960, "qk_rope_head_dim": 64},
-    ("llama-2-7b", "narrow"): {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_from_latent": True},
-    ("llama-2-7b", "narrow-per-group"): {"kv_lora_rank": 512, "qk_rope_head_dim": 16, "num_rope_heads": 32,
-                                         "qk_nope_head_dim": 112},
-    ("llama-3-8b", "latent"): {"kv_lora_rank": 1024, "qk_rope_head_dim": 64, "rope_from_latent": True},
-}  # fmt: skip
-
-
+SHAPES: dict[str, ShapeName] = {"smollm2": "smollm2-135m", "llama-2-7b": "llama-2-7b", "llama-3-8b": "llama-3-8b"}
+# Of what layouts are called here; others are the recipes', at half of the cache.
+TARGETS = {
+    ("smollm2", "by-layer"): {"layout": "latent", "cache_ratio": 0.5},
+    ("llama-2-7b", "latent"): {"layout": "latent", "cache_ratio": 0.125},
+    ("llama-2-7b", "shared"): {"layout": "shared", "kv_lora_rank": 960, "qk_rope_head_dim": 64},
+    ("llama-2-7b", "narrow"): {"layout": "latent", "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+    ("llama-2-7b", "narrow-per-group"): {"layout": "per-group", "kv_lora_rank": 512, "qk_rope_head_dim": 16},
+}
 # Other families' layers, small, in whatever widths half of their cache gives; every part of them that a Llama has not.
 FAMILIES = {
     "qwen2": {"hidden_size": 896, "intermediate_size": 2432, "num_attention_heads": 14, "num_key_value_heads": 2},
@@ -55,30 +40,19 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def family_config(family: str, layout: str, layers: int) -> MHA2MLAConfig:
-    """What a conversion of a small model of that family to half of its cache would give."""
-    source = AutoConfig.for_model(
-        family, **FAMILIES[family], num_hidden_layers=layers, vocab_size=32000, max_position_embeddings=8192,
-        eos_token_id=None, pad_token_id=0, bos_token_id=None, dtype="bfloat16",
-    )  # fmt: skip
-    config = converted_config(source, layout=layout, cache_ratio=0.5)
+def random_config(shape: str, layout: str, layers: int | None = None, positions: int = 8192) -> MHA2MLAConfig:
+    """What a conversion would give of one of :data:`SHAPES`, or of a small model of one of :data:`FAMILIES`."""
+    keys: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
+    keys |= {"max_position_embeddings": positions, "eos_token_id": None, "pad_token_id": 0, "dtype": "bfloat16"}
+    if shape in FAMILIES:
+        source = AutoConfig.for_model(shape, **FAMILIES[shape], **keys, vocab_size=32000, bos_token_id=None)
+    else:
+        source = source_config(SHAPES[shape], **keys, tie_word_embeddings=False)
+    config = converted_config(source, **TARGETS.get((shape, layout), {"layout": layout, "cache_ratio": 0.5}))
+    if layout == "by-layer":
+        config.kv_lora_rank = [192 if index % 2 == 0 else 128 for index in range(config.num_hidden_layers)]
     config.architectures, config.dtype = ["MHA2MLAForCausalLM"], torch.bfloat16
     return config
-
-
-def random_config(shape: str, layout: str, layers: int | None = None, positions: int = 8192) -> MHA2MLAConfig:
-    """What a conversion of a Llama of that shape would give, in ``layout``."""
-    source = LlamaConfig(**SHAPES[shape], max_position_embeddings=positions, eos_token_id=None, pad_token_id=0)
-    source.dtype = torch.bfloat16
-    if layers:
-        source.num_hidden_layers = layers
-    width = source.hidden_size // source.num_attention_heads
-    widths = {"num_rope_heads": 1, "qk_nope_head_dim": width, **GEOMETRIES[shape, layout]}
-    widths = {key: value[:layers] if isinstance(value, list) else value for key, value in widths.items()}
-    return MHA2MLAConfig(
-        source_config=source.to_dict(), v_head_dim=width, softmax_scale=width**-0.5, attention_o_bias=True,
-        architectures=["MHA2MLAForCausalLM"], dtype="bfloat16", **widths,
-    )  # fmt: skip
 
 
 def with_entry_point() -> None:
@@ -102,8 +76,7 @@ def checkpoint(name: str, layers: int) -> str:
     if not name.startswith("random:"):
         return name
     *shape, layout = name.removeprefix("random:").split(":")
-    make = family_config if shape and shape[0] in FAMILIES else random_config
-    config = make(*(shape or ["smollm2"]), layout, layers)
+    config = random_config(*(shape or ["smollm2"]), layout, layers)
     config.initializer_range = 1.5 * config.hidden_size**-0.5  # so that attention is far from uniform
     torch.manual_seed(0)
     folder = tempfile.mkdtemp()

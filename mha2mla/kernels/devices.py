@@ -69,5 +69,5 @@ def _is_the_only_one() -> bool:
 def on_device(device: torch.device) -> AbstractContextManager:
     """``torch.cuda.device`` of a tensor's device, and nothing where that is the current one: it costs two changes, and
     half a microsecond to ask for."""
-    here = _is_the_only_one() or device.index == torch.cuda.current_device()
+    here = _is_the_only_one() or device.index == torch.accelerator.current_device_index()
     return _HERE if here else torch.cuda.device(device)

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mha2mla.loop.request import Request, Sampling
-from mha2mla.loop.runner import BatchModel, Runner
+from mha2mla.loop.runner import Runner
 from mha2mla.loop.sampler import History, choose
 from mha2mla.loop.scheduler import Chunk, Scheduler
-from mha2mla.modeling import paged_model
+from mha2mla.modeling import BatchModel, paged_model
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.recorders import CudaGraphs, Recorder
 
@@ -91,7 +91,7 @@ class Loop:
         share_prefixes: bool = True,
         recorder: Recorder | bool | None = None,
     ) -> None:
-        model = model if hasattr(model, "forward_batch") else paged_model(model)
+        model = model if isinstance(model, BatchModel) else paged_model(model)
         self.max_length = max_length or model.config.max_position_embeddings
         max_pages = -(-self.max_length // page_size)
         if num_pages is None:

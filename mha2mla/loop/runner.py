@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mha2mla.loop.sampler import to_device
 from mha2mla.loop.scheduler import Chunk
-from mha2mla.modeling import BatchStep, PagedCache, SequenceBatch
+from mha2mla.modeling import BatchModel, BatchStep, PagedCache, SequenceBatch
 from mha2mla.modeling.recorders import Recorder
-
-
-class BatchModel(Protocol):
-    """A model of ragged batches: converted, or a source (``mha2mla.modeling``)."""
-
-    config: Any
-    dtype: torch.dtype
-
-    def paged_cache(self, num_pages: int, page_size: int) -> PagedCache:
-        """A cache for the model."""
-
-    def forward_batch(self, input_ids: Tensor, step: BatchStep) -> Tensor:
-        """[B, vocabulary], of the last token of each row."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from mha2mla.modeling import source_attention, tensor_parallel
 from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
+from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.heads import MHA2MLAForSequenceClassification, MHA2MLAModel
@@ -27,6 +28,7 @@ __all__ = [
     "ATTENTION_BACKENDS",
     "AttentionBackend",
     "AttentionRegistry",
+    "BatchModel",
     "BatchStep",
     "CacheCapacityError",
     "LatentCache",

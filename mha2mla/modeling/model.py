@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -13,6 +14,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from transformers.utils import can_return_tuple
 
 from mha2mla.modeling.attention import MLAAttention
+from mha2mla.modeling.batch import SequenceBatch
+from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.captured import CapturedSteps, StepCapture
@@ -20,9 +23,9 @@ from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decoder import run_base_model
 from mha2mla.modeling.generation import LatentGenerationMixin
 from mha2mla.modeling.outputs import load_balancing_loss, refuse_gradients
-from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.modeling.positions import places
-from mha2mla.modeling.served import LayerAttention, batch_backends, what_serves
+from mha2mla.modeling.registry import AttentionConstants
+from mha2mla.modeling.served import LayerAttention, what_serves
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.step_choice import choose_step
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
@@ -81,7 +84,7 @@ def build_base_model(config: MHA2MLAConfig) -> nn.Module:
     return model
 
 
-class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
+class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchModel):
     """Causal language model of a converted checkpoint.
 
     ``model`` is an instance of the source's own base class (``LlamaModel``, …) in which every ``layers[i].self_attn``
@@ -335,26 +338,16 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
             return attention_mask.masked_fill(token >= length, 0)
         return attention_mask
 
-    def paged_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
-        """A cache for ragged batches of this model, in its dtype and on its device, with the window of its config.
-
-        Args:
-            num_pages: pages of each layer; all take ``num_pages * page_size * config.cache_bytes_per_token(2)`` bytes.
-            page_size: tokens per page.
-
-        Raises:
-            ValueError: ``config.attention_backend`` is no backend's name, or it refuses a layer, with the reason; or
-                layers run on several devices.
-
-        Warns:
-            UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
-        """
+    def _batch_layers(self) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
         device, *others = dict.fromkeys(map(self._execution_device, range(len(self.model.layers))))
         if others:
             raise ValueError(f"layers run on {device} and {others[0]}; expected one device, or generate")
-        backends = batch_backends(self.config, device, self.dtype, page_size)
-        layers = list(zip(backends, self.config.attention_constants(), strict=True))
-        return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=device)
+        return self.config.attention_backend, self.config.attention_constants(), device
+
+    def _batch_logits(self, batch: SequenceBatch, arguments: dict[str, Any], kept: Tensor | None) -> Tensor:
+        self._length_watch.see_batch(batch.lengths[:2].sum(0))
+        hidden = run_base_model(self.model, **arguments).last_hidden_state[0]
+        return self.lm_head(hidden if kept is None else hidden.index_select(0, kept))
 
     def _execution_device(self, layer_idx: int = 0) -> torch.device:
         """Where a layer runs; the device of a weight that is offloaded is "meta" until it does."""
@@ -363,40 +356,6 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin):
         if weight.device.type == "meta" and getattr(hook, "execution_device", None) is not None:
             return torch.device(hook.execution_device)
         return weight.device
-
-    @torch.no_grad()
-    def forward_batch(self, input_ids: Tensor, step: BatchStep, *, all_logits: bool = False) -> Tensor:
-        """One step over sequences that bring different numbers of new tokens: decodes and (chunks of) prompts alike.
-
-        Args:
-            input_ids: [N] new tokens, in the order of ``step.batch`` (:meth:`SequenceBatch.flatten`).
-            step: of :meth:`PagedCache.step`. Their latents are in the cache afterwards.
-            all_logits: of every token; else of each sequence's last one, which is where the next token comes from.
-
-        Returns:
-            [B, vocabulary], a row for each of the batch's rows (:attr:`SequenceBatch.order` says whose); or
-            [N, vocabulary]. Rows of padding are finite and mean nothing.
-
-        Raises:
-            ValueError: ``input_ids`` has another length than the batch.
-        """
-        batch = step.batch
-        if input_ids.shape != (batch.num_tokens,):
-            raise ValueError(f"input_ids.shape is {tuple(input_ids.shape)}; expected {(batch.num_tokens,)}, [N]")
-        self._length_watch.see_batch(batch.lengths[:2].sum(0))
-        if not batch.num_tokens:  # nothing to embed, and no last token to look up
-            step.check()
-            return self.lm_head.weight.new_zeros(0 if all_logits else batch.num_sequences, self.vocab_size)
-        hidden = run_base_model(
-            self.model,
-            input_ids=input_ids[None],
-            # Passed on as it is, and no layer looks at it.
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
-            position_ids=batch.positions[None].long(),
-            use_cache=False,
-            mla_step=step,
-        ).last_hidden_state[0]
-        return self.lm_head(hidden if all_logits else hidden.index_select(0, batch.last_tokens))
 
     def attention_report(self, query_length: int = 1, page_size: int = PAGE_SIZE) -> list[LayerAttention]:
         """What serves every layer, and why: in ``generate`` and, of batches, in ``forward_batch``.

@@ -6,7 +6,7 @@ The caches of a model, ``attention_report``, the converter, its model card and `
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from mha2mla.kernels import absorbs_up_to
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.registry import AttentionBackend, AttentionRegistry, refused
+from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, AttentionRegistry, refused
 
 
 def find_over_cache(
@@ -157,30 +157,35 @@ def widest_served(
 
 
 def batch_backends(
-    config: MHA2MLAConfig, device: torch.device | str, dtype: torch.dtype, page_size: int
+    name: str | None,
+    layers: Sequence[AttentionConstants],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    page_size: int,
+    registry: AttentionRegistry = ATTENTION_BACKENDS,
 ) -> list[AttentionBackend]:
-    """The backend of every layer's batches.
+    """The backend of every layer's batches: the one called ``name``, or for None the best.
 
     Raises:
-        ValueError: ``config.attention_backend`` is no backend's name, or it refuses a layer, with the reason.
+        ValueError: there is no backend of that name, or it refuses a layer, with the reason.
 
     Warns:
         UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
     """
-    layers = what_serves(config, device, dtype, page_size=page_size)
-    for layer in layers:
-        if layer.batch_backend is None:
-            raise ValueError(
-                f"layer {layer.layer_idx}: {refused(config.attention_backend, layer.geometry)}: {layer.batch_reason}"
-            )
-    slow = [layer for layer in layers if layer.batch_reason and layer.device.type == "cuda"]
+    geometries, device = [layer.geometry for layer in layers], torch.device(device)
+    found = {each: registry.find(name, each, page_size, dtype, device) for each in dict.fromkeys(geometries)}
+    for index, geometry in enumerate(geometries):
+        if found[geometry][0] is None:
+            raise ValueError(f"layer {index}: {refused(name, geometry)}: {found[geometry][1]}")
+    slow = [found[geometry] for geometry in geometries if found[geometry][1] and device.type == "cuda"]
     if slow:
+        backend, why = slow[0]
         warnings.warn(
-            f"{len(slow)} of {len(layers)} layers attend in plain torch, slowly ({slow[0].batch_backend.name}):"
-            f" {slow[0].batch_reason}. config.attention_backend={slow[0].batch_backend.name!r} asks for that by name",
+            f"{len(slow)} of {len(layers)} layers attend in plain torch, slowly ({backend.name}): {why}."
+            f" attention_backend={backend.name!r} asks for that by name",
             stacklevel=3,
         )
-    return [layer.batch_backend for layer in layers]
+    return [found[geometry][0] for geometry in geometries]
 
 
 def describe(layers: Iterable[LayerAttention]) -> str:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from mha2mla.modeling.backends import ATTENTION_BACKENDS
-from mha2mla.modeling.cache_layout import PAGE_SIZE
+from mha2mla.modeling.batch import SequenceBatch
+from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.decoder import run_source_model
 from mha2mla.modeling.model import MHA2MLAForCausalLM
-from mha2mla.modeling.paged_cache import BatchStep, PagedCache
-from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, GQAGeometry, refused
+from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 from mha2mla.modeling.source_attention import NAME, layer_window
 
 
-class PagedSource:
+class PagedSource(BatchModel):
     """A causal language model of transformers, with ``paged_cache`` and ``forward_batch`` of a converted one.
 
     The model stays what it is, and computes all but attention by its own modules, rotary positions included, or by the
@@ -63,60 +63,18 @@ class PagedSource:
         """Of the model's first weight."""
         return self.model.device
 
-    def backends(self, page_size: int = PAGE_SIZE) -> list[AttentionBackend]:
-        """What serves each layer, over pages of so many tokens.
+    def get_output_embeddings(self) -> nn.Module:
+        """Of the model."""
+        return self.model.get_output_embeddings()
 
-        Raises:
-            ValueError: there is no backend of that name, or it, or every one, refuses a layer; with the reasons.
-        """
-        found = []
-        for index, constants in enumerate(self.constants):
-            where = (constants.geometry, page_size, self.dtype, self.device)
-            backend, why = ATTENTION_BACKENDS.find(self._backend_name, *where)
-            if backend is None:
-                raise ValueError(f"layer {index}: {refused(self._backend_name, constants.geometry)}: {why}")
-            if why and self.device.type == "cuda" and not index:
-                warnings.warn(f"layers attend in plain torch, slowly ({backend.name}): {why}", stacklevel=3)
-            found.append(backend)
-        return found
+    def _batch_layers(self) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
+        return self._backend_name, self.constants, self.device
 
-    def paged_cache(self, num_pages: int, page_size: int = PAGE_SIZE) -> PagedCache:
-        """A cache for ragged batches of the model, in its dtype and on its device; keys rotated.
-
-        Args:
-            num_pages: pages of each layer.
-            page_size: tokens per page.
-
-        Raises:
-            ValueError: as :meth:`backends`.
-        """
-        layers = list(zip(self.backends(page_size), self.constants, strict=True))
-        return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=self.device)
-
-    @torch.no_grad()
-    def forward_batch(self, input_ids: Tensor, step: BatchStep, *, all_logits: bool = False) -> Tensor:
-        """One step over sequences that bring different numbers of new tokens; arguments, result and errors as of
-        :meth:`MHA2MLAForCausalLM.forward_batch`."""
-        batch = step.batch
-        if input_ids.shape != (batch.num_tokens,):
-            raise ValueError(f"input_ids.shape is {tuple(input_ids.shape)}; expected {(batch.num_tokens,)}, [N]")
-        if not batch.num_tokens:
-            step.check()
-            weight = self.model.get_output_embeddings().weight
-            return weight.new_zeros(0 if all_logits else batch.num_sequences, weight.shape[0])
-        kept = 0 if all_logits else batch.last_tokens
-        hidden = run_source_model(self.model, input_ids[None], step)
+    def _batch_logits(self, batch: SequenceBatch, arguments: dict[str, Any], kept: Tensor | None) -> Tensor:
+        hidden = run_source_model(self.model, arguments["input_ids"], arguments["mla_step"])
         if hidden is not None:
-            return self.model.lm_head(hidden[0] if all_logits else hidden[0].index_select(0, kept))
-        return self.model(
-            input_ids=input_ids[None],
-            # Passed on as it is, and no layer looks at it.
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device),
-            position_ids=batch.positions[None].long(),
-            use_cache=False,
-            logits_to_keep=kept,
-            mla_step=step,
-        ).logits[0]
+            return self.model.lm_head(hidden[0] if kept is None else hidden[0].index_select(0, kept))
+        return self.model(**arguments, logits_to_keep=0 if kept is None else kept).logits[0]
 
 
 def paged_model(model: PreTrainedModel) -> MHA2MLAForCausalLM | PagedSource:

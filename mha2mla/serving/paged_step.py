@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +19,10 @@ from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, MAX_EXPANDED_TOKENS, Decode
 from mha2mla.modeling.batch import UniformBatch
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, Plan
+from mha2mla.modeling.step import DecodePlans, mixed_plans
 
 LayerKey = tuple[MLAGeometry, tuple[int | None, int]]
 MOST_REHEARSED = 64  # sequences: larger batches take the same kernels
-
-
-def row_width(geometry: MLAGeometry) -> int:
-    """Numbers of a token's row in the cache."""
-    return geometry.cache_numel_per_token
 
 
 def cache_views(rows: Tensor, geometry: MLAGeometry) -> dict[str, Tensor]:
@@ -34,8 +31,8 @@ def cache_views(rows: Tensor, geometry: MLAGeometry) -> dict[str, Tensor]:
     Raises:
         ValueError: rows are not as wide as the geometry's.
     """
-    if rows.shape[-1] != row_width(geometry):
-        raise ValueError(f"rows.shape is {tuple(rows.shape)}; expected rows of {row_width(geometry)} for {geometry}")
+    if rows.shape[-1] != (width := geometry.cache_numel_per_token):
+        raise ValueError(f"rows.shape is {tuple(rows.shape)}; expected rows of {width} for {geometry}")
     latent = rows[..., : geometry.kv_lora_rank]
     if geometry.rope_from_latent:
         return {"latent_cache": latent}
@@ -104,6 +101,15 @@ def key_of(layer: AttentionConstants) -> LayerKey:
     return layer.geometry, layer.limits
 
 
+class _Layer(NamedTuple):
+    """A layer over the engine's pages, as :class:`~mha2mla.modeling.step.ServedLayer` has it."""
+
+    backend: AttentionBackend
+    constants: AttentionConstants
+    tensors: dict[str, Tensor]
+    dtype: torch.dtype
+
+
 class StepPlanner:
     """Makes the steps of layers whose pages have the same shape, dtype and device.
 
@@ -128,8 +134,7 @@ class StepPlanner:
         # Graphs read these where they are.
         self._positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._slots = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
-        self._decode_plans: dict[tuple[int, int, int], dict[LayerKey, DecodePlan]] = {}
-        self._schedules: dict[tuple[int, int, int], list[DecodePlan]] = {}
+        self._decode_plans: dict[tuple[int, int, int], DecodePlans] = {}
         self._workspaces: dict[str, Tensor] = {}
 
     def step(
@@ -156,35 +161,21 @@ class StepPlanner:
         mine[0].copy_(positions)
         mine[1].copy_(slots)
         length = uniform_length(query_lengths, tokens)
-        if length is not None:
-            plans = self._decode(rows, block_table, length)
-            for plan in self._schedules[(len(query_lengths), length, block_table.shape[1])]:
-                plan.refresh(cache_seqlens)
-            return PagedStep(UniformBatch(*mine, block_table, cache_seqlens, None), plans)
-        lengths = host_lengths(query_lengths, total_lengths)
+        lengths = None if length is not None else host_lengths(query_lengths, total_lengths)
         batch = UniformBatch(*mine, block_table, cache_seqlens, None, lengths)
-        plans = {
-            key: self.backend.plan(cache_views(rows, layer.geometry), batch, layer, self.dtype)
-            for key, layer in self.layers.items()
-        }
-        return PagedStep(batch, plans)
-
-    def _decode(self, rows: Tensor, block_table: Tensor, length: int) -> Mapping[LayerKey, DecodePlan]:
+        views = [
+            _Layer(self.backend, layer, cache_views(rows, layer.geometry), self.dtype) for layer in self.layers.values()
+        ]
+        everyone, batches = (True,) * len(views), (batch,) * len(views)
+        if length is None:
+            return PagedStep(batch, dict(zip(self.layers, mixed_plans(views, everyone, batches), strict=True)))
         shape = (block_table.shape[0], length, block_table.shape[1])
-        if shape in self._decode_plans:
-            return self._decode_plans[shape]
-        plans: dict[LayerKey, DecodePlan] = {}
-        schedules: dict[tuple, DecodePlan] = {}
-        for key, layer in self.layers.items():
-            cache = cache_views(rows, layer.geometry)
-            plan = self._over_workspace(self.backend.plan_decode(cache, block_table, length, layer, self.dtype))
-            # A schedule says which tokens go to which CTA: layers of other widths share it if they launch as many.
-            shared = schedules.setdefault((plan.num_ctas, layer.limits), plan)
-            if shared is not plan:
-                plan = replace(plan, schedule=shared.schedule, splits=shared.splits)
-            plans[key] = plan
-        self._decode_plans[shape], self._schedules[shape] = plans, list(schedules.values())
-        return plans
+        if shape not in self._decode_plans:
+            made = DecodePlans.allocate(views, everyone, [block_table] * len(views), length)
+            self._decode_plans[shape] = replace(made, of_layer=tuple(map(self._over_workspace, made.of_layer)))
+        plans = self._decode_plans[shape]
+        plans.refresh(batches)
+        return PagedStep(batch, dict(zip(self.layers, plans.of_layer, strict=True)))
 
     def _over_workspace(self, plan: DecodePlan) -> DecodePlan:
         """The plan over a workspace that all plans share, since layers and batches run one after another: each graph of
@@ -233,7 +224,7 @@ def rehearse(
     query = tensors["q_pe"]
     device, most = query.device, query.shape[0]
     planner = StepPlanner([layer], backend, query.dtype, most, device)
-    rows = query.new_zeros(1, PAGE_SIZE, row_width(layer.geometry))
+    rows = query.new_zeros(1, PAGE_SIZE, layer.geometry.cache_numel_per_token)
     for query_lengths, total_lengths in rehearsals(most, max_length):
         tokens, columns = sum(query_lengths), -(-max(total_lengths) // PAGE_SIZE)
         positions = torch.zeros(tokens, dtype=torch.int32, device=device)

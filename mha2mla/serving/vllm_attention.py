@@ -29,7 +29,7 @@ from mha2mla.modeling.batch import token_places
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.shards import HeadShard
-from mha2mla.serving.paged_step import PagedStep, StepPlanner, rehearse, row_width
+from mha2mla.serving.paged_step import PagedStep, StepPlanner, rehearse
 
 SERVED_BY = "mla_paged"
 
@@ -128,7 +128,8 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
 
     def __init__(self, layer: MLAParallelAttention, rehearsed_length: int | None) -> None:
         self._rehearsed_length = rehearsed_length  # of the longest sequence; None where there is nothing to rehearse
-        self.num_heads, self.head_size = layer.shard.geometry.num_attention_heads, row_width(layer.shard.geometry)
+        geometry = layer.shard.geometry
+        self.num_heads, self.head_size = geometry.num_attention_heads, geometry.cache_numel_per_token
         self.num_kv_heads, self.scale = 1, layer.constants.softmax_scale
         self.backend = ATTENTION_BACKENDS.get(SERVED_BY)
 
@@ -285,7 +286,7 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         return FullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=1,
-            head_size=row_width(self.shard.geometry),
+            head_size=self.shard.geometry.cache_numel_per_token,
             head_size_v=0,
             dtype=vllm_config.model_config.dtype,
         )

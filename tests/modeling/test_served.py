@@ -24,6 +24,10 @@ def config(source=None, **geometry):
     return models.mla_config(source_config=source_config.to_dict(), **{**SERVED, **geometry})
 
 
+def of_batches(asked, device):
+    return batch_backends(asked.attention_backend, asked.attention_constants(), device, torch.bfloat16, 64)
+
+
 def test_a_geometry_within_the_limits_is_served_by_kernels_on_cuda():
     layers = what_serves(config(), CUDA)
     assert [layer.layer_idx for layer in layers] == [0, 1] and all(layer.compiled for layer in layers)
@@ -59,10 +63,10 @@ def test_a_geometry_beyond_a_limit_is_named_in_every_answer(reason):
     assert reason in describe(layers)
     if reason.startswith(("kv_lora_rank is 100", "qk_rope_head_dim is 4")):  # rows of 16 bytes: the op is one
         with pytest.raises(ValueError, match="layer 0: no attention backend serves .* in 16 bits the op takes mult"):
-            batch_backends(beyond, CUDA, torch.bfloat16, 64)
+            of_batches(beyond, CUDA)
         return
     with pytest.warns(UserWarning, match="2 of 2 layers attend in plain torch") as caught:
-        assert {backend.name for backend in batch_backends(beyond, CUDA, torch.bfloat16, 64)} == {"mla_reference"}
+        assert {backend.name for backend in of_batches(beyond, CUDA)} == {"mla_reference"}
     assert reason in str(caught[0].message)
 
 
@@ -108,7 +112,7 @@ def test_layers_that_differ_are_told_apart():
     text = describe(layers)
     assert text.startswith("1 layers: absorbed, mla_paged; batches: mla_paged | 1 layers: expanded, sdpa")
     with pytest.warns(UserWarning, match="1 of 2 layers attend in plain torch"):
-        names = [backend.name for backend in batch_backends(config(kv_lora_rank=[512, 1280]), CUDA, torch.bfloat16, 64)]
+        names = [backend.name for backend in of_batches(config(kv_lora_rank=[512, 1280]), CUDA)]
     assert names == ["mla_paged", "mla_reference"]
 
 
@@ -116,12 +120,12 @@ def test_what_is_asked_for_by_name_is_no_surprise():
     wide = config(kv_lora_rank=1280, attention_backend="mla_reference")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert batch_backends(wide, CUDA, torch.bfloat16, 64)[0].name == "mla_reference"
-        assert batch_backends(config(kv_lora_rank=1280), "cpu", torch.bfloat16, 64)[0].name == "mla_reference"
+        assert of_batches(wide, CUDA)[0].name == "mla_reference"
+        assert of_batches(config(kv_lora_rank=1280), "cpu")[0].name == "mla_reference"
     refused = config(kv_lora_rank=1280, attention_backend="mla_paged")
     assert str(what_serves(refused, CUDA)[0]).endswith("batches: refused")
     with pytest.raises(ValueError, match="layer 0: attention backend 'mla_paged' refuses: kv_lora_rank is 1280"):
-        batch_backends(refused, CUDA, torch.bfloat16, 64)
+        of_batches(refused, CUDA)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_eight_bit_latents_alone_are_served_where_a_kernel_takes_them():
     why = "kv_lora_rank is 1024; the kernel over e4m3 latents alone takes at most 512"
     assert why in layer.reason and why in layer.batch_reason
     with pytest.raises(ValueError, match=f"layer 0: attention backend 'mla_fp8' refuses: {why}"):
-        batch_backends(asked, CUDA, torch.bfloat16, 64)
+        of_batches(asked, CUDA)
     asked.attention_backend = "mla_fp8_reference"
     layer = what_serves(asked, CUDA)[0]
     assert (layer.form, layer.backend, layer.batch_backend.name) == ("absorbed", *["mla_fp8_reference"] * 2)

@@ -54,8 +54,8 @@ def test_ragged_batches_and_a_step_in_a_cuda_graph(source):
     torchs = models.relative_error(source(ids, use_cache=False).logits, exact)
     source.set_attn_implementation("mha2mla")
     paged = PagedSource(source)
-    assert {backend.name for backend in paged.backends()} == {"gqa_paged"}
     cache = paged.paged_cache(num_pages=12)
+    assert {layer.backend.name for layer in cache.layers} == {"gqa_paged"}
     sequences, done = [cache.open() for _ in ids], [0, 0, 0]
     for counts in ((100, 40, 1), (1, 70, 1), (50, 1, 150)):
         batch = cache.extend(dict(zip(sequences, counts, strict=True)))

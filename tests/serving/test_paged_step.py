@@ -16,7 +16,6 @@ from mha2mla.serving.paged_step import (
     host_lengths,
     rehearsals,
     rehearse,
-    row_width,
     uniform_length,
 )
 from tests.modeling.models import GEOMETRIES, TOLERANCE, mla_model, relative_error, tokens
@@ -27,9 +26,9 @@ BACKEND = ATTENTION_BACKENDS.get("mla_reference")
 
 def test_a_row_is_the_latent_and_then_the_rotary_keys():
     geometry = MLAGeometry(4, 2, 16, 8, 8, 8)
-    rows = torch.arange(3 * PAGE * row_width(geometry)).view(3, PAGE, -1)
+    rows = torch.arange(3 * PAGE * geometry.cache_numel_per_token).view(3, PAGE, -1)
     views = cache_views(rows, geometry)
-    assert row_width(geometry) == 32
+    assert geometry.cache_numel_per_token == 32
     assert views["latent_cache"].tolist() == rows[..., :16].tolist()
     assert views["rope_cache"][1, 2, 1].tolist() == rows[1, 2, 24:].tolist()
     assert views["rope_cache"].data_ptr() == rows.data_ptr() + 16 * rows.element_size()
@@ -67,7 +66,7 @@ class Engine:
         self.model, self.config = model, model.config
         constants = self.config.attention_constants()
         self.constants = constants
-        self.rows = [torch.full((num_pages, PAGE, row_width(c.geometry)), float("nan")) for c in constants]
+        self.rows = [torch.full((num_pages, PAGE, c.geometry.cache_numel_per_token), float("nan")) for c in constants]
         for rows in self.rows:
             rows.zero_()
         self.planners = [StepPlanner([c], BACKEND, torch.float32, 64, torch.device("cpu")) for c in constants]
@@ -152,10 +151,10 @@ def test_prompts_chunks_and_decode_steps_are_the_models_forward(case):
 def test_decode_plans_stay_where_they_are():
     config = mla_model("per layer").config
     layers = config.attention_constants()
-    widths = {row_width(layer.geometry) for layer in layers}
+    widths = {layer.geometry.cache_numel_per_token for layer in layers}
     assert len(widths) == 2  # so each has a planner of its own
     planner = StepPlanner(layers[:1], BACKEND, torch.float32, 8, torch.device("cpu"))
-    rows = torch.zeros(4, PAGE, row_width(layers[0].geometry))
+    rows = torch.zeros(4, PAGE, layers[0].geometry.cache_numel_per_token)
     table, seqlens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
     where = torch.tensor([2, 4])
     first = planner.step(rows, [1, 1], [3, 5], where, where, table, seqlens)

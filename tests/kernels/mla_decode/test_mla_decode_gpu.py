@@ -232,7 +232,7 @@ def variant_of_the_rule(choice, problem: Problem) -> str:
 
 def check_choice(problem: Problem, choice) -> None:
     """A configuration by plans of the planner and by plans no planner makes, twice, with and without a window."""
-    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge, merge_rows
 
     shape = problem.shape()
     split = compile_choice(MLA, shape, choice, capability())
@@ -245,7 +245,8 @@ def check_choice(problem: Problem, choice) -> None:
             plans.append((num_ctas, work))
         for i, (num_ctas, work) in enumerate(plans):
             splits = sorted(MERGES)[i % len(MERGES)]
-            merge = compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability())
+            rows = merge_rows(shape.heads, shape.seqlen_q, splits)
+            merge = compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability(), rows)
             first = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
             try:
                 assert_right(inputs, *first, torch.bfloat16, **case.visibility)
