@@ -73,16 +73,11 @@ def eval_latency(
         mha2mla eval latency --random-weights llama-3-8b --level step e2e --seqlens 8192
         mha2mla eval latency --preset llama-2-7b-decode
     """
-    models = {"SOURCE and CONVERTED": source, "--random-weights": random_weights, "--preset": preset}
-    given = [name for name, value in models.items() if value is not None]
-    if len(given) != 1:
-        raise ValueError(f"models are given by {', '.join(given) or 'nothing'}; expected one of {'; '.join(models)}")
-    if source is not None and converted is None:
-        raise ValueError(f"CONVERTED is not given beside SOURCE {source!r}; expected the converted checkpoint")
+    given = _given(source, converted, random_weights, preset)
     target = {"layout": layout, "cache_ratio": cache_ratio}
     target |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
     if random_weights is None:
-        _refuse(given[0], **target, layers=layers)
+        _refuse(given, **target, layers=layers)
     if preset is not None:
         _refuse("--preset", level=level, batch_sizes=batch_sizes, seqlens=seqlens, backend=backend)
     if source is not None:
@@ -119,6 +114,17 @@ def eval_latency(
         rows, columns = _models(source, converted, level or ["op", "step"], **options)
     show(rows, columns, title=title, kind="latency", json=json, **fields)
     return int(bool(wrong_rows(rows)))
+
+
+def _given(source: str | None, converted: str | None, random_weights: str | None, preset: str | None) -> str:
+    """By what the models are given; raises ValueError where that is not one thing."""
+    models = {"SOURCE and CONVERTED": source, "--random-weights": random_weights, "--preset": preset}
+    given = [name for name, value in models.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"models are given by {', '.join(given) or 'nothing'}; expected one of {'; '.join(models)}")
+    if source is not None and converted is None:
+        raise ValueError(f"CONVERTED is not given beside SOURCE {source!r}; expected the converted checkpoint")
+    return given[0]
 
 
 def _refuse(models: str, **options: Any) -> None:

@@ -114,17 +114,9 @@ def model_latency(
         model.config.attention_backend = {None: None, "tilelang": "mla_paged", "reference": "mla_reference"}[backend]
         return model
 
-    found = unless_out_of_memory(lambda: {"model": made(converted, "converted")})
-    if "status" in found:
-        raise ValueError(f"converted does not fit into the memory of {device}: {found['status']}")
-    model = found.pop("model")
+    model = _fitting(made_converted, device, layer)
     config, device, dtype = model.config, model.device, model.dtype
-    if config.model_type != "mha2mla":
-        raise ValueError(f"converted has model_type {config.model_type!r}; expected 'mha2mla', a converted checkpoint")
-    if not 0 <= layer < config.num_hidden_layers:
-        raise ValueError(f"layer is {layer}; expected 0 to {config.num_hidden_layers - 1}")
-    if batch_sizes is None:
-        batch_sizes = fitting_batches(model, max(seqlens))
+    batch_sizes = batch_sizes or fitting_batches(model, max(seqlens))
     del model
     models = {"source": lambda: made(source, "source"), "converted": made_converted}
     grid = {"batch_sizes": batch_sizes, "seqlens": seqlens, "check": check}
@@ -150,6 +142,19 @@ def model_latency(
         if save is not None:
             save(rows)
     return rows
+
+
+def _fitting(made: Callable[[], torch.nn.Module], device: torch.device, layer: int) -> torch.nn.Module:
+    """The converted model, which has such a layer; raises ValueError as :func:`model_latency`."""
+    found = unless_out_of_memory(lambda: {"model": made()})
+    if "status" in found:
+        raise ValueError(f"converted does not fit into the memory of {device}: {found['status']}")
+    config = found["model"].config
+    if config.model_type != "mha2mla":
+        raise ValueError(f"converted has model_type {config.model_type!r}; expected 'mha2mla', a converted checkpoint")
+    if not 0 <= layer < config.num_hidden_layers:
+        raise ValueError(f"layer is {layer}; expected 0 to {config.num_hidden_layers - 1}")
+    return found["model"]
 
 
 def fitting_batches(model: torch.nn.Module, seqlen: int) -> list[int]:
