@@ -211,20 +211,18 @@ FAULTS = tuple(
 # causality is aligned to the top left
 @ mha2mla/kernels/split_kv/reference.py
 ? tests/kernel_testing/test_problems.py
--limit = limit - (seqlen_q - 1) + torch.arange(seqlen_q, device=token.device)
-+limit = torch.arange(seqlen_q, device=token.device) + 1 + 0 * limit
+-limit = limit - (query.shape[1] - 1) + torch.arange(query.shape[1], device=token.device)
++limit = torch.arange(query.shape[1], device=token.device) + 1 + 0 * limit
 # a window is one token too long
 @ mha2mla/kernels/split_kv/reference.py
 ? tests/kernel_testing/test_problems.py
 -(token >= limit[..., None] - window)
 +(token >= limit[..., None] - window - 1)
 # NaN in a page that nobody reads reaches the output
-@ mha2mla/kernels/mla_decode/reference.py
+@ mha2mla/kernels/split_kv/reference.py
 ? tests/kernel_testing/test_problems.py
--latent = torch.where(used[..., None], latent_cache[page, row].to(dtype), 0)
--    k_pe
-+latent = latent_cache[page, row].to(dtype)
-+    k_pe
+-torch.where(used, cache[self.page, self.row].to(self.dtype), 0)
++cache[self.page, self.row].to(self.dtype)
 # weights lose digits to the log-sum-exp's rounding
 @ mha2mla/kernels/split_kv/reference.py
 ? tests/kernel_testing/test_problems.py tests/kernel_testing/test_judgement.py

@@ -135,8 +135,8 @@ def test_append_of_rows_that_are_zero_or_not_finite():
         ({"latent_scale": None}, "latent_scale is None for a latent_cache of torch.float8_e4m3fn"),
         ({"latent_cache": torch.zeros(5, 4, 48)}, "latent_scale is given for a latent_cache of torch.float32"),
         ({"latent_scale": torch.zeros(5, 3)}, r"latent_scale.shape is \(5, 3\); expected \[5, 4\]"),
-        ({"latent_scale": torch.zeros(5, 4).half()}, "latent_scale is torch.float16"),
-        ({"latent_scale": torch.zeros(4, 5).mT}, r"latent_scale.stride\(1\) is 5"),
+        ({"latent_scale": torch.zeros(5, 4).half()}, "latent_scale.dtype is torch.float16"),
+        ({"latent_scale": torch.zeros(4, 5).mT}, r"latent_scale.stride\(-1\) is 5"),
     ],
 )
 def test_append_refusals(change, message):
