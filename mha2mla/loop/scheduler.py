@@ -157,14 +157,6 @@ class Scheduler:
                     self.waiting.remove(request)
         return given
 
-    def cancel(self, request: Request) -> None:
-        """Ends a request as it is."""
-        if request in self.running:
-            self._end(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        request.finished = request.finished or "stop"
-
     def _missing(self, request: Request) -> int:
         """Tokens that are to be cached before the next one can be chosen."""
         return request.length - self.allocator.length(request.sequence) if request.is_asked_for else 0

@@ -45,11 +45,9 @@ class SequenceBatch:
 
     Attributes:
         cu_seqlens_q: [B + 1] int32, where the tokens of each row begin.
-        cached_lengths: [B] int32, tokens cached before this step.
         cache_seqlens: [B] int32, tokens with the new ones; 0 for rows that pad the batch.
         cache_starts: [B] int32, first visible token, or None.
         block_table: [B, max_pages] int32, NO_PAGE behind a sequence's pages.
-        sequences: [N] int32, row of each token; -1 for tokens that pad the batch.
         positions: [N] int32, of each token in its sequence.
         slots: [N] int32, page · page_size + offset of each token; -1: none.
         lengths: [3, B] int32 on the CPU: new tokens, cached tokens, first visible token. What the host decides by.
@@ -61,11 +59,9 @@ class SequenceBatch:
     """
 
     cu_seqlens_q: Tensor
-    cached_lengths: Tensor
     cache_seqlens: Tensor
     cache_starts: Tensor | None
     block_table: Tensor
-    sequences: Tensor
     positions: Tensor
     slots: Tensor
     lengths: Tensor
@@ -115,20 +111,13 @@ class SequenceBatch:
         tickets = [(-1, -1)] * count if tickets is None else list(tickets)
         lengths = {"query_lengths": query_lengths, "cached_lengths": cached_lengths, "cache_starts": starts}
         _check_lists(count, lengths, {"pages": pages, "tickets": tickets})
-        if page_size < 1:
-            raise ValueError(f"page_size is {page_size}; expected at least 1")
         width = max(1, *(len(row) for row in pages)) if pages else 1
+        _check_capacity(query_lengths, cached_lengths, pages, page_size, num_pages)
         if max_pages is not None and max_pages < width:
             raise CacheCapacityError(f"max_pages is {max_pages}; expected at least {width}, the longest sequence's")
-        _check_capacity(query_lengths, cached_lengths, pages, page_size, num_pages)
-        padding = 0 if num_sequences is None else num_sequences - count
-        if padding < 0:
+        if num_sequences is not None and num_sequences < count:
             raise ValueError(f"num_sequences is {num_sequences}; expected at least {count}, those of the batch")
-
-        rows = sorted(range(count), key=lambda i: query_lengths[i])
-        shortest = min((query_lengths[i] for i in rows), default=1)
-        place = next((at for at, i in enumerate(rows) if query_lengths[i] > shortest), count)
-        order = [*rows[:place], *[-1] * padding, *rows[place:]]
+        order, shortest = _row_order(query_lengths, 0 if num_sequences is None else num_sequences - count)
 
         def in_order(values: Sequence, fill: object) -> list:
             return [fill if i < 0 else values[i] for i in order]
@@ -148,14 +137,12 @@ class SequenceBatch:
         packed = torch.tensor([cu_seqlens, [*cached, 0], [*stops, 0], [*starts, 0]], dtype=torch.int32)
         packed, table = _to_device(packed, device), _to_device(table, device)
         boundaries, cached_on, seqlens_on, starts_on = (row.clone() for row in packed)
-        sequences, positions, slots = token_places(boundaries, cached_on[:-1], table, tokens, page_size)
+        positions, slots = token_places(boundaries, cached_on[:-1], table, tokens, page_size)
         return cls(
             cu_seqlens_q=boundaries,
-            cached_lengths=cached_on[:-1],
             cache_seqlens=seqlens_on[:-1],
             cache_starts=None if cache_starts is None else starts_on[:-1],
             block_table=table,
-            sequences=sequences,
             positions=positions,
             slots=slots,
             lengths=torch.tensor([queries, cached, starts], dtype=torch.int32).view(3, -1),
@@ -184,11 +171,11 @@ class SequenceBatch:
         boundaries = torch.arange(rows + 1, dtype=torch.int32, device=device) * seqlen_q
         table = torch.full((rows, max_pages), NO_PAGE, dtype=torch.int32, device=device)
         tokens = rows * seqlen_q if num_tokens is None else num_tokens
-        sequences, positions, slots = token_places(boundaries, zeros, table, tokens, page_size)
+        positions, slots = token_places(boundaries, zeros, table, tokens, page_size)
         lengths = torch.zeros(3, rows, dtype=torch.int32)
         lengths[0] = seqlen_q
         return cls(
-            boundaries, zeros, zeros.clone(), None, table, sequences, positions, slots, lengths,
+            boundaries, zeros, None, table, positions, slots, lengths,
             torch.full((rows,), -1), torch.full((2, rows), -1), page_size,
         )  # fmt: skip
 
@@ -296,17 +283,26 @@ torch.export.register_dataclass(SequenceBatch, serialized_type_name="mha2mla.mod
 
 def token_places(
     cu_seqlens_q: Tensor, cached_lengths: Tensor, block_table: Tensor, num_tokens: int, page_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, position and slot [N] int32 of every new token; -1, 0 and -1 behind the last row. On the device."""
+) -> tuple[Tensor, Tensor]:
+    """Position and slot [N] int32 of every new token; 0 and -1 behind the last row. On the device."""
     token = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens_q.device)
     sequences = torch.searchsorted(cu_seqlens_q[1:], token, right=True, out_int32=True)
     inside = sequences < cached_lengths.shape[0]
     sequences = torch.where(inside, sequences, -1)
     if cached_lengths.shape[0] == 0:
-        return sequences, torch.zeros_like(token), torch.full_like(token, -1)
+        return torch.zeros_like(token), torch.full_like(token, -1)
     row = sequences.clamp_min(0).long()
     positions = torch.where(inside, cached_lengths[row] + token - cu_seqlens_q[row], 0)
-    return sequences, positions, slots_of(block_table, sequences, positions, page_size)
+    return positions, slots_of(block_table, sequences, positions, page_size)
+
+
+def _row_order(query_lengths: Sequence[int], padding: int) -> tuple[list[int], int]:
+    """Which sequence each row is, by their numbers of new tokens, -1 for ``padding`` rows with as many as the shortest;
+    and how many these are, one if there is no sequence."""
+    rows = sorted(range(len(query_lengths)), key=lambda i: query_lengths[i])
+    shortest = min(query_lengths, default=1)
+    place = next((at for at, i in enumerate(rows) if query_lengths[i] > shortest), len(rows))
+    return [*rows[:place], *[-1] * padding, *rows[place:]], shortest
 
 
 def _check_lists(count: int, lengths: Mapping[str, Sequence[int]], others: Mapping[str, Sequence]) -> None:
@@ -325,6 +321,8 @@ def _check_capacity(
     page_size: int,
     num_pages: int | None,
 ) -> None:
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; expected at least 1")
     last = MAX_SLOTS // page_size - 1 if num_pages is None else min(num_pages, MAX_SLOTS // page_size) - 1
     for sequence, (old, mine) in enumerate(zip(cached_lengths, pages, strict=True)):
         whole = old // page_size  # of these some may be given back; what is written lies behind
@@ -346,5 +344,5 @@ def _check_capacity(
                 tables = [index for index, others in enumerate(pages) if page in others]
                 raise CacheCapacityError(
                     f"sequence {sequence} would write to page {page}, which is in the tables of {tables};"
-                    " expected a page of its own (PageAllocator.grow gives one)"
+                    " expected a page of its own (PageAllocator.plan_growth gives one)"
                 )

@@ -77,7 +77,7 @@ class CacheLayout:
         return made
 
     def copy_pages(self, cache: Mapping[str, Tensor], copies: Iterable[PageCopy]) -> None:
-        """Carries out what :meth:`PageAllocator.grow` asked for, in every tensor of ``cache``."""
+        """Carries out what :meth:`PageAllocator.plan_growth` asks for, in every tensor of ``cache``."""
         pairs = [(copy.source, copy.target) for copy in copies]
         if not pairs:
             return

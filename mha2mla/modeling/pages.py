@@ -125,18 +125,10 @@ class PageAllocator:
                 what = "was extended, cropped or forked since the batch was made"
             raise StaleBatchError(f"batch has sequence {sequence}, which {what}; expected the latest batch of extend")
 
-    def allocate(self, length: int = 0) -> int:
-        """A new sequence with room for ``length`` tokens.
-
-        Raises:
-            ValueError: ``length`` is negative.
-            OutOfPagesError: too few free pages.
-        """
-        if length < 0:
-            raise ValueError(f"length is {length}; expected at least 0")
-        pages = self._take(self._pages_for(length))
+    def allocate(self) -> int:
+        """A new, empty sequence."""
         sequence, self._next = self._next, self._next + 1
-        self._pages[sequence], self._lengths[sequence] = pages, length
+        self._pages[sequence], self._lengths[sequence] = [], 0
         self._changed(sequence)
         return sequence
 
@@ -187,22 +179,6 @@ class PageAllocator:
             self._pages[sequence] = list(pages)
             self._lengths[sequence] += new
         self._changed(*growth.new_tokens)
-
-    def grow(self, sequence: int, new_tokens: int) -> tuple[PageCopy, ...]:
-        """Room for ``new_tokens`` more tokens.
-
-        Returns:
-            What to copy before the new tokens are written: the last page, if it is shared and has room.
-
-        Raises:
-            ValueError: no such sequence, or ``new_tokens`` is negative.
-            OutOfPagesError: too few free pages.
-        """
-        if new_tokens < 0:
-            raise ValueError(f"new_tokens is {new_tokens}; expected at least 0")
-        growth = self.plan_growth({sequence: new_tokens})
-        self.commit(growth)
-        return growth.copies
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forgets the tokens from ``length`` on (rejected drafts), with the pages that only they needed.
@@ -293,16 +269,6 @@ class PageAllocator:
     def _changed(self, *sequences: int) -> None:
         self._newest += 1
         self._generations.update(dict.fromkeys(sequences, self._newest))
-
-    def _take(self, count: int) -> list[int]:
-        if count > len(self._free):
-            raise OutOfPagesError(
-                f"{count} pages of {self.page_size} tokens are needed; {len(self._free)} of {self.num_pages} are free"
-            )
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
-            self._owners[page] = 1
-        return taken
 
     def _release(self, page: int) -> None:
         if page == NO_PAGE:

@@ -94,7 +94,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         if common.positions is not None:
             return common.positions
         cached, table = common.compute_num_computed_tokens(), common.block_table_tensor
-        return token_places(common.query_start_loc, cached, table, common.num_actual_tokens, PAGE_SIZE)[1]
+        return token_places(common.query_start_loc, cached, table, common.num_actual_tokens, PAGE_SIZE)[0]
 
 
 class LatentBackend(AttentionBackend):

@@ -24,6 +24,12 @@ def alone(prompt, sampling) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def allocated(allocator: PageAllocator, length: int) -> int:
+    sequence = allocator.allocate()
+    allocator.commit(allocator.plan_growth({sequence: length}))
+    return sequence
+
+
 class Device:
     """Pages of tokens, written by steps; the host reads what is chosen one step later."""
 
@@ -145,32 +151,19 @@ def test_the_one_that_came_last_gives_its_pages_back():
     assert new.answer == alone(new.prompt, new.sampling)
 
 
-def test_a_cancelled_request_leaves_nothing():
-    device = Device(num_pages=30, max_sequences=1, max_tokens=64)
-    running, waiting = Request([3] * 7, Sampling(50)), Request([4] * 7, Sampling(50))
-    for request in (running, waiting):
-        device.scheduler.add(request)
-    device.step()
-    for request in (running, waiting):
-        device.scheduler.cancel(request)
-    assert not device.scheduler.has_work
-    device.drain()
-    assert running.finished == waiting.finished == "stop" and not waiting.answer
-
-
 def test_a_sequence_of_the_callers_is_gone_on_with():
     device = Device(num_pages=30, max_sequences=1, max_tokens=64)
-    sequence = device.allocator.allocate(9)
+    sequence = allocated(device.allocator, 9)
     for position, page in ((p, device.allocator.pages(sequence)[p // PAGE]) for p in range(9)):
         device.slots[page * PAGE + position % PAGE] = 50 + position
     request = Request(range(50, 60), Sampling(3))
     device.scheduler.adopt(request, sequence)
     with pytest.raises(ValueError, match="max_sequences=1"):
-        device.scheduler.adopt(Request([1, 2]), device.allocator.allocate(1))
+        device.scheduler.adopt(Request([1, 2]), allocated(device.allocator, 1))
     run(device)
     assert request.answer == alone(request.prompt, request.sampling)
     with pytest.raises(ValueError, match="has 3 tokens; expected fewer than"):
-        device.scheduler.adopt(Request([1, 2]), device.allocator.allocate(3))
+        device.scheduler.adopt(Request([1, 2]), allocated(device.allocator, 3))
 
 
 def test_what_is_refused():

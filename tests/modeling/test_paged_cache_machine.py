@@ -171,10 +171,10 @@ class PagedCacheMachine(RuleBasedStateMachine):
             if isinstance(error, CacheCapacityError) and "are free" in str(error):
                 with pytest.raises(RuntimeError):
                     for sequence, count in new.items():
-                        alone.grow(sequence, count)
+                        alone.commit(alone.plan_growth({sequence: count}))
             return
         for sequence, count in new.items():
-            alone.grow(sequence, count)
+            alone.commit(alone.plan_growth({sequence: count}))
         assert alone.num_free == self.cache.allocator.num_free
         values, begins = {}, {}
         for sequence, count in new.items():
