@@ -170,6 +170,8 @@ def _check_tensors(
     for argument, layout in sorted(zip(arguments, layouts, strict=True), key=lambda pair: pair[0].optional):
         if layout is not None:
             argument.check_sizes(Layout(*layout), query, name, sizes)
+        elif not argument.optional:
+            raise argument_error(argument.name, None, f"a tensor [{argument.dims}]")
     return sizes
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -45,8 +43,7 @@ def attention_combine(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    call = _checked(_PARTS, partial_out, partial_lse, num_splits, dtype, backend)
-    return torch.ops.mha2mla.attention_combine(partial_out, partial_lse, num_splits, *call)
+    return _merge(_PARTS, partial_out, partial_lse, num_splits, dtype, backend)
 
 
 def attention_combine_packed(
@@ -73,10 +70,7 @@ def attention_combine_packed(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    call = _checked(_PACKED, partial_out, partial_lse, cu_splits, dtype, backend)
-    if cu_splits.shape[0] < 1:
-        raise argument_error("cu_splits.shape", tuple(cu_splits.shape), "[B+1]")
-    return torch.ops.mha2mla.attention_combine_packed(partial_out, partial_lse, cu_splits, *call)
+    return _merge(_PACKED, partial_out, partial_lse, cu_splits, dtype, backend)
 
 
 _PARTS = (
@@ -91,24 +85,22 @@ _PACKED = (
 )
 
 
-def _checked(
+def _merge(
     arguments: tuple[Argument, ...], partial_out: Tensor, partial_lse: Tensor, splits: Tensor | None,
     dtype: torch.dtype | None, backend: str | None,
-) -> tuple[torch.dtype, bool]:  # fmt: skip
-    """The output's dtype, and whether a kernel merges, of a call that is as it must be."""
-    check_tensors(arguments, (partial_out, partial_lse, splits))
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sizes = check_tensors(arguments, (partial_out, partial_lse, splits))
+    if sizes.get("B+1") == 0:
+        raise argument_error("cu_splits.shape", (0,), "[B+1]")
     dtype = dtype or partial_out.dtype
     check_float("dtype", dtype)
-    return dtype, runs_compiled(backend, partial_out.device, partial_out.dtype, dtype)
+    compiled = runs_compiled(backend, partial_out.device, partial_out.dtype, dtype)
+    call = (partial_out, partial_lse, splits, dtype, arguments is _PACKED, compiled)
+    return torch.ops.mha2mla.attention_combine(*call)
 
 
 def _combine(
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    splits: Tensor | None,
-    dtype: torch.dtype,
-    compiled: bool,
-    packed: bool = False,
+    partial_out: Tensor, partial_lse: Tensor, splits: Tensor | None, dtype: torch.dtype, packed: bool, compiled: bool
 ) -> tuple[Tensor, Tensor]:
     if not compiled:
         from mha2mla.kernels.attention_combine import reference
@@ -117,28 +109,22 @@ def _combine(
         return combine(partial_out, partial_lse, splits, dtype=dtype)
     from mha2mla.kernels.attention_combine.launch import launch_attention_combine
 
-    out, lse = (_empty_packed if packed else _empty)(partial_out, partial_lse, splits, dtype)
+    out, lse = _empty(partial_out, partial_lse, splits, dtype, packed)
     launch_attention_combine(partial_out, partial_lse, splits, out, lse, packed)
     return out, lse
 
 
-def _empty(partial_out: Tensor, partial_lse: Tensor, splits: Tensor | None, dtype: torch.dtype, *_: object):
-    return partial_out.new_empty(partial_out.shape[1:], dtype=dtype), partial_lse.new_empty(partial_lse.shape[1:])
+def _empty(
+    partial_out: Tensor, partial_lse: Tensor, splits: Tensor | None, dtype: torch.dtype, packed: bool, *_: object
+) -> tuple[Tensor, Tensor]:
+    batch = (splits.shape[0] - 1,) if packed else ()  # else behind N, as the other dimensions
+    out, lse = ((*batch, *x.shape[1:]) for x in (partial_out, partial_lse))
+    return partial_out.new_empty(out, dtype=dtype), partial_lse.new_empty(lse)
 
 
-def _empty_packed(partial_out: Tensor, partial_lse: Tensor, splits: Tensor, dtype: torch.dtype, *_: object):
-    batch = splits.shape[0] - 1
-    out = partial_out.new_empty((batch, *partial_out.shape[1:]), dtype=dtype)
-    return out, partial_lse.new_empty((batch, *partial_lse.shape[1:]))
-
-
-for _name, _splits, _call, _fake in (
-    ("attention_combine", "Tensor? num_splits", _combine, _empty),
-    ("attention_combine_packed", "Tensor cu_splits", partial(_combine, packed=True), _empty_packed),
-):
-    register(
-        f"{_name}(Tensor partial_out, Tensor partial_lse, {_splits}, ScalarType dtype, bool compiled)"
-        " -> (Tensor, Tensor)",
-        _call,
-        _fake,
-    )
+register(
+    "attention_combine(Tensor partial_out, Tensor partial_lse, Tensor? splits, ScalarType dtype, bool packed,"
+    " bool compiled) -> (Tensor, Tensor)",
+    _combine,
+    _empty,
+)

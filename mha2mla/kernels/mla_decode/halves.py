@@ -43,9 +43,13 @@ def halve(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int) -> Halves
     return Halves(panels * 64 // unit, unit, own, padded)
 
 
-def cluster_shared_memory(tiling: RowTiling, cut: Halves, num_stages: int, rope_stages: int) -> int:
-    """Bytes of shared memory that a CTA allocates (16-bit elements), with 1 KiB for alignment and barriers."""
-    queries = tiling.rows * (cut.columns + cut.rope_columns)
-    rings = 64 * (num_stages * cut.unit + rope_stages * cut.rope_columns)
+def cluster_shared_memory(
+    tiling: RowTiling, cut: Halves, num_stages: int, rope_stages: int, rope: tuple[int, int] | None = None
+) -> int:
+    """Bytes of shared memory that a CTA allocates (16-bit elements), with 1 KiB for alignment and barriers; ``rope``:
+    rotary columns of the queries, and of keys in a slot of their ring, where they are not ``cut``'s."""
+    of_queries, of_keys = rope or (cut.rope_columns, cut.rope_columns)
+    queries = tiling.rows * (cut.columns + of_queries)
+    rings = 64 * (num_stages * cut.unit + rope_stages * of_keys)
     scores = 2 * 64 * tiling.rows * 4  # of the other CTA, for this tile and the next
     return 2 * (queries + rings + 64 * tiling.rows) + scores + 16 * tiling.rows + 1024

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
+from mha2mla.kernels.mla_decode.halves import CLUSTER, cluster_shared_memory, halve
 from mha2mla.kernels.mla_decode.selection import (
     WIDE_LATENT,
     DecodeShape,
@@ -198,16 +198,6 @@ def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         yield rank, choice if fits else None, used
 
 
-def latent_cluster_shared_memory(
-    tiling: RowTiling, cut: Halves, blocks: RopeBlocks, num_stages: int, rope_stages: int
-) -> int:
-    """Bytes of shared memory that a CTA allocates (16-bit elements), with 1 KiB for alignment and barriers."""
-    queries = tiling.rows * (cut.columns + blocks.chunks_per_block * KEY_TILE)
-    rings = 64 * (num_stages * cut.unit + rope_stages * KEY_TILE)
-    scores = 2 * 64 * tiling.rows * 4  # of the other CTA, for this tile and the next
-    return 2 * (queries + rings + 64 * tiling.rows) + scores + 16 * tiling.rows + 1024
-
-
 def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """As ``latent_ws``; a ring of 1.5 to 4 tiles."""
     cut, blocks = halve(tiling, shape.kv_lora_rank, 8), key_blocks(tiling, shape.qk_rope_head_dim)
@@ -216,7 +206,7 @@ def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     registers = _registers(cut.columns, shape.qk_rope_head_dim, tiling, warpgroups, 1, held)
     for halves, rope_stages in product((8, 6, 5, 4, 3), (3 * makers, 2 * makers)):
         num_stages = max(cut.units + 1, halves * cut.units // 2)
-        used = latent_cluster_shared_memory(tiling, cut, blocks, num_stages, rope_stages)
+        used = cluster_shared_memory(tiling, cut, num_stages, rope_stages, (makers * KEY_TILE, KEY_TILE))
         choice = LatentChoice(
             "latent_cluster", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 1), warpgroups, 1,
             f"latent_cluster: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {CLUSTER} x {cut.columns} columns, "

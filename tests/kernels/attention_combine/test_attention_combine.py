@@ -178,9 +178,9 @@ def test_refusals_of_packed_parts(change, message):
 
 def test_opcheck():
     mine, _ = packed([2, 0, 1], (3, 1, 2, 8), torch.float32)
-    torch.library.opcheck(torch.ops.mha2mla.attention_combine_packed.default, (*mine, torch.float32, False))
+    torch.library.opcheck(torch.ops.mha2mla.attention_combine.default, (*mine, torch.float32, True, False))
     for count in (None, torch.tensor([1, 3], dtype=torch.int32)):
-        arguments = (*parts(3, (2, 1, 2, 8), torch.float32), count, torch.float32, False)
+        arguments = (*parts(3, (2, 1, 2, 8), torch.float32), count, torch.float32, False, False)
         torch.library.opcheck(torch.ops.mha2mla.attention_combine.default, arguments)
 
 
