@@ -8,9 +8,10 @@ read the attention sinks and what some query's window has, and nothing between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from mha2mla.geometry import MLAGeometry
 
@@ -148,35 +149,22 @@ def lay_out(
     spans = [
         seen_tokens(*sequence, window, sinks) for sequence in zip(query_lengths, cached_lengths, starts, strict=True)
     ]
-    tokens, offset = 0, []
-    for length in query_lengths:
-        offset.append(tokens)
-        tokens += length
+    *offset, tokens = accumulate(query_lengths, initial=0)
+    forms = [
+        _form(*sequence, short, max_expanded_tokens, window, sinks)
+        for sequence in zip(query_lengths, cached_lengths, spans, strict=True)
+    ]
 
-    def form(sequence: int) -> str:
-        length = query_lengths[sequence]
-        if length <= MAX_DECODE_QUERY_LENGTH:
-            return "decode" if length else "none"
-        seen = spans[sequence][1]
-        cached = cached_lengths[sequence] if window < 0 else seen - length
-        in_chunks = seen > max(max_expanded_tokens, length)  # and they know no window
-        absorbed = is_absorbed(length, cached, short, window, sinks) or (in_chunks and window >= 0)
-        return "pieces" if absorbed else "expanded"
+    def is_alike(first: int, stop: int) -> bool:
+        return query_lengths[stop] == query_lengths[first] and stop - first < MAX_GROUP
 
-    forms = [form(sequence) for sequence in range(len(query_lengths))]
-    groups: list[Group] = []
-    run: list[int] = []
-    for sequence, kind in enumerate(forms):
-        if kind != "decode":
-            continue
-        length = query_lengths[sequence]
-        if run and (run[-1] != sequence - 1 or query_lengths[run[0]] != length or len(run) == MAX_GROUP):
-            groups.append(_whole(run, query_lengths, offset))
-            run = []
-        run.append(sequence)
-    if run:
-        groups.append(_whole(run, query_lengths, offset))
+    def fits(first: int, stop: int) -> bool:
+        return sum(seen for _, seen, _ in spans[first : stop + 1]) <= max_expanded_tokens
 
+    groups = [
+        Group(query_lengths[run[0]], tuple(run), (0,) * len(run), offset[run[0]])
+        for run in _runs(forms, "decode", is_alike)
+    ]
     size = MAX_DECODE_QUERY_LENGTH
     pieces = [
         (sequence, min(first, query_lengths[sequence] - size))  # the last piece overlaps the one before
@@ -187,22 +175,34 @@ def lay_out(
     for begin in range(0, len(pieces), MAX_GROUP):
         rows, first_query = zip(*pieces[begin : begin + MAX_GROUP], strict=True)
         groups.append(Group(size, rows, first_query, -1))
-
-    waves: list[Wave] = []
-    first = None
-    for sequence, kind in [*enumerate(forms), (len(forms), "none")]:
-        if first is not None:
-            total = sum(seen for _, seen, _ in spans[first:sequence])
-            if kind != "expanded" or total + spans[sequence][1] > max_expanded_tokens:
-                waves.append(_wave(first, sequence, offset, query_lengths, spans, max_expanded_tokens))
-                first = None
-        if kind == "expanded" and first is None:
-            first = sequence
+    waves = [
+        _wave(run.start, run.stop, offset, query_lengths, spans, max_expanded_tokens)
+        for run in _runs(forms, "expanded", fits)
+    ]
     return BatchLayout(tuple(groups), tuple(waves), tokens)
 
 
-def _whole(run: Sequence[int], query_lengths: tuple[int, ...], offset: list[int]) -> Group:
-    return Group(query_lengths[run[0]], tuple(run), (0,) * len(run), offset[run[0]])
+def _form(
+    length: int, cached: int, span: tuple[int, int, int], short: int, max_expanded_tokens: int, window: int, sinks: int
+) -> str:
+    """How a sequence's queries run."""
+    if length <= MAX_DECODE_QUERY_LENGTH:
+        return "decode" if length else "none"
+    seen = span[1]
+    in_chunks = seen > max(max_expanded_tokens, length)  # and they know no window
+    absorbed = is_absorbed(length, cached if window < 0 else seen - length, short, window, sinks)
+    return "pieces" if absorbed or (in_chunks and window >= 0) else "expanded"
+
+
+def _runs(forms: Sequence[str], form: str, joins: Callable[[int, int], bool]) -> Iterator[range]:
+    """Consecutive sequences of a form, as many as ``joins(the run's first, the next one)`` lets together."""
+    first = None
+    for sequence, mine in [*enumerate(forms), (len(forms), "")]:
+        if first is not None and (mine != form or not joins(first, sequence)):
+            yield range(first, sequence)
+            first = None
+        if mine == form and first is None:
+            first = sequence
 
 
 def _wave(
