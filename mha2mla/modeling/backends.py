@@ -15,6 +15,7 @@ from mha2mla.kernels import (
     DecodePlan,
     LatentRope,
     MixedPlan,
+    append_and_map,
     explain_attention_varlen,
     explain_gqa_decode,
     explain_mla_decode,
@@ -97,7 +98,7 @@ def _mla_plan_decode(
 def _mla_append(
     backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, constants: AttentionConstants
 ) -> dict[str, Tensor]:
-    rotated = mla_append(
+    given = (
         tensors["latent"],
         tensors.get("k_pe"),
         tensors["q_pe"],
@@ -106,11 +107,13 @@ def _mla_append(
         batch.positions,
         batch.slots,
         tensors["inv_freq"],
-        latent_scale=cache.get("latent_scale"),
-        attention_scaling=constants.attention_scaling,
-        backend=backend,
     )
-    return {"q_pe": rotated}
+    scaling, query = constants.attention_scaling, (tensors.get("q_nope"), tensors.get("k_up"))
+    both = None if backend == "reference" else append_and_map(*given, *query, attention_scaling=scaling)
+    if both is not None:
+        return dict(zip(("q_pe", "q_latent"), both, strict=True))
+    scale = cache.get("latent_scale")
+    return {"q_pe": mla_append(*given, latent_scale=scale, attention_scaling=scaling, backend=backend)}
 
 
 def _mla_attend(
@@ -126,13 +129,14 @@ def _mla_attend(
     }
     if not isinstance(plan, DecodePlan):
         return mla_attention(q_nope, q_pe, *layer, plan, **options)
-    rows = plan.shape[:2]
+    rows, q_latent = plan.shape[:2], tensors.get("q_latent")
     out = mla_absorbed(
         q_nope.unflatten(0, rows),
         q_pe.unflatten(0, rows),
         *layer,
         batch.block_table,
         batch.cache_seqlens,
+        q_latent=None if q_latent is None else q_latent.unflatten(0, rows),
         cache_starts=batch.cache_starts,
         plan=plan,
         **options,

@@ -29,6 +29,7 @@ def mla_absorbed(
     cache_seqlens: Tensor,
     *,
     softmax_scale: float,
+    q_latent: Tensor | None = None,
     cache_starts: Tensor | None = None,
     latent_scale: Tensor | None = None,
     rope: LatentRope | None = None,
@@ -43,6 +44,7 @@ def mla_absorbed(
     Args:
         q_nope: [B, S_q, H, d_n]; d_n may be 0.
         q_pe: [B, S_q, H, d_r], rotated.
+        q_latent: [B, S_q, H, d_c], q_nope through W_UK; None: it is made here.
         latent_cache, rope_cache, k_up, v_up, latent_scale, rope: as in :func:`mha2mla.kernels.mla_attention`.
         block_table, cache_seqlens, softmax_scale, cache_starts, plan, backend: as in
             :func:`mha2mla.kernels.mla_decode`.
@@ -56,9 +58,9 @@ def mla_absorbed(
     is_plain = backend != "reference" and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if k_up is None:
         q_latent = q_pe.new_zeros(*q_pe.shape[:3], latent_cache.shape[-1])
-    elif is_plain and len(k_up) == q_nope.shape[2] and serves_maps(q_nope, k_up):
+    elif q_latent is None and is_plain and serves_maps(q_nope, k_up):
         q_latent = skinny_maps(q_nope, k_up)
-    else:
+    elif q_latent is None:
         q_latent = _through_maps(q_nope, k_up)
     if is_plain and serves_values(q_latent, latent_cache, v_up, block_table, plan):
         return mla_decode_values(

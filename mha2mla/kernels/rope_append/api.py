@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import runs_compiled
+from mha2mla.kernels.devices import capability, runs_compiled
 from mha2mla.kernels.layouts import Argument, argument_error, check_tensors
 from mha2mla.kernels.mla_decode.quantization import CODES, quantize_latent
 from mha2mla.kernels.registration import register
+from mha2mla.kernels.skinny_linear.api import serves_maps
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
 
@@ -101,6 +102,66 @@ def mla_append(
     return torch.ops.mha2mla.rope_append(
         rows, k_pe, q_pe, row_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved, compiled
     )
+
+
+def append_and_map(
+    latent: Tensor,
+    k_pe: Tensor | None,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    inv_freq: Tensor,
+    q_nope: Tensor,
+    k_up: Tensor | None,
+    *,
+    attention_scaling: float = 1.0,
+) -> tuple[Tensor, Tensor] | None:
+    """:func:`mla_append`, and W_UK's product beside it, by one kernel: of few tokens, where there is one for them.
+
+    Args:
+        inv_freq: as of :func:`mla_append`; as ``k_up`` not written by the kernel that is launched before, which may
+            still run.
+        q_nope: [N, H, d_n].
+        k_up: W_UK [h_kv, d_n, d_c].
+        latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, attention_scaling: as of :func:`mla_append`.
+
+    Returns:
+        Rotated q_pe [N, H, d_r] and q_nope through W_UK [N, H, d_c]; None, and nothing is written, where no kernel does
+        both: on a GPU before sm_90, for e4m3 latents, gradients or a compiler, or where :func:`serves_maps` does not.
+
+    Raises:
+        ValueError: as :func:`mla_append`.
+    """
+    if (
+        k_up is None
+        or torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or not serves_maps(q_nope, k_up)
+        or capability(q_nope.device) < 90
+        or latent_cache.dtype != q_nope.dtype
+        or not (q_pe.numel() and latent.numel() and latent_cache.numel())
+        or k_up.shape[2] != latent.shape[1]
+        or (k_pe is None) != (rope_cache is None)
+    ):
+        return None
+    if k_pe is None:  # no rope head
+        k_pe = q_pe[:, :0]
+        rope_cache = q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
+    _check((*_MLA, _LATENT[False]), q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, None, latent_cache)
+    if q_nope.shape[:2] != q_pe.shape[:2]:
+        raise argument_error("q_nope.shape", tuple(q_nope.shape), f"[{q_pe.shape[0]}, {q_pe.shape[1]}, d_n], by q_pe")
+
+    from mha2mla.kernels.rope_append.launch import launch_append_and_map
+
+    out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
+    mapped = q_nope.new_empty(*q_nope.shape[:2], k_up.shape[2])
+    launch_append_and_map(
+        latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, out, attention_scaling, q_nope, k_up,
+        mapped,
+    )  # fmt: skip
+    return out, mapped
 
 
 def gqa_append(

@@ -11,6 +11,7 @@ from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.rope_append.kernel import make_rope_append
 from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
+from mha2mla.kernels.rope_append.with_maps import make_append_and_map
 
 # No fast math: its cos and sin are wrong at large angles, which are positions times radians.
 PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
@@ -21,6 +22,12 @@ THREADS = 128  # of a block
 def compile_rope_append(major_minor: int, **static):
     """The compiled kernel; arguments as ``make_rope_append``'s. One compilation serves every N and P."""
     return compile_for(make_rope_append(**static), major_minor, PASS_CONFIGS)
+
+
+@cache
+def compile_append_and_map(major_minor: int, **static):
+    """The compiled kernel; arguments as ``make_append_and_map``'s."""
+    return compile_for(make_append_and_map(**static), major_minor, PASS_CONFIGS)
 
 
 @cache
@@ -107,4 +114,47 @@ def launch_rope_append(
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
             out, attention_scaling,
+        )  # fmt: skip
+
+
+def launch_append_and_map(
+    rows: Tensor,
+    keys: Tensor,
+    query: Tensor,
+    row_cache: Tensor,
+    rope_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    inv_freq: Tensor,
+    out: Tensor,
+    attention_scaling: float,
+    x: Tensor,
+    maps: Tensor,
+    mapped: Tensor,
+) -> None:
+    """Run the kernel; shapes as in :func:`mha2mla.kernels.rope_append.api.append_and_map`. Without keys, or a cache of
+    them, rows and queries are all."""
+    _, heads, rope = query.shape
+    groups = keys.shape[1] if keys.numel() and rope_cache.numel() else 0
+    pages, page_size = row_cache.shape[:2]
+    with on_device(query.device):
+        query, rows = with_dense_rows(query), with_dense_rows(rows)
+        keys = with_dense_rows(keys) if groups else query[:, :1]
+        rope_cache = rope_cache.flatten(2) if groups else query.as_strided((pages, page_size, rope), (0, 0, 1))
+        kernel = compile_append_and_map(
+            capability(query.device),
+            heads=heads,
+            num_rope_heads=groups,
+            row_width=rows.shape[1],
+            qk_rope_head_dim=rope,
+            num_tables=inv_freq.shape[0],
+            page_size=page_size,
+            maps=len(maps),
+            inner=x.shape[2],
+            dtype=dtype_name(query.dtype),
+            vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
+        )
+        kernel(
+            rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
+            out, attention_scaling, with_dense_rows(x), maps, mapped,
         )  # fmt: skip

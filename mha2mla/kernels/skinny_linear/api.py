@@ -80,11 +80,11 @@ def skinny_linear(
 
 
 def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tensor:
-    """x through a map a head, x[..., h, :] M_h, rounded once.
+    """x through a map for each H / k heads, rounded once.
 
     Args:
         x: [..., tokens, H, i], read where it lies; by TileLang of at most 16 tokens.
-        maps: [H, i, o], contiguous.
+        maps: [k, i, o], contiguous; k divides H.
         backend: "tilelang", "reference", or None: TileLang where :func:`serves_maps`.
 
     Returns:
@@ -95,8 +95,9 @@ def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tenso
     """
     if backend is not None and backend not in BACKENDS:
         raise argument_error("backend", repr(backend), f"None or one of {BACKENDS}")
-    if maps.ndim != 3 or x.ndim < 3 or maps.shape[:2] != x.shape[-2:]:
-        raise argument_error("maps.shape", tuple(maps.shape), f"{[*x.shape[-2:], 'o']}, by x")
+    if maps.ndim != 3 or x.ndim < 3 or maps.shape[1] != x.shape[-1] or not len(maps) or x.shape[-2] % len(maps):
+        heads, inner = x.shape[-2:] if x.ndim > 1 else ("H", "i")
+        raise argument_error("maps.shape", tuple(maps.shape), f"[a divisor of {heads}, {inner}, o], by x")
     if maps.dtype != x.dtype or maps.device != x.device:
         raise argument_error("maps", f"{maps.dtype} on {maps.device}", f"{x.dtype} on {x.device}, as x")
     served = backend != "reference" and serves_maps(x, maps)
@@ -104,23 +105,22 @@ def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tenso
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(maps.shape)} on {x.device}",
-            f"1 to {MAX_ROWS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, even strides, i at most"
-            f" {_INNER} and even, o a multiple of {_OUTER}, contiguous maps that begin at a multiple of {ALIGNMENT}"
-            " bytes",
+            f"1 to {MAX_ROWS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, i at most {_INNER}, o a"
+            f" multiple of {_OUTER}, and contiguous maps that begin at a multiple of {ALIGNMENT} bytes",
         )
     return torch.ops.mha2mla.skinny_maps(x, maps, served)
 
 
 def serves_maps(x: Tensor, maps: Tensor) -> bool:
-    """Whether the kernel serves x [..., H, i] through maps [H, i, o]: always where it can. cuBLAS takes 3.5 µs for the
+    """Whether the kernel serves x [..., H, i] through maps [k, i, o]: always where it can. cuBLAS takes 3.5 µs for the
     3.7 MB of a W_UK, of which one is reading."""
-    heads, inner, outer = maps.shape
+    (heads, inner), outer = x.shape[-2:], maps.shape[2]
     return (
         x.is_cuda
         and x.dtype in _DTYPES
         and 0 < x.numel() <= MAX_ROWS * heads * inner
-        and not any(stride % 2 for stride in (inner, *x.stride()[:-1]))
-        and x.data_ptr() % 4 == 0
+        and len(maps) > 0
+        and heads % len(maps) == 0
         and inner <= _INNER
         and outer % _OUTER == 0
         and maps.is_contiguous()

@@ -25,7 +25,7 @@ def compile_skinny_linear(major_minor: int, **static):
 
 @cache
 def compile_skinny_maps(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_skinny_maps``'s."""
+    """The compiled kernel, for any number of tokens; arguments as ``make_skinny_maps``'s."""
     return compile_for(make_skinny_maps(**static, dependent=major_minor >= 90), major_minor, PASS_CONFIGS)
 
 
@@ -48,11 +48,11 @@ def launch_grouped_maps(x: Tensor, maps: Tensor, out: Tensor, transposed: bool) 
 
 def launch_skinny_maps(x: Tensor, maps: Tensor, out: Tensor) -> None:
     """Run the kernel over tokens [N, H, inner]."""
-    heads, inner, outer = maps.shape
+    _, heads, inner = x.shape
     with on_device(x.device):
         kernel = compile_skinny_maps(
-            capability(x.device), heads=heads, inner=inner, outer=outer, dtype=dtype_name(x.dtype),
-            most_tokens=ROWS if len(x) <= ROWS else MAX_ROWS,
+            capability(x.device), heads=heads, maps=len(maps), inner=inner, outer=out.shape[2],
+            dtype=dtype_name(x.dtype),
         )  # fmt: skip
         kernel(with_dense_rows(x), maps, out)
 

@@ -20,4 +20,4 @@ def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, grou
 
 def skinny_maps_reference(x: Tensor, maps: Tensor) -> Tensor:
     """As :func:`mha2mla.kernels.skinny_linear.api.skinny_maps`, of any number of tokens."""
-    return (x.unsqueeze(-2) @ maps).squeeze(-2)
+    return (x.unflatten(-2, (len(maps), -1)) @ maps).flatten(-3, -2)

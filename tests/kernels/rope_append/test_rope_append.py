@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.kernels import gqa_append, mla_append, quantize_latent, rope_rotate, slots_of
+from mha2mla.kernels import append_and_map, gqa_append, mla_append, quantize_latent, rope_rotate, slots_of
 from mha2mla.kernels.rope_append.api import MAX_SLOTS
 from mha2mla.kernels.rope_append.reference import rotate_reference
 from tests.few import few
@@ -382,3 +382,62 @@ def test_parts_of_one_projection_are_read_where_they_lie(shape, device):
     assert not given["q_pe"].is_contiguous()
     out = mla_append(**given)
     assert_right(before, {name: tensor.cpu() for name, tensor in given.items()}, out.cpu())
+
+
+# The same, then columns of q_nope, and maps.
+MAPPED = [((32, 32, 512, 16, 32), 112, 32), ((32, 1, 448, 64, 1), 64, 8), ((9, 3, 80, 16, 1), 24, 3)]
+
+
+def queries(shape, tokens, inner, maps, device):
+    """q_nope, part of a wider projection, and W_UK."""
+    make = torch.Generator().manual_seed(tokens)
+    wide = torch.randn(tokens, shape[0], inner + 16, generator=make).to(device, torch.bfloat16)
+    return wide[..., :inner], torch.randn(maps, inner, shape[2], generator=make).to(device, torch.bfloat16)
+
+
+@torch.no_grad()
+def test_no_kernel_maps_beside_the_append_where_there_is_none():
+    given = tensors(SHAPES[1], dtype=torch.bfloat16)
+    before = copied(given)
+    assert append_and_map(**given, q_nope=torch.zeros(11, 9, 24).bfloat16(), k_up=None) is None
+    query, maps = queries(SHAPES[1], 11, 24, 3, "cpu")
+    assert append_and_map(**given, q_nope=query, k_up=maps) is None
+    assert torch.equal(given["latent_cache"], before["latent_cache"])
+
+
+@few("shape, inner, maps", MAPPED, count=1)
+def test_append_and_map_compiles_for_hopper(shape, inner, maps):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
+    from mha2mla.kernels.rope_append.launch import PASS_CONFIGS
+    from mha2mla.kernels.rope_append.with_maps import make_append_and_map
+
+    if find_tool("nvcc") is None:
+        pytest.skip("there is no nvcc")
+    function = make_append_and_map(**static(shape), maps=maps, inner=inner, dtype="bfloat16", vector=8)
+    (report,) = compile_only(function, "sm_90a", PASS_CONFIGS)
+    assert report.complaints(232_448) == [] and report.spill_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "inner", "maps"), MAPPED)
+@torch.no_grad()
+def test_append_and_map_is_both_to_the_bit(shape, inner, maps):
+    """Also with positions that the kernel before writes, without rotary keys, and twice."""
+    from mha2mla.kernels.skinny_linear.api import skinny_maps
+
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("there is no dependent launch before sm_90")
+    for tokens, keys in ((1, True), (8, True), (16, True), (3, False)):
+        given = {name: each.cuda() for name, each in tensors(shape, tokens, torch.bfloat16).items()}
+        if not keys:
+            given |= {"k_pe": None, "rope_cache": None}
+        query, up = queries(shape, tokens, inner, maps, "cuda")
+        plain = {name: each if each is None else each.clone() for name, each in given.items()}
+        expected = mla_append(**plain), skinny_maps(query, up, backend="tilelang")
+        for _ in range(2):
+            given["positions"] = plain["positions"] + torch.zeros_like(plain["positions"])
+            out = append_and_map(**given, q_nope=query, k_up=up)
+            assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
+            assert torch.equal(given["latent_cache"], plain["latent_cache"])
+            assert not keys or torch.equal(given["rope_cache"], plain["rope_cache"])

@@ -17,19 +17,22 @@ def given(tokens, heads, inner, outer, dtype=torch.float32, device="cpu"):
 
 
 def test_the_reference_is_torchs_product():
-    x, maps = given(6, 3, 10, 7)
-    out = skinny_maps(x.unflatten(0, (2, 3)), maps)
-    assert out.shape == (2, 3, 3, 7)
-    for head in range(3):
-        torch.testing.assert_close(out.flatten(0, 1)[:, head], x[:, head] @ maps[head])
+    x, every = given(6, 6, 10, 7)
+    for maps in (every, every[:3], every[:1]):
+        out = skinny_maps(x.unflatten(0, (2, 3)), maps)
+        assert out.shape == (2, 3, 6, 7)
+        for head in range(6):
+            each = maps[head * len(maps) // 6]
+            torch.testing.assert_close(out.flatten(0, 1)[:, head], x[:, head] @ each)
     torch.library.opcheck(torch.ops.mha2mla.skinny_maps.default, (x, maps, False))
 
 
 def test_refusals():
     x, maps = given(2, 3, 8, 8)
     for call, message in (
-        (lambda: skinny_maps(x, maps[:2]), r"maps.shape is \(2, 8, 8\); expected \[3, 8, 'o'\], by x"),
+        (lambda: skinny_maps(x, maps[:2]), r"maps.shape is \(2, 8, 8\); expected \[a divisor of 3, 8, o\], by x"),
         (lambda: skinny_maps(x[0], maps), "maps.shape is"),
+        (lambda: skinny_maps(x, maps[:0]), r"maps.shape is \(0, 8, 8\)"),
         (lambda: skinny_maps(x, maps.half()), "maps is torch.float16 on cpu; expected torch.float32"),
         (lambda: skinny_maps(x, maps, backend="fast"), "backend is 'fast'"),
         (lambda: skinny_maps(x, maps, backend="tilelang"), r"backend is 'tilelang' for torch.float32 \(2, 3, 8\)"),
@@ -39,20 +42,21 @@ def test_refusals():
 
 
 @cache
-def compiled_for_cpu(heads, inner, outer):
+def compiled_for_cpu(heads, maps, inner, outer):
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
 
-    function = make_skinny_maps(heads=heads, inner=inner, outer=outer, dtype="float32", on_cpu=True)
+    function = make_skinny_maps(heads=heads, maps=maps, inner=inner, outer=outer, dtype="float32", on_cpu=True)
     configs = {"tirx.disable_vectorize": True}
     return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
 
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_kernel_on_cpu_target(tokens):
-    x, maps = given(tokens, 3, 20, 136)
-    out = torch.full((tokens, 3, 136), torch.nan)
-    compiled_for_cpu(3, 20, 136)(x.contiguous(), maps, out)
+    x, _ = given(tokens, 6, 20, 136)
+    _, maps = given(1, 3, 20, 136)
+    out = torch.full((tokens, 6, 136), torch.nan)
+    compiled_for_cpu(6, 3, 20, 136)(x.contiguous(), maps, out)
     exact, size = skinny_maps(x.double(), maps.double()), skinny_maps(x.abs(), maps.abs()).max()
     assert float((out - exact).abs().max()) <= 20 * torch.finfo(torch.float32).eps * float(size)
 
@@ -63,17 +67,20 @@ def test_compile_gate():
     from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
 
-    function = make_skinny_maps(heads=32, inner=112, outer=512, dtype="bfloat16")
+    function = make_skinny_maps(heads=32, maps=32, inner=112, outer=512, dtype="bfloat16")
     (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
     assert report.complaints(232_448) == [] and report.spill_bytes == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "inner", "outer"), [(32, 112, 512), (32, 64, 448), (3, 20, 136)])
-def test_kernel_on_a_gpu(heads, inner, outer):
+@pytest.mark.parametrize(
+    ("heads", "count", "inner", "outer"), [(32, 32, 112, 512), (32, 8, 64, 448), (3, 3, 20, 136), (6, 2, 200, 512)]
+)
+def test_kernel_on_a_gpu(heads, count, inner, outer):
     """As near to float64 as twice torch's batched product, and the same each time."""
-    for tokens in (1, 3, 8, 9, 16):
-        x, maps = given(tokens, heads, inner, outer, torch.bfloat16, "cuda")
+    for tokens in (1, 3, 8, 11, 16):
+        x, _ = given(tokens, heads, inner, outer, torch.bfloat16, "cuda")
+        _, maps = given(1, count, inner, outer, torch.bfloat16, "cuda")
         out = skinny_maps(x, maps, backend="tilelang")
         exact = skinny_maps(x.double(), maps.double(), backend="reference")
         plain = skinny_maps(x, maps, backend="reference")
