@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.recording import Recording
 from benchmarks.vllm_engine import checkpoint, engine, greedy, prompts_of
 from mha2mla.modeling import MHA2MLAConfig
 
@@ -78,9 +79,8 @@ def judge(models: Sequence[Any], prompt: list[int], tokens: list[int]) -> dict[s
     }
 
 
-def exact(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of every checkpoint: a batch of prompts, the same again, and requests of which some are cancelled."""
-    rows = []
+def exact(arguments: argparse.Namespace, table: Recording) -> None:
+    """Adds rows of every checkpoint: a batch of prompts, the same again, and requests of which some are cancelled."""
     for name in arguments.checkpoints:
         folder = checkpoint(name, arguments.layers)
         config = MHA2MLAConfig.from_pretrained(folder)
@@ -112,7 +112,7 @@ def exact(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         ]
         for what, (asked, answers, counts) in found.items():
             judged = [judge(models, asked[index], [*one.outputs[0].token_ids]) for index, one in answers.items()]
-            rows.append(
+            table.add(
                 {
                     "checkpoint": Path(name).name, "layout": _layout(config), "engine": _engine(arguments),
                     "what": what, "sequences": len(judged), "cancelled": len(asked) - len(judged),
@@ -124,7 +124,6 @@ def exact(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )  # fmt: skip
         del models
-    return rows
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.recording import Recording
 from benchmarks.vllm_engine import SHAPES, with_entry_point
 from benchmarks.vllm_exact import exact
 from benchmarks.vllm_speed import speed
-from mha2mla.environment import collect_environment, describe_environment
-from mha2mla.eval.report import print_table, write_json
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,12 +64,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     with_entry_point()
-    rows = {"exact": exact, "speed": speed}[arguments.verb](arguments)
-    environment = collect_environment()
-    print_table(rows, title=f"vLLM {environment['vllm']}, {arguments.verb}", caption=describe_environment(environment))
-    if arguments.json:
-        write_json(arguments.json, kind=f"vllm-{arguments.verb}", rows=rows, environment=environment)
-    return int(any(row["status"] != "ok" for row in rows))
+    table = Recording(f"vllm-{arguments.verb}", arguments.json)
+    {"exact": exact, "speed": speed}[arguments.verb](arguments, table)
+    return 0 if table.show(f"vLLM {table.environment['vllm']}, {arguments.verb}") else 1
 
 
 if __name__ == "__main__":

@@ -15,18 +15,15 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from benchmarks.recording import Recording
 from benchmarks.vllm_engine import engine, prompts_of, random_config
-from mha2mla.environment import collect_environment
-from mha2mla.eval.report import write_json
 
 WARM_UP = 8  # steps before the clock runs
 
 
-def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Decode steps of every context, at each number of sequences that is asked for and at as many as the cache holds.
-
-    Rows are written as they come.
-    """
+def speed(arguments: argparse.Namespace, table: Recording) -> None:
+    """Adds decode steps of every context, at each number of sequences that is asked for and at as many as the cache
+    holds."""
     folder, room = tempfile.mkdtemp(), WARM_UP + arguments.steps + 8
     positions = max(arguments.contexts) + room
     layout = "latent" if arguments.layout == "source" else arguments.layout
@@ -56,17 +53,12 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         "compiled": arguments.compile, "start_s": time.time() - begin,
         "cached tokens": cache.num_gpu_blocks * cache.block_size,
     }  # fmt: skip
-    rows: list[dict[str, Any]] = []
     for context in arguments.contexts:
         fit = cache.num_gpu_blocks // -(-(context + room) // cache.block_size)
         held = min(fit, arguments.most)
         for batch in sorted({batch for batch in arguments.batches if batch < held} | {held}):
-            rows.append({**common, "context": context, "fit": fit, "sequences": batch})
-            rows[-1] |= _decode_rate(llm, config.vocab_size, context, batch, arguments)
-            print(rows[-1], flush=True)
-            if arguments.json:
-                write_json(arguments.json, kind="vllm-speed", rows=rows, environment=collect_environment())
-    return rows
+            rate = _decode_rate(llm, config.vocab_size, context, batch, arguments)
+            table.add({**common, "context": context, "fit": fit, "sequences": batch, **rate})
 
 
 def _decode_rate(llm: Any, vocabulary: int, context: int, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -54,12 +54,3 @@ def placement(name: str) -> tuple[str, int | None]:
             if f"{part}." in name:
                 return name.replace(part, stacked), place
     return name, None
-
-
-def checkpoint_names(name: str) -> tuple[str, ...]:
-    """The checkpoint's tensors that a tensor of vLLM's layers holds, in their order: the inverse of
-    :func:`placement`."""
-    for stacked, parts in STACKED.items():
-        if f"{stacked}." in name:
-            return tuple(name.replace(stacked, part) for part in parts)
-    return (name,)
