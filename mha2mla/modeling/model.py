@@ -236,16 +236,8 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
         of_new_tokens = _of_new_tokens(attention_mask, cache, query_length) if output_router_logits else None
         no_history = self._refuses_gradients(latent, inputs_embeds)
         with torch.no_grad() if no_history else nullcontext():
-            step = choose_step(
-                self.config,
-                [layer.self_attn for layer in self.model.layers],
-                cache,
-                attention_mask,
-                position_ids,
-                batch,
-                query_length,
-                output_attentions,
-            )
+            layers, shape = [layer.self_attn for layer in self.model.layers], (batch, query_length)
+            step = choose_step(self.config, layers, cache, attention_mask, position_ids, shape, output_attentions)
             attentions: dict[int, Tensor] = {}
             outputs = run_base_model(
                 self.model,

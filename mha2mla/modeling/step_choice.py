@@ -30,8 +30,7 @@ def choose_step(
     cache: Cache | None,
     attention_mask: Any,
     position_ids: Tensor | None,
-    batch: int,
-    query_length: int,
+    shape: tuple[int, int],
     output_attentions: bool,
 ) -> AttentionStep | None:
     """What the layers share while they append these new tokens to a LatentCache; None: they append them one by one, and
@@ -40,11 +39,15 @@ def choose_step(
     Depends on shapes and on what the host knows of the cache, and on the mask's values where the host may look at them
     (``visibility.py``).
 
+    Args:
+        shape: of the new tokens, [B, S].
+
     Raises:
         ValueError: what ``config.attention_backend`` names refuses the model, or cannot serve what is cached.
     """
     if not isinstance(cache, LatentCache):
         return None
+    batch, query_length = shape
     cache.serve_by(config.attention_backend)
     shown, starts, obeys = None, None, attention_mask is None
     if is_padding_mask(attention_mask):
