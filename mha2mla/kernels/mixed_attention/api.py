@@ -17,8 +17,7 @@ from mha2mla.kernels.layouts import Argument, check_scale, check_tensors
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.expanded import Attend, attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.layout import Group
-from mha2mla.kernels.mixed_attention.parts import ChunkPart, GroupPart, Parts, parts_of
-from mha2mla.kernels.mixed_attention.plan import MixedPlan
+from mha2mla.kernels.mixed_attention.parts import ChunkPart, GroupPart, MixedPlan, Parts
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.plan import DecodePlan
@@ -175,12 +174,13 @@ def _attention(
         attend: of :func:`attend_wave`.
     """
     *fields, _, backend = call
-    parts = parts_of(*fields)
-    parts.check_lengths(fields[0], fields[2])
+    plan = MixedPlan(*fields)
+    parts = plan.parts()
+    parts.check_lengths(plan.lengths, plan.cache_seqlens)
     out = _output(query, parts, width)
     for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
-        plan = parts.decode_plan(number, query.shape[1], decoded_width)
-        _write_group(out, decode(partial(_of_group, group=group, part=part), part, plan), group, part)
+        decode_plan = parts.decode_plan(number, query.shape[1], decoded_width)
+        _write_group(out, decode(partial(_of_group, group=group, part=part), part, decode_plan), group, part)
     if parts.window >= 0:
         attend = partial(attend, window=parts.window, sinks=parts.sinks)
     for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):

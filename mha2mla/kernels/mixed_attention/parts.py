@@ -1,14 +1,17 @@
-"""A ragged batch's plan by its parts, and how they lie in its few tensors."""
+"""A ragged batch's plan: its parts, and how they lie in its few tensors."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.export import Dim, ShapesCollection
 from torch.nn import functional as F
 
-from mha2mla.kernels.mixed_attention.layout import BatchLayout, lay_out
+from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, BatchLayout, lay_out
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 ALIGNMENT = 32  # numbers; pieces of the flat tensors begin at multiples of it, 128 bytes
@@ -116,45 +119,109 @@ def _aligned(numbers: int) -> int:
     return -(-numbers // ALIGNMENT) * ALIGNMENT
 
 
-def parts_of(
-    lengths: Tensor,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
-    index: Tensor,
-    workspace: Tensor,
-    shapes: Tensor,
-    short: int,
-    max_expanded_tokens: int,
-    window: int,
-    sinks: int,
-    page_size: int,
-) -> Parts:
-    """The parts of a plan from its fields. Reads nothing on the device."""
-    layout = lay_out(*map(tuple, lengths.tolist()), short, max_expanded_tokens, window, sinks)
-    given, place = iter(shapes.tolist()), [0, 0]
+@dataclass(frozen=True)
+class MixedPlan:
+    """Which calls a ragged batch takes, and their index tensors and workspace.
 
-    def take(flat: Tensor, count: int) -> list[Tensor]:
-        which, taken = int(flat is workspace), []
-        for _ in range(count):
-            ndim, *sizes = next(given)
-            numbers = math.prod(sizes[:ndim])
-            taken.append(flat[place[which] : place[which] + numbers].view(sizes[:ndim]))
-            place[which] += _aligned(numbers)
-        return taken
+    Made by :func:`plan_mla_attention` or :func:`plan_gqa_attention`. All layers that share lengths, page table, window
+    and widths may share a plan, one after another. It holds as many tensors whatever the batch, so that one compiled or
+    exported function takes any; what the host decides by lies on the CPU.
 
-    groups = []
-    for group in layout.groups:
-        if group.first_token >= 0:
-            rows = slice(group.rows[0], group.rows[-1] + 1)
-            mine = [t if t is None else t[rows] for t in (block_table, cache_seqlens, cache_starts)]
-            pieces = None
-        else:
-            mine = take(index, 2 if cache_starts is None else 3)
-            mine += [None] * (3 - len(mine))
-            pieces = PiecesPart(*take(index, 3))
-        groups.append(GroupPart(*mine, pieces, *take(index, 2), *take(workspace, 2)))
-    waves = tuple(
-        [(take(index, 1)[0], tuple([ChunkPart(*take(index, 3)) for _ in wave.chunks])) for wave in layout.waves]
-    )
-    return Parts(layout, tuple(groups), waves, window, sinks, block_table.shape[1] * page_size)
+    Attributes:
+        lengths: [3, B] int32 on the CPU: new tokens, tokens cached before them, first visible token, per sequence.
+        block_table, cache_seqlens, cache_starts: the batch's own.
+        index: int32, what the calls need beside them, in pieces.
+        workspace: float32, partial results of the decode op, in pieces; written by every call.
+        shapes: [pieces, 6] int64 on the CPU: number of dimensions and sizes of every piece, as :meth:`parts` reads
+            them.
+        short, max_expanded_tokens: as in :func:`mha2mla.kernels.mixed_attention.layout.lay_out`.
+        window, sinks: of the layers that share the plan; a window of -1 is none.
+        page_size: tokens per page.
+        num_splits: of the decode op's calls; 0: as many as balance best.
+    """
+
+    lengths: Tensor
+    block_table: Tensor
+    cache_seqlens: Tensor
+    cache_starts: Tensor | None
+    index: Tensor
+    workspace: Tensor
+    shapes: Tensor
+    short: int
+    max_expanded_tokens: int
+    window: int
+    sinks: int
+    page_size: int
+    num_splits: int = 0
+
+    def fields(self) -> tuple:
+        """As the ops' schemas take them."""
+        return (
+            self.lengths, self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace,
+            self.shapes, self.short, self.max_expanded_tokens, self.window, self.sinks, self.page_size,
+        )  # fmt: skip
+
+    def parts(self) -> Parts:
+        """The plan by its parts. Reads nothing on the device."""
+        layout = lay_out(
+            *map(tuple, self.lengths.tolist()), self.short, self.max_expanded_tokens, self.window, self.sinks
+        )
+        given, place = iter(self.shapes.tolist()), [0, 0]
+        index, workspace, batch = self.index, self.workspace, (self.block_table, self.cache_seqlens, self.cache_starts)
+
+        def take(flat: Tensor, count: int) -> list[Tensor]:
+            which, taken = int(flat is workspace), []
+            for _ in range(count):
+                ndim, *sizes = next(given)
+                numbers = math.prod(sizes[:ndim])
+                taken.append(flat[place[which] : place[which] + numbers].view(sizes[:ndim]))
+                place[which] += _aligned(numbers)
+            return taken
+
+        groups = []
+        for group in layout.groups:
+            if group.first_token >= 0:
+                rows = slice(group.rows[0], group.rows[-1] + 1)
+                mine = [t if t is None else t[rows] for t in batch]
+                pieces = None
+            else:
+                mine = take(index, 2 if self.cache_starts is None else 3)
+                mine += [None] * (3 - len(mine))
+                pieces = PiecesPart(*take(index, 3))
+            groups.append(GroupPart(*mine, pieces, *take(index, 2), *take(workspace, 2)))
+        waves = tuple(
+            [(take(index, 1)[0], tuple([ChunkPart(*take(index, 3)) for _ in wave.chunks])) for wave in layout.waves]
+        )
+        capacity = self.block_table.shape[1] * self.page_size
+        return Parts(layout, tuple(groups), waves, self.window, self.sinks, capacity)
+
+    def refresh(self) -> None:
+        """Plans again, in place, for what the batch's own tensors now say: after :meth:`SequenceBatch.copy_`, inside a
+        CUDA graph or before its replay.
+
+        Raises:
+            ValueError: there are queries of more than 8 tokens, whose calls depend on lengths that the host must know.
+        """
+        parts = self.parts()
+        if parts.layout.waves or any(group.first_token < 0 for group in parts.layout.groups):
+            raise ValueError(
+                f"lengths has queries of up to {int(self.lengths[0].max())} tokens; expected at most"
+                f" {MAX_DECODE_QUERY_LENGTH}, or a new plan"
+            )
+        for group, part in zip(parts.layout.groups, parts.groups, strict=True):
+            torch.ops.mha2mla.split_kv_plan(
+                part.cache_seqlens, part.cache_starts, parts.capacity, group.seqlen_q, True, self.window, self.sinks,
+                part.schedule, part.splits, self.num_splits,
+            )  # fmt: skip
+
+    def dynamic_shapes(self, shapes: ShapesCollection) -> ShapesCollection:
+        """Declares for ``torch.export`` which sizes vary with the batch: adds them to ``shapes``."""
+        shapes[self.lengths] = {1: Dim.AUTO}
+        for tensor in (self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace):
+            if tensor is not None:
+                shapes[tensor] = dict.fromkeys(range(tensor.ndim), Dim.AUTO)
+        shapes[self.shapes] = {0: Dim.AUTO}
+        return shapes
+
+
+torch.export.register_dataclass(MixedPlan, serialized_type_name="mha2mla.kernels.MixedPlan")

@@ -3,96 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.export import Dim, ShapesCollection
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import plan_gqa_decode
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, Group, Wave, absorbs_up_to, lay_out
-from mha2mla.kernels.mixed_attention.parts import Pieces, parts_of
+from mha2mla.kernels.mixed_attention.parts import MixedPlan, Pieces
 from mha2mla.kernels.mla_decode.api import plan_mla_decode
 from mha2mla.kernels.rope_append.api import slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan, check_window
 
 MAX_EXPANDED_TOKENS = 16384  # 256 MiB of keys and values at 32 heads of 128 + 128 in bfloat16
-
-
-@dataclass(frozen=True)
-class MixedPlan:
-    """Which calls a ragged batch takes, and their index tensors and workspace.
-
-    Made by :func:`plan_mla_attention` or :func:`plan_gqa_attention`. All layers that share lengths, page table, window
-    and widths may share a plan, one after another. It holds as many tensors whatever the batch, so that one compiled or
-    exported function takes any; what the host decides by lies on the CPU.
-
-    Attributes:
-        lengths: [3, B] int32 on the CPU: new tokens, tokens cached before them, first visible token, per sequence.
-        block_table, cache_seqlens, cache_starts: the batch's own.
-        index: int32, what the calls need beside them, in pieces.
-        workspace: float32, partial results of the decode op, in pieces; written by every call.
-        shapes: [pieces, 6] int64 on the CPU: number of dimensions and sizes of every piece, as :func:`parts_of` reads
-            them.
-        short, max_expanded_tokens: as in :func:`mha2mla.kernels.mixed_attention.layout.lay_out`.
-        window, sinks: of the layers that share the plan; a window of -1 is none.
-        page_size: tokens per page.
-        num_splits: of the decode op's calls; 0: as many as balance best.
-    """
-
-    lengths: Tensor
-    block_table: Tensor
-    cache_seqlens: Tensor
-    cache_starts: Tensor | None
-    index: Tensor
-    workspace: Tensor
-    shapes: Tensor
-    short: int
-    max_expanded_tokens: int
-    window: int
-    sinks: int
-    page_size: int
-    num_splits: int = 0
-
-    def fields(self) -> tuple:
-        """As :func:`parts_of` and the ops' schemas take them."""
-        return (
-            self.lengths, self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace,
-            self.shapes, self.short, self.max_expanded_tokens, self.window, self.sinks, self.page_size,
-        )  # fmt: skip
-
-    def refresh(self) -> None:
-        """Plans again, in place, for what the batch's own tensors now say: after :meth:`SequenceBatch.copy_`, inside a
-        CUDA graph or before its replay.
-
-        Raises:
-            ValueError: there are queries of more than 8 tokens, whose calls depend on lengths that the host must know.
-        """
-        parts = parts_of(*self.fields())
-        if parts.layout.waves or any(group.first_token < 0 for group in parts.layout.groups):
-            raise ValueError(
-                f"lengths has queries of up to {int(self.lengths[0].max())} tokens; expected at most"
-                f" {MAX_DECODE_QUERY_LENGTH}, or a new plan"
-            )
-        for group, part in zip(parts.layout.groups, parts.groups, strict=True):
-            torch.ops.mha2mla.split_kv_plan(
-                part.cache_seqlens, part.cache_starts, parts.capacity, group.seqlen_q, True, self.window, self.sinks,
-                part.schedule, part.splits, self.num_splits,
-            )  # fmt: skip
-
-    def dynamic_shapes(self, shapes: ShapesCollection) -> ShapesCollection:
-        """Declares for ``torch.export`` which sizes vary with the batch: adds them to ``shapes``."""
-        shapes[self.lengths] = {1: Dim.AUTO}
-        for tensor in (self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace):
-            if tensor is not None:
-                shapes[tensor] = dict.fromkeys(range(tensor.ndim), Dim.AUTO)
-        shapes[self.shapes] = {0: Dim.AUTO}
-        return shapes
-
-
-torch.export.register_dataclass(MixedPlan, serialized_type_name="mha2mla.kernels.MixedPlan")
 
 
 def plan_mla_attention(

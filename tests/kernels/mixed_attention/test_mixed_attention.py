@@ -21,7 +21,6 @@ from mha2mla.kernels import (
 )
 from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
-from mha2mla.kernels.mixed_attention.parts import parts_of
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.modeling.batch import SequenceBatch
 from tests.kernels.oracles import attend_sequences, mla_attention_reference, rows_of
@@ -150,7 +149,7 @@ class Problem:
 
 
 def layout_of(plan):
-    return parts_of(*plan.fields()).layout
+    return plan.parts().layout
 
 
 def error(value, expected):
