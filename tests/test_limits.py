@@ -21,7 +21,7 @@ ROWS = re.findall(r"^\| (.*) \| `(mha2mla[\w.]+)\.([A-Z_0-9]+)` \|$", PAGE, re.M
 def test_the_page_has_the_codes_number(row, module, name):
     value = getattr(importlib.import_module(module), name)
     for each in value if isinstance(value, tuple) else (value,):
-        shown = str(each / 10) if name == "CAPABILITY" else str(each)
+        shown = str(each / 10) if name == "HOPPER" else str(each)
         assert re.search(rf"(?<![\d.]){re.escape(shown)}(?![\d.])", row.rpartition("|")[2]), (row, value)
 
 

@@ -39,6 +39,10 @@ class Machine:
 
 
 GPU = Machine()
+WARPGROUP = 128  # threads
+BARRIER = 8  # named barriers below 8 belong to the compiler
+BY_ROW = T.GemmWarpPolicy.FullRow
+SWIZZLE_128, ROW_GROUP = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
 
 
 class Buffers(SimpleNamespace):

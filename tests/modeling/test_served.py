@@ -172,7 +172,7 @@ def test_eight_bit_latents_alone_are_served_where_a_kernel_takes_them():
     asked = config(attention_backend="mla_fp8", **LATENT | {"kv_lora_rank": 1024})
     layer = what_serves(asked, CUDA)[0]
     assert (layer.form, layer.backend, layer.batch_backend, layer.compiled) == ("expanded", "sdpa", None, False)
-    why = "kv_lora_rank is 1024; the kernel over e4m3 latents alone takes at most 512"
+    why = "kv_lora_rank is 1024; kernels over e4m3 latents take at most 512"
     assert why in layer.reason and why in layer.batch_reason
     with pytest.raises(ValueError, match=f"layer 0: attention backend 'mla_fp8' refuses: {why}"):
         of_batches(asked, CUDA)

@@ -17,10 +17,8 @@ from mha2mla.kernels.attention_varlen.rows import (
     sees,
 )
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape
-from mha2mla.kernels.machine import Machine
+from mha2mla.kernels.machine import BY_ROW, Machine
 from mha2mla.kernels.split_kv.fragment import LOG2E
-
-BY_ROW = T.GemmWarpPolicy.FullRow
 
 
 @T.macro

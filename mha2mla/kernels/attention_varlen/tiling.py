@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_WIDTH = 256  # of d_qk in all, and of d_v
-WARPGROUP = 128  # threads
 ROWS = 64  # of one warpgroup: the M of wgmma
 # (warpgroups, causal) -> most registers of accumulators at which ptxas was seen not to spill. A mask takes some as
 # well; with three warpgroups, which have 160 registers, so do the addresses of more than 128 columns of queries.

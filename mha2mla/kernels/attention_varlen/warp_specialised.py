@@ -27,15 +27,13 @@ from mha2mla.kernels.attention_varlen.rows import (
     new_rows,
     sees,
 )
-from mha2mla.kernels.attention_varlen.tiling import WARPGROUP, VarlenShape, VarlenTiling, chunks
-from mha2mla.kernels.machine import GPU, Buffers
+from mha2mla.kernels.attention_varlen.tiling import VarlenShape, VarlenTiling, chunks
+from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
 from mha2mla.kernels.split_kv.fragment import LOG2E
 
-BARRIER = 8  # named barriers below 8 belong to the compiler
 TURN = 10  # and the next: whose turn it is at the score products
 REGISTERS = {1: 240, 2: 240, 3: 160}  # a thread, by computing warpgroups
 PRODUCER_REGISTERS = 24
-BY_ROW = T.GemmWarpPolicy.FullRow
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.gqa_decode.static import GQAStatic, GQATypes
-from mha2mla.kernels.machine import GPU, Buffers, Machine
+from mha2mla.kernels.machine import BY_ROW, GPU, Buffers, Machine
 from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.call import FRAGMENTS, Call, locate, read_fragment, store, take_work
 from mha2mla.kernels.split_kv.choice import KernelChoice
@@ -15,8 +15,6 @@ from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import clear_holes, copy_tile, find_present_pages, load_queries
-
-BY_ROW = T.GemmWarpPolicy.FullRow
 
 
 def allocate(k: GQAStatic) -> Buffers:

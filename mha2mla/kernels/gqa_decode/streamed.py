@@ -10,7 +10,7 @@ import tilelang.language as T
 
 from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.gqa_decode.static import GQAStatic, GQATypes
-from mha2mla.kernels.machine import GPU, Buffers
+from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
 from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.call import (
     DONE,
@@ -28,10 +28,8 @@ from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import fill_slot, load_queries
 
-CONSUMERS = 128  # threads that compute: one warpgroup
+CONSUMERS = WARPGROUP  # threads that compute
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
-BARRIER = 8  # named barriers below 8 belong to the compiler
-BY_ROW = T.GemmWarpPolicy.FullRow
 
 
 def allocate(k: GQAStatic) -> Buffers:

@@ -18,15 +18,14 @@ import tilelang.language as T
 from tilelang import tvm
 from tilelang.layout import make_full_bank_swizzled_layout
 
+from mha2mla.kernels.machine import BARRIER, WARPGROUP
 from mha2mla.kernels.mla_decode.fp8_products import INLINE, multiply_output, multiply_scores, store_weights
 from mha2mla.kernels.mla_decode.fp8_selection import column_of_code
 from mha2mla.kernels.mla_decode.fp8_state import (
-    BARRIER,
     BLOCK,
     CODES,
     CONSUMERS,
     PANEL,
-    WARPGROUP,
     WIDE,
     Thread,
     allocate,

@@ -6,12 +6,12 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
+from mha2mla.kernels.devices import HOPPER
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.limits import rank_choices, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
-CAPABILITY = 90  # wgmma with register operands exists there and nowhere else
 THREADS = 384  # two warpgroups that compute, one that loads
 TILE_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
 MAX_CODES = 512  # of a token
@@ -39,26 +39,36 @@ def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, p
     return rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
 
 
-def refusal_fp8(shape: DecodeShape) -> str | None:
-    """Why the kernel serves a shape on no GPU, or None."""
+def refusal_codes(shape: DecodeShape) -> str | None:
+    """Why no kernel over e4m3 latents serves a shape on any GPU, or None."""
     if shape.kv_lora_rank % 16:
         return f"kv_lora_rank is {shape.kv_lora_rank}; rows of e4m3 numbers must be multiples of 16 bytes"
     if shape.kv_lora_rank > MAX_CODES:
-        return f"kv_lora_rank is {shape.kv_lora_rank}; the fp8 kernel takes at most {MAX_CODES}"
-    return refusal(shape)
+        return f"kv_lora_rank is {shape.kv_lora_rank}; kernels over e4m3 latents take at most {MAX_CODES}"
+    return None
+
+
+def refusal_fp8(shape: DecodeShape) -> str | None:
+    """Why the kernel serves a shape on no GPU, or None."""
+    return refusal_codes(shape) or refusal(shape)
+
+
+def check_hopper(capability: int) -> None:
+    """Raise ValueError for another compute capability: kernels over e4m3 latents multiply with register operands."""
+    if capability != HOPPER:
+        raise ValueError(
+            f"the GPU has compute capability {capability / 10}; kernels over e4m3 latents need {HOPPER / 10} (Hopper)"
+        )
 
 
 @lru_cache(maxsize=1024)
-def select_fp8(shape: DecodeShape, capability: int = CAPABILITY) -> KernelChoice:
+def select_fp8(shape: DecodeShape, capability: int = HOPPER) -> KernelChoice:
     """Fewest tiles of rows (each reads the cache again), then most stages.
 
     Raises:
         ValueError: with the numbers, if nothing fits into shared memory; or it is no Hopper.
     """
-    if capability != CAPABILITY:
-        raise ValueError(
-            f"the GPU has compute capability {capability / 10}; the fp8 kernel needs {CAPABILITY / 10} (Hopper)"
-        )
+    check_hopper(capability)
     limit, candidates = shared_memory_limit(capability), []
     for max_rows, max_groups in product((32, 16), (128, 64, 32, 16, 8, 4, 2, 1)):
         tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=True)

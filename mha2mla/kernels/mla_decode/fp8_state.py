@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
-from mha2mla.kernels.machine import Buffers
+from mha2mla.kernels.machine import BARRIER, ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode.static import MLAStatic
 from mha2mla.kernels.split_kv.choice import KernelChoice
 
-WARPGROUP = 128  # threads
 CONSUMERS = 2 * WARPGROUP
 CODES = T.float8_e4m3fn
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
@@ -17,8 +16,6 @@ PANEL = 128  # bytes of a row of swizzled shared memory: codes side by side
 WIDE = 64  # the same in 16-bit numbers
 BUFFERS = 2  # register operands in flight, 8 registers for two products each
 AHEAD = 2  # steps by which codes are fetched before they are converted
-BARRIER = 8  # named barriers below 8 belong to the compiler
-SWIZZLE_128, ROW_GROUP = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import tilelang.language as T
 
-from mha2mla.kernels.machine import GPU, Buffers
+from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode.selection import (
     HEADS_ON_M_THREADS,
     DecodeShape,
@@ -29,15 +29,12 @@ from mha2mla.kernels.split_kv.schedule import STOP, TILES
 from mha2mla.kernels.split_kv.softmax import clean
 from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
-WARPGROUP = 128  # threads
 CONSUMERS = 3 * WARPGROUP
 BLOCK = 64  # cached tokens per tile
 ROWS = 64  # the M of one wgmma
-BARRIER = 8  # named barriers below 8 belong to the compiler
 # Registers a thread of each role keeps; 512 in all for four warpgroups.
 SCORE_REGISTERS, OUTPUT_REGISTERS, PRODUCER_REGISTERS = 120, 168, 56
 GROWTH = 8.0  # of a maximum, in powers of 2, that weights may exceed 1 by: 256 is exact in every dtype
-BY_ROW = T.GemmWarpPolicy.FullRow
 
 
 @dataclass(frozen=True)

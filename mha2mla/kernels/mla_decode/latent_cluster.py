@@ -11,16 +11,14 @@ from dataclasses import dataclass
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from mha2mla.kernels.machine import Buffers
+from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, Buffers
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_cluster, swap_ab_ws
 from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
 from mha2mla.kernels.mla_decode.latent_selection import KEY_TILE, LatentChoice, key_blocks, key_steps
 from mha2mla.kernels.mla_decode.latent_static import Keys, LatentTypes
 from mha2mla.kernels.mla_decode.latent_ws import (
     PANEL_BYTES,
-    ROW_GROUP,
     SUMS,
-    SWIZZLE_128,
     KeyMaker,
     begin_sums,
     find_first_turns,

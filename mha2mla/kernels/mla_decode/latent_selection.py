@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from mha2mla.kernels.mla_decode.fp8_selection import check_hopper, refusal_codes
 from mha2mla.kernels.mla_decode.halves import CLUSTER, cluster_shared_memory, halve
 from mha2mla.kernels.mla_decode.selection import (
     WIDE_LATENT,
@@ -68,11 +69,7 @@ def refusal_latent(shape: DecodeShape) -> str | None:
 
 def refusal_latent_fp8(shape: DecodeShape) -> str | None:
     """As :func:`refusal_latent`, of e4m3 latents."""
-    if shape.kv_lora_rank % 16:
-        return f"kv_lora_rank is {shape.kv_lora_rank}; rows of e4m3 numbers must be multiples of 16 bytes"
-    if shape.kv_lora_rank > WIDE_LATENT:
-        return f"kv_lora_rank is {shape.kv_lora_rank}; the kernel over e4m3 latents alone takes at most {WIDE_LATENT}"
-    return refusal_latent(shape)
+    return refusal_codes(shape) or refusal_latent(shape)
 
 
 def portable_shared_memory(
@@ -141,18 +138,26 @@ def _registers(
     return (computing, key, streaming) if computing >= max(launched, needed) and key <= 240 else None
 
 
+def _registers_of(
+    shape: DecodeShape, tiling: RowTiling, warpgroups: int, resident: int, lean: int, streamers: int = 1
+) -> tuple[int, int, int] | None:
+    """Those of :func:`_registers` for all columns; where they are not enough, ``lean`` ones if a tile is one load:
+    several addresses at a time take their registers."""
+    call = (shape.kv_lora_rank, shape.qk_rope_head_dim, tiling, warpgroups, resident)
+    registers = _registers(*call, streamers=streamers)
+    if registers is None and lean and shape.page_size >= 64 and shape.seqlen_q == 1:
+        registers = _registers(*call, lean=lean, streamers=streamers)
+    return registers
+
+
 def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     """(rank, choice or None, bytes); few tiles first (each reads the cache again), then bytes in flight."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     makers = blocks.chunks_per_block
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (6, 4, 3, 2), (3 * makers, 2 * makers))
-    widths = shape.kv_lora_rank, shape.qk_rope_head_dim
     for warpgroups, resident, num_stages, rope_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
-        registers = _registers(*widths, tiling, warpgroups, resident)
-        one_load = shape.page_size >= 64 and shape.seqlen_q == 1  # several addresses at a time take their registers
-        if registers is None and resident > 1 and one_load:
-            registers = _registers(*widths, tiling, warpgroups, resident, lean=LEAN)
+        registers = _registers_of(shape, tiling, warpgroups, resident, LEAN if resident > 1 else 0)
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
         choice = LatentChoice(
             "latent_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 1), warpgroups, resident,
@@ -174,13 +179,10 @@ def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     piece = 64 * CODE_PANEL + pages * max(SCALE_BYTES, 256 // pages)
     rope_stages, resident = 2 * makers, 1  # two CTAs a multiprocessor: not tried
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (3, 2), range(12, 1, -1))
-    widths = shape.kv_lora_rank, shape.qk_rope_head_dim
     for warpgroups, num_stages, code_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
         used += code_stages * piece + num_stages * 3 * 64 * 4
-        registers = _registers(*widths, tiling, warpgroups, resident, streamers=2)
-        if registers is None and shape.page_size >= 64 and shape.seqlen_q == 1:
-            registers = _registers(*widths, tiling, warpgroups, resident, lean=8, streamers=2)
+        registers = _registers_of(shape, tiling, warpgroups, resident, 8, streamers=2)
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
         choice = LatentChoice(
             "latent_fp8", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 2), warpgroups, resident,
@@ -219,9 +221,13 @@ def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
         yield rank, choice if used <= limit and registers is not None else None, used
 
 
+def _tilings(shape: DecodeShape) -> dict[RowTiling, None]:
+    return dict.fromkeys(tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1) for max_rows in (64, 32, 16))
+
+
 def _candidates(shape: DecodeShape, capability: int, limit: int) -> Candidates:
     """Two CTAs share columns only where one takes them with no tiling: halves of a key are rounded each."""
-    tilings = dict.fromkeys(tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1) for max_rows in (64, 32, 16))
+    tilings = _tilings(shape)
     alone = capability == 90 and shape.kv_lora_rank <= WIDE_LATENT
     found = [entry for tiling in tilings if alone for entry in _ws(shape, tiling, limit)]
     yield from found
@@ -254,11 +260,7 @@ def select_latent_fp8(shape: DecodeShape, capability: int) -> LatentChoice:
     Raises:
         ValueError: with the numbers, if nothing fits into shared memory or registers; or it is no Hopper.
     """
-    if capability != 90:
-        raise ValueError(
-            f"the GPU has compute capability {capability / 10}; the kernel over e4m3 latents alone needs 9.0 (Hopper)"
-        )
+    check_hopper(capability)
     limit = shared_memory_limit(capability)
-    tilings = dict.fromkeys(tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1) for max_rows in (64, 32, 16))
-    candidates = [entry for tiling in tilings for entry in _fp8(shape, tiling, limit)]
+    candidates = [entry for tiling in _tilings(shape) for entry in _fp8(shape, tiling, limit)]
     return rank_choices(shape, capability, candidates)[0]

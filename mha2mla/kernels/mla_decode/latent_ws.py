@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from mha2mla.kernels.machine import Buffers
+from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, Buffers
 from mha2mla.kernels.mla_decode import swap_ab_ws
 from mha2mla.kernels.mla_decode.latent_selection import KEY_TILE, LatentChoice, key_blocks, key_steps
 from mha2mla.kernels.mla_decode.latent_static import GROUP, Keys, LatentTypes, Turn, find_scaled_turn, find_turn
@@ -24,7 +24,6 @@ from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
 SUMS = BLOCK * KEY_TILE // WARPGROUP  # accumulators of a thread
-SWIZZLE_128, ROW_GROUP = 1, 1024 >> 4  # of a wgmma descriptor: layout, and 8 rows of 128 bytes
 PANEL_BYTES = BLOCK * 128  # 64 columns of a tile
 # What an inline function is said to do with a tile that it writes. Where TileLang knows of writing, it puts a barrier
 # before it, for all the warpgroups of a role together; mbarriers hold writers and readers apart.

@@ -98,7 +98,7 @@ def test_refusals_name_the_argument():
     assert explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0", latent_dtype=torch.float8_e4m3fn) is None
     assert refusal_latent_fp8(shape(9, 120, 64)).startswith("kv_lora_rank is 120; rows of e4m3 numbers")
     assert refusal_latent_fp8(shape(32, 528, 64)).startswith("kv_lora_rank is 528; ")
-    with pytest.raises(ValueError, match="latents alone needs 9.0"):
+    with pytest.raises(ValueError, match="e4m3 latents need 9.0"):
         select_latent_fp8(shape(32, 512, 64), 89)
 
 
