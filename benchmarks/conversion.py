@@ -13,7 +13,6 @@ every row, and rows that it already holds for the same commit, model and texts a
 
 from __future__ import annotations
 
-import itertools
 import json as json_format
 import re
 import shutil
@@ -44,8 +43,6 @@ RATIOS = (0.5, 0.3125, 0.1875)
 LONG_TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")
 TEXTS = ("builtin:prose", *LONG_TEXTS)
 LENGTHS = "512,2048,longest"
-ROPE_ONLY = (64, 48, 32)
-ROTARY_WIDTHS = {"shared": (48, 64), "latent": (32, 64, 96, 192)}  # beside the layouts' own
 _CHECK_TOKENS = 512  # of convert's own comparison, which these rows do not read
 
 # Keys whose other value an ablation tries, one at a time, from the preset that it starts from.
@@ -78,8 +75,7 @@ class Case:
 
 
 def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: int = 0) -> list[Case]:
-    """The rows of the comparison table: per ratio the peers, then ours; other rotary widths at the first; then the
-    RoPE step alone.
+    """The rows of the comparison table: per ratio the peers, then ours.
 
     Args:
         kv_width: kv heads times head width of the source. Peers get the widths of their own papers' splits.
@@ -102,19 +98,6 @@ def comparison(ratios: Sequence[float] = RATIOS, *, kv_width: int = 192, seed: i
             recipe = Recipe.from_preset(preset, **keys, **{"calibration.seed": seed})
             name = f"quick, {recipe.target.layout}" if preset == "quick" else preset
             cases.append(Case(f"{ratio:g} {name}", recipe))
-    budget = round(ratios[0] * 2 * kv_width)
-    for layout, widths in ROTARY_WIDTHS.items():
-        for preset, rope in itertools.product((layout, "quick"), widths):
-            rank = budget if layout == "latent" else budget - rope
-            keys = {"layout": layout, "kv_lora_rank": rank, "qk_rope_head_dim": rope, "calibration.seed": seed}
-            name = f"quick, {layout}" if preset == "quick" else preset
-            cases.append(Case(f"{ratios[0]:g} d_r={rope} {name}", Recipe.from_preset(preset, **keys)))
-    for rope in ROPE_ONLY:
-        widths = {"layout": "shared", "qk_rope_head_dim": rope, "kv_lora_rank": 2 * kv_width - rope}
-        widths["calibration.seed"] = seed
-        more = {"fit.output": False, "calibration.tokens": 32768}
-        for preset, keys in (("published-transmla", {"rope.selection": _fold(rope)}), ("quick", more)):
-            cases.append(Case(f"RoPE {rope} {preset}", Recipe.from_preset(preset, **widths, **keys)))
     return cases
 
 
