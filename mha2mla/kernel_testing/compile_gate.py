@@ -1,18 +1,25 @@
 """Compiles a TileLang function for a GPU that is not there and reads what the compiler says of it.
 
 Nothing is launched. ``nvcc`` and ``cuobjdump`` come from the machine or from NVIDIA's pip packages (the ``dev`` extra).
+Reports are kept in the cache folder under all that decides them, as TileLang keeps kernels: lowering takes up to half a
+minute, nine tenths of it in TVM.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
 import sysconfig
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
+
+from mha2mla.cache_folder import cache_folder
 
 SPILL_LIMIT = 16  # bytes; more costs more than it hides
 
@@ -47,7 +54,8 @@ def find_tool(name: str) -> str | None:
 
 
 def compile_only(function, arch: str, pass_configs: dict | None = None) -> list[GateReport]:
-    """Lower ``function`` (a TileLang prim_func) for ``arch`` ("sm_90a") and assemble it with nvcc.
+    """Lower ``function`` (a TileLang prim_func) for ``arch`` ("sm_90a") and assemble it with nvcc, unless a report of
+    the same function by the same tools is kept.
 
     Returns:
         One report per kernel; ``instructions`` is None where no ``cuobjdump`` is found.
@@ -57,27 +65,47 @@ def compile_only(function, arch: str, pass_configs: dict | None = None) -> list[
         RuntimeError: with nvcc's message, if it refuses the source.
         ValueError: as ``check_arguments``.
     """
-    import tilelang
-    from tilelang import tvm
-
     from mha2mla.kernels.compilation import check_arguments
 
     check_arguments(function)
-
-    nvcc = find_tool("nvcc")
-    if nvcc is None:
+    if find_tool("nvcc") is None:
         raise FileNotFoundError("nvcc is not on PATH and not installed by pip (pip install 'mha2mla[dev]')")
+    kept = cache_folder() / "compile-gate" / f"{_key(function, arch, pass_configs or {})}.json"
+    if kept.is_file():
+        return [GateReport(**report) for report in json.loads(kept.read_text())]
+    reports = _compile(function, arch, pass_configs or {})
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
+        json.dump([asdict(report) for report in reports], file)
+    os.replace(file.name, kept)  # another process may be reading
+    return reports
+
+
+def _key(function, arch: str, pass_configs: dict) -> str:
+    """Of the function's text, what it is compiled with and for, and this file, which reads what the compiler says."""
+    import tilelang
+
+    tools = [find_tool(tool) for tool in ("nvcc", "cuobjdump")]
+    versions = [tool and subprocess.run([tool, "--version"], capture_output=True, text=True).stdout for tool in tools]
+    parts = [function.script(show_meta=True), arch, sorted(pass_configs.items()), tilelang.__version__, versions]
+    return sha256(json.dumps([*parts, Path(__file__).read_text()]).encode()).hexdigest()
+
+
+def _compile(function, arch: str, pass_configs: dict) -> list[GateReport]:
+    import tilelang
+    from tilelang import tvm
+
     target = tvm.target.Target({"kind": "cuda", "arch": arch})
-    with tvm.transform.PassContext(opt_level=3, config=pass_configs or {}), target:
+    with tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
         artifact = tilelang.lower(function, target=target)
     root = Path(tilelang.__file__).parent
     include = [f"-I{root / part}" for part in ("src", "3rdparty/cutlass/include", "src/tl_templates")]
-    fast = ["--use_fast_math"] if (pass_configs or {}).get("tl.enable_fast_math") else []
+    fast = ["--use_fast_math"] if pass_configs.get("tl.enable_fast_math") else []
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
         source.write_text(artifact.kernel_source)
         command = [
-            nvcc, "-std=c++17", "-O3", f"-arch={arch}", "-cubin", "-w", "--expt-relaxed-constexpr",
+            find_tool("nvcc"), "-std=c++17", "-O3", f"-arch={arch}", "-cubin", "-w", "--expt-relaxed-constexpr",
             "--expt-extended-lambda", "-Xptxas", "-v", *fast, *include, "-o", str(cubin), str(source),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)

@@ -9,8 +9,10 @@ import pytest
 from benchmarks import vllm_chat
 
 CONVERT = "import pathlib, sys; pathlib.Path(sys.argv[3]).mkdir(); print('wrote', pathlib.Path(sys.argv[3]).resolve())"
+# A shell without job control starts what runs in the background with Ctrl-C ignored, and so what that starts.
 SERVER = """
-import http.server, sys
+import http.server, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)

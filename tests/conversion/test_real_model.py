@@ -40,7 +40,7 @@ class Layers:
         held = token_windows(tokenizer, load_text("builtin:prose"), 256, 2)
         self.windows = TokenBlocks.of(fitted)
         parts = (self.windows, TokenBlocks.of(held))
-        self.inputs = list(share_search._inputs(self.model, parts, folder, SPILL_BYTES))[::2]
+        self.inputs = list(share_search._inputs(self.model, parts, folder, SPILL_BYTES))[::5]
 
     def losses(self, recipe: Recipe) -> list[float]:
         """Relative squared error of the attention's output on held-out text, by layer."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mha2mla
@@ -17,14 +22,34 @@ FOLDER = cache_folder() / "SmolLM2-135M-Instruct"
 PROMPT = "A pendulum is a weight hung from a pivot so that it can swing freely. When it is moved sideways, gravity"
 
 
-@pytest.fixture(scope="module", params=["per-group", pytest.param("latent", marks=pytest.mark.exhaustive)])
-def converted(request, tmp_path_factory) -> str:
+def first_layers(folder: Path, layers: int) -> Path:
+    """SmolLM2's embeddings and first layers, as they were trained."""
+    folder.mkdir()
+    for path in FOLDER.glob("*.json"):
+        shutil.copy(path, folder)
+    config = json.loads((FOLDER / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(FOLDER / "model.safetensors")
+    names = [n for n in tensors if not n.startswith("model.layers.") or int(n.split(".")[2]) < layers]
+    save_file({name: tensors[name] for name in names}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+WHOLE = [("per-group", 30), ("latent", 30)]
+PARAMS = [("per-group", 6), *(pytest.param(each, marks=[pytest.mark.exhaustive]) for each in WHOLE)]
+
+
+@pytest.fixture(scope="module", params=PARAMS, ids=lambda param: f"{param[0]}-{param[1]}-layers")
+def folders(request, tmp_path_factory) -> tuple[Path, Path]:
+    """A source and what it was converted to."""
     if not (FOLDER / "model.safetensors").is_file():
         pytest.skip(f"SmolLM2 is not in {FOLDER}; `mha2mla demo` fetches it")
-    folder = tmp_path_factory.mktemp("exact") / request.param
-    recipe = {"preset": "minimal", "layout": request.param, "calibration.tokens": 2048, "calibration.lengths": 512}
-    mha2mla.convert(str(FOLDER), folder, recipe, progress=False)
-    return str(folder)
+    layout, layers = request.param
+    folder = tmp_path_factory.mktemp("exact")
+    source = FOLDER if layers == 30 else first_layers(folder / "source", layers)
+    recipe = {"preset": "minimal", "layout": layout, "calibration.tokens": 512, "calibration.lengths": 512}
+    mha2mla.convert(source, folder / "converted", recipe, evaluation_tokens=256, progress=False)
+    return source, folder / "converted"
 
 
 def prompt() -> torch.Tensor:
@@ -38,9 +63,9 @@ def generate(model, ids, tokens, **options):
 
 @pytest.mark.parametrize("tokens", [48, pytest.param(256, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", ["mla_reference", "mla_expanded"])
-def test_tokens_in_float32(converted, name, tokens):
+def test_tokens_in_float32(folders, name, tokens):
     """Where the expanded form attends nothing is captured, and the tokens are the same again."""
-    model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32).eval()
     model.config.attention_backend = name
     model.step_capture, ids = StepCapture(Tape), prompt()
     out = generate(model, ids, tokens)
@@ -54,11 +79,13 @@ def test_tokens_in_float32(converted, name, tokens):
 
 
 @pytest.mark.gpu
-def test_logits_of_bfloat16_kernels(converted):
+def test_logits_of_bfloat16_kernels(folders):
     """Captured, over 256 tokens: as near to the converted model in float32 as twice what bfloat16 costs the source."""
     ids = prompt().cuda()
-    made = {dtype: AutoModelForCausalLM.from_pretrained(converted, dtype=dtype).cuda().eval() for dtype in DTYPES}
-    source = {dtype: AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).cuda().eval() for dtype in DTYPES}
+    source, made = (
+        {dtype: AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval() for dtype in DTYPES}
+        for folder in folders
+    )
     out = generate(made[torch.bfloat16], ids, 256, output_logits=True)
     assert {line.backend for line in made[torch.bfloat16].attention_report()} == {"mla_paged"}
     assert len(out.past_key_values.captured) == 1

@@ -1,0 +1,32 @@
+"""A report is taken from the cache folder for the kernel, the target and the settings that it was made of alone."""
+
+import pytest
+
+pytest.importorskip("tilelang", reason="TileLang is not installed")
+
+from mha2mla.kernel_testing import compile_gate
+from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS
+from mha2mla.kernels.split_kv.launch import make_merge
+
+pytestmark = pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
+
+
+def test_a_report_outlives_no_change_of_what_it_is_of(tmp_path, monkeypatch):
+    compiled = []
+
+    def compile(*arguments):
+        compiled.append(arguments)
+        return [compile_gate.GateReport("main", len(compiled), 0, 0, False, {"HGMMA": 1})]
+
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path))
+    monkeypatch.setattr(compile_gate, "_compile", compile)
+    calls = [
+        (make_merge(12, columns, "bfloat16", 64, dependent=False), arch, configs)
+        for columns, arch, configs in (
+            (200, "sm_80", PASS_CONFIGS), (208, "sm_80", PASS_CONFIGS), (200, "sm_90a", PASS_CONFIGS),
+            (200, "sm_80", SMALL_PASS_CONFIGS),
+        )
+    ]  # fmt: skip
+    first = [compile_gate.compile_only(*call) for call in calls]
+    assert [report.registers for (report,) in first] == [1, 2, 3, 4]
+    assert [compile_gate.compile_only(*call) for call in calls] == first and len(compiled) == 4
