@@ -4,7 +4,6 @@ from mha2mla.kernels.attention_combine.api import attention_combine, attention_c
 from mha2mla.kernels.attention_varlen.api import (
     attention_varlen,
     explain_attention_varlen,
-    mla_prefill_append,
     mla_prefill_varlen,
 )
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
@@ -50,7 +49,6 @@ __all__ = [
     "mla_append",
     "mla_attention",
     "mla_decode",
-    "mla_prefill_append",
     "mla_prefill_varlen",
     "mla_step",
     "plan_gqa_attention",

@@ -11,7 +11,6 @@ from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH
 from mha2mla.kernels.devices import capability, check_backend, dtype_name
 from mha2mla.kernels.layouts import Argument, accumulator, argument_error, check_aligned, check_scale, check_tensors
 from mha2mla.kernels.registration import register
-from mha2mla.kernels.rope_append.api import mla_append
 from mha2mla.kernels.split_kv.plan import check_window
 
 _COMPILED_DTYPES = (torch.bfloat16, torch.float16)
@@ -125,53 +124,6 @@ def mla_prefill_varlen(
     return _attend(
         queries, keys, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window, sinks, out,
         return_lse, backend,
-    )  # fmt: skip
-
-
-def mla_prefill_append(
-    q_nope: Tensor,
-    q_pe: Tensor,
-    k_nope: Tensor,
-    k_pe: Tensor,
-    v: Tensor,
-    latent: Tensor,
-    latent_cache: Tensor,
-    rope_cache: Tensor | None,
-    slots: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    *,
-    softmax_scale: float,
-    causal: bool = True,
-    window: int | None = None,
-    sinks: int = 0,
-    out: Tensor | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Prefill of sequences that have no cache yet: writes their latents and rotary keys, and attends, in one call.
-
-    Two launches, not one: what is written is 1/(2 H) of what attention computes with, and the latent is nothing that
-    the expanded form reads.
-
-    Args:
-        q_nope, q_pe, k_nope, k_pe, v: as in :func:`mla_prefill_varlen`, with T_q = T_k = T; rotated.
-        latent: [T, d_c].
-        latent_cache: [P, page, d_c], written; ``rope_cache`` [P, page, G, d_r] likewise, or None where nothing rotary
-            is cached.
-        slots: [T] int32, page * page_size + offset of each token (:func:`mha2mla.kernels.slots_of`); one outside the
-            cache, such as -1, writes nothing.
-        cu_seqlens: [B+1] int32, of queries and keys.
-        max_seqlen, softmax_scale, causal, window, sinks, out, return_lse, backend: as in :func:`attention_varlen`.
-    """
-    half = k_pe.shape[-1] // 2 if k_pe.ndim else 0
-    mla_append(
-        latent, None if rope_cache is None else k_pe, k_pe[:, :0], latent_cache, rope_cache, torch.zeros_like(slots),
-        slots, k_pe.new_zeros(1, half, dtype=torch.float32), backend=backend,
-    )  # fmt: skip
-    return mla_prefill_varlen(
-        q_nope, q_pe, k_nope, k_pe, v, cu_seqlens, cu_seqlens, max_seqlen, softmax_scale=softmax_scale, causal=causal,
-        window=window, sinks=sinks, out=out, return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 

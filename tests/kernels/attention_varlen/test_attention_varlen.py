@@ -11,7 +11,7 @@ import torch
 
 from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
 from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge
-from mha2mla.kernels import attention_varlen, mla_prefill_append, mla_prefill_varlen
+from mha2mla.kernels import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.attention_varlen.tiling import (
     ROWS,
     VarlenShape,
@@ -185,34 +185,6 @@ def test_out_is_written():
     found, _ = call(problem, inputs, out=out)
     assert found is out
     assert torch.equal(out, call(problem, inputs)[0])
-
-
-def test_append_writes_the_cache_and_attends():
-    make = torch.Generator().manual_seed(0)
-    heads, groups, tokens, width, rope = 4, 2, 7, 16, 8
-    normal = lambda *shape: torch.randn(*shape, generator=make)  # noqa: E731
-    q_nope, q_pe, k_nope, k_pe = (normal(tokens, h, d) for h, d in ((4, 8), (4, rope), (4, 8), (groups, rope)))
-    v, latent = normal(tokens, heads, 24), normal(tokens, width)
-    latent_cache, rope_cache = normal(3, 4, width), normal(3, 4, groups, rope)
-    before = latent_cache.clone(), rope_cache.clone()
-    slots = torch.tensor([4, 5, -1, 11, 0, 99, 7], dtype=torch.int32)
-    bounds = torch.tensor([0, 3, 7], dtype=torch.int32)
-    out = mla_prefill_append(
-        q_nope, q_pe, k_nope, k_pe, v, latent, latent_cache, rope_cache, slots, bounds, 4, softmax_scale=0.2
-    )
-    expected = mla_prefill_varlen(q_nope, q_pe, k_nope, k_pe, v, bounds, bounds, 4, softmax_scale=0.2)
-    assert torch.equal(out, expected)
-    for token, slot in enumerate(slots.tolist()):
-        if 0 <= slot < 12:
-            before[0].view(12, width)[slot] = latent[token]
-            before[1].view(12, groups, rope)[slot] = k_pe[token]
-    assert torch.equal(latent_cache, before[0])
-    assert torch.equal(rope_cache, before[1])
-    alone = torch.zeros_like(latent_cache)  # where nothing rotary is cached
-    out = mla_prefill_append(q_nope, q_pe, k_nope, k_pe, v, latent, alone, None, slots, bounds, 4, softmax_scale=0.2)
-    written = slots[(slots >= 0) & (slots < 12)].long()
-    assert torch.equal(out, expected) and alone.view(12, width).any(-1).nonzero().flatten().equal(written.sort().values)
-    assert torch.equal(alone.view(12, width)[written], latent_cache.view(12, width)[written])
 
 
 def arguments(**changes):
