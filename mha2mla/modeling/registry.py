@@ -126,7 +126,7 @@ class AttentionRegistry:
     """Backends by name.
 
     Args:
-        backends: what is in it from the beginning, in the order in which :meth:`choose` tries them.
+        backends: what is in it from the beginning, in the order in which :meth:`find` tries them.
     """
 
     def __init__(self, backends: Iterable[AttentionBackend] = ()) -> None:
@@ -159,17 +159,6 @@ class AttentionRegistry:
         if name not in self._backends:
             raise ValueError(f"attention backend is {name!r}; expected one of {sorted(self._backends)}")
         return self._backends[name]
-
-    def choose(self, name: str | None, geometry: Any, *where: Any, **options: Any) -> AttentionBackend:
-        """The backend of :meth:`find`, which takes the same arguments.
-
-        Raises:
-            ValueError: it, or every one of them, refuses; with the reasons.
-        """
-        backend, why = self.find(name, geometry, *where, **options)
-        if backend is None:
-            raise ValueError(f"{refused(name, geometry)}: {why}")
-        return backend
 
     def find(
         self,

@@ -16,7 +16,7 @@ from mha2mla.kernels import absorbs_up_to
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, AttentionRegistry, refused
+from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, refused
 
 
 def find_over_cache(
@@ -25,15 +25,14 @@ def find_over_cache(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    registry: AttentionRegistry = ATTENTION_BACKENDS,
 ) -> tuple[AttentionBackend | None, str]:
     """What serves a layer over a LatentCache, and what is not served, in words; None: the one called ``name`` refuses.
 
     With no name given the attention implementation serves what no kernel does on a GPU, where plain torch is slow.
     """
-    backend, why = registry.find(name, geometry, page_size, dtype, device, long_queries=False)
+    backend, why = ATTENTION_BACKENDS.find(name, geometry, page_size, dtype, device, long_queries=False)
     if name is None and (backend is None or (device.type == "cuda" and not backend.compiled)):
-        return registry.get("mla_expanded"), why
+        return ATTENTION_BACKENDS.get("mla_expanded"), why
     return backend, why
 
 
@@ -95,7 +94,6 @@ def what_serves(
     *,
     query_length: int = 1,
     page_size: int = PAGE_SIZE,
-    registry: AttentionRegistry = ATTENTION_BACKENDS,
 ) -> tuple[LayerAttention, ...]:
     """What will serve every layer of a model with this config.
 
@@ -105,7 +103,6 @@ def what_serves(
         dtype: of the model.
         query_length: new tokens per sequence, over a cache that holds more than these.
         page_size: tokens per page of the cache.
-        registry: of the backends.
     """
     device, name = torch.device(device), config.attention_backend
     expanded = config._attn_implementation or "sdpa"
@@ -115,8 +112,8 @@ def what_serves(
         if geometry in served:
             continue
         where = (page_size, dtype, device)
-        backend, reason = find_over_cache(name, geometry, *where, registry)
-        batches, batch_reason = registry.find(name, geometry, *where)
+        backend, reason = find_over_cache(name, geometry, *where)
+        batches, batch_reason = ATTENTION_BACKENDS.find(name, geometry, *where)
         short = absorbs_up_to(geometry)
         if backend is None or backend.attend is None:
             form = ("expanded", expanded, reason)
@@ -139,7 +136,6 @@ def widest_served(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     page_size: int = PAGE_SIZE,
-    registry: AttentionRegistry = ATTENTION_BACKENDS,
 ) -> int | None:
     """The largest ``kv_lora_rank`` up to a layer's own with which, all else being the same, kernels would serve it in
     both ways of calling the model; None: its latent is not what they refuse."""
@@ -148,7 +144,7 @@ def widest_served(
     while refused_from - served > 1:
         width = (served + refused_from) // 2
         layer = replace(geometry, kv_lora_rank=8 * width)
-        found = find_over_cache(None, layer, *where, registry)[0], registry.find(None, layer, *where)[0]
+        found = find_over_cache(None, layer, *where)[0], ATTENTION_BACKENDS.find(None, layer, *where)[0]
         if all(backend is not None and backend.compiled for backend in found):
             served = width
         else:
@@ -162,7 +158,6 @@ def batch_backends(
     device: torch.device | str,
     dtype: torch.dtype,
     page_size: int,
-    registry: AttentionRegistry = ATTENTION_BACKENDS,
 ) -> list[AttentionBackend]:
     """The backend of every layer's batches: the one called ``name``, or for None the best.
 
@@ -173,7 +168,7 @@ def batch_backends(
         UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
     """
     geometries, device = [layer.geometry for layer in layers], torch.device(device)
-    found = {each: registry.find(name, each, page_size, dtype, device) for each in dict.fromkeys(geometries)}
+    found = {each: ATTENTION_BACKENDS.find(name, each, page_size, dtype, device) for each in dict.fromkeys(geometries)}
     for index, geometry in enumerate(geometries):
         if found[geometry][0] is None:
             raise ValueError(f"layer {index}: {refused(name, geometry)}: {found[geometry][1]}")

@@ -248,13 +248,14 @@ def test_a_registry_keeps_names_apart():
         registry.backends["mla_paged"] = paged
     geometry = GQAGeometry(6, 2, 16, 8)
     assert paged.refusal(geometry, 16, torch.float32, "cpu") == "it serves MLAGeometry, not GQAGeometry"
-    chosen = registry.choose(None, geometry, 16, torch.float32, "cpu")
+    where = (geometry, 16, torch.float32, "cpu")
+    chosen, _ = registry.find(None, *where)
     assert chosen.name == "gqa_reference" and chosen.per_token == ("query", "key", "value")
-    with pytest.raises(ValueError, match="no attention backend serves"):
-        AttentionRegistry().choose(None, geometry, 16, torch.float32, "cpu")
-    only = AttentionRegistry([registry.get("gqa_paged")])
-    with pytest.raises(ValueError, match="gqa_paged: dtype is float32"):
-        only.choose(None, geometry, 16, torch.float32, "cpu")
+    assert AttentionRegistry().find(None, *where) == (None, "none is registered")
+    backend, why = AttentionRegistry([registry.get("gqa_paged")]).find(None, *where)
+    assert backend is None and "gqa_paged: dtype is float32" in why
+    with pytest.raises(ValueError, match="attention backend is 'no'; expected one of"):
+        registry.find("no", *where)
 
 
 def test_layers_of_other_ranks_share_a_workspace():

@@ -146,7 +146,7 @@ def test_a_name_decides_both_ways_of_calling_the_model(name, width, device, expe
     layer = what_serves(config(attention_backend=name, kv_lora_rank=width), device)[1]
     assert (layer.form, layer.backend, layer.batch_backend and layer.batch_backend.name) == expected
     if name is None:
-        assert layer.batch_backend is ATTENTION_BACKENDS.choose(None, layer.geometry, 64, torch.bfloat16, device)
+        assert layer.batch_backend is ATTENTION_BACKENDS.find(None, layer.geometry, 64, torch.bfloat16, device)[0]
 
 
 LATENT = {"num_rope_heads": 1, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "rope_from_latent": True}
