@@ -192,9 +192,7 @@ class SequenceBatch:
     @property
     def uniform_length(self) -> int | None:
         """New tokens of each row, if all rows bring as many, 8 at most, and no token pads the batch behind them."""
-        longest = self.max_seqlen_q
-        alike = longest * self.num_sequences == int(self.lengths[0].sum()) == self.num_tokens
-        return longest if alike and 0 < longest <= MAX_DECODE_QUERY_LENGTH else None
+        return uniform_length(self.lengths[0].tolist(), self.num_tokens)
 
     @property
     def max_seqlen_q(self) -> int:
@@ -279,6 +277,21 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 torch.export.register_dataclass(SequenceBatch, serialized_type_name="mha2mla.modeling.SequenceBatch")
+
+
+def uniform_length(query_lengths: Sequence[int], num_tokens: int) -> int | None:
+    """New tokens of each sequence if all bring as many, at most 8; else None.
+
+    Args:
+        query_lengths: per row; 0 for rows behind the sequences that pad a CUDA graph, whose tokens are counted in
+            ``num_tokens``.
+        num_tokens: rows times that length.
+    """
+    first = query_lengths[0] if len(query_lengths) else 0
+    if not 0 < first <= MAX_DECODE_QUERY_LENGTH or first * len(query_lengths) != num_tokens:
+        return None
+    present = list(query_lengths[: sum(length > 0 for length in query_lengths)])
+    return first if present == [first] * len(present) else None
 
 
 def token_places(

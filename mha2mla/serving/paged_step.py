@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH, MAX_EXPANDED_TOKENS, DecodePlan
-from mha2mla.modeling.batch import UniformBatch
+from mha2mla.modeling.batch import UniformBatch, uniform_length
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants, Plan
 from mha2mla.modeling.step import DecodePlans, mixed_plans
@@ -38,21 +38,6 @@ def cache_views(rows: Tensor, geometry: MLAGeometry) -> dict[str, Tensor]:
         return {"latent_cache": latent}
     rope = rows[..., geometry.kv_lora_rank :].unflatten(-1, (geometry.num_rope_heads, geometry.qk_rope_head_dim))
     return {"latent_cache": latent, "rope_cache": rope}
-
-
-def uniform_length(query_lengths: Sequence[int], num_tokens: int) -> int | None:
-    """New tokens of each sequence if all bring as many, at most 8; else None.
-
-    Args:
-        query_lengths: per row; 0 for rows behind the sequences that pad a CUDA graph, whose tokens are counted in
-            ``num_tokens``.
-        num_tokens: rows times that length.
-    """
-    first = query_lengths[0] if len(query_lengths) else 0
-    if not 0 < first <= MAX_DECODE_QUERY_LENGTH or first * len(query_lengths) != num_tokens:
-        return None
-    present = list(query_lengths[: sum(length > 0 for length in query_lengths)])
-    return first if present == [first] * len(present) else None
 
 
 def host_lengths(query_lengths: Sequence[int], total_lengths: Sequence[int]) -> Tensor:

@@ -10,13 +10,13 @@ from mha2mla.kernels import MAX_EXPANDED_TOKENS, DecodePlan
 from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 from mha2mla.modeling import ATTENTION_BACKENDS, MLAAttention
+from mha2mla.modeling.batch import uniform_length
 from mha2mla.serving.paged_step import (
     StepPlanner,
     cache_views,
     host_lengths,
     rehearsals,
     rehearse,
-    uniform_length,
 )
 from tests.modeling.models import GEOMETRIES, TOLERANCE, mla_model, relative_error, tokens
 
