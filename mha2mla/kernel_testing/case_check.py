@@ -27,10 +27,7 @@ def check_case(case: Case, device: torch.device) -> dict[str, Any]:
         plan = plan_for(plan, case.num_ctas(plan.num_ctas))
     wrong, first = "", None
     for _ in range(REPEATS):
-        for workspace in (plan.partial_out, plan.partial_lse):
-            workspace.fill_(torch.nan)
-        plan.schedule.fill_(UNUSED_PAGE)
-        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+        refresh_poisoned(plan, inputs)
         out = torch.full_like(inputs["q_latent"], torch.nan)
         out, lse = mla_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
         if first is None:
@@ -64,6 +61,14 @@ def plan_for(plan: DecodePlan, num_ctas: int) -> DecodePlan:
         partial_out=plan.partial_out.new_empty(num_ctas, *plan.partial_out.shape[1:]),
         partial_lse=plan.partial_lse.new_empty(num_ctas, *plan.partial_lse.shape[1:]),
     )
+
+
+def refresh_poisoned(plan: DecodePlan, inputs: dict[str, Any]) -> None:
+    """Fills a plan for a call, over poison: NaN in its workspace, and rows of its schedule that nobody may read."""
+    for workspace in (plan.partial_out, plan.partial_lse):
+        workspace.fill_(torch.nan)
+    plan.schedule.fill_(UNUSED_PAGE)
+    plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
 
 
 def plan_error(problem: Problem, plan: DecodePlan) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernel_testing.case_check import plan_for
+from mha2mla.kernel_testing.case_check import plan_for, refresh_poisoned
 from mha2mla.kernel_testing.judgement import verdict
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, expected
+from mha2mla.kernel_testing.problems import Problem, expected
 from mha2mla.kernel_testing.timing import time_callable
 from mha2mla.kernel_testing.trials import Candidate, Trial
 from mha2mla.kernels import DecodePlan
@@ -49,10 +49,7 @@ def prepared_call(
     """What launches a candidate, planned for the problem over poisoned buffers, and the out and lse that it fills."""
     inputs, plan = _prepared(problem, dtype, device)
     mine = plan_for(plan, candidate.num_ctas)
-    for workspace in (mine.partial_out, mine.partial_lse):
-        workspace.fill_(torch.nan)
-    mine.schedule.fill_(UNUSED_PAGE)
-    mine.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
+    refresh_poisoned(mine, inputs)
     out = torch.full_like(inputs["q_latent"], torch.nan)
     batch, seqlen_q, heads, _ = out.shape
     lse = torch.full((batch, heads, seqlen_q), torch.nan, dtype=torch.float32, device=device)

@@ -177,27 +177,23 @@ def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     makers, pieces = blocks.chunks_per_block, -(-latent // CODE_PANEL)
     pages = max(1, 64 // shape.page_size)
     piece = 64 * CODE_PANEL + pages * max(SCALE_BYTES, 256 // pages)
-    rope_stages, resident = 2 * makers, 1  # two CTAs a multiprocessor: not tried
+    rope_stages = 2 * makers
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (3, 2), range(12, 1, -1))
     for warpgroups, num_stages, code_stages in sizes:
         used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
         used += code_stages * piece + num_stages * 3 * 64 * 4
-        registers = _registers_of(shape, tiling, warpgroups, resident, 8, streamers=2)
-        fits = registers is not None and resident * (used + 1024) <= limit + 1024
+        registers = _registers_of(shape, tiling, warpgroups, 1, 8, streamers=2)  # two CTAs: not tried
         choice = LatentChoice(
-            "latent_fp8", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 2), warpgroups, resident,
+            "latent_fp8", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + makers + 2), warpgroups, 1,
             f"latent_fp8: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s) compute, "
             f"{makers} make keys, {num_stages} latent and {rope_stages} rope stages, {code_stages} pieces of "
-            f"{CODE_PANEL} codes, {resident} CTA(s) a multiprocessor, {used} bytes of shared memory each",
+            f"{CODE_PANEL} codes, {used} bytes of shared memory",
             registers=registers or (0, 0, 0),
             code_stages=code_stages,
         )  # fmt: skip
-        in_flight = min(code_stages, 8 // resident, 4 * pieces)
-        rank = (
-            tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, -num_stages,
-            code_stages,
-        )  # fmt: skip
-        yield rank, choice if fits else None, used
+        in_flight = min(code_stages, 8, 4 * pieces)
+        rank = (tiling.num_tiles, tiling.rows, -in_flight, warpgroups, -num_stages, code_stages)
+        yield rank, choice if used <= limit and registers is not None else None, used
 
 
 def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
