@@ -18,7 +18,7 @@ from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.expanded import Attend, attend_wave, expand, gather_rows
 from mha2mla.kernels.mixed_attention.layout import Group
 from mha2mla.kernels.mixed_attention.parts import ChunkPart, GroupPart, MixedPlan, Parts
-from mha2mla.kernels.mla_decode.quantization import dequantize_latent
+from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
@@ -33,7 +33,7 @@ _MLA = (
     Argument("rope.bias", "d_r", optional=True),
     Argument("rope.inv_freq", "pairs", torch.float32, optional=True),
 )
-_LATENT = Argument("latent_cache", "P page d_c"), Argument("latent_cache", "P page d_c", torch.float8_e4m3fn)
+_LATENT = Argument("latent_cache", "P page d_c"), Argument("latent_cache", "P page d_c", CODES)
 _GQA = (
     Argument("query", "N H d_k"),
     Argument("key_cache", "P page h_kv|H d_k"),
@@ -89,12 +89,7 @@ def mla_attention(
     """
     check_backend(backend)
     check_scale(softmax_scale)
-    codes = latent_cache.dtype == torch.float8_e4m3fn
-    if codes != (latent_scale is not None):
-        raise ValueError(
-            f"latent_scale is {'None' if latent_scale is None else 'given'} for a latent_cache of {latent_cache.dtype};"
-            " expected one exactly where latent_cache is torch.float8_e4m3fn"
-        )
+    codes = holds_codes(latent_cache, latent_scale)
     if (rope_cache is None) == (rope is None):
         given = "neither" if rope is None else "both"
         raise ValueError(f"rope_cache and rope: {given} given; expected exactly one of them")

@@ -5,12 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mha2mla.kernels.layouts import argument_error
+
 CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
 # Rows below are stored with this scale and keep fewer digits: `weight / scale` in the kernel must stay a float32.
 SMALLEST_SCALE = 2.0**-32
 # A factor and no divisor: torch divides by a Python number on CUDA as it multiplies by its float32 reciprocal.
 SCALE_OF_LARGEST = 1 / LARGEST_CODE
+
+
+def holds_codes(latent_cache: Tensor, latent_scale: Tensor | None) -> bool:
+    """Whether a cache holds codes; raises ValueError unless scales are given exactly where it does."""
+    codes = latent_cache.dtype == CODES
+    if codes != (latent_scale is not None):
+        was = f"{'None' if latent_scale is None else 'given'} for a latent_cache of {latent_cache.dtype}"
+        raise argument_error("latent_scale", was, f"one exactly where latent_cache is {CODES}")
+    return codes
 
 
 def quantize_latent(latent: Tensor) -> tuple[Tensor, Tensor]:

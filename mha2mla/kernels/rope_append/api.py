@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mha2mla.kernels.devices import capability, runs_compiled
 from mha2mla.kernels.layouts import Argument, argument_error, check_tensors
-from mha2mla.kernels.mla_decode.quantization import CODES, quantize_latent
+from mha2mla.kernels.mla_decode.quantization import CODES, holds_codes, quantize_latent
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.skinny_linear.api import serves_maps
 
@@ -86,12 +86,7 @@ def mla_append(
     if k_pe is None:  # no rope head
         k_pe = q_pe[:, :0]
         rope_cache = q_pe.new_empty(*latent_cache.shape[:2], 0, q_pe.shape[-1])
-    codes = latent_cache.dtype == CODES
-    if codes != (latent_scale is not None):
-        raise ValueError(
-            f"latent_scale is {'None' if latent_scale is None else 'given'} for a latent_cache of {latent_cache.dtype};"
-            " expected one exactly where latent_cache is torch.float8_e4m3fn"
-        )
+    codes = holds_codes(latent_cache, latent_scale)
     tensors = (q_pe, k_pe, inv_freq, latent, rope_cache, positions, slots, latent_scale, latent_cache)
     _check((*_MLA, _LATENT[codes]), *tensors)
     compiled = runs_compiled(backend, q_pe.device, q_pe.dtype)
