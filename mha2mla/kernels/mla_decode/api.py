@@ -216,7 +216,8 @@ def mla_decode_values(
 def serves_values(
     q_latent: Tensor, latent_cache: Tensor, v_up: Tensor, block_table: Tensor, plan: DecodePlan | None
 ) -> bool:
-    """Whether :func:`mla_decode_values` serves arguments of these shapes and this plan: rows are few, on a Hopper."""
+    """Whether :func:`mla_decode_values` serves arguments of these shapes and this plan: few rows on a Hopper, and heads
+    that share maps; where each has its own, a merge and a product are faster (docs/notes/step.md)."""
     batch, seqlen_q, heads, width = q_latent.shape
     return (
         plan is not None
@@ -227,6 +228,7 @@ def serves_values(
         and capability(q_latent.device) == 90
         and latent_cache.shape[0] > 0
         and block_table.shape[1] > 0
+        and v_up.shape[0] < heads
         and heads % v_up.shape[0] == 0
         and width % 32 == 0
         and width <= 1024

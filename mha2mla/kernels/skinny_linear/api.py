@@ -11,9 +11,8 @@ from mha2mla.kernels.devices import BACKENDS, capability, num_sms
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 
-MAX_ROWS = 16
-_FEW_ROWS = 8  # with maps a head at most
-_MORE_ROWS_NUMBERS = 3 * 2**24  # of a weight at most, for more rows: every block reads them all
+MAX_ROWS = 8
+_MAX_TOKENS = 16  # through a map a head
 _COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
 _INNER, _OUTER = 256, 8  # rows of a map at most, and what its columns are a multiple of
 _GROUP = 64  # heads that share a map, at most, and the columns of a block
@@ -72,8 +71,7 @@ def skinny_linear(
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(weight.shape)} on {x.device}",
-            f"1 to {MAX_ROWS} rows ({_FEW_ROWS} with groups) of bfloat16 or float16 on a CUDA device from sm_80 on, K a"
-            f" multiple of {_COLUMNS},"
+            f"1 to {MAX_ROWS} rows of bfloat16 or float16 on a CUDA device from sm_80 on, K a multiple of {_COLUMNS},"
             f" N / groups of {_OUTPUTS}, and a contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
         )
     return torch.ops.mha2mla.skinny_linear(x, weight, bias, groups, gated, served)
@@ -105,7 +103,7 @@ def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tenso
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(maps.shape)} on {x.device}",
-            f"1 to {MAX_ROWS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, i at most {_INNER}, o a"
+            f"1 to {_MAX_TOKENS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, i at most {_INNER}, o a"
             f" multiple of {_OUTER}, and contiguous maps that begin at a multiple of {ALIGNMENT} bytes",
         )
     return torch.ops.mha2mla.skinny_maps(x, maps, served)
@@ -118,7 +116,7 @@ def serves_maps(x: Tensor, maps: Tensor) -> bool:
     return (
         x.is_cuda
         and x.dtype in _DTYPES
-        and 0 < x.numel() <= MAX_ROWS * heads * inner
+        and 0 < x.numel() <= _MAX_TOKENS * heads * inner
         and len(maps) > 0
         and heads % len(maps) == 0
         and inner <= _INNER
@@ -171,21 +169,15 @@ def is_skinny(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
 
     Maps a head always: cuBLAS takes 4 µs for the 4 MB of W_UV, and cannot begin before attention ends.
     """
-    if not _is_served(x, weight, groups):
-        return False
-    return groups > 1 or is_faster(*weight.shape, num_sms(x.device), x.numel() // weight.shape[1])
+    return _is_served(x, weight, groups) and (groups > 1 or is_faster(*weight.shape, num_sms(x.device)))
 
 
-def is_faster(outputs: int, columns: int, sms: int, rows: int = _FEW_ROWS) -> bool:
-    """Whether so many rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200.
+def is_faster(outputs: int, columns: int, sms: int) -> bool:
+    """Whether up to 8 rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200.
 
-    They do where reading is what takes the time, 8 MiB and more, and blocks leave few places idle at the end; more than
-    eight rows where there is one wave of blocks, and the weight is no larger than a down projection of 11008 columns.
+    They do where reading is what takes the time, 8 MiB and more, and blocks leave few places idle at the end.
     """
-    numbers, resident = outputs * columns, resident_blocks(outputs, sms)
-    if rows > _FEW_ROWS and (numbers > _MORE_ROWS_NUMBERS or resident != 2 or outputs > 2 * sms * _OUTPUTS):
-        return False
-    return numbers >= 2**22 and columns >= _COLUMNS_A_BLOCK and resident > 0
+    return outputs * columns >= 2**22 and columns >= _COLUMNS_A_BLOCK and resident_blocks(outputs, sms) > 0
 
 
 def resident_blocks(outputs: int, sms: int) -> int:
@@ -206,7 +198,7 @@ def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:
     return (
         x.is_cuda
         and x.dtype in _DTYPES
-        and 0 < x.numel() <= (MAX_ROWS if groups == 1 else _FEW_ROWS) * columns * groups
+        and 0 < x.numel() <= MAX_ROWS * columns * groups
         and columns % _COLUMNS == 0
         and outputs % (_OUTPUTS * groups) == 0
         and weight.is_contiguous()

@@ -11,9 +11,9 @@ from mha2mla.kernels.devices import capability, dtype_name, num_sms, on_device
 from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
 from mha2mla.kernels.rope_append.launch import with_dense_rows
-from mha2mla.kernels.skinny_linear.api import MAX_ROWS, resident_blocks
+from mha2mla.kernels.skinny_linear.api import resident_blocks
 from mha2mla.kernels.skinny_linear.grouped import make_grouped_maps
-from mha2mla.kernels.skinny_linear.kernel import ROWS, make_skinny_linear
+from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
 from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
 
 
@@ -71,7 +71,6 @@ def launch_skinny_linear(
             groups=groups,
             gated=gated,
             biased=bias is not None,
-            most_rows=ROWS if len(x) <= ROWS else MAX_ROWS,
             **({"stages": 4, "resident": 3} if three else {}),
         )
         kernel(aligned(x), weight, weight[0] if bias is None else bias.contiguous(), out)

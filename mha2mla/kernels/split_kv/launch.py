@@ -19,7 +19,7 @@ from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import dtype_name, on_device
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_aligned
 from mha2mla.kernels.split_kv.combine import FEW, make_combine
-from mha2mla.kernels.split_kv.merge_maps import SLICE, make_merge_maps
+from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
 
@@ -60,8 +60,7 @@ def compile_merge(heads: int, width: int, dtype: str, splits: int, capability: i
 @cache
 def compile_merge_maps(heads: int, maps: int, width: int, outputs: int, dtype: str):
     """The compiled kernel that merges and goes through a map a head; arguments as ``make_merge_maps``'s."""
-    alone = heads * -(-width // SLICE) <= 128  # of a Hopper's 132 multiprocessors
-    function = make_merge_maps(heads=heads, maps=maps, width=width, outputs=outputs, dtype=dtype, alone=alone)
+    function = make_merge_maps(heads=heads, maps=maps, width=width, outputs=outputs, dtype=dtype)
     return compile_for(function, 90, SMALL_PASS_CONFIGS)
 
 

@@ -16,7 +16,6 @@ THREADS = WARPS * 32
 _STEP = 32  # columns of two products: 16 bytes of a map's row for each of the four threads that share it
 _AHEAD = 9  # partials that a warp has under way: two rounds for the 17 of eight sequences on 132 multiprocessors
 _LANES = 32 // _AHEAD * _AHEAD  # threads of a warp that have the lse of a partial each
-_ROOM = 116 * 1024  # bytes of shared memory, more than half of a multiprocessor's
 _PREFIX = {"bfloat16": "bf16", "float16": "fp16"}
 # Of a warp: warps that share its row, which of them it is, the row's sequence and token; then of the sequence: how many
 # partials, the CTA of the first one, its place there; and which thread has the next one's weight. In memory, since
@@ -34,7 +33,7 @@ static __device__ __forceinline__ void put_pair(float first, float second, const
 """
 
 
-def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: str, alone: bool = True):
+def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: str):
     """A TileLang function ``merge_maps`` for sm_90, of B S_q <= 8 rows; B, S_q and CTAs are run-time values.
 
     A merged row is rounded to ``dtype`` before it is multiplied, and the sum once after, as by a merge and a product.
@@ -44,7 +43,6 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
         width: of a latent, a multiple of 32 up to 1024.
         outputs: numbers that a map makes of it, a multiple of 16 up to 128.
         dtype: of maps, latents and result.
-        alone: no multiprocessor is to have two of the blocks, so that no other one has none.
 
     The function's arguments: splits [B,2], partial_out [num_ctas,2,S_q,H,width] and partial_lse [num_ctas,2,S_q,H] as
     ``combine.make_combine`` has them; merged [B,S_q,H,width], what sequences that one CTA read have; up [maps,outputs,
@@ -55,7 +53,6 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
     cluster = -(-width // SLICE)
     steps, busy = SLICE // _STEP, outputs // 16  # warps that multiply
     written = -(-busy // cluster)  # of whose outputs a block writes
-    senders = max(cluster, _ROOM // (written * 16 * ROWS * 4)) if alone else cluster
 
     def warp():
         return T.get_thread_binding() // 32
@@ -237,7 +234,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
                 tops=T.alloc_shared([WARPS], accum),
                 parts=T.alloc_shared([WARPS, SLICE], accum),
                 given=T.alloc_shared([ROWS, SLICE], dtype),
-                came=T.alloc_shared([senders, written, 16, ROWS], accum),  # from each block of the cluster
+                came=T.alloc_shared([cluster, written, 16, ROWS], accum),  # from each block of the cluster
             )
             h, rank, rows = x // cluster, x % cluster, batch * seqlen_q
             # From the first line to the last nothing else lies where other blocks write, once all have begun.

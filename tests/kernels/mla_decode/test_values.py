@@ -76,7 +76,8 @@ def test_right_beside_the_merge_and_the_product(problem, maps, outputs):
     make = torch.Generator("cuda").manual_seed(maps)
     v_up = torch.randn(maps, outputs, problem.kv_lora_rank, generator=make, device="cuda") * problem.kv_lora_rank**-0.5
     call, v_up = {name: value for name, value in inputs.items() if name != "causal"}, v_up.bfloat16()
-    assert serves_values(call["q_latent"], call["latent_cache"], v_up, call["block_table"], plan)
+    served = serves_values(call["q_latent"], call["latent_cache"], v_up, call["block_table"], plan)
+    assert served == (maps < problem.heads)  # else it could, and others are faster
     plan.partial_out.fill_(torch.nan)
     values = mla_decode_values(**call, v_up=v_up, plan=plan)
     latents = mla_decode(**call, plan=plan)
