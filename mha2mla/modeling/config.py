@@ -20,29 +20,6 @@ _OLDER_KEYS = {
     "decode_backend": {None: None, "tilelang": "mla_paged", "reference": "mla_reference"},
 }
 
-# What transformers, generation and serving tools read from the top level of a config. Taken from the source unless
-# given, and handed back to the source's base model: the top level is what counts (resized embeddings, fewer layers, …).
-_MIRRORED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "attention_dropout",
-    "use_cache",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "sliding_window",
-    "layer_types",
-)
 _PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
 
 
@@ -116,6 +93,8 @@ class MHA2MLAConfig(PreTrainedConfig):
     attention_window: int | None = None
     num_sink_tokens: int = 0
 
+    # From here on, what transformers, generation and serving tools read from the top level of a config: taken from the
+    # source unless given, and handed back to its base model. (Resized embeddings, fewer layers, …)
     vocab_size: int | None = None
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -151,7 +130,7 @@ class MHA2MLAConfig(PreTrainedConfig):
                     raise ValueError(f"{name} is {value!r}; expected one of {tuple(meanings)}")
                 self.attention_backend = self.attention_backend or meanings[value]
         source = self._source_from_dict()
-        for name in _MIRRORED:
+        for name in _repeated():
             if getattr(self, name) is None and hasattr(source, name):
                 setattr(self, name, getattr(source, name))
         if self.num_key_value_heads is None:
@@ -207,7 +186,7 @@ class MHA2MLAConfig(PreTrainedConfig):
     def build_source_config(self) -> PreTrainedConfig:
         """A config of the source's own class for the modules around the attention."""
         source = self._source_from_dict()
-        for name in _MIRRORED:
+        for name in _repeated():
             if hasattr(source, name):
                 setattr(source, name, getattr(self, name))
         return source
@@ -285,3 +264,9 @@ class MHA2MLAConfig(PreTrainedConfig):
         """Bytes that the source model caches per token, all layers, for elements of ``itemsize`` bytes."""
         numbers = (self.layer_geometry(i).source_cache_numel_per_token for i in range(self.num_hidden_layers))
         return itemsize * sum(numbers)
+
+
+def _repeated() -> tuple[str, ...]:
+    """Fields that repeat the source's."""
+    names = tuple(MHA2MLAConfig.__annotations__)
+    return names[names.index("vocab_size") :]
