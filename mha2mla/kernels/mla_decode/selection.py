@@ -168,8 +168,7 @@ def swap_ab_ws_shared_memory(
     latent = padded_latent_columns(kv_lora_rank, 128)
     queries = tiling.rows * latent + rope.num_blocks * rope.block_rows * rope.chunks_per_block * rope.chunk_columns
     rings = num_stages * 64 * latent + rope_stages * 64 * rope.chunk_columns
-    maxima = 0 if num_stages == 1 else 16 * tiling.rows  # else in those 1 KiB
-    return 2 * (queries + rings + 64 * tiling.rows) + maxima + 1024
+    return 2 * (queries + rings + 64 * tiling.rows) + 16 * tiling.rows + 1024
 
 
 def heads_on_m_shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, num_stages: int) -> int:
@@ -188,14 +187,12 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
     """(rank, choice or None, bytes); few tiles first (each reads the cache again), then CTAs, then bytes in flight."""
     latent = padded_latent_columns(shape.kv_lora_rank, 128)
     variants = rope_variants(tiling, shape.qk_rope_head_dim)
-    sizes = [(w, n, r) for w in ((1, 2) if tiling.rows == 64 else (1,)) for n in (4, 3, 2) for r in (6, 4, 3, 2)]
-    sizes += [(1, 1, 1)] * (tiling.rows == 32)  # two CTAs, each with a tile that it loads or works on
+    sizes = ((w, n, r) for w in ((1, 2) if tiling.rows == 64 else (1,)) for n in (4, 3, 2) for r in (6, 4, 3, 2))
     for (warpgroups, num_stages, rope_stages), (variant, rope) in product(sizes, variants.items()):
         used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
         registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
-        alone = num_stages == 1
-        resident = 2 if 2 * (used + 1024) <= limit + 1024 and (registers <= 120 or alone) and warpgroups == 1 else 1
-        fits = used <= limit and registers <= 160 and not (alone and (resident == 1 or rope.on_cuda_cores))
+        fits = used <= limit and registers <= 160
+        resident = 2 if 2 * (used + 1024) <= limit + 1024 and registers <= 120 and warpgroups == 1 else 1
         in_flight = min(num_stages * latent + rope_stages * rope.chunk_columns, 2048 // resident)
         choice = KernelChoice(
             "swap_ab_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, resident,
@@ -205,7 +202,7 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
             variant,
         )  # fmt: skip
         # what is not the rule's way to compute rope scores is for tables to prefer
-        first = 0 if variant == next(iter(variants)) and not alone else OTHER_VARIANT
+        first = 0 if variant == next(iter(variants)) else OTHER_VARIANT
         rank = (first, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups)
         yield rank, choice if fits else None, used
 

@@ -125,10 +125,7 @@ def allocate(k: Static) -> Buffers:
         c_ring=T.alloc_shared([stages, BLOCK, k.latent_cols], k.dtype),
         k_ring=T.alloc_shared([rope_stages, BLOCK, k.rope.chunk_columns], k.dtype),
         p_tile=T.alloc_shared([warpgroups, BLOCK, k.rows], k.dtype),
-        # static memory beside the barriers, where every byte counts: what is dynamic begins at a multiple of 1 KiB
-        stage=T.alloc_shared(
-            [warpgroups, BLOCK // 16, k.rows], T.float32, scope="shared" if stages == 1 else "shared.dyn"
-        ),
+        stage=T.alloc_shared([warpgroups, BLOCK // 16, k.rows], T.float32),
         q_full=T.alloc_barrier(1),
         q_free=T.alloc_barrier(k.consumers),
         c_full=T.alloc_barrier([k.latent_writers] * stages),

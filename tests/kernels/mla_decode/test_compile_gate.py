@@ -104,15 +104,6 @@ def test_hopper_kernels_that_the_rule_does_not_choose(kernel, warpgroups, shape)
 
 
 @pytest.mark.exhaustive
-def test_two_ctas_of_one_tile_each():
-    """They fill a multiprocessor's 228 KiB, of which each takes one more, to the last byte."""
-    shape = DecodeShape(40, 8, 512, 16, 64, 1, "bfloat16")
-    choice = next(c for c in list_kernels(shape, 90) if c.kernel == "swap_ab_ws" and c.num_stages == 1)
-    assert choice.ctas_per_sm == 2
-    assert 2 * (gate(shape, choice, 90).shared_bytes + 1024) <= 228 * 1024
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("variant", "shape"), VARIANTS, ids=name)
 def test_hopper_variants(variant, shape):
     choice = next(choice for choice in list_kernels(shape, 90) if choice.variant == variant)
