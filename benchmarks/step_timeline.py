@@ -5,9 +5,9 @@
 
 Weights and caches are random numbers, of Llama-2-7B's and Llama-3-8B's shapes. The limit reads all weights of a step
 and the cache once at R, the read rate of this run. A step is made in two ways: "fewer" is what the model serves with;
-"parts" is the base model's own modules with every projection by itself, which a hook on each asks for. A third way,
-"apart", serves with append and W_UK in a launch each. At batch 1 their logits are compared before anything is timed:
-the new way may be twice as far as the old from what the decode op's torch reference gives.
+"parts" is the base model's own modules with every projection by itself, which a hook on each asks for. At batch 1 their
+logits are compared before anything is timed: the new way may be twice as far as the old from what the decode op's torch
+reference gives.
 On a CPU small models of the same layouts count the ops that a step calls, and no time is taken.
 """
 
@@ -17,9 +17,7 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.recording import Recording, command
 from mha2mla.eval.report import print_table
 from mha2mla.eval.step_latency import weight_bytes
-from mha2mla.kernels import mla_append
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
@@ -158,20 +155,6 @@ def by_plain_torch(cache: PagedCache) -> PagedCache:
     return found
 
 
-def apart(cache: PagedCache) -> PagedCache:
-    """The same pages, whose layers append alone."""
-
-    def append(tensors: Any, cache: Any, batch: Any, constants: Any) -> dict[str, Tensor]:
-        given = [tensors.get(name) for name in ("latent", "k_pe", "q_pe")]
-        given += [cache.get(name) for name in ("latent_cache", "rope_cache")]
-        given += [batch.positions, batch.slots, tensors["inv_freq"]]
-        return {"q_pe": mla_append(*given, attention_scaling=constants.attention_scaling)}
-
-    found = copy.copy(cache)
-    found.layers = tuple(layer._replace(backend=replace(layer.backend, append=append)) for layer in cache.layers)
-    return found
-
-
 def distances(expected: Tensor, new: Tensor, old: Tensor, name: str, dtype: torch.dtype) -> dict[str, Any]:
     """Relative ones, ``old``'s under ``name``, and whether ``new`` is at most twice as far off, but for ``dtype``'s
     rounding."""
@@ -197,18 +180,19 @@ def measure(
     step, sequences = prepared(cache, batch, context)
     ids = torch.randint(0, model.config.vocab_size, (batch,), device=model.device)
     size = weight_bytes(model) + batch * context * model.config.cache_bytes_per_token(model.dtype.itemsize)
-    alone = apart(cache).step(step.batch) if "apart" in ways else step
-    judged = {way: judge(model, cache, alone if way == "apart" else step, ids) for way in ways if batch == 1}
+    found = judge(model, cache, step, ids) if batch == 1 else {}
 
-    def run(step: BatchStep) -> None:
+    def run() -> None:
         step.refresh()
         model.forward_batch(ids, step)
 
     for way in ways:
-        row = {"batch": batch, "context": context, "way": way, "bytes": size, "limit_ms": size / rate * 1e3}
-        row |= judged.get(way, {})
-        with in_parts(model) if way == "parts" else nullcontext():
-            graph = captured(partial(run, alone if way == "apart" else step))
+        row = {"batch": batch, "context": context, "way": way, "bytes": size, "limit_ms": size / rate * 1e3} | found
+        if way == "parts":
+            with in_parts(model):
+                graph = captured(run)
+        else:
+            graph = captured(run)
         row["ms"] = replay_ms(graph, seconds)
         row["ratio"] = row["ms"] / row["limit_ms"]
         timeline = kernels_of(graph)
@@ -286,7 +270,7 @@ def step_timeline(
         device: "cuda", or "cpu" to count ops of small models.
         layout: names of LAYOUTS; default all.
         row: which of ROWS; default all.
-        way: "parts", "fewer", "apart"; default the first two.
+        way: "parts", "fewer"; default both.
         layers: of the models.
         min_run_time: seconds of replays for each row.
         budget: seconds after which nothing more is begun.
