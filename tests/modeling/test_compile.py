@@ -74,6 +74,9 @@ def test_several_new_tokens_compiled(case):
     assert counter.frame_count == 1 and not cache.plans
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="Dynamo of torch 2.11 hands no frozen dataclass to what it does not trace"
+)
 @pytest.mark.parametrize(("case", "name"), [("per layer", None), ("latent", None), ("per layer", "mla_fp8_reference")])
 @torch.no_grad()
 def test_a_prompt_compiled_before_the_cache_has_pages(case, name):

@@ -33,7 +33,7 @@ _MLA = (
     Argument("rope.bias", "d_r", optional=True),
     Argument("rope.inv_freq", "pairs", torch.float32, optional=True),
 )
-_LATENT = Argument("latent_cache", "P page d_c"), Argument("latent_cache", "P page d_c", CODES)
+_LATENT = {codes: Argument("latent_cache", "P page d_c", CODES if codes else None) for codes in (False, True)}
 _GQA = (
     Argument("query", "N H d_k"),
     Argument("key_cache", "P page h_kv|H d_k"),

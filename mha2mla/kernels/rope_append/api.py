@@ -26,7 +26,7 @@ _MLA = (
     _SLOTS,
     Argument("latent_scale", "P (page)", torch.float32, optional=True),
 )
-_LATENT = Argument("latent_cache", "P page (d_c)"), Argument("latent_cache", "P page (d_c)", CODES)
+_LATENT = {codes: Argument("latent_cache", "P page (d_c)", CODES if codes else None) for codes in (False, True)}
 _GQA = (
     Argument("query", "N H d_k"),
     Argument("key", "N h_kv d_k"),
