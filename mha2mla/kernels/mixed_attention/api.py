@@ -101,7 +101,7 @@ def mla_attention(
         (q_pe, q_nope, v_up, k_up, rope_cache, latent_scale, *turn, latent_cache),
         page=plan.page_size,
     )
-    if (k_up is None) != (sizes["d_n"] == 0):
+    if sizes["d_n"] > 0 if k_up is None else sizes["d_n"] == 0:
         was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
         raise ValueError(f"k_up is {was}; expected None exactly where q_nope has no columns, and it has {sizes['d_n']}")
     scaling = 1.0 if rope is None else rope.scaling
