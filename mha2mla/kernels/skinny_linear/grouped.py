@@ -26,6 +26,7 @@ def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: s
     group = heads // maps
     columns = 64 if inner <= 128 else 32  # of a block: long rows are shared among more
     some, blocks = ROWS // group, -(-outer // columns)  # tokens of a block
+    panel = min(inner & -inner, 64)  # columns copied at a time: else 16 bytes cost divisions where inner is 7 * 64
     shape = [maps, outer, inner] if transposed else [maps, inner, outer]
 
     @T.prim_func
@@ -35,6 +36,7 @@ def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: s
         out: T.Tensor([tokens, heads, outer], dtype),
     ):
         with T.Kernel(maps * blocks, T.ceildiv(tokens, some), threads=THREADS) as (at, y):
+            T.assume(tokens >= 1)
             for stride in list(x.strides)[:-1]:  # else loads are not known to be aligned, and stay scalar
                 T.assume(stride % VECTOR == 0)
             m = Buffers(
@@ -44,13 +46,20 @@ def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: s
             )
             k, c0, t0 = at // blocks, at % blocks * columns, y * some
             if transposed:
-                T.copy(up[k, c0 : c0 + columns, 0:inner], m.held)
+                for p in T.unroll(inner // panel):
+                    T.copy(
+                        up[k, c0 : c0 + columns, p * panel : (p + 1) * panel], m.held[:, p * panel : (p + 1) * panel]
+                    )
             else:
                 T.copy(up[k, 0:inner, c0 : c0 + columns], m.held)
             if dependent:
                 T.pdl_sync()
-            for i, c in T.Parallel(ROWS, inner):  # behind the last token that one again, for rows that nobody stores
-                m.given[i, c] = x[T.min(t0 + i // group, tokens - 1), k * group + i % group, c]
+                T.pdl_trigger()
+            for p in T.unroll(inner // panel):
+                for i, c in T.Parallel(ROWS, panel):  # behind the last token that one again: rows that nobody stores
+                    m.given[i, p * panel + c] = x[
+                        T.min(t0 + i // group, tokens - 1), k * group + i % group, p * panel + c
+                    ]
             T.gemm(m.given, m.held, m.sums, transpose_B=transposed, clear_accum=True)
             for i, c in T.Parallel(ROWS, columns):
                 if (i < some * group) & (t0 + i // group < tokens) & (c0 + c < outer):
