@@ -6,7 +6,7 @@ from mha2mla.kernels.machine import Machine
 from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 
-FEW = 4  # partials that a thread weighs by itself
+FEW = 16  # partials that a thread weighs by itself
 
 
 def make_combine(
@@ -29,7 +29,8 @@ def make_combine(
     Args:
         heads, kv_lora_rank: H, d_c.
         dtype: of the output.
-        block_columns: columns of a row that a block merges.
+        block_columns: columns of a row that a block merges; half or a quarter where that divides a longer row, and then
+            of more rows or by fewer threads.
         block_splits: partials in flight per step.
         threads: of a block.
         rows: heads that a block serves, a divisor of H: as many as leave all blocks room at a time.
@@ -45,12 +46,20 @@ def make_combine(
     machine = Machine(on_cpu)
     parallel = machine.parallel
     columns = min(block_columns, 1 << (kv_lora_rank - 1).bit_length())  # a power of two: others find no layout
+    few = block_splits <= FEW
+    if kv_lora_rank > columns and kv_lora_rank % (columns // 4) == 0:
+        columns = min(columns, kv_lora_rank & -kv_lora_rank)
+        if not few:
+            threads = threads * columns // block_columns
+        elif columns < block_columns and heads % (2 * rows) == 0:
+            rows *= 2
     column_blocks = -(-kv_lora_rank // columns)
     whole = kv_lora_rank % columns == 0  # then no column needs a guard, and loads vectorise
-    few = block_splits <= FEW
     lanes = 1 if on_cpu else threads // rows  # of the way for few: threads of a head, and a thread's columns
     each = -(-columns // lanes)
     in_step = whole and columns % lanes == 0  # then no column needs a guard there
+    ahead = min(8, block_splits // 2)  # partials that a thread has under way there
+    ways = min(block_splits, max(1, threads * (4 if whole else 1) // columns))  # sums of the way for many
 
     def place(i, count, q, h):
         """Of the i-th partial of a row."""
@@ -59,9 +68,15 @@ def make_combine(
     def clamped(column):
         return column if whole else T.min(column, kv_lora_rank - 1)
 
+    def halved(values):
+        """Their sum, in the order of threads that add up."""
+        while len(values) > 1:
+            values = [x + y for x, y in zip(values[: len(values) // 2], values[len(values) // 2 :], strict=True)]
+        return values[0]
+
     @T.macro
-    def load_pair(first, count, q, h, c0, lane, part, partial_out):
-        for i in machine.rounds(2):
+    def load(first, count, q, h, c0, lane, part, partial_out):
+        for i in machine.rounds(ahead):
             for j in machine.rounds(each):
                 part[i, j] = T.if_then_else(
                     (first + i < count[0]) & (in_step or c0 + j * lanes + lane < kv_lora_rank),
@@ -70,36 +85,44 @@ def make_combine(
                 )
 
     @T.macro
-    def add_pair(first, weight, part, merged):
-        for i in machine.rounds(2):
+    def add(first, weight, part, merged):
+        for i in machine.rounds(ahead):
             for j in machine.rounds(each):
-                merged[j] += T.if_then_else(weight[first + i] == 0, 0.0, weight[first + i] * part[i, j])
+                merged[(first + i) % ways, j] += T.if_then_else(
+                    weight[first + i] == 0, 0.0, weight[first + i] * part[i, j]
+                )
 
     @T.macro
     def merge_few(count, q, h, b, c0, lane, partial_out, partial_lse, out, lse):
-        """At most FEW partials, two at a time: every thread weighs them by itself, and nothing waits for another's. The
-        bits are those of the way for many: sums are in its order."""
-        part = T.alloc_local([2, each], accum)
-        weight = T.alloc_local([FEW], accum)
+        """At most FEW partials: every thread weighs them by itself, and nothing waits for another's. The bits are those
+        of the way for many: sums are in its order."""
+        part = T.alloc_local([ahead, each], accum)
+        weight = T.alloc_local([block_splits], accum)
         top = T.alloc_local([1], accum)
         total = T.alloc_local([1], accum)
-        merged = T.alloc_local([each], accum)
-        load_pair(0, count, q, h, c0, lane, part, partial_out)
-        for i in machine.rounds(FEW):
+        merged = T.alloc_local([ways, each], accum)
+        load(0, count, q, h, c0, lane, part, partial_out)
+        top[0] = -T.infinity(accum)
+        for i in machine.rounds(block_splits):
             weight[i] = T.if_then_else(i < count[0], partial_lse[place(i, count, q, h)], -T.infinity(accum))
-        top[0] = T.max(T.max(weight[0], weight[1]), T.max(weight[2], weight[3]))
-        for i in machine.rounds(FEW):
+        for i in machine.rounds(block_splits):
+            top[0] = T.max(top[0], weight[i])
+        for i in machine.rounds(block_splits):
             weight[i] = T.exp2((weight[i] - T.max(top[0], MASKED)) * LOG2E)
-        total[0] = (weight[0] + weight[2]) + (weight[1] + weight[3])
-        for j in machine.rounds(each):
-            merged[j] = 0
-        add_pair(0, weight, part, merged)
-        for _pair in T.serial(T.if_then_else(count[0] > 2, 1, 0)):
-            load_pair(2, count, q, h, c0, lane, part, partial_out)
-            add_pair(2, weight, part, merged)
+        total[0] = halved([weight[i] for i in range(block_splits)])
+        for i in machine.rounds(ways):
+            for j in machine.rounds(each):
+                merged[i, j] = 0
+        add(0, weight, part, merged)
+        for k in list(range(ahead, block_splits, ahead)):
+            for _round in T.serial(T.if_then_else(count[0] > k, 1, 0)):
+                load(k, count, q, h, c0, lane, part, partial_out)
+                add(k, weight, part, merged)
         for j in machine.rounds(each):
             if in_step or c0 + j * lanes + lane < kv_lora_rank:
-                out[b, q, h, c0 + j * lanes + lane] = T.if_then_else(total[0] == 0, 0.0, merged[j] / total[0])
+                out[b, q, h, c0 + j * lanes + lane] = T.if_then_else(
+                    total[0] == 0, 0.0, halved([merged[i, j] for i in range(ways)]) / total[0]
+                )
         if (lane == 0) & (c0 == 0):
             lse[b, h, q] = T.if_then_else(total[0] == 0, -T.infinity(accum), top[0] + T.log2(total[0]) * LN2)
 
@@ -131,19 +154,20 @@ def make_combine(
             count[2] = T.max(0, splits[b, 1] % 2)
             if dependent:
                 T.pdl_sync()
+                T.pdl_trigger()
             if few:
                 thread = 0 if on_cpu else T.get_thread_binding()
                 # a loop of one round or none keeps the loads together, as a branch does not
-                for _round in T.serial(T.if_then_else((count[0] != 1) & (count[0] <= FEW), 1, 0)):
+                for _round in T.serial(T.if_then_else((count[0] != 1) & (count[0] <= block_splits), 1, 0)):
                     for row in range(rows) if on_cpu else [thread // lanes]:
                         merge_few(count, q, h0 + row, b, c0, thread % lanes, partial_out, partial_lse, out, lse)
             # Not a branch either: barriers must not stand in one.
-            for row in T.serial(T.if_then_else(count[0] > FEW if few else count[0] != 1, rows, 0)):
+            for row in T.serial(T.if_then_else(count[0] > block_splits if few else count[0] != 1, rows, 0)):
                 h = h0 + row
                 # The first partials are on their way before their weights are known.
                 for i, c in parallel(block_splits, columns):
                     part[i, c] = T.if_then_else(
-                        (i < count[0]) & (whole or c0 + c < kv_lora_rank),
+                        (few or i < count[0]) & (whole or c0 + c < kv_lora_rank),
                         partial_out[(*place(i, count, q, h), clamped(c0 + c))],
                         0.0,
                     )

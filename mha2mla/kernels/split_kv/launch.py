@@ -72,8 +72,8 @@ def merge_splits(num_ctas: int, batch: int) -> int:
 def merge_rows(heads: int, seqlen_q: int, splits: int) -> int:
     """Heads that a block of the combine kernel serves. With few partials a sequence there are many sequences, and as
     many blocks of each as 16 rows had have room at a time."""
-    fitting = (rows for rows in (4, 2) if splits <= FEW and heads % rows == 0 and heads * seqlen_q >= 16 * rows)
-    return next(fitting, 1)
+    each = [rows for rows in (4, 2) if heads % rows == 0 and heads * seqlen_q >= 16 * rows]
+    return next((rows for rows in each if splits * rows <= 2 * FEW), 1)
 
 
 @cache
