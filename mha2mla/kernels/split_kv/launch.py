@@ -69,11 +69,12 @@ def merge_splits(num_ctas: int, batch: int) -> int:
     return next((splits for splits in MERGES if num_ctas // batch <= splits), max(MERGES))
 
 
-def merge_rows(heads: int, seqlen_q: int, splits: int) -> int:
+def merge_rows(heads: int, seqlen_q: int, splits: int, partials: int = 0) -> int:
     """Heads that a block of the combine kernel serves. With few partials a sequence there are many sequences, and as
-    many blocks of each as 16 rows had have room at a time."""
+    many blocks of each as 16 rows had have room at a time. Where ``partials`` and one that lies at an end are more than
+    a thread weighs by itself, a block would merge its heads one after the other."""
     each = [rows for rows in (4, 2) if heads % rows == 0 and heads * seqlen_q >= 16 * rows]
-    return next((rows for rows in each if splits * rows <= 2 * FEW), 1)
+    return next((rows for rows in each if splits * rows <= 2 * FEW and partials < splits), 1)
 
 
 @cache
@@ -129,7 +130,7 @@ def compile_kernels(
     """The compiled decode kernel of a choice, and the combine kernel for rows of ``width`` numbers by a plan for
     ``batch`` sequences and ``num_ctas`` blocks."""
     splits = merge_splits(num_ctas, batch)
-    rows = merge_rows(shape.heads, shape.seqlen_q, splits)
+    rows = merge_rows(shape.heads, shape.seqlen_q, splits, num_ctas // batch)
     merge = compile_merge(shape.heads, width, shape.dtype, splits, capability, rows)
     return compile_choice(op, shape, choice, capability), merge
 
