@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import BACKENDS, capability, num_sms
+from mha2mla.kernels.devices import BACKENDS, capability
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 
-MAX_ROWS = 8
+MAX_ROWS = 64  # as cut.ROWS
+_MAX_GROUP_ROWS, _MAX_GROUP_COLUMNS = 8, 2048  # of a map a head, by kernels that take every weight at once
 _MAX_TOKENS = 16  # through a map a head
 _COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
 _INNER, _OUTER = 256, 8  # rows of a map at most, and what its columns are a multiple of
 _GROUP = 64  # heads that share a map, at most, and the columns of a block
-_COLUMNS_A_BLOCK = 2048  # at least, for its eight warps
+_MANY_COLUMNS = 2048  # whose products are worth a kernel of their own
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -34,7 +33,7 @@ def skinny_linear(
     Args:
         x: [..., groups K].
         weight: [N, K], contiguous; read before the kernel that is launched before has ended, so not one that it writes.
-        bias: [N]; not with ``gated``.
+        bias: [N]; with neither ``gated`` nor more groups than one.
         groups: of the weight's rows, as many in each, and each for K columns of x of its own: a map a head.
         gated: the first half of the weight's rows is W_gate, the second W_up; of one group.
         backend: "tilelang", "reference", or None: TileLang where :func:`is_skinny`.
@@ -57,12 +56,12 @@ def skinny_linear(
     if gated and weight.shape[0] % 2:
         raise argument_error("weight.shape[0]", weight.shape[0], "an even number of rows, gate and up")
     if bias is not None and (
-        gated or bias.shape != weight.shape[:1] or (bias.dtype, bias.device) != (x.dtype, x.device)
+        gated or groups > 1 or bias.shape != weight.shape[:1] or (bias.dtype, bias.device) != (x.dtype, x.device)
     ):
         raise argument_error(
             "bias",
-            f"{bias.dtype} {tuple(bias.shape)} on {bias.device} with gated={gated}",
-            f"None, or without gated {x.dtype} {tuple(weight.shape[:1])} on {x.device}",
+            f"{bias.dtype} {tuple(bias.shape)} on {bias.device} with gated={gated}, groups={groups}",
+            f"None, or without gated and groups {x.dtype} {tuple(weight.shape[:1])} on {x.device}",
         )
     served = (
         _is_served(x, weight, groups) if backend == "tilelang" else backend is None and is_skinny(x, weight, groups)
@@ -71,8 +70,9 @@ def skinny_linear(
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(weight.shape)} on {x.device}",
-            f"1 to {MAX_ROWS} rows of bfloat16 or float16 on a CUDA device from sm_80 on, K a multiple of {_COLUMNS},"
-            f" N / groups of {_OUTPUTS}, and a contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
+            f"1 to {MAX_ROWS} rows of bfloat16 or float16 on an sm_90 (with groups 1 to {_MAX_GROUP_ROWS}, K at most"
+            f" {_MAX_GROUP_COLUMNS}, from sm_80 on), K a multiple of {_COLUMNS}, N / groups of {_OUTPUTS}, and a"
+            f" contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
         )
     return torch.ops.mha2mla.skinny_linear(x, weight, bias, groups, gated, served)
 
@@ -165,32 +165,17 @@ def serves_groups(x: Tensor, maps: Tensor, transposed: bool = False) -> bool:
 
 
 def is_skinny(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
-    """Whether the kernel serves the product of x [..., groups K] and weight [N, K] unasked: where it is faster.
+    """Whether a kernel serves the product of x [..., groups K] and weight [N, K] unasked: where it is faster.
 
     Maps a head always: cuBLAS takes 4 µs for the 4 MB of W_UV, and cannot begin before attention ends.
     """
-    return _is_served(x, weight, groups) and (groups > 1 or is_faster(*weight.shape, num_sms(x.device)))
+    return _is_served(x, weight, groups) and (groups > 1 or is_faster(*weight.shape))
 
 
-def is_faster(outputs: int, columns: int, sms: int) -> bool:
-    """Whether up to 8 rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200.
-
-    They do where reading is what takes the time, 8 MiB and more, and blocks leave few places idle at the end.
-    """
-    return outputs * columns >= 2**22 and columns >= _COLUMNS_A_BLOCK and resident_blocks(outputs, sms) > 0
-
-
-def resident_blocks(outputs: int, sms: int) -> int:
-    """How many blocks a multiprocessor is to have at a time; 0: no number of them fills it well.
-
-    Two, whose threads have more under way, where they fill nine tenths of their waves; else three, if they fill seven
-    tenths of theirs.
-    """
-    for count, least in ((2, 0.9), (3, 0.7)):
-        waves = outputs / _OUTPUTS / (count * sms)
-        if waves / math.ceil(waves) >= least:
-            return count
-    return 0
+def is_faster(outputs: int, columns: int) -> bool:
+    """Whether up to 64 rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200:
+    where reading is what takes the time, 8 MiB and more."""
+    return outputs * columns >= 2**22 and columns >= _MANY_COLUMNS
 
 
 def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:
@@ -198,12 +183,13 @@ def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:
     return (
         x.is_cuda
         and x.dtype in _DTYPES
-        and 0 < x.numel() <= MAX_ROWS * columns * groups
+        and 0 < x.numel() <= (_MAX_GROUP_ROWS if groups > 1 else MAX_ROWS) * columns * groups
+        and (groups == 1 or columns <= _MAX_GROUP_COLUMNS)
         and columns % _COLUMNS == 0
         and outputs % (_OUTPUTS * groups) == 0
         and weight.is_contiguous()
         and weight.data_ptr() % ALIGNMENT == 0
-        and capability(x.device) >= 80
+        and (capability(x.device) == 90 if groups == 1 else capability(x.device) >= 80)
     )
 
 

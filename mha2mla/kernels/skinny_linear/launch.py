@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cache
 
 from torch import Tensor
@@ -11,16 +12,25 @@ from mha2mla.kernels.devices import capability, dtype_name, num_sms, on_device
 from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
 from mha2mla.kernels.rope_append.launch import with_dense_rows
-from mha2mla.kernels.skinny_linear.api import resident_blocks
+from mha2mla.kernels.skinny_linear.cut import ROWS, cut
 from mha2mla.kernels.skinny_linear.grouped import make_grouped_maps
-from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
+from mha2mla.kernels.skinny_linear.head_maps import make_head_maps
 from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
+from mha2mla.kernels.skinny_linear.streamed import make_streamed_linear
 
 
 @cache
-def compile_skinny_linear(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_skinny_linear``'s."""
-    return compile_for(make_skinny_linear(**static, dependent=major_minor >= 90), major_minor, PASS_CONFIGS)
+def compile_head_maps(major_minor: int, **static):
+    """The compiled kernel; arguments as ``make_head_maps``'s."""
+    return compile_for(make_head_maps(**static, dependent=major_minor >= 90), major_minor, PASS_CONFIGS)
+
+
+@cache
+def compile_streamed_linear(sms: int, *, outputs: int, columns: int, rows: int, gated: bool, **static):
+    """The compiled kernel for at most ``rows`` rows; arguments as ``make_streamed_linear``'s."""
+    how = asdict(cut(outputs, columns, rows, gated, sms))
+    function = make_streamed_linear(outputs=outputs, columns=columns, rows=rows, gated=gated, **static, **how)
+    return compile_for(function, 90, PASS_CONFIGS)
 
 
 @cache
@@ -61,16 +71,12 @@ def launch_skinny_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, groups: int, gated: bool
 ) -> None:
     """Run the kernel over rows [N, groups K]."""
-    three = resident_blocks(weight.shape[0], num_sms(x.device)) == 3
+    outputs, columns = weight.shape
+    static = {"outputs": outputs, "columns": columns, "dtype": dtype_name(x.dtype)}
     with on_device(x.device):
-        kernel = compile_skinny_linear(
-            capability(x.device),
-            columns=weight.shape[1],
-            outputs=weight.shape[0],
-            dtype=dtype_name(x.dtype),
-            groups=groups,
-            gated=gated,
-            biased=bias is not None,
-            **({"stages": 4, "resident": 3} if three else {}),
-        )
+        if groups > 1:
+            compile_head_maps(capability(x.device), **static, groups=groups)(aligned(x), weight, out)
+            return
+        rows = next(rows for rows in ROWS if len(x) <= rows)
+        kernel = compile_streamed_linear(num_sms(x.device), **static, rows=rows, gated=gated, biased=bias is not None)
         kernel(aligned(x), weight, weight[0] if bias is None else bias.contiguous(), out)

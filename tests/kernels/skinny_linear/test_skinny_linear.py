@@ -1,5 +1,6 @@
 """Products of few rows: torch's as reference, the kernel on the CPU target, what the compiler says, and on a GPU."""
 
+from dataclasses import asdict
 from functools import cache
 
 import pytest
@@ -8,7 +9,8 @@ from torch.nn import functional as F
 
 from mha2mla.kernel_testing import compile_gate
 from mha2mla.kernels import is_skinny, skinny_linear
-from mha2mla.kernels.skinny_linear.api import is_faster, resident_blocks
+from mha2mla.kernels.skinny_linear.api import is_faster
+from mha2mla.kernels.skinny_linear.cut import Cut, cut
 
 
 def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):
@@ -23,10 +25,8 @@ def test_the_reference_is_torchs_product(dtype):
     assert torch.equal(skinny_linear(x.view(2, 3, 20), weight), F.linear(x, weight).view(2, 3, 14))
     assert torch.equal(skinny_linear(x, weight, x[0, :14]), F.linear(x, weight, x[0, :14]))
     halves = torch.cat([F.linear(x[:, :10], weight[:7, :10]), F.linear(x[:, 10:], weight[7:, :10])], dim=-1)
-    bound = 12 * torch.finfo(dtype).eps * float((x.abs() @ weight.abs().T).max())  # of sums of ten, and of a bias
-    for bias in (None, x[0, :14]):
-        out = skinny_linear(x, weight[:, :10], bias, groups=2)
-        assert float((out - (halves if bias is None else halves + bias)).abs().max()) <= bound
+    bound = 12 * torch.finfo(dtype).eps * float((x.abs() @ weight.abs().T).max())  # of sums of ten
+    assert float((skinny_linear(x, weight[:, :10], groups=2) - halves).abs().max()) <= bound
     gate, up = F.linear(x, weight).split(7, dim=-1)
     assert torch.equal(skinny_linear(x, weight, gated=True), F.silu(gate) * up)
     assert not is_skinny(x, weight)
@@ -47,9 +47,10 @@ def test_refusals():
         (lambda: skinny_linear(x, weight[1:], gated=True), r"weight.shape\[0\] is 15; expected an even number"),
         (
             lambda: skinny_linear(x, weight, x[0]),
-            r"bias is torch.float32 \(32,\) on cpu with gated=False; expected None, or",
+            r"bias is torch.float32 \(32,\) on cpu with gated=False, groups=1; expected None, or",
         ),
-        (lambda: skinny_linear(x, weight, x[0, :16], gated=True), r"on cpu with gated=True; expected None"),
+        (lambda: skinny_linear(x, weight, x[0, :16], gated=True), r"with gated=True, groups=1; expected None"),
+        (lambda: skinny_linear(x, weight[:, :8], weight[:, 0], groups=4), r"with gated=False, groups=4; expected"),
         (lambda: skinny_linear(x, weight, backend="fast"), "backend is 'fast'"),
         (lambda: skinny_linear(x, weight, backend="tilelang"), r"backend is 'tilelang' for torch.float32 \(3, 32\)"),
     ):
@@ -57,82 +58,98 @@ def test_refusals():
             call()
 
 
-@pytest.mark.parametrize(
-    ("outputs", "columns", "blocks", "faster"),
-    # Those of h200-products.json and h200-step-few-rows.json (benchmarks/results), by what was measured; a small one.
-    [(4096, 4096, 2, True), (28672, 4096, 2, True), (4096, 14336, 2, True), (4096, 11008, 2, True)]
-    + [(5120, 4096, 3, True), (22016, 4096, 3, True), (6656, 4096, 0, False), (576, 576, 0, False)]
-    + [(4608, 4096, 3, True)],
-)
-def test_where_it_serves_unasked(outputs, columns, blocks, faster):
-    assert resident_blocks(outputs, sms=132) == blocks
-    assert is_faster(outputs, columns, sms=132) == faster
+@pytest.mark.parametrize(("rows", "stages"), [(8, 12), (16, 11), (64, 6)])
+def test_one_wave_of_ctas(rows, stages):
+    """One CTA a multiprocessor where they fill the machine, else two; shared memory is used and never exceeded."""
+    assert cut(4096, 14336, rows, gated=False, sms=132) == Cut(1, split=2, depth=128, stages=stages, resident=1)
+    for outputs, columns, gated in (
+        (5120, 4096, False), (22016, 4096, True), (576, 576, False), (32000, 2048, False), (128256, 4096, False),
+        (57344, 8192, True), (16, 32, False),
+    ):  # fmt: skip
+        for sms in (78, 114, 132):
+            it = cut(outputs, columns, rows, gated, sms)
+            own = 64 if gated else 64 * it.blocks
+            ctas = -(-outputs // (1 + gated) // own) * it.split
+            assert ctas <= it.resident * sms or it.split == 1
+            used = it.stages * (64 * it.blocks + rows) * it.depth * 2 + (rows * own * 4 if it.split > 1 else 0)
+            assert it.resident * (used + 1024) <= 227 * 1024 and it.stages >= 1
+
+
+def test_where_it_serves_unasked():
+    assert is_faster(4096, 4096) and is_faster(2048, 2048) and not is_faster(576, 576) and not is_faster(8192, 1024)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_opcheck(gated):
     x, weight = given(3, 32, 16)
     torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x.view(3, 1, 32), weight, None, 1, gated, False))
-    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x, weight[:, :8], weight[:, 0], 4, False, False))
+    torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x, weight[:, :8], None, 4, False, False))
 
 
 @cache
-def compiled_for_cpu(columns, outputs, **static):
+def compiled_for_cpu():
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
+    from mha2mla.kernels.skinny_linear.head_maps import make_head_maps
 
-    function = make_skinny_linear(columns=columns, outputs=outputs, dtype="float32", **static, on_cpu=True)
+    function = make_head_maps(columns=32, outputs=48, groups=3, dtype="float32", on_cpu=True)
     configs = {"tirx.disable_vectorize": True}
     return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
 
 
-@pytest.mark.parametrize(("groups", "gated", "biased"), [(1, False, True), (1, True, False), (3, False, False)])
 @pytest.mark.parametrize("rows", [1, 5, 8])
-def test_kernel_on_cpu_target(rows, groups, gated, biased):
+def test_a_map_a_head_on_cpu_target(rows):
     x, weight = given(rows, 96, 48)
-    weight = weight[:, : 96 // groups].contiguous()
-    out, bias = torch.full((rows, 48 // (1 + gated)), torch.nan), torch.linspace(-3, 3, 48) if biased else None
-    kernel = compiled_for_cpu(96 // groups, 48, groups=groups, gated=gated, biased=biased)
-    kernel(x, weight, weight[0] if bias is None else bias, out)
-    wide = None if bias is None else bias.double()
-    exact = skinny_linear(x.double(), weight.double(), wide, groups=groups, gated=gated)
-    # Each of two sums and five roundings, in units of float32's last place at the largest number.
-    bound = (
-        96
-        * torch.finfo(torch.float32).eps
-        * float((x.double().abs() @ weight.double().abs().repeat(1, groups).T).max())
-    )
+    weight, out = weight[:, :32].contiguous(), torch.full((rows, 48), torch.nan)
+    compiled_for_cpu()(x, weight, out)
+    exact = skinny_linear(x.double(), weight.double(), groups=3)
+    # Each of two sums, in units of float32's last place at the largest number.
+    bound = 32 * torch.finfo(torch.float32).eps * float((x.double().abs() @ weight.double().abs().repeat(1, 3).T).max())
     assert float((out - exact).abs().max()) <= bound
 
 
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize(
-    # Steps of loop, last whole round, and what is left over: as many as are under way, but for the last.
-    ("columns", "gated", "chosen", "steps", "registers"),
-    [(11008, False, {}, 8 + 8 + 4, 128), (4096, True, {"stages": 4, "resident": 3}, 4 + 4, 80)],
+    ("outputs", "columns", "rows", "gated"), [(4096, 11008, 16, False), (22016, 4096, 64, True), (6656, 4096, 8, False)]
 )
-def test_compile_gate(columns, gated, chosen, steps, registers):
-    """As many blocks as are to fit a multiprocessor do, nothing spills, and products are the tensor cores'."""
+def test_compile_gate(outputs, columns, rows, gated):
+    """As many CTAs as are to fit a multiprocessor do, nothing spills, and products are the tensor cores'."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
-    from mha2mla.kernels.skinny_linear.kernel import make_skinny_linear
+    from mha2mla.kernels.skinny_linear.streamed import make_streamed_linear
 
-    static = {"columns": columns, "outputs": 4096, "dtype": "bfloat16", "gated": gated, "biased": not gated}
-    (report,) = compile_gate.compile_only(make_skinny_linear(**static, **chosen), "sm_90a", PASS_CONFIGS)
-    assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= registers
+    how = cut(outputs, columns, rows, gated, sms=132)
+    function = make_streamed_linear(
+        outputs=outputs, columns=columns, rows=rows, gated=gated, biased=not gated, dtype="bfloat16", **asdict(how)
+    )
+    (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
+    assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= 128
+    assert how.resident * (report.shared_bytes + 1024) <= 232_448
     if report.instructions is not None:
-        assert report.instructions["HMMA"] == 2 * steps
+        assert report.instructions["HGMMA"] % (how.blocks * how.depth // 16) == 0
+
+
+@pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
+def test_compile_gate_of_a_map_a_head():
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
+    from mha2mla.kernels.skinny_linear.head_maps import make_head_maps
+
+    function = make_head_maps(columns=512, outputs=4096, groups=32, dtype="bfloat16")
+    (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
+    assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= 128
+    if report.instructions is not None:
+        assert report.instructions["HMMA"] == 2 * 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("columns", "outputs"), [(576, 96), (1536, 576), (4096, 4096), (11008, 64), (2112, 32), (2048, 5120)]
+    ("columns", "outputs"), [(576, 96), (1536, 576), (4096, 4096), (11008, 64), (2112, 32), (2048, 5120), (96, 40000)]
 )
 def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
     """As near to float64 as twice torch's own at the dtype, whatever lies behind x, and the same each time."""
-    for rows in (1, 2, 5, 8):
+    for rows in (1, 5, 8, 16, 27, 64):
         x, weight = given(rows, columns, outputs, dtype, "cuda", seed=rows)
         wide = torch.full((rows + 1, columns), torch.nan, dtype=dtype, device="cuda")
         wide[:rows] = x
@@ -152,12 +169,11 @@ def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
 
 @pytest.mark.gpu
 def test_what_is_served_on_a_gpu():
-    outputs = 32 * torch.cuda.get_device_properties(0).multi_processor_count
-    x, weight = given(1, 2048, outputs, torch.bfloat16, "cuda")
+    x, weight = given(1, 2048, 2048, torch.bfloat16, "cuda")
     assert is_skinny(x, weight) and is_skinny(x[0], weight) and not is_skinny(x, weight[:16])
-    assert is_skinny(x.repeat(8, 1), weight) and not is_skinny(x.repeat(9, 1), weight) and not is_skinny(x[:0], weight)
-    assert not is_skinny(x.float(), weight.float())
-    assert skinny_linear(x[:0], weight).shape == (0, outputs)
+    assert is_skinny(x.repeat(64, 1), weight) and not is_skinny(x.repeat(65, 1), weight)
+    assert not is_skinny(x[:0], weight) and not is_skinny(x.float(), weight.float())
+    assert skinny_linear(x[:0], weight).shape == (0, 2048)
     small, few = given(8, 48, 32, torch.bfloat16, "cuda")
     with pytest.raises(ValueError, match="K a multiple of 32"):
         skinny_linear(small, few, backend="tilelang")
