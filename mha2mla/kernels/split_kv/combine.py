@@ -61,6 +61,8 @@ def make_combine(
     ahead = min(8, block_splits // 2)  # partials that a thread has under way there
     ways = min(block_splits, max(1, threads * (4 if whole else 1) // columns))  # sums of the way for many
 
+    room = 896 if few and ways > FEW // 4 else 1024  # threads of a multiprocessor: more sums take more registers
+
     def place(i, count, q, h):
         """Of the i-th partial of a row."""
         return T.min(count[1] + i, num_ctas - 1), T.if_then_else(i == 0, count[2], 0), q, h
@@ -136,7 +138,7 @@ def make_combine(
     ):
         with T.Kernel(heads // rows * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):
             if (whole or few) and not on_cpu:
-                T.annotate_min_blocks_per_sm(1024 // threads)
+                T.annotate_min_blocks_per_sm(room // threads)
             weight = machine.alloc_fragment([1, MAX_SPLITS], accum)
             weights = machine.alloc_shared([MAX_SPLITS], accum)
             top = machine.alloc_fragment([1], accum)
