@@ -513,12 +513,12 @@ def left(folder):
 def test_predictions_worse_than_a_guess_are_an_error_and_not_a_number(source, tmp_path, monkeypatch):
     from mha2mla.conversion import layer_walk
 
-    right = layer_walk.convert_layer
+    right = layer_walk.finish_layer
 
     def wrong(*arguments):
         return {name: tensor * 1e3 if name == "o_proj.weight" else tensor for name, tensor in right(*arguments).items()}
 
-    monkeypatch.setattr(layer_walk, "convert_layer", wrong)
+    monkeypatch.setattr(layer_walk, "finish_layer", wrong)
     with pytest.raises(ParityError, match=r"nats a token from the source's \(KL\); expected at most 5.58"):
         convert(source, tmp_path / "out")
     assert left(tmp_path) == KEPT
@@ -595,13 +595,13 @@ def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_pat
     """FAILURES 29: loads, but talks nonsense."""
     from mha2mla.conversion import layer_walk
 
-    right = layer_walk.convert_layer
+    right = layer_walk.finish_layer
 
     def wrong(*arguments):
         tensors = right(*arguments)
         return {**tensors, "inv_freq": tensors["inv_freq"].flip(-1)}
 
-    monkeypatch.setattr(layer_walk, "convert_layer", wrong)
+    monkeypatch.setattr(layer_walk, "finish_layer", wrong)
     with pytest.raises(ParityError, match="differ from the source's"):
         convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
     assert left(tmp_path) == KEPT

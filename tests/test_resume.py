@@ -15,6 +15,7 @@ import torch
 
 import mha2mla
 from mha2mla.conversion.calibration import windows
+from mha2mla.conversion.layer_walk import LayerWalk
 from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.pipeline import ParityError, prepare, run, verify, write
@@ -156,14 +157,14 @@ def convert(source, destination, stop_after=None, monkeypatch=None, **keys):
     if stop_after is None:
         return mha2mla.convert(source, destination, recipe, **keys)
 
-    class Interrupted(write.FinishedLayers):
+    class Interrupted(run.FinishedLayers):
         def add(self, *arguments):
             super().add(*arguments)
             if len(self) == stop_after:
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(write, "FinishedLayers", Interrupted)
+        patch.setattr(run, "FinishedLayers", Interrupted)
         mha2mla.convert(source, destination, recipe, **keys)
     return None
 
@@ -204,7 +205,7 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
     stages = (  # one that is interrupted, and what is finished by then
         (prepare, "choose_rope_share", windows, "mixed_windows"),
         (prepare, "choose_layer_ranks", prepare, "choose_rope_share"),
-        (write, "LayerWalk", prepare, "choose_layer_ranks"),
+        (run, "convert_layers", prepare, "choose_layer_ranks"),
     )
     for module, name, finished_in, finished_name in stages:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -220,7 +221,7 @@ def test_saved_text_is_not_used_for_another_text_of_the_same_name(source, tmp_pa
     text = tmp_path / "text.txt"
     text.write_text("One text, which is long enough for some windows. " * 40)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(write, "LayerWalk", stop)
+        patch.setattr(run, "convert_layers", stop)
         convert(source, tmp_path / "out", calibration=str(text))
     text.write_text("Another text, which is also long enough for windows. " * 40)
     convert(source, tmp_path / "out", calibration=str(text))
@@ -228,14 +229,14 @@ def test_saved_text_is_not_used_for_another_text_of_the_same_name(source, tmp_pa
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
-class OutOfMemory(write.FinishedLayers):
+class OutOfMemory(run.FinishedLayers):
     def add(self, *arguments):
         if len(self) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         super().add(*arguments)
 
 
-def no_parity(*arguments):
+def no_parity(*arguments, **keys):
     raise ParityError("predictions are far from the source's")
 
 
@@ -247,7 +248,7 @@ class FullDisk(write.ShardedWriter):
 @pytest.mark.parametrize(
     ("place", "fault", "error", "kept"),
     [
-        ((write, "FinishedLayers"), OutOfMemory, torch.OutOfMemoryError, 3),
+        ((run, "FinishedLayers"), OutOfMemory, torch.OutOfMemoryError, 3),
         ((write, "ShardedWriter"), FullDisk, DestinationError, LAYERS),
         ((verify, "compare"), stop, KeyboardInterrupt, LAYERS),
         ((run, "verify"), no_parity, ParityError, LAYERS),
@@ -287,7 +288,7 @@ def test_layers_of_other_code_or_another_device_are_not_used(source, tmp_path, m
 
 def test_after_all_layers_only_writing_and_verifying_are_left(source, tmp_path, monkeypatch):
     convert(source, tmp_path / "out", LAYERS, monkeypatch)
-    monkeypatch.setattr(write, "LayerWalk", lambda *arguments, **keys: None)  # not to be iterated over
+    monkeypatch.setattr(LayerWalk, "__iter__", stop)
     assert convert(source, tmp_path / "out").resumed_layers == LAYERS
 
 

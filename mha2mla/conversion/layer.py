@@ -22,34 +22,24 @@ from mha2mla.conversion.latent.rules import LatentFactors, LatentProblem, factor
 from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.rope.basis import RotaryBasis
 from mha2mla.conversion.rope.error_cost import joint_key_metric
-from mha2mla.conversion.rope.rules import RopeProblem, select_rotary_basis
-from mha2mla.conversion.target import LAYOUTS
+from mha2mla.conversion.rope.rules import rotary_basis
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
 
 
-@dataclass(frozen=True)
-class ConvertedBiases:
-    """Which attention biases a converted model has; the same for all layers, since the config says it once."""
-
-    q: bool
-    kv: bool
-    o: bool
-
-
-def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) -> ConvertedBiases:
-    """The biases that exact conversion needs (CONVERSION §3).
+def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) -> tuple[bool, bool, bool]:
+    """Whether q, kv and o have biases that exact conversion needs (CONVERSION §3); the same for all layers.
 
     A query bias stays. A key bias stays on rotary dims only, and is one of ``k_rope_proj`` where these come from the
     latent. A value bias, and the mean that a centred latent loses, go
     through ``o_proj``. Under q/k-norm the key's bias stays with ``k_proj``.
     """
-    return ConvertedBiases(
-        q=spec.q_bias,
-        kv=spec.k_bias and (spec.qk_norm or not geometry.rope_from_latent),
-        o=spec.o_bias or spec.v_bias or (recipe.latent.centered and not is_exact(geometry)),
+    return (
+        spec.q_bias,
+        spec.k_bias and (spec.qk_norm or not geometry.rope_from_latent),
+        spec.o_bias or spec.v_bias or (recipe.latent.centered and not is_exact(geometry)),
     )
 
 
@@ -67,7 +57,7 @@ def converted_config(
     from mha2mla.modeling.config import MHA2MLAConfig
 
     geometry, alike = geometries[0], len(set(geometries)) == 1
-    biases = converted_biases(spec, geometry, recipe)
+    q_bias, kv_bias, o_bias = converted_biases(spec, geometry, recipe)
     return MHA2MLAConfig(
         source_config=source_config.to_dict(),
         **{
@@ -78,9 +68,9 @@ def converted_config(
         num_up_projection_heads=geometry.num_up_projection_heads,
         rope_from_latent=geometry.rope_from_latent,
         qk_norm=spec.qk_norm,
-        attention_q_bias=biases.q,
-        attention_kv_bias=biases.kv,
-        attention_o_bias=biases.o,
+        attention_q_bias=q_bias,
+        attention_kv_bias=kv_bias,
+        attention_o_bias=o_bias,
         softmax_scale=spec.softmax_scale,
         rope_attention_scaling=spec.attention_factor
         if spec.layer_attention_factors is None
@@ -109,22 +99,6 @@ class PreparedLayer:
     windows: list[ScoreWindow] | None
 
 
-def convert_layer(
-    spec: SourceSpec,
-    geometry: MLAGeometry,
-    recipe: Recipe,
-    weights: AttentionWeights,
-    statistics: LayerStatistics | None,
-) -> dict[str, torch.Tensor]:
-    """The tensors of one MLA layer, named as in the checkpoint below ``self_attn.``, float64 (``inv_freq`` float32).
-
-    Args:
-        weights: float64.
-        statistics: of this layer; None when the recipe needs none.
-    """
-    return finish_layer(spec, geometry, recipe, prepare_layer(spec, geometry, recipe, weights, statistics))
-
-
 def prepare_layer(
     spec: SourceSpec,
     geometry: MLAGeometry,
@@ -132,7 +106,12 @@ def prepare_layer(
     weights: AttentionWeights,
     statistics: LayerStatistics | None,
 ) -> PreparedLayer:
-    """The part of :func:`convert_layer` that does not look at ``geometry.kv_lora_rank``."""
+    """The part of a layer's conversion that does not look at ``geometry.kv_lora_rank``.
+
+    Args:
+        weights: float64.
+        statistics: of this layer; None when the recipe needs none.
+    """
     basis = rotary_basis(spec, geometry, recipe, statistics, weights)
     basis = RotaryBasis(**{name: value.to(weights.q_weight.device) for name, value in vars(basis).items()})
     sample = None if statistics is None else statistics.sample
@@ -154,23 +133,11 @@ def _refitted(spec: SourceSpec, windows: list[ScoreWindow], basis: RotaryBasis, 
     return replace(basis, query_nope=nope, query_rope=rope)
 
 
-def rotary_basis(
-    spec: SourceSpec,
-    geometry: MLAGeometry,
-    recipe: Recipe,
-    statistics: LayerStatistics | None,
-    weights: AttentionWeights | None = None,
-) -> RotaryBasis:
-    """The rotary basis that ``recipe`` chooses for one layer, before its queries are refitted."""
-    problem = RopeProblem(spec, geometry.qk_rope_head_dim // 2, statistics, weights)
-    per_group = LAYOUTS[recipe.target.layout].per_group
-    return select_rotary_basis(recipe.rope.rule, problem, geometry, per_group=per_group, turned=recipe.fit.queries)
-
-
 def finish_layer(
     spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe, prepared: PreparedLayer
 ) -> dict[str, torch.Tensor]:
-    """The tensors that :func:`convert_layer` gives, at the rank that ``geometry`` says."""
+    """The tensors of one MLA layer at the rank that ``geometry`` says, named as in the checkpoint below ``self_attn.``,
+    float64 (``inv_freq`` float32)."""
     weights, basis, sample = prepared.weights, prepared.basis, prepared.sample
     factors = factorise(
         recipe.latent.low_rank, prepared.problem, geometry.kv_lora_rank, centered=recipe.latent.centered
@@ -285,7 +252,7 @@ def assemble(
 ) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors from the two choices of a layer (names and shapes: ``modeling.MLAAttention``)."""
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-    biases = converted_biases(spec, geometry, recipe)
+    q_bias, kv_bias, o_bias = converted_biases(spec, geometry, recipe)
     query_map = torch.cat([basis.query_nope, basis.query_rope], 1)  # [H, d_n + d_r, d]
     # [G d_r, h_kv d]: what is cached of them
     key_rope = basis.key_rope[:, : 0 if geometry.rope_from_latent else None].flatten(0, 1)
@@ -297,16 +264,16 @@ def assemble(
         tensors["q_b_proj"] = query_map
         tensors["k_a_proj.weight"] = torch.cat([factors.encoder[:, :width], key_rope])
         tensors["v_a_proj.weight"] = factors.encoder[:, width:]
-        if biases.q:
+        if q_bias:
             tensors["q_proj.bias"] = weights.q_bias
-        if biases.kv:
+        if kv_bias:
             tensors["k_proj.bias"] = weights.k_bias
     else:
         tensors["q_proj.weight"] = (query_map @ weights.q_weight.view(heads, d, -1)).flatten(0, 1)
         tensors["kv_a_proj.weight"] = torch.cat([factors.encoder, key_rope @ weights.k_weight])
-        if biases.q:
+        if q_bias:
             tensors["q_proj.bias"] = (query_map @ weights.q_bias.view(heads, d, 1)).flatten()
-        if biases.kv:  # the latent has no bias: what it would add to a score is the same for every token
+        if kv_bias:  # the latent has no bias: what it would add to a score is the same for every token
             latent = weights.k_bias.new_zeros(geometry.kv_lora_rank)
             tensors["kv_a_proj.bias"] = torch.cat([latent, key_rope @ weights.k_bias])
     if geometry.rope_from_latent:
@@ -316,7 +283,7 @@ def assemble(
         tensors["k_b_proj"] = factors.key_decoder.repeat_interleave(copies, 0)
     tensors["v_b_proj"] = factors.value_decoder.repeat_interleave(copies, 0)
     tensors["o_proj.weight"] = weights.o_weight
-    if biases.o:
+    if o_bias:
         offset = weights.o_weight.new_zeros(heads, d) if factors.value_offset is None else factors.value_offset
         if weights.v_bias is not None:
             offset = offset + weights.v_bias.view(kv_heads, d).repeat_interleave(spec.group_size, 0)

@@ -18,13 +18,13 @@ from torch.func import functional_call
 from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore, device_for_activations
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
-from mha2mla.conversion.families import AttentionWeights, FamilyAdapter, SourceSpec
+from mha2mla.conversion.families import FamilyAdapter, SourceSpec
 from mha2mla.conversion.fit.numerics import matmul_precision
 from mha2mla.conversion.fit.reconstruction import Forward, ReconstructionProblem, reconstruct
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.layer import PreparedLayer, convert_layer, converted_config, finish_layer, prepare_layer
+from mha2mla.conversion.layer import PreparedLayer, converted_config, finish_layer, prepare_layer
 from mha2mla.conversion.recipe import Recipe, is_exact
-from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.conversion.source.streaming import StreamedModel, first_output, inputs_observed
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
@@ -44,13 +44,11 @@ class LayerRecord:
     """How one layer went.
 
     Attributes:
-        layer: its index.
         seconds: statistics, conversion, reconstruction and the streams.
         loss_before, loss_after: of the reconstruction, relative squared errors on held-out windows; None without one.
         note: how the reconstruction ran; empty without one.
     """
 
-    layer: int
     seconds: float
     loss_before: float | None = None
     loss_after: float | None = None
@@ -61,7 +59,7 @@ class LayerRecord:
 class ConvertedLayer:
     """One layer of the result: tensors by their name below ``self_attn.``, in the dtypes that are stored."""
 
-    layer: int
+    layer: int  # its index
     tensors: dict[str, torch.Tensor]
     record: LayerRecord
 
@@ -114,7 +112,7 @@ class LayerWalk:
         for layer in self._missing():
             started = time.perf_counter()
             tensors = self.stored(layer, self.convert(layer, None))
-            yield ConvertedLayer(layer, tensors, LayerRecord(layer, time.perf_counter() - started))
+            yield ConvertedLayer(layer, tensors, LayerRecord(time.perf_counter() - started))
             self.model.source.release()
 
     def _walk_source(self) -> Iterator[ConvertedLayer]:
@@ -133,7 +131,7 @@ class LayerWalk:
                 )
                 if collector is not None:
                     tensors = self.stored(layer, self.convert(layer, collector.finish()))
-                    yield ConvertedLayer(layer, tensors, LayerRecord(layer, time.perf_counter() - started))
+                    yield ConvertedLayer(layer, tensors, LayerRecord(time.perf_counter() - started))
                 self.model.source.release()
         finally:
             store.close()
@@ -166,7 +164,6 @@ class LayerWalk:
         )
         geometry = self.geometries[layer]
         sampled = FIRST_SAMPLE_TOKENS if self.recipe.fit.steps else SAMPLE_TOKENS
-        lengths = 1 if self.windows is None else len(self.windows.window_lengths)
         return StatisticsCollector(
             self.spec.of_layer(layer),
             weights,
@@ -174,29 +171,23 @@ class LayerWalk:
             phases=self.recipe.needs_phases(geometry),
             attended=self.recipe.needs_attended(geometry),
             distances=self.recipe.needs_distances(geometry),
-            sample_tokens=sampled // lengths if self.recipe.needs_sample(geometry) else 0,
+            sample_tokens=sampled // len(self.windows.window_lengths) if self.recipe.needs_sample(geometry) else 0,
         )
 
     def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:
         """The tensors that statistics alone give."""
-        return convert_layer(
-            self.spec.of_layer(layer), self.geometries[layer], self.recipe, self._weights(layer), statistics
-        )
+        return self.finish(layer, self.prepare(layer, statistics))
 
     def prepare(self, layer: int, statistics: LayerStatistics | None) -> PreparedLayer:
-        """What :meth:`convert` does before it looks at the rank; sequences of other ranks finish it too."""
-        return prepare_layer(
-            self.spec.of_layer(layer), self.geometries[layer], self.recipe, self._weights(layer), statistics
-        )
-
-    def finish(self, layer: int, prepared: PreparedLayer) -> dict[str, torch.Tensor]:
-        """The tensors at this sequence's rank."""
-        return finish_layer(self.spec.of_layer(layer), self.geometries[layer], self.recipe, prepared)
-
-    def _weights(self, layer: int) -> AttentionWeights:
-        return self.adapter.attention_weights(
+        """What :meth:`convert` does before it looks at the rank; walks of other ranks finish it too."""
+        weights = self.adapter.attention_weights(
             self.model.source, self.spec, layer, device=self.model.device, dtype=torch.float64
         )
+        return prepare_layer(self.spec.of_layer(layer), self.geometries[layer], self.recipe, weights, statistics)
+
+    def finish(self, layer: int, prepared: PreparedLayer) -> dict[str, torch.Tensor]:
+        """The tensors at this walk's rank."""
+        return finish_layer(self.spec.of_layer(layer), self.geometries[layer], self.recipe, prepared)
 
     def empty_attention(self, layer: int) -> nn.Module:
         """The converted attention of layer ``layer`` without memory; its gradients repeat to the bit."""
@@ -218,11 +209,14 @@ class LayerWalk:
         dtype = self.weights_dtype
         if dtype is None:
             dtype = self.model.source.tensor(self.adapter.attention_names(self.spec, layer)["o_weight"]).dtype
-        full = ("inv_freq", "o_proj.bias")  # what the source adds in two places would lose its last bits in one
-        # Contiguous, as they come back from disk: strides choose kernels, and so the last bits of what follows.
-        return {
-            name: tensor.to(torch.float32 if name in full else dtype).contiguous() for name, tensor in tensors.items()
-        }
+        return stored(tensors, dtype)
+
+
+def stored(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """A converted layer's tensors as the checkpoint has them: of ``dtype``, but float32 where that would lose."""
+    full = ("inv_freq", "o_proj.bias")  # what the source adds in two places would lose its last bits in one
+    # Contiguous, as they come back from disk: strides choose kernels, and so the last bits of what follows.
+    return {name: tensor.to(torch.float32 if name in full else dtype).contiguous() for name, tensor in tensors.items()}
 
 
 class _Seen(Exception):
@@ -267,7 +261,7 @@ class _ConvertedWalk:
         collector = self.sequence.collector(layer)
         self._observe(module, layer, collector.add)
         tensors = self.sequence.convert(layer, collector.finish())
-        record = LayerRecord(layer, 0.0)
+        record = LayerRecord(0.0)
         if not is_exact(self.sequence.geometries[layer]):
             with torch.inference_mode(False):
                 recipe = self.recipe
@@ -275,7 +269,7 @@ class _ConvertedWalk:
                     self._problem(module, layer), tensors, recipe.fit, seed=recipe.calibration.seed, layer=layer
                 )
             tensors = result.tensors
-            record = LayerRecord(layer, 0.0, result.loss_before, result.loss_after, result.note)
+            record = LayerRecord(0.0, result.loss_before, result.loss_after, result.note)
         return self.sequence.stored(layer, tensors), record
 
     def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
@@ -300,18 +294,15 @@ class _ConvertedWalk:
     def _observe(self, module: nn.Module, layer: int, receive: Callable[[torch.Tensor], None]) -> None:
         """Hands ``receive`` what the attention of layer ``layer`` is given in a part of the converted stream."""
 
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            receive(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        def receive_and_stop(hidden: torch.Tensor) -> None:
+            receive(hidden)
             raise _Seen
 
-        handle = module.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
+        with inputs_observed(module, receive_and_stop):
             for length, blocks in self.stream.blocks.spread(_STATISTICS_TOKENS).items():
                 for part in blocks.split(max(1, self.tokens // self.stream.blocks.size)):
                     with suppress(_Seen):
                         self.model.forward_layer(module, layer, self.stream.gather(part, self.model.device, length))
-        finally:
-            handle.remove()
 
     def _problem(self, module: nn.Module, layer: int) -> ReconstructionProblem:
         targets = self._blend(module, layer)
@@ -334,7 +325,7 @@ def block_forward(sequence: LayerWalk, layer: int, module: nn.Module) -> Forward
 
     def forward(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
         named = {f"self_attn.{name}": tensor for name, tensor in tensors.items()}
-        return _first(functional_call(block, named, (inputs,), arguments[inputs.shape[1]]))
+        return first_output(functional_call(block, named, (inputs,), arguments[inputs.shape[1]]))
 
     return forward
 
@@ -354,10 +345,6 @@ def computed(tensors: Mapping[str, torch.Tensor], model: StreamedModel) -> dict[
         name: tensor.to(model.device, torch.float32 if name == "inv_freq" else model.dtype)
         for name, tensor in tensors.items()
     }
-
-
-def _first(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return output[0] if isinstance(output, tuple) else output
 
 
 def _with_attention(layer: nn.Module, attention: nn.Module) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -96,16 +95,9 @@ MEASURED_ON = (
 )
 
 
-@dataclass(frozen=True)
-class PresetChoice:
-    """Which preset a conversion takes, and a sentence for people that says why and what would be better."""
-
-    preset: str
-    reason: str
-
-
-def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> PresetChoice:
-    """The preset of a recipe on a device: the one that was asked for, or, under ``auto``, the best that can run.
+def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> tuple[str, str]:
+    """The preset of a recipe on a device, the one that was asked for, or, under ``auto``, the best that can run; and a
+    sentence for people that says why.
 
     Args:
         preset: of the recipe.
@@ -113,13 +105,13 @@ def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> Pr
         device_type: ``"cuda"``, ``"cpu"``, … of the conversion.
     """
     if preset != AUTO:
-        return PresetChoice(preset, f"{preset}, as asked for")
+        return preset, f"{preset}, as asked for"
     if given.get("cache_ratio") == 1.0:
-        return PresetChoice("quick", "quick, chosen by auto: at cache_ratio 1.0 nothing is lost, whatever the preset")
+        return "quick", "quick, chosen by auto: at cache_ratio 1.0 nothing is lost, whatever the preset"
     best = _best(given.get("layout", DEFAULT_LAYOUT))
     if device_type == "cuda":
-        return PresetChoice(best, f"{best}, chosen by auto: the best there is, on a GPU")
-    return PresetChoice("quick", "quick, chosen by auto: minutes without a GPU")
+        return best, f"{best}, chosen by auto: the best there is, on a GPU"
+    return "quick", "quick, chosen by auto: minutes without a GPU"
 
 
 def better_than(preset: str, layout: str, cache_ratio: float | None) -> str:

@@ -30,9 +30,9 @@ def source_identity(files: Mapping[str, FileIdentity]) -> dict[str, str]:
     return {name: identity.sha256 for name, identity in files.items()}
 
 
-def tensor_hash(tensor: torch.Tensor | None) -> str | None:
+def tensor_hash(tensor: torch.Tensor) -> str:
     """sha256 of shape, dtype and values."""
-    return None if tensor is None else _tensors_hash("", {"": tensor})
+    return _tensors_hash("", {"": tensor})
 
 
 def code_hash() -> str:

@@ -21,7 +21,7 @@ from mha2mla.conversion.presets import AUTO, choose_preset
 from mha2mla.conversion.recipe import Recipe, asked_keys
 from mha2mla.conversion.result.destination import check_destination
 from mha2mla.conversion.source.checkpoint import CheckpointError
-from mha2mla.conversion.source.opening import Source, open_source
+from mha2mla.conversion.source.opening import OpenedFolder, Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import compute_device
 
@@ -84,6 +84,10 @@ class Arguments:
         for name in ("source", "destination"):  # else a folder named "~" is made here
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
 
+    def written_dtype(self, opened: OpenedFolder) -> torch.dtype:
+        """Of the converted projections: the one that was asked for, else the source's."""
+        return self.dtype or opened.dtype
+
     def source_name(self, folder: Path) -> str:
         """What the caller called the source, which is in ``folder``: a hub id, or a folder's last part."""
         return folder.name if Path(self.source).exists() else str(self.source)
@@ -100,12 +104,18 @@ class HeldOut:
     """Text that source and result are compared on.
 
     Attributes:
-        text: its name.
+        text: its name, of a file without its folder.
         tokens: int64 [windows, length].
     """
 
     text: str
     tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, opened: OpenedFolder, text: str | torch.Tensor, length: int, tokens: int) -> HeldOut:
+        """As :func:`evaluation_windows` reads it."""
+        name = text.rpartition("/")[2] if isinstance(text, str) else "token windows of the caller"
+        return cls(name, evaluation_windows(opened, text, length=length, tokens=tokens))
 
 
 @dataclass(frozen=True)
@@ -115,26 +125,23 @@ class Plan:
     Attributes:
         arguments: of the caller.
         opened: the source.
-        source_name: what the caller called it, a hub id or a folder's last part.
         recipe: with its preset named.
         preset: which one, why, and the keys that were changed from it.
         model: the source, streamed.
         calibration: text by name or token windows; None where nothing depends on them.
         lengths: of the calibration windows.
-        evaluation: in short windows. ``long_evaluation``: in one of the longest length, or None.
+        held_out: in short windows, and in one of the longest length where any text was calibrated on.
         notes: for people, once.
     """
 
     arguments: Arguments
     opened: Source
-    source_name: str
     recipe: Recipe
     preset: str
     model: StreamedModel
     calibration: str | Windows | None
     lengths: tuple[int, ...]
-    evaluation: HeldOut
-    long_evaluation: HeldOut | None
+    held_out: tuple[HeldOut, ...]
     notes: tuple[str, ...]
 
     @property
@@ -144,16 +151,6 @@ class Plan:
     @property
     def destination(self) -> Path:
         return Path(self.arguments.destination)
-
-    @property
-    def source_dtype(self) -> torch.dtype:
-        """Of the source's projections."""
-        return self.opened.reader.tensor(self.opened.adapter.attention_names(self.spec, 0)["o_weight"]).dtype
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Of the converted projections: the one that was asked for, else the source's."""
-        return self.arguments.dtype or self.source_dtype
 
 
 def check(arguments: Arguments, folder: Path) -> Plan:
@@ -177,18 +174,16 @@ def check(arguments: Arguments, folder: Path) -> Plan:
         for windows in () if given is None or isinstance(given, str) else listed(given):
             if windows.ndim == 2:  # others are refused where they are read
                 check_length(opened.spec, windows.shape[1], f"{name} has windows of {windows.shape[1]} tokens")
-    evaluation, long_evaluation, notes = _held_out(arguments, opened, lengths, with_long=calibration is not None)
+    held_out, notes = _held_out(arguments, opened, lengths, with_long=calibration is not None)
     return Plan(
         arguments=arguments,
         opened=opened,
-        source_name=arguments.source_name(folder),
         recipe=recipe,
         preset=why + (f"; with {changed}" if changed else ""),
         model=model,
         calibration=calibration,
         lengths=lengths,
-        evaluation=evaluation,
-        long_evaluation=long_evaluation,
+        held_out=held_out,
         notes=(f"preset: {why}", *notes),
     )
 
@@ -209,9 +204,8 @@ def named_recipe(
         raise ValueError(f"preset is {preset!r} beside a recipe of preset {named!r}; expected one of them")
     if (preset or named) == AUTO:
         Recipe.from_dict(given)  # what leaves its layout open is refused on every machine
-    choice = choose_preset(preset or named, given, device.type)
-    made = recipe if isinstance(recipe, Recipe) else Recipe.from_preset(choice.preset, **given)
-    return made, choice.reason
+    chosen, why = choose_preset(preset or named, given, device.type)
+    return recipe if isinstance(recipe, Recipe) else Recipe.from_preset(chosen, **given), why
 
 
 def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str | Windows | None:
@@ -234,22 +228,20 @@ def _lengths(opened: Source, recipe: Recipe, calibration: str | Windows | None) 
 
 def _held_out(
     arguments: Arguments, opened: Source, lengths: tuple[int, ...], *, with_long: bool
-) -> tuple[HeldOut, HeldOut | None, list[str]]:
+) -> tuple[tuple[HeldOut, ...], list[str]]:
     """Text in short windows, in one long one where any was calibrated on, and why there is none."""
     text, tokens = arguments.evaluation, arguments.evaluation_tokens
     length = nearest_length(opened.spec, min(lengths[0], tokens))
     if text == EVALUATION_TEXT and length > EVALUATION_TOKENS:
         text = LONG_EVALUATION_TEXT
-    name = text.rpartition("/")[2] if isinstance(text, str) else "token windows of the caller"  # a file's, no folder's
-    short = HeldOut(name, evaluation_windows(opened, text, length=length, tokens=tokens))
+    short = HeldOut.of(opened, text, length, tokens)
     long_text = LONG_EVALUATION_TEXT if text == EVALUATION_TEXT else text
     if not with_long or not isinstance(long_text, str) or lengths[-1] <= length:
-        return short, None, []
+        return (short,), []
     try:
-        windows = evaluation_windows(opened, long_text, length=lengths[-1], tokens=lengths[-1])
+        return (short, HeldOut.of(opened, long_text, lengths[-1], lengths[-1])), []
     except ValueError as error:  # long enough for short windows, and no reason to refuse a conversion
-        return short, None, [f"not compared with the source in a window of {lengths[-1]} tokens: {error}"]
-    return short, HeldOut(name if long_text == text else long_text, windows), []
+        return (short,), [f"not compared with the source in a window of {lengths[-1]} tokens: {error}"]
 
 
 def source_folder(source: str | os.PathLike[str]) -> Path:

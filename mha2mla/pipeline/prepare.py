@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,7 @@ from mha2mla.conversion.calibration.lengths import calibrated_length
 from mha2mla.conversion.calibration.windows import Windows, calibration_windows, listed
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.layer import converted_config
-from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.layer_walk import LayerWalk
 from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, source_identity, tensor_hash
 from mha2mla.conversion.rope.share_search import choose_rope_share
 from mha2mla.conversion.source.files import FileIdentity
@@ -38,26 +38,25 @@ class Prepared:
     """A plan with what took work to find out.
 
     Attributes:
-        geometry: of every layer, but for the rank. ``geometries``: of each.
-        calibration: windows; None where nothing depends on them.
+        geometry: of every layer, but for the rank.
+        walk: which converts the layers.
         searches: what was chosen, and what each choice would have lost.
     """
 
     plan: Plan
     geometry: MLAGeometry
-    geometries: tuple[MLAGeometry, ...]
-    calibration: TokenBlocks | None
+    walk: LayerWalk
     searches: dict[str, Any]
 
-    @property
-    def calibrated_length(self) -> int | None:
-        lengths = () if self.calibration is None else self.calibration.window_lengths
-        return calibrated_length(self.plan.spec, lengths)
-
     def config(self) -> MHA2MLAConfig:
-        """Of the result, without dtype, architectures and records."""
-        plan = self.plan
-        return converted_config(plan.opened.config, plan.spec, self.geometries, plan.recipe)
+        """Of the result, with records of how it was made, without dtype and architectures."""
+        plan, windows = self.plan, self.walk.windows
+        config = converted_config(plan.opened.config, plan.spec, self.walk.geometries, plan.recipe)
+        config.recipe = plan.recipe.for_records().to_dict()
+        name = plan.arguments.source_name(plan.opened.folder)
+        config.source_config = {**config.source_config, "_name_or_path": name}
+        config.calibrated_length = calibrated_length(plan.spec, () if windows is None else windows.window_lengths)
+        return config
 
 
 def open_work(plan: Plan, folder: Path, weights: dict[str, FileIdentity]) -> WorkFolder:
@@ -82,30 +81,39 @@ def prepare(plan: Plan, work: WorkFolder, folder: Path) -> Prepared:
     Args:
         folder: where activations go that are larger than ``spill_bytes``.
     """
-    recipe, spec = plan.recipe, plan.spec
-    if plan.calibration is None:
-        return Prepared(plan, recipe.geometry(spec), recipe.geometries(spec), None, {})
-    windows, searches, ranks = _windows(plan, work), {}, None
-    search = partial(_search, plan, work, windows, folder=folder)
+    recipe, spec, arguments = plan.recipe, plan.spec, plan.arguments
+    walk = LayerWalk(
+        plan.model,
+        plan.opened.adapter,
+        spec,
+        (),
+        recipe,
+        None if plan.calibration is None else _windows(plan, work),
+        folder,
+        weights_dtype=arguments.dtype,
+        spill_bytes=arguments.spill_bytes,
+    )
+    searches, ranks = {}, None
     if recipe.searches_rope_share:
-        share, searches["rope_share_losses"] = search(_SHARE, choose_rope_share, recipe)
+        share, searches["rope_share_losses"] = _search(plan, work, _SHARE, walk, choose_rope_share)
         searches["rope_share"], recipe = share, recipe.with_share(share)
+    geometry = recipe.geometry(spec)
     if recipe.searches_layer_ranks:
-        progress = plan.arguments.progress
-        ranks, searches["layer_rank_losses"] = search(_RANKS, choose_layer_ranks, recipe, progress=progress)
+        uniform = replace(walk, geometries=(geometry,) * spec.num_layers)
+        choose = partial(choose_layer_ranks, progress=arguments.progress)
+        ranks, searches["layer_rank_losses"] = _search(plan, work, _RANKS, uniform, choose)
         searches["layer_ranks"] = ranks
-    return Prepared(plan, recipe.geometry(spec), recipe.geometries(spec, ranks), windows, searches)
+    return Prepared(plan, geometry, replace(walk, geometries=recipe.geometries(spec, ranks)), searches)
 
 
 def _search(
-    plan: Plan, work: WorkFolder, windows: TokenBlocks, name: str, choose: Callable, recipe: Recipe, **keys: Any
+    plan: Plan, work: WorkFolder, name: str, walk: LayerWalk, choose: Callable[[LayerWalk], tuple[Any, dict[str, Any]]]
 ) -> tuple[Any, dict[str, Any]]:
     """What ``choose`` finds and what every choice loses, or what an earlier run found on the same text."""
-    text, saved = tensor_hash(windows.tokens), work.get(name)
+    text, saved = tensor_hash(walk.windows.tokens), work.get(name)
     if saved is not None and saved[1]["calibration"] == text:
         return saved[1]["chosen"], saved[1]["losses"]
-    source = (plan.model, plan.opened.adapter, plan.spec)
-    chosen, losses = choose(*source, recipe, windows, spill_bytes=plan.arguments.spill_bytes, **keys)
+    chosen, losses = choose(walk)
     work.put(name, {}, {"calibration": text, "chosen": chosen, "losses": losses})
     plan.arguments.say(f"{name}: {chosen} loses least of {losses}")
     return chosen, losses
@@ -113,9 +121,9 @@ def _search(
 
 def layer_inputs(prepared: Prepared) -> dict[str, Any]:
     """What layers depend on that was found out on the way, beside the request."""
-    tokens = None if prepared.calibration is None else prepared.calibration.tokens
-    shapes = [geometry.to_dict() for geometry in prepared.geometries]
-    return {"geometries": shapes, "calibration": tensor_hash(tokens)}
+    windows = prepared.walk.windows
+    shapes = [geometry.to_dict() for geometry in prepared.walk.geometries]
+    return {"geometries": shapes, "calibration": None if windows is None else tensor_hash(windows.tokens)}
 
 
 def _windows(plan: Plan, work: WorkFolder) -> TokenBlocks:

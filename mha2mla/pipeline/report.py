@@ -6,30 +6,25 @@ import math
 import resource
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mha2mla.conversion.parity import ParityReport
-from mha2mla.conversion.presets import better_than
 from mha2mla.conversion.result.card import PLOT_FILE, model_card
-from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.conversion.source.metadata import card_metadata
+from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.environment import collect_environment, describe_environment, installed_version
 from mha2mla.eval.report import html_table
 from mha2mla.geometry import MLAGeometry
-from mha2mla.pipeline.check import Arguments
-from mha2mla.pipeline.prepare import Prepared
+from mha2mla.pipeline.check import Arguments, HeldOut
 
 if TYPE_CHECKING:
     from mha2mla.modeling import LayerAttention
     from mha2mla.modeling.config import MHA2MLAConfig
-
-
-MADE = "converted to Multi-head Latent Attention"
 
 
 def _peak_rss_bytes() -> int:
@@ -146,64 +141,54 @@ class ConversionReport:
 
 
 def make_report(
-    prepared: Prepared,
-    parities: tuple[ParityReport, ParityReport | None],
-    layers: FinishedLayers,
-    *,
-    resumed: int,
-    seconds: dict[str, float],
-    weight_bytes: int,
+    arguments: Arguments,
+    opened: OpenedFolder,
+    serving: Sequence[LayerAttention],
+    held_out: Sequence[HeldOut],
+    parities: Sequence[ParityReport],
+    records: Sequence[Mapping[str, Any]],
+    **others: Any,
 ) -> ConversionReport:
-    """The report of a conversion whose ``parities``, in short windows and a long one, were measured."""
+    """The report of what was written and compared.
+
+    Args:
+        serving: what will serve the written layers.
+        held_out, parities: the texts that it was compared on, in short windows and in a long one, and what was found.
+        records: of each layer, what its conversion said.
+        others: further fields.
+    """
     from mha2mla.modeling.served import describe
 
-    plan, (parity, long_parity) = prepared.plan, parities
-    geometries, count = prepared.geometries, plan.spec.num_layers
+    geometries = [layer.geometry for layer in serving]
+    (text, parity), (long_text, long_parity) = (*zip(held_out, parities, strict=True), (None, None))[:2]
     return ConversionReport(
-        name=plan.destination.resolve().name,
-        source=str(plan.opened.folder),
-        source_name=plan.source_name,
-        destination=str(plan.destination),
-        model_type=plan.spec.model_type,
-        num_layers=count,
-        geometry=prepared.geometry,
+        name=Path(arguments.destination).resolve().name,
+        source=str(opened.folder),
+        source_name=arguments.source_name(opened.folder),
+        destination=str(Path(arguments.destination)),
+        model_type=opened.config.model_type,
+        num_layers=len(geometries),
         cache_numel_per_token=sum(each.cache_numel_per_token for each in geometries),
-        source_cache_numel_per_token=count * prepared.geometry.source_cache_numel_per_token,
-        recipe=plan.recipe.for_records().to_dict(),
-        searches=prepared.searches,
-        preset=plan.preset,
-        better=better_than(plan.recipe.preset, plan.recipe.target.layout, plan.recipe.target.cache_ratio),
-        calibration_tokens=0 if prepared.calibration is None else prepared.calibration.tokens.numel(),
-        calibrated_length=prepared.calibrated_length,
-        evaluation_text=plan.evaluation.text,
-        evaluation_length=plan.evaluation.tokens.shape[1],
-        compute_dtype=str(plan.arguments.compute_dtype).removeprefix("torch."),
-        weights_dtype=str(plan.stored_dtype).removeprefix("torch."),
-        device=str(plan.model.device),
+        evaluation_text=text.text,
+        evaluation_length=text.tokens.shape[1],
+        compute_dtype=str(arguments.compute_dtype).removeprefix("torch."),
+        weights_dtype=str(arguments.written_dtype(opened)).removeprefix("torch."),
         parity=parity,
-        long_evaluation_text="" if plan.long_evaluation is None else plan.long_evaluation.text,
-        long_evaluation_length=None if plan.long_evaluation is None else plan.long_evaluation.tokens.shape[1],
+        long_evaluation_text="" if long_text is None else long_text.text,
+        long_evaluation_length=None if long_text is None else long_text.tokens.shape[1],
         long_parity=long_parity,
         layers=tuple(
-            {**asdict(layer), "kv_lora_rank": geometries[layer.layer].kv_lora_rank, **layers.record(layer.layer)}
-            for layer in parity.layers
+            {**vars(row), "kv_lora_rank": geometry.kv_lora_rank, **record}
+            for row, geometry, record in zip(parity.layers, geometries, records, strict=True)
         ),
-        decode_backend=f"on CUDA {describe(serving_on_cuda(prepared.config(), plan.stored_dtype, plan.model.device))}",
-        rope_note=plan.spec.rope_note,
-        resumed_layers=resumed,
-        seconds=seconds,
-        weight_bytes=weight_bytes,
+        decode_backend=f"on CUDA {describe(serving)}",
+        **others,
     )
 
 
-def write_report(
-    arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str = MADE
-) -> None:
-    """conversion.json, the model card, and its plot where matplotlib is installed.
-
-    Args:
-        made: what was done to the source, for the card.
-    """
+def write_report(arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str) -> None:
+    """conversion.json, the model card, which says what was ``made`` of the source, and its plot where matplotlib is
+    installed."""
     from mha2mla.eval.inspection import RECORD_FILE
     from mha2mla.eval.plots import plot_layers
     from mha2mla.eval.report import write_json
@@ -229,8 +214,19 @@ def write_report(
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def serving_on_cuda(config: MHA2MLAConfig, written: torch.dtype, device: torch.device) -> tuple[LayerAttention, ...]:
+    """What will serve the layers on CUDA, where that is worth a question, in the 16 bits that kernels take; warns of
+    geometries that no kernel serves, once they are known and before they cost any work."""
+    from mha2mla.modeling import what_serves
+
+    half = written if written in (torch.bfloat16, torch.float16) else torch.bfloat16
+    layers = what_serves(config, device if device.type == "cuda" else "cuda", half)
+    warn_of_slow_layers(layers)
+    return layers
+
+
 def warn_of_slow_layers(layers: Sequence[LayerAttention]) -> None:
-    """Warns of geometries that no kernel will serve, once they are known and before they cost any work."""
+    """Warns of geometries that no kernel will serve, with the cache ratio that would be served."""
     slow = [layer for layer in layers if not layer.compiled]
     if slow:
         ratio = served_cache_ratio(layers)
@@ -238,7 +234,7 @@ def warn_of_slow_layers(layers: Sequence[LayerAttention]) -> None:
         warnings.warn(
             f"no kernel will serve {len(slow)} of {len(layers)} converted layers on a GPU ({slow[0]}): {slow[0].why};"
             f" {smaller} give a geometry that one serves, and another layout may (docs/limits.md)",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -256,11 +252,3 @@ def served_cache_ratio(layers: Sequence[LayerAttention]) -> float | None:
             share = min(share, width / layer.geometry.kv_lora_rank)
     cached = sum(layer.geometry.cache_numel_per_token for layer in layers)
     return math.floor(100 * share * cached / sum(x.geometry.source_cache_numel_per_token for x in layers)) / 100 or None
-
-
-def serving_on_cuda(config: MHA2MLAConfig, written: torch.dtype, device: torch.device) -> tuple[LayerAttention, ...]:
-    """What will serve the layers on CUDA, where that is worth a question, in the 16 bits that kernels take."""
-    from mha2mla.modeling import what_serves
-
-    half = written if written in (torch.bfloat16, torch.float16) else torch.bfloat16
-    return what_serves(config, device if device.type == "cuda" else "cuda", half)

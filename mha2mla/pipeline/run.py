@@ -12,11 +12,11 @@ import torch
 
 from mha2mla.conversion.calibration.activations import SPILL_BYTES
 from mha2mla.conversion.calibration.windows import Windows
-from mha2mla.conversion.presets import PresetName
-from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.presets import PresetName, better_than
+from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.result.destination import WORK_FOLDER, is_converted, temporary_folder, temporary_path
 from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
-from mha2mla.conversion.resume import has_pieces
+from mha2mla.conversion.resume import FinishedLayers, has_pieces
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.environment import compute_device
@@ -29,17 +29,13 @@ from mha2mla.pipeline.check import (
     named_recipe,
     source_folder,
 )
-from mha2mla.pipeline.prepare import open_work, prepare
+from mha2mla.pipeline.prepare import layer_inputs, open_work, prepare
 from mha2mla.pipeline.relayout import change_layout
-from mha2mla.pipeline.report import (
-    ConversionReport,
-    make_report,
-    serving_on_cuda,
-    warn_of_slow_layers,
-    write_report,
-)
+from mha2mla.pipeline.report import ConversionReport, make_report, serving_on_cuda, write_report
 from mha2mla.pipeline.verify import verify
-from mha2mla.pipeline.write import convert_layers, finished_layers, write_companions, write_weights
+from mha2mla.pipeline.write import convert_layers, write_config, write_weights
+
+MADE = "converted to Multi-head Latent Attention"
 
 
 def convert(
@@ -153,24 +149,45 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
         with faults_of_the_source_named(plan.opened.folder, files, work.discard):
             with _timed(seconds, "prepare"), _degenerate_named():
                 prepared = prepare(plan, work, folder)
-                warn_of_slow_layers(serving_on_cuda(prepared.config(), plan.stored_dtype, plan.model.device))
-            layers = finished_layers(prepared, work)
+                config, device = prepared.config(), plan.model.device
+                serving = serving_on_cuda(config, arguments.written_dtype(opened), device)
+            layers = FinishedLayers(work, layer_inputs(prepared))
             resumed = len(layers)
             with _timed(seconds, "convert"), _degenerate_named():
-                convert_layers(prepared, folder, layers)
+                convert_layers(prepared, layers)
             with _timed(seconds, "write"):
                 names = (opened.adapter.attention_names(plan.spec, layer) for layer in range(plan.spec.num_layers))
                 replaced = {name for layer in names for name in layer.values()}
                 weight_bytes = write_weights(arguments, plan.model, folder, layers.__getitem__, replaced)
-                write_companions(prepared, folder)
+                write_config(arguments, opened, config, folder)
             with _timed(seconds, "verify"):
                 check_unchanged(opened.folder, files)
-                parities = verify(prepared, folder)
+                exact = "the full-rank conversion" if all(map(is_exact, prepared.walk.geometries)) else None
+                parities = verify(arguments, opened, plan.model, folder, plan.held_out, exact=exact)
             seconds["total"] = time.perf_counter() - started
+            target, windows = plan.recipe.target, prepared.walk.windows
             report = make_report(
-                prepared, parities, layers, resumed=resumed, seconds=seconds, weight_bytes=weight_bytes
+                arguments,
+                opened,
+                serving,
+                plan.held_out,
+                parities,
+                [layers.record(layer) for layer in layers],
+                geometry=prepared.geometry,
+                source_cache_numel_per_token=len(layers) * prepared.geometry.source_cache_numel_per_token,
+                recipe=config.recipe,
+                searches=prepared.searches,
+                preset=plan.preset,
+                better=better_than(plan.recipe.preset, target.layout, target.cache_ratio),
+                calibration_tokens=0 if windows is None else windows.tokens.numel(),
+                calibrated_length=config.calibrated_length,
+                device=str(device),
+                rope_note=plan.spec.rope_note,
+                resumed_layers=resumed,
+                seconds=seconds,
+                weight_bytes=weight_bytes,
             )
-            write_report(arguments, plan.model.device, folder, report)
+            write_report(arguments, device, folder, report, MADE)
             check_unchanged(opened.folder, files)
     return report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import torch
 from transformers import AutoConfig
 
 from mha2mla.conversion.parity import ParityReport, compare
-from mha2mla.conversion.recipe import is_exact
 from mha2mla.conversion.source.checkpoint import CheckpointError, CheckpointReader
+from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
-from mha2mla.pipeline.prepare import Prepared
+from mha2mla.pipeline.check import Arguments, HeldOut
 
 FULL_RANK_TOLERANCE = 1e-4  # relative error of float32 logits
 
@@ -23,35 +24,45 @@ class ParityError(ValueError):
     written under the destination's name."""
 
 
-def verify(prepared: Prepared, folder: Path) -> tuple[ParityReport, ParityReport | None]:
-    """Reads ``folder`` back and compares it with the source, in short windows by layer and in one long window.
+def verify(
+    arguments: Arguments,
+    opened: OpenedFolder,
+    model: StreamedModel,
+    folder: Path,
+    held_out: Sequence[HeldOut],
+    *,
+    exact: str | None,
+) -> list[ParityReport]:
+    """Reads ``folder`` back and compares it with the source ``model`` on each text, on the first layer by layer.
+
+    Args:
+        exact: what a result is called that must be the source to rounding; None: another.
 
     Raises:
         CheckpointError: the written names are not the model's.
-        ParityError: full rank was asked for, and the logits differ by more than rounding; or the predictions are
-            further from the source's than a guess.
+        ParityError: the logits of what must be exact differ by more than rounding; or the predictions are further from
+            the source's than a guess.
     """
-    plan, arguments = prepared.plan, prepared.plan.arguments
-    converted = read_back(folder, plan.model)
+    converted = read_back(folder, model)
     compared = partial(
-        compare, plan.model, converted, folder=folder, spill_bytes=arguments.spill_bytes, progress=arguments.progress
+        compare, model, converted, folder=folder, spill_bytes=arguments.spill_bytes, progress=arguments.progress
     )
-    parity = compared(plan.evaluation.tokens)
-    long_parity = None
-    if plan.long_evaluation is not None:
-        long_parity = compared(plan.long_evaluation.tokens, by_layer=False)
+    parities = [compared(each.tokens, by_layer=each is held_out[0]) for each in held_out]
     converted.source.release()
-    if all(map(is_exact, prepared.geometries)):
-        tolerance = parity_tolerance(arguments.compute_dtype, plan.stored_dtype, plan.source_dtype)
-        check_exact(parity, tolerance, "the full-rank conversion")
-    guess = math.log(plan.model.vocab_size)
-    for measured in (parity, long_parity):
-        if measured is not None and not measured.kl <= guess:
+    tolerance = parity_tolerance(arguments.compute_dtype, arguments.written_dtype(opened), opened.dtype)
+    error = parities[0].logits_relative_error
+    if exact is not None and not error <= tolerance:  # so written that NaN fails, too
+        raise ParityError(
+            f"logits of {exact} differ from the source's by {error:.3g} (relative); expected at most {tolerance:.3g}"
+        )
+    guess = math.log(model.vocab_size)
+    for parity in parities:
+        if not parity.kl <= guess:
             raise ParityError(
-                f"the converted model's predictions are {measured.kl:.3g} nats a token from the source's (KL); expected"
-                f" at most {guess:.3g}, as far as a guess among {plan.model.vocab_size} tokens can be from certainty"
+                f"the converted model's predictions are {parity.kl:.3g} nats a token from the source's (KL); expected"
+                f" at most {guess:.3g}, as far as a guess among {model.vocab_size} tokens can be from certainty"
             )
-    return parity, long_parity
+    return parities
 
 
 def read_back(folder: Path, source: StreamedModel) -> StreamedModel:
@@ -66,20 +77,6 @@ def read_back(folder: Path, source: StreamedModel) -> StreamedModel:
         different = sorted(reader.names() ^ written.expected_names())
         raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
     return written
-
-
-def check_exact(parity: ParityReport, tolerance: float, what: str) -> None:
-    """Refuses logits of ``what`` that are not the source's to rounding.
-
-    Raises:
-        ParityError: with both numbers.
-    """
-    # Written so that NaN fails.
-    if not parity.logits_relative_error <= tolerance:
-        raise ParityError(
-            f"logits of {what} differ from the source's by {parity.logits_relative_error:.3g} (relative); expected at"
-            f" most {tolerance:.3g}"
-        )
 
 
 def parity_tolerance(computed: torch.dtype, written: torch.dtype, source: torch.dtype) -> float:

@@ -4,54 +4,37 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from mha2mla.conversion.layer_walk import LayerRecord, LayerWalk
+from mha2mla.conversion.layer_walk import LayerRecord
 from mha2mla.conversion.result.writer import ShardedWriter
-from mha2mla.conversion.resume import FinishedLayers, WorkFolder
+from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.conversion.source.files import regular_file
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.pipeline.check import Arguments
-from mha2mla.pipeline.prepare import Prepared, layer_inputs
+from mha2mla.pipeline.prepare import Prepared
 from mha2mla.progress import progress_bar
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
 
 
-def finished_layers(prepared: Prepared, work: WorkFolder) -> FinishedLayers:
-    """The layers of this conversion that ``work`` has."""
-    return FinishedLayers(work, layer_inputs(prepared))
-
-
-def convert_layers(prepared: Prepared, folder: Path, layers: FinishedLayers) -> None:
+def convert_layers(prepared: Prepared, layers: FinishedLayers) -> None:
     """Converts the layers that are not in ``layers`` and puts them there, one by one."""
     plan, arguments = prepared.plan, prepared.plan.arguments
     count, done = plan.spec.num_layers, len(layers)
     if done:
         kept = layers.work.folder
         arguments.say(f"going on after {done} of {count} layers that an interrupted conversion left in {kept}")
-    walk = LayerWalk(
-        plan.model,
-        plan.opened.adapter,
-        plan.spec,
-        prepared.geometries,
-        plan.recipe,
-        prepared.calibration,
-        folder,
-        weights_dtype=arguments.dtype,
-        spill_bytes=arguments.spill_bytes,
-        done=layers,
-    )
+    walk = replace(prepared.walk, done=layers)
     with progress_bar(desc="convert", unit="layer", total=count, initial=done, show=arguments.progress) as bar:
         for converted in walk if done < count else ():
-            record = {name: value for name, value in asdict(converted.record).items() if name != "layer"}
-            layers.add(converted.layer, converted.tensors, record)
+            layers.add(converted.layer, converted.tensors, asdict(converted.record))
             bar.set_postfix({"s": f"{converted.record.seconds:.1f}"} | _losses(converted.record), refresh=False)
             bar.update()
     plan.opened.reader.release()
@@ -100,17 +83,8 @@ def write_weights(
     return writer.total_bytes
 
 
-def write_companions(prepared: Prepared, folder: Path) -> None:
+def write_config(arguments: Arguments, opened: OpenedFolder, config: MHA2MLAConfig, folder: Path) -> None:
     """config.json, and everything that the source carries beside its weights."""
-    config = prepared.config()
-    config.recipe = prepared.plan.recipe.for_records().to_dict()
-    config.source_config = {**config.source_config, "_name_or_path": prepared.plan.source_name}
-    config.calibrated_length = prepared.calibrated_length
-    write_config(prepared.plan.opened, config, prepared.plan.stored_dtype, folder)
-
-
-def write_config(opened: OpenedFolder, config: MHA2MLAConfig, dtype: torch.dtype, folder: Path) -> None:
-    """config.json of weights of ``dtype``, and everything that the source carries beside its own."""
     from mha2mla.modeling import MHA2MLAForCausalLM
 
     for name in opened.companions:
@@ -118,6 +92,6 @@ def write_config(opened: OpenedFolder, config: MHA2MLAConfig, dtype: torch.dtype
         shutil.copyfile(regular_file(opened.folder, name), folder / name)
     name = Path(config.source_config.get("_name_or_path") or "")
     config.source_config = {**config.source_config, "_name_or_path": name.name if name.is_absolute() else str(name)}
-    config.dtype = dtype
+    config.dtype = arguments.written_dtype(opened)
     config.architectures = [MHA2MLAForCausalLM.__name__]
     config.save_pretrained(folder)

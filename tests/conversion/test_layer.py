@@ -11,7 +11,7 @@ from mha2mla.conversion.calibration.statistics import LayerStatistics, Statistic
 from mha2mla.conversion.families import ADAPTERS, AttentionWeights, SourceSpec
 from mha2mla.conversion.latent import rules as latent_rules
 from mha2mla.conversion.latent.rules import LOW_RANKS, factorise
-from mha2mla.conversion.layer import convert_layer, latent_problem, rotary_basis
+from mha2mla.conversion.layer import latent_problem, rotary_basis
 from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.rope import rules as rope_rules
 from mha2mla.conversion.rope.basis import RotaryBasis
@@ -81,7 +81,7 @@ class Layer:
         ]
 
     def converted(self, recipe: recipes.Recipe) -> dict[str, torch.Tensor]:
-        return convert_layer(self.spec, recipe.geometry(self.spec), recipe, self.weights, self.statistics)
+        return tiny.convert_layer(self.spec, recipe.geometry(self.spec), recipe, self.weights, self.statistics)
 
     def output(self, recipe: recipes.Recipe, tensors=None, first_position: int = 0) -> torch.Tensor:
         return plain_mla_attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion import recipe as recipes
-from mha2mla.conversion.calibration.activations import SPILL_BYTES
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.layer_walk import LayerWalk
@@ -30,28 +30,27 @@ class Layers:
 
     def __init__(self, folder: Path):
         config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-        self.adapter = ADAPTERS["llama"]
-        self.spec = self.adapter.specify(config)
+        self.spec = ADAPTERS["llama"].specify(config)
         reader = CheckpointReader(folder)
-        self.model = StreamedModel(
+        model = StreamedModel(
             config, reader, self.spec.sliding_windows, device=torch.device("cpu"), dtype=torch.float32
         )
         fitted = token_windows(tokenizer, load_text("builtin:pydoc"), 256, 8, seed=0)
         held = token_windows(tokenizer, load_text("builtin:prose"), 256, 2)
-        self.windows = TokenBlocks.of(fitted)
-        parts = (self.windows, TokenBlocks.of(held))
-        self.inputs = list(share_search._inputs(self.model, parts, folder, SPILL_BYTES))[::5]
+        windows = TokenBlocks.of(fitted)
+        self.walk = LayerWalk(model, ADAPTERS["llama"], self.spec, (), Recipe(), windows, folder)
+        self.inputs = list(share_search._inputs(self.walk, (windows, TokenBlocks.of(held))))[::5]
 
     def losses(self, recipe: Recipe) -> list[float]:
         """Relative squared error of the attention's output on held-out text, by layer."""
         geometries = (recipe.geometry(self.spec),) * self.spec.num_layers
-        sequence = LayerWalk(self.model, self.adapter, self.spec, geometries, recipe, self.windows, Path())
+        walk = replace(self.walk, geometries=geometries, recipe=recipe)
         found = []
         for layer, inputs, held in self.inputs:
-            collector = sequence.collector(layer)
+            collector = walk.collector(layer)
             for batch in inputs:
                 collector.add(batch)
-            found.append(share_search._loss(sequence, layer, sequence.convert(layer, collector.finish()), held))
+            found.append(share_search._loss(walk, layer, walk.convert(layer, collector.finish()), held))
         return found
 
 

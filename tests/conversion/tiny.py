@@ -25,6 +25,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.smollm3 import SmolLM3Config
 
 from mha2mla.conversion import recipe as recipes
+from mha2mla.conversion.layer import finish_layer, prepare_layer
 
 
 def Recipe(preset: str = "minimal", **keys) -> recipes.Recipe:
@@ -238,6 +239,11 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         return loaded(tokens).logits
+
+
+def convert_layer(spec, geometry, recipe, weights, statistics) -> dict[str, torch.Tensor]:
+    """The tensors of one MLA layer, named as in the checkpoint below ``self_attn.``."""
+    return finish_layer(spec, geometry, recipe, prepare_layer(spec, geometry, recipe, weights, statistics))
 
 
 def some_tokens(windows: int = 3, length: int = 40, vocabulary: int = 258) -> torch.Tensor:

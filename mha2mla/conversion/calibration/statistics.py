@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mha2mla.conversion.families import AttentionWeights, SourceSpec
+from mha2mla.conversion.rope.basis import turn
 
 _MAP_ELEMENTS = 1 << 24  # of attention maps that exist at a time
 _ATTENDED_STRIDE = 8  # averages of neighbouring queries are alike: an eighth of them costs an eighth
@@ -128,8 +129,7 @@ class StatisticsCollector:
             for window in hidden:
                 sample.add(window)
         half = spec.head_dim // 2
-        query = self._project(hidden, self.weights.q_weight, self.weights.q_bias, self.weights.q_norm)
-        key = self._project(hidden, self.weights.k_weight, self.weights.k_bias, self.weights.k_norm)
+        query, key = spec.heads(hidden, self.weights, "q"), spec.heads(hidden, self.weights, "k")
         features = torch.cat([key.flatten(2), hidden], -1) if spec.qk_norm else hidden
         flat = features.flatten(0, 1).double()
         self.tokens += flat.shape[0]
@@ -187,12 +187,6 @@ class StatisticsCollector:
         ]
         return tuple(window for _, _, window in sorted(placed, key=lambda each: each[:2]))
 
-    def _project(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None
-    ) -> torch.Tensor:
-        """[windows, length, heads, d]: projection, bias and norm, before RoPE."""
-        return self.spec.split_heads(torch.nn.functional.linear(hidden, weight, bias), norm)
-
     def _add_attention(self, query: torch.Tensor, key: torch.Tensor, features: torch.Tensor) -> None:
         """query [windows, H, length, d], key [windows, h_kv, length, d], features [windows, length, E]."""
         spec, length = self.spec, query.shape[2]
@@ -200,8 +194,8 @@ class StatisticsCollector:
         angle = position[:, None] * spec.inv_freq.to(query.device, torch.float64)  # [length, half]
         cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
         turns = torch.cat([cos, sin], -1)
-        query = _rotate(query, cos, sin) * (spec.pair_factors.repeat(2) ** 2 * spec.softmax_scale).to(query)
-        key = _rotate(key, cos, sin).repeat_interleave(spec.group_size, 1)
+        query = turn(query, cos, sin) * (spec.pair_factors.repeat(2) ** 2 * spec.softmax_scale).to(query)
+        key = turn(key, cos, sin).repeat_interleave(spec.group_size, 1)
         # Queries of a long window stand for their neighbours; windows begin at different ones (see fit/closed_form.py).
         stride = max(1, length // _QUERIES)
         first = int(self._attention_windows * GOLDEN % 1 * stride)
@@ -281,8 +275,3 @@ class _Sample:
             if len(self.kept) > max(self.tokens // len(window), _FEWEST_SAMPLED):
                 self.kept, self.stride = self.kept[::2], 2 * self.stride
         self.seen += 1
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -105,6 +105,6 @@ def _checked(windows: torch.Tensor, name: str, source: OpenedFolder) -> torch.Te
     if lowest < 0 or highest >= vocab_size:
         raise ValueError(
             f"{name} has token {lowest if lowest < 0 else highest}; expected tokens from 0, below"
-            f" vocab_size={vocab_size} of {source.spec.model_type}"
+            f" vocab_size={vocab_size} of {source.config.model_type}"
         )
     return windows.cpu()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -18,6 +18,11 @@ class TensorSource(Protocol):
     def names(self) -> frozenset[str]: ...
 
     def tensor(self, name: str) -> torch.Tensor: ...
+
+
+def pair_factors(inv_freq: torch.Tensor, factor: float) -> torch.Tensor:
+    """``factor`` of every pair that rotates, float64; 1 for those of frequency zero, which stand for none."""
+    return torch.where(inv_freq == 0, 1.0, torch.tensor(factor, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class SourceSpec:
     @property
     def pair_factors(self) -> torch.Tensor:
         """[head_dim // 2] float64: what cos and sin of every pair are multiplied by; 1 where nothing rotates."""
-        return torch.where(self.inv_freq == 0, 1.0, torch.tensor(self.attention_factor, dtype=torch.float64))
+        return pair_factors(self.inv_freq, self.attention_factor)
 
     def of_layer(self, layer: int) -> SourceSpec:
         """The same with ``inv_freq`` and ``attention_factor`` of this layer."""
@@ -88,6 +93,13 @@ class SourceSpec:
         if self.layer_attention_factors is not None:
             own["attention_factor"] = self.layer_attention_factors[layer]
         return replace(self, **own) if own else self
+
+    def heads(self, hidden: torch.Tensor, weights: AttentionWeights, which: Literal["q", "k"]) -> torch.Tensor:
+        """q or k of every head after bias and norm, before RoPE: [..., heads, head_dim] of inputs [..., hidden], in
+        their dtype."""
+        parts = (getattr(weights, f"{which}_{part}") for part in ("weight", "bias", "norm"))
+        weight, bias, norm = (None if part is None else part.to(hidden.dtype) for part in parts)
+        return self.split_heads(torch.nn.functional.linear(hidden, weight, bias), norm)
 
     def split_heads(self, projected: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """q or k of every head before RoPE, [..., heads, head_dim].

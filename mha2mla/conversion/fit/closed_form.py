@@ -293,8 +293,8 @@ def _score_window(
     dtype, device, length = hidden.dtype, hidden.device, hidden.shape[0]
     first = min(int(index * GOLDEN % 1 * stride), length - 1)
     chosen = torch.arange(first, length, stride, device=device)
-    query = _project(spec, hidden[chosen], weights.q_weight, weights.q_bias, weights.q_norm)  # [H, queries, d]
-    key = _project(spec, hidden, weights.k_weight, weights.k_bias, weights.k_norm)  # [h_kv, length, d]
+    query = spec.heads(hidden[chosen], weights, "q").transpose(0, 1)  # [H, queries, d]
+    key = spec.heads(hidden, weights, "k").transpose(0, 1)  # [h_kv, length, d]
     position = torch.arange(length, device=device)
     turned, turned_key = (
         rotate(x, spec.inv_freq[None], at, spec.attention_factor) for x, at in ((query, chosen), (key, position))
@@ -323,19 +323,6 @@ def _score_window(
         share=float(stride),
     )
     return scores, rotary.masked_fill(unseen, float("-inf"))
-
-
-def _project(
-    spec: SourceSpec,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: torch.Tensor | None,
-) -> torch.Tensor:
-    """hidden [length, hidden] -> queries or keys before RoPE, [heads, length, d]."""
-    dtype = hidden.dtype
-    projected = torch.nn.functional.linear(hidden, weight.to(dtype), None if bias is None else bias.to(dtype))
-    return spec.split_heads(projected, None if norm is None else norm.to(dtype)).transpose(0, 1)
 
 
 def _converted(

@@ -11,16 +11,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore, device_for_activations
+from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.calibration.blocks import TokenBlocks
-from mha2mla.conversion.families import FamilyAdapter, SourceSpec
 from mha2mla.conversion.fit.reconstruction import ReconstructionProblem, reconstruct
 from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_energies
-from mha2mla.conversion.recipe import Recipe, is_exact
+from mha2mla.conversion.recipe import is_exact
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
 from mha2mla.geometry import MLAGeometry
@@ -37,54 +35,28 @@ _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
 
-def choose_layer_ranks(
-    model: StreamedModel,
-    adapter: FamilyAdapter,
-    spec: SourceSpec,
-    recipe: Recipe,
-    windows: TokenBlocks,
-    *,
-    folder: Path,
-    spill_bytes: int = SPILL_BYTES,
-    progress: bool = False,
-) -> tuple[list[int], dict[str, list[float]]]:
+def choose_layer_ranks(walk: LayerWalk, *, progress: bool = False) -> tuple[list[int], dict[str, list[float]]]:
     """A rank for every layer, and rank → what it loses in each.
 
-    The ranks of all layers add up to what the recipe's uniform rank gives, at most. A loss is the Kullback-Leibler
+    The ranks of all layers add up to what the uniform rank of ``walk`` gives, at most. A loss is the Kullback-Leibler
     divergence of the source's next-token predictions from those of the source with one layer converted (nats per token,
     on held-out calibration windows). Between the measured ranks its logarithm is taken as linear; the budget is handed
     out in steps to whichever layer saves most (the optimum where losses are convex, and add up).
 
-    Args:
-        model: the source.
-        windows: calibration tokens.
-        folder: where activations go that are together larger than ``spill_bytes``.
-        progress: show a bar on standard error.
-
     Raises:
         ValueError: the loss of a layer is not a number.
     """
-    geometry = recipe.geometry(spec)
+    geometry = walk.geometries[0]
     step = rank_step(geometry.kv_lora_rank)
     uniform, full = geometry.kv_lora_rank, geometry.full_kv_lora_rank
     ranks = sorted({min(full, max(step, round(factor * uniform / step) * step)) for factor in FACTORS})
-    fitted, judged = windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
-    losses = measure_losses(
-        model,
-        adapter,
-        spec,
-        [replace(geometry, kv_lora_rank=rank) for rank in ranks],
-        recipe,
-        fitted,
-        judged,
-        folder=folder,
-        spill_bytes=spill_bytes,
-        progress=progress,
-    )
+    fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
+    geometries = [replace(geometry, kv_lora_rank=rank) for rank in ranks]
+    losses = measure_losses(replace(walk, windows=fitted), geometries, judged, progress=progress)
     by_rank = [dict(zip(ranks, layer, strict=True)) for layer in losses]
     chosen = allocate(
         by_rank,
-        uniform * spec.num_layers,
+        uniform * len(losses),
         step=step,
         least=max(step, math.ceil(LEAST * uniform / step) * step),
         most=most_rank(geometry, step),
@@ -105,67 +77,55 @@ def most_rank(geometry: MLAGeometry, step: int) -> int:
 
 
 def measure_losses(
-    model: StreamedModel,
-    adapter: FamilyAdapter,
-    spec: SourceSpec,
-    geometries: Sequence[MLAGeometry],
-    recipe: Recipe,
-    windows: TokenBlocks,
-    judged: TokenBlocks,
-    *,
-    folder: Path,
-    spill_bytes: int = SPILL_BYTES,
-    progress: bool = False,
+    walk: LayerWalk, geometries: Sequence[MLAGeometry], judged: TokenBlocks, *, progress: bool = False
 ) -> list[list[float]]:
     """Per layer, the divergence of the predictions on ``judged`` when that layer alone is converted to each of
-    ``geometries``, on other ``windows``; these differ in rank or rotary width, and statistics are what the first needs.
+    ``geometries``, on the windows of ``walk``; these differ in rank or rotary width, and statistics are what the first
+    needs.
 
     One pass over the source: what each conversion makes of the judged windows follows the source's own layers beside
     the others, so that a layer's weights are read once.
     """
+    model, recipe, layers = walk.model, walk.recipe, walk.spec.num_layers
     fit = replace(recipe.fit, steps=min(STEPS, recipe.fit.steps), tokens=min(_STEP_TOKENS, recipe.fit.tokens))
-    short = replace(recipe, fit=fit)
-    walk = partial(
-        LayerWalk, model, adapter, spec, recipe=short, windows=windows, folder=folder, spill_bytes=spill_bytes
-    )
-    sequences = [walk(geometries=(geometry,) * spec.num_layers) for geometry in geometries]
-    first = sequences[0]
-    fitted, targets = first.new_stores(2, on_device=True)
-    new_store = _maker_of_stores(model, judged, folder, 1 + spec.num_layers * len(geometries), spill_bytes)
-    clean = new_store()
-    perturbed: list[ActivationStore] = []
+    walks = [replace(walk, geometries=(geometry,) * layers, recipe=replace(recipe, fit=fit)) for geometry in geometries]
+    # Streams of judged windows all lie in one place: on disk when they are larger together.
+    streams = 1 + layers * len(geometries)
+    judging = replace(walk, windows=judged, spill_bytes=walk.spill_bytes // streams)
+    fitted, targets = walk.new_stores(2, on_device=True)
+    clean, *others = judging.new_stores(streams, on_device=True)
+    unused, perturbed = iter(others), []
     try:
         model.embed(fitted)
         model.embed(clean)
-        for layer in progress_bar(range(spec.num_layers), desc="layer ranks", unit="layer", show=progress):
+        for layer in progress_bar(range(layers), desc="layer ranks", unit="layer", show=progress):
             module = model.layer(layer)
             for store in perturbed:
                 model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
             _pass(lambda hidden: hidden, fitted, targets, model.device)
-            collector = first.collector(layer)
+            collector = walks[0].collector(layer)
             model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
             statistics, prepared = collector.finish(), {}
             weights = None
             if fit.steps:
                 weights = token_energies(targets, _BATCH_TOKENS, model.device).reciprocal()
-            for sequence in sequences:
-                width = sequence.geometries[layer].qk_rope_head_dim
+            for converting in walks:
+                width = converting.geometries[layer].qk_rope_head_dim
                 if width not in prepared:
-                    prepared[width] = sequence.prepare(layer, statistics)
-                tensors = sequence.finish(layer, prepared[width])
-                forward = block_forward(sequence, layer, module)
-                if weights is not None and not is_exact(sequence.geometries[layer]):
+                    prepared[width] = converting.prepare(layer, statistics)
+                tensors = converting.finish(layer, prepared[width])
+                forward = block_forward(converting, layer, module)
+                if weights is not None and not is_exact(converting.geometries[layer]):
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
                     tensors = reconstruct(problem, tensors, fit, seed=recipe.calibration.seed, layer=layer).tensors
-                perturbed.append(new_store())
-                converted = partial(forward, computed(tensors, model))
-                _pass(converted, clean, perturbed[-1], model.device)
+                perturbed.append(next(unused))
+                _pass(partial(forward, computed(tensors, model)), clean, perturbed[-1], model.device)
             model.run_layer(module, layer, clean, tokens=_BATCH_TOKENS)
             fitted, targets = targets, fitted
             model.source.release()
         found = _divergences(model, clean, perturbed)
     finally:
-        for store in (fitted, targets, clean, *perturbed):
+        for store in (fitted, targets, clean, *others):
             store.close()
     return _by_layer(found, geometries)
 
@@ -211,22 +171,6 @@ def _by_layer(found: Sequence[float], geometries: Sequence[MLAGeometry]) -> list
             said = f"layer {layer} converted to {geometries[geometry]}"
             raise ValueError(f"{said} gives a divergence of {loss}; expected a number")
     return [list(found[first : first + len(geometries)]) for first in range(0, len(found), len(geometries))]
-
-
-def _maker_of_stores(
-    model: StreamedModel, windows: TokenBlocks, folder: Path, count: int, spill_bytes: int
-) -> Callable[[], ActivationStore]:
-    """Makes stores with room for a hidden state per token, ``count`` of which will exist together, all in one place."""
-    size = count * windows.tokens.numel() * model.hidden_size * model.dtype.itemsize
-    return partial(
-        ActivationStore,
-        windows,
-        model.hidden_size,
-        dtype=model.dtype,
-        folder=folder,
-        spill_bytes=spill_bytes if size <= spill_bytes else 0,
-        device=device_for_activations(model.device, size),
-    )
 
 
 @torch.inference_mode()

@@ -238,14 +238,18 @@ def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
     also covers the most negative eigenvalue.
     """
     ridge = 1e-7 * matrix.diagonal().mean() + 2 * (-torch.linalg.eigvalsh(matrix)[0]).clamp_min(0)
-    return torch.linalg.cholesky(matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device))
+    return torch.linalg.cholesky(_ridged(matrix, ridge))
+
+
+def _ridged(matrix: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
+    return matrix + ridge * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
 def _moments(problem: LatentProblem, shrinkage: float, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Second moments of the inputs for keys and for values: plus ``shrinkage`` of the mean variance in every direction,
     and about zero unless ``centered``."""
     covariance, value_covariance = (
-        metric + shrinkage * metric.diagonal().mean() * torch.eye(len(metric), dtype=metric.dtype, device=metric.device)
+        _ridged(metric, shrinkage * metric.diagonal().mean())
         for metric in (problem.covariance, problem.value_covariance)
     )
     if not centered:
@@ -305,8 +309,7 @@ def _decoder(target: torch.Tensor, metric: torch.Tensor, encoder: torch.Tensor) 
     """Best B for a fixed encoder: T C A^T (A C A^T)^{-1}."""
     seen = metric @ encoder.T
     gram = encoder @ seen
-    ridge = 1e-9 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve(gram + ridge, (target @ seen).T).T
+    return torch.linalg.solve(_ridged(gram, 1e-9 * gram.diagonal().mean()), (target @ seen).T).T
 
 
 def _roots(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

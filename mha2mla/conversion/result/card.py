@@ -18,6 +18,78 @@ _LAYER_HEADINGS = {
     "hidden_error": "hidden states",
     "kv_lora_rank": "`kv_lora_rank`",
 }
+_CARD = """---
+{header}
+---
+
+# {name}
+
+A `{model_type}` checkpoint (`{source_name}`) {made} by mha2mla {mha2mla_version}, without training.
+
+```bash
+pip install -e .  # in a clone of the repository of mha2mla, {mha2mla_version} or newer
+```
+
+```python
+import mha2mla  # registers the model type
+
+model, tokenizer = mha2mla.load("{name}")
+```
+
+## What was gained
+
+| | source | converted |
+|---|---|---|
+| numbers cached per token, all layers | {before:,} | {cached:,} ({cache_ratio:.4f}) |
+| bytes per token in bfloat16 | {before_bytes:,} | {cached_bytes:,} |
+| tokens of a sequence that it was made for | | {length} |
+
+## What was lost
+
+Measured after writing, on the checkpoint read back from disk, in {compute_dtype}, on {parity[tokens]:,} tokens of \
+`{evaluation_text}` in windows of {evaluation_length}.
+{long_loss}
+| | source | converted |
+|---|---|---|
+| perplexity | {parity[perplexity_source]:.4f} | {parity[perplexity_converted]:.4f} ({parity[perplexity_ratio]:.4f} ×) |
+| KL(source ‖ converted), nats per token | | {parity[kl]:.3g} |
+| same most likely token | | {parity[top1_agreement]:.4f} |
+| relative error of the logits | | {parity[logits_relative_error]:.3g} |
+
+## Loss by layer
+
+Relative errors on the same text. Scores (less what is constant over the keys of a query, which softmax does not see) \
+and attention output: the converted layer on the source's inputs. In stream, and hidden states: each model on its own \
+inputs, so after all layers before.
+
+{picture}{layer_table}
+
+The same numbers, and more, are in `{record}`.
+
+## Geometry of a layer
+
+{geometry_table}
+
+{ranks}{num_layers} layers. Decode: {decode_backend}; elsewhere the reference.
+{rotary}
+## Recipe
+
+Preset: {preset}.
+
+```yaml
+{recipe_yaml}
+```
+
+Converted with {calibration_tokens:,} tokens of calibration text on `{device}` in {seconds[total]:.0f} s; peak memory \
+{peak_gib:.2f} GiB.
+{environment}.
+"""
+_LONG_LOSS = """\
+In a window of {long_evaluation_length:,} tokens of `{long_evaluation_text}`: perplexity \
+{long_parity[perplexity_source]:.4f} → {long_parity[perplexity_converted]:.4f} \
+({long_parity[perplexity_ratio]:.4f} ×), KL {long_parity[kl]:.3g}, same most likely token \
+{long_parity[top1_agreement]:.4f}.
+"""
 
 
 def model_card(
@@ -39,129 +111,39 @@ def model_card(
         record: name of the file that holds the numbers.
         environment: one line on machine and libraries.
     """
-    lines = [
-        *_front(report, made, metadata),
-        *_gained(report),
-        *_lost(report),
-        *_lost_by_layer(report, plot, record),
-        *_geometry(report),
-        *_recipe(report, environment),
-    ]
-    return "\n".join(lines)
-
-
-def _front(report: Mapping[str, Any], made: str, metadata: Mapping[str, Any]) -> list[str]:
-    header = {
-        **metadata,
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["mha2mla", "mla"],
-    }
-    return [
-        "---",
-        yaml.safe_dump(header, sort_keys=False).strip(),
-        "---",
-        "",
-        f"# {report['name']}",
-        "",
-        f"A `{report['model_type']}` checkpoint (`{report['source_name']}`) {made} by mha2mla"
-        f" {report['mha2mla_version']}, without training.",
-        "",
-        "```bash",
-        f"pip install -e .  # in a clone of the repository of mha2mla, {report['mha2mla_version']} or newer",
-        "```",
-        "",
-        "```python",
-        "import mha2mla  # registers the model type",
-        "",
-        f'model, tokenizer = mha2mla.load("{report["name"]}")',
-        "```",
-        "",
-    ]
-
-
-def _gained(report: Mapping[str, Any]) -> list[str]:
+    header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mha2mla", "mla"]}
     cached, before = report["cache_numel_per_token"], report["source_cache_numel_per_token"]
-    return [
-        "## What was gained",
-        "",
-        "| | source | converted |",
-        "|---|---|---|",
-        f"| numbers cached per token, all layers | {before:,} | {cached:,} ({cached / before:.4f}) |",
-        f"| bytes per token in bfloat16 | {2 * before:,} | {2 * cached:,} |",
-        f"| tokens of a sequence that it was made for | | {_length(report['calibrated_length'])} |",
-        "",
-    ]
+    length = report["calibrated_length"]
+    several = len({layer.get("kv_lora_rank") for layer in report["layers"]}) > 1
+    return _CARD.format_map(
+        {
+            **report,
+            "made": made,
+            "record": record,
+            "environment": environment,
+            "header": _yaml({**metadata, **header}),
+            "recipe_yaml": _yaml(report["recipe"]),
+            "cached": cached,
+            "before": before,
+            "cached_bytes": 2 * cached,
+            "before_bytes": 2 * before,
+            "length": "as many as the source takes" if length is None else f"up to {length:,}",
+            "long_loss": "" if report["long_parity"] is None else _LONG_LOSS.format_map(report),
+            "picture": "" if plot is None else f"![relative error by layer]({plot})\n\n",
+            "layer_table": _table(report["layers"]),
+            "geometry_table": _table([report["geometry"]]),
+            "ranks": "`kv_lora_rank` is another by layer: see the table of layers.\n\n" if several else "",
+            "rotary": f"Rotary positions: {report['rope_note']}.\n" if report["rope_note"] else "",
+            "peak_gib": report["peak_rss_bytes"] / 2**30,
+        }
+    )
 
 
-def _lost(report: Mapping[str, Any]) -> list[str]:
-    parity = report["parity"]
-    return [
-        "## What was lost",
-        "",
-        f"Measured after writing, on the checkpoint read back from disk, in {report['compute_dtype']}, on"
-        f" {parity['tokens']:,} tokens of `{report['evaluation_text']}` in windows of {report['evaluation_length']}.",
-        *_long_loss(report),
-        "",
-        "| | source | converted |",
-        "|---|---|---|",
-        f"| perplexity | {parity['perplexity_source']:.4f} | {parity['perplexity_converted']:.4f}"
-        f" ({parity['perplexity_ratio']:.4f} ×) |",
-        f"| KL(source ‖ converted), nats per token | | {parity['kl']:.3g} |",
-        f"| same most likely token | | {parity['top1_agreement']:.4f} |",
-        f"| relative error of the logits | | {parity['logits_relative_error']:.3g} |",
-        "",
-    ]
+def _yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False).strip()
 
 
-def _lost_by_layer(report: Mapping[str, Any], plot: str | None, record: str) -> list[str]:
-    return [
-        "## Loss by layer",
-        "",
-        "Relative errors on the same text. Scores (less what is constant over the keys of a query, which softmax does"
-        " not see) and attention output: the converted layer on the source's inputs. In stream, and hidden states: each"
-        " model on its own inputs, so after all layers before.",
-        "",
-        *([f"![relative error by layer]({plot})", ""] if plot is not None else []),
-        *_table(report["layers"]),
-        "",
-        f"The same numbers, and more, are in `{record}`.",
-        "",
-    ]
-
-
-def _geometry(report: Mapping[str, Any]) -> list[str]:
-    ranks = {layer.get("kv_lora_rank") for layer in report["layers"]}
-    return [
-        "## Geometry of a layer",
-        "",
-        *_table([report["geometry"]]),
-        "",
-        *(["`kv_lora_rank` is another by layer: see the table of layers.", ""] if len(ranks) > 1 else []),
-        f"{report['num_layers']} layers. Decode: {report['decode_backend']}; elsewhere the reference.",
-        *([f"Rotary positions: {report['rope_note']}."] if report["rope_note"] else []),
-        "",
-    ]
-
-
-def _recipe(report: Mapping[str, Any], environment: str) -> list[str]:
-    return [
-        "## Recipe",
-        "",
-        f"Preset: {report['preset']}.",
-        "",
-        "```yaml",
-        yaml.safe_dump(report["recipe"], sort_keys=False).strip(),
-        "```",
-        "",
-        f"Converted with {report['calibration_tokens']:,} tokens of calibration text on `{report['device']}` in"
-        f" {report['seconds']['total']:.0f} s; peak memory {report['peak_rss_bytes'] / 2**30:.2f} GiB.",
-        f"{environment}.",
-        "",
-    ]
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Rows of a Markdown table; columns without a value anywhere are left out."""
     keys = [
         key
@@ -170,26 +152,13 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     known = [key for key in _LAYER_HEADINGS if key in keys]
     keys = known + [key for key in keys if key not in known]
-    return [
-        "| " + " | ".join(_LAYER_HEADINGS.get(key, key) for key in keys) + " |",
-        "|" + "---|" * len(keys),
-        *("| " + " | ".join(_cell(row.get(key)) for key in keys) + " |" for row in rows),
-    ]
-
-
-def _long_loss(report: Mapping[str, Any]) -> list[str]:
-    if report["long_parity"] is None:
-        return []
-    lost = report["long_parity"]
-    return [
-        f"In a window of {report['long_evaluation_length']:,} tokens of `{report['long_evaluation_text']}`: perplexity"
-        f" {lost['perplexity_source']:.4f} → {lost['perplexity_converted']:.4f} ({lost['perplexity_ratio']:.4f} ×), KL"
-        f" {lost['kl']:.3g}, same most likely token {lost['top1_agreement']:.4f}.",
-    ]
-
-
-def _length(calibrated: int | None) -> str:
-    return "as many as the source takes" if calibrated is None else f"up to {calibrated:,}"
+    return "\n".join(
+        [
+            "| " + " | ".join(_LAYER_HEADINGS.get(key, key) for key in keys) + " |",
+            "|" + "---|" * len(keys),
+            *("| " + " | ".join(_cell(row.get(key)) for key in keys) + " |" for row in rows),
+        ]
+    )
 
 
 def _cell(value: Any) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mha2mla.checkpoints import model_type
 from mha2mla.conversion.result.writer import DestinationError, is_folder, remove, sync
 
 WORK_FOLDER = "work"
-MODEL_TYPE = "mha2mla"
 
 
 def check_destination(destination: str | os.PathLike[str], source: Path, *, overwrite: bool) -> None:
@@ -55,10 +54,9 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
 
 def is_converted(folder: Path) -> bool:
     """Whether a folder says that it is a checkpoint of this package."""
-    config = folder / "config.json"
     try:
-        return config.is_file() and json.loads(config.read_text(encoding="utf-8"))["model_type"] == MODEL_TYPE
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return model_type(folder) == "mha2mla"
+    except (OSError, ValueError, AttributeError, RecursionError):  # a config that is no JSON object
         return False
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mha2mla.conversion.families import SourceSpec
+from mha2mla.conversion.families.spec import pair_factors
 from mha2mla.geometry import MLAGeometry
 
 
@@ -139,7 +140,11 @@ def rotate(x: torch.Tensor, inv_freq: torch.Tensor, position: torch.Tensor, scal
     A frequency of zero stands for dims that the source does not rotate: ``scaling`` leaves those alone.
     """
     angle = position.double()[:, None] * inv_freq.to(position.device, torch.float64)[:, None]
-    factor = torch.where(inv_freq == 0, 1.0, torch.tensor(scaling, dtype=torch.float64)).to(position.device)[:, None]
-    cos, sin = (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype)
+    factor = pair_factors(inv_freq, scaling).to(position.device)[:, None]
+    return turn(x, (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype))
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Pairs (j, j + d_r / 2) of x [..., d_r] as complex numbers, times cos + i sin, [..., d_r / 2] each."""
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mha2mla.conversion.families import SourceSpec
+from mha2mla.conversion.families.spec import pair_factors
 from mha2mla.conversion.rope.basis import RotaryBasis
 
 
@@ -43,7 +44,7 @@ def joint_key_metric(
 def _turns(spec: SourceSpec, basis: RotaryBasis, length: int) -> torch.Tensor:
     """[length, d_r / 2] complex: m² exp(iθΔ) of every pair, m only where the frequency is not zero."""
     inv_freq = basis.inv_freq[0].cpu()
-    factor = torch.where(inv_freq == 0, 1.0, torch.tensor(spec.attention_factor**2, dtype=torch.float64))
+    factor = pair_factors(inv_freq, spec.attention_factor**2)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * inv_freq
     return torch.polar(factor.expand_as(angle).contiguous(), angle)
 

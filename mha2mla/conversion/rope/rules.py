@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -24,7 +24,11 @@ from mha2mla.conversion.rope.basis import (
     per_group_basis,
     shared_basis,
 )
+from mha2mla.conversion.target import LAYOUTS
 from mha2mla.geometry import MLAGeometry
+
+if TYPE_CHECKING:
+    from mha2mla.conversion.recipe import Recipe
 
 # How far the query of an un-rotated pair is multiplied by its mean turn g: the factor is 1 + MEAN_PHASE (g − 1). g
 # alone is the best constant for the tokens that are attended to and overfits them; of 0, 0.5 and 1 halfway was best.
@@ -185,27 +189,25 @@ SELECTIONS: Mapping[str, RopeRule] = MappingProxyType(
 )
 
 
-def select_rotary_basis(
-    rule: RopeRule, problem: RopeProblem, geometry: MLAGeometry, *, per_group: bool, turned: bool
+def rotary_basis(
+    spec: SourceSpec,
+    geometry: MLAGeometry,
+    recipe: Recipe,
+    statistics: LayerStatistics | None,
+    weights: AttentionWeights | None = None,
 ) -> RotaryBasis:
-    """The rotary basis of one layer.
-
-    Args:
-        per_group: whether every kv head has a rotary key of its own.
-        turned: whether un-rotated queries are multiplied by half of their mean turn, where that was measured.
-    """
-    spec = problem.spec
-    phase = _query_phase(spec, problem.statistics if turned else None)
+    """The rotary basis that ``recipe`` chooses for one layer, before its queries are refitted."""
+    phase = _query_phase(spec, statistics if recipe.fit.queries else None)
+    rule, per_group = recipe.rope.rule, LAYOUTS[recipe.target.layout].per_group
+    problem = RopeProblem(spec, geometry.qk_rope_head_dim // 2, statistics, weights)
+    everything = None
     if geometry.qk_nope_head_dim == 0:
         everything = torch.ones(spec.head_dim // 2, spec.num_key_value_heads, dtype=torch.bool)
-        return (
-            per_group_basis(spec, everything, phase)
-            if per_group
-            else shared_basis(spec, geometry, axis_components(everything), phase)
-        )
     if per_group:
-        return per_group_basis(spec, rule.kept(problem, per_head=True), phase)
-    return shared_basis(spec, geometry, rule.components(problem), phase)
+        kept = rule.kept(problem, per_head=True) if everything is None else everything
+        return per_group_basis(spec, kept, phase)
+    components = rule.components(problem) if everything is None else axis_components(everything)
+    return shared_basis(spec, geometry, components, phase)
 
 
 def rotation_cost(phase: torch.Tensor) -> torch.Tensor:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch.func import functional_call
 
-from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore
 from mha2mla.conversion.calibration.blocks import TokenBlocks
-from mha2mla.conversion.families import FamilyAdapter, SourceSpec
+from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.layer_walk import LayerWalk, computed
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.geometry import MLAGeometry
 
 SHARES = (0.08, 0.125, 0.17, 0.21, 0.25, 0.29, 0.34, 0.42, 0.5)
@@ -23,47 +20,33 @@ _FITTED_TOKENS, _JUDGED_TOKENS = 6144, 2048  # of the calibration text, or whole
 _BATCH_TOKENS = 2048
 
 
-def choose_rope_share(
-    model: StreamedModel,
-    adapter: FamilyAdapter,
-    spec: SourceSpec,
-    recipe: Recipe,
-    windows: TokenBlocks,
-    *,
-    folder: Path,
-    spill_bytes: int = SPILL_BYTES,
-) -> tuple[float, dict[str, float]]:
+def choose_rope_share(walk: LayerWalk) -> tuple[float, dict[str, float]]:
     """The rotary share that loses least, and what every split "qk_rope_head_dim+kv_lora_rank" loses.
 
-    A few layers are converted by the recipe itself, without gradient steps, at every share of :data:`SHARES` that gives
-    another geometry. What a share loses is the relative squared error of the attention's output on held-out windows of
-    the source's inputs, mean over those layers. One pass over a part of the calibration text; the result depends on
-    the arguments and the machine only.
-
-    Args:
-        model: the source.
-        windows: calibration tokens.
-        folder: where activations go that are larger than ``spill_bytes``.
+    A few layers are converted by the recipe of ``walk``, without gradient steps, at every share of :data:`SHARES` that
+    gives another geometry. What a share loses is the relative squared error of the attention's output on held-out
+    windows of the source's inputs, mean over those layers. One pass over a part of the calibration text; the result
+    depends on the walk and the machine only.
 
     Raises:
         ValueError: no share gives a geometry that fits the source.
     """
+    recipe, spec = walk.recipe, walk.spec
     recipes = candidates(recipe, spec)
     if not recipes:
         recipe.with_share(0.25).geometry(spec)  # says why
         raise ValueError(f"rope.share is 'auto', but no share fits cache_ratio={recipe.target.cache_ratio}")
     losses = dict.fromkeys(recipes, 0.0)
-    parts = windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
-    for layer, inputs, held in _inputs(model, parts, folder, spill_bytes):
+    for layer, inputs, held in _inputs(walk, walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)):
         statistics = None
         for geometry, candidate in recipes.items():
-            sequence = LayerWalk(model, adapter, spec, (geometry,) * spec.num_layers, candidate, windows, folder)
+            converting = replace(walk, geometries=(geometry,) * spec.num_layers, recipe=candidate)
             if statistics is None:  # which ones are needed does not depend on the split
-                collector = sequence.collector(layer)
+                collector = converting.collector(layer)
                 for batch in inputs:
                     collector.add(batch)
                 statistics = collector.finish()
-            losses[geometry] += _loss(sequence, layer, sequence.convert(layer, statistics), held)
+            losses[geometry] += _loss(converting, layer, converting.convert(layer, statistics), held)
     count = len(_chosen_layers(spec.num_layers))
     best = min(losses, key=losses.__getitem__)
     found = {f"{geometry.qk_rope_head_dim}+{geometry.kv_lora_rank}": loss / count for geometry, loss in losses.items()}
@@ -89,14 +72,11 @@ def _chosen_layers(num_layers: int) -> list[int]:
 
 
 def _inputs(
-    model: StreamedModel, parts: Sequence[TokenBlocks], folder: Path, spill_bytes: int
+    walk: LayerWalk, parts: Sequence[TokenBlocks]
 ) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
     """Layer, and batches of what its attention is given in each of two ``parts`` of the text, for the chosen layers."""
-    layers = _chosen_layers(model.num_layers)
-    stores = [
-        ActivationStore(part, model.hidden_size, dtype=model.dtype, folder=folder, spill_bytes=spill_bytes)
-        for part in parts
-    ]
+    model, layers = walk.model, _chosen_layers(walk.spec.num_layers)
+    stores = [store for part in parts for store in replace(walk, windows=part).new_stores(1)]
     try:
         for store in stores:
             model.embed(store)
@@ -114,10 +94,10 @@ def _inputs(
 
 
 @torch.inference_mode()
-def _loss(sequence: LayerWalk, layer: int, tensors: dict[str, torch.Tensor], held: list[torch.Tensor]) -> float:
+def _loss(walk: LayerWalk, layer: int, tensors: dict[str, torch.Tensor], held: list[torch.Tensor]) -> float:
     """Relative squared error of one converted attention on batches ``held`` of windows [n, length, hidden]."""
-    model = sequence.model
-    source, converted = model.layer(layer).self_attn, sequence.empty_attention(layer)
+    model = walk.model
+    source, converted = model.layer(layer).self_attn, walk.empty_attention(layer)
     named = computed(tensors, model)
     error = energy = 0.0
     for window in (window[None] for batch in held for window in batch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import yaml
 
 from mha2mla.conversion.recipe import PlainLoader
-from mha2mla.conversion.source.files import CONFIG_FILE, CheckpointError, regular_file
+from mha2mla.conversion.source.files import CONFIG_FILE, CheckpointError, read_json, regular_file
 
 CARD_FILE = "README.md"
 _LARGEST = 1 << 16  # characters of a card that are looked at
@@ -27,15 +26,18 @@ def card_metadata(folder: Path, name: str) -> dict[str, Any]:
     Args:
         folder: of the source.
         name: what the caller called it.
+
+    Raises:
+        CheckpointError: its ``config.json`` cannot be read.
     """
-    card = _front_matter(folder)
+    card, config = _front_matter(folder), read_json(folder, CONFIG_FILE)
     found = {key: card[key] for key in ("license", "license_name", "license_link") if _is(_SHORT, card.get(key))}
     if "license" not in found and (folder / "LICENSE").is_file():
         found = {"license": "other", "license_name": "see-license", "license_link": "LICENSE"}
     found.setdefault("license", "unknown")
     cached = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/", folder.resolve().as_posix())
     given = None if Path(name).exists() else name
-    ids = (given, cached and f"{cached[1]}/{cached[2]}", _config(folder).get("_name_or_path"), card.get("base_model"))
+    ids = (given, cached and f"{cached[1]}/{cached[2]}", config.get("_name_or_path"), card.get("base_model"))
     if known := [each for each in ids if _is(_HUB_ID, each)]:
         found["base_model"] = known[0]
     return found
@@ -52,13 +54,5 @@ def _front_matter(folder: Path) -> dict[str, Any]:
             head = re.match(r"---\n(.*?)\n---\n", file.read(_LARGEST), re.S)
         values = yaml.load(head[1], PlainLoader) if head else {}
     except (CheckpointError, OSError, yaml.YAMLError, RecursionError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(regular_file(folder, CONFIG_FILE).read_text(encoding="utf-8"))
-    except (CheckpointError, OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

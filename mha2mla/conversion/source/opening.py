@@ -6,12 +6,11 @@ Sources are models of the families, or converted checkpoints, of which only the 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
@@ -32,9 +31,6 @@ from mha2mla.conversion.source.files import (
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.progress import progress_bar
 
-if TYPE_CHECKING:
-    from mha2mla.modeling.config import MHA2MLAConfig
-
 _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
@@ -43,25 +39,26 @@ _MAPPED_BYTES = 1 << 26  # of the source that stay in memory while it is looked 
 
 
 @dataclass(frozen=True)
-class OpenedFolder(ABC):
+class OpenedFolder:
     """A folder of a model and what it holds.
 
     Attributes:
-        folder: where it is.
         config: by transformers.
         reader: its tensors.
         companions: names of the files that belong to it beside weights and config.
+        sliding_windows: per layer, visible tokens or None.
     """
 
     folder: Path
     config: PreTrainedConfig
     reader: CheckpointReader
     companions: tuple[str, ...]
+    sliding_windows: tuple[int | None, ...]
 
     @property
-    @abstractmethod
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        """Per layer, visible tokens or None."""
+    def dtype(self) -> torch.dtype:
+        """Of the projections."""
+        return self.reader.tensor("model.layers.0.self_attn.o_proj.weight").dtype
 
     def model(self, device: torch.device, dtype: torch.dtype) -> StreamedModel:
         """The model without weights.
@@ -126,30 +123,11 @@ class OpenedFolder(ABC):
 
 
 @dataclass(frozen=True)
-class ConvertedSource(OpenedFolder):
-    """A checkpoint that this package wrote."""
-
-    config: MHA2MLAConfig
-
-    @property
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        return tuple(map(self.config.layer_sliding_window, range(self.config.num_hidden_layers)))
-
-
-@dataclass(frozen=True)
 class Source(OpenedFolder):
-    """A model of one of the families.
-
-    Attributes:
-        adapter, spec: what its attention is.
-    """
+    """A model of one of the families; ``adapter`` and ``spec`` say what its attention is."""
 
     adapter: FamilyAdapter
     spec: SourceSpec
-
-    @property
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        return self.spec.sliding_windows
 
     def check_weights(self, *, progress: bool = False) -> None:
         """As of every folder; and no projection of an attention is zero everywhere."""
@@ -189,20 +167,18 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
     _check_spec(spec)
     reader = CheckpointReader(folder)
     check_config(config.to_dict(), reader.names())
-    return Source(folder, config, reader, _companions(folder), adapter, spec)
+    return Source(folder, config, reader, _companions(folder), spec.sliding_windows, adapter, spec)
 
 
-def open_converted(folder: Path) -> ConvertedSource:
+def open_converted(folder: Path) -> OpenedFolder:
     """The same of a checkpoint that this package wrote.
 
     Raises:
         UnsupportedSourceError, CheckpointError: as :func:`open_source`.
     """
-    from mha2mla.modeling.config import MHA2MLAConfig
+    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
 
     values = _config_values(folder)
-    if values.get("model_type") != MHA2MLAConfig.model_type:
-        raise UnsupportedSourceError(f"model_type is {values.get('model_type')!r}; expected 'mha2mla'")
     if values.get("quantization_config"):
         raise UnsupportedSourceError("quantization_config is set in the source's config; expected none")
     for each in (_given(values), values.get("source_config")):
@@ -210,7 +186,8 @@ def open_converted(folder: Path) -> ConvertedSource:
     config = _config(folder, values)
     reader = CheckpointReader(folder)
     check_config(_given(config.to_dict()), reader.names())
-    return ConvertedSource(folder, config, reader, _companions(folder))
+    windows = tuple(map(config.layer_sliding_window, range(config.num_hidden_layers)))
+    return OpenedFolder(folder, config, reader, _companions(folder), windows)
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -96,24 +97,13 @@ class StreamedModel:
             tokens: at a time, at most, but for a whole block.
             observe: called with the normed input of the attention, [windows, length, hidden], of every batch.
         """
-        handle = None
-        if observe is not None:
-
-            def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                observe(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
-
-            handle = layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
+        with nullcontext() if observe is None else inputs_observed(layer, observe):
             for part in store.blocks.batches(tokens):
                 store.write(part, self.forward_layer(layer, index, store.read(part, self.device)))
-        finally:
-            if handle is not None:
-                handle.remove()
 
     def forward_layer(self, layer: nn.Module, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Output of ``layer``, number ``index``, for windows of hidden states [windows, length, hidden]."""
-        output = layer(hidden, **self.layer_arguments(index, hidden))
-        return output[0] if isinstance(output, tuple) else output
+        return first_output(layer(hidden, **self.layer_arguments(index, hidden)))
 
     def layer_arguments(self, index: int, hidden: torch.Tensor) -> dict[str, Any]:
         """What the model hands to layer ``index``, and the layer to its attention, beside ``hidden`` states of windows
@@ -166,3 +156,22 @@ class StreamedModel:
             if tensor.is_meta:
                 raise ValueError(f"{prefix}{name} is not stored in the checkpoint")
         return filled.eval().requires_grad_(False)
+
+
+@contextmanager
+def inputs_observed(layer: nn.Module, receive: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """While open, ``receive`` is given what the attention of ``layer`` is given, before it runs."""
+
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        receive(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    handle = layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def first_output(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Of a module that may give more than hidden states."""
+    return output[0] if isinstance(output, tuple) else output

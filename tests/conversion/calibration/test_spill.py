@@ -1,6 +1,7 @@
 """Activations that wait on disk: nobody else's, gone with the process, there when the caller's limit says so."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.rope import share_search
 from tests.conversion import tiny
-from tests.conversion.rope.test_share_search import arguments
+from tests.conversion.rope.test_share_search import walk_over
 from tests.conversion.tiny import Recipe
 
 
@@ -66,8 +67,9 @@ def test_what_is_spilled_has_no_name_that_a_killed_run_could_leave(tmp_path):
 def test_a_search_obeys_the_limit_of_memory(choose, source, tmp_path):
     searches = choose is share_search.choose_rope_share
     recipe = Recipe(layout="shared", rope_share="auto") if searches else Recipe(latent_ranks="measured")
-    windows, absent = TokenBlocks.of(tiny.some_tokens(8, 40)), tmp_path / "absent"
-    kept = choose(*arguments(source), recipe, windows, folder=absent, spill_bytes=1 << 30)
-    assert choose(*arguments(source), recipe, windows, folder=tmp_path, spill_bytes=0) == kept
+    walk = replace(walk_over(source, recipe), folder=tmp_path / "absent")
+    walk = walk if searches else replace(walk, geometries=(recipe.geometry(walk.spec),) * walk.spec.num_layers)
+    kept = choose(walk)
+    assert choose(replace(walk, folder=tmp_path, spill_bytes=0)) == kept
     with pytest.raises(FileNotFoundError, match="absent"):
-        choose(*arguments(source), recipe, windows, folder=absent, spill_bytes=0)
+        choose(replace(walk, spill_bytes=0))

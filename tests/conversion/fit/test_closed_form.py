@@ -9,7 +9,6 @@ from mha2mla.conversion.calibration.statistics import AttentionSample, Statistic
 from mha2mla.conversion.fit import closed_form
 from mha2mla.conversion.latent.rules import LOW_RANKS, factorise
 from mha2mla.conversion.layer import (
-    convert_layer,
     finish_layer,
     latent_problem,
     prepare_layer,
@@ -18,6 +17,7 @@ from mha2mla.conversion.layer import (
     un_rotated_keys,
 )
 from mha2mla.conversion.target import LAYOUTS
+from tests.conversion import tiny
 from tests.conversion.plain_mla import plain_mla_attention
 from tests.conversion.test_layer import Layer, relative
 from tests.conversion.tiny import Recipe
@@ -34,7 +34,7 @@ class SampledLayer(Layer):
         self.statistics = dataclasses.replace(self.statistics, sample=sample)
 
     def error(self, recipe: Recipe) -> float:
-        tensors = convert_layer(self.spec, recipe.geometry(self.spec), recipe, self.weights, self.statistics)
+        tensors = tiny.convert_layer(self.spec, recipe.geometry(self.spec), recipe, self.weights, self.statistics)
         return relative(self.output(recipe, tensors), self.source_output())
 
 
@@ -180,7 +180,7 @@ def test_an_uncentred_refit_makes_no_bias():
     # A latent that knows nothing of the inputs leaves the output something to mend.
     keys = {"layout": "shared", "qk_rope_head_dim": 4, "kv_lora_rank": 8, "latent_rule": "svd-joint"}
     recipe = Recipe(**keys, latent_centered=False, fit_output=True)
-    tensors = convert_layer(layer.spec, recipe.geometry(layer.spec), recipe, layer.weights, layer.statistics)
+    tensors = tiny.convert_layer(layer.spec, recipe.geometry(layer.spec), recipe, layer.weights, layer.statistics)
     assert "o_proj.bias" not in tensors
     without = dataclasses.replace(recipe.fit, output=False)
     assert layer.error(recipe) < layer.error(dataclasses.replace(recipe, fit=without))
@@ -219,7 +219,7 @@ def test_what_is_prepared_serves_every_rank(layout):
     prepared = prepare_layer(layer.spec, recipes[0].geometry(layer.spec), recipes[0], layer.weights, layer.statistics)
     for recipe in recipes:
         geometry = recipe.geometry(layer.spec)
-        alone = convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
+        alone = tiny.convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
         shared = finish_layer(layer.spec, geometry, recipe, prepared)
         assert (
             all(torch.equal(shared[name], tensor) for name, tensor in alone.items()) and shared.keys() == alone.keys()
@@ -232,7 +232,7 @@ def test_the_written_scores_are_those_of_the_layer():
     keys = {"layout": "shared", "qk_rope_head_dim": 8, "kv_lora_rank": 56}
     recipe = Recipe(**keys, fit_queries=False, latent_centered=False)
     geometry = recipe.geometry(layer.spec)
-    tensors = convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
+    tensors = tiny.convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
     basis, keys = basis_and_keys(layer, kv_lora_rank=56, fit_queries=False, latent_centered=False)
     values = layer.weights.v_weight.view(layer.spec.num_key_value_heads, layer.spec.head_dim, -1)
     outputs, sources = [], []

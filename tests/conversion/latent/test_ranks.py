@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import mha2mla
-from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.latent import ranks as layer_ranks
 from mha2mla.conversion.latent.ranks import allocate, choose_layer_ranks, loss_at, most_rank
 from mha2mla.geometry import MLAGeometry
 from tests.conversion import tiny
-from tests.conversion.rope.test_share_search import SHORT, arguments
+from tests.conversion.rope.test_share_search import SHORT, walk_over
 from tests.conversion.tiny import Recipe
 from tests.few import each
 
@@ -59,13 +58,18 @@ def test_a_loss_never_rises_with_the_rank():
     assert loss_at({16: 0.1}, 32) < loss_at({16: 0.1}, 16)
 
 
+def uniform_walk(source, recipe):
+    walk = walk_over(source, recipe)
+    return replace(walk, geometries=(recipe.geometry(walk.spec),) * LAYERS)
+
+
 @each("layout, steps", ["shared", "per-group"], [0, 3])
 def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source):
     recipe = Recipe(layout=layout, cache_ratio=0.5, latent_ranks="measured", fit_steps=steps, **SHORT)
-    windows = TokenBlocks.of(tiny.some_tokens(8, 40))
-    first, second = (choose_layer_ranks(*arguments(source), recipe, windows, folder=source) for _ in range(2))
+    walk = uniform_walk(source, recipe)
+    first, second = (choose_layer_ranks(walk) for _ in range(2))
     assert first == second
-    spec = arguments(source)[2]
+    spec = walk.spec
     ranks, found = first
     geometries = recipe.geometries(spec, ranks)
     uniform = recipe.geometry(spec)
@@ -80,21 +84,17 @@ def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source)
 
 def test_a_converted_layer_alone_loses_what_its_model_says(source):
     """The divergence from streams is the one between whole models, of which one has that layer converted."""
-    model, adapter, spec = arguments(source)
-    windows = TokenBlocks.of(tiny.some_tokens(8, 40))
-    recipe = Recipe(cache_ratio=0.5, latent_ranks="measured", **SHORT)
-    geometry = recipe.geometry(spec)
-    fitted, judged = windows.divided(32768, 8192)
-    geometry = replace(geometry, kv_lora_rank=16)
-    found = layer_ranks.measure_losses(model, adapter, spec, [geometry], recipe, fitted, judged, folder=source)
+    walk = uniform_walk(source, Recipe(cache_ratio=0.5, latent_ranks="measured", **SHORT))
+    fitted, judged = walk.windows.divided(32768, 8192)
+    geometry = replace(walk.geometries[0], kv_lora_rank=16)
+    found = layer_ranks.measure_losses(replace(walk, windows=fitted), [geometry], judged)
     expected_model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    from mha2mla.conversion.layer_walk import LayerWalk
-
-    sequence = LayerWalk(model, adapter, spec, (geometry,) * LAYERS, Recipe(cache_ratio=0.5, **SHORT), fitted, source)
-    tensors = {made.layer: made.tensors for made in sequence}
+    recipe = Recipe(cache_ratio=0.5, **SHORT)
+    alone = replace(walk, geometries=(geometry,) * LAYERS, recipe=recipe, windows=fitted)
+    tensors = {made.layer: made.tensors for made in alone}
     for layer in range(LAYERS):
         changed = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-        attention = sequence.empty_attention(layer)
+        attention = alone.empty_attention(layer)
         attention.load_state_dict(
             {name: tensor.float() for name, tensor in tensors[layer].items()}, assign=True, strict=True
         )
@@ -171,7 +171,7 @@ def test_no_layer_leaves_the_widths_of_fast_kernels_that_the_mean_is_in(layout, 
 
 
 def test_ranks_must_fit_the_source(source):
-    spec = arguments(source)[2]
+    spec = walk_over(source, Recipe()).spec
     with pytest.raises(ValueError, match="latent.ranks has 2 ranks; expected 3, one per layer"):
         Recipe(cache_ratio=0.5, latent_ranks=[8, 8]).geometries(spec)
     with pytest.raises(ValueError, match=r"latent.ranks\[2\] is 4096; expected at most"):

@@ -8,6 +8,7 @@ import torch
 import mha2mla
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import ADAPTERS
+from mha2mla.conversion.layer_walk import LayerWalk
 from mha2mla.conversion.rope.share_search import candidates, choose_rope_share
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
@@ -22,12 +23,13 @@ def source(tmp_path_factory):
     return tiny.checkpoint(tmp_path_factory.mktemp("source"), head_dim=32, num_hidden_layers=3)
 
 
-def arguments(folder):
+def walk_over(folder, recipe):
     config = tiny.config("llama", head_dim=32, num_hidden_layers=3)
     spec = ADAPTERS["llama"].specify(config)
     reader = CheckpointReader(folder)
     model = StreamedModel(config, reader, spec.sliding_windows, device=torch.device("cpu"), dtype=torch.float32)
-    return model, ADAPTERS["llama"], spec
+    windows = TokenBlocks.of(tiny.some_tokens(8, 40))
+    return LayerWalk(model, ADAPTERS["llama"], spec, (), recipe, windows, folder)
 
 
 def test_splits_keep_the_budget_and_differ():
@@ -45,12 +47,12 @@ def test_splits_keep_the_budget_and_differ():
 @pytest.mark.parametrize("layout", ["shared", "per-group"])
 def test_the_search_takes_what_loses_least_and_repeats(layout, source):
     recipe = Recipe(layout=layout, cache_ratio=0.5, rope_share="auto", **SHORT)
-    windows = TokenBlocks.of(tiny.some_tokens(8, 40))
-    first, second = (choose_rope_share(*arguments(source), recipe, windows, folder=source) for _ in range(2))
+    walk = walk_over(source, recipe)
+    first, second = (choose_rope_share(walk) for _ in range(2))
     assert first == second
     share, losses = first
     assert len(losses) > 1 and all(0 < loss < 2 and math.isfinite(loss) for loss in losses.values())
-    geometry = recipe.with_share(share).geometry(arguments(source)[2])
+    geometry = recipe.with_share(share).geometry(walk.spec)
     best = min(losses, key=losses.get)
     assert best == f"{geometry.qk_rope_head_dim}+{geometry.kv_lora_rank}"
 
@@ -69,7 +71,7 @@ def test_a_conversion_records_the_choice(source, tmp_path):
     best = min(losses, key=losses.get)
     assert best == f"{report.geometry.qk_rope_head_dim}+{report.geometry.kv_lora_rank}"
     repeated = mha2mla.Recipe.from_dict(report.recipe).with_share(report.searches["rope_share"])
-    assert repeated.geometry(arguments(source)[2]).kv_lora_rank == report.geometry.kv_lora_rank
+    assert repeated.geometry(walk_over(source, recipe).spec).kv_lora_rank == report.geometry.kv_lora_rank
 
 
 def test_a_geometry_is_refused_before_the_choice():
@@ -87,4 +89,4 @@ def test_a_geometry_is_refused_before_the_choice():
 def test_a_budget_that_fits_no_split_is_refused_by_its_reason(source):
     recipe = Recipe(layout="per-group", cache_ratio=0.1, rope_share="auto", **SHORT)
     with pytest.raises(ValueError, match="leaves -?[0-9]+ for the latent"):
-        choose_rope_share(*arguments(source), recipe, TokenBlocks.of(tiny.some_tokens(8, 40)), folder=source)
+        choose_rope_share(walk_over(source, recipe))
