@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,7 @@ from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationSt
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
 from mha2mla.conversion.families import FamilyAdapter, SourceSpec
-from mha2mla.conversion.fit.numerics import matmul_precision
+from mha2mla.conversion.fit.numerics import tf32_on_cuda
 from mha2mla.conversion.fit.reconstruction import Forward, ReconstructionProblem, reconstruct
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.layer import PreparedLayer, converted_config, finish_layer, prepare_layer
@@ -273,19 +273,15 @@ class _ConvertedWalk:
         return self.sequence.stored(layer, tensors), record
 
     def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
-        with self._precision():
+        with tf32_on_cuda(self.model.device):
             self.model.run_layer(module, layer, stream, tokens=self.tokens)
-
-    def _precision(self) -> AbstractContextManager[None]:
-        """Of the streams: TF32 on CUDA where the fits make do with less (errors of 1e-3, against 1e-2)."""
-        return matmul_precision("high" if self.model.device.type == "cuda" else None)
 
     @torch.inference_mode()
     def _blend(self, module: nn.Module, layer: int) -> ActivationStore:
         """Targets between what the source's layer makes of the converted stream and what it made of the source's."""
         for part in self.stream.blocks.batches(self.tokens):
             hidden = self.stream.read(part, self.model.device)
-            with self._precision():
+            with tf32_on_cuda(self.model.device):
                 hidden = self.model.forward_layer(module, layer, hidden)
             self.targets.write(part, hidden.lerp(self.source.read(part, self.model.device), _CORRECTION))
         return self.targets

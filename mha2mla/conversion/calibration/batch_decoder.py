@@ -12,6 +12,8 @@ from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from mha2mla.modeling.recorders import CudaGraphs
+
 _GROUPED = "mha2mla_grouped_sdpa"
 _STAGES = 8  # graphs of a run: each sees as much of the cache as is filled by its end
 _ALIGNMENT = 64  # keys; what fused attention wants of a mask's rows, and to spare
@@ -90,24 +92,24 @@ class _CapturedDecoder:
         self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=model.device)
         self.stage = -(-length // (_STAGES * _ALIGNMENT)) * _ALIGNMENT
         self.calls = 0
-        pool, usual = torch.cuda.graph_pool_handle(), model.config._attn_implementation
+        recorder, usual = CudaGraphs(), model.config._attn_implementation
         ends = [min(length, start + self.stage) for start in range(0, length, self.stage)]
         try:
             if usual == "sdpa":
                 model.set_attn_implementation(_GROUPED)
-            self.stages = [self._capture(model, end, pool) for end in ends]
+            self.stages = [self._capture(model, end, recorder) for end in ends]
         finally:
             model.set_attn_implementation(usual)
         self.cache.reset()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        graph, logits = self.stages[self.calls // self.stage]
+        logits, replay = self.stages[self.calls // self.stage]
         self.calls += 1
         self.tokens.copy_(tokens[:, None])
-        graph.replay()
+        replay()
         return logits
 
-    def _capture(self, model: nn.Module, visible: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, model: nn.Module, visible: int, recorder: CudaGraphs) -> tuple[torch.Tensor, Callable[[], None]]:
         for layer in self.cache.layers:
             if isinstance(layer, _FilledLayer):
                 layer.visible = visible
@@ -115,17 +117,7 @@ class _CapturedDecoder:
         def step() -> torch.Tensor:
             return model(self.tokens, past_key_values=self.cache, use_cache=True).logits[:, -1]
 
-        side = torch.cuda.Stream(model.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        self.cache.reset()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            logits = step()
-        return graph, logits
+        return recorder.record(step, self.cache.reset, model.device)
 
 
 def _grouped_attention(

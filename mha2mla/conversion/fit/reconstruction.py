@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from mha2mla.conversion.calibration.activations import ActivationStore
-from mha2mla.conversion.fit.numerics import deterministic, matmul_precision
+from mha2mla.conversion.fit.numerics import deterministic, tf32_on_cuda
 from mha2mla.conversion.fit.stage import Fit
+from mha2mla.modeling.recorders import CudaGraphs
 
 Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
 _Batch = tuple[int, torch.Tensor]  # length of the windows, and numbers of their blocks
@@ -100,8 +100,7 @@ def reconstruct(
 @contextmanager
 def _numerics(device: torch.device) -> Iterator[None]:
     """Deterministic kernels, and on CUDA TF32; puts back what was set before."""
-    precision = "high" if device.type == "cuda" else None
-    with deterministic(warn_only=True), matmul_precision(precision), warnings.catch_warnings():
+    with deterministic(warn_only=True), tf32_on_cuda(device), warnings.catch_warnings():
         # cuBLAS differs from run to run only with several streams and without a workspace setting; here is one.
         warnings.filterwarnings("ignore", message=".*deterministic.*")
         yield
@@ -279,10 +278,10 @@ class _Fit:
             return steps, "eager"
         state = (self.vector, self.first, self.second, self.count, self.norm, self.skipped)
         saved = [tensor.clone() for tensor in state]
+        recorder, device = CudaGraphs(), self.problem.device
         try:
             # Small layers are bound by launches: capture forward, backward and Adam at once.
-            pool = torch.cuda.graph_pool_handle()
-            steps = {length: self._captured(step, pool).replay for length, step in steps.items()}
+            steps = {length: recorder.record(step, lambda: None, device)[1] for length, step in steps.items()}
             note = "CUDA graph"
         except RuntimeError as error:
             torch.cuda.synchronize()
@@ -290,18 +289,6 @@ class _Fit:
         for tensor, value in zip(state, saved, strict=True):
             tensor.copy_(value)
         return steps, note
-
-    def _captured(self, step: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream(self.problem.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            step()
-        return graph
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
