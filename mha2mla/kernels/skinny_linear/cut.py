@@ -32,11 +32,12 @@ def cut(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> Cut:
     tiles = -(-outputs // (BLOCK * blocks))
     resident, split = 2, 1
     if not gated:
-        split = _power_of_two(sms // tiles)
+        most = min(_CLUSTER, -(-columns // 128))
+        split = _power_of_two(min(most, sms // tiles))
         if tiles * split >= _FILLED * sms and tiles <= sms:
             resident = 1
         else:
-            split = _power_of_two(2 * sms // tiles)
+            split = _power_of_two(min(most, 2 * sms // tiles))
     room = _MULTIPROCESSOR // resident - _RESERVED - (rows * BLOCK * blocks * 4 if split > 1 else 0)
     for depth in (128, 64):
         stages = room // ((BLOCK * blocks + rows) * depth * 2)
@@ -46,5 +47,5 @@ def cut(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> Cut:
 
 
 def _power_of_two(limit: int) -> int:
-    """The largest up to ``limit`` and to what a cluster has, or 1."""
-    return 1 << (max(1, min(limit, _CLUSTER)).bit_length() - 1)
+    """The largest up to ``limit``, or 1."""
+    return 1 << (max(1, limit).bit_length() - 1)

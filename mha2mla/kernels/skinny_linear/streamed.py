@@ -11,6 +11,8 @@ from mha2mla.kernels.machine import BARRIER, BY_ROW, WARPGROUP, Buffers
 
 BLOCK = 64  # rows of a weight in a product: the M of one wgmma
 THREADS = WARPGROUP + 32
+# A CTA's first step and how many. In memory: a loop of a number that is known to be 0 or 1 is taken for one of 1.
+FIRST, COUNT = range(2)
 
 # Four numbers into the shared memory of a CTA of the cluster (PTX ISA, mapa, st.shared::cluster).
 INLINE = """
@@ -82,22 +84,22 @@ def make_streamed_linear(
             T.barrier_arrive(m.full[slot])
 
     @T.macro
-    def produce(x, weight, m, n0, first, count, thread):
-        for i in T.serial(T.min(stages, count)):
-            fetch_weight(weight, m, i, n0, first + i)
+    def produce(x, weight, m, n0, thread):
+        for i in T.serial(T.min(stages, m.span[COUNT])):
+            fetch_weight(weight, m, i, n0, m.span[FIRST] + i)
         T.pdl_sync()
-        for i in T.serial(T.min(stages, count)):
-            fetch_x(x, m, i, first + i, thread)
-        for i in T.serial(T.max(0, count - stages)):
+        for i in T.serial(T.min(stages, m.span[COUNT])):
+            fetch_x(x, m, i, m.span[FIRST] + i, thread)
+        for i in T.serial(T.max(0, m.span[COUNT] - stages)):
             T.barrier_wait(m.free[i % stages], (i // stages) & 1)
-            fetch_weight(weight, m, i % stages, n0, first + stages + i)
-            fetch_x(x, m, i % stages, first + stages + i, thread)
+            fetch_weight(weight, m, i % stages, n0, m.span[FIRST] + stages + i)
+            fetch_x(x, m, i % stages, m.span[FIRST] + stages + i, thread)
 
     @T.macro
-    def multiply(m, sums, count):
+    def multiply(m, sums):
         for b in list(range(blocks)):
             T.fill(sums[b], 0)
-        for i in T.serial(count):
+        for i in T.serial(m.span[COUNT]):
             T.barrier_wait(m.full[i % stages], (i // stages) & 1)
             for b in list(range(blocks)):
                 T.wgmma_gemm(
@@ -179,6 +181,7 @@ def make_streamed_linear(
                 x_ring=T.alloc_shared([stages, rows, depth], dtype),
                 part=T.alloc_shared([rows, own + 4], accum),  # a fragment's columns share no bank
                 came=T.alloc_shared([split, rows, share], accum),  # from each CTA of the cluster
+                span=T.alloc_local([2], T.int32),
                 shift=T.alloc_local([8], accum),
                 total=T.alloc_local([8], accum),
                 full=T.alloc_barrier([1] * stages),
@@ -187,17 +190,17 @@ def make_streamed_linear(
             sums = [T.alloc_fragment([BLOCK, rows], accum) for _ in range(blocks)]
             thread = T.get_thread_binding()
             n0, rank = at // split * own, at % split
-            first = rank * steps // split
-            count = (rank + 1) * steps // split - first
+            m.span[FIRST] = rank * steps // split
+            m.span[COUNT] = (rank + 1) * steps // split - rank * steps // split
             if split > 1:
                 m.came[0, 0, T.min(thread, share - 1)] = 0.0  # from here on nothing else lies where others write
                 T.cluster_arrive()
             T.pdl_trigger()
             if thread >= WARPGROUP:
-                produce(x, weight, m, n0, first, count, thread)
+                produce(x, weight, m, n0, thread)
             else:
                 read_bias(bias, m, n0 + rank * share)
-                multiply(m, sums, count)
+                multiply(m, sums)
             if thread < WARPGROUP:
                 stage(m, sums)
                 T.sync_threads(barrier_id=BARRIER, arrive_count=WARPGROUP)
