@@ -100,7 +100,7 @@ def launch_rope_append(
         kernel = compile_rope_append(
             capability(query.device),
             block_tokens=1 if alone else 4,
-            dependent=alone and capability(query.device) >= 90,
+            dependent=capability(query.device) >= 90,
             heads=heads,
             num_rope_heads=groups,
             row_width=width,
