@@ -82,17 +82,17 @@ def _through_maps(x: Tensor, maps: Tensor, transposed: bool = False) -> Tensor:
     """x [B, S, H, i] through maps [k, i, o], or [k, o, i], of H / k heads each: [B, S, H, o].
 
     Products that need no gradient read x where it lies and write the result where it is to lie, heads side by side:
-    einsum copies both. cuBLAS can where a map's rows are evenly spaced: there is one token, or a map is one head's;
-    else a kernel of ours does, or maps are repeated.
+    einsum copies both. A kernel of ours does, of one token cuBLAS, and of many where a map is one head's; else maps are
+    repeated.
     """
     batch, tokens, heads, _ = x.shape
     count = maps.shape[0]
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or maps.requires_grad)):
         equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
         return torch.einsum(equation, x.unflatten(2, (count, -1)), maps).flatten(2, 3)
-    if count < heads and batch * tokens > 1:
-        if serves_groups(x, maps, transposed):
-            return grouped_maps(x, maps, transposed=transposed)
+    if batch * tokens > 1 and serves_groups(x, maps, transposed):
+        return grouped_maps(x, maps, transposed=transposed)
+    if batch * tokens > 1 and count < heads:
         maps = maps[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)
     maps = maps.mT if transposed else maps
     out = x.new_empty(batch, tokens, heads, maps.shape[2])

@@ -128,7 +128,8 @@ def serves_maps(x: Tensor, maps: Tensor) -> bool:
 
 
 def grouped_maps(x: Tensor, maps: Tensor, *, transposed: bool = False) -> Tensor:
-    """x through a map for each H / k heads, rounded once, where :func:`serves_groups`: without a copy of a map a head.
+    """x through a map for each H / k heads, rounded once, where :func:`serves_groups`: without a copy of a map a head,
+    and begun while the kernel before ends.
 
     Args:
         x: [..., tokens, H, i], read where it lies.
@@ -145,7 +146,7 @@ def grouped_maps(x: Tensor, maps: Tensor, *, transposed: bool = False) -> Tensor
 
 
 def serves_groups(x: Tensor, maps: Tensor, transposed: bool = False) -> bool:
-    """Whether :func:`grouped_maps` serves these."""
+    """Whether :func:`grouped_maps` serves these; of many tokens and a map a head cuBLAS is as fast."""
     heads, inner = x.shape[-2:]
     outer = maps.shape[1 if transposed else 2]
     return (
@@ -155,7 +156,8 @@ def serves_groups(x: Tensor, maps: Tensor, transposed: bool = False) -> bool:
         and x.stride(-1) == 1
         and not any(stride % 8 for stride in x.stride()[:-1])
         and x.data_ptr() % ALIGNMENT == 0
-        and 1 < heads // len(maps) <= _GROUP
+        and heads // len(maps) <= _GROUP
+        and (len(maps) < heads or x.numel() <= _GROUP * heads * inner)
         and inner % 16 == 0
         and outer % _OUTER == 0
         and maps.is_contiguous()

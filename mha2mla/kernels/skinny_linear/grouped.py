@@ -4,12 +4,14 @@ import tilelang.language as T
 
 from mha2mla.kernels.machine import Buffers
 
-ROWS = 64  # of a block: heads of a group, for as many tokens as fit
+FEW, ROWS = 16, 64  # of a block: heads of a group, for as many tokens as fit
 THREADS = 128
 VECTOR = 8  # numbers that strides of x are a multiple of
 
 
-def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: str, transposed: bool, dependent: bool):
+def make_grouped_maps(
+    *, heads: int, maps: int, inner: int, outer: int, dtype: str, transposed: bool, dependent: bool, rows: int = ROWS
+):
     """A TileLang function ``grouped_maps``; tokens are a run-time value.
 
     Args:
@@ -18,6 +20,7 @@ def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: s
         dtype: of all tensors.
         transposed: maps are [maps, outer, inner], else [maps, inner, outer].
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
+        rows: of a block, FEW or ROWS; at least H / maps.
 
     The function's arguments: x [tokens, heads, inner] (run-time strides, multiples of 8), up (the maps) and out
     [tokens, heads, outer] (contiguous).
@@ -25,7 +28,7 @@ def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: s
     tokens = T.dynamic("tokens")
     group = heads // maps
     columns = 64 if inner <= 128 else 32  # of a block: long rows are shared among more
-    some, blocks = ROWS // group, -(-outer // columns)  # tokens of a block
+    some, blocks = rows // group, -(-outer // columns)  # tokens of a block
     panel = min(inner & -inner, 64)  # columns copied at a time: else 16 bytes cost divisions where inner is 7 * 64
     shape = [maps, outer, inner] if transposed else [maps, inner, outer]
 
@@ -40,9 +43,9 @@ def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: s
             for stride in list(x.strides)[:-1]:  # else loads are not known to be aligned, and stay scalar
                 T.assume(stride % VECTOR == 0)
             m = Buffers(
-                given=T.alloc_shared([ROWS, inner], dtype),
+                given=T.alloc_shared([rows, inner], dtype),
                 held=T.alloc_shared([columns, inner] if transposed else [inner, columns], dtype),
-                sums=T.alloc_fragment([ROWS, columns], T.float32),
+                sums=T.alloc_fragment([rows, columns], T.float32),
             )
             k, c0, t0 = at // blocks, at % blocks * columns, y * some
             if transposed:
@@ -56,12 +59,12 @@ def make_grouped_maps(*, heads: int, maps: int, inner: int, outer: int, dtype: s
                 T.pdl_sync()
                 T.pdl_trigger()
             for p in T.unroll(inner // panel):
-                for i, c in T.Parallel(ROWS, panel):  # behind the last token that one again: rows that nobody stores
+                for i, c in T.Parallel(rows, panel):  # behind the last token that one again: rows that nobody stores
                     m.given[i, p * panel + c] = x[
                         T.min(t0 + i // group, tokens - 1), k * group + i % group, p * panel + c
                     ]
             T.gemm(m.given, m.held, m.sums, transpose_B=transposed, clear_accum=True)
-            for i, c in T.Parallel(ROWS, columns):
+            for i, c in T.Parallel(rows, columns):
                 if (i < some * group) & (t0 + i // group < tokens) & (c0 + c < outer):
                     out[t0 + i // group, k * group + i % group, c0 + c] = T.cast(m.sums[i, c], dtype)
 

@@ -12,8 +12,8 @@ from mha2mla.kernels.devices import capability, dtype_name, num_sms, on_device
 from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
 from mha2mla.kernels.rope_append.launch import with_dense_rows
-from mha2mla.kernels.skinny_linear.cut import ROWS, cut
-from mha2mla.kernels.skinny_linear.grouped import make_grouped_maps
+from mha2mla.kernels.skinny_linear import cut
+from mha2mla.kernels.skinny_linear.grouped import FEW, ROWS, make_grouped_maps
 from mha2mla.kernels.skinny_linear.head_maps import make_head_maps
 from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
 from mha2mla.kernels.skinny_linear.streamed import make_streamed_linear
@@ -28,7 +28,7 @@ def compile_head_maps(major_minor: int, **static):
 @cache
 def compile_streamed_linear(sms: int, *, outputs: int, columns: int, rows: int, gated: bool, **static):
     """The compiled kernel for at most ``rows`` rows; arguments as ``make_streamed_linear``'s."""
-    how = asdict(cut(outputs, columns, rows, gated, sms))
+    how = asdict(cut.cut(outputs, columns, rows, gated, sms))
     function = make_streamed_linear(outputs=outputs, columns=columns, rows=rows, gated=gated, **static, **how)
     return compile_for(function, 90, PASS_CONFIGS)
 
@@ -47,11 +47,12 @@ def compile_grouped_maps(major_minor: int, **static):
 
 def launch_grouped_maps(x: Tensor, maps: Tensor, out: Tensor, transposed: bool) -> None:
     """Run the kernel over tokens [N, H, inner]."""
-    _, heads, inner = x.shape
+    tokens, heads, inner = x.shape
     with on_device(x.device):
         kernel = compile_grouped_maps(
             capability(x.device), heads=heads, maps=len(maps), inner=inner, outer=out.shape[2],
             dtype=dtype_name(x.dtype), transposed=transposed,
+            rows=FEW if tokens * heads <= FEW * len(maps) else ROWS,
         )  # fmt: skip
         kernel(x, maps, out)
 
@@ -77,6 +78,6 @@ def launch_skinny_linear(
         if groups > 1:
             compile_head_maps(capability(x.device), **static, groups=groups)(aligned(x), weight, out)
             return
-        rows = next(rows for rows in ROWS if len(x) <= rows)
+        rows = next(rows for rows in cut.ROWS if len(x) <= rows)
         kernel = compile_streamed_linear(num_sms(x.device), **static, rows=rows, gated=gated, biased=bias is not None)
         kernel(aligned(x), weight, weight[0] if bias is None else bias.contiguous(), out)

@@ -92,16 +92,19 @@ def test_kernel_on_a_gpu(heads, count, inner, outer):
 
 
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
-@pytest.mark.parametrize(("arch", "transposed"), [("sm_90a", True), ("sm_80", False)])
-def test_grouped_compile_gate(arch, transposed):
+@pytest.mark.parametrize(
+    ("arch", "maps", "rows", "transposed"), [("sm_90a", 8, 64, True), ("sm_90a", 32, 16, True), ("sm_80", 8, 64, False)]
+)
+def test_grouped_compile_gate(arch, maps, rows, transposed):
     """Of a width that is no power of two, whose indices may cost divisions for every 16 bytes."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.compilation import PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.grouped import make_grouped_maps
 
     function = make_grouped_maps(
-        heads=32, maps=8, inner=448, outer=128, dtype="bfloat16", transposed=transposed, dependent=arch != "sm_80"
-    )
+        heads=32, maps=maps, inner=448, outer=128, dtype="bfloat16", transposed=transposed, dependent=arch != "sm_80",
+        rows=rows,
+    )  # fmt: skip
     (report,) = compile_gate.compile_only(function, arch, PASS_CONFIGS)
     assert report.complaints(232_448) == [] and report.spill_bytes == 0
     assert report.instructions is None or sum(report.instructions.values()) < 1000
@@ -115,11 +118,12 @@ def test_groups_are_served_on_gpus_only():
 @pytest.mark.gpu
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "maps", "inner", "outer"), [(32, 8, 64, 448), (32, 8, 448, 128), (6, 2, 192, 512), (9, 3, 48, 152)]
+    ("heads", "maps", "inner", "outer"),
+    [(32, 8, 64, 448), (32, 8, 448, 128), (6, 2, 192, 512), (9, 3, 48, 152), (32, 32, 512, 128), (9, 9, 48, 136)],
 )
 def test_grouped_kernel_on_a_gpu(heads, maps, inner, outer, transposed):
     """As near to float64 as twice torch's product over repeated maps, the same each time; x is part of a projection."""
-    for tokens in (2, 16, 21, 65):
+    for tokens in (2, 16, 21, 64 if heads == maps else 65):
         x, _ = given(tokens, heads, inner, 8, torch.bfloat16, "cuda")
         _, each = given(1, maps, inner, outer, torch.bfloat16, "cuda")
         stored = each.mT.contiguous() if transposed else each
