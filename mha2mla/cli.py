@@ -64,17 +64,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"mha2mla: error: {message} ({self.prog} --help lists what there is)\n")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of ``mha2mla``; ``eval`` and ``check`` have verbs of their own."""
-    return _parsers()[""]
-
-
-def verb_parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of every verb, by the verb's words."""
-    return {name: parser for name, parser in _parsers().items() if name in VERBS}
-
-
-def _parsers() -> dict[str, argparse.ArgumentParser]:
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of ``mha2mla``, by the empty text, and that of every verb, by the verb's words."""
     root = _Parser(prog="mha2mla", description="Turns MHA/GQA checkpoints into MLA ones, and measures them.")
     version = f"mha2mla {installed_version() or '(not installed)'}"
     root.add_argument("--version", action="version", version=version, help="show the version and exit")
@@ -226,12 +217,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    parsers = _parsers()
-    found, unknown = parsers[""].parse_known_args(None if argv is None else list(argv))
+    by_verb = parsers()
+    found, unknown = by_verb[""].parse_known_args(None if argv is None else list(argv))
     arguments = vars(found)
     verb = " ".join(filter(None, (arguments.pop("verb"), arguments.pop("kind", None))))
     if unknown:
-        parsers[verb].error(f"unrecognized arguments: {' '.join(unknown)}")
+        by_verb[verb].error(f"unrecognized arguments: {' '.join(unknown)}")
     debug = arguments.pop("debug")
     try:
         function = VERBS[verb]

@@ -18,7 +18,7 @@ from mha2mla.cache_folder import cache_folder
 from mha2mla.checkpoints import find_checkpoint
 from mha2mla.conversion.calibration.blocks import LENGTHS
 from mha2mla.conversion.recipe import Recipe
-from mha2mla.environment import collect_environment, compute_device, describe_environment
+from mha2mla.environment import collect_environment, compute_device, describe_environment, usual_dtype
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import cache_bytes_per_token, decode_step_latency
@@ -75,7 +75,6 @@ class DemoSettings:
     min_run_time: float = 1.0
 
     def recipe(self, keys: Mapping[str, Any]) -> dict[str, Any]:
-        """A recipe of the demo, with what it leaves open."""
         return {
             "preset": self.preset,
             "calibration.text": self.calibration,
@@ -93,7 +92,6 @@ def run_demo(
     prompt: str | None = None,
     max_new_tokens: int = 48,
     json: str | os.PathLike[str] | None = None,
-    recipes: Mapping[str, Mapping[str, Any]] | None = None,
     settings: DemoSettings | None = None,
     console: Console | None = None,
 ) -> list[dict[str, Any]]:
@@ -109,7 +107,6 @@ def run_demo(
         prompt: what to generate from; through the chat template where the tokenizer has one.
         max_new_tokens: tokens to generate, greedily.
         json: file to write the rows to, with texts and environment.
-        recipes: name → keys of a recipe beside those of ``settings``; default :data:`RECIPES`.
         settings: default :class:`DemoSettings`.
         console: where to print.
 
@@ -121,8 +118,7 @@ def run_demo(
     """
     console = console or Console(stderr=True)
     device = compute_device(device)
-    settings, recipes = settings or DemoSettings(), recipes or RECIPES
-    prompt = PROMPT if prompt is None else prompt
+    settings, prompt = settings or DemoSettings(), PROMPT if prompt is None else prompt
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
     started = time.perf_counter()
@@ -138,7 +134,7 @@ def run_demo(
     tokenizer = load_tokenizer(source_folder, "model")
     say(f"{name} on {device}")
     rows: list[dict[str, Any]] = [{"model": "source", "checkpoint": source_folder}]
-    for recipe_name, recipe in recipes.items():
+    for recipe_name, recipe in RECIPES.items():
         recipe = Recipe.from_dict(settings.recipe(recipe))
         say(f"converting: {recipe_name} ({_describe(recipe)})")
         folder = output / recipe_name.replace(" ", "-")
@@ -154,7 +150,7 @@ def run_demo(
         rows[0]["perplexity"] = report.parity.perplexity_source
         rows.append({"model": recipe_name, "checkpoint": str(folder)} | _lost(report))
 
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = usual_dtype(device)
     for row in rows:
         say(f"generating and timing: {row['model']}")
         running = load_model(row["checkpoint"], row["model"], device=device, dtype=dtype)
@@ -173,7 +169,6 @@ def run_demo(
 
 
 def _lost(report: ConversionReport) -> dict[str, Any]:
-    """What a conversion measured."""
     parity, long_parity = report.parity, report.long_parity
     return {
         "perplexity": parity.perplexity_converted,

@@ -83,6 +83,13 @@ def compute_device(device: str | torch.device | None) -> torch.device:
     return target
 
 
+def usual_dtype(device: torch.device, name: str | None = None) -> torch.dtype:
+    """The dtype of that name; without one what is computed in: bfloat16 on CUDA, which kernels take, else float32."""
+    import torch
+
+    return getattr(torch, name or ("bfloat16" if device.type == "cuda" else "float32"))
+
+
 def describe_environment(environment: dict[str, Any]) -> str:
     """One line to stand under a table: device, driver and clocks where there are any, versions, commit, date."""
     parts = []

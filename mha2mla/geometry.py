@@ -71,24 +71,6 @@ class MLAGeometry:
         if self.rope_from_latent and self.num_rope_heads != 1:
             raise ValueError(f"num_rope_heads is {self.num_rope_heads}; expected 1 with rope_from_latent")
 
-    @classmethod
-    def full_rank(
-        cls, num_attention_heads: int, num_key_value_heads: int, head_dim: int, *, rope_from_latent: bool = False
-    ) -> MLAGeometry:
-        """The geometry that reproduces an MHA/GQA layer to rounding: every pair rotated, the latent is the values, or
-        with ``rope_from_latent`` the keys before RoPE and the values."""
-        width = num_key_value_heads * head_dim
-        return cls(
-            num_attention_heads=num_attention_heads,
-            num_rope_heads=1 if rope_from_latent else num_key_value_heads,
-            kv_lora_rank=2 * width if rope_from_latent else width,
-            qk_rope_head_dim=width if rope_from_latent else head_dim,
-            qk_nope_head_dim=0,
-            v_head_dim=head_dim,
-            num_key_value_heads=num_key_value_heads,
-            rope_from_latent=rope_from_latent,
-        )
-
     @property
     def rope_width(self) -> int:
         """Rotary numbers cached per token: G * d_r, or none with ``rope_from_latent``."""

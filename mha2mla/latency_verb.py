@@ -83,16 +83,13 @@ def eval_latency(
     if source is not None:
         find_checkpoint(source, "source")
         find_converted(converted, "converted")
-    import torch
-
-    from mha2mla.environment import collect_environment, compute_device
+    from mha2mla.environment import collect_environment, compute_device, usual_dtype
     from mha2mla.eval.measurement import wrong_rows
     from mha2mla.eval.report import write_json
 
     environment, device = collect_environment(), compute_device(device)
-    dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
-    fields: dict[str, Any] = {"source": source, "converted": converted}
-    title = f"{source} → {converted}"
+    dtype = usual_dtype(device, dtype)
+    fields, title = {"source": source, "converted": converted}, f"{source} → {converted}"
     if preset is not None:
         fields, title = {"preset": preset}, preset
     elif random_weights is not None:

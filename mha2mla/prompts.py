@@ -80,7 +80,6 @@ class Answers:
             self._file.flush()
 
     def close(self) -> None:
-        """Nothing more is written."""
         if self._file is not None:
             self._file.close()
 

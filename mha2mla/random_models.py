@@ -137,13 +137,12 @@ def random_pair(
     Raises:
         ValueError: no such shape, no layers, or a target that does not fit the shape.
     """
-    import torch
+    from mha2mla.environment import usual_dtype
 
     if layers is not None and layers < 1:
         raise ValueError(f"layers is {layers}; expected 1 or more")
     source = source_config(name, **({} if layers is None else {"num_hidden_layers": layers}))
     converted = converted_config(source, **target)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    make = partial(random_model, device=device, dtype=dtype)
+    make = partial(random_model, device=device, dtype=dtype or usual_dtype(device))
     geometry = converted.layer_geometry(0)
     return RandomPair(partial(make, source), partial(make, converted), geometry, source.num_hidden_layers)

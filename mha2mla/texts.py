@@ -207,7 +207,7 @@ def prompts() -> tuple[list[str], list[str], list[str]]:
 
 
 def token_windows(
-    tokenizer: Any, text: str, length: int, count: int | None = None, offset: int = 0, *, seed: int | None = None
+    tokenizer: Any, text: str, length: int, count: int | None = None, *, seed: int | None = None
 ) -> torch.Tensor:
     """Non-overlapping windows of tokens.
 
@@ -218,7 +218,6 @@ def token_windows(
         tokenizer: of transformers.
         length: tokens of a window.
         count: most windows to return; None for all.
-        offset: tokens of the text to skip.
         seed: None takes the first windows; a number draws ``count`` of them from the whole text, in text order.
 
     Returns:
@@ -227,7 +226,7 @@ def token_windows(
     Raises:
         ValueError: a bad argument, or a text shorter than one window.
     """
-    for name, value, least in (("length", length, 2), ("count", count, 1), ("offset", offset, 0)):
+    for name, value, least in (("length", length, 2), ("count", count, 1)):
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}; expected at least {least}")
     start = start_tokens(tokenizer)
@@ -235,15 +234,14 @@ def token_windows(
     if body < 1:
         raise ValueError(f"length is {length}; expected more than the {len(start)} start tokens of a window")
     # A text longer than the model's maximum is cut into windows right here: the tokenizer's warning would mislead.
-    wanted = offset + body * count if count is not None and seed is None else len(text)
+    wanted = body * count if count is not None and seed is None else len(text)
     for part in dict.fromkeys((text[: _CHARACTERS_PER_TOKEN * wanted], text)):
         tokens = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
         if len(tokens) >= wanted:
             break
-    tokens = tokens[offset:]
     whole = len(tokens) // body
     if whole == 0:
-        raise ValueError(f"text has {len(tokens)} tokens after offset {offset}; expected at least one window of {body}")
+        raise ValueError(f"text has {len(tokens)} tokens; expected at least one window of {body}")
     windows = torch.tensor(tokens[: whole * body], dtype=torch.int64).view(whole, body)
     if count is not None and seed is None:
         windows = windows[:count]

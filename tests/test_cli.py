@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from mha2mla.checkpoints import find_checkpoint
-from mha2mla.cli import VERBS, build_parser, main, verb_parsers
+from mha2mla.cli import VERBS, main, parsers
 from mha2mla.conversion.latent.rules import LOW_RANKS
 from mha2mla.conversion.latent.stage import LowRank
 from mha2mla.conversion.presets import AUTO, PRESETS, PresetName
@@ -32,7 +32,7 @@ def run(*argv) -> int:
 
 
 def parsed_recipe(*flags: str) -> dict:
-    given = vars(build_parser().parse_args(["convert", "from", "to", *flags]))
+    given = vars(parsers()[""].parse_args(["convert", "from", "to", *flags]))
     return asked_recipe(given["recipe"], {key: given[key] for key in ("preset", *KEYS)})
 
 
@@ -50,13 +50,13 @@ def test_every_option_is_explained(verb, capsys):
         run(*verb.split(), "--help")
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    for action in verb_parsers()[verb]._actions:
+    for action in parsers()[verb]._actions:
         shown = action.option_strings[0] if action.option_strings else action.metavar
         assert action.help and shown in out, action.dest
     example = next(line for line in out.splitlines() if line.startswith("  mha2mla "))
     words = shlex.split(example)
     assert words[1 : 1 + len(verb.split())] == verb.split()
-    build_parser().parse_args(words[1:])
+    parsers()[""].parse_args(words[1:])
 
 
 ALLOWED = {
@@ -72,7 +72,7 @@ ALLOWED = {
 
 def test_allowed_values_were_not_in_the_help_of_convert():
     """--layout LAYOUT, --rope.selection SELECTION: what may stand there was to be looked up in the code."""
-    help_text = " ".join(verb_parsers()["convert"].format_help().split())
+    help_text = " ".join(parsers()["convert"].format_help().split())
     for flag, values in ALLOWED.items():
         assert f"{flag} {{{','.join(values)}}}" in help_text
     assert "--device DEVICE cpu, cuda, cuda:1" in help_text
@@ -432,9 +432,9 @@ def test_a_bad_value_was_answered_with_49_lines(flags, sentence, tmp_path):
 def test_lists_need_no_brackets():
     """--batch-sizes 1,8 was refused: it had to be [1,8], which some shells take for a pattern."""
     for text in ("1,8", "[1,8]", "1, 8"):
-        given = build_parser().parse_args(["eval", "latency", "a", "b", "--batch-sizes", text])
+        given = parsers()[""].parse_args(["eval", "latency", "a", "b", "--batch-sizes", text])
         assert given.batch_sizes == [1, 8]
-    assert build_parser().parse_args(["tune", "--batch", "64"]).batch == [64]
+    assert parsers()[""].parse_args(["tune", "--batch", "64"]).batch == [64]
     assert parsed_recipe("--calibration.lengths", "512,1024") == {"calibration.lengths": [512, 1024]}
     assert parsed_recipe("--calibration.lengths", "[512]") == {"calibration.lengths": [512]}
     assert parsed_recipe("--latent.ranks", "8,16") == {"latent.ranks": [8, 16]}

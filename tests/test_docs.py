@@ -16,7 +16,7 @@ import jsonargparse
 import pytest
 
 import mha2mla
-from mha2mla.cli import VERBS, build_parser
+from mha2mla.cli import VERBS, parsers
 from mha2mla.conversion.recipe import recipe_file
 from mha2mla.eval import plots
 
@@ -110,7 +110,7 @@ def check(words: list[str]) -> None:
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         case ["mha2mla", *arguments]:
-            build_parser().parse_args(arguments)
+            parsers()[""].parse_args(arguments)
         case ["python", "-c", code, ">", _]:
             compile(code, "-c", "exec")
         case ["python", script, *arguments]:

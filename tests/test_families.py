@@ -204,7 +204,7 @@ HUB = {
             },
         },
         {"model.layers.1.self_attn.k_proj.weight": (1024, 4096), "lm_head.weight": (128256, 4096)},
-        {"head_dim": 128, "rope_type": "llama3"},
+        {"head_dim": 128},
     ),
     "SmolLM3-3B": (
         {
@@ -328,7 +328,7 @@ HUB = {
             "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144,
         },
         {"model.layers.1.self_attn.o_proj.weight": (3072, 3072)},
-        {"rope_type": "longrope", "attention_factor": (1 + 5 / 12) ** 0.5},  # 131072 / 4096 = 2^5, 4096 = 2^12
+        {"attention_factor": (1 + 5 / 12) ** 0.5},  # 131072 / 4096 = 2^5, 4096 = 2^12
     ),
     "Phi-4-mini-instruct": (
         {

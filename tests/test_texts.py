@@ -73,7 +73,7 @@ def test_windows_tile_the_text_behind_a_start_token():
     assert windows.shape == (10, 11) and windows.dtype == torch.int64
     assert start_tokens(tokenizer) == [0] and (windows[:, 0] == 0).all()
     assert tokenizer.decode(windows[:, 1:].flatten()) == text
-    assert torch.equal(token_windows(tokenizer, text, 11, 2, 10), windows[1:3])
+    assert torch.equal(token_windows(tokenizer, text, 11, 2), windows[:2])
 
 
 def test_drawn_windows_are_reproducible_and_in_text_order():
@@ -91,8 +91,6 @@ def test_drawn_windows_are_reproducible_and_in_text_order():
     [
         ({"length": 1}, "length is 1"),
         ({"length": 8, "count": 0}, "count is 0"),
-        ({"length": 8, "offset": -1}, "offset is -1"),
-        ({"length": 8, "offset": 10}, "text has 0 tokens after offset 10"),
         ({"length": 64}, "at least one window"),
     ],
 )
@@ -179,7 +177,7 @@ def test_a_text_of_long_tokens_is_cut_where_a_whole_one_would_be():
     """The beginning of a text is tokenized for its first windows; one of longer tokens than texts have, whole."""
     tokenizer = tiny.tokenizer()
     text = load_text("builtin:prose")
-    assert torch.equal(token_windows(tokenizer, text, 32, 5, 7), token_windows(tokenizer, text, 32, offset=7)[:5])
+    assert torch.equal(token_windows(tokenizer, text, 32, 5), token_windows(tokenizer, text, 32)[:5])
 
     class Coarse:
         bos_token_id = None

@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,28 +40,27 @@ _STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text tha
 
 
 @dataclass(frozen=True)
-class LayerRecord:
-    """How one layer went.
+class ConvertedLayer:
+    """One layer of the result, and how it went.
 
     Attributes:
+        layer: its index.
+        tensors: by their name below ``self_attn.``, in the dtypes that are stored.
         seconds: statistics, conversion, reconstruction and the streams.
         loss_before, loss_after: of the reconstruction, relative squared errors on held-out windows; None without one.
         note: how the reconstruction ran; empty without one.
     """
 
-    seconds: float
+    layer: int
+    tensors: dict[str, torch.Tensor]
+    seconds: float = 0.0
     loss_before: float | None = None
     loss_after: float | None = None
     note: str = ""
 
-
-@dataclass(frozen=True)
-class ConvertedLayer:
-    """One layer of the result: tensors by their name below ``self_attn.``, in the dtypes that are stored."""
-
-    layer: int  # its index
-    tensors: dict[str, torch.Tensor]
-    record: LayerRecord
+    def record(self) -> dict[str, Any]:
+        """What belongs to the tensors, as JSON."""
+        return {name: getattr(self, name) for name in ("seconds", "loss_before", "loss_after", "note")}
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class LayerWalk:
         for layer in self._missing():
             started = time.perf_counter()
             tensors = self.stored(layer, self.convert(layer, None))
-            yield ConvertedLayer(layer, tensors, LayerRecord(time.perf_counter() - started))
+            yield ConvertedLayer(layer, tensors, time.perf_counter() - started)
             self.model.source.release()
 
     def _walk_source(self) -> Iterator[ConvertedLayer]:
@@ -131,7 +130,7 @@ class LayerWalk:
                 )
                 if collector is not None:
                     tensors = self.stored(layer, self.convert(layer, collector.finish()))
-                    yield ConvertedLayer(layer, tensors, LayerRecord(time.perf_counter() - started))
+                    yield ConvertedLayer(layer, tensors, time.perf_counter() - started)
                 self.model.source.release()
         finally:
             store.close()
@@ -244,33 +243,32 @@ class _ConvertedWalk:
                     module = self.model.layer(layer)
                 self._run(module, layer, self.source)
                 if layer in done:
-                    tensors, record = {name: tensor.to(self.model.device) for name, tensor in done[layer].items()}, None
+                    made = None
+                    tensors = {name: tensor.to(self.model.device) for name, tensor in done[layer].items()}
                 else:
-                    tensors, record = self._convert(module, layer)
+                    made = self._convert(module, layer)
+                    tensors = made.tensors
                 module.self_attn = sequence.empty_attention(layer)
                 module.self_attn.load_state_dict(computed(tensors, self.model), assign=True, strict=True)
                 self._run(module, layer, self.stream)
                 self.model.source.release()
-                if record is not None:
-                    yield ConvertedLayer(layer, tensors, replace(record, seconds=time.perf_counter() - started))
+                if made is not None:
+                    yield replace(made, seconds=time.perf_counter() - started)
         finally:
             for store in stores:
                 store.close()
 
-    def _convert(self, module: nn.Module, layer: int) -> tuple[dict[str, torch.Tensor], LayerRecord]:
+    def _convert(self, module: nn.Module, layer: int) -> ConvertedLayer:
         collector = self.sequence.collector(layer)
         self._observe(module, layer, collector.add)
         tensors = self.sequence.convert(layer, collector.finish())
-        record = LayerRecord(0.0)
-        if not is_exact(self.sequence.geometries[layer]):
-            with torch.inference_mode(False):
-                recipe = self.recipe
-                result = reconstruct(
-                    self._problem(module, layer), tensors, recipe.fit, seed=recipe.calibration.seed, layer=layer
-                )
-            tensors = result.tensors
-            record = LayerRecord(0.0, result.loss_before, result.loss_after, result.note)
-        return self.sequence.stored(layer, tensors), record
+        if is_exact(self.sequence.geometries[layer]):
+            return ConvertedLayer(layer, self.sequence.stored(layer, tensors))
+        with torch.inference_mode(False):
+            problem, seed = self._problem(module, layer), self.recipe.calibration.seed
+            found = reconstruct(problem, tensors, self.recipe.fit, seed=seed, layer=layer)
+        stored = self.sequence.stored(layer, found.tensors)
+        return ConvertedLayer(layer, stored, 0.0, found.loss_before, found.loss_after, found.note)
 
     def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
         with tf32_on_cuda(self.model.device):

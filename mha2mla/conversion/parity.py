@@ -77,7 +77,6 @@ class ParityReport:
         return self.perplexity_converted / self.perplexity_source
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         values = {**asdict(self), "perplexity_ratio": self.perplexity_ratio}
         return {**values, "layers": [asdict(layer) for layer in self.layers]}
 

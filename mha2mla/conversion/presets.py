@@ -97,13 +97,7 @@ MEASURED_ON = (
 
 def choose_preset(preset: str, given: Mapping[str, Any], device_type: str) -> tuple[str, str]:
     """The preset of a recipe on a device, the one that was asked for, or, under ``auto``, the best that can run; and a
-    sentence for people that says why.
-
-    Args:
-        preset: of the recipe.
-        given: the keys that were given.
-        device_type: ``"cuda"``, ``"cpu"``, … of the conversion.
-    """
+    sentence for people that says why."""
     if preset != AUTO:
         return preset, f"{preset}, as asked for"
     if given.get("cache_ratio") == 1.0:
@@ -134,17 +128,6 @@ def better_than(preset: str, layout: str, cache_ratio: float | None) -> str:
 def _best(layout: Any) -> str:
     """A layout's own preset, which has its name."""
     return layout if layout in PRESETS else DEFAULT_LAYOUT
-
-
-def preset_keys(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of preset ``name``, on them the ``given`` ones.
-
-    Raises:
-        ValueError: there is no such preset.
-    """
-    if not isinstance(name, str) or name not in PRESETS:
-        raise ValueError(f"preset is {name!r:.200}; expected one of {', '.join(map(repr, (AUTO, *PRESETS)))}")
-    return with_keys(PRESETS[name], given)
 
 
 def with_keys(keys: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

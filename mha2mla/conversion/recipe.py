@@ -12,7 +12,7 @@ import yaml
 from mha2mla.conversion.calibration.stage import Calibration
 from mha2mla.conversion.fit.stage import Fit
 from mha2mla.conversion.latent.stage import Latent
-from mha2mla.conversion.presets import NO_PRESET, preset_keys
+from mha2mla.conversion.presets import AUTO, NO_PRESET, PRESETS, with_keys
 from mha2mla.conversion.rope.stage import Rope
 from mha2mla.conversion.stage import Stage
 from mha2mla.conversion.target import LAYOUTS, Target
@@ -100,11 +100,9 @@ class Recipe:
         return cls.from_preset(keys.pop("preset", NO_PRESET), **keys)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every key of every stage, and the preset."""
         return asdict(self)
 
     def flat(self) -> dict[str, Any]:
-        """Every key in one dict."""
         return {flat: getattr(getattr(self, stage), key) for flat, (stage, key) in KEYS.items()}
 
     def changes(self) -> dict[str, Any]:
@@ -120,7 +118,6 @@ class Recipe:
         return replace(self, calibration=replace(self.calibration, text=text))
 
     def with_share(self, share: float) -> Recipe:
-        """The same with that rotary share."""
         return replace(self, rope=replace(self.rope, share=share))
 
     @property
@@ -218,7 +215,9 @@ def stages_of(preset: str, keys: Mapping[str, Any]) -> dict[str, Stage]:
     Raises:
         ValueError: no such preset, a bad key, or widths where neither says in which layout.
     """
-    values = preset_keys(preset, asked_keys(keys))
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ValueError(f"preset is {preset!r:.200}; expected one of {', '.join(map(repr, (AUTO, *PRESETS)))}")
+    values = with_keys(PRESETS[preset], asked_keys(keys))
     stages = {
         stage: made(**{key: values[flat] for flat, (owner, key) in KEYS.items() if owner == stage and flat in values})
         for stage, made in STAGES.items()

@@ -36,7 +36,6 @@ def latent_geometry(geometry: MLAGeometry) -> MLAGeometry:
 
 
 def latent_config(config: MHA2MLAConfig) -> MHA2MLAConfig:
-    """The config of the result, with the source's records."""
     geometries = [latent_geometry(config.layer_geometry(index)) for index in range(config.num_hidden_layers)]
     values = {name: [getattr(each, name) for each in geometries] for name in _PER_LAYER}
     values = {name: each[0] if len(set(each)) == 1 else each for name, each in values.items()}

@@ -91,7 +91,6 @@ class WorkFolder:
             remove(path)
 
     def names(self) -> list[str]:
-        """Of the pieces that are there."""
         return sorted(self._known)
 
     def get(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
@@ -180,7 +179,6 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
         return len(self._records)
 
     def record(self, layer: int) -> dict[str, Any]:
-        """What was recorded with a layer."""
         return self._records[layer]
 
     def add(self, layer: int, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> None:

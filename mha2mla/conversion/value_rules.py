@@ -42,10 +42,10 @@ def number_from(least: float, most: float) -> Rule:
     )
 
 
-def each_is(rule: Rule, most: int = 1 << 16) -> Rule:
+def each_is(rule: Rule) -> Rule:
     return Rule(
         f"a list of which each is {rule.expected}",
-        lambda value: isinstance(value, list | tuple) and len(value) <= most and all(map(rule.allows, value)),
+        lambda value: isinstance(value, list | tuple) and len(value) <= 1 << 16 and all(map(rule.allows, value)),
     )
 
 

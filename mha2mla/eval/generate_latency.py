@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mha2mla.eval.float64 import in_float64
 from mha2mla.eval.measurement import NOT_CHECKED, WRONG, unless_out_of_memory
-from mha2mla.eval.step_latency import ACROSS_FORMS_FACTOR, Model, cache_bytes_per_token, made_or_why, weight_bytes
+from mha2mla.eval.step_latency import ACROSS_FORMS_FACTOR, Model, cache_bytes_per_token, made_or_why, row_of
 from mha2mla.kernel_testing.judgement import ERROR_FACTOR
 
 LONG_ENOUGH = 1.5  # seconds of runs after which none is begun: long ones differ little
@@ -57,9 +57,7 @@ def generate_latency(
         ids = torch.randint(0, model.config.vocab_size, (max(batch_sizes), max(seqlens)), generator=generator)
         for batch in batch_sizes:
             for seqlen in seqlens:
-                row = {"op": "generate", "implementation": name, "batch": batch, "seqlen": seqlen}
-                row |= {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
-                row |= {"weight_bytes": weight_bytes(model), "new_tokens": new_tokens}
+                row = row_of("generate", name, model, batch, seqlen) | {"new_tokens": new_tokens}
                 prompts = ids[:batch, :seqlen].to(model.device)
                 yield row | unless_out_of_memory(_timed, model, prompts, new_tokens, check, runs)
                 if hasattr(model, "release_captured"):

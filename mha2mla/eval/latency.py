@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from mha2mla.environment import compute_device
+from mha2mla.environment import compute_device, usual_dtype
 from mha2mla.eval.generate_latency import generate_latency
 from mha2mla.eval.loading import load_model
 from mha2mla.eval.measurement import COLUMNS, unless_out_of_memory
@@ -96,21 +96,16 @@ def model_latency(
     """
     if not levels or not set(levels) <= set(get_args(Level)):
         raise ValueError(f"levels is {list(levels)}; expected one or several of {', '.join(get_args(Level))}")
-    for name, values in (("batch_sizes", batch_sizes), ("seqlens", seqlens)):
-        least = 1 if name == "batch_sizes" else 2
+    for name, values, least in (("batch_sizes", batch_sizes, 1), ("seqlens", seqlens, 2)):
         if values is not None and (not values or any(value < least for value in values)):
             raise ValueError(f"{name} is {list(values)}; expected one or more numbers >= {least}")
     if new_tokens < 2:
         raise ValueError(f"new_tokens is {new_tokens}; expected 2 or more")
     device = compute_device(device)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-    def made(model: Any, name: str) -> torch.nn.Module:
-        model = model() if callable(model) and not isinstance(model, torch.nn.Module) else model
-        return load_model(model, name, device=device, dtype=dtype)
+    dtype = dtype or usual_dtype(device)
 
     def made_converted() -> torch.nn.Module:
-        model = made(converted, "converted")
+        model = load_model(converted, "converted", device=device, dtype=dtype)
         model.config.attention_backend = {None: None, "tilelang": "mla_paged", "reference": "mla_reference"}[backend]
         return model
 
@@ -118,7 +113,7 @@ def model_latency(
     config, device, dtype = model.config, model.device, model.dtype
     batch_sizes = batch_sizes or fitting_batches(model, max(seqlens))
     del model
-    models = {"source": lambda: made(source, "source"), "converted": made_converted}
+    models = {"source": partial(load_model, source, "source", device=device, dtype=dtype), "converted": made_converted}
     grid = {"batch_sizes": batch_sizes, "seqlens": seqlens, "check": check}
     parts: list[Iterator[dict[str, Any]]] = []
     if "op" in levels:

@@ -43,7 +43,7 @@ def load_model(
     """A causal language model, ready to evaluate.
 
     Args:
-        model: folder or hub id; a loaded model is returned as it is.
+        model: folder or hub id; or a function that makes a model, or a loaded one, which are taken as they are.
         name: what the caller calls it, for error messages.
         device: default CUDA where there is one.
         dtype: of the weights; default what the checkpoint has.
@@ -52,8 +52,8 @@ def load_model(
         FileNotFoundError: ``model`` is neither a folder with a ``config.json`` nor on the hub.
         ValueError: ``device`` is none of this machine.
     """
-    if isinstance(model, torch.nn.Module):
-        return model.eval()
+    if callable(model):
+        return (model if isinstance(model, torch.nn.Module) else model()).eval()
     from transformers import AutoModelForCausalLM
 
     import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"

@@ -85,8 +85,9 @@ def flash_attention(inputs: AttentionInputs, package: str) -> Callable[[], Tenso
     return lambda: decode(q, k, v, **options).transpose(1, 2)
 
 
-def gqa_decode_baseline(inputs: AttentionInputs, page_size: int = 64) -> Callable[[], Tensor] | str:
+def gqa_decode_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
     """This package's own decode op of the source's attention, for machines without FlashAttention. Planned once."""
+    page_size = 64
     q = inputs.q.transpose(1, 2)  # [B, 1, H, d_h]
     batch, kv_heads, seqlen, head_dim = inputs.k.shape
     why = explain_gqa_decode(q.shape[2], kv_heads, head_dim, inputs.v.shape[3], page_size, q.dtype, q.device)
@@ -213,7 +214,6 @@ def _mla_row(
     check: bool,
     min_run_time: float,
 ) -> dict[str, Any]:
-    """The row of ``mla_decode``."""
     read = problem.cache_bytes(dtype.itemsize)
     why = explain_mla_decode(geometry, problem.page_size, dtype, device)
     chosen = backend or ("tilelang" if why is None else "reference")

@@ -133,7 +133,6 @@ def _timed_models(report: Mapping[str, Any]) -> str:
 
 
 def _generated(report: Mapping[str, Any]) -> list[Row]:
-    """Its rows of ``generate`` that have a time."""
     return [row for row in report["rows"] if row["op"] == "generate" and row.get("tokens_per_s") is not None]
 
 

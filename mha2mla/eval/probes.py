@@ -138,14 +138,12 @@ def run_probes(
     predictors = Predictor(source), Predictor(converted)
     writer = Writer(tokenizer, settings.text)
     rows, skipped = [], []
-    for length in settings.lengths:
-        if longest is not None and length > longest:
-            skipped.append(f"probes of {length} tokens: the models take at most {longest}")
-    for gap in settings.gaps:
-        if longest is not None and _LEAD + gap + SPAN > longest:
-            skipped.append(f"a span repeated after {gap} tokens: the models take at most {longest}")
-    lengths = [length for length in settings.lengths if longest is None or length <= longest]
-    gaps = [gap for gap in settings.gaps if longest is None or _LEAD + gap + SPAN <= longest]
+    most = math.inf if longest is None else longest
+    lengths = [length for length in settings.lengths if length <= most]
+    gaps = [gap for gap in settings.gaps if _LEAD + gap + SPAN <= most]
+    missing = [f"probes of {length} tokens" for length in settings.lengths if length not in lengths]
+    missing += [f"a span repeated after {gap} tokens" for gap in settings.gaps if gap not in gaps]
+    skipped += [f"{what}: the models take at most {longest}" for what in missing]
     with progress_bar(total=len(lengths) * len(QUESTIONS) + len(gaps), desc="probes", show=progress) as bar:
         for name, ask in QUESTIONS.items():
             for length in lengths:

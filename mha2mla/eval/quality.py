@@ -104,20 +104,7 @@ class QualityReport:
     dtype: str
     device: str
 
-    def largest_ratio(self, seqlen: int) -> float:
-        """Perplexity ratio in windows of ``seqlen`` tokens on the text that loses most.
-
-        Raises:
-            ValueError: nothing was measured at that length.
-        """
-        ratios = [row.perplexity_ratio for row in self.rows if row.seqlen == seqlen]
-        if not ratios:
-            measured = sorted({row.seqlen for row in self.rows})
-            raise ValueError(f"seqlen is {seqlen}; expected a measured length, one of {measured}")
-        return max(ratios)
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         of_rows = ("rows", "by_position", "probes", "generation")
         return {**vars(self), **{name: [row.to_dict() for row in getattr(self, name)] for name in of_rows}}
 

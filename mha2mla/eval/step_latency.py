@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, Literal
 
@@ -75,18 +76,16 @@ def forward_latency(
             continue
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, model.config.vocab_size, (largest, longest), generator=generator).to(model.device)
-        right = _Reference.of(model, ids[checked], seqlens) if check else None
-        for level in levels:
-            for batch in batch_sizes:
-                for column, seqlen in enumerate(seqlens):
-                    row = _row(level, name, model, batch, seqlen)
-                    wanted = None
-                    if right is not None:
-                        here = [index for index, sequence in enumerate(checked) if sequence in (0, batch - 1)]
-                        wanted = right.at(here, column)
-                    run = _step_row if level == "step" else _prefill_row
-                    rest = (prefill_chunk, min_run_time) if level == "step" else (min_run_time,)
-                    yield row | unless_out_of_memory(run, model, ids[:batch, :seqlen], wanted, *rest)
+        rights = _rights(model, ids[checked], seqlens) if check else [None] * len(seqlens)
+        for level, batch, (column, seqlen) in product(levels, batch_sizes, enumerate(seqlens)):
+            row = row_of(_OPS[level], name, model, batch, seqlen)
+            if isinstance(rights, str):
+                yield row | {"status": rights}
+                continue
+            here = [index for index, sequence in enumerate(checked) if sequence in (0, batch - 1)]
+            right = rights[column] and tuple(logits[here] for logits in rights[column])
+            run = partial(_step_row, chunk=prefill_chunk) if level == "step" else _prefill_row
+            yield row | unless_out_of_memory(run, model, ids[:batch, :seqlen], right, min_run_time)
         del model
 
 
@@ -110,8 +109,9 @@ def made_or_why(make: Model) -> tuple[torch.nn.Module | None, Callable[..., Iter
     return found.get("model"), rows
 
 
-def _row(level: str, name: str, model: torch.nn.Module, batch: int, seqlen: int) -> dict[str, Any]:
-    row = {"op": _OPS[level], "implementation": name, "batch": batch, "seqlen": seqlen}
+def row_of(op: str, name: str, model: torch.nn.Module, batch: int, seqlen: int) -> dict[str, Any]:
+    """What is known of a row before anything is measured."""
+    row = {"op": op, "implementation": name, "batch": batch, "seqlen": seqlen}
     row |= {"dtype": str(model.dtype).removeprefix("torch."), "device": model.device.type}
     return row | {"weight_bytes": weight_bytes(model)}
 
@@ -132,45 +132,29 @@ def _checked(seqlen: int) -> int:
     return min(CHECKED_STEPS, seqlen - 1)
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """Logits without a cache: of each length the yardstick's and float64's, of its last positions; or why there are
-    none."""
+def _rights(model: torch.nn.Module, ids: Tensor, seqlens: Sequence[int]) -> list[Right] | str:
+    """Of each length the logits of its last positions without a cache; or why there are none."""
+    # Attention is causal: the logits after a prefix do not depend on what follows, so one pass serves all lengths.
+    counts = [_checked(seqlen) for seqlen in seqlens]
+    spans = [torch.arange(end - count, end) for end, count in zip(seqlens, counts, strict=True)]
+    positions = torch.cat(spans).to(ids.device)
 
-    rights: tuple[Right, ...] = ()
-    refused: str | None = None
+    def logits() -> dict[str, Any]:
+        yardstick = _logits_without_cache(model, ids, positions)
+        with in_float64(model):
+            exact = _logits_without_cache(model, ids, positions)
+        return {"rights": list(zip(yardstick.split(counts, 1), exact.split(counts, 1), strict=True))}
 
-    @classmethod
-    def of(cls, model: torch.nn.Module, ids: Tensor, seqlens: Sequence[int]) -> _Reference:
-        # Attention is causal: the logits after a prefix do not depend on what follows, so one pass serves all lengths.
-        counts = [_checked(seqlen) for seqlen in seqlens]
-        spans = [torch.arange(end - count, end) for end, count in zip(seqlens, counts, strict=True)]
-        positions = torch.cat(spans).to(ids.device)
-
-        def logits() -> dict[str, Any]:
-            yardstick = _logits_without_cache(model, ids, positions)
-            with in_float64(model):
-                exact = _logits_without_cache(model, ids, positions)
-            return {"rights": tuple(zip(yardstick.split(counts, 1), exact.split(counts, 1), strict=True))}
-
-        found = unless_out_of_memory(logits)
-        if "status" in found:
-            return cls(refused=f"{found['status']}, in the check against float64; --no-check times it all the same")
-        return cls(**found)
-
-    def at(self, sequences: list[int], column: int) -> Right | str:
-        if self.refused is not None:
-            return self.refused
-        yardstick, exact = self.rights[column]
-        return yardstick[sequences], exact[sequences]
+    found = unless_out_of_memory(logits)
+    if "status" in found:
+        return f"{found['status']}, in the check against float64; --no-check times it all the same"
+    return found["rights"]
 
 
 def _step_row(
-    model: torch.nn.Module, ids: Tensor, right: Right | str | None, chunk: int, min_run_time: float
+    model: torch.nn.Module, ids: Tensor, right: Right | None, min_run_time: float, chunk: int
 ) -> dict[str, Any]:
-    """Of one batch and length; ``right``: None unchecked, a text why it cannot be."""
-    if isinstance(right, str):
-        return {"status": right}
+    """Of one batch and length; ``right`` is None where nothing is checked."""
     batch, seqlen = ids.shape
     if right is None:
         step = _DecodeStep.filled(model, ids, chunk)
@@ -182,10 +166,8 @@ def _step_row(
     return row | ({"ms_per_token": row["us_p50"] / 1e3} if "us_p50" in row else {})
 
 
-def _prefill_row(model: torch.nn.Module, ids: Tensor, right: Right | str | None, min_run_time: float) -> dict[str, Any]:
+def _prefill_row(model: torch.nn.Module, ids: Tensor, right: Right | None, min_run_time: float) -> dict[str, Any]:
     """Of one batch of prompts, as ``generate`` begins with them: into a new cache."""
-    if isinstance(right, str):
-        return {"status": right}
 
     def call(kept: int = 1) -> Tensor:
         return model(input_ids=ids, use_cache=True, logits_to_keep=kept).logits

@@ -52,18 +52,14 @@ def answer_all(
     sampling: Sampling,
     *,
     chat: bool = False,
-    progress: bool = True,
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Answers what ``answers`` has not, writes each answer when it ends, and gives it.
 
     Args:
-        loop: over the model.
-        tokenizer: of the model.
         tasks: as :func:`mha2mla.prompts.read_prompts` gives them.
         answers: of runs before, and of this one.
         sampling: of all; the n-th task has the n-th seed from its own on.
         chat: by the tokenizer's chat template.
-        progress: show a bar.
 
     Raises:
         ValueError: a prompt that the loop cannot take, before anything runs.
@@ -76,7 +72,7 @@ def answer_all(
             raise ValueError(f"prompt {number + 1}: {error}") from error
         asked[request] = task
     with progress_bar(
-        total=len(tasks), initial=len(tasks) - len(asked), desc="generating", unit="answer", show=progress
+        total=len(tasks), initial=len(tasks) - len(asked), desc="generating", unit="answer", show=True
     ) as bar:
         for given in loop.steps():
             bar.set_postfix_str(f"{loop.progress.tokens_per_second:.0f} tokens/s", refresh=False)
@@ -128,7 +124,6 @@ class Conversation:
         self.last: Turn | None = None
 
     def clear(self) -> None:
-        """Begins anew."""
         self._messages = []
 
     def say(self, text: str) -> Iterator[str]:

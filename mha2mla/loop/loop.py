@@ -106,7 +106,6 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is not finished."""
         return self.scheduler.has_work
 
     @property
@@ -146,7 +145,6 @@ class Loop:
         return request
 
     def run(self) -> Progress:
-        """Steps until every request is finished."""
         for _ in self.steps():
             pass
         return self.progress

@@ -9,11 +9,7 @@ ROOT = 0
 
 class Prefixes:
     """A trie over pages of tokens. A node is found by its parent and the tokens of its page, which are compared whole:
-    no two texts are taken for one another.
-
-    Args:
-        page_size: tokens per page.
-    """
+    no two texts are taken for one another."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
@@ -34,7 +30,6 @@ class Prefixes:
             path.append(key)
 
     def remove(self, sequence: int) -> None:
-        """Forgets a sequence."""
         for key in reversed(self._paths.pop(sequence, [])):
             owners = self._nodes[key][1]
             del owners[sequence]

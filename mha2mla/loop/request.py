@@ -83,7 +83,6 @@ class Request:
 
     @property
     def answer(self) -> list[int]:
-        """The tokens behind the prompt that were read."""
         return self.tokens[len(self.prompt) :]
 
     @property

@@ -53,12 +53,7 @@ def choose(
 
 
 class History:
-    """Which tokens occurred in the request of each slot, on the device.
-
-    Args:
-        slots: how many.
-        vocabulary: V.
-    """
+    """Which tokens occurred in the request of each slot, on the device: [slots, V] bool."""
 
     def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
         self._occurred = torch.zeros(slots, vocabulary, dtype=torch.bool, device=device)

@@ -74,7 +74,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request waits or runs."""
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:

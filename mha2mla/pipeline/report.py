@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def _peak_rss_bytes() -> int:
-    """Largest resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -95,7 +94,6 @@ class ConversionReport:
 
     @property
     def cache_ratio(self) -> float:
-        """Cached numbers after / before."""
         return self.cache_numel_per_token / self.source_cache_numel_per_token
 
     def _ranks(self) -> str:

@@ -43,13 +43,19 @@ def verify(
         ParityError: the logits of what must be exact differ by more than rounding; or the predictions are further from
             the source's than a guess.
     """
-    converted = read_back(folder, model)
+    config, reader = AutoConfig.from_pretrained(folder, trust_remote_code=False), CheckpointReader(folder)
+    converted = StreamedModel(config, reader, model.sliding_windows, device=model.device, dtype=model.dtype)
+    if different := sorted(reader.names() ^ converted.expected_names()):
+        raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
     compared = partial(
         compare, model, converted, folder=folder, spill_bytes=arguments.spill_bytes, progress=arguments.progress
     )
     parities = [compared(each.tokens, by_layer=each is held_out[0]) for each in held_out]
     converted.source.release()
-    tolerance = parity_tolerance(arguments.compute_dtype, arguments.written_dtype(opened), opened.dtype)
+    dtypes = (arguments.compute_dtype, arguments.written_dtype(opened), opened.dtype)
+    computed, written, source = (torch.finfo(dtype).eps for dtype in dtypes)
+    # A few roundings where numbers are narrower.
+    tolerance = max(FULL_RANK_TOLERANCE, 8 * computed, 8 * written if written > source else 0)
     error = parities[0].logits_relative_error
     if exact is not None and not error <= tolerance:  # so written that NaN fails, too
         raise ParityError(
@@ -63,24 +69,3 @@ def verify(
                 f" at most {guess:.3g}, as far as a guess among {model.vocab_size} tokens can be from certainty"
             )
     return parities
-
-
-def read_back(folder: Path, source: StreamedModel) -> StreamedModel:
-    """What was written, to be run as ``source`` is.
-
-    Raises:
-        CheckpointError: the written names are not the model's.
-    """
-    config, reader = AutoConfig.from_pretrained(folder, trust_remote_code=False), CheckpointReader(folder)
-    written = StreamedModel(config, reader, source.sliding_windows, device=source.device, dtype=source.dtype)
-    if reader.names() != written.expected_names():
-        different = sorted(reader.names() ^ written.expected_names())
-        raise CheckpointError(f"written tensors are not the model's: {', '.join(different[:5])}")
-    return written
-
-
-def parity_tolerance(computed: torch.dtype, written: torch.dtype, source: torch.dtype) -> float:
-    """Largest relative error of logits that are to be exact: 1e-4 in float32; a few roundings where numbers are
-    narrower."""
-    computed, written, source = (torch.finfo(dtype).eps for dtype in (computed, written, source))
-    return max(FULL_RANK_TOLERANCE, 8 * computed, 8 * written if written > source else 0)

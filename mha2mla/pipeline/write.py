@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from mha2mla.conversion.layer_walk import LayerRecord
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.resume import FinishedLayers
 from mha2mla.conversion.source.files import regular_file
@@ -34,16 +33,13 @@ def convert_layers(prepared: Prepared, layers: FinishedLayers) -> None:
     walk = replace(prepared.walk, done=layers)
     with progress_bar(desc="convert", unit="layer", total=count, initial=done, show=arguments.progress) as bar:
         for converted in walk if done < count else ():
-            layers.add(converted.layer, converted.tensors, asdict(converted.record))
-            bar.set_postfix({"s": f"{converted.record.seconds:.1f}"} | _losses(converted.record), refresh=False)
+            layers.add(converted.layer, converted.tensors, converted.record())
+            shown = {"s": f"{converted.seconds:.1f}"}
+            if converted.loss_after is not None:
+                shown["loss"] = f"{converted.loss_before:.3g} -> {converted.loss_after:.3g}"
+            bar.set_postfix(shown, refresh=False)
             bar.update()
     plan.opened.reader.release()
-
-
-def _losses(record: LayerRecord) -> dict[str, str]:
-    if record.loss_after is None:
-        return {}
-    return {"loss": f"{record.loss_before:.3g} -> {record.loss_after:.3g}"}
 
 
 def write_weights(

@@ -121,7 +121,6 @@ def latent_width(kv_lora_rank: int) -> int:
 
 
 def deepseek_config(config: MHA2MLAConfig, frequencies: Frequencies) -> dict[str, Any]:
-    """``config.json`` of the exported checkpoint."""
     geometry, source = config.layer_geometry(0), config.build_source_config()
     kept = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act",

@@ -23,6 +23,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+from mha2mla.conversion.families import ADAPTERS
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import token_places
@@ -168,7 +169,6 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
 
     @staticmethod
     def _tensors(layer: MLAParallelAttention, query: Tensor, key: Tensor, value: Tensor) -> dict[str, Tensor | None]:
-        """By the backend's names."""
         geometry = layer.shard.geometry
         q_nope, q_pe = query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
         tensors = {
@@ -223,11 +223,12 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         self.qk_norm, self.head_dim = config.qk_norm, head_dim
         if config.qk_norm:
             kv_width = whole.num_key_value_heads * head_dim
-            over_all = config.source_config["model_type"] in NORM_OVER_ALL_HEADS
+            model_type = config.source_config["model_type"]
+            over_all = not ADAPTERS[model_type].norm_per_head
             if over_all and size > 1:
                 raise ValueError(
-                    f"tensor_parallel_size is {size}; expected 1: {config.source_config['model_type']} normalises the"
-                    " queries of all heads together"
+                    f"tensor_parallel_size is {size}; expected 1: {model_type} normalises the queries of all heads"
+                    " together"
                 )
             q_width, k_width = (heads * head_dim, kv_width) if over_all else (head_dim, head_dim)
             self.q_proj = _columns(hidden, heads * head_dim, config.attention_q_bias, f"{prefix}.q_proj")
@@ -290,10 +291,6 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
             head_size_v=0,
             dtype=vllm_config.model_config.dtype,
         )
-
-
-# Families whose norms act on all heads of queries (and keys) together.
-NORM_OVER_ALL_HEADS = ("olmo2", "olmo3", "olmoe")
 
 
 def _columns(size: int, out: int, bias: bool, prefix: str) -> ColumnParallelLinear:

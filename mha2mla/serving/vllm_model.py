@@ -42,18 +42,10 @@ class Family:
 _PRE = Family(("input_layernorm", None, "post_attention_layernorm", None))
 _POST = Family((None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
 FAMILIES = {
-    "llama": _PRE,
-    "smollm3": _PRE,
-    "mistral": _PRE,
-    "mixtral": _PRE,
-    "qwen2": _PRE,
-    "qwen2_moe": _PRE,
-    "qwen3": _PRE,
-    "qwen3_moe": _PRE,
-    "olmoe": _PRE,
-    "phi3": _PRE,
-    "olmo2": _POST,
-    "olmo3": _POST,
+    **dict.fromkeys(
+        ("llama", "smollm3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "olmoe", "phi3"), _PRE
+    ),
+    **dict.fromkeys(("olmo2", "olmo3"), _POST),
     "gemma3_text": Family(
         (
             "input_layernorm",
@@ -170,8 +162,6 @@ class DecoderLayer(nn.Module):
 
 @support_torch_compile
 class VLLMModel(nn.Module):
-    """The decoder: embeddings, layers, final norm."""
-
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config

@@ -79,8 +79,8 @@ def test_every_target_lowers_the_loss_of_every_layer(case, layout, target, sourc
     made = list(sequence(sources(case), Fitted(layout=layout, **keys), tmp_path, windows=160))
     assert [layer.layer for layer in made] == [0, 1, 2]
     for layer in made:
-        assert 0 < layer.record.loss_after < layer.record.loss_before
-        assert layer.record.seconds > 0 and layer.record.note.startswith("eager")
+        assert 0 < layer.loss_after < layer.loss_before
+        assert layer.seconds > 0 and layer.note.startswith("eager")
     assert not list(tmp_path.iterdir())
 
 
@@ -158,7 +158,7 @@ def test_a_walk_over_several_lengths_resumes_to_the_bit(keys, sources, tmp_path)
         alone = list(replace(walk(), windows=TokenBlocks.of(one)))
         assert not torch.equal(alone[0].tensors["v_b_proj"], undisturbed[0].tensors["v_b_proj"])
     if recipe.fit.steps:
-        assert all(layer.record.loss_after < layer.record.loss_before for layer in undisturbed)
+        assert all(layer.loss_after < layer.loss_before for layer in undisturbed)
 
 
 def test_the_converted_stream_passes_the_stored_tensors(sources, tmp_path):
@@ -180,7 +180,7 @@ def test_a_full_rank_layer_is_left_alone(case, sources, tmp_path):
         list(sequence(sources(case), Recipe(cache_ratio=1.0, fit_steps=steps), tmp_path)) for steps in (5, 0)
     )
     same(fitted, plain)
-    assert all(layer.record.loss_before is None for layer in fitted)
+    assert all(layer.loss_before is None for layer in fitted)
 
 
 @pytest.mark.parametrize("correction", [0.0, 0.25])
@@ -227,7 +227,7 @@ def test_an_abandoned_walk_frees_its_streams(sources, tmp_path):
 
 def test_a_bfloat16_computation_fits_float32_weights(sources, tmp_path):
     made = list(sequence(sources("llama"), Fitted(), tmp_path, dtype=torch.bfloat16, windows=160))
-    assert all(layer.record.loss_after < layer.record.loss_before for layer in made)
+    assert all(layer.loss_after < layer.loss_before for layer in made)
     assert all(tensor.dtype == torch.float32 for layer in made for tensor in layer.tensors.values())
 
 
@@ -255,6 +255,6 @@ def test_bfloat16_products_fit_float32_weights(sources, tmp_path, monkeypatch):
     full = list(sequence(sources("llama"), Fitted(fit_steps=24), tmp_path, windows=160))
     monkeypatch.setattr(reconstruction, "_NARROW", ("cpu",))
     made = list(sequence(sources("llama"), Fitted(fit_steps=24), tmp_path, windows=160))
-    assert all(layer.record.loss_after < layer.record.loss_before for layer in made)
-    assert made[0].record.loss_after == pytest.approx(full[0].record.loss_after, rel=0.02)
-    assert made[0].record.loss_after != full[0].record.loss_after
+    assert all(layer.loss_after < layer.loss_before for layer in made)
+    assert made[0].loss_after == pytest.approx(full[0].loss_after, rel=0.02)
+    assert made[0].loss_after != full[0].loss_after

@@ -10,6 +10,24 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 
 
+def full_rank_geometry(
+    num_attention_heads: int, num_key_value_heads: int, head_dim: int, *, rope_from_latent: bool = False
+) -> MLAGeometry:
+    """The geometry that reproduces an MHA/GQA layer to rounding: every pair rotated, the latent is the values, or with
+    ``rope_from_latent`` the keys before RoPE and the values."""
+    width = num_key_value_heads * head_dim
+    return MLAGeometry(
+        num_attention_heads=num_attention_heads,
+        num_rope_heads=1 if rope_from_latent else num_key_value_heads,
+        kv_lora_rank=2 * width if rope_from_latent else width,
+        qk_rope_head_dim=width if rope_from_latent else head_dim,
+        qk_nope_head_dim=0,
+        v_head_dim=head_dim,
+        num_key_value_heads=num_key_value_heads,
+        rope_from_latent=rope_from_latent,
+    )
+
+
 def full_rank(source: nn.Module, *, rope_from_latent: bool = False, **config_keys) -> MHA2MLAForCausalLM:
     """``source``'s weights as an MLA model with G = h_kv, d_r = d_v = d_h, d_c = h_kv * d_h, d_n = 0; or with
     ``rope_from_latent`` G = 1, d_r = h_kv * d_h, d_c = 2 * h_kv * d_h."""
@@ -17,7 +35,7 @@ def full_rank(source: nn.Module, *, rope_from_latent: bool = False, **config_key
     kv_heads, head_dim = source.config.num_key_value_heads, attention.head_dim
     qk_norm = hasattr(attention, "k_norm")
     heads = source.config.num_attention_heads
-    geometry = MLAGeometry.full_rank(heads, kv_heads, head_dim, rope_from_latent=rope_from_latent)
+    geometry = full_rank_geometry(heads, kv_heads, head_dim, rope_from_latent=rope_from_latent)
     config = MHA2MLAConfig(
         source_config=source.config.to_dict(),
         **{

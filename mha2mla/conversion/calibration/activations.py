@@ -64,7 +64,6 @@ class ActivationStore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations."""
         return self._data.dtype
 
     def read(self, blocks: slice, device: torch.device) -> torch.Tensor:
@@ -82,7 +81,6 @@ class ActivationStore:
         return found.view(-1, length, found.shape[-1])
 
     def write(self, blocks: slice, values: torch.Tensor) -> None:
-        """Puts windows back."""
         self._data[blocks] = values.to(self._data.device).reshape(self._data[blocks].shape)
 
     def close(self) -> None:

@@ -92,11 +92,8 @@ class TokenBlocks:
             held = min(of_judgement, max(1, len(chosen) // 4))
             fit += chosen[held:] if len(chosen) > 1 else chosen
             judge += chosen[:held]
-        return self.take(fit), self.take(judge)
-
-    def take(self, blocks: Sequence[int]) -> TokenBlocks:
-        """Blocks by their numbers, which rise."""
-        return TokenBlocks(self.tokens[list(blocks)], tuple(self.lengths[block] for block in blocks))
+        parts = (TokenBlocks(self.tokens[part], tuple(self.lengths[block] for block in part)) for part in (fit, judge))
+        return tuple(parts)
 
 
 def default_lengths(context: int | None) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
+from mha2mla.environment import usual_dtype
 from mha2mla.progress import progress_bar
 from mha2mla.texts import prompts, start_tokens
 
@@ -31,8 +32,8 @@ def generator_of(
 
     @functools.cache
     def model() -> torch.nn.Module:
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval().to(device)
+        made = AutoModelForCausalLM.from_pretrained(folder, dtype=usual_dtype(device), trust_remote_code=False)
+        return made.eval().to(device)
 
     # Texts of different lengths begin with different prompts.
     return lambda length, count: generate_windows(

@@ -38,7 +38,6 @@ class LayerStatistics:
     q and k are taken before RoPE, after biases and norms; z_j = k_j + i k_{j + d/2} is a rotary pair.
 
     Attributes:
-        tokens: how many tokens were seen.
         mean: [E] E[u].
         covariance: [E, E] of u, centred.
         query_second_moment: [H, d, d] E[q q^T].
@@ -57,7 +56,6 @@ class LayerStatistics:
         sample: some of the inputs themselves; None when it was not asked for.
     """
 
-    tokens: int
     mean: torch.Tensor
     covariance: torch.Tensor
     query_second_moment: torch.Tensor
@@ -146,7 +144,6 @@ class StatisticsCollector:
             self._add_attention(query.transpose(1, 2), key.transpose(1, 2), features - self._shift)
 
     def finish(self) -> LayerStatistics:
-        """The statistics of everything added."""
         mean = self._sum / self.tokens
         covariance = self._outer / self.tokens - torch.outer(mean, mean)
         phase = None
@@ -165,7 +162,6 @@ class StatisticsCollector:
             # Weights sum to one, so the covariances do not see the shift and the means are off by exactly it.
             attended_mean = attended_mean + self._shift.double()
         return LayerStatistics(
-            tokens=self.tokens,
             mean=mean,
             covariance=(covariance + covariance.T) / 2,
             query_second_moment=self._query / self.tokens,

@@ -6,42 +6,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mha2mla.conversion.families import adapters
+from mha2mla.conversion.families.adapters import ADAPTERS
 from mha2mla.conversion.families.family import FamilyAdapter
-from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, TensorSource, UnsupportedSourceError
+from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, UnsupportedSourceError
 
 __all__ = [
     "ADAPTERS",
     "AttentionWeights",
     "FamilyAdapter",
     "SourceSpec",
-    "TensorSource",
     "UnsupportedSourceError",
     "adapter_for",
 ]
-
-ADAPTERS: Mapping[str, FamilyAdapter] = MappingProxyType(
-    {
-        adapter.model_type: adapter
-        for adapter in (
-            adapters.LlamaAdapter(),
-            adapters.SmolLM3Adapter(),
-            adapters.MistralAdapter(),
-            adapters.MixtralAdapter(),
-            adapters.Qwen2Adapter(),
-            adapters.Qwen2MoeAdapter(),
-            adapters.Qwen3Adapter(),
-            adapters.Qwen3MoeAdapter(),
-            adapters.Phi3Adapter(),
-            adapters.GlmAdapter(),
-            adapters.Glm4Adapter(),
-            adapters.Olmo2Adapter(),
-            adapters.Olmo3Adapter(),
-            adapters.OlmoeAdapter(),
-            adapters.Gemma3TextAdapter(),
-        )
-    }
-)
 
 # Families that people will try, with the reason; any other unknown name is refused as unknown.
 _REFUSED: Mapping[str, str] = MappingProxyType(

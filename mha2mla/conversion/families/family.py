@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig
 
 from mha2mla.conversion.families.rotary import RotaryTable, rotary_table
-from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, TensorSource, UnsupportedSourceError
+from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, UnsupportedSourceError
+
+if TYPE_CHECKING:
+    from mha2mla.conversion.source.checkpoint import CheckpointReader
 
 
+@dataclass(frozen=True)
 class FamilyAdapter:
     """A family whose decoder layers look like Llama's: RoPE on halves, separate q/k/v/o, one rotary table.
 
-    A subclass states what differs. ``specify`` refuses what it cannot convert, before any weight is read. Only the
-    attention is described: MLPs, experts and norms around it are copied, and run by the source's own classes.
+    Fields state what differs. ``specify`` refuses what it cannot convert, before any weight is read. Only the attention
+    is described: MLPs, experts and norms around it are copied, and run by the source's own classes.
     """
 
-    model_type: ClassVar[str] = ""
+    model_type: str
     # Which of q, k, v, o have a bias, or the key of the config that says it.
-    biased: ClassVar[tuple[bool | str, ...]] = ("attention_bias",) * 4
-    qk_norm: ClassVar[bool] = False
-    norm_per_head: ClassVar[bool] = True
-    norm_offset: ClassVar[float] = 0.0
-    mixture_of_experts: ClassVar[bool] = False
-    window_in_every_layer: ClassVar[bool] = False
-    table_by_layer_type: ClassVar[bool] = False  # rope_parameters holds parameters for each of layer_types
-    partial_rotary: ClassVar[bool] = False  # its code looks at partial_rotary_factor
-    neighbours_pair: ClassVar[bool] = False  # rotary pairs are (2j, 2j + 1) instead of halves
+    biased: tuple[bool | str, ...] = ("attention_bias",) * 4
+    fused_qkv: bool = False  # q, k and v are the rows of one projection
+    qk_norm: bool = False
+    norm_per_head: bool = True
+    norm_offset: float = 0.0
+    mixture_of_experts: bool = False
+    window_in_every_layer: bool = False
+    rotating_layers: str | None = None  # the key that says which layers rotate; None: all
+    table_by_layer_type: bool = False  # rope_parameters holds parameters for each of layer_types
+    partial_rotary: bool = False  # its code looks at partial_rotary_factor
+    neighbours_pair: bool = False  # rotary pairs are (2j, 2j + 1) instead of halves
+    softmax_width: str | None = None  # the key of the number whose root divides q·k; None: the head's width
     # Norms that the attention's output passes on its way to the MLP.
-    norms_to_mlp: ClassVar[tuple[str, ...]] = ("post_attention_layernorm",)
+    norms_to_mlp: tuple[str, ...] = ("post_attention_layernorm",)
+    refused: tuple[tuple[str, str], ...] = ()  # keys that must not be set, and why
 
     def sliding_windows(self, config: PreTrainedConfig) -> tuple[int | None, ...]:
         """Visible tokens per layer, None for all."""
@@ -40,22 +49,16 @@ class FamilyAdapter:
             return (window,) * config.num_hidden_layers
         # A family without layer_types does not look at a window that its config happens to name.
         layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        for layer_type in layer_types:
-            if layer_type not in ("full_attention", "sliding_attention"):
-                raise UnsupportedSourceError(
-                    f"layer_types has {layer_type!r}; expected full_attention or sliding_attention"
-                )
         return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
-
-    def softmax_scale(self, config: PreTrainedConfig, head_dim: int) -> float:
-        """What the source multiplies q·k by."""
-        return head_dim**-0.5
 
     def rotary_tables(self, config: PreTrainedConfig, head_dim: int, longrope_table: str) -> tuple[RotaryTable, ...]:
         """The rotary table of every layer."""
         if not self.table_by_layer_type:
             table = rotary_table(config, head_dim, longrope_table=longrope_table, partial=self.partial_rotary)
-            return (table,) * config.num_hidden_layers
+            if self.rotating_layers is None:
+                return (table,) * config.num_hidden_layers
+            still = replace(table, inv_freq=torch.zeros_like(table.inv_freq))
+            return tuple(table if rotates else still for rotates in getattr(config, self.rotating_layers))
         of_type = {
             layer_type: rotary_table(config, head_dim, longrope_table=longrope_table, layer_type=layer_type)
             for layer_type in dict.fromkeys(config.layer_types)
@@ -68,6 +71,9 @@ class FamilyAdapter:
         Raises:
             UnsupportedSourceError: naming what cannot be converted.
         """
+        for key, why in self.refused:
+            if getattr(config, key, None):
+                raise UnsupportedSourceError(f"{key} is {getattr(config, key)!r}; {why}")
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         tables = self.rotary_tables(config, head_dim, longrope_table)
@@ -88,7 +94,7 @@ class FamilyAdapter:
             num_attention_heads=heads,
             num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=head_dim,
-            softmax_scale=self.softmax_scale(config, head_dim),
+            softmax_scale=(getattr(config, self.softmax_width) if self.softmax_width else head_dim) ** -0.5,
             qk_norm=self.qk_norm,
             norm_eps=config.rms_norm_eps,
             q_bias=q_bias,
@@ -97,7 +103,6 @@ class FamilyAdapter:
             o_bias=o_bias,
             inv_freq=_padded(table.inv_freq, head_dim),
             attention_factor=table.attention_factor,
-            rope_type=table.rope_type,
             rope_note="; ".join(filter(None, (table.note, note))),
             sliding_windows=self.sliding_windows(config),
             norm_per_head=self.norm_per_head,
@@ -111,14 +116,12 @@ class FamilyAdapter:
             ),
         )
 
-    def layer_prefix(self, layer: int) -> str:
-        """Prefix of a layer's tensor names, with its dot."""
-        return f"model.layers.{layer}."
-
     def attention_names(self, spec: SourceSpec, layer: int) -> dict[str, str]:
         """Field of ``AttentionWeights`` -> name of the tensor in the source; fused projections share a name."""
-        prefix = f"{self.layer_prefix(layer)}self_attn."
+        prefix = f"model.layers.{layer}.self_attn."
         names = {f"{part}_weight": f"{prefix}{part}_proj.weight" for part in "qkvo"}
+        if self.fused_qkv:
+            names |= dict.fromkeys(("q_weight", "k_weight", "v_weight"), f"{prefix}qkv_proj.weight")
         names |= {f"{part}_bias": f"{prefix}{part}_proj.bias" for part in "qkvo" if getattr(spec, f"{part}_bias")}
         if spec.qk_norm:
             names |= {f"{part}_norm": f"{prefix}{part}_norm.weight" for part in "qk"}
@@ -141,7 +144,7 @@ class FamilyAdapter:
         }
 
     def attention_weights(
-        self, source: TensorSource, spec: SourceSpec, layer: int, *, device: torch.device, dtype: torch.dtype
+        self, source: CheckpointReader, spec: SourceSpec, layer: int, *, device: torch.device, dtype: torch.dtype
     ) -> AttentionWeights:
         """One layer's attention tensors on ``device`` in ``dtype``, shapes checked against ``spec``.
 
@@ -164,7 +167,7 @@ class FamilyAdapter:
         for field in ("q_weight", "k_weight", "q_bias", "k_bias"):
             if field in tensors:
                 tensors[field] = self._pair_halves(tensors[field], spec)
-        names = (f"{self.layer_prefix(layer)}{name}.weight" for name in self.norms_to_mlp)
+        names = (f"model.layers.{layer}.{name}.weight" for name in self.norms_to_mlp)
         gains = [source.tensor(name).to(device=device, dtype=dtype) + spec.norm_offset for name in names]
         return AttentionWeights(**tensors, output_gain=math.prod(gains))
 

@@ -20,14 +20,12 @@ class RotaryTable:
     Attributes:
         inv_freq: [rotated dims of a head // 2] float32, after any scaling.
         attention_factor: what cos and sin are multiplied by.
-        rope_type: transformers' name of the scheme.
         note: what was decided, for the model card.
         lengths: shortest and longest window at which the source uses this table; None: any length from there.
     """
 
     inv_freq: torch.Tensor
     attention_factor: float
-    rope_type: str
     note: str = ""
     lengths: tuple[int, int | None] = (1, None)
 
@@ -66,7 +64,7 @@ def rotary_table(
         )
     if rope_type == "default":
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float) / rotary_dim
-        return RotaryTable(1.0 / parameters["rope_theta"] ** exponent, 1.0, rope_type)
+        return RotaryTable(1.0 / parameters["rope_theta"] ** exponent, 1.0)
     if rope_type not in ("linear", "llama3", "yarn", "longrope"):
         raise UnsupportedSourceError(f"rope_type is {rope_type!r}; expected default, linear, llama3, yarn or longrope")
     note, length, lengths = "", None, (1, None)
@@ -87,7 +85,7 @@ def rotary_table(
         raise UnsupportedSourceError(
             f"the rotary table has {inv_freq.numel()} frequencies for {rotary_dim} rotated dims; expected one per pair"
         )
-    return RotaryTable(inv_freq.float(), float(factor), rope_type, note, lengths)
+    return RotaryTable(inv_freq.float(), float(factor), note, lengths)
 
 
 def _parameters(config: PreTrainedConfig, layer_type: str | None) -> Mapping[str, Any]:

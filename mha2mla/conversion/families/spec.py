@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 
 class UnsupportedSourceError(ValueError):
     """The source cannot be converted exactly or sensibly; the message names what stands in the way."""
-
-
-class TensorSource(Protocol):
-    """Where tensors come from by name (``source.checkpoint.CheckpointReader``)."""
-
-    def names(self) -> frozenset[str]: ...
-
-    def tensor(self, name: str) -> torch.Tensor: ...
 
 
 def pair_factors(inv_freq: torch.Tensor, factor: float) -> torch.Tensor:
@@ -60,7 +52,6 @@ class SourceSpec:
     o_bias: bool
     inv_freq: torch.Tensor
     attention_factor: float
-    rope_type: str
     rope_note: str
     sliding_windows: tuple[int | None, ...]
     norm_per_head: bool = True

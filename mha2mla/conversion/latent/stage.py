@@ -55,7 +55,6 @@ class Latent(Stage):
 
     @property
     def low_rank(self) -> LowRankRule:
-        """What ``rule`` names."""
         from mha2mla.conversion.latent.rules import LOW_RANKS  # with torch, which takes longer than a --help
 
         return LOW_RANKS[self.rule]

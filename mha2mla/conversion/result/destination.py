@@ -53,7 +53,6 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
 
 
 def is_converted(folder: Path) -> bool:
-    """Whether a folder says that it is a checkpoint of this package."""
     try:
         return model_type(folder) == "mha2mla"
     except (OSError, ValueError, AttributeError, RecursionError):  # a config that is no JSON object
@@ -146,7 +145,6 @@ def _worked_on(
 
 
 def _clear(temporary: Path) -> None:
-    """Removes everything but the work."""
     for path in list(temporary.iterdir()):
         if path.name != WORK_FOLDER or not is_folder(path):
             remove(path)

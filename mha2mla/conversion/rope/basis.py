@@ -25,7 +25,6 @@ class RotaryBasis:
         query_rope: [H, d_r, head_dim].
         key_nope: [h_kv, d_n, h_kv * head_dim].
         query_nope: [H, d_n, head_dim]; holds the mean phase and the squared attention factor.
-        frequencies: [G, d_r // 2] int64, index of each kept pair's frequency in the source's table.
     """
 
     inv_freq: torch.Tensor
@@ -33,7 +32,6 @@ class RotaryBasis:
     query_rope: torch.Tensor
     key_nope: torch.Tensor
     query_nope: torch.Tensor
-    frequencies: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,6 @@ def per_group_basis(spec: SourceSpec, kept: torch.Tensor, phase: torch.Tensor) -
         query_rope=torch.stack(query_rope),
         key_nope=key_nope.flatten(2),
         query_nope=torch.stack(query_nope),
-        frequencies=frequencies,
     )
 
 
@@ -124,7 +121,6 @@ def shared_basis(
         query_rope=query_rope,
         key_nope=key_nope,
         query_nope=query_nope,
-        frequencies=components.frequency[None],
     )
 
 

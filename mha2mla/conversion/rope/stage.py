@@ -48,7 +48,6 @@ class Rope(Stage):
 
     @property
     def rule(self) -> RopeRule:
-        """What ``selection`` names."""
         from mha2mla.conversion.rope.rules import SELECTIONS  # with torch, which takes longer than a --help
 
         return SELECTIONS[self.selection]

@@ -25,9 +25,6 @@ class CheckpointReader:
     shard's header is read at construction, so that a missing or truncated shard shows before any work. Files are
     mapped read-only, stay open until ``release``, and what is handed out is a copy.
 
-    Args:
-        folder: local Hugging Face folder.
-
     Raises:
         CheckpointError: no folder, no safetensors weights, an index that is no index, a shard that is missing,
             truncated or outside the folder, or a tensor that the index promises and its shard lacks.
@@ -72,7 +69,6 @@ class CheckpointReader:
         self._files.clear()
 
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
         return frozenset(self._shard_of)
 
     def shape(self, name: str) -> tuple[int, ...]:

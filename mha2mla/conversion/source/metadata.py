@@ -23,10 +23,6 @@ def card_metadata(folder: Path, name: str) -> dict[str, Any]:
     The licence is that of the source's card; else the file LICENSE, which is copied; else it is unknown. The name is
     the hub id that the caller gave, of the hub's cache, of the source's config, or of its card.
 
-    Args:
-        folder: of the source.
-        name: what the caller called it.
-
     Raises:
         CheckpointError: its ``config.json`` cannot be read.
     """

@@ -208,7 +208,6 @@ def _config_values(folder: Path) -> dict[str, Any]:
 
 
 def _config(folder: Path, values: dict[str, Any]) -> PreTrainedConfig:
-    """By transformers."""
     if (folder / _ADAPTER_FILE).exists():
         raise UnsupportedSourceError(
             f"{folder / _ADAPTER_FILE} says that an adapter changes the weights; merge it before conversion"

@@ -78,7 +78,6 @@ class StreamedModel:
             store.write(part, table[store.blocks.tokens[part]].to(self.dtype) * scale.to(self.dtype))
 
     def layer(self, index: int) -> nn.Module:
-        """Decoder layer ``index`` with its weights."""
         return self._fill(self.skeleton.model.layers[index], f"model.layers.{index}.")
 
     @torch.inference_mode()

@@ -52,5 +52,5 @@ def test_far_away_only_what_turns_alike_goes_together():
     scale = metric.diagonal().sqrt()
     metric = (metric / scale / scale[:, None]).abs()
     rope = slice(4 * 16, None)
-    same = basis.frequencies[0].repeat(2) == basis.frequencies[0].repeat(2)[:, None]
+    same = basis.inv_freq[0].repeat(2) == basis.inv_freq[0].repeat(2)[:, None]
     assert metric[: 4 * 16, rope].max() < 1e-2 and metric[rope, rope][~same].max() < 1e-2
