@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mha2mla.kernels import is_skinny, silu_mul, skinny_linear
 
@@ -30,8 +29,7 @@ def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     if one is None:
         return tuple([part(x) for part in parts])
     weight, bias = one
-    product = skinny_linear if is_skinny(x, weight) else F.linear
-    out = product(x, weight, bias)
+    out = skinny_linear(x, weight, bias)
     return out.split([part.out_features for part in parts], dim=-1)
 
 

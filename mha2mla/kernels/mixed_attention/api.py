@@ -105,7 +105,7 @@ def mla_attention(
         was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
         raise ValueError(f"k_up is {was}; expected None exactly where q_nope has no columns, and it has {sizes['d_n']}")
     scaling = 1.0 if rope is None else rope.scaling
-    return torch.ops.mha2mla.mla_attention(
+    return _mla_attention_op(
         q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *turn, scaling, *plan.fields(), softmax_scale,
         backend,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def gqa_attention(
     check_backend(backend)
     check_scale(softmax_scale)
     check_tensors(_GQA, (query, key_cache, value_cache), page=plan.page_size)
-    return torch.ops.mha2mla.gqa_attention(query, key_cache, value_cache, *plan.fields(), softmax_scale, backend)
+    return _gqa_attention_op(query, key_cache, value_cache, *plan.fields(), softmax_scale, backend)
 
 
 def _output(query: Tensor, parts: Parts, width: int) -> Tensor:
@@ -255,7 +255,7 @@ _PLAN = (
     " Tensor(a!) workspace, Tensor shapes, int short, int max_expanded_tokens, int window, int sinks,"
     " int page_size, float softmax_scale, str? backend"
 )
-register(
+_mla_attention_op = register(
     "mla_attention(Tensor q_nope, Tensor q_pe, Tensor latent_cache, Tensor? latent_scale, Tensor? rope_cache,"
     " Tensor? k_up, Tensor v_up, Tensor? rope_weight, Tensor? rope_bias, Tensor? inv_freq, float rope_scaling,"
     f" {_PLAN}) -> Tensor",
@@ -264,7 +264,7 @@ register(
         *q_pe.shape[:2], v_up.shape[1]
     ),
 )
-register(
+_gqa_attention_op = register(
     f"gqa_attention(Tensor query, Tensor key_cache, Tensor value_cache, {_PLAN}) -> Tensor",
     _gqa_attention,
     lambda query, key_cache, value_cache, *_: query.new_empty(*query.shape[:2], value_cache.shape[3]),

@@ -19,10 +19,11 @@ from mha2mla.kernels.mla_decode.latent_selection import (
 )
 from mha2mla.kernels.mla_decode.quantization import CODES
 from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
+from mha2mla.kernels.registration import in_plain_eager_mode
 from mha2mla.kernels.split_kv.arguments import Argument
 from mha2mla.kernels.split_kv.limits import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp
-from mha2mla.kernels.split_kv.plan import DecodePlan, in_plain_eager_mode
+from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.tuning import BATCHES
 
 _QUERIES = (Argument("q_latent", "B S_q H d_c"), Argument("q_pe", "B S_q H d_r"))

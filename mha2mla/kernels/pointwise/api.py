@@ -36,7 +36,7 @@ def rms_norm(
         if tensor is not None:
             _check_beside(name, tensor, x, "x", shape)
     compiled = runs_compiled(backend, x.device, x.dtype)
-    normed, total = torch.ops.mha2mla.rms_norm(x, residual, weight, eps, compiled)
+    normed, total = _rms_norm_op(x, residual, weight, eps, compiled)
     return normed, x if residual is None else total
 
 
@@ -55,7 +55,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     """
     check_float("gate.dtype", gate.dtype)
     _check_beside("up", up, gate, "gate", gate.shape)
-    return torch.ops.mha2mla.silu_mul(gate, up, runs_compiled(backend, gate.device, gate.dtype))
+    return _silu_mul_op(gate, up, runs_compiled(backend, gate.device, gate.dtype))
 
 
 def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, shape: torch.Size) -> None:
@@ -99,12 +99,12 @@ def _empty_norm(x: Tensor, residual: Tensor | None, *_: object) -> tuple[Tensor,
     return normed, x.new_empty(0) if residual is None else torch.empty_like(normed)
 
 
-register(
+_rms_norm_op = register(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps, bool compiled) -> (Tensor, Tensor)",
     _rms_norm,
     _empty_norm,
 )
-register(
+_silu_mul_op = register(
     "silu_mul(Tensor gate, Tensor up, bool compiled) -> Tensor",
     _silu_mul,
     lambda gate, *_: torch.empty_like(gate, memory_format=torch.contiguous_format),

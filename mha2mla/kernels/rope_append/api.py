@@ -92,9 +92,9 @@ def mla_append(
     compiled = runs_compiled(backend, q_pe.device, q_pe.dtype)
     rows, row_cache = latent, latent_cache
     if codes:  # the rotation's kernel has rows to write beside its keys: none then, [N, 0] into [P, page, 0]
-        torch.ops.mha2mla.quantize_append(latent, latent_cache, latent_scale, slots, compiled)
+        _quantize(latent, latent_cache, latent_scale, slots, compiled)
         rows, row_cache = latent[:, :0], rope_cache.flatten(2)[:, :, :0]
-    return torch.ops.mha2mla.rope_append(
+    return _append_op(
         rows, k_pe, q_pe, row_cache, rope_cache, positions, slots, inv_freq, attention_scaling, interleaved, compiled
     )
 
@@ -191,7 +191,7 @@ def gqa_append(
         ValueError: naming the argument, what it was and what it must be.
     """
     _check(_GQA, query, key, inv_freq, value, key_cache, positions, slots, value_cache)
-    return torch.ops.mha2mla.rope_append(
+    return _append_op(
         value.flatten(1), key, query, value_cache.flatten(2), key_cache, positions, slots, inv_freq, attention_scaling,
         interleaved, runs_compiled(backend, query.device, query.dtype),
     )  # fmt: skip
@@ -217,9 +217,7 @@ def rope_rotate(
     compiled = runs_compiled(backend, x.device, x.dtype)
     rows, keys = x.new_empty(len(x), 0), x[:, :0]
     caches = x.new_empty(0, 1, 0), x.new_empty(0, 1, 0, x.shape[2])
-    return torch.ops.mha2mla.rope_append(
-        rows, keys, x, *caches, positions, positions, inv_freq, attention_scaling, interleaved, compiled
-    )
+    return _append_op(rows, keys, x, *caches, positions, positions, inv_freq, attention_scaling, interleaved, compiled)
 
 
 def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_size: int) -> Tensor:
@@ -299,12 +297,12 @@ def _quantize_append(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: 
         write_rows(((row_cache.view(torch.uint8), codes.view(torch.uint8)), (row_scale, scale)), slots)
 
 
-register(
+_quantize = register(
     "quantize_append(Tensor rows, Tensor(a!) row_cache, Tensor(b!) row_scale, Tensor slots, bool compiled) -> ()",
     _quantize_append,
     lambda *_: None,
 )
-register(
+_append_op = register(
     "rope_append(Tensor rows, Tensor keys, Tensor query, Tensor(a!) row_cache, Tensor(b!) rope_cache, Tensor positions,"
     " Tensor slots, Tensor inv_freq, float attention_scaling, bool interleaved, bool compiled) -> Tensor",
     _rope_append,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mha2mla.kernels.devices import BACKENDS, capability
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error
+from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 
 MAX_ROWS = 64  # as cut.ROWS
@@ -74,7 +75,7 @@ def skinny_linear(
             f" {_MAX_GROUP_COLUMNS}, from sm_80 on), K a multiple of {_COLUMNS}, N / groups of {_OUTPUTS}, and a"
             f" contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
         )
-    return torch.ops.mha2mla.skinny_linear(x, weight, bias, groups, gated, served)
+    return _skinny_linear_op(x, weight, bias, groups, gated, served)
 
 
 def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tensor:
@@ -106,7 +107,7 @@ def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tenso
             f"1 to {_MAX_TOKENS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, i at most {_INNER}, o a"
             f" multiple of {_OUTER}, and contiguous maps that begin at a multiple of {ALIGNMENT} bytes",
         )
-    return torch.ops.mha2mla.skinny_maps(x, maps, served)
+    return _skinny_maps_op(x, maps, served)
 
 
 def serves_maps(x: Tensor, maps: Tensor) -> bool:
@@ -230,10 +231,9 @@ def _empty_mapped(x: Tensor, maps: Tensor, *_: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], maps.shape[2])
 
 
-LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
-LIBRARY.define("skinny_linear(Tensor x, Tensor weight, Tensor? bias, int groups, bool gated, bool compiled) -> Tensor")
-LIBRARY.impl("skinny_linear", _skinny_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("mha2mla::skinny_linear", _empty, lib=LIBRARY)
-LIBRARY.define("skinny_maps(Tensor x, Tensor maps, bool compiled) -> Tensor")
-LIBRARY.impl("skinny_maps", _skinny_maps, "CompositeExplicitAutograd")
-torch.library.register_fake("mha2mla::skinny_maps", _empty_mapped, lib=LIBRARY)
+_skinny_linear_op = register(
+    "skinny_linear(Tensor x, Tensor weight, Tensor? bias, int groups, bool gated, bool compiled) -> Tensor",
+    _skinny_linear,
+    _empty,
+)
+_skinny_maps_op = register("skinny_maps(Tensor x, Tensor maps, bool compiled) -> Tensor", _skinny_maps, _empty_mapped)

@@ -14,16 +14,9 @@ from torch import Tensor
 
 from mha2mla.kernels.devices import capability, check_backend, device_name, dtype_name, num_sms
 from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_float
-from mha2mla.kernels.registration import register
+from mha2mla.kernels.registration import in_plain_eager_mode, register
 from mha2mla.kernels.split_kv.arguments import INDICES, Argument
-from mha2mla.kernels.split_kv.plan import (
-    DecodePlan,
-    allocate_plan,
-    check_spans,
-    check_splits,
-    check_window,
-    in_plain_eager_mode,
-)
+from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 from mha2mla.kernels.split_kv.tuning import batch_bucket
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from mha2mla.kernels.registration import register
+from mha2mla.kernels.registration import in_plain_eager_mode, register
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
 
@@ -150,11 +149,6 @@ class DecodePlan:
             -1 if self.window is None else self.window, self.sinks, self.schedule, self.splits,
             self.num_splits,
         )  # fmt: skip
-
-
-def in_plain_eager_mode(tensor: Tensor) -> bool:
-    """Whether an op on a tensor needs no dispatcher, which costs as much as a kernel's launch."""
-    return not torch.compiler.is_compiling() and type(tensor) is Tensor and not is_in_torch_dispatch_mode()
 
 
 def spans_of(cache_seqlens: Tensor, cache_starts: Tensor | None, capacity: int) -> Tensor:
