@@ -53,11 +53,8 @@ def load_text(name: str | Path) -> str:
     elif name.startswith(DATASET):
         text = _dataset(name.removeprefix(DATASET))
     else:
-        path = Path(name)
-        if not path.is_file():
-            raise ValueError(f"text {name!r} is no file; expected a file, {_BUILTINS} or hf:DATASET")
         try:
-            text = path.read_text(encoding="utf-8")
+            text = _file(name).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"text {name!r} is not UTF-8: {error}") from error
     if not text.strip():
@@ -81,10 +78,14 @@ def _parts(name: str | Path) -> list[str]:
 def _part_identity(name: str) -> str:
     if name == GENERATED or name.startswith((BUILTIN, DATASET)):
         return name
+    with open(_file(name), "rb") as file:
+        return f"{name} (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()})"
+
+
+def _file(name: str) -> Path:
     if not Path(name).is_file():
         raise ValueError(f"text {name!r} is no file; expected a file, {_BUILTINS} or hf:DATASET")
-    with open(name, "rb") as file:
-        return f"{name} (sha256 {hashlib.file_digest(file, 'sha256').hexdigest()})"
+    return Path(name)
 
 
 def _builtin(name: str) -> str:

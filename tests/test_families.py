@@ -386,7 +386,7 @@ HUB = {
             "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": False,
         },
         {"model.layers.1.self_attn.q_norm.weight": (4096,)},
-        {"sliding_windows": (4096, None), "layer_attention_factors": (1.0, 1.2079441541679836)},
+        {"sliding_windows": (4096, None), "attention_factor": 1.2079441541679836},
     ),
     "OLMoE-1B-7B-0924": (
         {

@@ -58,6 +58,7 @@ def converted_config(
 
     geometry, alike = geometries[0], len(set(geometries)) == 1
     q_bias, kv_bias, o_bias = converted_biases(spec, geometry, recipe)
+    factors = [table.attention_factor for table in spec.tables]
     return MHA2MLAConfig(
         source_config=source_config.to_dict(),
         **{
@@ -72,9 +73,7 @@ def converted_config(
         attention_kv_bias=kv_bias,
         attention_o_bias=o_bias,
         softmax_scale=spec.softmax_scale,
-        rope_attention_scaling=spec.attention_factor
-        if spec.layer_attention_factors is None
-        else list(spec.layer_attention_factors),
+        rope_attention_scaling=factors[0] if len(set(factors)) == 1 else factors,
         # Said outright: some configs name a window that their architecture does not look at.
         layer_types=["full_attention" if window is None else "sliding_attention" for window in spec.sliding_windows],
     )

@@ -167,9 +167,7 @@ class LayerWalk:
             self.spec.of_layer(layer),
             weights,
             window=self.spec.sliding_windows[layer],
-            phases=self.recipe.needs_phases(geometry),
-            attended=self.recipe.needs_attended(geometry),
-            distances=self.recipe.needs_distances(geometry),
+            **self.recipe.measured(geometry),
             sample_tokens=sampled // len(self.windows.window_lengths) if self.recipe.needs_sample(geometry) else 0,
         )
 

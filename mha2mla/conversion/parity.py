@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore
 from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.predictions import LogitsOf, compare_predictions, perplexity
@@ -232,8 +233,7 @@ def _add_score_errors(error: _Error, other: dict[str, Any], reference: dict[str,
     for row in range(reference["query"].shape[0]):
         for start in range(0, length, step):
             rows = slice(start, min(start + step, length))
-            distance = position[rows, None] - position[None, : rows.stop]
-            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            seen = visible(position[rows], position[: rows.stop], window)
             error.add(*(_scores(side, row, rows, seen) for side in (other, reference)))
 
 

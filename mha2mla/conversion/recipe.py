@@ -166,17 +166,14 @@ class Recipe:
                 raise ValueError(f"latent.ranks[{layer}] is {rank}; expected at most {full}")
         return tuple(replace(common, kv_lora_rank=rank) for rank in ranks)
 
-    def needs_phases(self, geometry: MLAGeometry) -> bool:
-        """Whether attention-weighted distances must be measured."""
-        return geometry.qk_nope_head_dim > 0 and (self.rope.rule.reads_phases or self.fit.queries)
-
-    def needs_attended(self, geometry: MLAGeometry) -> bool:
-        """Whether attention-weighted averages of the inputs must be measured."""
-        return not is_exact(geometry) and (self.latent.centered or self.latent.low_rank.reads_attended)
-
-    def needs_distances(self, geometry: MLAGeometry) -> bool:
-        """Whether the distances that attention looks over must be measured."""
-        return geometry.rope_from_latent and not is_exact(geometry) and self.latent.low_rank.reads_attended
+    def measured(self, geometry: MLAGeometry) -> dict[str, bool]:
+        """What is to be measured beside moments, by the names that ``StatisticsCollector`` has for it."""
+        lossy, reads = not is_exact(geometry), self.latent.low_rank.reads_attended
+        return {
+            "phases": geometry.qk_nope_head_dim > 0 and (self.rope.rule.reads_phases or self.fit.queries),
+            "attended": lossy and (self.latent.centered or reads),
+            "distances": lossy and geometry.rope_from_latent and reads,
+        }
 
     def refits_queries(self, geometry: MLAGeometry) -> bool:
         """Whether some of a query's keys are not the source's own, and queries are fitted to them."""
@@ -194,7 +191,7 @@ class Recipe:
             return False
         selects = geometry.qk_nope_head_dim > 0 and self.rope.rule.reads_statistics
         reads = selects or self.latent.low_rank.reads_statistics or self.latent.centered
-        return reads or self.fit.steps > 0 or self.needs_phases(geometry) or self.needs_sample(geometry)
+        return reads or self.fit.steps > 0 or self.measured(geometry)["phases"] or self.needs_sample(geometry)
 
 
 STAGES: Mapping[str, type[Stage]] = {

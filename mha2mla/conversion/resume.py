@@ -13,7 +13,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mha2mla.conversion.result.writer import remove, save_tensors, write_whole
-from mha2mla.conversion.source.files import FileIdentity
 
 REQUEST_FILE = "request.json"
 _SUFFIX = ".safetensors"
@@ -23,11 +22,6 @@ _CODE = ("conversion", "modeling", "data", "texts.py", "geometry.py", "pipeline"
 
 class ResumeError(ValueError):
     """What an interrupted conversion left belongs to another conversion; the message says what differs."""
-
-
-def source_identity(files: Mapping[str, FileIdentity]) -> dict[str, str]:
-    """What tells one source from another: file → sha256 of its content."""
-    return {name: identity.sha256 for name, identity in files.items()}
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

@@ -92,7 +92,7 @@ def compare_generation(
     source: torch.nn.Module,
     converted: torch.nn.Module,
     tokenizer: Any,
-    settings: GenerationSettings | None = None,
+    settings: GenerationSettings,
     *,
     longest: int | None = None,
     progress: bool = True,
@@ -102,7 +102,6 @@ def compare_generation(
     Args:
         source, converted: loaded causal language models of one vocabulary.
         tokenizer: of both.
-        settings: default :class:`GenerationSettings`.
         longest: tokens that both models take; longer prompts are left out.
 
     Returns:
@@ -111,7 +110,6 @@ def compare_generation(
     Raises:
         ValueError: the text is shorter than a prompt.
     """
-    settings = settings or GenerationSettings()
     tokens = tokenizer(load_text(settings.text), add_special_tokens=False, verbose=False)["input_ids"]
     rows, skipped = [], []
     for length in progress_bar(settings.prompt_lengths, desc="generation", unit="length", show=progress):

@@ -174,16 +174,14 @@ def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any
             rows[-1]["layers"] = f"{rows[-1]['layers'].partition('–')[0]}–{index}"
             continue
         previous = geometry
-        rotary = {"rotary_keys": "from the latent" if geometry.rope_from_latent else "cached"}
-        served = {"decode_on_cuda": str(serving[index]), "no_kernel_because": serving[index].why or None}
-        bytes_per_token = geometry.cache_bytes_per_token(dtype.itemsize)
         rows.append(
             {
                 "layers": str(index),
                 **geometry.to_dict(),
-                **rotary,
-                "bytes_per_token_and_layer": bytes_per_token,
-                **served,
+                "rotary_keys": "from the latent" if geometry.rope_from_latent else "cached",
+                "bytes_per_token_and_layer": geometry.cache_bytes_per_token(dtype.itemsize),
+                "decode_on_cuda": str(serving[index]),
+                "no_kernel_because": serving[index].why or None,
             }
         )
     return rows

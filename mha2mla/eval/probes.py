@@ -115,7 +115,7 @@ def run_probes(
     source: torch.nn.Module,
     converted: torch.nn.Module,
     tokenizer: Any,
-    settings: ProbeSettings | None = None,
+    settings: ProbeSettings,
     *,
     longest: int | None = None,
     progress: bool = True,
@@ -125,7 +125,6 @@ def run_probes(
     Args:
         source, converted: loaded causal language models of one vocabulary.
         tokenizer: of both.
-        settings: default :class:`ProbeSettings`.
         longest: tokens that both models take; longer probes are left out.
 
     Returns:
@@ -134,7 +133,6 @@ def run_probes(
     Raises:
         ValueError: the text is unusable (``load_text``).
     """
-    settings = settings or ProbeSettings()
     predictors = Predictor(source), Predictor(converted)
     writer = Writer(tokenizer, settings.text)
     rows, skipped = [], []

@@ -105,10 +105,6 @@ class Loop:
         self._launched: _Launched | None = None
 
     @property
-    def has_work(self) -> bool:
-        return self.scheduler.has_work
-
-    @property
     def cache_bytes_per_token(self) -> float:
         """Of all layers."""
         allocator = self.cache.allocator
@@ -151,7 +147,7 @@ class Loop:
 
     def steps(self) -> Iterator[list[Request]]:
         """Steps until every request is finished; each gives the requests that got a token."""
-        while self.has_work:
+        while self.scheduler.has_work:
             yield self.step()
         self.drain()
 

@@ -14,8 +14,9 @@ import torch
 from tqdm import tqdm
 
 from mha2mla.checkpoints import find_checkpoint
+from mha2mla.conversion.calibration.blocks import Windows, listed
 from mha2mla.conversion.calibration.lengths import calibration_lengths, check_length, nearest_length
-from mha2mla.conversion.calibration.windows import Windows, evaluation_windows, listed
+from mha2mla.conversion.calibration.windows import evaluation_windows
 from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.presets import AUTO, choose_preset
 from mha2mla.conversion.recipe import Recipe, asked_keys

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.lengths import calibrated_length
-from mha2mla.conversion.calibration.windows import Windows, calibration_windows, listed
+from mha2mla.conversion.calibration.windows import calibration_windows, named_in_errors
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.layer_walk import LayerWalk
-from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, source_identity, tensor_hash
+from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, tensor_hash
 from mha2mla.conversion.rope.share_search import choose_rope_share
 from mha2mla.conversion.source.files import FileIdentity
 from mha2mla.environment import installed_version
@@ -148,7 +148,7 @@ def _request(plan: Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:
     arguments = plan.arguments
     return {
         "recipe": plan.recipe.flat(),
-        "source": source_identity(weights),
+        "source": {name: identity.sha256 for name, identity in weights.items()},
         "calibration": _text_identity(plan.calibration),
         "device": _device_name(plan.model.device),
         "compute_dtype": str(arguments.compute_dtype),
@@ -166,10 +166,8 @@ def _text_identity(text: str | Windows | None) -> str | None:
         return None
     if not isinstance(text, str):
         return "+".join(map(tensor_hash, listed(text)))
-    try:
+    with named_in_errors("calibration", text):
         return text_identity(text)
-    except ValueError as error:
-        raise ValueError(f"calibration {text!r}: {error}") from error
 
 
 def _device_name(device: torch.device) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from mha2mla.conversion.calibration.activations import SPILL_BYTES
-from mha2mla.conversion.calibration.windows import Windows
+from mha2mla.conversion.calibration.blocks import Windows
 from mha2mla.conversion.presets import PresetName, better_than
 from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.result.destination import WORK_FOLDER, is_converted, temporary_folder, temporary_path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.resume import FinishedLayers
-from mha2mla.conversion.source.files import regular_file
+from mha2mla.conversion.source.files import copy_files
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.pipeline.check import Arguments
@@ -83,9 +82,7 @@ def write_config(arguments: Arguments, opened: OpenedFolder, config: MHA2MLAConf
     """config.json, and everything that the source carries beside its weights."""
     from mha2mla.modeling import MHA2MLAForCausalLM
 
-    for name in opened.companions:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(regular_file(opened.folder, name), folder / name)
+    copy_files(opened.folder, opened.companions, folder)
     name = Path(config.source_config.get("_name_or_path") or "")
     config.source_config = {**config.source_config, "_name_or_path": name.name if name.is_absolute() else str(name)}
     config.dtype = arguments.written_dtype(opened)

@@ -14,7 +14,7 @@ from mha2mla.checkpoints import find_converted
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.checkpoint import CheckpointReader
-from mha2mla.conversion.source.files import companions, regular_file
+from mha2mla.conversion.source.files import companions, copy_files
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.serving import deepseek, remote_model
 
@@ -51,8 +51,7 @@ def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], 
     reader = CheckpointReader(source)
     frequencies = _frequencies(config, reader) if format == "deepseek-v3" else None
     with temporary_folder(destination, overwrite=False) as work:
-        for name in companions(source):
-            shutil.copyfile(regular_file(source, name), work / name)
+        copy_files(source, companions(source), work)
         if frequencies is None:
             _write_remote_code(source, work, reader)
         else:
@@ -70,8 +69,7 @@ def _write_remote_code(source: Path, work: Path, reader: CheckpointReader) -> No
     _write_json(work / "config.json", values)
     shutil.copyfile(remote_model.__file__, work / CODE_FILE)
     index = [path.name for path in source.glob("*.safetensors.index.json")]
-    for name in [*reader.files(), *index]:
-        shutil.copyfile(regular_file(source, name), work / name)
+    copy_files(source, [*reader.files(), *index], work)
 
 
 def _frequencies(config: MHA2MLAConfig, reader: CheckpointReader) -> deepseek.Frequencies:

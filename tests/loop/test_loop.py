@@ -39,7 +39,7 @@ def traffic(loop: Loop, seed: int, count: int = 12, scale: int = 1) -> list:
     """Requests at random moments, some with a beginning of others, some forked from them; until all are finished."""
     draw, requests = random.Random(seed), []
     beginning = [draw.randrange(3, 96) for _ in range(30 * scale)]
-    while len(requests) < count or loop.has_work:
+    while len(requests) < count or loop.scheduler.has_work:
         if len(requests) < count and draw.random() < 0.8:
             own = [draw.randrange(3, 96) for _ in range(draw.randint(1, 25 * scale))]
             prompt = beginning[: draw.choice((0, 17, 30)) * scale] + own

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 import torch
 
 LENGTHS = (512, 2048, 8192)  # of windows, where nobody asked for others
+Windows = torch.Tensor | Sequence[torch.Tensor]  # int64 [windows, length], or one of these per length
+
+
+def listed(windows: Windows) -> list[torch.Tensor]:
+    """A tensor for each length."""
+    return [windows] if isinstance(windows, torch.Tensor) else list(windows)
 
 
 @dataclass(frozen=True)
@@ -23,16 +29,13 @@ class TokenBlocks:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, windows: torch.Tensor | Sequence[torch.Tensor]) -> TokenBlocks:
+    def of(cls, windows: Windows) -> TokenBlocks:
         """Blocks as large as the longest window.
-
-        Args:
-            windows: int64 [windows, length], or one of these per length.
 
         Raises:
             ValueError: windows of a length do not fill whole blocks.
         """
-        parts = [windows] if isinstance(windows, torch.Tensor) else sorted(windows, key=lambda part: part.shape[1])
+        parts = sorted(listed(windows), key=lambda part: part.shape[1])
         size = parts[-1].shape[1]
         for part in parts:
             if size % part.shape[1] or part.numel() % size:

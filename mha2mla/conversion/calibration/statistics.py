@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mha2mla.conversion.families import AttentionWeights, SourceSpec
+from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.rope.basis import turn
 
 _MAP_ELEMENTS = 1 << 24  # of attention maps that exist at a time
@@ -202,10 +203,7 @@ class StatisticsCollector:
             rows = slice(start, min(start + step, length), stride)
             seen = rows.stop  # keys after the last query of this block are masked for all of them
             scores = query[:, :, rows] @ key[:, :, :seen].mT
-            ahead = position[None, :seen] - position[rows, None]
-            hidden = ahead > 0
-            if self.window is not None:
-                hidden |= ahead <= -self.window
+            hidden = ~visible(position[rows], position[:seen], self.window)
             weight = torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
             if self.attended:
                 share = stride * attended / _ATTENDED_STRIDE

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import generator_of
 from mha2mla.conversion.source.files import CheckpointError
 from mha2mla.conversion.source.opening import OpenedFolder, Source
 from mha2mla.texts import load_text, mixed_windows, token_windows
-
-Windows = torch.Tensor | Sequence[torch.Tensor]  # int64 [windows, length], or one of these per length
 
 
 def calibration_windows(
@@ -48,8 +47,8 @@ def calibration_windows(
     parts = []
     for length in lengths:
         per_block = longest // length
-        windows = _named("calibration", text, mixed_windows, tokenizer, text, length, blocks * per_block, seed=seed,
-                         generate=generate)  # fmt: skip
+        with named_in_errors("calibration", text):
+            windows = mixed_windows(tokenizer, text, length, blocks * per_block, seed=seed, generate=generate)
         whole = len(windows) // per_block * per_block
         if not whole:
             raise ValueError(
@@ -68,7 +67,8 @@ def evaluation_windows(source: OpenedFolder, text: str | torch.Tensor, *, length
     if not isinstance(text, str):
         return _checked(text, "evaluation", source)
     tokenizer, count = _tokenizer_of(source, "evaluation"), max(1, tokens // length)
-    windows = _named("evaluation", text, lambda: token_windows(tokenizer, load_text(text), length, count))
+    with named_in_errors("evaluation", text):
+        windows = token_windows(tokenizer, load_text(text), length, count)
     return _checked(windows, "evaluation", source)
 
 
@@ -79,16 +79,13 @@ def _tokenizer_of(source: OpenedFolder, name: str) -> Any:
         raise CheckpointError(f"{error}; {name} must be token windows") from error
 
 
-def _named(name: str, text: str, make: Any, *args: Any, **keys: Any) -> torch.Tensor:
+@contextmanager
+def named_in_errors(name: str, text: str) -> Iterator[None]:
+    """Says of which text a ValueError is."""
     try:
-        return make(*args, **keys)
+        yield
     except ValueError as error:
         raise ValueError(f"{name} {text!r}: {error}") from error
-
-
-def listed(windows: Windows) -> list[torch.Tensor]:
-    """A tensor for each length."""
-    return [windows] if isinstance(windows, torch.Tensor) else list(windows)
 
 
 def _checked(windows: torch.Tensor, name: str, source: OpenedFolder) -> torch.Tensor:

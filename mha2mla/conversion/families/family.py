@@ -77,16 +77,14 @@ class FamilyAdapter:
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         tables = self.rotary_tables(config, head_dim, longrope_table)
-        factors = tuple(table.attention_factor for table in tables)
         # What the model card says of a model with several tables is what it says of its globally attending layers.
-        table, shared = tables[-1], all(table is tables[0] for table in tables)
+        table = tables[-1]
         for layer, window in enumerate(self.sliding_windows(config)):
             if window is None:
                 table = tables[layer]
         rotary_dim = 2 * table.inv_freq.numel()
         note = "" if rotary_dim == head_dim else f"{rotary_dim} of {head_dim} dims of a head rotate"
-        biases = [getattr(config, says, False) if isinstance(says, str) else says for says in self.biased]
-        q_bias, k_bias, v_bias, o_bias = map(bool, biases)
+        biased = [getattr(config, says, False) if isinstance(says, str) else says for says in self.biased]
         return SourceSpec(
             model_type=self.model_type,
             num_layers=config.num_hidden_layers,
@@ -97,10 +95,7 @@ class FamilyAdapter:
             softmax_scale=(getattr(config, self.softmax_width) if self.softmax_width else head_dim) ** -0.5,
             qk_norm=self.qk_norm,
             norm_eps=config.rms_norm_eps,
-            q_bias=q_bias,
-            k_bias=k_bias,
-            v_bias=v_bias,
-            o_bias=o_bias,
+            **{f"{part}_bias": bool(has) for part, has in zip("qkvo", biased, strict=True)},
             inv_freq=_padded(table.inv_freq, head_dim),
             attention_factor=table.attention_factor,
             rope_note="; ".join(filter(None, (table.note, note))),
@@ -108,8 +103,7 @@ class FamilyAdapter:
             norm_per_head=self.norm_per_head,
             norm_offset=self.norm_offset,
             rotary_dim=None if rotary_dim == head_dim else rotary_dim,
-            layer_inv_freq=None if shared else tuple(_padded(table.inv_freq, head_dim) for table in tables),
-            layer_attention_factors=None if len(set(factors)) == 1 else factors,
+            tables=tuple(replace(each, inv_freq=_padded(each.inv_freq, head_dim)) for each in tables),
             table_lengths=(
                 max(table.lengths[0] for table in tables),
                 min((table.lengths[1] for table in tables if table.lengths[1] is not None), default=None),

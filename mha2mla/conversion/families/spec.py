@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from mha2mla.conversion.families.rotary import RotaryTable
 
 
 class UnsupportedSourceError(ValueError):
@@ -15,6 +18,12 @@ class UnsupportedSourceError(ValueError):
 def pair_factors(inv_freq: torch.Tensor, factor: float) -> torch.Tensor:
     """``factor`` of every pair that rotates, float64; 1 for those of frequency zero, which stand for none."""
     return torch.where(inv_freq == 0, 1.0, torch.tensor(factor, dtype=torch.float64))
+
+
+def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[queries, keys] bool: which positions each position attends to, in a sliding ``window`` or all before it."""
+    distance = queries[:, None] - keys[None]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 @dataclass(frozen=True)
@@ -32,8 +41,7 @@ class SourceSpec:
         norm_per_head: whether q's and k's norms act on every head by itself (Qwen3) or on all heads together (OLMo2).
         norm_offset: what the norms add to their stored weight (Gemma: 1).
         rotary_dim: dims of a head that the source rotates; None for all.
-        layer_inv_freq, layer_attention_factors: per layer its own ``inv_freq`` and ``attention_factor``; None where all
-            layers share them.
+        tables: of each layer, for whole heads.
         table_lengths: shortest and longest window at which the source uses these tables; None: any length from there.
     """
 
@@ -54,11 +62,10 @@ class SourceSpec:
     attention_factor: float
     rope_note: str
     sliding_windows: tuple[int | None, ...]
+    tables: tuple[RotaryTable, ...]
     norm_per_head: bool = True
     norm_offset: float = 0.0
     rotary_dim: int | None = None
-    layer_inv_freq: tuple[torch.Tensor, ...] | None = None
-    layer_attention_factors: tuple[float, ...] | None = None
     table_lengths: tuple[int, int | None] = (1, None)
 
     @property
@@ -78,12 +85,8 @@ class SourceSpec:
 
     def of_layer(self, layer: int) -> SourceSpec:
         """The same with ``inv_freq`` and ``attention_factor`` of this layer."""
-        own = {}
-        if self.layer_inv_freq is not None:
-            own["inv_freq"] = self.layer_inv_freq[layer]
-        if self.layer_attention_factors is not None:
-            own["attention_factor"] = self.layer_attention_factors[layer]
-        return replace(self, **own) if own else self
+        table = self.tables[layer]
+        return replace(self, inv_freq=table.inv_freq, attention_factor=table.attention_factor)
 
     def heads(self, hidden: torch.Tensor, weights: AttentionWeights, which: Literal["q", "k"]) -> torch.Tensor:
         """q or k of every head after bias and norm, before RoPE: [..., heads, head_dim] of inputs [..., hidden], in

@@ -11,6 +11,7 @@ import torch
 
 from mha2mla.conversion.calibration.statistics import GOLDEN, AttentionSample
 from mha2mla.conversion.families import AttentionWeights, SourceSpec
+from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.rope.basis import RotaryBasis, rotate
 
 _PAIRS = 2**22  # of a query and a key in all windows of a length, at most, for each head: their scores are kept
@@ -300,10 +301,7 @@ def _score_window(
         rotate(x, spec.inv_freq[None], at, spec.attention_factor) for x, at in ((query, chosen), (key, position))
     )
     score = turned @ turned_key.repeat_interleave(spec.group_size, 0).mT * spec.softmax_scale
-    ahead = position[None] - chosen[:, None]
-    unseen = ahead > 0
-    if window is not None:
-        unseen |= ahead <= -window
+    unseen = ~visible(chosen, position, window)
     weight = score.masked_fill(unseen, float("-inf")).softmax(-1)
 
     stacked = key.transpose(0, 1).flatten(1)

@@ -74,11 +74,6 @@ class LatentProblem:
         """[blocks, rows, E]: keys by what has a metric of its own: kv heads, or all keys together."""
         return self.key if self.rotary is None else torch.cat([self.key.flatten(0, 1), self.rotary])[None]
 
-    @property
-    def key_metrics(self) -> torch.Tensor:
-        """[blocks, rows, rows]."""
-        return self.key_metric.reshape(-1, *self.key_metric.shape[-2:])
-
 
 class LowRankRule(ABC):
     """A way to factorise.
@@ -147,7 +142,7 @@ class WhitenedJoint(LowRankRule):
 
     def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
         covariance, value_covariance = _moments(problem, SHRINKAGE, centered)
-        key_root, key_inverse = _roots(problem.key_metrics)
+        key_root, key_inverse = _roots(problem.key_metric.reshape(-1, *problem.key_metric.shape[-2:]))
         value_root, value_inverse = _roots(problem.value_metric)
         key, value = (key_root @ problem.keys).flatten(0, 1), (value_root @ problem.value).flatten(0, 1)
         gain = _balance(key, covariance, value, value_covariance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -105,6 +106,17 @@ def companions(folder: Path) -> list[str]:
     found = {path for pattern in _COMPANIONS for path in folder.glob(pattern)}
     names = sorted(path.relative_to(folder).as_posix() for path in found if path.suffix not in _CODE)
     return [name for name in names if not (folder / name).is_dir() and regular_file(folder, name)]
+
+
+def copy_files(folder: Path, names: Iterable[str], destination: Path) -> None:
+    """Copies files of a checkpoint.
+
+    Raises:
+        CheckpointError: as :func:`regular_file`.
+    """
+    for name in names:
+        (destination / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(regular_file(folder, name), destination / name)
 
 
 @dataclass(frozen=True)

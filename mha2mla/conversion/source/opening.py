@@ -259,11 +259,9 @@ def _without_cache(tokenizer: Any) -> Any:
 
 
 def _check_spec(spec: SourceSpec) -> None:
-    tables = spec.layer_inv_freq or (spec.inv_freq,)
-    factors = spec.layer_attention_factors or (spec.attention_factor,)
     checks = (
-        ("rope_parameters", "frequencies", all(bool(torch.isfinite(table).all()) for table in tables)),
-        ("rope_parameters", "attention factors", all(0 < factor < math.inf for factor in factors)),
+        ("rope_parameters", "frequencies", all(bool(torch.isfinite(table.inv_freq).all()) for table in spec.tables)),
+        ("rope_parameters", "attention factors", all(0 < table.attention_factor < math.inf for table in spec.tables)),
         ("query_pre_attn_scalar", "softmax scale", 0 < spec.softmax_scale < math.inf),
         ("sliding_window", "windows", all(window is None or window >= 1 for window in spec.sliding_windows)),
         ("head_dim", "rotary pairs", spec.head_dim % 2 == 0),

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from mha2mla.conversion.calibration.activations import ActivationStore
+from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.parameters import StoredParameters
 
@@ -138,8 +139,7 @@ class StreamedModel:
         if window is None or window >= length:
             return None  # SDPA's own causal path
         position = torch.arange(length, device=self.device)
-        distance = position[:, None] - position[None]
-        return ((distance >= 0) & (distance < window))[None, None]
+        return visible(position, position, window)[None, None]
 
     def _tensor(self, name: str) -> torch.Tensor:
         # A bfloat16 frequency is off by whole turns.
