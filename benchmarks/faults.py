@@ -343,13 +343,13 @@ FAULTS = tuple(
 # NaN passes the proof of full rank
 @ mha2mla/pipeline/verify.py
 ? tests/test_pipeline.py -k full_rank
--if not parity.logits_relative_error <= tolerance:
-+if parity.logits_relative_error > tolerance:
+-if exact is not None and not error <= tolerance:
++if exact is not None and error > tolerance:
 # the names that were written are not compared
 @ mha2mla/pipeline/verify.py
 ? tests/test_pipeline.py -k name or tensor or written
--if reader.names() != written.expected_names():
-+if not reader.names():
+-if different := sorted(reader.names() ^ converted.expected_names()):
++if different := sorted(() if reader.names() else ("",)):
 # a geometry that no kernel serves is converted without a word
 @ mha2mla/pipeline/report.py
 ? tests/test_pipeline.py -k kernel
