@@ -56,7 +56,7 @@ def products(rows: list[int] | None = None, only: str = "", min_run_time: float 
     """Times them and prints their table.
 
     Args:
-        rows: of x; default 1, 2, 4 and 8.
+        rows: of x; default 1, 8, 16 and 64.
         only: products whose name contains it.
         min_run_time: seconds of replays for each figure.
         json: also write every row to this file.
@@ -73,7 +73,7 @@ def products(rows: list[int] | None = None, only: str = "", min_run_time: float 
             torch.randn(outputs, columns, device="cuda", dtype=torch.bfloat16).mul_(columns**-0.5)
             for _ in range(max(2, round(READ / size)))
         ]
-        for count in rows or (1, 2, 4, 8):
+        for count in rows or (1, 8, 16, 64):
             x = torch.randn(count, columns, device="cuda", dtype=torch.bfloat16)
             exact = F.linear(x.double(), weights[0].double())
             if gated:
