@@ -110,3 +110,5 @@ def _move(parameters: Sequence[Tensor]) -> None:
             if whole.is_cuda:  # the old storage may not be handed out again before it has been read
                 each.data.record_stream(torch.cuda.current_stream(whole.device))
             each.data = rows
+    if whole.is_cuda:  # a product of few rows reads its weight before the kernel before has ended
+        torch.cuda.current_stream(whole.device).synchronize()
