@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -49,9 +50,11 @@ def generate_latency(
         the device's memory would hold, from what those of this row took beside the weights: an estimate.
     """
     for name, make in models.items():
-        model, refused = made_or_why(make)
-        if model is None:
-            yield from ({"op": "generate"} | row for row in refused(name, batch_sizes, seqlens))
+        model = made_or_why(make)
+        if isinstance(model, str):
+            for batch, seqlen in product(batch_sizes, seqlens):
+                row = {"op": "generate", "implementation": name, "batch": batch, "seqlen": seqlen}
+                yield row | {"status": model}
             continue
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, model.config.vocab_size, (max(batch_sizes), max(seqlens)), generator=generator)

@@ -47,14 +47,13 @@ def plot_layers(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     _picture([partial(_draw_layers, rows)], path)
 
 
-def plot_quality(report: Mapping[str, Any], path: str | os.PathLike[str], *, title: str | None = None) -> None:
+def plot_quality(report: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Draws the perplexity ratio by position in the window, and below it the probes, source beside converted.
 
     Args:
         report: what ``QualityReport.to_dict`` gives, or the JSON that ``mha2mla eval quality`` wrote: its keys
             ``by_position`` and ``probes``, either of which may be empty.
         path: PNG or SVG file to write; its folder is made when missing.
-        title: printed above; default the names in the report.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -66,9 +65,8 @@ def plot_quality(report: Mapping[str, Any], path: str | os.PathLike[str], *, tit
     panels = [partial(draw, rows) for draw, rows in drawings if rows]
     if not panels:
         raise ValueError("report has neither by_position nor probes; expected at least one of them")
-    if title is None and "source" in report:
-        title = f"{Path(report['source']).name} → {_name(report)}"
-    _picture(panels, path, title=title)
+    names = f"{Path(report['source']).name} → {_name(report)}" if "source" in report else None
+    _picture(panels, path, title=names)
 
 
 def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> None:

@@ -70,9 +70,11 @@ def forward_latency(
     # The first and the last sequence of every batch are checked.
     checked = sorted({0} | {batch - 1 for batch in batch_sizes})
     for name, make in models.items():
-        model, refused = made_or_why(make)
-        if model is None:
-            yield from ({"op": _OPS[level]} | row for level in levels for row in refused(name, batch_sizes, seqlens))
+        model = made_or_why(make)
+        if isinstance(model, str):
+            for level, batch, seqlen in product(levels, batch_sizes, seqlens):
+                row = {"op": _OPS[level], "implementation": name, "batch": batch, "seqlen": seqlen}
+                yield row | {"status": model}
             continue
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, model.config.vocab_size, (largest, longest), generator=generator).to(model.device)
@@ -92,21 +94,10 @@ def forward_latency(
 _OPS = {"step": "decode step", "prefill": "prefill"}
 
 
-def made_or_why(make: Model) -> tuple[torch.nn.Module | None, Callable[..., Iterator[dict[str, Any]]]]:
-    """The model; or None, where memory does not suffice for its weights, with what gives the rows that say so from its
-    name, batch sizes and lengths."""
+def made_or_why(make: Model) -> torch.nn.Module | str:
+    """The model; or why there is none, where memory does not suffice for its weights."""
     found = unless_out_of_memory(lambda: {"model": make if isinstance(make, torch.nn.Module) else make()})
-
-    def rows(name: str, batch_sizes: Sequence[int], seqlens: Sequence[int]) -> Iterator[dict[str, Any]]:
-        for batch, seqlen in product(batch_sizes, seqlens):
-            yield {
-                "implementation": name,
-                "batch": batch,
-                "seqlen": seqlen,
-                "status": f"{found['status']}, for weights",
-            }
-
-    return found.get("model"), rows
+    return f"{found['status']}, for weights" if "status" in found else found["model"]
 
 
 def row_of(op: str, name: str, model: torch.nn.Module, batch: int, seqlen: int) -> dict[str, Any]:

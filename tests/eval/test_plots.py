@@ -43,7 +43,7 @@ def _size(path):
 
 def test_a_picture_has_a_part_for_positions_for_choices_and_for_gains(tmp_path):
     report = _report()
-    plot_quality(report, tmp_path / "new" / "all.png", title="source → converted")
+    plot_quality(report, tmp_path / "new" / "all.png")
     plot_quality(report | {"probes": []}, tmp_path / "positions.png")
     plot_quality(report | {"by_position": []}, tmp_path / "probes.png")
     whole, positions, probes = (_size(tmp_path / name) for name in ("new/all.png", "positions.png", "probes.png"))
