@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mha2mla.conversion.result.writer import remove, save_tensors, write_whole
+from mha2mla.conversion.result.writer import remove, save_tensors
+from mha2mla.whole_files import write_whole
 
 REQUEST_FILE = "request.json"
 _SUFFIX = ".safetensors"

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mha2mla.whole_files import write_whole
+
 SCHEMA = "mha2mla.report/1"
 _LONGEST_CELL = 56
 _LONGEST_LIST = 6
@@ -173,12 +175,7 @@ def write_json(path: str | os.PathLike[str], *, kind: str, rows: Sequence[Row], 
     except TypeError as error:
         raise ValueError(f"rows or fields hold a value that JSON cannot express: {error}") from error
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
     return path
 
 

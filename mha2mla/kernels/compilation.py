@@ -9,6 +9,9 @@ import tilelang
 PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_warp_specialized": True}
 # For kernels that guard their own indices: TileLang's guards beside them cost a third of the registers.
 SMALL_PASS_CONFIGS = PASS_CONFIGS | {"tl.disable_safe_memory_legalize": True}
+# For those whose numbers are torch's: fast math rounds quotients and exponentials otherwise, and its cos and sin are
+# wrong at large angles, which are positions times radians.
+EXACT_PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
 
 UNTOLD_WRITES = {"tl.disable_buffer_init_check": True}  # a warning for each such kernel else
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mha2mla.checkpoints import model_type
-from mha2mla.conversion.result.writer import DestinationError, is_folder, remove, sync
+from mha2mla.conversion.result.writer import DestinationError, is_folder, remove
+from mha2mla.whole_files import sync
 
 WORK_FOLDER = "work"
 

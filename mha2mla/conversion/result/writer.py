@@ -1,12 +1,9 @@
-"""Writing weights: shards as they fill, files that are whole and on the disk before they have their names."""
+"""Writing weights: shards as they fill."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,30 +17,6 @@ DEFAULT_SHARD_BYTES = 1 << 30
 
 class DestinationError(ValueError):
     """The destination cannot be written; the message says why."""
-
-
-def sync(path: Path) -> None:
-    """Returns when a file, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """A file that has its name only when it is whole and on the disk; ``write`` is given another name for it."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        sync(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
 
 
 def is_folder(path: Path) -> bool:

@@ -7,14 +7,12 @@ from functools import cache
 
 from torch import Tensor
 
+from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS as PASS_CONFIGS
 from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.pointwise.kernel import make_rms_norm, make_silu_mul
 from mha2mla.kernels.rope_append.launch import vector_of, with_dense_rows
 from mha2mla.kernels.skinny_linear.api import MAX_ROWS
-
-# No fast math: it rounds quotients and exponentials otherwise than torch does.
-PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
 
 
 @cache

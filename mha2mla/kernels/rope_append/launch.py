@@ -7,33 +7,31 @@ from functools import cache
 
 from torch import Tensor
 
-from mha2mla.kernels.compilation import compile_for
+from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS, compile_for
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.rope_append.kernel import make_rope_append
 from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
 from mha2mla.kernels.rope_append.with_maps import make_append_and_map
 
-# No fast math: its cos and sin are wrong at large angles, which are positions times radians.
-PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
 THREADS = 128  # of a block
 
 
 @cache
 def compile_rope_append(major_minor: int, **static):
     """The compiled kernel; arguments as ``make_rope_append``'s. One compilation serves every N and P."""
-    return compile_for(make_rope_append(**static), major_minor, PASS_CONFIGS)
+    return compile_for(make_rope_append(**static), major_minor, EXACT_PASS_CONFIGS)
 
 
 @cache
 def compile_append_and_map(major_minor: int, **static):
     """The compiled kernel; arguments as ``make_append_and_map``'s."""
-    return compile_for(make_append_and_map(**static), major_minor, PASS_CONFIGS)
+    return compile_for(make_append_and_map(**static), major_minor, EXACT_PASS_CONFIGS)
 
 
 @cache
 def compile_quantize_rows(major_minor: int, **static):
     """The compiled kernel; arguments as ``make_quantize_rows``'s."""
-    return compile_for(make_quantize_rows(**static), major_minor, PASS_CONFIGS)
+    return compile_for(make_quantize_rows(**static), major_minor, EXACT_PASS_CONFIGS)
 
 
 def launch_quantize_rows(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor) -> None:

@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -31,6 +29,7 @@ from typing import Any
 
 from mha2mla.cache_folder import cache_folder
 from mha2mla.kernels.split_kv.choice import CONFIGURATION
+from mha2mla.whole_files import write_whole
 
 VERSION = 2
 BATCHES = (1, 2, 4, 8, 16, 32, 64)  # upper ends of the buckets; the last has no end: every CTA has work enough
@@ -158,19 +157,9 @@ class TuningTable:
             for key in sorted(table)
         ]
         body = "[\n  " + ",\n  ".join(lines) + "\n]" if lines else "[]"
+        text = f'{{"version": {VERSION}, "rows": {body}}}\n'
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(f'{{"version": {VERSION}, "rows": {body}}}\n')
-                file.flush()
-                os.fchmod(file.fileno(), 0o644)  # mkstemp's is for its owner only
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         _read_once.cache_clear()
         return path
 

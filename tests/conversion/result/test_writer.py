@@ -4,7 +4,7 @@ import os
 import pytest
 import torch
 
-from mha2mla.conversion.result.writer import DestinationError, ShardedWriter, write_whole
+from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 
 
@@ -51,26 +51,3 @@ def test_a_tensor_that_became_nan_or_comes_twice_is_named(tmp_path):
         writer.add("a", torch.ones(1))
     with pytest.raises(ValueError, match="tensor b became NaN"):
         writer.add("b", torch.tensor([float("nan")]))
-
-
-def test_a_file_has_its_name_only_when_it_is_whole_and_on_the_disk(tmp_path, monkeypatch):
-    """A power cut after the rename must not find an empty file; one during the write must not find half of it."""
-    events, fsync, replace = [], os.fsync, os.replace
-
-    def recorded(handle):
-        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", recorded)
-    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("replace", str(a))), replace(a, b))[1])
-    write_whole(tmp_path / "file", lambda temporary: temporary.write_text("x"))
-    (first, temporary), (second, replaced), (third, folder) = events
-    assert (first, second, third) == ("sync", "replace", "sync") and temporary == replaced and folder == str(tmp_path)
-
-    def fails(temporary):
-        temporary.write_text("half")
-        raise DestinationError("full")
-
-    with pytest.raises(DestinationError):
-        write_whole(tmp_path / "file", fails)
-    assert listing(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "x"

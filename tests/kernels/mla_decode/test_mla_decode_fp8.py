@@ -344,13 +344,13 @@ def test_compiles_for_hopper_failure_9(shape):
 def test_quantising_kernel_compiles_for_hopper(row_width):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
-    from mha2mla.kernels.rope_append.launch import PASS_CONFIGS
+    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
     from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
     function = make_quantize_rows(row_width=row_width, page_size=64, dtype="bfloat16")
-    (report,) = compile_only(function, "sm_90a", PASS_CONFIGS)
+    (report,) = compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
     assert not report.complaints(48 * 1024)
 
 

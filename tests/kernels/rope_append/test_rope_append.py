@@ -323,8 +323,8 @@ def test_kernel_on_the_cpu_target(shape, interleaved, vector):
 def test_kernel_compiles_for_hopper(shape, interleaved):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
+    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
     from mha2mla.kernels.rope_append.kernel import make_rope_append
-    from mha2mla.kernels.rope_append.launch import PASS_CONFIGS
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
@@ -337,7 +337,7 @@ def test_kernel_compiles_for_hopper(shape, interleaved):
         block_tokens=1 if alone else 4,
         dependent=alone,
     )
-    (report,) = compile_only(function, "sm_90a", PASS_CONFIGS)
+    (report,) = compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
     assert not report.complaints(48 * 1024)
 
 
@@ -409,13 +409,13 @@ def test_no_kernel_maps_beside_the_append_where_there_is_none():
 def test_append_and_map_compiles_for_hopper(shape, inner, maps):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
-    from mha2mla.kernels.rope_append.launch import PASS_CONFIGS
+    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
     from mha2mla.kernels.rope_append.with_maps import make_append_and_map
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
     function = make_append_and_map(**static(shape), maps=maps, inner=inner, dtype="bfloat16", vector=8)
-    (report,) = compile_only(function, "sm_90a", PASS_CONFIGS)
+    (report,) = compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
     assert report.complaints(232_448) == [] and report.spill_bytes == 0
 
 
