@@ -373,8 +373,8 @@ FAULTS = tuple(
 -same = theirs == json.loads(self._text)
 +same = bool(theirs)
 # a checkpoint is not on the disk when it has its name
-@ mha2mla/conversion/result/writer.py
-? tests/conversion/result/test_writer.py
+@ mha2mla/whole_files.py
+? tests/test_whole_files.py
 -        os.fsync(handle)
 +        os.fstat(handle)
 # the old folder is deleted before the new one is there

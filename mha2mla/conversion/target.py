@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mha2mla.conversion.stage import Stage
-from mha2mla.conversion.value_rules import Rule, int_from, is_int, number_from, one_of
+from mha2mla.conversion.value_rules import Rule, int_from, is_int, one_of, positive
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Target(Stage):
     prefix: ClassVar[str] = ""
     rules: ClassVar[Mapping[str, Rule]] = {
         "layout": one_of(*LAYOUTS),
-        "cache_ratio": number_from(0, 1).or_none(),
+        "cache_ratio": positive(1).or_none(),
         "kv_lora_rank": int_from(1, _WIDTH).or_none(),
         "qk_rope_head_dim": Rule(
             "an even int from 2 on (RoPE turns pairs), or null",

@@ -33,13 +33,8 @@ def int_from(least: int, most: int) -> Rule:
     return Rule(f"an int from {least} to {most}", lambda value: is_int(value) and least <= value <= most)
 
 
-def number_from(least: float, most: float) -> Rule:
-    """Excluding ``least`` itself where that is 0."""
-    above = "above 0, at most" if least == 0 else f"from {least:g} to"
-    return Rule(
-        f"a number {above} {most:g}",
-        lambda value: is_number(value) and least <= value <= most and (value > 0 or least < 0),
-    )
+def positive(most: float) -> Rule:
+    return Rule(f"a number above 0, at most {most:g}", lambda value: is_number(value) and 0 < value <= most)
 
 
 def each_is(rule: Rule) -> Rule:

@@ -40,11 +40,10 @@ def check_scale(softmax_scale: float) -> None:
         raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number")
 
 
-def check_like(name: str, tensor: Tensor, like: Tensor, as_what: str, dtype: torch.dtype | None = None) -> None:
-    """Raise ValueError unless a tensor has the dtype (or ``dtype``) and the device of ``like``, called ``as_what``."""
-    dtype = like.dtype if dtype is None else dtype
-    if tensor.dtype != dtype or tensor.device != like.device:
-        raise argument_error(name, f"{tensor.dtype} on {tensor.device}", f"{dtype} on {like.device}, as {as_what}")
+def check_like(name: str, tensor: Tensor, like: Tensor, as_what: str) -> None:
+    """Raise ValueError unless a tensor has the dtype and the device of ``like``, called ``as_what``."""
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        raise argument_error(name, f"{tensor.dtype} on {tensor.device}", f"{like.dtype} on {like.device}, as {as_what}")
 
 
 def check_aligned(**tensors: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import absorbs_up_to
+from mha2mla.kernels import absorbs_up_to, is_absorbed
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
@@ -117,7 +117,7 @@ def what_serves(
         short = absorbs_up_to(geometry)
         if backend is None or backend.attend is None:
             form = ("expanded", expanded, reason)
-        elif query_length <= short:
+        elif is_absorbed(query_length, query_length, short):
             form = ("absorbed", backend.name, reason)
         elif (name is not None or config.attention_window is not None) and batches is not None:
             form = ("expanded", backend.name, reason)
@@ -131,15 +131,10 @@ def what_serves(
     )
 
 
-def widest_served(
-    geometry: MLAGeometry,
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    page_size: int = PAGE_SIZE,
-) -> int | None:
+def widest_served(geometry: MLAGeometry, device: torch.device) -> int | None:
     """The largest ``kv_lora_rank`` up to a layer's own with which, all else being the same, kernels would serve it in
-    both ways of calling the model; None: its latent is not what they refuse."""
-    where = (page_size, dtype, device)
+    bfloat16 in both ways of calling the model; None: its latent is not what they refuse."""
+    where = (PAGE_SIZE, torch.bfloat16, device)
     served, refused_from = 0, geometry.kv_lora_rank // 8 + 1  # in eights
     while refused_from - served > 1:
         width = (served + refused_from) // 2

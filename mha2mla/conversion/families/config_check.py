@@ -10,7 +10,7 @@ from typing import Any
 from transformers.activations import ACT2FN
 
 from mha2mla.conversion.families.spec import UnsupportedSourceError
-from mha2mla.conversion.value_rules import BOOL, Rule, each_is, int_from, is_int, is_number, number_from, one_of
+from mha2mla.conversion.value_rules import BOOL, Rule, each_is, int_from, is_int, is_number, one_of, positive
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -20,7 +20,7 @@ _WIDTH = int_from(1, 1 << 20)
 _COUNT = int_from(1, 1 << 14)
 _LENGTH = int_from(1, 1 << 31)
 _SHARE = Rule("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
-_EPS = number_from(0, 1)
+_EPS = positive(1)
 _TOKEN = Rule("an int", lambda value: is_int(value) and abs(value) < 1 << 31)
 _TOKENS = Rule(
     "an int or a list of ints", lambda value: _TOKEN.allows(value) or each_is(_TOKEN).allows(value)
@@ -54,12 +54,12 @@ FIELDS: Mapping[str, Rule] = MappingProxyType(
         "qkv_bias": BOOL,
         "tie_word_embeddings": BOOL,
         "use_cache": BOOL.or_none(),
-        "rope_theta": number_from(0, 1e15).or_none(),
-        "rope_local_base_freq": number_from(0, 1e15).or_none(),
+        "rope_theta": positive(1e15).or_none(),
+        "rope_local_base_freq": positive(1e15).or_none(),
         "rope_scaling": _OBJECT,
         "rope_parameters": _OBJECT,
         "partial_rotary_factor": _SHARE.or_none(),
-        "query_pre_attn_scalar": number_from(0, 1e6),
+        "query_pre_attn_scalar": positive(1e6),
         "sliding_window": int_from(0, 1 << 31).or_none(),
         "use_sliding_window": BOOL.or_none(),
         "max_window_layers": int_from(0, 1 << 14),
@@ -74,7 +74,7 @@ FIELDS: Mapping[str, Rule] = MappingProxyType(
         "shared_expert_intermediate_size": _WIDTH,
         "decoder_sparse_step": _COUNT,
         "norm_topk_prob": BOOL,
-        "clip_qkv": number_from(0, 1e6).or_none(),
+        "clip_qkv": positive(1e6).or_none(),
         "pad_token_id": _TOKEN.or_none(),
         "bos_token_id": _TOKENS,
         "eos_token_id": _TOKENS,
@@ -89,20 +89,20 @@ _ROPE_FIELDS: Mapping[str, Rule] = MappingProxyType(
     {
         "rope_type": _TYPE,
         "type": _TYPE,
-        "rope_theta": number_from(0, 1e15),
-        "factor": number_from(0, 1e6).or_none(),
-        "low_freq_factor": number_from(0, 1e6),
-        "high_freq_factor": number_from(0, 1e6),
+        "rope_theta": positive(1e15),
+        "factor": positive(1e6).or_none(),
+        "low_freq_factor": positive(1e6),
+        "high_freq_factor": positive(1e6),
         "original_max_position_embeddings": _LENGTH.or_none(),
-        "beta_fast": number_from(0, 1e6).or_none(),
-        "beta_slow": number_from(0, 1e6).or_none(),
-        "attention_factor": number_from(0, 1e3).or_none(),
-        "mscale": number_from(0, 1e3).or_none(),
-        "mscale_all_dim": number_from(0, 1e3).or_none(),
+        "beta_fast": positive(1e6).or_none(),
+        "beta_slow": positive(1e6).or_none(),
+        "attention_factor": positive(1e3).or_none(),
+        "mscale": positive(1e3).or_none(),
+        "mscale_all_dim": positive(1e3).or_none(),
         "truncate": BOOL,
-        "short_factor": each_is(number_from(0, 1e6)),
-        "long_factor": each_is(number_from(0, 1e6)),
-        "partial_rotary_factor": number_from(0, 1),
+        "short_factor": each_is(positive(1e6)),
+        "long_factor": each_is(positive(1e6)),
+        "partial_rotary_factor": positive(1),
     }
 )
 # What a rope type needs beside its base; transformers fails on their absence with a KeyError.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig
 
-from mha2mla.conversion.families.rotary import RotaryTable, rotary_table
-from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, UnsupportedSourceError
+from mha2mla.conversion.families.rotary import rotary_table
+from mha2mla.conversion.families.spec import AttentionWeights, RotaryTable, SourceSpec, UnsupportedSourceError
 
 if TYPE_CHECKING:
     from mha2mla.conversion.source.checkpoint import CheckpointReader

@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mha2mla.conversion.families.spec import UnsupportedSourceError
-
-
-@dataclass(frozen=True)
-class RotaryTable:
-    """RoPE of one kind of layer.
-
-    Attributes:
-        inv_freq: [rotated dims of a head // 2] float32, after any scaling.
-        attention_factor: what cos and sin are multiplied by.
-        note: what was decided, for the model card.
-        lengths: shortest and longest window at which the source uses this table; None: any length from there.
-    """
-
-    inv_freq: torch.Tensor
-    attention_factor: float
-    note: str = ""
-    lengths: tuple[int, int | None] = (1, None)
+from mha2mla.conversion.families.spec import RotaryTable, UnsupportedSourceError
 
 
 def rotary_table(

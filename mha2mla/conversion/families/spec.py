@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
-
-if TYPE_CHECKING:
-    from mha2mla.conversion.families.rotary import RotaryTable
 
 
 class UnsupportedSourceError(ValueError):
@@ -24,6 +21,23 @@ def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> to
     """[queries, keys] bool: which positions each position attends to, in a sliding ``window`` or all before it."""
     distance = queries[:, None] - keys[None]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """RoPE of one kind of layer.
+
+    Attributes:
+        inv_freq: [rotated dims of a head // 2] float32, after any scaling.
+        attention_factor: what cos and sin are multiplied by.
+        note: what was decided, for the model card.
+        lengths: shortest and longest window at which the source uses this table; None: any length from there.
+    """
+
+    inv_freq: torch.Tensor
+    attention_factor: float
+    note: str = ""
+    lengths: tuple[int, int | None] = (1, None)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def portable_shared_memory(
 ) -> int:
     """Bytes of shared memory that ``latent_portable`` allocates for 16-bit elements."""
     half = padded_rope_columns(shape.qk_rope_head_dim // 2)
-    shared = swap_ab_shared_memory(tiling, shape.kv_lora_rank, 2 * half, block_tokens, 1, threads)
+    shared = swap_ab_shared_memory(tiling, shape.kv_lora_rank, 2 * half, block_tokens, threads)
     return shared + 4 * half * weight_columns + 8 * half * (1 + block_tokens // 16 + 16)
 
 
@@ -156,7 +156,7 @@ def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     makers = blocks.chunks_per_block
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (6, 4, 3, 2), (3 * makers, 2 * makers))
     for warpgroups, resident, num_stages, rope_stages in sizes:
-        used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
+        used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
         registers = _registers_of(shape, tiling, warpgroups, resident, LEAN if resident > 1 else 0)
         fits = registers is not None and resident * (used + 1024) <= limit + 1024
         choice = LatentChoice(
@@ -180,7 +180,7 @@ def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
     rope_stages = 2 * makers
     sizes = product((1, 2) if tiling.rows == 64 else (1,), (3, 2), range(12, 1, -1))
     for warpgroups, num_stages, code_stages in sizes:
-        used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
+        used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
         used += code_stages * piece + num_stages * 3 * 64 * 4
         registers = _registers_of(shape, tiling, warpgroups, 1, 8, streamers=2)  # two CTAs: not tried
         choice = LatentChoice(

@@ -95,13 +95,13 @@ def padded_latent_columns(kv_lora_rank: int, threads: int) -> int:
 
 
 def swap_ab_shared_memory(
-    tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, block_tokens: int, num_stages: int, threads: int
+    tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, block_tokens: int, threads: int
 ) -> int:
     """Bytes of shared memory that ``swap_ab`` allocates for 16-bit elements, with 2 KiB for alignment and barriers."""
     latent = padded_latent_columns(kv_lora_rank, threads)
     rope = padded_rope_columns(tiling.groups_per_tile * qk_rope_head_dim)
     queries = tiling.rows * (latent + rope) * 2
-    tiles = num_stages * block_tokens * (latent + rope) * 2
+    tiles = block_tokens * (latent + rope) * 2
     weights = block_tokens * tiling.rows * 2 + block_tokens // 16 * tiling.rows * 4
     return queries + tiles + weights + 2048
 
@@ -162,7 +162,7 @@ def takes_turns(tiling: RowTiling, rope: RopeBlocks, rope_stages: int) -> bool:
 
 
 def swap_ab_ws_shared_memory(
-    tiling: RowTiling, rope: RopeBlocks, kv_lora_rank: int, num_stages: int, rope_stages: int, warpgroups: int = 1
+    tiling: RowTiling, rope: RopeBlocks, kv_lora_rank: int, num_stages: int, rope_stages: int
 ) -> int:
     """Bytes of shared memory that ``swap_ab_ws`` allocates (16-bit elements), with 1 KiB for alignment and barriers."""
     latent = padded_latent_columns(kv_lora_rank, 128)
@@ -189,7 +189,7 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
     variants = rope_variants(tiling, shape.qk_rope_head_dim)
     sizes = ((w, n, r) for w in ((1, 2) if tiling.rows == 64 else (1,)) for n in (4, 3, 2) for r in (6, 4, 3, 2))
     for (warpgroups, num_stages, rope_stages), (variant, rope) in product(sizes, variants.items()):
-        used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages, warpgroups)
+        used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
         registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
         fits = used <= limit and registers <= 160
         resident = 2 if 2 * (used + 1024) <= limit + 1024 and registers <= 120 and warpgroups == 1 else 1
@@ -261,7 +261,7 @@ def _swap_ab(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int)
     threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
     latent = padded_latent_columns(shape.kv_lora_rank, threads)
     for block in (64,) if capability == 90 else (64, 32):
-        used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, 1, threads)
+        used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, threads)
         fits = used <= limit and _accumulators(latent, tiling.rows, block, threads) <= 144
         choice = KernelChoice(
             "swap_ab", tiling, block, 1, 0, threads, threads // 128, 1,

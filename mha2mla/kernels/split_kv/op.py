@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import capability, check_backend, device_name, dtype_name, num_sms
-from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_float
+from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_float, check_scale
 from mha2mla.kernels.registration import in_plain_eager_mode, register
 from mha2mla.kernels.split_kv.arguments import INDICES, Argument
 from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
@@ -165,8 +164,7 @@ class PagedOp:
     ) -> tuple[Tensor, Tensor, Any]:
         """A call of which nothing is known: out, lse, and what an eager one launched."""
         check_backend(backend)
-        if not isinstance(softmax_scale, (int, float)) or not 0 < softmax_scale < math.inf:
-            raise argument_error("softmax_scale", repr(softmax_scale), "a positive finite number")
+        check_scale(softmax_scale)
         indices = (block_table, cache_seqlens, cache_starts)
         tensors = (*data, *indices)
         layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, out)]
