@@ -11,7 +11,6 @@ captured tokens must be the uncaptured ones. The source runs the same prompts wi
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import PreTrainedModel
 
 from benchmarks.recording import Recording, command
+from mha2mla.eval.generate_latency import greedy, median_seconds
+from mha2mla.eval.step_latency import weight_bytes
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.random_models import converted_config, random_model, source_config
 
@@ -33,54 +34,31 @@ from mha2mla.random_models import converted_config, random_model, source_config
 def measure(
     model: MHA2MLAForCausalLM, source: PreTrainedModel, batch: int, prompt: int, new_tokens: int = 128, runs: int = 3
 ) -> dict[str, Any]:
-    """One row: a batch of random prompts, of which ``new_tokens`` follow; medians over ``runs``."""
+    """One row: a batch of random prompts, of which ``new_tokens`` follow; medians over ``runs`` at most."""
     ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=model.device)
     row = {"batch": batch, "prompt": prompt, "layers": model.config.num_hidden_layers}
     tokens = {}
     for name, capture in (("captured", True), ("uncaptured", False)):
-        tokens[name] = _generate(model, ids, new_tokens, capture=capture).sequences  # warms up
-        long, short = (_seconds(runs, model, ids, count, capture=capture) for count in (new_tokens, 1))
+        tokens[name] = greedy(model, ids, new_tokens, capture=capture)  # warms up
+        long, short = (median_seconds(model, ids, count, runs, capture=capture) for count in (new_tokens, 1))
         row[f"{name}_ms"] = (long - short) / (new_tokens - 1) * 1e3
         if capture:
             row["first_ms"] = short * 1e3
-    _generate(source, ids, 1)
-    row["source_first_ms"] = _seconds(runs, source, ids, 1) * 1e3
+    greedy(source, ids, 1)
+    row["source_first_ms"] = median_seconds(source, ids, 1, runs) * 1e3
     row["of_source"] = row["first_ms"] / row["source_first_ms"]
 
-    cache = _generate(model, ids, new_tokens, capture=True).past_key_values
+    cache = greedy(model, ids, new_tokens, capture=True, return_dict_in_generate=True).past_key_values
     steps = {} if cache.captured is None else cache.captured._steps
     replays = [step.replay for step in steps.values() if step is not None]
     if len(replays) != 1:
         return row | {"status": f"wrong: {len(replays)} steps are captured, {model.explain_uncaptured()}"}
     row["graph_ms"] = replay_seconds(replays[0], min(new_tokens, cache.capacity - prompt - new_tokens)) * 1e3
     row["of_graph"] = row["captured_ms"] / row["graph_ms"]
-    read = sum(parameter.nbytes for parameter in model.parameters()) - model.get_input_embeddings().weight.nbytes
-    read += batch * prompt * model.config.cache_bytes_per_token(model.dtype.itemsize)
+    read = weight_bytes(model) + batch * prompt * model.config.cache_bytes_per_token(model.dtype.itemsize)
     row["read_ms_at_4TBs"] = read / 4e12 * 1e3
     same = torch.equal(tokens["captured"], tokens["uncaptured"])
     return row | {"status": "ok" if same else "wrong: other tokens than uncaptured"}
-
-
-def _generate(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, **options: bool) -> Any:
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        **options,
-    )
-
-
-def _seconds(runs: int, *args: Any, **options: bool) -> float:
-    times = []
-    for _ in range(runs):
-        wait()
-        began = time.perf_counter()
-        _generate(*args, **options)
-        wait()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
 
 
 @torch.inference_mode()

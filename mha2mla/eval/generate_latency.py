@@ -73,7 +73,7 @@ def _timed(model: torch.nn.Module, prompts: Tensor, new_tokens: int, check: bool
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
-    made = _generate(model, prompts, new_tokens)
+    made = greedy(model, prompts, new_tokens)
     row = {"cache_bytes": batch * (seqlen + new_tokens) * cache_bytes_per_token(model, model.dtype.itemsize)}
     if on_gpu:
         weights = sum(each.nbytes for each in model.parameters())
@@ -83,7 +83,7 @@ def _timed(model: torch.nn.Module, prompts: Tensor, new_tokens: int, check: bool
     row["status"] = _judged(model, made[:1], seqlen) if check else NOT_CHECKED
     if row["status"].startswith(WRONG):
         return row
-    first, all_tokens = (_seconds(model, prompts, count, runs) for count in (1, new_tokens))
+    first, all_tokens = (median_seconds(model, prompts, count, runs) for count in (1, new_tokens))
     per_token = (all_tokens - first) / (new_tokens - 1)
     return row | {
         "us_p50": per_token * 1e6,
@@ -93,7 +93,8 @@ def _timed(model: torch.nn.Module, prompts: Tensor, new_tokens: int, check: bool
     }
 
 
-def _generate(model: torch.nn.Module, prompts: Tensor, new_tokens: int) -> Tensor:
+def greedy(model: torch.nn.Module, prompts: Tensor, new_tokens: int, **options: Any) -> Any:
+    """What ``model.generate`` returns for ``new_tokens`` behind prompts [B, T] without padding, none of them fewer."""
     return model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -101,14 +102,16 @@ def _generate(model: torch.nn.Module, prompts: Tensor, new_tokens: int) -> Tenso
         min_new_tokens=new_tokens,
         do_sample=False,
         pad_token_id=0,
+        **options,
     )
 
 
-def _seconds(model: torch.nn.Module, prompts: Tensor, new_tokens: int, runs: int) -> float:
+def median_seconds(model: torch.nn.Module, prompts: Tensor, new_tokens: int, runs: int, **options: Any) -> float:
+    """Of the wall clock of :func:`greedy`, over ``runs`` or as many as begin within :data:`LONG_ENOUGH`."""
     times: list[float] = []
     while len(times) < runs and sum(times) < LONG_ENOUGH:
         began = time.perf_counter()
-        _generate(model, prompts, new_tokens)[0, -1].item()  # waits for the device
+        greedy(model, prompts, new_tokens, **options)[0, -1].item()  # waits for the device
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
