@@ -158,22 +158,20 @@ class SequenceBatch:
         max_pages: int,
         page_size: int,
         *,
-        seqlen_q: int = 1,
-        num_tokens: int | None = None,
         device: torch.device | str = "cpu",
     ) -> SequenceBatch:
-        """A batch of padding alone, of the largest size: to capture a CUDA graph over, and to reserve memory by.
+        """A batch of padding alone, a token a row, of the largest size: to capture a CUDA graph over, and to reserve
+        memory by.
 
         Nothing is written to a cache and nothing read. :meth:`copy_` puts a real batch of that size in its place.
         """
         rows = num_sequences
         zeros = torch.zeros(rows, dtype=torch.int32, device=device)
-        boundaries = torch.arange(rows + 1, dtype=torch.int32, device=device) * seqlen_q
+        boundaries = torch.arange(rows + 1, dtype=torch.int32, device=device)
         table = torch.full((rows, max_pages), NO_PAGE, dtype=torch.int32, device=device)
-        tokens = rows * seqlen_q if num_tokens is None else num_tokens
-        positions, slots = token_places(boundaries, zeros, table, tokens, page_size)
+        positions, slots = token_places(boundaries, zeros, table, rows, page_size)
         lengths = torch.zeros(3, rows, dtype=torch.int32)
-        lengths[0] = seqlen_q
+        lengths[0] = 1
         return cls(
             boundaries, zeros, None, table, positions, slots, lengths,
             torch.full((rows,), -1), torch.full((2, rows), -1), page_size,

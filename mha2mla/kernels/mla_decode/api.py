@@ -92,7 +92,7 @@ LATENT_FP8 = PagedOp(
 )
 
 
-def _op(latent_dtype: torch.dtype | None, rope_from_latent: bool = False) -> PagedOp:
+def _op(latent_dtype: torch.dtype | None, rope_from_latent: bool) -> PagedOp:
     if rope_from_latent:
         return LATENT_FP8 if latent_dtype == CODES else LATENT
     return FP8 if latent_dtype == CODES else MLA
@@ -178,15 +178,15 @@ def _chosen(
     latent_scale: Tensor | None,
 ) -> tuple[PagedOp, tuple[Tensor | None, ...], tuple[float, ...]]:
     """Which op serves arguments of :func:`mla_decode`, and what it takes: its tensors and numbers."""
-    latent = (latent_cache,) if latent_scale is None else (latent_cache, latent_scale)
+    latent, codes = ((latent_cache,), None) if latent_scale is None else ((latent_cache, latent_scale), CODES)
+    op = _op(codes, rope is not None)
     if rope is None:
         if rope_cache is None:
             raise argument_error("rope_cache", None, "a tensor, or rope in its place")
-        return (MLA if latent_scale is None else FP8), (q_latent, q_pe, *latent, rope_cache), ()
+        return op, (q_latent, q_pe, *latent, rope_cache), ()
     if rope_cache is not None:
         raise argument_error("rope_cache", tuple(rope_cache.shape), "None beside rope")
-    keys = (rope.weight, rope.bias, rope.inv_freq, rope.page_offsets)
-    return (LATENT if latent_scale is None else LATENT_FP8), (q_latent, q_pe, *latent, *keys), (rope.scaling,)
+    return op, (q_latent, q_pe, *latent, rope.weight, rope.bias, rope.inv_freq, rope.page_offsets), (rope.scaling,)
 
 
 def mla_decode_values(

@@ -1,0 +1,65 @@
+"""Imports go one way: rooms know only those below them, and meet kernels through their public names."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import mha2mla
+
+ROOT = Path(mha2mla.__file__).parent
+# What the rooms of the house that others stand on may import.
+BELOW = {
+    "geometry": set(),
+    "kernels": {"geometry", "cache_folder", "whole_files"},
+    "adapters": {"geometry", "kernels"},
+    "modeling": {"geometry", "kernels"},
+    "loop": {"modeling", "progress", "prompts"},
+    "conversion": {
+        "geometry", "modeling", "checkpoints", "environment", "predictions", "progress", "texts", "whole_files",
+    },
+}  # fmt: skip
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of ours that are imported anywhere in a file, under TYPE_CHECKING and inside functions too."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return {name for name in names if name.startswith("mha2mla")}
+
+
+def modules(room: str) -> list[Path]:
+    return [path for path in (ROOT / room).rglob("*.py") if path.stem != "__init__"] or [ROOT / f"{room}.py"]
+
+
+ROOMS = sorted({path.relative_to(ROOT).parts[0].removesuffix(".py") for path in ROOT.rglob("*.py")} - {"__init__"})
+GRAPH = {
+    room: {name.split(".")[1] for path in modules(room) for name in imported(path) if "." in name} - {room}
+    for room in ROOMS
+}
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_a_room_knows_those_below_it_alone(room):
+    assert GRAPH[room] <= BELOW[room]
+
+
+def test_no_room_imports_one_that_imports_it():
+    list(TopologicalSorter(GRAPH).static_order())  # raises CycleError, which names the circle
+
+
+def test_nothing_but_the_command_line_knows_what_serves():
+    assert {room for room in ROOMS if "serving" in GRAPH[room]} == {"verbs"}
+
+
+def test_modeling_imports_nothing_inside_kernels():
+    inner = {path.name: [name for name in imported(path) if "mha2mla.kernels." in name] for path in modules("modeling")}
+    assert {name: found for name, found in inner.items() if found} == {}
+
+
+@pytest.mark.parametrize("room", ["modeling", "loop", "eval", "pipeline", "kernel_testing", "serving"])
+def test_no_module_imports_one_of_its_room_that_imports_it(room):
+    graph = {path.stem: {name.removeprefix(f"mha2mla.{room}.") for name in imported(path)} for path in modules(room)}
+    list(TopologicalSorter(graph).static_order())
