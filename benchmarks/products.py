@@ -30,6 +30,21 @@ PRODUCTS = {
     "Llama-3-8B, query and latent": (6656, 4096, False),
     "Llama-3-8B, gate and up": (28672, 4096, True),
     "Llama-3-8B, down": (4096, 14336, False),
+    # Shapes that no choice was made by.
+    "Llama-3.2-1B, gate and up": (16384, 2048, True),
+    "Llama-3.2-1B, down": (2048, 8192, False),
+    "Llama-3.2-3B, output": (3072, 3072, False),
+    "Llama-3.2-3B, gate and up": (16384, 3072, True),
+    "Llama-3.2-3B, down": (3072, 8192, False),
+    "Qwen2.5-7B, query and latent": (4096, 3584, False),
+    "Qwen2.5-7B, gate and up": (37888, 3584, True),
+    "Qwen2.5-7B, down": (3584, 18944, False),
+    "Llama-2-13B, output": (5120, 5120, False),
+    "Llama-2-13B, gate and up": (27648, 5120, True),
+    "Llama-2-13B, down": (5120, 13824, False),
+    "Llama-3-70B, output": (8192, 8192, False),
+    "Llama-3-70B, gate and up": (57344, 8192, True),
+    "Llama-3-70B, down": (8192, 28672, False),
 }
 READ = 1e9  # bytes of weights in a replay: 20 times the L2
 PREDICTED_RATE, PREDICTED_FIXED = 4.2, 2.0  # TB/s, and µs beside reading
@@ -56,7 +71,7 @@ def products(rows: list[int] | None = None, only: str = "", min_run_time: float 
     """Times them and prints their table.
 
     Args:
-        rows: of x; default 1, 8, 16 and 64.
+        rows: of x; default 1, 8, 16, 64 and 128.
         only: products whose name contains it.
         min_run_time: seconds of replays for each figure.
         json: also write every row to this file.
@@ -73,7 +88,7 @@ def products(rows: list[int] | None = None, only: str = "", min_run_time: float 
             torch.randn(outputs, columns, device="cuda", dtype=torch.bfloat16).mul_(columns**-0.5)
             for _ in range(max(2, round(READ / size)))
         ]
-        for count in rows or (1, 8, 16, 64):
+        for count in rows or (1, 8, 16, 64, 128):
             x = torch.randn(count, columns, device="cuda", dtype=torch.bfloat16)
             exact = F.linear(x.double(), weights[0].double())
             if gated:

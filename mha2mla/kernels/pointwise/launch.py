@@ -12,7 +12,7 @@ from mha2mla.kernels.compilation import compile_for
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.pointwise.kernel import make_rms_norm, make_silu_mul
 from mha2mla.kernels.rope_append.launch import vector_of, with_dense_rows
-from mha2mla.kernels.skinny_linear.api import MAX_ROWS
+from mha2mla.kernels.skinny_linear.api import ROW_BUCKETS
 
 
 @cache
@@ -42,7 +42,7 @@ def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
             residual=residual is not None,
             vector=math.gcd(width, vector_of(x, base, weight, out, total)),
             # A chain of few rows is where kernels wait for each other.
-            dependent=len(x) <= MAX_ROWS and capability(x.device) >= 90,
+            dependent=len(x) <= ROW_BUCKETS[-1] and capability(x.device) >= 90,
         )
         kernel(x, base, weight, out, total, eps)
 

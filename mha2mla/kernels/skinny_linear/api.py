@@ -10,7 +10,7 @@ from mha2mla.kernels.layouts import ALIGNMENT, argument_error
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 
-MAX_ROWS = 64  # as cut.ROWS
+ROW_BUCKETS = (8, 16, 64, 128)  # of x, at most, that there is a kernel for: each is compiled where it is first needed
 _MAX_GROUP_ROWS, _MAX_GROUP_COLUMNS = 8, 2048  # of a map a head, by kernels that take every weight at once
 _MAX_TOKENS = 16  # through a map a head
 _COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
@@ -71,8 +71,8 @@ def skinny_linear(
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(weight.shape)} on {x.device}",
-            f"1 to {MAX_ROWS} rows of bfloat16 or float16 on an sm_90 (with groups 1 to {_MAX_GROUP_ROWS}, K at most"
-            f" {_MAX_GROUP_COLUMNS}, from sm_80 on), K a multiple of {_COLUMNS}, N / groups of {_OUTPUTS}, and a"
+            f"1 to {ROW_BUCKETS[-1]} rows of bfloat16 or float16 on an sm_90 (with groups 1 to {_MAX_GROUP_ROWS}, K at"
+            f" most {_MAX_GROUP_COLUMNS}, from sm_80 on), K a multiple of {_COLUMNS}, N / groups of {_OUTPUTS}, and a"
             f" contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
         )
     return _skinny_linear_op(x, weight, bias, groups, gated, served)
@@ -176,7 +176,7 @@ def is_skinny(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
 
 
 def is_faster(outputs: int, columns: int) -> bool:
-    """Whether up to 64 rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200:
+    """Whether up to 128 rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200:
     where reading is what takes the time, 8 MiB and more."""
     return outputs * columns >= 2**22 and columns >= _MANY_COLUMNS
 
@@ -186,7 +186,7 @@ def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:
     return (
         x.is_cuda
         and x.dtype in _DTYPES
-        and 0 < x.numel() <= (_MAX_GROUP_ROWS if groups > 1 else MAX_ROWS) * columns * groups
+        and 0 < x.numel() <= (_MAX_GROUP_ROWS if groups > 1 else ROW_BUCKETS[-1]) * columns * groups
         and (groups == 1 or columns <= _MAX_GROUP_COLUMNS)
         and columns % _COLUMNS == 0
         and outputs % (_OUTPUTS * groups) == 0

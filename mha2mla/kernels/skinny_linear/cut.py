@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from mha2mla.kernels.skinny_linear.streamed import BLOCK
 
-ROWS = (8, 16, 64)  # of x, at most, that there is a kernel for: each is compiled where it is first needed
 _CLUSTER = 8  # CTAs at most
 _MULTIPROCESSOR = 227 * 1024  # bytes of shared memory
 _RESERVED = 1024 + 512  # of a CTA: the driver's, and barriers
 _FILLED = 0.9  # of the multiprocessors, where each has one CTA
+_FEW = 64  # rows of x, beside which two CTAs have room for as much of the weight as one
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Cut:
 def cut(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> Cut:
     """Of a weight [outputs, columns] for ``rows`` rows of x.
 
-    One CTA a multiprocessor where CTAs that share a tile's columns come to nearly all of them: what a CTA costs beside
-    its bytes is least then. Else two, and as many share a tile as come into one wave.
+    One CTA a multiprocessor where CTAs that share a tile's columns come to nearly all of them, or x has many rows: what
+    a CTA costs beside its bytes is least then. Else two, and as many share a tile as come into one wave.
     """
     blocks = 2 if gated or outputs > 2 * sms * BLOCK else 1
     tiles = -(-outputs // (BLOCK * blocks))
@@ -34,7 +34,7 @@ def cut(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> Cut:
     if not gated:
         most = min(_CLUSTER, -(-columns // 128))
         split = _power_of_two(min(most, sms // tiles))
-        if tiles * split >= _FILLED * sms and tiles <= sms:
+        if tiles <= sms and (rows > _FEW or tiles * split >= _FILLED * sms):
             resident = 1
         else:
             split = _power_of_two(min(most, 2 * sms // tiles))

@@ -12,7 +12,8 @@ from mha2mla.kernels.devices import capability, dtype_name, num_sms, on_device
 from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
 from mha2mla.kernels.rope_append.launch import with_dense_rows
-from mha2mla.kernels.skinny_linear import cut
+from mha2mla.kernels.skinny_linear.api import ROW_BUCKETS
+from mha2mla.kernels.skinny_linear.cut import cut
 from mha2mla.kernels.skinny_linear.grouped import FEW, ROWS, make_grouped_maps
 from mha2mla.kernels.skinny_linear.head_maps import make_head_maps
 from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
@@ -28,7 +29,7 @@ def compile_head_maps(major_minor: int, **static):
 @cache
 def compile_streamed_linear(sms: int, *, outputs: int, columns: int, rows: int, gated: bool, **static):
     """The compiled kernel for at most ``rows`` rows; arguments as ``make_streamed_linear``'s."""
-    how = asdict(cut.cut(outputs, columns, rows, gated, sms))
+    how = asdict(cut(outputs, columns, rows, gated, sms))
     function = make_streamed_linear(outputs=outputs, columns=columns, rows=rows, gated=gated, **static, **how)
     return compile_for(function, 90, PASS_CONFIGS)
 
@@ -78,6 +79,6 @@ def launch_skinny_linear(
         if groups > 1:
             compile_head_maps(capability(x.device), **static, groups=groups)(aligned(x), weight, out)
             return
-        rows = next(rows for rows in cut.ROWS if len(x) <= rows)
+        rows = next(rows for rows in ROW_BUCKETS if len(x) <= rows)
         kernel = compile_streamed_linear(num_sms(x.device), **static, rows=rows, gated=gated, biased=bias is not None)
         kernel(aligned(x), weight, weight[0] if bias is None else bias.contiguous(), out)

@@ -58,7 +58,7 @@ def test_refusals():
             call()
 
 
-@pytest.mark.parametrize(("rows", "stages"), [(8, 12), (16, 11), (64, 6)])
+@pytest.mark.parametrize(("rows", "stages"), [(8, 12), (16, 11), (64, 6), (128, 4)])
 def test_one_wave_of_ctas(rows, stages):
     """One CTA a multiprocessor where they fill the machine, else two; shared memory is used and never exceeded."""
     assert cut(4096, 14336, rows, gated=False, sms=132) == Cut(1, split=2, depth=128, stages=stages, resident=1)
@@ -109,7 +109,8 @@ def test_a_map_a_head_on_cpu_target(rows):
 
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize(
-    ("outputs", "columns", "rows", "gated"), [(4096, 11008, 16, False), (22016, 4096, 64, True), (6656, 4096, 8, False)]
+    ("outputs", "columns", "rows", "gated"),
+    [(4096, 11008, 16, False), (22016, 4096, 64, True), (6656, 4096, 8, False), (28672, 4096, 128, True)],
 )
 def test_compile_gate(outputs, columns, rows, gated):
     """As many CTAs as are to fit a multiprocessor do, nothing spills, and products are the tensor cores'."""
@@ -122,7 +123,8 @@ def test_compile_gate(outputs, columns, rows, gated):
         outputs=outputs, columns=columns, rows=rows, gated=gated, biased=not gated, dtype="bfloat16", **asdict(how)
     )
     (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
-    assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= 128
+    assert report.complaints(232_448) == [] and report.spill_bytes == 0
+    assert how.resident * report.registers * (128 + 32) <= 65_536
     assert how.resident * (report.shared_bytes + 1024) <= 232_448
     if report.instructions is not None:
         assert report.instructions["HGMMA"] % (how.blocks * how.depth // 16) == 0
@@ -149,7 +151,7 @@ def test_compile_gate_of_a_map_a_head():
 )
 def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
     """As near to float64 as twice torch's own at the dtype, whatever lies behind x, and the same each time."""
-    for rows in (1, 5, 8, 16, 27, 64):
+    for rows in (1, 5, 8, 16, 27, 64, 65, 128):
         x, weight = given(rows, columns, outputs, dtype, "cuda", seed=rows)
         wide = torch.full((rows + 1, columns), torch.nan, dtype=dtype, device="cuda")
         wide[:rows] = x
@@ -171,7 +173,7 @@ def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
 def test_what_is_served_on_a_gpu():
     x, weight = given(1, 2048, 2048, torch.bfloat16, "cuda")
     assert is_skinny(x, weight) and is_skinny(x[0], weight) and not is_skinny(x, weight[:16])
-    assert is_skinny(x.repeat(64, 1), weight) and not is_skinny(x.repeat(65, 1), weight)
+    assert is_skinny(x.repeat(128, 1), weight) and not is_skinny(x.repeat(129, 1), weight)
     assert not is_skinny(x[:0], weight) and not is_skinny(x.float(), weight.float())
     assert skinny_linear(x[:0], weight).shape == (0, 2048)
     small, few = given(8, 48, 32, torch.bfloat16, "cuda")
