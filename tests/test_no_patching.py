@@ -1,4 +1,4 @@
-"""Nothing is hidden in monkey-patches (failure 25): classes of our own, registered, and others' left as they are."""
+"""Nothing is hidden in monkey-patches: classes of our own, registered, and others' left as they are."""
 
 import subprocess
 import sys
@@ -90,7 +90,7 @@ assert ours == [("transformers.cache_utils.Cache", "latent")], ours
 """
 
 
-def test_importing_and_running_changes_no_class_of_torch_or_transformers_failure_25(tiny_converted):
+def test_importing_and_running_changes_no_class_of_torch_or_transformers(tiny_converted):
     command = [sys.executable, "-W", "ignore", "-c", CODE, str(tiny_converted)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -156,7 +156,7 @@ def test_the_report_measures_what_the_models_say(source, tmp_path):
 
 
 def test_the_folder_is_a_whole_checkpoint(tmp_path):
-    """FAILURES 29: names equal the model's, companions are there, the card says what was measured."""
+    """Names equal the model's, companions are there, the card says what was measured."""
     source = tiny.checkpoint(tmp_path / "source", tie_word_embeddings=True, shard_bytes=20_000)
     (source / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
     (source / "LICENSE").write_text("terms")
@@ -207,7 +207,7 @@ def test_the_card_shows_the_loss_by_layer(source, tmp_path, monkeypatch, capsys)
 
 
 def test_the_source_is_not_touched(source, tmp_path):
-    """FAILURES 27."""
+    """Writing to a tensor that maps the source would zero it."""
     before = checksums(source)
     os.chmod(source / "model.safetensors", 0o400)
     convert(source, tmp_path / "out")
@@ -592,7 +592,7 @@ def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else
 
 
 def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_path, monkeypatch):
-    """FAILURES 29: loads, but talks nonsense."""
+    """Loads, but talks nonsense."""
     from mha2mla.conversion import layer_walk
 
     right = layer_walk.finish_layer

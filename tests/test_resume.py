@@ -112,7 +112,7 @@ def finished(folder):
 @pytest.mark.slow
 @few("name", RECIPES, count=1)  # steps begin with the statistics
 def test_a_conversion_that_is_killed_at_random_points_ends_bit_equal(name, source, tmp_path, seed):
-    """FAILURES 27: a crash mid-write leaves half a checkpoint."""
+    """A crash mid-write leaves half a checkpoint."""
     converter, draw, out = Converter(source, RECIPES[name]), random.Random(seed), tmp_path / "out"
     try:
         started = time.monotonic()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) -> tuple[bool, bool, bool]:
-    """Whether q, kv and o have biases that exact conversion needs (CONVERSION §3); the same for all layers.
+    """Whether q, kv and o have biases that exact conversion needs; the same for all layers.
 
     A query bias stays. A key bias stays on rotary dims only, and is one of ``k_rope_proj`` where these come from the
     latent. A value bias, and the mean that a centred latent loses, go

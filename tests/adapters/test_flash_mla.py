@@ -46,7 +46,7 @@ def metadata_for(problem: Problem, device: str = "cpu", dtype: torch.dtype = tor
 
 
 @pytest.mark.parametrize("how", ["in place", "another tensor", "inference mode"])
-def test_metadata_that_outlives_its_lengths_is_planned_again_failure_35(how):
+def test_metadata_that_outlives_its_lengths_is_planned_again(how):
     problem = Problem(4, 1, 32, 16, (9, 70, 130), combined=True)
     with torch.inference_mode(how == "inference mode"):
         call, inputs = metadata_for(problem)
@@ -67,7 +67,7 @@ def test_metadata_is_planned_once_for_all_layers(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_metadata_that_outlives_its_lengths_is_planned_again_on_the_gpu_failure_35():
+def test_metadata_that_outlives_its_lengths_is_planned_again_on_the_gpu():
     """Where a stale plan would give the attention of the old lengths."""
     problem = Problem(32, 1, 512, 64, (64, 700, 2000), combined=True)
     call, inputs = metadata_for(problem, "cuda", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""One layer: the identities that conversion rests on (DESIGN §1), and every recipe against the source's attention."""
+"""One layer: the identities that conversion rests on, and every recipe against the source's attention."""
 
 import itertools
 from dataclasses import replace
@@ -572,7 +572,7 @@ def test_positions_are_relative():
 
 
 def test_a_kept_pair_keeps_both_its_halves():
-    """FAILURES 23: a dim kept without its partner."""
+    """A dim kept without its partner."""
     layer = Layer("llama-mha")
     recipe = Recipe(rope_selection="2-norm", qk_rope_head_dim=6, kv_lora_rank=32)
     basis = rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics)

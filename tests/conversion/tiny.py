@@ -110,7 +110,7 @@ GEMMA3_LINEAR = {
 # Of width 16, whatever head_dim the other families have: Phi-3's and OLMo2's code wants hidden / heads.
 HEADS = {"hidden_size": 64}
 
-# name -> (family, config keys): every trait of FAILURES 24 occurs in at least one.
+# name -> (family, config keys): biases, norms, head widths, RoPE scaling, tied embeddings, windows, each at least once.
 CASES = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),

@@ -54,7 +54,7 @@ FAMILIES = {
     "olmo2": Olmo2Config,
     "gemma3_text": Gemma3TextConfig,
 }
-# name -> (family, config keys): every trait of FAILURES 24 in at least one.
+# name -> (family, config keys): biases, norms, head widths, RoPE scaling, tied embeddings, windows, each at least once.
 SOURCES = {
     "llama": ("llama", {"attention_bias": True}),
     "llama-yarn-tied": ("llama", {"rope_parameters": YARN, "tie_word_embeddings": True}),

@@ -27,7 +27,7 @@ def tensors(cache) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["per-group", "shared", "per-head", "per layer", "latent", "latent per layer"])
-def test_bytes_are_exact_failure_12(case, dtype):
+def test_bytes_are_exact(case, dtype):
     """Nothing but c and k_pe: pages times the config's bytes per token, and a few integers of bookkeeping."""
     model = models.mla_model(case).to(dtype)
     per_token = model.config.cache_bytes_per_token(dtype.itemsize)

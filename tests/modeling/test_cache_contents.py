@@ -58,7 +58,7 @@ def test_a_copy_is_another_cache(case, kind):
 
 
 @pytest.mark.parametrize("case", ["per-group", "latent"])
-def test_unused_pages_do_not_matter_failure_2(case, kind):
+def test_unused_pages_do_not_matter(case, kind):
     model = models.mla_model(case, attention_backend="mla_reference")
     ids, more = models.tokens(2, 20), models.tokens(2, 1)
     expected = next_logits(model, more, filled(model, ids, kind))

@@ -93,7 +93,7 @@ def test_far_positions_in_bfloat16():
     assert models.relative_error(shifted, near) < 0.03 < 0.1 < models.relative_error(far, near)
 
 
-def test_tied_embeddings_failure_24(tmp_path):
+def test_tied_embeddings_stay_tied(tmp_path):
     model = full_rank(models.source_model(TIED))
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.save_pretrained(tmp_path)

@@ -23,7 +23,7 @@ def fresh_dynamo():
     count=3,
 )
 @torch.no_grad()
-def test_one_full_graph_for_all_lengths_failures_17_22(case, padded):
+def test_one_full_graph_serves_all_lengths(case, padded):
     model = models.mla_model(case, attention_backend="mla_reference")
     ids, mask = models.tokens(2, 24), None
     if padded:

@@ -59,7 +59,7 @@ def test_geometry_per_layer():
     )
     assert config.cache_bytes_per_token(2) == 2 * ((16 + 2 * 4) + (8 + 2 * 6))
     assert config.source_cache_bytes_per_token(2) == 2 * 2 * (2 * 2 * 8)
-    # By this name transformers recognises MLA when it sizes caches (CONVERSION §4).
+    # By this name transformers recognises MLA when it sizes caches.
     assert config.qk_head_dim == [8, 6]
     assert models.mla_config("shared").qk_head_dim == 14
 
@@ -70,7 +70,7 @@ def test_windows_are_the_sources():
         assert [config.layer_sliding_window(index) for index in range(2)] == windows
 
 
-def test_a_newer_schema_is_refused_failure_29(tmp_path):
+def test_a_newer_schema_is_refused(tmp_path):
     config = models.mla_config()
     config.schema_version = SCHEMA_VERSION + 1
     config.save_pretrained(tmp_path)

@@ -36,7 +36,7 @@ def absorbed_calls(monkeypatch) -> list[int]:
 
 @each("case, static", models.GEOMETRIES, [False, True])
 @torch.no_grad()
-def test_cached_equals_uncached_in_both_forms_failure_28(case, static, monkeypatch):
+def test_cached_equals_uncached_in_both_forms(case, static, monkeypatch):
     """Prefill, single tokens, several, a chunk too long to absorb: each over what is cached, windows included."""
     calls = absorbed_calls(monkeypatch)
     model = models.mla_model(case)

@@ -10,7 +10,7 @@ from tests.modeling.full_rank import full_rank
 
 @each("case, implementation", models.SOURCES, ["sdpa", "eager"])
 @torch.no_grad()
-def test_logits_failures_13_23_24(case, implementation):
+def test_logits_are_the_sources(case, implementation):
     """Scale, pairing, and biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
     source = models.source_model(case)
     model = full_rank(source)

@@ -129,7 +129,7 @@ def test_a_step_in_a_cuda_graph(model):
 
 @pytest.mark.parametrize("max_cache_len", [None, 128])
 @torch.no_grad()
-def test_no_synchronisation_in_a_step_failure_14(model, max_cache_len):
+def test_no_synchronisation_in_a_step(model, max_cache_len):
     ids, mask, position = batch(62, 0, 20)
     cache = LatentCache(model.config, max_cache_len=max_cache_len)
     for start, stop in ((0, 60), (60, 61), (61, 62)):

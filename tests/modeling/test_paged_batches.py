@@ -189,7 +189,7 @@ def poison_free_pages(cache: PagedCache) -> None:
 @pytest.mark.parametrize("case", ["per-group", "latent"])
 @pytest.mark.parametrize("padding", [0, 2])
 @torch.no_grad()
-def test_nan_in_a_free_page_reaches_nobody_failure_2(padding, case):
+def test_nan_in_a_free_page_reaches_nobody(padding, case):
     """Freed pages are not wiped: whoever gets one next, and rows that pad a batch, must not see what is left there.
     Rows of padding are as long as the shortest query, a long one here, and have no page: page 0 is nobody's."""
     model = models.mla_model(case)

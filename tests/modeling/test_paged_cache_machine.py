@@ -285,7 +285,7 @@ def filled() -> tuple[PagedCache, int, int, int]:
     [{"num_sequences": 2}, {"num_tokens": 3}, {"max_pages": 2}, {"num_sequences": 4, "num_tokens": 5}],
     ids=lambda options: "-".join(options),
 )
-def test_extend_that_does_not_fit_takes_no_pages_failure_32(options):
+def test_extend_that_does_not_fit_takes_no_pages(options):
     cache, *sequences = filled()
     before = state_of(cache)
     with pytest.raises(ValueError, match="expected at (least|most)"):
@@ -293,7 +293,7 @@ def test_extend_that_does_not_fit_takes_no_pages_failure_32(options):
     assert state_of(cache) == before
 
 
-def test_extend_that_raises_at_any_point_changes_nothing_failure_32():
+def test_extend_that_raises_at_any_point_changes_nothing():
     """At every op that it runs, of which there are some before and some after the pages are copied."""
     cache, *sequences = filled()
     new = dict.fromkeys(sequences, 2)
@@ -318,7 +318,7 @@ CHANGES: dict[str, Callable] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_stale_batch_is_not_stepped_failure_35(change):
+def test_a_stale_batch_is_not_stepped(change):
     cache, sequence, twin, _ = filled()
     batch = cache.extend({sequence: 2, twin: 1})
     CHANGES[change](cache, sequence)
@@ -330,7 +330,7 @@ def test_a_stale_batch_is_not_stepped_failure_35(change):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_step_does_not_outlive_its_sequences_failure_35(change):
+def test_a_step_does_not_outlive_its_sequences(change):
     """Planned while the batch was fresh; its pages may be somebody else's when it is run."""
     cache, sequence, twin, _ = filled()
     batch = cache.extend({sequence: 2, twin: 1})
@@ -344,14 +344,14 @@ def test_a_step_does_not_outlive_its_sequences_failure_35(change):
     assert state_of(cache) == before
 
 
-def test_a_batch_of_another_cache_is_not_stepped_failure_35():
+def test_a_batch_of_another_cache_is_not_stepped():
     one, sequence, *_ = filled()
     two, *_ = filled()
     with pytest.raises(StaleBatchError, match="sequence 0, which is of another cache"):
         two.step(one.extend({sequence: 1}))
 
 
-def test_a_step_refuses_to_load_a_stale_batch_failure_35():
+def test_a_step_refuses_to_load_a_stale_batch():
     """What a CUDA graph is replayed over: no host code runs then, so what goes into its tensors is looked at before."""
     cache, sequence, twin, _ = filled()
     step = cache.step(SequenceBatch.maximum(2, 5, PAGE))

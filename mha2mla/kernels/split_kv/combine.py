@@ -24,7 +24,7 @@ def make_combine(
     """A TileLang function ``mla_decode_combine``; batch, new tokens and CTAs (<= MAX_SPLITS) are run-time values.
 
     Sequences that one CTA read are left alone: their output is written. Partials whose lse is -inf get no weight, so
-    they may hold anything (flash-decoding; FAILURES 1).
+    they may hold anything (flash-decoding).
 
     Args:
         heads, kv_lora_rank: H, d_c.

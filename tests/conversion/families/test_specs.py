@@ -1,4 +1,4 @@
-"""FAILURES 24: biases, norms, head widths, rope scaling, windows: described as they are, or refused by name."""
+"""Biases, norms, head widths, rope scaling, windows: described as they are, or refused by name."""
 
 import pytest
 import torch

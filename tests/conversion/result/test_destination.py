@@ -75,7 +75,7 @@ def killed_at_rename(number, final):
 
 
 def test_a_kill_between_any_two_renames_loses_neither_the_old_folder_nor_the_work(tmp_path):
-    """FAILURES 27: an old folder that is deleted instead of moved aside is gone when its replacement never comes."""
+    """An old folder that is deleted instead of moved aside is gone when its replacement never comes."""
     outcomes = []
     for number in range(1, 10):
         final = converted(tmp_path / f"{number}")
@@ -114,7 +114,7 @@ def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypa
 
 
 def test_what_a_killed_run_left_is_cleared_and_a_folder_moved_aside_comes_back(tmp_path):
-    """FAILURES 27: states that a kill can leave behind."""
+    """States that a kill can leave behind."""
     (tmp_path / ".out.mha2mla-tmp").mkdir()
     (tmp_path / ".out.mha2mla-tmp" / "half").write_text("x")
     converted(tmp_path / ".out.mha2mla-old")

@@ -33,7 +33,7 @@ def test_reads_shards_and_single_files_alike(tmp_path):
 
 
 def test_what_is_read_is_a_copy_not_the_mapped_file(tmp_path):
-    """FAILURES 27: writing to a tensor that maps the source."""
+    """Writing to a tensor that maps the source."""
     reader = CheckpointReader(sharded(tmp_path))
     bytes_before = (tmp_path / "one.safetensors").read_bytes()
     reader.tensor("a").zero_()

@@ -88,7 +88,7 @@ def naive(problem: PrefillProblem, inputs: dict) -> tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("problem", SMALL, ids=name)
-def test_reference_is_the_formula_failures_5_10(problem):
+def test_reference_is_the_formula(problem):
     """Rows behind the last sequence, and rows that see nothing, are 0 and -inf; NaN behind the keys stays there."""
     problem = dataclasses.replace(problem, lengths=((0, 0), (3, 5), (6, 2), (0, 4), (1, 0), (4, 4)))
     inputs = problem.inputs(torch.float64)
@@ -130,7 +130,7 @@ def test_a_window_as_long_as_the_sequences_is_none():
             assert torch.equal(found, expected)
 
 
-def test_nan_outside_window_and_sinks_reaches_nobody_failure_2():
+def test_nan_outside_window_and_sinks_reaches_nobody():
     problem = PrefillProblem(2, (16,), (1,), 24, ((4, 40),), window=5, sinks=3, behind=0)
     inputs = problem.inputs(torch.float32)
     clean, clean_lse = call(problem, inputs)
@@ -149,7 +149,7 @@ def test_empty_and_single():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("causal", [True, False])
-def test_nan_does_not_cross_requests_failure_2(causal, bad):
+def test_nan_does_not_cross_requests(causal, bad):
     """One sequence's values, keys or queries, or what lies behind the last one, must not reach the others."""
     q, k, v = (torch.randn(14, heads, width) for heads, width in ((4, 16), (2, 16), (2, 24)))
     bounds = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
@@ -241,7 +241,7 @@ def test_refusals_of_two_parts():
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_opcheck_failure_22(parts):
+def test_schema_and_fake_do_not_drift(parts):
     problem = dataclasses.replace(SMALL[parts - 1], lengths=((2, 3), (4, 4)))
     inputs = problem.inputs(torch.float32)
     operands = [x for pair in zip((*inputs["queries"], None), (*inputs["keys"], None), strict=True) for x in pair]
@@ -254,7 +254,7 @@ def test_opcheck_failure_22(parts):
     torch.library.opcheck(torch.ops.mha2mla.attention_varlen_out.default, (*operands, out))
 
 
-def test_fullgraph_compile_failure_22():
+def test_it_breaks_no_compiled_graph():
     compiled = torch.compile(attention_varlen, fullgraph=True, backend="eager")
     given = arguments(q=torch.randn(5, 4, 16), k=torch.randn(7, 2, 16), v=torch.randn(7, 2, 24))
     assert torch.equal(compiled(**given), attention_varlen(**given))
@@ -304,7 +304,7 @@ def test_chunks_cover_every_width():
 
 
 @pytest.mark.parametrize("width", [8, 64, 80, 128, 192, 256])
-def test_a_tiling_for_every_width_failure_9(width):
+def test_every_width_has_a_tiling_that_fits(width):
     for d_v in range(8, 257, 8):
         shape = VarlenShape(8, (width,), (8,), 8, d_v, True, "bfloat16")
         tiling = hopper_tiling(shape)
@@ -347,7 +347,7 @@ def run_on_cpu(problem: PrefillProblem, rows: int = 16, keys: int = 16, section:
 
 class TestOnCPU:
     @pytest.mark.parametrize("problem", SMALL, ids=name)
-    def test_shapes_failures_1_2_5_6(self, problem):
+    def test_no_shape_reads_poison_or_drops_heads(self, problem):
         run_on_cpu(problem)
 
     @pytest.mark.parametrize("section", [1, 2, 5, 1000])
@@ -357,7 +357,7 @@ class TestOnCPU:
     def test_other_tiles(self):
         run_on_cpu(SMALL[1], rows=32, keys=48)
 
-    def test_tiles_outside_window_and_sinks_are_not_read_failure_2(self):
+    def test_tiles_outside_window_and_sinks_are_not_read(self):
         """One compilation for all windows. NaN in tiles that no row sees stays there."""
         problem = PrefillProblem(2, (16,), (1,), 8, ((20, 150), (33, 90)), behind=0)
         for window, sinks in ((1, 0), (1, 1), (15, 17), (16, 0), (17, 16), (40, 4), (200, 0), (3, 200)):
@@ -373,7 +373,7 @@ class TestOnCPU:
         assert torch.equal(out[:20], clean[:20])
 
     @pytest.mark.parametrize("causal", [True, False])
-    def test_large_scores_failure_12(self, causal):
+    def test_large_scores_are_not_taken_for_masked_ones(self, causal):
         run_on_cpu(PrefillProblem(2, (16,), (1,), 8, ((40, 70), (33, 17)), causal=causal, scale=4e5))
 
     def test_nan_of_another_sequence(self):
@@ -413,7 +413,7 @@ GATED.insert(1, GATED.pop(GATED.index(dataclasses.replace(GATED[1], windowed=Tru
 @pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is neither on PATH nor installed by pip")
 class TestGate:
     @few("shape", GATED, count=2, ids=lambda s: f"{s.widths}-{s.v_head_dim}-{s.causal}-{s.windowed}")
-    def test_hopper_failure_9(self, shape):
+    def test_kernels_fit_a_hopper(self, shape):
         """No spills, no serialised wgmma, memory as computed."""
         pytest.importorskip("tilelang", reason="TileLang is not installed")
         from mha2mla.kernels.attention_varlen.warp_specialised import make_warp_specialised
@@ -467,7 +467,7 @@ ON_GPU = [
 @pytest.mark.timeout(300)
 class TestOnGPU:
     @pytest.mark.parametrize("problem", ON_GPU, ids=name)
-    def test_shapes_failures_1_2_5_6_20(self, problem):
+    def test_no_shape_reads_poison_or_drops_heads(self, problem):
         """Lengths around every boundary, NaN behind the tensors' last sequence, bit-equal when run again."""
         out = check(problem, device="cuda", backend="tilelang")
         inputs = problem.inputs(torch.bfloat16, "cuda")
@@ -490,7 +490,7 @@ class TestOnGPU:
             assert torch.equal(out[rows], clean[rows])
             assert lse[:, rows].isfinite().all()
 
-    def test_tiles_outside_window_and_sinks_are_not_read_failure_2(self):
+    def test_tiles_outside_window_and_sinks_are_not_read(self):
         """NaN in tiles that no row sees stays there, and all windows share a compilation."""
         problem = PrefillProblem(32, (128,), (8,), 128, ((130, 3000), (70, 900)), window=500, sinks=4)
         clean = check(problem, device="cuda", backend="tilelang")
@@ -501,11 +501,11 @@ class TestOnGPU:
             check(dataclasses.replace(problem, window=window, sinks=sinks), device="cuda", backend="tilelang")
 
     @pytest.mark.parametrize("causal", [True, False])
-    def test_large_scores_failure_12(self, causal):
+    def test_large_scores_are_not_taken_for_masked_ones(self, causal):
         problem = PrefillProblem(32, (128,), (32 if causal else 8,), 128, ((200, 300), (150, 100)), causal=causal)
         check(dataclasses.replace(problem, scale=1e5), device="cuda", backend="tilelang")
 
-    def test_one_compilation_for_all_lengths_failure_17(self):
+    def test_one_compilation_serves_all_lengths(self):
         from mha2mla.kernels.attention_varlen.launch import compile_attention_varlen
 
         check(ON_GPU[0], device="cuda", backend="tilelang")
@@ -514,7 +514,7 @@ class TestOnGPU:
             check(dataclasses.replace(ON_GPU[0], lengths=lengths), device="cuda", backend="tilelang")
         assert compile_attention_varlen.cache_info().misses == before
 
-    def test_graph_captured_at_one_batch_serves_others_failure_14(self):
+    def test_graph_captured_at_one_batch_serves_others(self):
         problem = dataclasses.replace(ON_GPU[0], lengths=((128, 128), (300, 300)), behind=0)
         inputs = problem.inputs(torch.bfloat16, "cuda")
         call(problem, inputs)
@@ -533,7 +533,7 @@ class TestOnGPU:
         judgement = judge(other, drawn, out, lse)
         assert judgement.ok, judgement.reason
 
-    def test_offsets_beyond_32_bits_failure_4(self):
+    def test_offsets_do_not_overflow_32_bits(self):
         """Tokens whose elements lie more than 2^31 from the first."""
         problem = PrefillProblem(1, (64,), (1,), 64, ((300, 300),), behind=0)
         inputs = problem.inputs(torch.bfloat16, "cuda")
@@ -572,7 +572,7 @@ class TestOnGPU:
             judgement = judge(problem, inputs, out, lse)
             assert judgement.ok, judgement.reason
 
-    def test_unaligned_inputs_are_refused_failure_18(self):
+    def test_unaligned_inputs_are_refused(self):
         x = torch.zeros(5, 4, 20, dtype=torch.bfloat16, device="cuda")[..., 4:]
         bounds = torch.tensor([0, 5], dtype=torch.int32, device="cuda")
         with pytest.raises(ValueError, match=r"q.stride\(1\) is 20; expected a positive multiple of 8"):

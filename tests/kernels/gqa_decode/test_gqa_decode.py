@@ -90,7 +90,7 @@ def test_one_kv_head_whose_values_are_its_keys_is_mla():
     torch.testing.assert_close(call(inputs), mla, rtol=1e-13, atol=1e-14)
 
 
-def test_lse_is_a_natural_log_failure_10():
+def test_lse_is_a_natural_log():
     inputs = dataclasses.replace(BASE, lengths=(5,), seqlen_q=1).inputs(torch.float64)
     k = inputs["k_cache"][inputs["block_table"][0, 0].long(), :5].repeat_interleave(3, 1)
     score = torch.einsum("hd,thd->ht", inputs["q"][0, 0], k) * inputs["softmax_scale"]
@@ -119,7 +119,7 @@ def test_lengths_beyond_the_table_are_clamped():
     torch.testing.assert_close(call(inputs), call(inputs, cache_seqlens=torch.full((3,), 16, dtype=torch.int32)))
 
 
-def test_empty_batch_empty_cache_and_size_one_failure_18():
+def test_empty_batch_empty_cache_and_size_one_are_served():
     inputs = dataclasses.replace(BASE, lengths=(0, 0)).inputs(torch.float32)
     assert call(inputs).abs().sum() == 0
     none = {k: v[:0] if k in ("q", "block_table", "cache_seqlens") else v for k, v in inputs.items()}
@@ -165,7 +165,7 @@ def test_sixteen_byte_rows():
         call(inputs, k_cache=wide)
 
 
-def test_plan_knows_its_shape_failure_21():
+def test_a_plan_refuses_other_shapes():
     inputs = BASE.inputs(torch.float32)
     plan = BASE.plan(inputs)
     assert (plan.shape, plan.capacity, plan.num_ctas) == ((3, 2, 6, 16), 96, 0)
@@ -178,7 +178,7 @@ def test_plan_knows_its_shape_failure_21():
         call(inputs, plan=plan, causal=False)
 
 
-def test_a_plan_for_other_lengths_is_refused_by_the_reference_failure_35():
+def test_a_plan_for_other_lengths_is_refused_by_the_reference():
     inputs = BASE.inputs(torch.float32)
     plan = BASE.plan(inputs)
     call(inputs, plan=plan)
@@ -189,7 +189,7 @@ def test_a_plan_for_other_lengths_is_refused_by_the_reference_failure_35():
     call(changed, plan=plan)
 
 
-def test_opcheck_failure_22():
+def test_schema_and_fake_do_not_drift():
     inputs = BASE.inputs(torch.float32)
     tensors = [inputs[name] for name in ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cache_starts")]
     torch.library.opcheck(torch.ops.mha2mla.gqa_decode.default, (*tensors, 0.3, True, None))
@@ -200,7 +200,7 @@ def test_opcheck_failure_22():
     )
 
 
-def test_compile_fullgraph_failure_22():
+def test_it_breaks_no_compiled_graph():
     inputs = BASE.inputs(torch.float32)
 
     def step(i):
@@ -347,7 +347,7 @@ CPU_SHAPES = [
 
 
 @pytest.mark.parametrize("problem", CPU_SHAPES, ids=lambda problem: problem.name)
-def test_shapes_failures_2_3_6(problem):
+def test_no_shape_reads_poison_or_drops_heads(problem):
     """Group ratios that are no power of two, odd widths, poisoned pages, one CTA and more CTAs than tiles."""
     for num_ctas in (1, 2, 12):
         run_on_cpu(problem, num_ctas)
@@ -370,14 +370,14 @@ def test_no_page_inside_a_length_reads_no_other_page(page_size):
 
 
 @pytest.mark.parametrize("num_ctas", [1, 3, 17])
-def test_any_number_of_ctas_for_any_lengths_failures_1_15(num_ctas):
+def test_any_number_of_ctas_serves_any_lengths(num_ctas):
     for lengths in [(0, 1, 64, 200, 321), (0, 0, 0, 0, 0), (0, 0, 900, 0, 0), (1, 1, 1, 1, 1)]:
         run_on_cpu(GQAProblem(4, 2, 16, 8, lengths), num_ctas)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("seqlen_q", "max_rows"), [(2, 64), (4, 16), (8, 8)])
-def test_causal_alignment_failure_5(seqlen_q, max_rows, causal):
+def test_causal_alignment_is_bottom_right(seqlen_q, max_rows, causal):
     """Bottom-right aligned; sequences shorter than the query leave rows that see nothing; windows and sinks too."""
     lengths = (0, 1, seqlen_q, 66, 129, 64 + seqlen_q - 1)
     problem = GQAProblem(6, 2, 16, 8, lengths, seqlen_q=seqlen_q, causal=causal)
@@ -413,7 +413,7 @@ def test_random_plans(block_tokens):
         run_on_cpu(problem, num_ctas, work, block_tokens=block_tokens, compiled_q=2)
 
 
-def test_large_scores_failure_12():
+def test_large_scores_are_not_taken_for_masked_ones():
     """A finite stand-in for -inf must lose against real scores of -3e5."""
     run_on_cpu(GQAProblem(4, 2, 16, 8, (65, 130), scale=1e5), 2)
     run_on_cpu(GQAProblem(4, 2, 16, 8, (65, 130), scale=1e5, window=20, sinks=3), 2)
@@ -447,7 +447,7 @@ def gate(shape: GQAShape, choice, capability: int):
 
 
 @few("shape", GATED, count=1, ids=str)
-def test_hopper_failure_9(shape):
+def test_kernels_fit_a_hopper(shape):
     """The rule's choice: no spills, memory as computed, registers for so many CTAs on a multiprocessor."""
     report = gate(shape, select_kernel(shape, 90), 90)
     if report.instructions is not None:

@@ -82,7 +82,7 @@ def worst_rows(problem: GQAProblem, inputs: dict, out: torch.Tensor, lse: torch.
 
 
 @pytest.mark.parametrize("problem", SHAPES, ids=name)
-def test_shapes_failures_2_3_6(problem):
+def test_no_shape_reads_poison_or_drops_heads(problem):
     check(problem)
     check(problem, planned=False)
     check(dataclasses.replace(problem, window=40, sinks=3, starts=(0, 1, 2, 30, 5)))
@@ -112,7 +112,7 @@ def test_float16(problem):
 
 
 @pytest.mark.parametrize("problem", SHAPES[:4], ids=name)
-def test_every_kernel_under_any_plan_failures_1_8_20(problem):
+def test_every_kernel_is_right_under_any_plan(problem):
     """Not only the rule's choice; plans for any number of CTAs and plans no planner makes; the same bits twice."""
     from mha2mla.kernels.gqa_decode.api import GQA
     from mha2mla.kernels.split_kv.launch import compile_choice
@@ -165,7 +165,7 @@ def test_an_mla_plan_serves_a_call_of_the_same_output_shape():
     assert judge(inputs, out, lse).ok
 
 
-def test_large_scores_failure_12():
+def test_large_scores_are_not_taken_for_masked_ones():
     problem = dataclasses.replace(SHAPES[0], lengths=(65, 1000), scale=1e5)
     inputs = problem.inputs(torch.bfloat16, "cuda")
     out, lse = gqa_decode(**inputs, return_lse=True, backend="tilelang")
@@ -176,7 +176,7 @@ def test_large_scores_failure_12():
     assert float(((lse - expected_lse) / expected_lse).abs().max()) < 1e-4
 
 
-def test_strided_inputs_failure_18():
+def test_strided_inputs_are_not_misread():
     problem = SHAPES[1]
     inputs = problem.inputs(torch.bfloat16, "cuda")
     plain = gqa_decode(**inputs, backend="tilelang")
@@ -188,7 +188,7 @@ def test_strided_inputs_failure_18():
     assert torch.equal(out, plain)
 
 
-def test_64_bit_addresses_failure_4():
+def test_addresses_do_not_overflow_32_bits():
     """Pages more than 2^31 elements into the cache."""
     page, heads, width = 64, 32, 128
     pages = 2**31 // (page * heads * width) + 8
@@ -204,7 +204,7 @@ def test_64_bit_addresses_failure_4():
     assert torch.equal(far_away, near)
 
 
-def test_empty_batch_and_no_pages_failure_18():
+def test_empty_batch_and_no_pages_are_served():
     inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
     none = {k: v[:0] if k in ("q", "block_table", "cache_seqlens") else v for k, v in inputs.items()}
     assert gqa_decode(**none, backend="tilelang").shape == (0, 1, 9, 64)
@@ -214,7 +214,7 @@ def test_empty_batch_and_no_pages_failure_18():
     assert out.abs().sum() == 0 and (lse == -torch.inf).all()
 
 
-def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
+def test_a_graph_captured_at_one_length_serves_others():
     """The plan is made inside the graph, so it follows the lengths."""
     problem = dataclasses.replace(SHAPES[1], lengths=(100, 100, 100), slack=20)
     inputs = problem.inputs(torch.bfloat16, "cuda")
@@ -245,7 +245,7 @@ def test_graph_captured_at_one_length_replayed_at_others_failures_14_15():
         assert judgement.ok, judgement.reason
 
 
-def test_one_compilation_for_all_lengths_and_batches_failure_17():
+def test_one_compilation_serves_all_lengths_and_batches():
     from mha2mla.kernels.split_kv.launch import compile_choice
 
     before = compile_choice.cache_info().misses
@@ -258,7 +258,7 @@ def test_one_compilation_for_all_lengths_and_batches_failure_17():
     assert compile_choice.cache_info().misses - before <= 1
 
 
-def test_current_stream_failure_16():
+def test_it_runs_on_the_current_stream():
     """The kernel waits for what its own stream does before it, and for nothing else."""
     inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
     expected = gqa_decode(**inputs, backend="tilelang")
@@ -273,7 +273,7 @@ def test_current_stream_failure_16():
     assert torch.equal(out, expected)
 
 
-def test_no_host_synchronisation_failure_14():
+def test_no_host_synchronisation():
     inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
     plan = SHAPES[1].plan(inputs, "tilelang")
     gqa_decode(**inputs, plan=plan, backend="tilelang")
@@ -286,13 +286,13 @@ def test_no_host_synchronisation_failure_14():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_compile_fullgraph_failure_22():
+def test_it_breaks_no_compiled_graph():
     inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
     compiled = torch.compile(lambda i: gqa_decode(**i, backend="tilelang"), fullgraph=True)
     assert torch.equal(compiled(inputs), gqa_decode(**inputs, backend="tilelang"))
 
 
-def test_opcheck_failure_22():
+def test_schema_and_fake_do_not_drift():
     inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
     tensors = [inputs[name] for name in ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cache_starts")]
     torch.library.opcheck(torch.ops.mha2mla.gqa_decode.default, (*tensors, 0.3, True, "tilelang"))

@@ -233,7 +233,7 @@ def test_sliding_windows_and_sinks(window, sinks, widths, starts):
     assert error(problem.run(**limits, max_expanded_tokens=30), exact) < 2e-6
 
 
-def test_what_lies_between_sinks_and_window_is_not_read_failure_2():
+def test_what_lies_between_sinks_and_window_is_not_read():
     """No page there, and NaN in what is left of it: in pieces, in a wave and in a decode."""
     problem = Problem.make(WIDTHS["per group"], ([40, 12, 1], [200, 250, 190]))
     limits = {"window": 40, "sinks": 4}
@@ -264,7 +264,7 @@ def test_padding_rows_are_zero_and_touch_nothing():
 
 
 @pytest.mark.parametrize("token", [0, 30, 59])
-def test_nan_stays_in_its_sequence_failure_2(token):
+def test_nan_stays_in_its_sequence(token):
     """Two prompts in one wave, one of them with a NaN in its cache."""
     problem = Problem.make(WIDTHS["per group"], ([30, 40], [30, 5]))
     assert len(layout_of(problem.plan()).waves) == 1
@@ -291,7 +291,7 @@ def test_the_oracle_does_not_hide_nan():
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_long_rows_of_padding_read_no_page_failure_2(rows):
+def test_long_rows_of_padding_read_no_page(rows):
     """They have as many new tokens as the shortest query, and no page: page 0 is somebody else's."""
     problem = Problem.make(WIDTHS["per group"], ([30, 40], [0, 5]), num_sequences=2 + rows)
     problem.latent_cache.nan_to_num_(1e30)
@@ -498,7 +498,7 @@ def test_a_plan_for_other_lengths_in_the_same_tensors():
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_a_plan_that_was_not_refreshed_is_refused_failure_35(window):
+def test_a_plan_that_was_not_refreshed_is_refused(window):
     """Kernels attend over the plan's lengths; the reference must not be right where they are wrong."""
     problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), starts=[0, 3])
     plan = problem.plan(window=window)
@@ -511,7 +511,7 @@ def test_a_plan_that_was_not_refreshed_is_refused_failure_35(window):
 
 
 @pytest.mark.parametrize("window", [None, 30, 5], ids=["expanded", "expanded, windowed", "pieces"])
-def test_a_plan_of_long_queries_is_for_its_lengths_failure_35(window):
+def test_a_plan_of_long_queries_is_for_its_lengths(window):
     problem = Problem.make(WIDTHS["per group"], ([1, 40], [9, 20]))
     plan = problem.plan(window=window)
     problem.run(plan)
@@ -520,7 +520,7 @@ def test_a_plan_of_long_queries_is_for_its_lengths_failure_35(window):
         problem.run(plan)
 
 
-def test_a_gqa_plan_that_was_not_refreshed_is_refused_failure_35():
+def test_a_gqa_plan_that_was_not_refreshed_is_refused():
     batch, query, keys, values = gqa_problem()
     plan = plan_gqa_attention(
         keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
@@ -613,7 +613,7 @@ def test_gqa_kernels_are_as_right_as_torch():
 
 
 @pytest.mark.gpu
-def test_no_synchronisation_failure_14():
+def test_no_synchronisation():
     problem = Problem.make(widths_on_gpu()[1], ([1, 1, 40, 300], [700, 0, 500, 90]), torch.float16, "cuda")
     problem.run()
     torch.cuda.set_sync_debug_mode("error")

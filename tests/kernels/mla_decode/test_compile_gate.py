@@ -75,7 +75,7 @@ def name(value) -> str:
 
 def gate(shape: DecodeShape, choice: KernelChoice, capability: int):
     """Compiles a choice. The bytes of shared memory by which dispatch decides are an upper bound of what the compiler
-    allocates, and not a loose one (failure 9)."""
+    allocates, and not a loose one."""
     (report,) = compile_only(
         make_split(shape, choice), "sm_90a" if capability == 90 else f"sm_{capability}", PASS_CONFIGS
     )
@@ -88,7 +88,7 @@ def gate(shape: DecodeShape, choice: KernelChoice, capability: int):
 
 
 @few("shape", CHOSEN, count=4, ids=name)
-def test_hopper_failure_9(shape):
+def test_kernels_fit_a_hopper(shape):
     report = gate(shape, select_kernel(shape, 90), 90)
     if report.instructions is not None:
         assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions

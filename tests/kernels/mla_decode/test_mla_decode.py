@@ -86,7 +86,7 @@ def test_windows_and_sinks_are_the_definition(window, sinks, causal, starts):
     assert_right(inputs, out, lse, torch.float64, window, sinks)
 
 
-def test_lse_is_a_natural_log_failure_10():
+def test_lse_is_a_natural_log():
     inputs = dataclasses.replace(BASE, lengths=(5,), seqlen_q=1).inputs(torch.float64)
     page = inputs["block_table"][0, 0].long()
     latent, k_pe = inputs["latent_cache"][page, :5], inputs["rope_cache"][page, :5]
@@ -103,7 +103,7 @@ def test_lengths_beyond_the_table_are_clamped():
     torch.testing.assert_close(longer, call(inputs, cache_seqlens=torch.full((3,), 16, dtype=torch.int32)))
 
 
-def test_empty_batch_and_empty_cache_failure_18():
+def test_empty_batch_and_empty_cache_are_served():
     inputs = dataclasses.replace(BASE, lengths=(0, 0)).inputs(torch.float32)
     assert call(inputs).abs().sum() == 0
     none = {k: v[:0] if k in ("q_latent", "q_pe", "block_table", "cache_seqlens") else v for k, v in inputs.items()}
@@ -151,7 +151,7 @@ def test_sixteen_byte_rows():
         call(inputs)
 
 
-def test_opcheck_and_fullgraph_failure_22():
+def test_schema_and_fake_do_not_drift_and_break_no_graph():
     inputs = BASE.inputs(torch.float32)
     tensors = ("q_latent", "q_pe", "latent_cache", "rope_cache", "block_table", "cache_seqlens", "cache_starts")
     arguments = [inputs[name] for name in tensors] + [inputs["softmax_scale"], True, "reference"]
@@ -170,7 +170,7 @@ def test_opcheck_and_fullgraph_failure_22():
         assert torch.equal(got, expected)
 
 
-def test_a_plan_compiles_into_the_graph_failure_22():
+def test_a_plan_compiles_into_the_graph():
     inputs = BASE.inputs(torch.float32)
     plan = make_plan(inputs, window=4)
 
@@ -181,7 +181,7 @@ def test_a_plan_compiles_into_the_graph_failure_22():
     assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(inputs), step(inputs))
 
 
-def test_plan_knows_its_shape_failure_21():
+def test_a_plan_refuses_other_shapes():
     inputs = BASE.inputs(torch.float32)
     plan = make_plan(inputs)
     assert (plan.shape, plan.capacity, plan.num_ctas) == ((3, 2, 6, 24), 96, 0)
@@ -202,7 +202,7 @@ def test_plan_knows_its_shape_failure_21():
 
 
 @pytest.mark.parametrize(("change", "by"), [("cache_seqlens", -1), ("cache_starts", 1)])
-def test_a_plan_for_other_lengths_is_refused_by_the_reference_failure_35(change, by):
+def test_a_plan_for_other_lengths_is_refused_by_the_reference(change, by):
     """A kernel attends over the plan's lengths: right here and wrong on a GPU is what a reference must not be."""
     inputs = dataclasses.replace(BASE, starts=(0, 1, 30)).inputs(torch.float32)
     plan = make_plan(inputs)
@@ -214,7 +214,7 @@ def test_a_plan_for_other_lengths_is_refused_by_the_reference_failure_35(change,
     assert torch.equal(call(changed, plan=plan), call(changed)) and not torch.equal(call(changed), expected)
 
 
-def test_a_plan_that_was_never_refreshed_is_refused_failure_35():
+def test_a_plan_that_was_never_refreshed_is_refused():
     inputs = BASE.inputs(torch.float32)
     plan = plan_mla_decode(inputs["q_latent"], inputs["rope_cache"], inputs["block_table"], None, qk_rope_head_dim=8)
     with pytest.raises(ValueError, match="plan was last refreshed for"):
@@ -289,7 +289,7 @@ def test_plan_refuses_more_sequences_than_the_planner_holds(an_h200):
     assert plan.num_ctas == monkey
 
 
-def test_reference_addresses_64_bits_failure_4():
+def test_addresses_of_the_reference_do_not_overflow_32_bits():
     """A cache of more than 2^31 elements, of which two pages exist: the others are views of nothing."""
     pages, page, width = 2**20, 16, 256
     storage = torch.randn(pages * page * width // 2**14)

@@ -319,7 +319,7 @@ GATED = [
 
 
 @few("shape", GATED, count=1, ids=lambda s: f"H{s.heads}-G{s.num_rope_heads}-c{s.kv_lora_rank}-p{s.page_size}")
-def test_compiles_for_hopper_failure_9(shape):
+def test_kernels_fit_a_hopper(shape):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS
@@ -394,7 +394,7 @@ GPU = [
 @pytest.mark.parametrize(
     "problem", GPU, ids=lambda p: f"H{p.heads}-G{p.num_rope_heads}-c{p.kv_lora_rank}-p{p.page_size}"
 )
-def test_shapes_on_the_gpu_failures_2_3_6_20(problem):
+def test_no_shape_reads_poison_or_drops_heads_on_the_gpu(problem):
     out = check(problem)
     for _ in range(3):
         assert torch.equal(out, check(problem, planned=True))
@@ -405,7 +405,7 @@ def test_shapes_on_the_gpu_failures_2_3_6_20(problem):
 def test_float16_windows_starts_and_large_scores_on_the_gpu():
     problem = GPU[0]
     check(problem, torch.float16)
-    for scale in (1e-4, 100.0, 4e5):  # failure 12; float16 queries would overflow if they were only cast
+    for scale in (1e-4, 100.0, 4e5):  # float16 queries would overflow if they were only cast
         check(dataclasses.replace(problem, scale=scale))
     check(dataclasses.replace(problem, starts=(0, 1, 60, 64, 2, 100, 63, 64, 650, 1999)))
     for window, sinks in ((1, 0), (20, 4), (64, 64), (200, 70)):
@@ -422,7 +422,7 @@ def test_float16_windows_starts_and_large_scores_on_the_gpu():
     ],
     ids=["H16", "H6"],
 )
-def test_several_new_tokens_on_the_gpu_failure_5(problem):
+def test_several_new_tokens_are_aligned_bottom_right_on_the_gpu(problem):
     for causal in (True, False):
         check(dataclasses.replace(problem, causal=causal))
 
@@ -449,7 +449,7 @@ def test_scales_far_apart_and_strided_caches_on_the_gpu():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-def test_graph_replays_at_other_lengths_failure_14():
+def test_graph_replays_at_other_lengths():
     problem = Problem(32, 1, 512, 64, (2000, 1500, 700))
     inputs, held = fp8_inputs(problem, torch.bfloat16, "cuda")
     plan = plan_mla_decode(

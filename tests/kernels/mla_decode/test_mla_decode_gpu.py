@@ -90,7 +90,7 @@ def capability() -> int:
 
 
 @pytest.mark.parametrize("problem", SHAPES, ids=name)
-def test_shapes_failures_2_3_6_7_20(problem):
+def test_no_shape_reads_poison_or_drops_heads(problem):
     """Odd heads and widths over poisoned pages, in both dtypes of the cache, bit-equal when run again."""
     out = check(problem)
     for _ in range(5):
@@ -105,7 +105,7 @@ def test_float16(problem):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seqlen_q", [2, 3, 4, 8])
-def test_several_new_tokens_failure_5(seqlen_q, causal):
+def test_several_new_tokens_are_aligned_bottom_right(seqlen_q, causal):
     # 65, 130 and 195 end in a tile that the earlier queries do not see at all
     lengths = (0, 1, seqlen_q, 64 + seqlen_q, 200, 65, 130, 195)
     check(Problem(16, 16, 512, 16, lengths, seqlen_q=seqlen_q, causal=causal))
@@ -162,7 +162,7 @@ WINDOWED = (0, 1, 63, 64, 65, 100, 321, 470, 3000)
     ],
     ids=name,
 )
-def test_windows_and_sinks_over_poisoned_pages_failures_2_3(problem, window, sinks):
+def test_windows_and_sinks_over_poisoned_pages(problem, window, sinks):
     """Windows begin and sinks end in the middle of tiles, whose other pages have no table entry."""
     problem = dataclasses.replace(problem, window=window, sinks=sinks)
     check(problem)
@@ -184,7 +184,7 @@ CANDIDATES = [
 
 
 @pytest.mark.parametrize("problem", CANDIDATES, ids=name)
-def test_every_kernel_that_could_be_chosen_is_right_failures_1_8(problem):
+def test_every_kernel_that_could_be_chosen_is_right(problem):
     """Not only the rule's choice; by the planner's plans for any number of CTAs, and by plans no planner makes."""
     choices = {
         (c.kernel, c.warpgroups, c.ctas_per_sm): c
@@ -215,7 +215,7 @@ VARIANTS = [
         for variant in variants
     ],
 )
-def test_every_variant_is_right_failures_1_8(problem, variant):
+def test_every_variant_is_right(problem, variant):
     """Those that only a tuning table chooses, and of 128 rows the rule's too; rows whose maximum grows by little and by
     much, and large scores."""
     choice = next(c for c in list_kernels(problem.shape(), capability()) if c.variant == variant)
@@ -323,7 +323,7 @@ def test_splits_that_were_asked_for(num_splits):
     assert torch.equal(other[0], out[0]) and torch.equal(other[4], out[4]) and not torch.equal(other[5], out[5])
 
 
-def test_large_scores_failure_12():
+def test_large_scores_are_not_taken_for_masked_ones():
     problem = Problem(32, 32, 512, 16, (65, 1000), scale=3e5)
     inputs = problem.inputs(torch.bfloat16, "cuda")
     out, lse = mla_decode(**inputs, return_lse=True, backend="tilelang")
@@ -334,7 +334,7 @@ def test_large_scores_failure_12():
     assert float(((lse - expected_lse) / expected_lse).abs().max()) < 1e-4
 
 
-def test_strided_queries_failure_18():
+def test_strided_queries_are_not_misread():
     problem = SHAPES[2]
     inputs = problem.inputs(torch.bfloat16, "cuda")
     plain = mla_decode(**inputs, backend="tilelang")
@@ -344,7 +344,7 @@ def test_strided_queries_failure_18():
     assert q.stride() != inputs["q_latent"].stride()
 
 
-def test_64_bit_addresses_failure_4():
+def test_addresses_do_not_overflow_32_bits():
     """Pages more than 2^31 elements into the cache."""
     page, d_c, d_r = 64, 512, 16
     pages = 2**31 // (page * d_c) + 8
@@ -364,7 +364,7 @@ def test_64_bit_addresses_failure_4():
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (70, 3)])
 @pytest.mark.parametrize("heads", [32, 128])
-def test_graph_captured_at_one_length_replayed_at_others_failures_14_15(heads, window, sinks):
+def test_a_graph_captured_at_one_length_serves_others(heads, window, sinks):
     """The plan is made inside the graph, so it follows the lengths."""
     problem = Problem(heads, 1, 512, 64, (100, 100, 100), slack=20)
     inputs = problem.inputs(torch.bfloat16, "cuda")
@@ -423,7 +423,7 @@ def test_a_plan_is_for_the_lengths_it_was_refreshed_with():
         assert_right(inputs, out, lse, torch.bfloat16)
 
 
-def test_one_compilation_for_all_lengths_and_batches_failure_17():
+def test_one_compilation_serves_all_lengths_and_batches():
     from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge, compile_planner
 
     def misses() -> list[int]:
@@ -440,7 +440,7 @@ def test_one_compilation_for_all_lengths_and_batches_failure_17():
     assert merge <= len(MERGES)
 
 
-def test_current_stream_failure_16():
+def test_it_runs_on_the_current_stream():
     """The kernels wait for what their own stream does before them, and for nothing else; of a remembered call too."""
     inputs = SHAPES[2].inputs(torch.bfloat16, "cuda")
     plan = SHAPES[2].plan(inputs, "tilelang")
@@ -459,7 +459,7 @@ def test_current_stream_failure_16():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device on this machine")
-def test_second_device_failure_16():
+def test_it_runs_on_a_second_device():
     inputs = SHAPES[2].inputs(torch.bfloat16, "cuda:1")
     plan = SHAPES[2].plan(inputs, "tilelang")
     for planned in (None, plan, plan):
@@ -468,13 +468,13 @@ def test_second_device_failure_16():
     assert torch.cuda.current_device() == 0 and plan.memory.launches
 
 
-def test_compile_fullgraph_failure_22():
+def test_it_breaks_no_compiled_graph():
     inputs = SHAPES[2].inputs(torch.bfloat16, "cuda")
     compiled = torch.compile(lambda i: mla_decode(**i, backend="tilelang"), fullgraph=True)
     assert torch.equal(compiled(inputs), mla_decode(**inputs, backend="tilelang"))
 
 
-def test_no_host_synchronisation_failure_14():
+def test_no_host_synchronisation():
     inputs = SHAPES[2].inputs(torch.bfloat16, "cuda")
     plan = SHAPES[2].plan(inputs, "tilelang")
     mla_decode(**inputs, plan=plan, backend="tilelang")

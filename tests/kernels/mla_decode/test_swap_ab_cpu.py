@@ -87,7 +87,7 @@ def name(problem: Problem) -> str:
 
 
 @few("problem", SHAPES, count=5, ids=name)
-def test_shapes_failures_2_3_6(problem):
+def test_no_shape_reads_poison_or_drops_heads(problem):
     """Head counts that fill no tile, odd widths, shuffled poisoned pages, one CTA and more CTAs than tiles."""
     for num_ctas in (1, 2, 12):
         run(problem, num_ctas)
@@ -97,14 +97,14 @@ LENGTHS = [(0, 1, 64, 200, 321), (0, 0, 0, 0, 0), (0, 0, 900, 0, 0), (1, 1, 1, 1
 
 
 @pytest.mark.parametrize("num_ctas", [1, 2, 3, 7, 17, 132])
-def test_any_number_of_ctas_for_any_lengths_failures_1_15(num_ctas):
+def test_any_number_of_ctas_serves_any_lengths(num_ctas):
     for lengths in LENGTHS:
         run(Problem(4, 2, 64, 8, lengths), num_ctas, splits=sorted(MERGES)[num_ctas % len(MERGES)])
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seqlen_q", [2, 4, 8])
-def test_causal_alignment_failure_5(seqlen_q, causal):
+def test_causal_alignment_is_bottom_right(seqlen_q, causal):
     """Bottom-right aligned; sequences shorter than the query leave rows that see nothing."""
     lengths = (0, 1, seqlen_q, 66, 129, 64 + seqlen_q - 1)
     problem = Problem(6, 3, 64, 8, lengths, seqlen_q=seqlen_q, causal=causal)
@@ -116,7 +116,7 @@ def test_causal_alignment_failure_5(seqlen_q, causal):
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (1, 1), (20, 4), (64, 64), (65, 100), (200, 5), (1000, 4)])
 @pytest.mark.parametrize("page_size", [16, 128])
-def test_windows_and_sinks_over_poisoned_pages_failures_2_3(page_size, window, sinks):
+def test_windows_and_sinks_over_poisoned_pages(page_size, window, sinks):
     """Windows begin and sinks end in the middle of tiles, whose other pages have no table entry."""
     lengths = (0, 1, 63, 64, 65, 100, 321, 470)
     problem = Problem(4, 2, 64, 8, lengths, page_size=page_size, window=window, sinks=sinks)
@@ -193,12 +193,12 @@ def test_left_padding():
         run(Problem(6, 2, 64, 8, (70, 140, 64, 200, 90), starts=(1, 64, 63, 199, 90)), num_ctas)
 
 
-def test_large_scores_failure_12():
+def test_large_scores_are_not_taken_for_masked_ones():
     """A finite stand-in for -inf must lose against real scores of -3e5."""
     run(Problem(4, 2, 64, 8, (65, 130), scale=4e5), 2)
     run(Problem(4, 2, 64, 8, (65, 130), scale=4e5, window=20, sinks=3), 2)
 
 
-def test_runs_are_bit_equal_failure_20():
+def test_runs_are_bit_equal():
     problem = Problem(9, 3, 64, 16, (200, 65))
     assert torch.equal(run(problem, 3), run(problem, 3))

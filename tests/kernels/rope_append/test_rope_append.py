@@ -219,7 +219,7 @@ def test_slots_of_a_block_table():
     assert slots_of(table[:, :0], sequences, positions, 4).tolist() == [-1] * 7
 
 
-def test_slots_do_not_wrap_failure_4():
+def test_slots_do_not_wrap():
     """A slot that int32 does not hold is none; computed in 32 bits it would be one of the first pages."""
     table = torch.tensor([[2**25 - 1, 2**25, 2**26, 2**26 + 3, 2**31 - 1]], dtype=torch.int32)
     positions = torch.tensor([62, 64, 128, 192, 256], dtype=torch.int32)
@@ -227,7 +227,7 @@ def test_slots_do_not_wrap_failure_4():
     assert found.dtype == torch.int32 and found.tolist() == [MAX_SLOTS - 1, -1, -1, -1, -1]
 
 
-def test_a_cache_beyond_int32_slots_is_refused_failure_4():
+def test_a_cache_beyond_int32_slots_is_refused():
     given = tensors((1, 1, 8, 8, 1))
     huge = torch.zeros(8).as_strided((2**25, 64, 8), (0, 0, 1))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What split-KV decoding hands from kernel to kernel is float32, whatever the model's dtype (failure 11)."""
+"""What split-KV decoding hands from kernel to kernel is float32, whatever the model's dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ctas(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_plans_workspace_is_float32_failure_11(ctas, dtype):
+def test_a_plans_workspace_is_float32(ctas, dtype):
     q, rope, table = torch.zeros(2, 1, 4, 32, dtype=dtype), torch.zeros(3, 16, 2, 8, dtype=dtype), torch.zeros(2, 3)
     seqlens = torch.ones(2, dtype=torch.int32)
     table, lengths = table.int(), torch.tensor([[1, 1], [4, 4], [0, 0]], dtype=torch.int32)
@@ -77,7 +77,7 @@ def functions(dtype: str) -> dict:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_kernels_write_and_merge_float32_partials_failure_11(dtype):
+def test_kernels_write_and_merge_float32_partials(dtype):
     for name, function in functions(dtype).items():
         found = dtypes_of(function)
         kinds = {tensor: found[tensor] for tensor in ("partial_out", "partial_lse", "lse", "out")}
@@ -87,7 +87,7 @@ def test_kernels_write_and_merge_float32_partials_failure_11(dtype):
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_splits_cost_no_digits_failure_11(dtype):
+def test_many_splits_cost_no_digits(dtype):
     """One sequence in as many pieces as there are CTAs: rounded partials would show in the log-sum-exp and the sum."""
     from mha2mla.kernel_testing.problems import Problem, judge
     from mha2mla.kernels import mla_decode

@@ -306,7 +306,7 @@ def gate_cases() -> list:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", gate_cases(), ids=lambda row: "-".join(map(str, TUNING.key_of(row))))
-def test_a_row_of_the_package_compiles_failure_9(row):
+def test_a_row_of_the_package_compiles(row):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import find_tool
     from tests.kernels.mla_decode.test_compile_gate import gate

@@ -333,7 +333,7 @@ def test_refusals_name_the_argument():
         mla_step(*long, inv_freq, layer.table, seqlens, softmax_scale=SCALE)
 
 
-def test_fullgraph_compile_failure_22():
+def test_it_breaks_no_compiled_graph():
     eager = Layer.make("per group", torch.float32)
     traced = replace(eager, cache={name: tensor.clone() for name, tensor in eager.cache.items()})
     compiled = torch.compile(lambda: traced.step([0] * 4, 2), fullgraph=True, backend="aot_eager")
