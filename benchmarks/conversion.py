@@ -35,12 +35,12 @@ from mha2mla.conversion.calibration.windows import calibration_windows
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source.opening import open_source
 from mha2mla.eval.loading import load_model, load_tokenizer
+from mha2mla.eval.quality import TEXTS as LONG_TEXTS
 from mha2mla.eval.quality import QualityReport, evaluate_quality, parse_lengths
 from mha2mla.trial_models import fetch_smollm2
 
 RATIOS = (0.5, 0.3125, 0.1875)
 # None of them is what a row calibrates on. The first is too short for long windows.
-LONG_TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")
 TEXTS = ("builtin:prose", *LONG_TEXTS)
 LENGTHS = "512,2048,longest"
 _CHECK_TOKENS = 512  # of convert's own comparison, which these rows do not read

@@ -14,7 +14,14 @@ from torch import Tensor
 POSITIONS_PER_SLICE = 512
 LOGITS_PER_SLICE = 2**25
 
+_TOKENS_AT_ONCE = 8192
+
 LogitsOf = Callable[[slice], Tensor]
+
+
+def windows_at_once(length: int) -> int:
+    """How many windows of ``length`` tokens a model is given at a time; none is ever cut."""
+    return max(1, _TOKENS_AT_ONCE // length)
 
 
 @dataclass(frozen=True)

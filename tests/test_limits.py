@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mha2mla.conversion import target
 from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.recipe import Recipe
+from mha2mla.kernels.attention_varlen import tiling
+from mha2mla.kernels.mla_decode import latent_selection, selection
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from tests.conversion import tiny
 
@@ -35,6 +38,13 @@ def test_the_page_names_every_limit_of_the_kernels():
     assert found and found <= written, f"not in docs/limits.md: {sorted(found - written)}"
 
 
+def test_conversion_aims_at_what_kernels_take():
+    """It knows nothing of kernels, and so has their widths by numbers of its own."""
+    assert target.WIDEST_LATENT == latent_selection.MAX_LATENT_ALONE <= selection.MAX_LATENT
+    assert target.WIDEST_ROTARY == latent_selection.MAX_ROPE_ALONE
+    assert target.FUSED_WIDTH == tiling.MAX_WIDTH
+
+
 # Key-value heads, their width, cache ratio, 8-bit latents → what has kernels in latent, shared and per-group: Decode,
 # Batches.
 LAYOUT_KERNELS = {
@@ -51,7 +61,7 @@ LAYOUT_KERNELS = {
 
 
 @pytest.mark.parametrize("source", LAYOUT_KERNELS, ids=str)
-@pytest.mark.parametrize(("place", "layout"), enumerate(("latent", "shared", "per-group")))
+@pytest.mark.parametrize(("place", "layout"), list(enumerate(("latent", "shared", "per-group"))))
 def test_the_page_says_which_layout_has_kernels(source, place, layout):
     kv_heads, head_dim, ratio, eight_bits = source
     keys = {"hidden_size": 1024, "num_attention_heads": 32, "num_key_value_heads": kv_heads, "head_dim": head_dim}

@@ -24,7 +24,7 @@ from mha2mla.conversion.fit.reconstruction import Forward, ReconstructionProblem
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.layer import PreparedLayer, converted_config, finish_layer, prepare_layer
 from mha2mla.conversion.recipe import Recipe, is_exact
-from mha2mla.conversion.source.streaming import StreamedModel, first_output, inputs_observed
+from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel, first_output, inputs_observed
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 SAMPLE_TOKENS = 32768  # of a layer's inputs that closed-form fits look at
 FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow
-_BATCH_TOKENS = 2048  # tokens that a layer sees at a time
-_CUDA_BATCH_TOKENS = 16384  # the same where launches cost more than the work
+_CUDA_BATCH_TOKENS = 16384  # that a layer sees at a time where launches cost more than the work
 # How much of what earlier layers lost a layer is to make good: what is lost for good is noise to a fit.
 _CORRECTION = 0.5
 _STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text than the moments that it starts from
@@ -125,7 +124,7 @@ class LayerWalk:
                     self.model.layer(layer),
                     layer,
                     store,
-                    tokens=_BATCH_TOKENS,
+                    tokens=BATCH_TOKENS,
                     observe=None if collector is None else collector.add,
                 )
                 if collector is not None:
@@ -227,7 +226,7 @@ class _ConvertedWalk:
     def __init__(self, sequence: LayerWalk) -> None:
         self.sequence, self.model, self.recipe = sequence, sequence.model, sequence.recipe
         self.num_layers = sequence.spec.num_layers
-        self.tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else _BATCH_TOKENS
+        self.tokens = _CUDA_BATCH_TOKENS if self.model.device.type == "cuda" else BATCH_TOKENS
 
     def layers(self) -> Iterator[ConvertedLayer]:
         sequence, done = self.sequence, self.sequence.done or {}

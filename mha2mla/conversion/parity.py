@@ -18,11 +18,10 @@ from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationSt
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel
 from mha2mla.predictions import LogitsOf, compare_predictions, perplexity
 from mha2mla.progress import progress_bar
 
-_BATCH_TOKENS = 2048  # that a layer sees at a time
 _BLOCK = 1 << 23  # numbers of one block of scores
 _HEAD_BLOCK = 1 << 24  # numbers of one slice of the head
 _OBSERVED = "mha2mla-observed"
@@ -122,7 +121,7 @@ def compare(
 def _run_layer(source: StreamedModel, converted: StreamedModel, index: int, stores: list[ActivationStore]) -> None:
     """Leaves the next layer's inputs in both ``stores``."""
     for model, store in zip((source, converted), stores, strict=True):
-        model.run_layer(model.layer(index), index, store, tokens=_BATCH_TOKENS)
+        model.run_layer(model.layer(index), index, store, tokens=BATCH_TOKENS)
         model.source.release()
 
 
@@ -151,7 +150,7 @@ def _compare_layer(
     models, layers = (source, converted), [model.layer(index) for model in (source, converted)]
     scores, output, stream_output, hidden_error = _Error(), _Error(), _Error(), _Error()
     measured = True
-    for part in stores[0].blocks.batches(_BATCH_TOKENS):
+    for part in stores[0].blocks.batches(BATCH_TOKENS):
         seen, hidden = [], []
         for model, layer, store in zip(models, layers, stores, strict=True):
             with _attention_of(layer) as observed:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from mha2mla.kernel_testing.judgement import Judgement
+from mha2mla.kernel_testing.judgement import NOT_CHECKED, Judgement
 from mha2mla.kernel_testing.timing import time_callable
 
 WRONG = "wrong: "  # how the status of a row begins whose check failed
-NOT_CHECKED = "not checked"  # the status of a row that was timed without one
 
 COLUMNS = {
     "op": "op",

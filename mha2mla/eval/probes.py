@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from mha2mla.eval.probe_questions import QUESTIONS, ProbeError, Question, Writer, depth_of
-from mha2mla.predictions import Predictor
+from mha2mla.predictions import Predictor, windows_at_once
 from mha2mla.progress import progress_bar
 
 SPAN = 64  # tokens that are repeated
 _LEAD = 32  # tokens before the first occurrence: what stands first in a window is attended to for its place
-_TOKENS_AT_ONCE = 8192
 # A probe counts when the source's result would come by chance less often than this.
 _SIGNIFICANCE = 0.01
 _GAIN_ERRORS = 3.0  # standard errors that the source's gain must be away from zero
@@ -181,7 +180,7 @@ def _choice_row(
     right, nll = [], []
     for predictor in predictors:
         logs = torch.cat(
-            [predictor.last_token(part).float().log_softmax(-1).cpu() for part in ids.split(_batch(length))]
+            [predictor.last_token(part).float().log_softmax(-1).cpu() for part in ids.split(windows_at_once(length))]
         )
         offered = logs.gather(1, candidates)
         right.append((offered.argmax(1) == answers).double())
@@ -204,10 +203,6 @@ def _choice_row(
         text=settings.text,
         seed=settings.seed,
     )
-
-
-def _batch(length: int) -> int:
-    return max(1, _TOKENS_AT_ONCE // length)
 
 
 def _thirds(right: torch.Tensor, depths: Sequence[float | None]) -> tuple[float, ...]:
@@ -262,7 +257,7 @@ def _gain_row(
 def _span_losses(predictor: Predictor, ids: torch.Tensor) -> torch.Tensor:
     """float64 [items] on the CPU: mean negative log-likelihood of the last ``SPAN`` tokens of ids [items, L]."""
     losses = []
-    for part in ids.split(_batch(ids.shape[1])):
+    for part in ids.split(windows_at_once(ids.shape[1])):
         logits_of, predicted = predictor.next_tokens(part), ids.shape[1] - 1
         for row, tokens in enumerate(part):
             logits = logits_of(slice((row + 1) * predicted - SPAN, (row + 1) * predicted))

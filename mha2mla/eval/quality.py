@@ -14,7 +14,7 @@ from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_g
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
 from mha2mla.eval.report import html_table
-from mha2mla.predictions import Predictor, compare_predictions, perplexity
+from mha2mla.predictions import Predictor, compare_predictions, perplexity, windows_at_once
 from mha2mla.progress import progress_bar
 from mha2mla.texts import load_text, token_windows
 
@@ -22,7 +22,6 @@ TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # of three ki
 LENGTHS: tuple[int | None, ...] = (512, 2048, None)
 MAX_TOKENS = 3 * 8192
 POSITION_PARTS = 8
-_TOKENS_AT_ONCE = 8192  # of short windows; a window is never cut
 
 COLUMNS = {
     "text": "text",
@@ -276,7 +275,7 @@ def _sums_by_position(source: Predictor, converted: Predictor, windows: torch.Te
     """float64 [4, length − 1] on the CPU: the fields of a Comparison, summed over windows."""
     length = windows.shape[1]
     sums = torch.zeros(4, length - 1, dtype=torch.float64)
-    for ids in windows.split(max(1, _TOKENS_AT_ONCE // length)):
+    for ids in windows.split(windows_at_once(length)):
         compared = compare_predictions(source.next_tokens(ids), converted.next_tokens(ids), ids[:, 1:].flatten())
         fields = (compared.nll_source, compared.nll_converted, compared.kl, compared.agrees)
         sums += torch.stack([field.double().cpu() for field in fields]).view(4, len(ids), length - 1).sum(1)

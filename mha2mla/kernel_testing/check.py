@@ -18,8 +18,9 @@ import torch
 
 from mha2mla.kernel_testing.case_check import check_case
 from mha2mla.kernel_testing.cases import Case, draw_cases
-from mha2mla.kernel_testing.check_rows import NOT_CHECKED, case_row, is_broken, match_known
+from mha2mla.kernel_testing.check_rows import case_row, is_broken, match_known
 from mha2mla.kernel_testing.compiling import COMPILE_TIMEOUT, compile_job, compile_launches, processes_for
+from mha2mla.kernel_testing.judgement import NOT_CHECKED
 from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernel_testing.timing import start_device
 from mha2mla.kernel_testing.workers import OUT_OF_TIME, Outcome, Stage, run_in_stages

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from mha2mla.kernel_testing.cases import Case
+from mha2mla.kernel_testing.judgement import NOT_CHECKED
 
 SIZES = ("≤ 16", "≤ 32", "≤ 64", "≤ 128", "> 128")
 KIND = "kernel-check"  # of the JSON file
-NOT_CHECKED = "not checked"  # how the status of a call begins that time did not suffice for
 COLUMNS = {
     "kernel": "kernel",
     "rows": "H·S_q",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+NOT_CHECKED = "not checked"  # how the status of a row begins whose output nobody judged
 ERROR_FACTOR = 2.0  # an output may be this many times as far from float64 as plain torch at the same dtype
 
 

@@ -18,6 +18,8 @@ from mha2mla.conversion.source.parameters import StoredParameters
 
 _EMBEDDED_TOKENS = 8192  # at a time
 
+BATCH_TOKENS = 2048  # that a layer sees at a time, where launches cost less than the work
+
 
 class StreamedModel:
     """The modules of a Llama-shaped causal language model, filled from a checkpoint when they are needed.

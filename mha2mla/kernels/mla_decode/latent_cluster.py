@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, Buffers
+from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_cluster, swap_ab_ws
 from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
 from mha2mla.kernels.mla_decode.latent_selection import KEY_TILE, LatentChoice, key_blocks, key_steps
@@ -27,7 +27,7 @@ from mha2mla.kernels.mla_decode.latent_ws import (
     rotate,
 )
 from mha2mla.kernels.mla_decode.selection import DecodeShape
-from mha2mla.kernels.mla_decode.swap_ab_cluster import BLOCK, WARPGROUP, consume
+from mha2mla.kernels.mla_decode.swap_ab_cluster import BLOCK, consume
 from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, locate, read_fragment, take_work
 from mha2mla.kernels.split_kv.fragment import first_token
 from mha2mla.kernels.split_kv.schedule import TILES

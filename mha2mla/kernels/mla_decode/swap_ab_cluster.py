@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 from tilelang import tvm
 
-from mha2mla.kernels.machine import GPU, Buffers
+from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
 from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes
@@ -24,11 +24,8 @@ from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
-WARPGROUP = 128  # threads
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
-BARRIER = 8  # named barriers below 8 belong to the compiler
 PRODUCER_REGISTERS = 56
-BY_ROW = T.GemmWarpPolicy.FullRow
 
 # A thread's scores go to the thread of the same number in the other CTA, which holds the same places of the tile: four
 # at a time, which the receiving CTA's barrier counts (PTX ISA, st.async). There are two places for them: nobody sends a

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
-from mha2mla.kernels.machine import GPU, Buffers
+from mha2mla.kernels.machine import BARRIER, GPU, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode.selection import (
     DecodeShape,
     RopeBlocks,
@@ -37,9 +37,7 @@ from mha2mla.kernels.split_kv.schedule import SEQUENCE, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
-WARPGROUP = 128  # threads
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
-BARRIER = 8  # named barriers below 8 belong to the compiler
 TURN = 12  # and the next: whose turn it is at the score products
 PRODUCER_REGISTERS = 56
 SCALE, LOG_SCALE, INVERSE_SCALE = range(3)  # of a token whose latent is codes: rows of ``scales``
