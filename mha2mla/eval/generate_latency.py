@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mha2mla.eval.float64 import in_float64
 from mha2mla.eval.measurement import NOT_CHECKED, WRONG, unless_out_of_memory
-from mha2mla.eval.step_latency import ACROSS_FORMS_FACTOR, Model, cache_bytes_per_token, made_or_why, row_of
-from mha2mla.kernel_testing.judgement import ERROR_FACTOR
+from mha2mla.eval.step_latency import Model, cache_bytes_per_token, made_or_why, prompt_factor, row_of
 
 LONG_ENOUGH = 1.5  # seconds of runs after which none is begun: long ones differ little
 
@@ -133,8 +132,7 @@ def _judged(model: torch.nn.Module, text: Tensor, prompt: int) -> str:
         narrow[:, ends] = -torch.inf
     moved = (narrow.double() - exact).nan_to_num(0.0).abs().amax(-1)
     chosen = exact.gather(1, text[0, prompt:, None])[:, 0]
-    factor = ACROSS_FORMS_FACTOR if model.config.model_type == "mha2mla" else ERROR_FACTOR
-    behind = exact.amax(-1) - chosen - 2 * factor * moved  # two logits, each as far off as that
+    behind = exact.amax(-1) - chosen - 2 * prompt_factor(model) * moved  # two logits, each as far off as that
     if bool((behind <= 0).all()):
         return "ok"
     token = int(behind.argmax())

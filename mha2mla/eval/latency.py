@@ -22,6 +22,7 @@ from mha2mla.eval.op_latency import BASELINES, attention_latency
 from mha2mla.eval.report import html_table
 from mha2mla.eval.step_latency import cache_bytes_per_token, forward_latency
 from mha2mla.kernel_testing.timing import copy_rate
+from mha2mla.modeling.backends import OF_OPS
 from mha2mla.progress import progress_bar
 
 Level = Literal["op", "step", "prefill", "e2e"]
@@ -106,7 +107,7 @@ def model_latency(
 
     def made_converted() -> torch.nn.Module:
         model = load_model(converted, "converted", device=device, dtype=dtype)
-        model.config.attention_backend = {None: None, "tilelang": "mla_paged", "reference": "mla_reference"}[backend]
+        model.config.attention_backend = OF_OPS[backend]
         return model
 
     model = _fitting(made_converted, device, layer)

@@ -115,6 +115,12 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(each.nbytes for each in model.parameters()) - (0 if tied else embeddings.nbytes)
 
 
+def prompt_factor(model: torch.nn.Module) -> float:
+    """How many times as far from float64 as its cacheless logits those of a model's prompt may be: a converted model
+    may compute them in another form."""
+    return ACROSS_FORMS_FACTOR if model.config.model_type == "mha2mla" else ERROR_FACTOR
+
+
 Right = tuple[Tensor, Tensor]  # logits [sequences, positions, vocabulary] at the model's dtype and in float64
 
 
@@ -165,8 +171,7 @@ def _prefill_row(model: torch.nn.Module, ids: Tensor, right: Right | None, min_r
 
     check = None
     if right is not None:
-        factor = ACROSS_FORMS_FACTOR if model.config.model_type == "mha2mla" else ERROR_FACTOR
-        check = _judge_logits(call(_checked(ids.shape[1]))[sorted({0, len(ids) - 1})], *right, factor)
+        check = _judge_logits(call(_checked(ids.shape[1]))[sorted({0, len(ids) - 1})], *right, prompt_factor(model))
     row = measured(call, check, None, ids.device, min_run_time, graph=False)
     return row | ({"tokens_per_s": ids.numel() / row["us_p50"] * 1e6} if "us_p50" in row else {})
 

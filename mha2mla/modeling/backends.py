@@ -293,5 +293,8 @@ BUILT_IN: Mapping[str, AttentionBackend] = MappingProxyType(
     }
 )
 
+# What serves a converted layer where every op is to have that backend.
+OF_OPS: Mapping[str | None, str | None] = {None: None, "tilelang": "mla_paged", "reference": "mla_reference"}
+
 # The registry that models look names up in; a program adds its own backends to it.
 ATTENTION_BACKENDS = AttentionRegistry(BUILT_IN.values())

@@ -9,7 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling.backends import ATTENTION_BACKENDS
+from mha2mla.modeling.backends import ATTENTION_BACKENDS, OF_OPS
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.shards import HeadShard
 
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 2
 # What older configs say by two keys that are no more, as attention_backend.
 _OLDER_KEYS = {
     "mla_form": {"auto": None, "absorbed": None, "expanded": "mla_expanded"},
-    "decode_backend": {None: None, "tilelang": "mla_paged", "reference": "mla_reference"},
+    "decode_backend": OF_OPS,
 }
 
 _PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")

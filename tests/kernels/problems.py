@@ -35,6 +35,7 @@ __all__ = [
     "exact",
     "judge",
     "poison_unseen_pages",
+    "prepared",
     "random_schedule_call",
     "random_work",
     "run_kernels",
@@ -198,6 +199,29 @@ def same_schedule(planner, call: dict, device: str = "cpu") -> bool:
     return torch.equal(schedule, expected) and torch.equal(splits.cpu(), expected_splits)
 
 
+def prepared(
+    spans: list[Span],
+    shape: tuple[int, ...],
+    num_ctas: int,
+    work: list[list[Fragment]] | None,
+    device: torch.device | str,
+) -> tuple[torch.Tensor, ...]:
+    """Schedule and splits of a call with an output of ``shape``, and its partial_out, partial_lse and lse, all NaN.
+
+    ``work`` None: what the planner makes of the spans.
+    """
+    batch, seqlen_q, heads, width = shape
+    if work is None:
+        schedule = torch.empty(num_ctas + batch, FIELDS, dtype=torch.int32)
+        splits = torch.empty(batch, 2, dtype=torch.int32)
+        write_schedule(spans, plan_fragments([span.tiles for span in spans], num_ctas), schedule, splits)
+        plan = schedule.to(device), splits.to(device)
+    else:
+        plan = write_work(spans, work, device)
+    sizes = ((num_ctas, 2, seqlen_q, heads, width), (num_ctas, 2, seqlen_q, heads), (batch, heads, seqlen_q))
+    return *plan, *(torch.full(size, torch.nan, dtype=torch.float32, device=device) for size in sizes)
+
+
 def run_kernels(
     split,
     merge,
@@ -212,19 +236,10 @@ def run_kernels(
     ``work`` None: what the planner makes of the lengths.
     """
     q = inputs["q_latent"]
-    batch, seqlen_q, heads, d_c = q.shape
-    spans = spans_of(inputs, window, sinks)
-    if work is None:
-        schedule = torch.empty(num_ctas + batch, FIELDS, dtype=torch.int32)
-        splits = torch.empty(batch, 2, dtype=torch.int32)
-        write_schedule(spans, plan_fragments([span.tiles for span in spans], num_ctas), schedule, splits)
-        schedule, splits = schedule.to(q.device), splits.to(q.device)
-    else:
-        schedule, splits = write_work(spans, work, q.device)
-    floats = {"dtype": torch.float32, "device": q.device}
-    partial_out = torch.full((num_ctas, 2, seqlen_q, heads, d_c), torch.nan, **floats)
-    partial_lse = torch.full((num_ctas, 2, seqlen_q, heads), torch.nan, **floats)
-    out, lse = torch.full_like(q, torch.nan), torch.full((batch, heads, seqlen_q), torch.nan, **floats)
+    schedule, splits, partial_out, partial_lse, lse = prepared(
+        spans_of(inputs, window, sinks), q.shape, num_ctas, work, q.device
+    )
+    out = torch.full_like(q, torch.nan)
     if (rope := inputs.get("rope")) is None:
         keys, last = (inputs["rope_cache"].flatten(2),), ()
     else:

@@ -22,10 +22,9 @@ from mha2mla.kernels.gqa_decode.selection import (
     streamed_shared_memory,
 )
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
-from mha2mla.kernels.split_kv.schedule import FIELDS, plan_fragments, write_schedule
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
 from tests.few import few
-from tests.kernels.problems import random_work, torch_at, write_work
+from tests.kernels.problems import prepared, random_work, torch_at
 
 BASE = GQAProblem(6, 2, 24, 16, (0, 1, 70), page_size=16, seqlen_q=2)
 
@@ -296,20 +295,10 @@ def run_kernels(problem: GQAProblem, split, merge, inputs: dict, num_ctas: int, 
 
     ``work`` None: what the planner makes of the lengths.
     """
-    q, spans = inputs["q"], problem.spans()
-    batch, seqlen_q, heads, _ = q.shape
-    if work is None:
-        schedule = torch.empty(num_ctas + batch, FIELDS, dtype=torch.int32)
-        splits = torch.empty(batch, 2, dtype=torch.int32)
-        write_schedule(spans, plan_fragments([span.tiles for span in spans], num_ctas), schedule, splits)
-        schedule, splits = schedule.to(q.device), splits.to(q.device)
-    else:
-        schedule, splits = write_work(spans, work, q.device)
-    floats = {"dtype": torch.float32, "device": q.device}
-    partial_out = torch.full((num_ctas, 2, seqlen_q, heads, problem.v_head_dim), torch.nan, **floats)
-    partial_lse = torch.full((num_ctas, 2, seqlen_q, heads), torch.nan, **floats)
-    out = q.new_full((batch, seqlen_q, heads, problem.v_head_dim), torch.nan)
-    lse = torch.full((batch, heads, seqlen_q), torch.nan, **floats)
+    q = inputs["q"]
+    shape = (*q.shape[:3], problem.v_head_dim)
+    schedule, splits, partial_out, partial_lse, lse = prepared(problem.spans(), shape, num_ctas, work, q.device)
+    out = q.new_full(shape, torch.nan)
     split(
         q, inputs["k_cache"], inputs["v_cache"], inputs["block_table"], schedule, partial_out, partial_lse, out, lse,
         inputs["softmax_scale"], int(inputs["causal"]), 2**30 if problem.window is None else problem.window,
