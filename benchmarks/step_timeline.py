@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.recording import Recording, command
 from mha2mla.eval.report import print_table
 from mha2mla.eval.step_latency import weight_bytes
+from mha2mla.kernel_testing.judgement import ERROR_FACTOR
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
@@ -159,7 +160,7 @@ def distances(expected: Tensor, new: Tensor, old: Tensor, name: str, dtype: torc
     """Relative ones, ``old``'s under ``name``, and whether ``new`` is at most twice as far off, but for ``dtype``'s
     rounding."""
     here, there = (float((logits.double() - expected).norm() / expected.norm()) for logits in (new, old))
-    right = here <= 2 * there + torch.finfo(dtype).eps
+    right = here <= ERROR_FACTOR * there + torch.finfo(dtype).eps
     return {"error": here, name: there, "status": "ok" if right else f"wrong: {here:.2g} against {there:.2g}"}
 
 
