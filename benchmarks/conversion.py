@@ -47,8 +47,8 @@ _CHECK_TOKENS = 512  # of convert's own comparison, which these rows do not read
 
 # Keys whose other value an ablation tries, one at a time, from the preset that it starts from.
 ABLATIONS: dict[str, tuple[Any, ...]] = {
-    "rope.selection": ("uneven", "2-norm", "high", "low", "uniform", "rorope"),
-    "rope.share": (0.17, 0.21, 0.25, 0.34, "auto"),
+    "rope.selection": ("2-norm", "high", "low", "uniform", "rorope"),
+    "rope.share": (0.17, 0.21, 0.25, 0.34),
     "latent.rule": ("svd-joint", "svd-split", "balanced-pca"),
     "latent.centered": (False,),
     "latent.ranks": ("measured",),

@@ -115,7 +115,6 @@ def test_flags_win_over_the_file(tmp_path):
     given = {"layout": "shared", "cache_ratio": 0.25, "calibration.seed": 3}
     assert parsed_recipe("--recipe", str(file)) == given
     assert parsed_recipe("--calibration.seed", "0", "--recipe", str(file)) == given | {"calibration.seed": 0}
-    assert parsed_recipe("--rope.share", "auto") == {"rope.share": "auto"}
     assert parsed_recipe("--rope.share", "0.3") == {"rope.share": 0.3}
     preset = Recipe.from_dict(parsed_recipe("--preset", "published-mha2mla", "--recipe", str(file)))
     assert preset.preset == "published-mha2mla" and preset.latent.rule == "svd-joint" and preset.calibration.seed == 3

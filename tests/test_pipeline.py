@@ -436,7 +436,7 @@ def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == texts
 
 
-@pytest.mark.parametrize("keys", [{"layout": "shared", "rope_share": "auto"}, {"layout": "latent"}])
+@pytest.mark.parametrize("keys", [{"layout": "shared", "rope_share": 0.5}, {"layout": "latent"}])
 def test_a_head_of_zeros_is_converted(keys, tmp_path):
     """Pruned heads are; where every other pair rotates, all that is left for the latent's keys is zero."""
     source = tiny.checkpoint(tmp_path / "source")
@@ -480,7 +480,7 @@ def change_the_tokenizer(folder):
 
 STAGES = ((run, "convert_layers"), (run, "write_weights"), (verify, "compare"), (run, "write_report"))
 CHANGES = (replace_weights, cut_weights, flip_a_bit_in_place, change_the_tokenizer)
-TIMES = [(replace_weights, (prepare, "choose_rope_share")), *zip(CHANGES, STAGES, strict=True)]
+TIMES = [(replace_weights, (prepare, "choose_layer_ranks")), *zip(CHANGES, STAGES, strict=True)]
 TIMES += [pair for pair in itertools.product(CHANGES, STAGES) if pair not in TIMES]
 
 
@@ -496,8 +496,7 @@ def test_a_source_that_changes_during_the_run_is_never_published(change, when, t
         return usual(*arguments, **keys)
 
     monkeypatch.setattr(stage, name, changed)
-    searched = tiny.Recipe(layout="shared", rope_share="auto", cache_ratio=0.5, **SHORT)
-    recipe = searched if name == "choose_rope_share" else None
+    recipe = tiny.Recipe(latent_ranks="measured", **SHORT) if name == "choose_layer_ranks" else None
     with pytest.raises(SourceChangedError, match="changed during the conversion"):
         convert(source, tmp_path / "out", recipe)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -199,12 +199,11 @@ def test_an_interrupt_before_anything_is_finished_leaves_nothing(source, tmp_pat
 def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monkeypatch):
     """Of a large model both take longer than some layers."""
     source = tiny.checkpoint(tmp_path / "source")
-    recipe = {"layout": "shared", "calibration.text": "generated", "rope.share": "auto", "latent.ranks": "measured"}
+    recipe = {"layout": "shared", "calibration.text": "generated", "latent.ranks": "measured"}
     recipe["calibration.tokens"] = 256
     whole = convert(source, tmp_path / "whole", recipe=recipe)
     stages = (  # one that is interrupted, and what is finished by then
-        (prepare, "choose_rope_share", windows, "mixed_windows"),
-        (prepare, "choose_layer_ranks", prepare, "choose_rope_share"),
+        (prepare, "choose_layer_ranks", windows, "mixed_windows"),
         (run, "convert_layers", prepare, "choose_layer_ranks"),
     )
     for module, name, finished_in, finished_name in stages:

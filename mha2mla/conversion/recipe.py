@@ -43,6 +43,11 @@ _MOVED = {
 _FIXED = ("mean_phase", "attended", "query_weighting", "output_weighting", "balanced", "key_weight", "shrinkage")
 _FIXED += ("sequential", "reconstruction_learning_rate", "reconstruction_correction", "reconstruction_precision")
 _FIXED += ("rope_search", "layer_rank_losses")
+# Values that went with what they asked for, and what to write for them now.
+_GONE = {
+    ("rope.share", "auto"): "null for the layout's own, or a number above 0 and less than 1",
+    ("rope.selection", "uneven"): "'rotation', which loses less",
+}
 
 
 @dataclass(frozen=True)
@@ -117,14 +122,6 @@ class Recipe:
         )
         return replace(self, calibration=replace(self.calibration, text=text))
 
-    def with_share(self, share: float) -> Recipe:
-        return replace(self, rope=replace(self.rope, share=share))
-
-    @property
-    def searches_rope_share(self) -> bool:
-        """Whether the rotary share must be chosen before there is a geometry."""
-        return self.rope.share == "auto" and self.target.cache_ratio not in (None, 1.0)
-
     @property
     def searches_layer_ranks(self) -> bool:
         """Whether the ranks of the layers must be measured before there are geometries."""
@@ -134,13 +131,11 @@ class Recipe:
         """The geometry that this recipe gives a layer of ``spec``; but for the rank, where layers differ.
 
         Raises:
-            ValueError: ``rope.share`` is still to be searched, or the target does not fit the source.
+            ValueError: the target does not fit the source.
         """
-        if self.searches_rope_share:
-            raise ValueError("rope.share is 'auto'; expected a number (rope.share_search finds one)")
         self.rope.rule.check(spec)
-        share = self.rope.share if isinstance(self.rope.share, float) else None
-        return self.target.geometry(spec, share, per_query_head=self.latent.up_projections == "query-head")
+        per_query_head = self.latent.up_projections == "query-head"
+        return self.target.geometry(spec, self.rope.share, per_query_head=per_query_head)
 
     def geometries(self, spec: SourceSpec, ranks: list[int] | None = None) -> tuple[MLAGeometry, ...]:
         """The geometry of each layer of ``spec``.
@@ -243,7 +238,7 @@ def asked_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a mapping in one dict, the preset among them; None counts as not given.
 
     Raises:
-        ValueError: no mapping, or a key that is unknown, or of recipes that had no stages.
+        ValueError: no mapping, or a key that is unknown, or of recipes that had no stages, or a value that is gone.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"recipe is {values!r:.200}; expected a mapping of recipe keys")
@@ -253,6 +248,8 @@ def asked_keys(values: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(value, Mapping):
                 raise ValueError(f"recipe stage {key!r} is {value!r:.200}; expected a mapping of its keys")
             found |= asked_keys({STAGES[key].prefix + str(inner): each for inner, each in value.items()})
+        elif isinstance(value, str) and (key, value) in _GONE:
+            raise ValueError(f"{key} is {value!r}, which earlier versions had; expected {_GONE[key, value]}")
         elif key in KEYS or key == "preset":
             found[key] = value
         elif key in _MOVED:

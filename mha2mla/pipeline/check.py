@@ -211,12 +211,11 @@ def named_recipe(
 
 def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str | Windows | None:
     """What the recipe's statistics are taken of, where any are; refuses a target that does not fit the source."""
-    if not recipe.searches_rope_share:
-        geometry = recipe.geometry(spec)
-        if not recipe.searches_layer_ranks:
-            recipe.geometries(spec)
-            if not recipe.needs_calibration(geometry):
-                return None
+    geometry = recipe.geometry(spec)
+    if not recipe.searches_layer_ranks:
+        recipe.geometries(spec)
+        if not recipe.needs_calibration(geometry):
+            return None
     return recipe.calibration.text if arguments.calibration is None else arguments.calibration
 
 

@@ -1,4 +1,4 @@
-"""Second stage: what all layers depend on — calibration text, the rotary share, the layers' ranks.
+"""Second stage: what all layers depend on — calibration text, the layers' ranks.
 
 Each is a piece of the work folder: saved when it is found, and found there by the next run of the same conversion.
 """
@@ -6,9 +6,7 @@ Each is a piece of the work folder: saved when it is found, and found there by t
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.layer_walk import LayerWalk
 from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, tensor_hash
-from mha2mla.conversion.rope.share_search import choose_rope_share
 from mha2mla.conversion.source.files import FileIdentity
 from mha2mla.environment import installed_version
 from mha2mla.geometry import MLAGeometry
@@ -30,7 +27,7 @@ from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Plan
 from mha2mla.texts import text_identity
 
-_TEXT, _SHARE, _RANKS = "text", "rope-share", "layer-ranks"  # pieces of the work
+_TEXT, _RANKS = "text", "layer-ranks"  # pieces of the work
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,12 @@ def prepare(plan: Plan, work: WorkFolder, folder: Path) -> Prepared:
         folder: where activations go that are larger than ``spill_bytes``.
     """
     recipe, spec, arguments = plan.recipe, plan.spec, plan.arguments
+    geometry = recipe.geometry(spec)
     walk = LayerWalk(
         plan.model,
         plan.opened.adapter,
         spec,
-        (),
+        (geometry,) * spec.num_layers,
         recipe,
         None if plan.calibration is None else _windows(plan, work),
         folder,
@@ -94,28 +92,20 @@ def prepare(plan: Plan, work: WorkFolder, folder: Path) -> Prepared:
         spill_bytes=arguments.spill_bytes,
     )
     searches, ranks = {}, None
-    if recipe.searches_rope_share:
-        share, searches["rope_share_losses"] = _search(plan, work, _SHARE, walk, choose_rope_share)
-        searches["rope_share"], recipe = share, recipe.with_share(share)
-    geometry = recipe.geometry(spec)
     if recipe.searches_layer_ranks:
-        uniform = replace(walk, geometries=(geometry,) * spec.num_layers)
-        choose = partial(choose_layer_ranks, progress=arguments.progress)
-        ranks, searches["layer_rank_losses"] = _search(plan, work, _RANKS, uniform, choose)
+        ranks, searches["layer_rank_losses"] = _measured_ranks(plan, work, walk)
         searches["layer_ranks"] = ranks
     return Prepared(plan, geometry, replace(walk, geometries=recipe.geometries(spec, ranks)), searches)
 
 
-def _search(
-    plan: Plan, work: WorkFolder, name: str, walk: LayerWalk, choose: Callable[[LayerWalk], tuple[Any, dict[str, Any]]]
-) -> tuple[Any, dict[str, Any]]:
-    """What ``choose`` finds and what every choice loses, or what an earlier run found on the same text."""
-    text, saved = tensor_hash(walk.windows.tokens), work.get(name)
+def _measured_ranks(plan: Plan, work: WorkFolder, walk: LayerWalk) -> tuple[list[int], dict[str, list[float]]]:
+    """A rank for every layer and what each rank loses, or what an earlier run found on the same text."""
+    text, saved = tensor_hash(walk.windows.tokens), work.get(_RANKS)
     if saved is not None and saved[1]["calibration"] == text:
         return saved[1]["chosen"], saved[1]["losses"]
-    chosen, losses = choose(walk)
-    work.put(name, {}, {"calibration": text, "chosen": chosen, "losses": losses})
-    plan.arguments.say(f"{name}: {chosen} loses least of {losses}")
+    chosen, losses = choose_layer_ranks(walk, progress=plan.arguments.progress)
+    work.put(_RANKS, {}, {"calibration": text, "chosen": chosen, "losses": losses})
+    plan.arguments.say(f"{_RANKS}: {chosen} loses least of {losses}")
     return chosen, losses
 
 

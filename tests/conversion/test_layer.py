@@ -225,7 +225,7 @@ def test_heads_earn_uneven_numbers_of_pairs():
     weight[:32] *= 1e-3  # the query heads of the first kv head
     layer.weights = AttentionWeights(**{**vars(layer.weights), "q_weight": weight})
     layer.measure()
-    basis = shared_basis(layer, 12, "uneven")
+    basis = shared_basis(layer, 12, "2-norm")
     read = basis.key_rope[0].view(12, 2, 16).abs().sum((0, 2))
     assert read.tolist() == [0.0, 12.0]
 
@@ -273,9 +273,8 @@ def test_second_moments_of_keys_agree_with_those_per_frequency(case):
 
 
 def test_rules_of_the_shared_layout_are_refused_in_the_other():
-    for selection in ("uneven", "rorope"):
-        with pytest.raises(ValueError, match=f"rope.selection is '{selection}' in the per-group layout"):
-            Recipe(rope_selection=selection)
+    with pytest.raises(ValueError, match="rope.selection is 'rorope' in the per-group layout"):
+        Recipe(rope_selection="rorope")
     with pytest.raises(ValueError, match="rope.selection folds 3 frequencies; expected a divisor of a head's 8"):
         RoRoPE(3).check(Layer("llama").spec)
 

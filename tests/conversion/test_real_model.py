@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.func import functional_call
 from transformers import AutoConfig, AutoTokenizer
 
 from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion import recipe as recipes
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import ADAPTERS
-from mha2mla.conversion.layer_walk import LayerWalk
-from mha2mla.conversion.rope import share_search
+from mha2mla.conversion.layer_walk import LayerWalk, computed
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.texts import load_text, token_windows
@@ -23,6 +23,7 @@ from tests.conversion.tiny import Recipe
 
 pytestmark = pytest.mark.slow
 FOLDER = cache_folder() / "SmolLM2-135M-Instruct"
+CHOSEN = (2, 27)  # layers
 
 
 class Layers:
@@ -39,7 +40,21 @@ class Layers:
         held = token_windows(tokenizer, load_text("builtin:prose"), 256, 2)
         windows = TokenBlocks.of(fitted)
         self.walk = LayerWalk(model, ADAPTERS["llama"], self.spec, (), Recipe(), windows, folder)
-        self.inputs = list(share_search._inputs(self.walk, (windows, TokenBlocks.of(held))))[::5]
+        self.inputs = list(self._inputs(windows, TokenBlocks.of(held)))
+
+    def _inputs(self, *parts: TokenBlocks):
+        """Layer, and batches of what its attention is given in each of two ``parts`` of the text."""
+        model = self.walk.model
+        stores = [store for part in parts for store in replace(self.walk, windows=part).new_stores(1)]
+        for store in stores:
+            model.embed(store)
+        for layer in range(CHOSEN[-1] + 1):
+            module, seen = model.layer(layer), ([], [])
+            for store, batches in zip(stores, seen, strict=True):
+                model.run_layer(module, layer, store, tokens=2048, observe=batches.append if layer in CHOSEN else None)
+            if layer in CHOSEN:
+                yield layer, *seen
+            model.source.release()
 
     def losses(self, recipe: Recipe) -> list[float]:
         """Relative squared error of the attention's output on held-out text, by layer."""
@@ -50,8 +65,22 @@ class Layers:
             collector = walk.collector(layer)
             for batch in inputs:
                 collector.add(batch)
-            found.append(share_search._loss(walk, layer, walk.convert(layer, collector.finish()), held))
+            found.append(_loss(walk, layer, walk.convert(layer, collector.finish()), held))
         return found
+
+
+@torch.inference_mode()
+def _loss(walk: LayerWalk, layer: int, tensors: dict[str, torch.Tensor], held: list[torch.Tensor]) -> float:
+    source, converted = walk.model.layer(layer).self_attn, walk.empty_attention(layer)
+    named = computed(tensors, walk.model)
+    error = energy = 0.0
+    for window in (window[None] for batch in held for window in batch):
+        arguments = walk.model.layer_arguments(layer, window)
+        expected = source(window, **arguments)[0]
+        found = functional_call(converted, named, (window,), arguments)[0]
+        error += float((found - expected).double().square().sum())
+        energy += float(expected.double().square().sum())
+    return error / energy
 
 
 @pytest.fixture(scope="module")

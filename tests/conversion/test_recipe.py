@@ -32,7 +32,8 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
             {"kv_lora_rank": 64, "qk_rope_head_dim": 16},
             "kv_lora_rank is 64 and qk_rope_head_dim 16 but layout is not given; expected layout: shared, which caches",
         ),
-        ({"layout": "latent", "rope.share": "auto"}, "rope.share is 'auto' in the latent layout; expected none"),
+        ({"rope.share": "auto"}, "rope.share is 'auto', which earlier versions had; expected null for the layout's"),
+        ({"rope": {"selection": "uneven"}}, "rope.selection is 'uneven', which earlier versions had; expected 'rotat"),
         ({"latent.rule": "svd"}, "latent.rule is 'svd'; expected one of 'svd-joint'"),
         ({"cache_ratio": 0}, "cache_ratio is 0; expected a number above 0, at most 1"),
         ({"cache_ratio": 1.5}, "cache_ratio is 1.5"),
@@ -44,7 +45,7 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
         ({"kv_lora_rank": 8, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; expected an even int"),
         ({"kv_lora_rank": True, "qk_rope_head_dim": 8}, "kv_lora_rank is True"),
         ({"kv_lora_rank": 0, "qk_rope_head_dim": 8}, "kv_lora_rank is 0; expected an int from 1"),
-        ({"rope.share": 1.0}, "rope.share is 1.0; expected 'auto', null or a number above 0 and less than 1"),
+        ({"rope.share": 1.0}, "rope.share is 1.0; expected null or a number above 0 and less than 1"),
         ({"rope.longrope_table": "both"}, "rope.longrope_table is 'both'"),
         ({"latent.centered": 1}, "latent.centered is 1; expected true or false"),
         ({"latent.up_projections": "head"}, "latent.up_projections is 'head'"),
@@ -72,8 +73,8 @@ def test_a_bad_key_is_named_with_its_value(keys, named):
 def test_a_stage_refuses_a_bad_value_wherever_it_is_made():
     with pytest.raises(ValueError, match="cache_ratio is 2"):
         Target(cache_ratio=2)
-    with pytest.raises(ValueError, match="rope.selection is 'uneven' in the per-group layout; expected one of 'high'"):
-        Recipe(target=Target(layout="per-group"), rope=Rope(selection="uneven"))
+    with pytest.raises(ValueError, match="rope.selection is 'rorope' in the per-group layout; expected one of 'high'"):
+        Recipe(target=Target(layout="per-group"), rope=Rope(selection="rorope"))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,12 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.smollm3 import SmolLM3Config
 
 from mha2mla.conversion import recipe as recipes
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.layer import finish_layer, prepare_layer
+from mha2mla.conversion.layer_walk import LayerWalk
+from mha2mla.conversion.source.checkpoint import CheckpointReader
+from mha2mla.conversion.source.streaming import StreamedModel
 
 
 def Recipe(preset: str = "minimal", **keys) -> recipes.Recipe:
@@ -244,6 +249,14 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def convert_layer(spec, geometry, recipe, weights, statistics) -> dict[str, torch.Tensor]:
     """The tensors of one MLA layer, named as in the checkpoint below ``self_attn.``."""
     return finish_layer(spec, geometry, recipe, prepare_layer(spec, geometry, recipe, weights, statistics))
+
+
+def walk_over(folder: Path, recipe: recipes.Recipe) -> LayerWalk:
+    """Without geometries, over a checkpoint of three layers with heads of width 32."""
+    source, reader = config(head_dim=32, num_hidden_layers=3), CheckpointReader(folder)
+    spec = ADAPTERS["llama"].specify(source)
+    model = StreamedModel(source, reader, spec.sliding_windows, device=torch.device("cpu"), dtype=torch.float32)
+    return LayerWalk(model, ADAPTERS["llama"], spec, (), recipe, TokenBlocks.of(some_tokens(8, 40)), folder)
 
 
 def some_tokens(windows: int = 3, length: int = 40, vocabulary: int = 258) -> torch.Tensor:

@@ -63,16 +63,18 @@ def test_the_length_that_a_conversion_was_made_for_is_part_of_the_checkpoint(tin
 
 
 def test_a_checkpoint_of_an_earlier_version_is_shown(tiny_converted, tmp_path):
-    """No calibrated length in config and record, and a recipe that had no stages, of a preset under its old name."""
+    """No calibrated length in config and record, and a recipe that had no stages, of a preset under its old name, and
+    values that are gone."""
     old = shutil.copytree(tiny_converted, tmp_path / "old")
     for name in ("config.json", "conversion.json"):
         values = json.loads((old / name).read_text())
         values.pop("calibrated_length"), values.pop("preset", None)
-        values["recipe"] = {"layout": "per-group", "rope_selection": "2-norm", "rope_search": None, "preset": "mha2mla"}
+        values["recipe"] = {"layout": "per-group", "rope_selection": "uneven", "rope_search": None, "preset": "mha2mla"}
+        values["recipe"]["rope"] = {"share": "auto"}
         (old / name).write_text(json.dumps(values))
     found = inspect_checkpoint(old)
     assert found.summary["calibrated length"] == "not recorded" and found.summary["recipe.preset"] == "mha2mla"
-    assert found.summary["recipe.rope_selection"] == "2-norm"
+    assert found.summary["recipe.rope_selection"] == "uneven" and found.summary["recipe.rope.share"] == "auto"
     assert AutoModelForCausalLM.from_pretrained(old).config.calibrated_length is None
 
 

@@ -131,22 +131,15 @@ class TwoNorm(Scored):
         return query.T.cpu() * _key_energy(statistics).sqrt()
 
 
-class Turn(Scored):
+class Rotation(Scored):
     """Largest E|q|² E|k|² (1 − |g|²), g = E exp(iθΔ) over attention-weighted distances Δ without the sink column:
-    1 − |g|² is the variance of the turn, which no constant factor replaces."""
+    1 − |g|² is the variance of the turn, which no constant factor replaces. In the shared layout the candidates are the
+    principal components of all kv heads' keys within one frequency."""
 
-    layouts: ClassVar[tuple[str, ...]] = ("shared", "latent")  # heads get as many pairs as they earn
     reads_phases: ClassVar[bool] = True
 
     def scores(self, problem: RopeProblem) -> torch.Tensor:
         return _turn_weight(problem.spec, problem.statistics) * _key_energy(problem.statistics)
-
-
-class Rotation(Turn):
-    """The same; in the shared layout the candidates are the principal components of all kv heads' keys within one
-    frequency."""
-
-    layouts: ClassVar[tuple[str, ...]] = ("per-group", "shared", "latent")
 
     def components(self, problem: RopeProblem) -> SharedComponents:
         return unitary_components(problem.spec, problem.statistics, problem.pairs)
@@ -181,7 +174,6 @@ SELECTIONS: Mapping[str, RopeRule] = MappingProxyType(
         "uniform": Uniform(),
         "2-norm": TwoNorm(),
         "rotation": Rotation(),
-        "uneven": Turn(),
         "rorope": RoRoPE(),
         "rorope-2": RoRoPE(2),
         "rorope-4": RoRoPE(4),

@@ -12,7 +12,7 @@ from mha2mla.conversion.value_rules import Rule, is_number, one_of
 if TYPE_CHECKING:
     from mha2mla.conversion.rope.rules import RopeRule
 
-Selection = Literal["high", "low", "uniform", "2-norm", "rotation", "uneven", "rorope", "rorope-2", "rorope-4"]
+Selection = Literal["high", "low", "uniform", "2-norm", "rotation", "rorope", "rorope-2", "rorope-4"]
 LongropeTable = Literal["short", "long"]
 
 
@@ -23,11 +23,9 @@ class Rope(Stage):
     Args:
         selection: the rule. ``"high"`` / ``"low"``: highest / lowest frequencies; ``"uniform"``: evenly spaced;
             ``"2-norm"``: largest |q| · |k| (arXiv 2502.14837); ``"rotation"``: what leaving a pair un-rotated costs, in
-            the shared layout over a unitary basis of all heads; ``"uneven"``: the same without mixing heads;
-            ``"rorope"``, ``"rorope-2"``, ``"rorope-4"``: RoRoPE with FreqFold (arXiv 2502.07864). Each is a class of
-            ``rope.rules``.
-        share: rotary share of a ``cache_ratio``'s budget; ``"auto"``: the one that loses least on held-out calibration
-            text (``rope.share_search``), found before the conversion, in a minute or two; None: the layout's own.
+            the shared layout over a unitary basis of all heads; ``"rorope"``, ``"rorope-2"``, ``"rorope-4"``: RoRoPE
+            with FreqFold (arXiv 2502.07864). Each is a class of ``rope.rules``.
+        share: rotary share of a ``cache_ratio``'s budget; None: the layout's own.
         longrope_table: which of longrope's two tables becomes the layer's: ``"short"`` (lengths up to the original
             maximum) or ``"long"``.
     """
@@ -36,14 +34,14 @@ class Rope(Stage):
     rules: ClassVar[Mapping[str, Rule]] = {
         "selection": one_of(*get_args(Selection)),
         "share": Rule(
-            "'auto', null or a number above 0 and less than 1 (the latent needs the rest)",
-            lambda value: value in (None, "auto") or (is_number(value) and 0 < value < 1),
+            "null or a number above 0 and less than 1 (the latent needs the rest)",
+            lambda value: value is None or (is_number(value) and 0 < value < 1),
         ),
         "longrope_table": one_of(*get_args(LongropeTable)),
     }
 
     selection: Selection = "rotation"
-    share: float | Literal["auto"] | None = None
+    share: float | None = None
     longrope_table: LongropeTable = "short"
 
     @property

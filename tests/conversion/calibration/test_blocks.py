@@ -10,7 +10,6 @@ from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.calibration.blocks import LENGTHS, TokenBlocks, default_lengths
 from mha2mla.conversion.calibration.statistics import StatisticsCollector
 from tests.conversion import tiny
-from tests.conversion.rope.test_share_search import walk_over
 
 CPU = torch.device("cpu")
 
@@ -98,7 +97,7 @@ def test_a_store_gives_windows_of_the_length_of_its_blocks(tmp_path):
 def collected(tmp_path_factory):
     """A collector of the first layer of a tiny model, and inputs by length."""
     folder = tiny.checkpoint(tmp_path_factory.mktemp("source"), head_dim=32)
-    walk = walk_over(folder, tiny.Recipe())
+    walk = tiny.walk_over(folder, tiny.Recipe())
     spec = walk.spec
     weights = walk.adapter.attention_weights(walk.model.source, spec, 0, device=CPU, dtype=torch.float64)
 

@@ -9,10 +9,8 @@ import torch
 from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
-from mha2mla.conversion.rope import share_search
 from tests.conversion import tiny
-from tests.conversion.rope.test_share_search import walk_over
-from tests.conversion.tiny import Recipe
+from tests.conversion.tiny import Recipe, walk_over
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +61,11 @@ def test_what_is_spilled_has_no_name_that_a_killed_run_could_leave(tmp_path):
     assert tiny.spilt_files(tmp_path) == 0
 
 
-@pytest.mark.parametrize("choose", [share_search.choose_rope_share, choose_layer_ranks])
-def test_a_search_obeys_the_limit_of_memory(choose, source, tmp_path):
-    searches = choose is share_search.choose_rope_share
-    recipe = Recipe(layout="shared", rope_share="auto") if searches else Recipe(latent_ranks="measured")
+def test_a_search_obeys_the_limit_of_memory(source, tmp_path):
+    recipe = Recipe(latent_ranks="measured")
     walk = replace(walk_over(source, recipe), folder=tmp_path / "absent")
-    walk = walk if searches else replace(walk, geometries=(recipe.geometry(walk.spec),) * walk.spec.num_layers)
-    kept = choose(walk)
-    assert choose(replace(walk, folder=tmp_path, spill_bytes=0)) == kept
+    walk = replace(walk, geometries=(recipe.geometry(walk.spec),) * walk.spec.num_layers)
+    kept = choose_layer_ranks(walk)
+    assert choose_layer_ranks(replace(walk, folder=tmp_path, spill_bytes=0)) == kept
     with pytest.raises(FileNotFoundError, match="absent"):
-        choose(replace(walk, spill_bytes=0))
+        choose_layer_ranks(replace(walk, spill_bytes=0))

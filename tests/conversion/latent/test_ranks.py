@@ -16,11 +16,11 @@ from mha2mla.conversion.latent import ranks as layer_ranks
 from mha2mla.conversion.latent.ranks import allocate, choose_layer_ranks, loss_at, most_rank
 from mha2mla.geometry import MLAGeometry
 from tests.conversion import tiny
-from tests.conversion.rope.test_share_search import SHORT, walk_over
-from tests.conversion.tiny import Recipe
+from tests.conversion.tiny import Recipe, walk_over
 from tests.few import each
 
 LAYERS = 3
+SHORT = {"preset": "minimal", "calibration_tokens": 320, "calibration_lengths": 40}
 
 
 @pytest.fixture(scope="module")
