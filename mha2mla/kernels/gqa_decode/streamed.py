@@ -136,7 +136,6 @@ def make_gqa_decode_streamed(shape: GQAShape, choice: KernelChoice):
             memory = allocate(k)
             thread = T.get_thread_binding()
             tile = locate(types, choice.tiling, y, 1)
-            T.pdl_sync()  # begun while the kernel before ends, which wrote the newest token
             work = take_work(call, cta, shape.page_size, BLOCK)
             T.pdl_trigger()
 

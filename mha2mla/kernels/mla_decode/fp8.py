@@ -322,7 +322,6 @@ def make_mla_decode_fp8(shape: DecodeShape, choice: KernelChoice):
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)
-            T.pdl_sync()  # begun while the kernel before ends, which wrote the newest token
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
 

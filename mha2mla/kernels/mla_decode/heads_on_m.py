@@ -254,7 +254,6 @@ def make_heads_on_m(shape: DecodeShape, choice: KernelChoice):
             memory = allocate(k)
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)
-            T.pdl_sync()  # begun while the kernel before ends, which wrote the newest token
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
 

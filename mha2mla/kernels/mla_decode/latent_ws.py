@@ -285,7 +285,6 @@ def make_latent_ws(shape: DecodeShape, choice: LatentChoice):
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (memory.c_ring, memory.k_ring)})
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)
-            T.pdl_sync()  # begun while the kernel before ends, which wrote the newest token
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
 

@@ -355,7 +355,6 @@ def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
                 T.annotate_layout({memory.k_ring: make_full_bank_swizzled_layout(memory.k_ring)})
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)
-            T.pdl_sync()  # begun while the kernel before ends, which wrote the newest token
             work = take_work(call, cta, k.page_size, BLOCK)
             T.pdl_trigger()
 
