@@ -36,7 +36,8 @@ def project(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, ...]:
 def project_gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
     """silu(gate(x)) * up(x): as :func:`project`, and of few rows by one kernel."""
     one = stacked(x, (gate, up))
-    if one is not None and one[1] is None and gate.out_features == up.out_features and is_skinny(x, one[0]):
+    like = one is not None and one[1] is None and gate.out_features == up.out_features
+    if like and is_skinny(x, one[0], gated=True):
         return skinny_linear(x, one[0], gated=True)
     return silu_mul(*project(x, (gate, up)))
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import BACKENDS, capability
+from mha2mla.kernels.devices import BACKENDS, capability, num_sms
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error
 from mha2mla.kernels.registration import register
+from mha2mla.kernels.skinny_linear.cut import filled
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 
 ROW_BUCKETS = (8, 16, 64, 128)  # of x, at most, that there is a kernel for: each is compiled where it is first needed
@@ -17,6 +18,7 @@ _COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
 _INNER, _OUTER = 256, 8  # rows of a map at most, and what its columns are a multiple of
 _GROUP = 64  # heads that share a map, at most, and the columns of a block
 _MANY_COLUMNS = 2048  # whose products are worth a kernel of their own
+_FILLED = 0.62  # of the room for CTAs, from which on more rows than 64 are
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -65,7 +67,9 @@ def skinny_linear(
             f"None, or without gated and groups {x.dtype} {tuple(weight.shape[:1])} on {x.device}",
         )
     served = (
-        _is_served(x, weight, groups) if backend == "tilelang" else backend is None and is_skinny(x, weight, groups)
+        _is_served(x, weight, groups)
+        if backend == "tilelang"
+        else backend is None and is_skinny(x, weight, groups, gated)
     )
     if backend == "tilelang" and not served:
         raise argument_error(
@@ -167,18 +171,24 @@ def serves_groups(x: Tensor, maps: Tensor, transposed: bool = False) -> bool:
     )
 
 
-def is_skinny(x: Tensor, weight: Tensor, groups: int = 1) -> bool:
+def is_skinny(x: Tensor, weight: Tensor, groups: int = 1, gated: bool = False) -> bool:
     """Whether a kernel serves the product of x [..., groups K] and weight [N, K] unasked: where it is faster.
 
     Maps a head always: cuBLAS takes 4 µs for the 4 MB of W_UV, and cannot begin before attention ends.
     """
-    return _is_served(x, weight, groups) and (groups > 1 or is_faster(*weight.shape))
+    return _is_served(x, weight, groups) and (
+        groups > 1 or is_faster(*weight.shape, x.numel() // weight.shape[1], gated, num_sms(x.device))
+    )
 
 
-def is_faster(outputs: int, columns: int) -> bool:
-    """Whether up to 128 rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200:
-    where reading is what takes the time, 8 MiB and more."""
-    return outputs * columns >= 2**22 and columns >= _MANY_COLUMNS
+def is_faster(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> bool:
+    """Whether ``rows`` rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200:
+    where reading is what takes the time, 8 MiB and more, and of many rows where CTAs fill their waves."""
+    return (
+        outputs * columns >= 2**22
+        and columns >= _MANY_COLUMNS
+        and (rows <= ROW_BUCKETS[-2] or filled(outputs, columns, ROW_BUCKETS[-1], gated, sms) >= _FILLED)
+    )
 
 
 def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:

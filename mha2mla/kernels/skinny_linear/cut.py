@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from mha2mla.kernels.skinny_linear.streamed import BLOCK
-
+BLOCK = 64  # rows of a weight in a product: the M of one wgmma
 _CLUSTER = 8  # CTAs at most
 _MULTIPROCESSOR = 227 * 1024  # bytes of shared memory
 _RESERVED = 1024 + 512  # of a CTA: the driver's, and barriers
@@ -29,15 +28,13 @@ def cut(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> Cut:
     a CTA costs beside its bytes is least then. Else two, and as many share a tile as come into one wave.
     """
     blocks = 2 if gated or outputs > 2 * sms * BLOCK else 1
-    tiles = -(-outputs // (BLOCK * blocks))
-    resident, split = 2, 1
+    tiles = _tiles(outputs, blocks)
+    resident, split = (1 if tiles <= sms else 2), 1
     if not gated:
         most = min(_CLUSTER, -(-columns // 128))
-        split = _power_of_two(min(most, sms // tiles))
-        if tiles <= sms and (rows > _FEW or tiles * split >= _FILLED * sms):
-            resident = 1
-        else:
-            split = _power_of_two(min(most, 2 * sms // tiles))
+        split = _split(tiles, most, sms)
+        if tiles > sms or (rows <= _FEW and tiles * split < _FILLED * sms):
+            resident, split = 2, _split(tiles, most, 2 * sms)
     room = _MULTIPROCESSOR // resident - _RESERVED - (rows * BLOCK * blocks * 4 if split > 1 else 0)
     for depth in (128, 64):
         stages = room // ((BLOCK * blocks + rows) * depth * 2)
@@ -46,6 +43,26 @@ def cut(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> Cut:
     return Cut(blocks, split, depth, min(stages, -(-columns // (depth * split))), resident)
 
 
-def _power_of_two(limit: int) -> int:
-    """The largest up to ``limit``, or 1."""
-    return 1 << (max(1, limit).bit_length() - 1)
+def filled(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> float:
+    """The share of the room for CTAs, in all waves, that a product has CTAs for."""
+    it = cut(outputs, columns, rows, gated, sms)
+    ctas, wave = _tiles(outputs, it.blocks) * it.split, _wave(it.split, it.resident * sms)
+    return ctas / (-(-ctas // wave) * wave)
+
+
+def _tiles(outputs: int, blocks: int) -> int:
+    return -(-outputs // (BLOCK * blocks))
+
+
+def _wave(split: int, room: int) -> int:
+    """CTAs that there is room for at once: clusters of four and more do not come out even with a GPC's multiprocessors
+    (120 of 132, 248 and 240 of 264, by cudaOccupancyMaxActiveClusters on an H200)."""
+    return room if split <= 2 else room * 10 // 11
+
+
+def _split(tiles: int, most: int, room: int) -> int:
+    """The most CTAs, a power of two up to ``most``, that share a tile's columns in one wave; or 1."""
+    split = 1
+    while split * 2 <= most and tiles * split * 2 <= _wave(split * 2, room):
+        split *= 2
+    return split

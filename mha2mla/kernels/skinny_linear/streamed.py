@@ -8,8 +8,8 @@ are fewer tiles than room; these add up in each other's shared memory.
 import tilelang.language as T
 
 from mha2mla.kernels.machine import BARRIER, BY_ROW, WARPGROUP, Buffers
+from mha2mla.kernels.skinny_linear.cut import BLOCK
 
-BLOCK = 64  # rows of a weight in a product: the M of one wgmma
 THREADS = WARPGROUP + 32
 # A CTA's first step and how many. In memory: a loop of a number that is known to be 0 or 1 is taken for one of 1.
 FIRST, COUNT = range(2)

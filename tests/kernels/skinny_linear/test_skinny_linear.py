@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from mha2mla.kernel_testing import compile_gate
 from mha2mla.kernels import is_skinny, skinny_linear
 from mha2mla.kernels.skinny_linear.api import is_faster
-from mha2mla.kernels.skinny_linear.cut import Cut, cut
+from mha2mla.kernels.skinny_linear.cut import Cut, cut, filled
 
 
 def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):
@@ -70,13 +70,21 @@ def test_one_wave_of_ctas(rows, stages):
             it = cut(outputs, columns, rows, gated, sms)
             own = 64 if gated else 64 * it.blocks
             ctas = -(-outputs // (1 + gated) // own) * it.split
-            assert ctas <= it.resident * sms or it.split == 1
+            # Clusters of four and more: 30 of one CTA a multiprocessor were resident on an H200, not 33.
+            assert ctas <= it.resident * sms * (1 if it.split <= 2 else 120 / 132) or it.split == 1
+            assert 0 < filled(outputs, columns, rows, gated, sms) <= 1
             used = it.stages * (64 * it.blocks + rows) * it.depth * 2 + (rows * own * 4 if it.split > 1 else 0)
             assert it.resident * (used + 1024) <= 227 * 1024 and it.stages >= 1
 
 
 def test_where_it_serves_unasked():
-    assert is_faster(4096, 4096) and is_faster(2048, 2048) and not is_faster(576, 576) and not is_faster(8192, 1024)
+    few = {"rows": 8, "gated": False, "sms": 132}
+    assert is_faster(4096, 4096, **few) and is_faster(2048, 2048, **few)
+    assert not is_faster(576, 576, **few) and not is_faster(8192, 1024, **few)
+    # Of more than 64 rows only where CTAs fill their waves: not 80 tiles, and not 1.1 waves of gate and up.
+    many = {"rows": 128, "sms": 132}
+    assert is_faster(4096, 14336, gated=False, **many) and is_faster(28672, 4096, gated=True, **many)
+    assert not is_faster(5120, 5120, gated=False, **many) and not is_faster(37888, 3584, gated=True, **many)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -171,11 +179,11 @@ def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
 
 @pytest.mark.gpu
 def test_what_is_served_on_a_gpu():
-    x, weight = given(1, 2048, 2048, torch.bfloat16, "cuda")
+    x, weight = given(1, 4096, 4096, torch.bfloat16, "cuda")
     assert is_skinny(x, weight) and is_skinny(x[0], weight) and not is_skinny(x, weight[:16])
     assert is_skinny(x.repeat(128, 1), weight) and not is_skinny(x.repeat(129, 1), weight)
     assert not is_skinny(x[:0], weight) and not is_skinny(x.float(), weight.float())
-    assert skinny_linear(x[:0], weight).shape == (0, 2048)
+    assert skinny_linear(x[:0], weight).shape == (0, 4096)
     small, few = given(8, 48, 32, torch.bfloat16, "cuda")
     with pytest.raises(ValueError, match="K a multiple of 32"):
         skinny_linear(small, few, backend="tilelang")
