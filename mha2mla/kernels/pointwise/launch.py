@@ -7,8 +7,7 @@ from functools import cache
 
 from torch import Tensor
 
-from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS as PASS_CONFIGS
-from mha2mla.kernels.compilation import compile_for
+from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS, compile_for
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.pointwise.kernel import make_rms_norm, make_silu_mul
 from mha2mla.kernels.rope_append.launch import vector_of, with_dense_rows
@@ -18,13 +17,13 @@ from mha2mla.kernels.skinny_linear.api import ROW_BUCKETS
 @cache
 def compile_rms_norm(major_minor: int, **static):
     """The compiled kernel; arguments as ``make_rms_norm``'s."""
-    return compile_for(make_rms_norm(**static), major_minor, PASS_CONFIGS)
+    return compile_for(make_rms_norm(**static), major_minor, EXACT_PASS_CONFIGS)
 
 
 @cache
 def compile_silu_mul(major_minor: int, **static):
     """The compiled kernel; arguments as ``make_silu_mul``'s."""
-    return compile_for(make_silu_mul(**static), major_minor, PASS_CONFIGS)
+    return compile_for(make_silu_mul(**static), major_minor, EXACT_PASS_CONFIGS)
 
 
 def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, total: Tensor) -> None:

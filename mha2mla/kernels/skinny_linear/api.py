@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import BACKENDS, capability, num_sms
+from mha2mla.kernels.devices import capability, check_backend, num_sms
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error
 from mha2mla.kernels.registration import register
 from mha2mla.kernels.skinny_linear.cut import filled
@@ -47,8 +47,7 @@ def skinny_linear(
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise argument_error("backend", repr(backend), f"None or one of {BACKENDS}")
+    check_backend(backend)
     if groups < 1 or (gated and groups > 1):
         raise argument_error("groups", groups, "at least 1, and no more with gated")
     if weight.ndim != 2 or x.ndim < 1 or weight.shape[1] * groups != x.shape[-1] or weight.shape[0] % groups:
@@ -96,8 +95,7 @@ def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tenso
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
-    if backend is not None and backend not in BACKENDS:
-        raise argument_error("backend", repr(backend), f"None or one of {BACKENDS}")
+    check_backend(backend)
     if maps.ndim != 3 or x.ndim < 3 or maps.shape[1] != x.shape[-1] or not len(maps) or x.shape[-2] % len(maps):
         heads, inner = x.shape[-2:] if x.ndim > 1 else ("H", "i")
         raise argument_error("maps.shape", tuple(maps.shape), f"[a divisor of {heads}, {inner}, o], by x")

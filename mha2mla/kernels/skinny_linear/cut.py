@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from mha2mla.kernels.devices import HOPPER
+from mha2mla.kernels.split_kv.limits import SHARED_MEMORY
+
 BLOCK = 64  # rows of a weight in a product: the M of one wgmma
 _CLUSTER = 8  # CTAs at most
-_MULTIPROCESSOR = 227 * 1024  # bytes of shared memory
 _RESERVED = 1024 + 512  # of a CTA: the driver's, and barriers
 _FILLED = 0.9  # of the multiprocessors, where each has one CTA
 _FEW = 64  # rows of x, beside which two CTAs have room for as much of the weight as one
@@ -35,7 +37,7 @@ def cut(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> Cut:
         split = _split(tiles, most, sms)
         if tiles > sms or (rows <= _FEW and tiles * split < _FILLED * sms):
             resident, split = 2, _split(tiles, most, 2 * sms)
-    room = _MULTIPROCESSOR // resident - _RESERVED - (rows * BLOCK * blocks * 4 if split > 1 else 0)
+    room = SHARED_MEMORY[HOPPER] // resident - _RESERVED - (rows * BLOCK * blocks * 4 if split > 1 else 0)
     for depth in (128, 64):
         stages = room // ((BLOCK * blocks + rows) * depth * 2)
         if stages >= 3:

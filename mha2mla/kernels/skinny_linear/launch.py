@@ -7,10 +7,9 @@ from functools import cache
 
 from torch import Tensor
 
-from mha2mla.kernels.compilation import compile_for
+from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS, compile_for
 from mha2mla.kernels.devices import capability, dtype_name, num_sms, on_device
 from mha2mla.kernels.layouts import aligned
-from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
 from mha2mla.kernels.rope_append.launch import with_dense_rows
 from mha2mla.kernels.skinny_linear.api import ROW_BUCKETS
 from mha2mla.kernels.skinny_linear.cut import cut
@@ -23,7 +22,7 @@ from mha2mla.kernels.skinny_linear.streamed import make_streamed_linear
 @cache
 def compile_head_maps(major_minor: int, **static):
     """The compiled kernel; arguments as ``make_head_maps``'s."""
-    return compile_for(make_head_maps(**static, dependent=major_minor >= 90), major_minor, PASS_CONFIGS)
+    return compile_for(make_head_maps(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
 
 
 @cache
@@ -31,13 +30,13 @@ def compile_streamed_linear(sms: int, *, outputs: int, columns: int, rows: int, 
     """The compiled kernel for at most ``rows`` rows; arguments as ``make_streamed_linear``'s."""
     how = asdict(cut(outputs, columns, rows, gated, sms))
     function = make_streamed_linear(outputs=outputs, columns=columns, rows=rows, gated=gated, **static, **how)
-    return compile_for(function, 90, PASS_CONFIGS)
+    return compile_for(function, 90, EXACT_PASS_CONFIGS)
 
 
 @cache
 def compile_skinny_maps(major_minor: int, **static):
     """The compiled kernel, for any number of tokens; arguments as ``make_skinny_maps``'s."""
-    return compile_for(make_skinny_maps(**static, dependent=major_minor >= 90), major_minor, PASS_CONFIGS)
+    return compile_for(make_skinny_maps(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
 
 
 @cache

@@ -64,11 +64,11 @@ def test_kernel_on_cpu_target(tokens):
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 def test_compile_gate():
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
+    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
 
     function = make_skinny_maps(heads=32, maps=32, inner=112, outer=512, dtype="bfloat16")
-    (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
+    (report,) = compile_gate.compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
     assert report.complaints(232_448) == [] and report.spill_bytes == 0
 
 

@@ -123,14 +123,14 @@ def test_a_map_a_head_on_cpu_target(rows):
 def test_compile_gate(outputs, columns, rows, gated):
     """As many CTAs as are to fit a multiprocessor do, nothing spills, and products are the tensor cores'."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
+    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.streamed import make_streamed_linear
 
     how = cut(outputs, columns, rows, gated, sms=132)
     function = make_streamed_linear(
         outputs=outputs, columns=columns, rows=rows, gated=gated, biased=not gated, dtype="bfloat16", **asdict(how)
     )
-    (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
+    (report,) = compile_gate.compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
     assert report.complaints(232_448) == [] and report.spill_bytes == 0
     assert how.resident * report.registers * (128 + 32) <= 65_536
     assert how.resident * (report.shared_bytes + 1024) <= 232_448
@@ -141,11 +141,11 @@ def test_compile_gate(outputs, columns, rows, gated):
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 def test_compile_gate_of_a_map_a_head():
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.pointwise.launch import PASS_CONFIGS
+    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.head_maps import make_head_maps
 
     function = make_head_maps(columns=512, outputs=4096, groups=32, dtype="bfloat16")
-    (report,) = compile_gate.compile_only(function, "sm_90a", PASS_CONFIGS)
+    (report,) = compile_gate.compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
     assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= 128
     if report.instructions is not None:
         assert report.instructions["HMMA"] == 2 * 2
