@@ -111,5 +111,5 @@ def _move(parameters: Sequence[Tensor]) -> None:
             if whole.is_cuda:  # the old storage may not be handed out again before it has been read
                 each.data.record_stream(torch.cuda.current_stream(whole.device))
             each.data = rows
-    if whole.is_cuda:  # a product of few rows reads its weight before the kernel before has ended
-        torch.cuda.current_stream(whole.device).synchronize()
+    if whole.is_cuda:  # A product of few rows reads its weight before the kernel before has ended: let it not be cat's.
+        whole.new_zeros(1)
