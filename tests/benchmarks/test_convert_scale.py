@@ -20,8 +20,8 @@ def measure(layers, tmp_path):
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_layers(tmp_path):
-    """25 MB a layer, 50 in float32: 8 layers more are 200 MB of checkpoint, and less than two layers of memory."""
-    few, many = (measure(layers, tmp_path) for layers in (2, 10))
-    assert many["source_gb"] - few["source_gb"] > 0.2
+    """25 MB a layer, 50 in float32: 6 layers more are 150 MB of checkpoint, and less than two layers of memory."""
+    few, many = (measure(layers, tmp_path) for layers in (1, 7))
+    assert many["source_gb"] - few["source_gb"] > 0.15
     assert many["peak_rss_gib"] - few["peak_rss_gib"] < 0.1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["10.json", "2.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "7.json"]
