@@ -474,6 +474,11 @@ FAULTS = tuple(
 ? tests/test_cli.py -k wrong
 -return [row for row in rows if row["status"].startswith(WRONG)]
 +return [row for row in rows if row["status"] == WRONG]
+# clusters are counted as if they came out even with the multiprocessors of a GPC
+@ mha2mla/kernels/skinny_linear/cut.py
+? tests/kernels/skinny_linear/test_skinny_linear.py -k one_wave
+-return room if split <= 2 else room * 10 // 11
++return room
 # what nobody may see is not poisoned
 @ mha2mla/kernel_testing/problems.py
 ? tests/kernel_testing/test_problems.py

@@ -63,8 +63,8 @@ def test_one_wave_of_ctas(rows, stages):
     """One CTA a multiprocessor where they fill the machine, else two; shared memory is used and never exceeded."""
     assert cut(4096, 14336, rows, gated=False, sms=132) == Cut(1, split=2, depth=128, stages=stages, resident=1)
     for outputs, columns, gated in (
-        (5120, 4096, False), (22016, 4096, True), (576, 576, False), (32000, 2048, False), (128256, 4096, False),
-        (57344, 8192, True), (16, 32, False),
+        (5120, 4096, False), (22016, 4096, True), (576, 576, False), (32000, 2048, False), (2048, 8192, False),
+        (128256, 4096, False), (57344, 8192, True), (16, 32, False),
     ):  # fmt: skip
         for sms in (78, 114, 132):
             it = cut(outputs, columns, rows, gated, sms)
