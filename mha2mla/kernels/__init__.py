@@ -20,7 +20,6 @@ from mha2mla.kernels.rope_append.api import MAX_SLOTS, append_and_map, gqa_appen
 from mha2mla.kernels.skinny_linear.api import is_skinny, skinny_linear
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.schedule import MAX_BATCH
-from mha2mla.kernels.step.api import gqa_step, mla_step
 
 __all__ = [
     "MAX_BATCH",
@@ -42,7 +41,6 @@ __all__ = [
     "gqa_append",
     "gqa_attention",
     "gqa_decode",
-    "gqa_step",
     "is_absorbed",
     "is_skinny",
     "mla_absorbed",
@@ -50,7 +48,6 @@ __all__ = [
     "mla_attention",
     "mla_decode",
     "mla_prefill_varlen",
-    "mla_step",
     "plan_gqa_attention",
     "plan_gqa_decode",
     "plan_mla_attention",
