@@ -17,6 +17,7 @@ from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.opening import open_source
 from mha2mla.eval.loading import load_tokenizer
+from mha2mla.pipeline import run
 from tests.conversion import tiny
 
 NAN, INF = float("nan"), float("inf")
@@ -194,6 +195,7 @@ def rewritten(folder, change):
 
 
 ATTENTION = "model.layers.1.self_attn."
+QUERIES = f"{ATTENTION}q_proj.weight"
 WEIGHTS = [
     *((f"{part} {dtype}".replace("torch.", ""),
        lambda tensors, part=part, dtype=dtype: {**tensors, part: tensors[part].to(dtype)}, part)
@@ -223,6 +225,31 @@ def test_weights_that_no_model_has_are_refused_by_the_tensors_name(change, named
         source = open_source(damaged)
         source.model(torch.device("cpu"), torch.float32)
         source.check_weights()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: {**tensors, QUERIES: tensors[QUERIES].to(torch.int8)},
+        lambda tensors: {**tensors, QUERIES: tensors[QUERIES].to(torch.float8_e4m3fn)},
+        lambda tensors: {**tensors, QUERIES: tensors[QUERIES][1:]},
+        None,
+    ],
+    ids=["codes", "eight bits", "shape", "cut off"],
+)
+def test_damage_that_headers_show_does_not_wait_for_the_destinations_folder(change, damaged, tmp_path, monkeypatch):
+    if change is None:
+        path = damaged / "model.safetensors"
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        rewritten(damaged, change)
+    made = []
+    monkeypatch.setattr(run, "temporary_folder", lambda *_, **__: made.append(1))
+    with pytest.raises(CheckpointError, match="truncated or damaged" if change is None else QUERIES):
+        run.convert(damaged, tmp_path / "mla", {"cache_ratio": 0.5}, preset="minimal", device="cpu", progress=False)
+    assert not made
 
 
 def cut_at(place):

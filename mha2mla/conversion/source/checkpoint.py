@@ -75,9 +75,13 @@ class CheckpointReader:
         """Shape of a tensor without reading it."""
         return tuple(self._slice(name).get_shape())
 
-    def dtype(self, name: str) -> str:
-        """safetensors' name of a tensor's dtype, such as ``"BF16"``, without reading it."""
-        return self._slice(name).get_dtype()
+    def check_dtype(self, name: str) -> None:
+        """Refuses a tensor that is not of floating-point numbers, without reading it."""
+        if (dtype := self._slice(name).get_dtype()) not in DTYPES:
+            raise CheckpointError(
+                f"tensor {name} in {self._shard_of[name]} has dtype {dtype}; expected one of {', '.join(DTYPES)}"
+                " (dequantise a quantised checkpoint before conversion)"
+            )
 
     def files(self) -> list[str]:
         """Names of the weight files, relative to the folder."""
@@ -89,11 +93,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: absent, not of floating-point numbers, or a value is NaN or infinite.
         """
-        if self.dtype(name) not in DTYPES:
-            raise CheckpointError(
-                f"tensor {name} in {self._shard_of[name]} has dtype {self.dtype(name)}; expected one of"
-                f" {', '.join(DTYPES)} (dequantise a quantised checkpoint before conversion)"
-            )
+        self.check_dtype(name)
         return self._finite(name, self._open(self._shard_of[name]).get_tensor(name).clone())
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:

@@ -64,7 +64,7 @@ class OpenedFolder:
         """The model without weights.
 
         Raises:
-            CheckpointError: transformers cannot make it, or a tensor is absent or has another shape.
+            CheckpointError: transformers cannot make it, or a tensor is absent, quantised, or has another shape.
             UnsupportedSourceError: a tensor would be lost.
         """
         with _by_transformers(f"the {self.config.model_type} of {self.folder / CONFIG_FILE} cannot be made"):
@@ -272,7 +272,7 @@ def _check_spec(spec: SourceSpec) -> None:
 
 
 def _check_names(model: StreamedModel, reader: CheckpointReader) -> None:
-    """The source has every tensor of its model, in its shape, and none that would be lost."""
+    """The source has every tensor of its model, in its shape and of plain numbers, and none that would be lost."""
     shapes = model.stored.shapes
     missing = sorted(shapes.keys() - reader.names())
     if missing:
@@ -288,3 +288,4 @@ def _check_names(model: StreamedModel, reader: CheckpointReader) -> None:
     for name in sorted(shapes):
         if reader.shape(name) != shapes[name]:
             raise CheckpointError(f"tensor {name} has shape {reader.shape(name)}; the config says {shapes[name]}")
+        reader.check_dtype(name)
