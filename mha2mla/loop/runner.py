@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mha2mla.loop.sampler import to_device
 from mha2mla.loop.scheduler import Chunk
 from mha2mla.modeling import BatchModel, BatchStep, PagedCache, SequenceBatch
+from mha2mla.modeling.batch import to_device
 from mha2mla.modeling.recorders import Recorder
 
 

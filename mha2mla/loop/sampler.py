@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mha2mla.loop.request import Request, Sampling
 from mha2mla.loop.scheduler import Chunk
+from mha2mla.modeling.batch import to_device
 
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -74,11 +75,6 @@ class History:
     def add(self, slots: Tensor, tokens: Tensor) -> None:
         """One token [B] more in each slot."""
         self._occurred[slots, tokens] = True
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

@@ -81,7 +81,6 @@ class SequenceBatch:
         cache_starts: Sequence[int] | None = None,
         max_pages: int | None = None,
         num_sequences: int | None = None,
-        num_tokens: int | None = None,
         tickets: Sequence[tuple[int, int]] | None = None,
         device: torch.device | str = "cpu",
     ) -> SequenceBatch:
@@ -97,7 +96,6 @@ class SequenceBatch:
             max_pages: columns of the page table; default the most that a sequence has, at least one.
             num_sequences: rows to pad the batch to, for a CUDA graph of that size; they have as many new tokens as the
                 shortest sequence (one, if there is none), cache nothing and see nothing.
-            num_tokens: tokens to pad to, after that.
             tickets: sequence and generation of each.
             device: of the tensors.
 
@@ -125,19 +123,15 @@ class SequenceBatch:
         queries = in_order(query_lengths, shortest)
         cached, starts = in_order(cached_lengths, 0), in_order(starts, 0)
         stops = [0 if i < 0 else cached_lengths[i] + query_lengths[i] for i in order]
-        total = sum(queries)
-        tokens = total if num_tokens is None else num_tokens
-        if tokens < total:
-            raise ValueError(f"num_tokens is {num_tokens}; expected at least {total}, those of the batch")
         table = torch.full((len(order), max_pages or width), NO_PAGE, dtype=torch.int32)
         for row, mine in zip(table, in_order(pages, ()), strict=True):
             row[: len(mine)] = torch.tensor(mine, dtype=torch.int32)
         cu_seqlens = [0, *itertools.accumulate(queries)]
         device = torch.device(device)
         packed = torch.tensor([cu_seqlens, [*cached, 0], [*stops, 0], [*starts, 0]], dtype=torch.int32)
-        packed, table = _to_device(packed, device), _to_device(table, device)
+        packed, table = to_device(packed, device), to_device(table, device)
         boundaries, cached_on, seqlens_on, starts_on = (row.clone() for row in packed)
-        positions, slots = token_places(boundaries, cached_on[:-1], table, tokens, page_size)
+        positions, slots = token_places(boundaries, cached_on[:-1], table, cu_seqlens[-1], page_size)
         return cls(
             cu_seqlens_q=boundaries,
             cache_seqlens=seqlens_on[:-1],
@@ -165,17 +159,7 @@ class SequenceBatch:
 
         Nothing is written to a cache and nothing read. :meth:`copy_` puts a real batch of that size in its place.
         """
-        rows = num_sequences
-        zeros = torch.zeros(rows, dtype=torch.int32, device=device)
-        boundaries = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        table = torch.full((rows, max_pages), NO_PAGE, dtype=torch.int32, device=device)
-        positions, slots = token_places(boundaries, zeros, table, rows, page_size)
-        lengths = torch.zeros(3, rows, dtype=torch.int32)
-        lengths[0] = 1
-        return cls(
-            boundaries, zeros, None, table, positions, slots, lengths,
-            torch.full((rows,), -1), torch.full((2, rows), -1), page_size,
-        )  # fmt: skip
+        return cls.build([], [], [], page_size, max_pages=max_pages, num_sequences=num_sequences, device=device)
 
     @property
     def num_sequences(self) -> int:
@@ -189,7 +173,7 @@ class SequenceBatch:
 
     @property
     def uniform_length(self) -> int | None:
-        """New tokens of each row, if all rows bring as many, 8 at most, and no token pads the batch behind them."""
+        """New tokens of each row, if all rows bring as many, 8 at most."""
         return uniform_length(self.lengths[0].tolist(), self.num_tokens)
 
     @property
@@ -212,11 +196,11 @@ class SequenceBatch:
                 lengths that only the host knows.
         """
         same = torch.equal(self.lengths[0], other.lengths[0]) and self.page_size == other.page_size
-        if not same or self.block_table.shape != other.block_table.shape or self.num_tokens != other.num_tokens:
+        if not same or self.block_table.shape != other.block_table.shape:
             raise ValueError(
-                f"other has {other.num_sequences} sequences of {other.block_table.shape[1]} pages, {other.num_tokens}"
-                f" tokens and query lengths {other.lengths[0].tolist()}; expected {self.num_sequences} of"
-                f" {self.block_table.shape[1]}, {self.num_tokens} and {self.lengths[0].tolist()}"
+                f"other has {other.num_sequences} sequences of {other.block_table.shape[1]} pages and query lengths"
+                f" {other.lengths[0].tolist()}; expected {self.num_sequences} of {self.block_table.shape[1]} and"
+                f" {self.lengths[0].tolist()}"
             )
         if self.max_seqlen_q > MAX_DECODE_QUERY_LENGTH:
             raise ValueError(f"max_seqlen_q is {self.max_seqlen_q}; expected at most {MAX_DECODE_QUERY_LENGTH}")
@@ -245,12 +229,11 @@ class SequenceBatch:
             rows.append(part)
         if not parts:
             raise ValueError("parts is empty; expected at least one sequence")
-        rest = parts[0].new_zeros(self.num_tokens - sum(len(row) for row in rows), *parts[0].shape[1:])
-        return torch.cat([*rows, rest])
+        return torch.cat(rows)
 
     def unflatten(self, flat: Tensor) -> list[Tensor]:
         """Views [S_i, ...] of flat [N, ...], in the caller's order, without padding."""
-        pieces = flat[: int(self.lengths[0].sum())].split(self.lengths[0].tolist())
+        pieces = flat.split(self.lengths[0].tolist())
         mine = {index: piece for index, piece in zip(self.order.tolist(), pieces, strict=True) if index >= 0}
         return [mine[index] for index in range(len(mine))]
 
@@ -269,7 +252,7 @@ class SequenceBatch:
         return shapes
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy that the host does not wait for."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 

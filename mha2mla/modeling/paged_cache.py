@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mha2mla.kernels import MAX_BATCH
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
-from mha2mla.modeling.cache_layout import CacheLayout
+from mha2mla.modeling.cache_layout import PAGE_SIZE, CacheLayout
 from mha2mla.modeling.pages import NO_PAGE, OutOfPagesError, PageAllocator, StaleBatchError
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
 from mha2mla.modeling.step import AttentionStep, DecodePlans, mixed_plans
@@ -99,7 +99,7 @@ class PagedCache:
         num_pages: pages of each layer.
         page_size: tokens per page.
         dtype: of the model.
-        device: of the tensors; one for each layer, or one for all.
+        device: of all tensors.
 
     Attributes:
         allocator: who owns which page.
@@ -110,7 +110,7 @@ class PagedCache:
         self,
         layers: Sequence[tuple[AttentionBackend, AttentionConstants]],
         num_pages: int,
-        page_size: int = 64,
+        page_size: int = PAGE_SIZE,
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
@@ -188,17 +188,16 @@ class PagedCache:
         *,
         max_pages: int | None = None,
         num_sequences: int | None = None,
-        num_tokens: int | None = None,
     ) -> SequenceBatch:
         """Makes room for new tokens of some sequences, and says where they go. All of it or nothing.
 
         Args:
             new_tokens: per sequence.
-            max_pages, num_sequences, num_tokens: as in :meth:`SequenceBatch.build`.
+            max_pages, num_sequences: as in :meth:`SequenceBatch.build`.
 
         Raises:
             CacheCapacityError: there are too few free pages, or a sequence would have more than ``max_pages``.
-            ValueError: no such sequence, a negative number of tokens, or more than ``num_sequences`` or ``num_tokens``.
+            ValueError: no such sequence, a negative number of tokens, or more sequences than ``num_sequences``.
         """
         allocator = self.allocator
         cached = [allocator.length(sequence) for sequence in new_tokens]
@@ -220,7 +219,6 @@ class PagedCache:
             num_pages=allocator.num_pages,
             max_pages=max_pages,
             num_sequences=num_sequences,
-            num_tokens=num_tokens,
             tickets=[(sequence, growth.generation) for sequence in new_tokens],
             device=self.device,
         )

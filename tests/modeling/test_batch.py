@@ -18,16 +18,14 @@ def own_pages(lengths, cached, page=PAGE):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 13), st.integers(0, 17)), max_size=6), st.integers(0, 3), st.integers(0, 5))
-def test_places_of_tokens(lengths_and_cached, padding_rows, padding_tokens):
+@given(st.lists(st.tuples(st.integers(0, 13), st.integers(0, 17)), max_size=6), st.integers(0, 3))
+def test_places_of_tokens(lengths_and_cached, padding_rows):
     lengths, cached = zip(*lengths_and_cached, strict=True) if lengths_and_cached else ((), ())
     pages, num_pages = own_pages(lengths, cached)
     shortest = min(lengths, default=1)
-    tokens = sum(lengths) + padding_rows * shortest + padding_tokens
-    batch = SequenceBatch.build(
-        lengths, cached, pages, PAGE, num_pages=num_pages, num_sequences=len(lengths) + padding_rows, num_tokens=tokens
-    )
-    assert (batch.num_sequences, batch.num_tokens) == (len(lengths) + padding_rows, tokens)
+    rows = len(lengths) + padding_rows
+    batch = SequenceBatch.build(lengths, cached, pages, PAGE, num_pages=num_pages, num_sequences=rows)
+    assert (batch.num_sequences, batch.num_tokens) == (rows, sum(lengths) + padding_rows * shortest)
     assert batch.lengths[0].tolist() == sorted([*lengths, *[shortest] * padding_rows])
     written = []
     for row, index in enumerate(batch.order.tolist()):
@@ -42,17 +40,15 @@ def test_places_of_tokens(lengths_and_cached, padding_rows, padding_tokens):
         assert batch.cache_seqlens[row] == cached[index] + lengths[index]
         written += expected
     assert len(set(written)) == len(written)
-    behind = int(batch.cu_seqlens_q[-1])
-    assert batch.slots[behind:].tolist() == [-1] * padding_tokens and not batch.positions[behind:].any()
 
 
 def test_flatten_keeps_the_callers_order():
     lengths, cached = [5, 1, 3], [2, 9, 0]
     pages, _ = own_pages(lengths, cached)
-    batch = SequenceBatch.build(lengths, cached, pages, PAGE, num_sequences=5, num_tokens=13)
+    batch = SequenceBatch.build(lengths, cached, pages, PAGE, num_sequences=5)
     parts = [torch.randn(length, 2) for length in lengths]
     flat = batch.flatten(parts)
-    assert flat.shape == (13, 2) and not flat[11:].any()
+    assert flat.shape == (11, 2)
     assert all(torch.equal(*pair) for pair in zip(batch.unflatten(flat), parts, strict=True))
     assert torch.equal(flat[batch.last_tokens[batch.order == 0]], parts[0][-1:])
     with pytest.raises(ValueError, match=r"parts\[1\] has 2 tokens; expected 1"):
@@ -89,7 +85,6 @@ def test_overflow_is_an_error_where_the_batch_is_built(change, message):
         ({"cached_lengths": [4]}, "cached_lengths has 1 entries; expected 2"),
         ({"query_lengths": [1, -2]}, "no negative number"),
         ({"num_sequences": 1}, "num_sequences is 1; expected at least 2"),
-        ({"num_tokens": 2}, "num_tokens is 2; expected at least 3"),
         ({"page_size": 0}, "page_size is 0"),
     ],
 )

@@ -115,11 +115,11 @@ def test_rows_that_carry_no_position_are_attended_at_another_place(case, right, 
 
 
 @torch.no_grad()
-def test_padding_rows_and_tokens_change_nothing():
+def test_padding_rows_change_nothing():
     model = models.mla_model()
     ids = models.tokens(2, 21)
     results = []
-    for options in ({}, {"num_sequences": 5, "num_tokens": 9, "max_pages": 4}):
+    for options in ({}, {"num_sequences": 5, "max_pages": 4}):
         cache = model.paged_cache(num_pages=6, page_size=16)
         one, two = cache.open(), cache.open()
         run(model, cache, {one: ids[0, :20], two: ids[1, :20]})

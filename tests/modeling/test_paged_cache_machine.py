@@ -152,14 +152,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
         some = data.draw(st.lists(st.sampled_from(self.sequences), unique=True, min_size=1, max_size=4))
         new = {sequence: data.draw(st.integers(-1 if len(some) == 4 else 0, 10)) for sequence in some}
         options = data.draw(
-            st.fixed_dictionaries(
-                {},
-                optional={
-                    "num_sequences": st.integers(0, 6),
-                    "num_tokens": st.integers(0, 30),
-                    "max_pages": st.integers(0, 6),
-                },
-            )
+            st.fixed_dictionaries({}, optional={"num_sequences": st.integers(0, 6), "max_pages": st.integers(0, 6)})
         )
         fault = data.draw(st.none() | st.integers(0, 60))
         before, alone = state_of(self.cache), copy.deepcopy(self.cache.allocator)
@@ -282,7 +275,7 @@ def filled() -> tuple[PagedCache, int, int, int]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_sequences": 2}, {"num_tokens": 3}, {"max_pages": 2}, {"num_sequences": 4, "num_tokens": 5}],
+    [{"num_sequences": 2}, {"max_pages": 2}],
     ids=lambda options: "-".join(options),
 )
 def test_extend_that_does_not_fit_takes_no_pages(options):
