@@ -48,9 +48,15 @@ def find_converted(checkpoint: str | os.PathLike[str], name: str) -> str:
         ValueError: its model type is another.
     """
     found = find_checkpoint(checkpoint, name)
-    if Path(found).is_dir() and (kind := model_type(found)) != "mha2mla":
-        raise ValueError(f"{name} has model_type {kind!r}; expected 'mha2mla', a converted checkpoint")
+    if Path(found).is_dir():
+        check_converted(model_type(found), name)
     return found
+
+
+def check_converted(kind: str | None, name: str) -> None:
+    """Raises ValueError for a model type that is no converted checkpoint's."""
+    if kind != "mha2mla":
+        raise ValueError(f"{name} has model_type {kind!r}; expected 'mha2mla', a converted checkpoint")
 
 
 def find_pair(source: str | os.PathLike[str], converted: str | os.PathLike[str]) -> None:

@@ -199,7 +199,7 @@ def test_the_card_shows_the_loss_by_layer(source, tmp_path, monkeypatch, capsys)
     assert picture.read_bytes().startswith(b"\x89PNG") and 1000 < picture.stat().st_size < 100_000
     assert f"]({picture.name})" in (tmp_path / "one" / "README.md").read_text()
 
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # what import finds where it is not installed
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what import finds where it is not installed
     convert(source, tmp_path / "two", progress=True)
     assert "pip install 'mha2mla[plots]'" in capsys.readouterr().err
     assert not (tmp_path / "two" / picture.name).exists()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mha2mla.checkpoints import find_checkpoint
+from mha2mla.checkpoints import check_converted, find_checkpoint
 from mha2mla.eval.report import flat, format_value, html_table
 
 if TYPE_CHECKING:
@@ -120,10 +120,7 @@ def inspect_checkpoint(
 
     folder = find_checkpoint(checkpoint, "checkpoint")
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    if config.model_type != "mha2mla":
-        raise ValueError(
-            f"checkpoint has model_type {config.model_type!r}; expected 'mha2mla', a checkpoint that was converted"
-        )
+    check_converted(config.model_type, "checkpoint")
     if lengths is None:
         lengths = sorted({4096, config.max_position_embeddings or 4096})
     for name, values in (("batches", batches), ("lengths", lengths)):

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from mha2mla.checkpoints import check_converted
 from mha2mla.environment import compute_device, usual_dtype
 from mha2mla.eval.generate_latency import generate_latency
 from mha2mla.eval.loading import load_model
@@ -146,8 +147,7 @@ def _fitting(made: Callable[[], torch.nn.Module], device: torch.device, layer: i
     if "status" in found:
         raise ValueError(f"converted does not fit into the memory of {device}: {found['status']}")
     config = found["model"].config
-    if config.model_type != "mha2mla":
-        raise ValueError(f"converted has model_type {config.model_type!r}; expected 'mha2mla', a converted checkpoint")
+    check_converted(config.model_type, "converted")
     if not 0 <= layer < config.num_hidden_layers:
         raise ValueError(f"layer is {layer}; expected 0 to {config.num_hidden_layers - 1}")
     return found["model"]

@@ -14,7 +14,6 @@ Row = Mapping[str, Any]
 Points = dict[str, list[tuple[float, float]]]  # name of a curve → (x, ratio)
 Draw = Callable[[Any], None]  # into axes of matplotlib
 
-_MISSING = "a plot needs matplotlib: pip install 'mha2mla[plots]'"
 _COLORS = 64
 LAYER_CURVES = {
     "score_error": "attention scores, on the source's inputs",
@@ -30,7 +29,7 @@ _TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 4, 10, 100)
 def check_installed() -> None:
     """Raises ImportError, which says what to install, where nothing can be drawn: before a measurement, not after."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(_MISSING)
+        raise ImportError("a plot needs matplotlib: pip install 'mha2mla[plots]'")
 
 
 def plot_layers(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
@@ -209,13 +208,12 @@ def _times_and_losses(
 
 def _picture(panels: Sequence[Draw], path: str | os.PathLike[str], *, title: str | None = None) -> None:
     """One panel below the other."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(_MISSING) from error
+    check_installed()
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from PIL import Image
+
     # Not pyplot: it would choose a display for the whole process.
     figure = Figure(figsize=(7.5, 3.2 * len(panels)), dpi=100, layout="constrained")
     canvas = FigureCanvasAgg(figure)

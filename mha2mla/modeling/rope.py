@@ -36,5 +36,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     missing = x.dim() - cos.dim()
     cos, sin = (t.reshape(*t.shape[:3], *[1] * missing, t.shape[-1]) for t in (cos, sin))
+    return turn(x, cos, sin)
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs (j, j + d_r / 2) of x [..., d_r] as complex numbers, times cos + i sin, [..., d_r / 2] each."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

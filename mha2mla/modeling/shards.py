@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,16 +50,12 @@ class HeadShard:
         rope = _groups("num_rope_heads", whole.num_rope_heads, heads, rank, size)
         up = _groups("num_up_projection_heads", whole.num_up_projection_heads, heads, rank, size)
         count = up.stop - up.start
-        geometry = MLAGeometry(
+        geometry = replace(
+            whole,
             num_attention_heads=mine,
             num_rope_heads=rope.stop - rope.start,
-            kv_lora_rank=whole.kv_lora_rank,
-            qk_rope_head_dim=whole.qk_rope_head_dim,
-            qk_nope_head_dim=whole.qk_nope_head_dim,
-            v_head_dim=whole.v_head_dim,
             num_key_value_heads=count,
             num_up_projection_heads=count,
-            rope_from_latent=whole.rope_from_latent,
         )
         return cls(whole, geometry, slice(rank * mine, (rank + 1) * mine), rope, up)
 

@@ -8,7 +8,7 @@ import torch
 
 from mha2mla.conversion.families import AttentionWeights, SourceSpec
 from mha2mla.conversion.families.spec import visible
-from mha2mla.conversion.rope.basis import turn
+from mha2mla.modeling.rope import turn
 
 _MAP_ELEMENTS = 1 << 24  # of attention maps that exist at a time
 _ATTENDED_STRIDE = 8  # averages of neighbouring queries are alike: an eighth of them costs an eighth

@@ -9,6 +9,7 @@ import torch
 from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.families.spec import pair_factors
 from mha2mla.geometry import MLAGeometry
+from mha2mla.modeling.rope import turn
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,3 @@ def rotate(x: torch.Tensor, inv_freq: torch.Tensor, position: torch.Tensor, scal
     angle = position.double()[:, None] * inv_freq.to(position.device, torch.float64)[:, None]
     factor = pair_factors(inv_freq, scaling).to(position.device)[:, None]
     return turn(x, (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype))
-
-
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Pairs (j, j + d_r / 2) of x [..., d_r] as complex numbers, times cos + i sin, [..., d_r / 2] each."""
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
