@@ -21,7 +21,8 @@ from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import collect_environment, compute_device, describe_environment, usual_dtype
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.eval.step_latency import cache_bytes_per_token, decode_step_latency
+from mha2mla.eval.step_latency import decode_step_latency
+from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.pipeline import ConversionReport, convert
 from mha2mla.trial_models import fetch_smollm2
 
@@ -214,7 +215,8 @@ def _generate(model: torch.nn.Module, tokenizer: Any, prompt: str, max_new_token
 
 def _size(model: torch.nn.Module) -> dict[str, Any]:
     """Geometry and cache bytes per token (bfloat16, all layers) of a source or converted model."""
-    config, row = model.config, {"cache_bytes_per_token": cache_bytes_per_token(model, torch.bfloat16.itemsize)}
+    config = model.config
+    row = {"cache_bytes_per_token": cache_bytes_per_token(config, torch.bfloat16.itemsize)}
     if config.model_type != "mha2mla":
         return row | {"geometry": f"H={config.num_attention_heads} h_kv={config.num_key_value_heads}"}
     geometries = Counter(config.layer_geometry(layer) for layer in range(config.num_hidden_layers))

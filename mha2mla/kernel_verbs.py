@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
-from mha2mla.verbs import Device, show
+from mha2mla.verbs import Device, save, show
 
 
 def check_kernels(
@@ -35,22 +36,18 @@ def check_kernels(
         mha2mla check kernels --count 200 --budget 600 --json kernel-check.json
     """
     from mha2mla.environment import collect_environment, describe_environment
-    from mha2mla.eval.report import print_table, write_json
+    from mha2mla.eval.report import print_table
     from mha2mla.kernel_testing import check as checking
     from mha2mla.kernel_testing import check_rows
 
     environment = collect_environment()
     settings = {"count": count, "seed": seed, "calls": calls, "device": device or "cuda"}
     known = [] if resume is None else check_rows.read_known(resume, settings, environment)
-
-    def save(rows: list[dict[str, Any]]) -> None:
-        if json:
-            write_json(json, kind=check_rows.KIND, rows=rows, environment=environment, **settings)
-
+    write = partial(save, json, check_rows.KIND, environment=environment, **settings)
     rows = checking.check_kernels(
-        count, seed, device, calls=calls, timeout=timeout, budget=budget, known=known, save=save
+        count, seed, device, calls=calls, timeout=timeout, budget=budget, known=known, save=write
     )
-    save(rows)
+    write(rows)
     wrong, unchecked = check_rows.not_right(rows), check_rows.not_checked(rows)
     print_table(
         check_rows.summarize(rows),

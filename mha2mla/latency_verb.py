@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from mha2mla.checkpoints import find_checkpoint, find_converted
 from mha2mla.conversion.target import LayoutName
 from mha2mla.random_models import ShapeName, random_pair
-from mha2mla.verbs import Device, Dtype, show
+from mha2mla.verbs import Device, Dtype, save, show
 
 Level = Literal["op", "step", "prefill", "e2e"]
 PresetName = Literal["llama-2-7b-decode"]
@@ -85,7 +86,6 @@ def eval_latency(
         find_converted(converted, "converted")
     from mha2mla.environment import collect_environment, compute_device, usual_dtype
     from mha2mla.eval.measurement import wrong_rows
-    from mha2mla.eval.report import write_json
 
     environment, device = collect_environment(), compute_device(device)
     dtype = usual_dtype(device, dtype)
@@ -97,18 +97,15 @@ def eval_latency(
         source, converted = pair.source, pair.converted
         fields = {"random_weights": random_weights, "geometry": str(pair.geometry), "layers": pair.layers}
         title = f"{random_weights}, random weights, {pair.layers} layers → {pair.geometry}"
-
-    def save(rows: list[dict[str, Any]]) -> None:
-        if json:
-            write_json(json, kind="latency", rows=rows, environment=environment, **fields)
-
-    options = {"device": device, "dtype": dtype, "min_run_time": min_run_time, "check": not no_check, "save": save}
+    write = partial(save, json, "latency", environment=environment, **fields)
+    options = {"device": device, "dtype": dtype, "min_run_time": min_run_time, "check": not no_check, "save": write}
     if preset is not None:
         rows, columns = _preset(preset, **options)
     else:
-        options |= {"batch_sizes": batch_sizes, "seqlens": seqlens or [512, 2048], "new_tokens": new_tokens}
-        options |= {"page_size": page_size, "layer": layer, "backend": backend}
-        rows, columns = _models(source, converted, level or ["op", "step"], **options)
+        asked = {"levels": level, "batch_sizes": batch_sizes, "seqlens": seqlens, "backend": backend}
+        options |= {name: value for name, value in asked.items() if value is not None}
+        options |= {"new_tokens": new_tokens, "page_size": page_size, "layer": layer}
+        rows, columns = _models(source, converted, **options)
     show(rows, columns, title=title, kind="latency", json=json, **fields)
     return int(bool(wrong_rows(rows)))
 
@@ -144,8 +141,8 @@ def _preset(name: PresetName, *, save: Callable[[list[dict[str, Any]]], None], *
     return rows, published.COLUMNS
 
 
-def _models(source: Any, converted: Any, levels: list[Level], **options: Any) -> Measured:
+def _models(source: Any, converted: Any, **options: Any) -> Measured:
     from mha2mla.eval.latency import model_latency
 
-    rows = model_latency(source, converted, levels=levels, progress=True, **options)
+    rows = model_latency(source, converted, progress=True, **options)
     return rows, rows.columns()

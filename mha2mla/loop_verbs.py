@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mha2mla.checkpoints import find_checkpoint
-from mha2mla.verbs import Device, Dtype
+from mha2mla.verbs import Device, Dtype, save
 
 
 def generate(
@@ -93,12 +93,10 @@ def generate(
     )
     if json:
         from mha2mla.environment import collect_environment
-        from mha2mla.eval.report import write_json
 
         row = vars(done) | {"tokens_per_second": done.tokens_per_second, "answers": left}
         row |= {"cache_bytes_per_token": size, "cache_bytes": loop.cache.nbytes}
-        fields = {"model": model, "sampling": given, "environment": collect_environment()}
-        write_json(json, kind="generate", rows=[row], **fields)
+        save(json, "generate", [row], model=model, sampling=given, environment=collect_environment())
 
 
 def chat(

@@ -120,11 +120,7 @@ class RandomPair:
 
 
 def random_pair(
-    name: ShapeName,
-    target: Mapping[str, Any],
-    layers: int | None,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
+    name: ShapeName, target: Mapping[str, Any], layers: int | None, device: torch.device, dtype: torch.dtype
 ) -> RandomPair:
     """A shape beside what converting it gives.
 
@@ -132,17 +128,15 @@ def random_pair(
         name: of the shape.
         target: as for :func:`converted_config`.
         layers: of both models; None: the shape's.
-        dtype: of the weights; default bfloat16 on CUDA, float32 on a CPU.
+        dtype: of the weights.
 
     Raises:
         ValueError: no such shape, no layers, or a target that does not fit the shape.
     """
-    from mha2mla.environment import usual_dtype
-
     if layers is not None and layers < 1:
         raise ValueError(f"layers is {layers}; expected 1 or more")
     source = source_config(name, **({} if layers is None else {"num_hidden_layers": layers}))
     converted = converted_config(source, **target)
-    make = partial(random_model, device=device, dtype=dtype or usual_dtype(device))
+    make = partial(random_model, device=device, dtype=dtype)
     geometry = converted.layer_geometry(0)
     return RandomPair(partial(make, source), partial(make, converted), geometry, source.num_hidden_layers)

@@ -237,7 +237,7 @@ def token_windows(
     # A text longer than the model's maximum is cut into windows right here: the tokenizer's warning would mislead.
     wanted = body * count if count is not None and seed is None else len(text)
     for part in dict.fromkeys((text[: _CHARACTERS_PER_TOKEN * wanted], text)):
-        tokens = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens = plain_tokens(tokenizer, part)
         if len(tokens) >= wanted:
             break
     whole = len(tokens) // body
@@ -250,6 +250,17 @@ def token_windows(
         order = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:count]
         windows = windows[order.sort().values]
     return torch.cat([torch.tensor([start], dtype=torch.int64).expand(windows.shape[0], -1), windows], 1)
+
+
+def plain_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Of a text without special ones, however long it is."""
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def end_tokens(model: torch.nn.Module) -> list[int]:
+    """Tokens after which ``generate`` says no more."""
+    ends = model.generation_config.eos_token_id
+    return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 def start_tokens(tokenizer: Any) -> list[int]:

@@ -98,12 +98,19 @@ def show(
 ) -> None:
     """Prints rows above the environment, and writes them (or ``all_rows``, of which they are a summary) to ``json``."""
     from mha2mla.environment import collect_environment, describe_environment
-    from mha2mla.eval.report import print_table, write_json
+    from mha2mla.eval.report import print_table
 
     environment = collect_environment()
     print_table(rows, title=title, columns=columns, caption=note + describe_environment(environment))
+    save(json, kind, rows if all_rows is None else all_rows, environment=environment, **fields)
+
+
+def save(json: str | None, kind: str, rows: Sequence[Mapping[str, Any]], **fields: Any) -> None:
+    """Writes rows to the file of ``--json``, where one was asked for."""
     if json:
-        write_json(json, kind=kind, rows=rows if all_rows is None else all_rows, environment=environment, **fields)
+        from mha2mla.eval.report import write_json
+
+        write_json(json, kind=kind, rows=rows, **fields)
 
 
 def eval_quality(
@@ -315,12 +322,11 @@ def env(json: str | None = None) -> None:
         mha2mla env --json environment.json
     """
     from mha2mla.environment import collect_environment
-    from mha2mla.eval.report import print_values, write_json
+    from mha2mla.eval.report import print_values
 
     environment = collect_environment()
     print_values(environment)
-    if json:
-        write_json(json, kind="environment", rows=[environment])
+    save(json, "environment", [environment])
 
 
 def inspect_checkpoint(
@@ -344,7 +350,7 @@ def inspect_checkpoint(
     """
     find_converted(checkpoint, "checkpoint")
     from mha2mla.eval import inspection
-    from mha2mla.eval.report import print_table, print_values, write_json
+    from mha2mla.eval.report import print_table, print_values
 
     found = inspection.inspect_checkpoint(checkpoint, dtype, batches=batch or (1,), lengths=length)
     print_values(found.summary, checkpoint)
@@ -356,6 +362,5 @@ def inspect_checkpoint(
         print_table(found.layers, title="relative errors by layer")
     else:
         print(f"no {inspection.RECORD_FILE}: what the conversion lost is not recorded")
-    if json:
-        fields = {key: value for key, value in vars(found).items() if key != "geometries"}
-        write_json(json, kind="inspection", rows=found.geometries, **fields)
+    fields = dict(vars(found))
+    save(json, "inspection", fields.pop("geometries"), **fields)

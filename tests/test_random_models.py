@@ -31,7 +31,7 @@ def test_all_shapes_convert():
 
 def test_a_pair_is_made_when_it_is_called():
     target = {"layout": "per-group", "cache_ratio": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
-    pair = random_pair("tiny", target, 3, torch.device("cpu"))
+    pair = random_pair("tiny", target, 3, torch.device("cpu"), torch.float32)
     assert (pair.layers, pair.geometry.kv_lora_rank, pair.geometry.num_rope_heads) == (3, 16, 2)
     source, converted = pair.source(), pair.converted()
     assert (source.config.model_type, converted.config.model_type) == ("llama", "mha2mla")

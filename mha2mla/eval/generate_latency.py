@@ -13,7 +13,9 @@ from torch import Tensor
 
 from mha2mla.eval.float64 import in_float64
 from mha2mla.eval.measurement import NOT_CHECKED, WRONG, unless_out_of_memory
-from mha2mla.eval.step_latency import Model, cache_bytes_per_token, made_or_why, prompt_factor, row_of
+from mha2mla.eval.step_latency import Model, made_or_why, prompt_factor, row_of
+from mha2mla.modeling.config import cache_bytes_per_token
+from mha2mla.texts import end_tokens
 
 LONG_ENOUGH = 1.5  # seconds of runs after which none is begun: long ones differ little
 
@@ -73,7 +75,7 @@ def _timed(model: torch.nn.Module, prompts: Tensor, new_tokens: int, check: bool
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
     made = greedy(model, prompts, new_tokens)
-    row = {"cache_bytes": batch * (seqlen + new_tokens) * cache_bytes_per_token(model, model.dtype.itemsize)}
+    row = {"cache_bytes": batch * (seqlen + new_tokens) * cache_bytes_per_token(model.config, model.dtype.itemsize)}
     if on_gpu:
         weights = sum(each.nbytes for each in model.parameters())
         peak = torch.cuda.max_memory_allocated(model.device)
@@ -126,10 +128,8 @@ def _judged(model: torch.nn.Module, text: Tensor, prompt: int) -> str:
     with in_float64(model):
         exact = logits()
     # Ends of sequences are not let through, whatever their logits.
-    ends = model.generation_config.eos_token_id
-    if ends is not None:
-        exact[:, ends] = -torch.inf
-        narrow[:, ends] = -torch.inf
+    for found in (exact, narrow):
+        found[:, end_tokens(model)] = -torch.inf
     moved = (narrow.double() - exact).nan_to_num(0.0).abs().amax(-1)
     chosen = exact.gather(1, text[0, prompt:, None])[:, 0]
     behind = exact.amax(-1) - chosen - 2 * prompt_factor(model) * moved  # two logits, each as far off as that

@@ -11,7 +11,7 @@ import torch
 
 from mha2mla.predictions import Predictor
 from mha2mla.progress import progress_bar
-from mha2mla.texts import load_text, start_tokens
+from mha2mla.texts import end_tokens, load_text, plain_tokens, start_tokens
 
 TAIL = 64  # tokens at the end of a continuation, where a loop shows
 LONGEST_PERIOD = 16  # small models repeat a clause, of nine to sixteen tokens, as often as a word
@@ -110,7 +110,7 @@ def compare_generation(
     Raises:
         ValueError: the text is shorter than a prompt.
     """
-    tokens = tokenizer(load_text(settings.text), add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = plain_tokens(tokenizer, load_text(settings.text))
     rows, skipped = [], []
     for length in progress_bar(settings.prompt_lengths, desc="generation", unit="length", show=progress):
         if longest is not None and length + settings.new_tokens > longest:
@@ -163,8 +163,7 @@ def _row(
 
 def _continuations(model: torch.nn.Module, prompts: torch.Tensor, new_tokens: int) -> list[list[int]]:
     """What ``generate`` adds to each prompt, up to and with the token that ends it."""
-    ends = model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    ends = set(end_tokens(model))
     said = []
     for part in prompts.split(_PROMPTS_AT_ONCE):
         ids = part.to(model.device)

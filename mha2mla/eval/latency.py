@@ -21,9 +21,10 @@ from mha2mla.eval.loading import load_model
 from mha2mla.eval.measurement import COLUMNS, unless_out_of_memory
 from mha2mla.eval.op_latency import BASELINES, attention_latency
 from mha2mla.eval.report import html_table
-from mha2mla.eval.step_latency import cache_bytes_per_token, forward_latency
+from mha2mla.eval.step_latency import forward_latency
 from mha2mla.kernel_testing.timing import copy_rate
 from mha2mla.modeling.backends import OF_OPS
+from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.progress import progress_bar
 
 Level = Literal["op", "step", "prefill", "e2e"]
@@ -160,7 +161,7 @@ def fitting_batches(model: torch.nn.Module, seqlen: int) -> list[int]:
         return [1, 8]
     total = torch.cuda.get_device_properties(model.device).total_memory
     room = 0.9 * total - sum(each.nbytes for each in model.parameters())
-    each = seqlen * cache_bytes_per_token(model, model.dtype.itemsize)
+    each = seqlen * cache_bytes_per_token(model.config, model.dtype.itemsize)
     return [batch for batch in (1, 8, 64, 256) if batch == 1 or batch * each <= room]
 
 

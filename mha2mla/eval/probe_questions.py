@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from mha2mla.texts import load_text, start_tokens
+from mha2mla.texts import load_text, plain_tokens, start_tokens
 
 NAMES = (
     *("Alice", "Brian", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "James", "Karen", "Louis"),
@@ -53,12 +54,9 @@ class Writer:
     """Contexts of exactly so many tokens: facts at their depths in running text, and a question at the end."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
-        self._tokenizer, self._name = tokenizer, text
+        self._tokens, self._name = partial(plain_tokens, tokenizer), text
         self._start = start_tokens(tokenizer)
         self._text = self._tokens(load_text(text))
-
-    def _tokens(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def running_text(self, draw: random.Random, length: int) -> list[int]:
         """``length`` tokens from anywhere in the text.

@@ -14,6 +14,7 @@ from torch import Tensor
 from mha2mla.eval.float64 import in_float64
 from mha2mla.eval.measurement import measured, unless_out_of_memory
 from mha2mla.kernel_testing.judgement import ERROR_FACTOR, Judgement, verdict
+from mha2mla.modeling.config import cache_bytes_per_token
 
 # The absorbed and the expanded form are equal in exact arithmetic and round differently: how differently depends on the
 # conditioning of the latent's basis. Between the two forms, an error this many times larger is still rounding.
@@ -176,16 +177,6 @@ def _prefill_row(model: torch.nn.Module, ids: Tensor, right: Right | None, min_r
     return row | ({"tokens_per_s": ids.numel() / row["us_p50"] * 1e6} if "us_p50" in row else {})
 
 
-def cache_bytes_per_token(model: torch.nn.Module, itemsize: int) -> int:
-    """Bytes that all layers of a model cache per token, for elements of ``itemsize`` bytes; source or converted."""
-    config = model.config
-    if hasattr(config, "cache_bytes_per_token"):
-        return config.cache_bytes_per_token(itemsize)
-    config = config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * itemsize
-
-
 def _logits_without_cache(model: torch.nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     """[sequences, positions, vocabulary] logits of whole texts, one text at a time."""
     return torch.cat([model(input_ids=text[None], use_cache=False, logits_to_keep=positions).logits for text in ids])
@@ -234,7 +225,7 @@ class _DecodeStep:
     def bytes_per_token(self) -> int:
         """What the cache holds of a token, all layers: latents of eight bits, for instance, and their scales."""
         if self.model.config.model_type != "mha2mla":
-            return cache_bytes_per_token(self.model, self.model.dtype.itemsize)
+            return cache_bytes_per_token(self.model.config, self.model.dtype.itemsize)
         pages = (tensor for layer in self.cache.layers for tensor in layer.tensors.values())
         return sum(tensor[0, 0].nbytes for tensor in pages)
 

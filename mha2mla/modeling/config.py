@@ -266,6 +266,17 @@ class MHA2MLAConfig(PreTrainedConfig):
         return itemsize * sum(numbers)
 
 
+def cache_bytes_per_token(config: PreTrainedConfig, itemsize: int) -> int:
+    """Bytes that all layers of a model cache per token, for elements of ``itemsize`` bytes; source or converted."""
+    if isinstance(config, MHA2MLAConfig):
+        return config.cache_bytes_per_token(itemsize)
+    config = config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize
+
+
 def _repeated() -> tuple[str, ...]:
     """Fields that repeat the source's."""
     names = tuple(MHA2MLAConfig.__annotations__)

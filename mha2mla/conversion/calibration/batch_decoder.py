@@ -12,6 +12,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.modeling.recorders import CudaGraphs
 
 _GROUPED = "mha2mla_grouped_sdpa"
@@ -29,9 +30,7 @@ def rows_at_once(model: nn.Module, length: int) -> int:
     if model.device.type != "cuda":
         return _CPU_ROWS
     config = model.config.get_text_config(decoder=True)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    cached = 2 * config.num_hidden_layers * kv_heads * head_dim * length * model.dtype.itemsize
+    cached = length * cache_bytes_per_token(config, model.dtype.itemsize)
     predictions = config.vocab_size * (model.dtype.itemsize + 3 * 4)  # logits, and float32 around the softmax
     room = _MEMORY_SHARE * torch.cuda.get_device_properties(model.device).total_memory
     return max(1, min(_CUDA_ROWS, int(room / (cached + predictions))))

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
 from mha2mla.environment import usual_dtype
 from mha2mla.progress import progress_bar
-from mha2mla.texts import prompts, start_tokens
+from mha2mla.texts import end_tokens, plain_tokens, prompts, start_tokens
 
 _BLANK_SHARE = 1 / 3  # of the documents, that begin with any word
 _CUT_SHARE = 0.5  # of the windows, that begin within a document
@@ -140,13 +140,9 @@ def _documents(tokenizer: Any, draw: random.Random) -> Iterator[list[int]]:
         if chat:
             message = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-            yield tokenizer(text, add_special_tokens=False)["input_ids"]
-        else:
-            yield start + tokenizer(text, add_special_tokens=False)["input_ids"]
+        yield ([] if chat else start) + plain_tokens(tokenizer, text)
 
 
 def _ends(model: torch.nn.Module, tokenizer: Any) -> frozenset[int]:
     """Tokens after which a document is over."""
-    ends = model.generation_config.eos_token_id
-    ends = [ends] if isinstance(ends, int) else list(ends or [])
-    return frozenset(ends + [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else ends)
+    return frozenset({*end_tokens(model), tokenizer.eos_token_id} - {None})
