@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import mha2mla
 from mha2mla.cli import main
 from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.recipe import Recipe
@@ -18,21 +17,12 @@ from mha2mla.eval.inspection import inspect_checkpoint
 from mha2mla.pipeline import relayout
 from mha2mla.pipeline.verify import ParityError
 from tests.conversion import tiny
-from tests.conversion.tiny import SHORT
+from tests.conversion.tiny import SHORT, convert, relative
 from tests.few import each
 
 LATENT = {"layout": "latent"}
 CASES = ("llama-biases", "qwen3-biases-yarn", "mistral-sliding", "phi3-partial-longrope", "olmo2-mha-biases", "gemma3")
 CASES += ("qwen3-moe", "llama-tied", "smollm3-sliding", "qwen2-tied-yarn")
-
-
-def convert(source, destination, recipe, **keys):
-    keys = {"evaluation_tokens": 256, "device": "cpu", "progress": False, **keys}
-    return mha2mla.convert(source, destination, recipe, **keys)
-
-
-def relative(actual, expected):
-    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.fixture(scope="module")

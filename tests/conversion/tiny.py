@@ -24,6 +24,7 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3_moe import Qwen3MoeConfig
 from transformers.models.smollm3 import SmolLM3Config
 
+import mha2mla
 from mha2mla.conversion import recipe as recipes
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import ADAPTERS
@@ -244,6 +245,16 @@ def logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         return loaded(tokens).logits
+
+
+def convert(source, destination, recipe=SHORT, **keys):
+    """``mha2mla.convert`` on the CPU, verified over few tokens."""
+    keys = {"evaluation_tokens": 256, "device": "cpu", "progress": False, **keys}
+    return mha2mla.convert(source, destination, recipe, **keys)
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 def convert_layer(spec, geometry, recipe, weights, statistics) -> dict[str, torch.Tensor]:

@@ -1,0 +1,241 @@
+"""Sources, arguments and destinations that are no good are named and leave nothing; sources that are odd convert."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mha2mla.conversion.families import UnsupportedSourceError
+from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.source.checkpoint import CheckpointError
+from tests.conversion import tiny
+from tests.conversion.tiny import SHORT, convert
+
+
+def edit_config(folder, **keys):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_config(folder):
+    (folder / "config.json").write_text("{")
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def put_nan(tensors):
+    tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = float("nan")
+
+
+def put_inf_in_mlp(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
+
+
+def shard(folder):
+    tiny.model().save_pretrained(folder, max_shard_size=60_000)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def missing_shard(folder):
+    next(shard(folder).glob("model-00002-of-*.safetensors")).unlink()
+
+
+def index_naming_an_absent_tensor(folder):
+    path = shard(folder) / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.layers.9.mlp.up_proj.weight"] = next(iter(index["weight_map"].values()))
+    path.write_text(json.dumps(index))
+
+
+DAMAGES = {
+    "unknown family": (
+        lambda f: edit_config(f, model_type="gpt2"),
+        UnsupportedSourceError,
+        "'gpt2' cannot be converted",
+    ),
+    "quantised": (
+        lambda f: edit_config(f, quantization_config={"quant_method": "awq"}),
+        UnsupportedSourceError,
+        "quantised",
+    ),
+    "dynamic ntk": (
+        lambda f: edit_config(f, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        UnsupportedSourceError,
+        "dynamic NTK",
+    ),
+    "no config": (lambda f: (f / "config.json").unlink(), CheckpointError, "has no config.json"),
+    "broken config": (damage_config, CheckpointError, "is not JSON"),
+    "truncated shard": (truncate, CheckpointError, "truncated or damaged"),
+    "missing tensor": (
+        lambda f: edit_weights(f, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight")),
+        CheckpointError,
+        "model.layers.1.self_attn.k_proj.weight is absent",
+    ),
+    "unknown tensor": (
+        lambda f: edit_weights(f, lambda t: t.update({"model.layers.0.self_attn.sinks": torch.ones(4)})),
+        UnsupportedSourceError,
+        "self_attn.sinks",
+    ),
+    "other shape": (
+        lambda f: edit_config(f, num_key_value_heads=4),
+        CheckpointError,
+        r"k_proj.weight has shape \(32, 48\); the config says \(64, 48\)",
+    ),
+    "NaN in attention": (
+        lambda f: edit_weights(f, put_nan),
+        CheckpointError,
+        "layers.1.self_attn.v_proj.weight in model.safetensors has 1 NaN",
+    ),
+    "Inf in an MLP": (
+        lambda f: edit_weights(f, put_inf_in_mlp),
+        CheckpointError,
+        "up_proj.weight in model.safetensors has 1",
+    ),
+    "NaN in the head": (
+        lambda f: edit_weights(f, lambda t: t["lm_head.weight"][7].fill_(float("nan"))),
+        CheckpointError,
+        "lm_head.weight in model.safetensors has 48 NaN",
+    ),
+    "missing shard": (missing_shard, CheckpointError, "model-00002-of-.*safetensors is missing"),
+    "index naming an absent tensor": (
+        index_naming_an_absent_tensor,
+        CheckpointError,
+        "says that model.layers.9.mlp.up_proj.weight is in .* which does not hold it",
+    ),
+    "no tokenizer": (
+        lambda f: [(f / name).unlink() for name in ("tokenizer.json", "tokenizer_config.json")],
+        CheckpointError,
+        "no usable tokenizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_bad_source_is_named_and_leaves_nothing(damage, tmp_path):
+    source = tiny.checkpoint(tmp_path / "source")
+    change, error, named = DAMAGES[damage]
+    change(source)
+    with pytest.raises(error, match=named):
+        convert(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "named"),
+    [
+        ({"calibration": "builtin:novel"}, ValueError, "calibration 'builtin:novel'"),
+        ({"calibration": "EMPTY"}, ValueError, "is empty"),
+        ({"calibration": "SHORT"}, ValueError, "at least one window"),
+        ({"calibration": "LATIN"}, ValueError, "is not UTF-8"),
+        ({"calibration": torch.zeros(3, dtype=torch.int64)}, ValueError, "calibration is torch.int64"),
+        (
+            {"calibration": torch.full((1, 8), 999)},
+            ValueError,
+            "token 999; expected tokens from 0, below vocab_size=264",
+        ),
+        ({"recipe": "TEXT LATIN"}, ValueError, "calibration .*LATIN.* is not UTF-8"),
+        ({"recipe": "TEXT absent"}, ValueError, "calibration .*absent' is no file"),
+        ({"evaluation": "EMPTY"}, ValueError, "is empty"),
+        ({"evaluation": "SHORT"}, ValueError, "evaluation .*at least one window"),
+        ({"evaluation": "LATIN"}, ValueError, "evaluation .*is not UTF-8"),
+        ({"device": "cuda:77"}, ValueError, "device is 'cuda:77'"),
+        ({"device": "gpu"}, ValueError, "device is 'gpu'"),
+        ({"device": "meta"}, ValueError, "device is 'meta'"),
+        ({"device": [0]}, ValueError, r"device is '\[0\]'"),
+        ({"dtype": torch.int8}, ValueError, "dtype is torch.int8"),
+        ({"recipe": ["layout"]}, ValueError, "recipe is a list; expected a Recipe or a mapping of its keys"),
+        ({"recipe": {"layot": "shared"}}, ValueError, "recipe key 'layot' is unknown"),
+        ({"recipe": {"preset": "quick"}, "preset": "shared"}, ValueError, "preset is 'shared' beside a recipe of pres"),
+        ({"recipe": {}, "preset": "best"}, ValueError, "preset is 'best'; expected one of 'auto'"),
+        ({"dtype": "bfloat16"}, ValueError, "dtype is 'bfloat16'"),
+        ({"compute_dtype": torch.float8_e4m3fn}, ValueError, "compute_dtype is torch.float8_e4m3fn"),
+        ({"evaluation_tokens": 0}, ValueError, "evaluation_tokens is 0"),
+        ({"evaluation_tokens": "256"}, ValueError, "evaluation_tokens is '256'"),
+        ({"evaluation": None}, ValueError, "evaluation is None"),
+        ({"evaluation": [[1, 2]]}, ValueError, "evaluation is"),
+        ({"evaluation": torch.zeros(2, 1, dtype=torch.int64)}, ValueError, "evaluation is torch.int64"),
+        ({"calibration": 5}, ValueError, "calibration is 5"),
+        ({"calibration": torch.full((1, 8), -1)}, ValueError, "calibration has token -1"),
+        ({"spill_bytes": "1G"}, ValueError, "spill_bytes is '1G'"),
+        ({"spill_bytes": -1}, ValueError, "spill_bytes is -1"),
+        ({"max_shard_bytes": None}, ValueError, "max_shard_bytes is None"),
+        ({"overwrite": "no"}, ValueError, "overwrite is 'no'"),
+        ({"progress": 1}, ValueError, "progress is 1"),
+        ({"recipe": "TOO WIDE"}, ValueError, "qk_rope_head_dim is 18"),
+    ],
+)
+def test_a_bad_argument_is_named_before_work(keys, error, named, source, tmp_path):
+    (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "SHORT").write_text("short")
+    (tmp_path / "LATIN").write_bytes("Grüße".encode("latin-1"))
+    texts = sorted(path.name for path in tmp_path.iterdir())
+    keys = {key: str(tmp_path / value) if value in texts else value for key, value in keys.items()}
+    if keys.get("recipe") == "TOO WIDE":
+        keys["recipe"] = tiny.Recipe(layout="per-group", qk_rope_head_dim=18, kv_lora_rank=8)
+    elif str(keys.get("recipe")).startswith("TEXT "):
+        name = keys["recipe"].removeprefix("TEXT ")
+        keys["recipe"] = tiny.Recipe(**{**SHORT, "calibration.text": str(tmp_path / name)})
+    with pytest.raises(error, match=named):
+        convert(source, tmp_path / "out", **keys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == texts
+
+
+@pytest.mark.parametrize("name", [None, 5, b"x"])
+def test_a_path_that_is_none_is_named(name, source, tmp_path):
+    with pytest.raises(ValueError, match="source is"):
+        convert(name, tmp_path / "out")
+    with pytest.raises(ValueError, match="destination is"):
+        convert(source, name)
+
+
+def test_a_source_that_is_no_folder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="absent'; expected an existing checkpoint folder"):
+        convert(tmp_path / "absent", tmp_path / "out")
+
+
+def test_a_bad_destination_is_refused_before_work(source, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "precious").write_text("x")
+    with pytest.raises(DestinationError, match="exists"):
+        convert(source, tmp_path / "there")
+    assert (tmp_path / "there" / "precious").read_text() == "x"
+    with pytest.raises(DestinationError, match="overlap"):
+        convert(source, source, overwrite=True)
+    with pytest.raises(DestinationError, match="cannot be written"):
+        convert(source, "/proc/mha2mla-cannot-exist/out")
+
+
+def test_a_tilde_is_the_home_folder(source, monkeypatch):
+    """A folder named "~" was made in the current one, and ``load`` did not find it by the name that was printed."""
+    monkeypatch.setenv("HOME", str(source.parent))
+    with pytest.raises(DestinationError, match=f"destination '{source}' and source '{source}' overlap"):
+        convert(source, f"~/{source.name}")
+    with pytest.raises(DestinationError, match="overlap"):
+        convert(f"~/{source.name}", source)
+
+
+@pytest.mark.parametrize("keys", [{"layout": "shared", "rope_share": 0.5}, {"layout": "latent"}])
+def test_a_head_of_zeros_is_converted(keys, tmp_path):
+    """Pruned heads are; where every other pair rotates, all that is left for the latent's keys is zero."""
+    source = tiny.checkpoint(tmp_path / "source")
+    edit_weights(source, lambda tensors: tensors["model.layers.1.self_attn.k_proj.weight"][:16].zero_())
+    convert(source, tmp_path / "out", tiny.Recipe(**keys, cache_ratio=0.5, **SHORT))
+
+
+def test_old_rotary_buffers_in_a_source_are_passed_over(tmp_path):
+    source = tiny.checkpoint(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))

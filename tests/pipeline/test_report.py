@@ -1,0 +1,113 @@
+"""What a conversion leaves and says: a whole checkpoint, its record, its card, and whether a kernel serves it."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import mha2mla
+from tests.conversion import tiny
+from tests.conversion.tiny import SHORT, convert
+
+
+def test_the_folder_is_a_whole_checkpoint(tmp_path):
+    """Names equal the model's, companions are there, the card says what was measured."""
+    source = tiny.checkpoint(tmp_path / "source", tie_word_embeddings=True, shard_bytes=20_000)
+    (source / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
+    (source / "LICENSE").write_text("terms")
+    report = convert(source, tmp_path / "out", max_shard_bytes=30_000)
+    out = tmp_path / "out"
+    names = set(json.loads((out / "model.safetensors.index.json").read_text())["weight_map"])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
+    assert names == set(model.state_dict()) - {"lm_head.weight"}
+    assert model.config.model_type == "mha2mla"
+    assert model.config.source_config["model_type"] == "llama"
+    assert mha2mla.Recipe.from_dict(model.config.recipe).target.cache_ratio == 0.5
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.5
+    assert (out / "LICENSE").read_text() == "terms"
+    assert tiny.loaded_tokenizer(out)("abc").input_ids == tiny.loaded_tokenizer(source)("abc").input_ids
+    card = (out / "README.md").read_text()
+    for text in ("import mha2mla", f"{report.parity.perplexity_converted:.4f}", "selection: rotation", "`llama`"):
+        assert text in card
+    for layer in report.parity.layers:
+        assert f"| {layer.layer} | {layer.score_error:.3g} | {layer.output_error:.3g} |" in card
+    assert not [path.name for path in out.iterdir() if path.name.startswith(("shard-", "activations-"))]
+
+
+def test_the_record_is_machine_readable(source, tmp_path):
+    report = convert(source, tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["kind"] == "conversion" and record["recipe"] == report.recipe
+    assert record["parity"]["perplexity_converted"] == report.parity.perplexity_converted
+    assert record["environment"]["torch"] and record["device"] == "cpu"
+    rows = record["rows"]
+    assert [row["layer"] for row in rows] == [0, 1] and all(row["seconds"] > 0 for row in rows)
+    assert [row["score_error"] for row in rows] == [layer.score_error for layer in report.parity.layers]
+    assert mha2mla.Recipe.from_dict(record["recipe"]).calibration.tokens == 512
+
+
+def test_the_card_shows_the_loss_by_layer(source, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    convert(source, tmp_path / "one")
+    picture = tmp_path / "one" / "loss_per_layer.png"
+    assert picture.read_bytes().startswith(b"\x89PNG") and 1000 < picture.stat().st_size < 100_000
+    assert f"]({picture.name})" in (tmp_path / "one" / "README.md").read_text()
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what import finds where it is not installed
+    convert(source, tmp_path / "two", progress=True)
+    assert "pip install 'mha2mla[plots]'" in capsys.readouterr().err
+    assert not (tmp_path / "two" / picture.name).exists()
+    assert picture.name not in (tmp_path / "two" / "README.md").read_text()
+
+
+def test_a_geometry_that_no_kernel_serves_is_said_at_conversion_in_the_card_and_by_inspect(source, tmp_path):
+    from mha2mla.eval.inspection import inspect_checkpoint
+
+    reason = "qk_rope_head_dim is 4; TileLang kernels take multiples of 8 up to 128 for num_rope_heads=2"
+    recipe = tiny.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=4, **SHORT)
+    with pytest.warns(UserWarning, match="no kernel will serve 2 of 2 converted layers on a GPU") as caught:
+        report = convert(source, tmp_path / "out", recipe)
+    assert reason in str(caught[0].message)
+    assert report.decode_backend.startswith("on CUDA expanded, sdpa; batches: refused (") and reason in str(report)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "expanded, sdpa; batches: refused" in card and reason in card
+    rows = inspect_checkpoint(tmp_path / "out").geometries
+    assert [row["decode_on_cuda"] for row in rows] == ["expanded, sdpa; batches: refused"]
+    assert reason in rows[0]["no_kernel_because"]
+
+
+def test_a_geometry_too_wide_is_told_the_ratio_that_a_kernel_serves():
+    """Llama-2-7B at half its cache: at the ratio named a latent in proportion is within the limit, above it is not."""
+    from mha2mla.modeling import what_serves
+    from mha2mla.pipeline.report import served_cache_ratio, warn_of_slow_layers
+    from tests.modeling import models
+
+    source = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128}
+
+    def layers(kv_lora_rank, d_r):
+        geometry = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": d_r, "qk_nope_head_dim": 128 - d_r}
+        keys = {"num_rope_heads": 32, "v_head_dim": 128, **geometry}
+        return what_serves(
+            models.mla_config(source_config=models.source_config("llama", **source).to_dict(), **keys), "cuda"
+        )
+
+    assert served_cache_ratio(layers(3456, 20)) is None, "20 is no multiple of 8, whatever the latent is"
+    assert all(layer.compiled for layer in layers(1024, 24))
+    ratio = served_cache_ratio(layers(3328, 24))
+    assert 3328 * ratio <= 1024 * 0.5 < 3328 * (ratio + 0.01)
+    with pytest.warns(UserWarning, match=f"a cache_ratio up to {ratio:.2f} would give a geometry that one serves"):
+        warn_of_slow_layers(layers(3328, 24))
+
+
+def test_a_geometry_that_a_kernel_serves_is_converted_without_a_warning(source, tmp_path, recwarn):
+    from mha2mla.eval.inspection import inspect_checkpoint
+
+    recipe = tiny.Recipe(layout="per-group", kv_lora_rank=24, qk_rope_head_dim=8, **SHORT)
+    report = convert(source, tmp_path / "out", recipe)
+    assert not [warning for warning in recwarn if "kernel" in str(warning.message)]
+    assert report.decode_backend == "on CUDA absorbed, mla_paged; batches: mla_paged"
+    row = inspect_checkpoint(tmp_path / "out").geometries[0]
+    assert row["decode_on_cuda"] == "absorbed, mla_paged; batches: mla_paged" and row["no_kernel_because"] is None

@@ -1,0 +1,201 @@
+"""A run does what its recipe says, leaves its source alone, and publishes nothing of a source that changes."""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import mha2mla
+from mha2mla.conversion.latent.rules import LOW_RANKS
+from mha2mla.conversion.recipe import selections
+from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.source.files import SourceChangedError
+from mha2mla.conversion.target import LAYOUTS
+from mha2mla.pipeline import prepare, run, verify
+from tests.conversion import tiny
+from tests.conversion.tiny import SHORT, convert, relative
+from tests.few import few
+
+
+def checksums(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
+
+
+LOW_RANK_NAMES = tuple(LOW_RANKS)
+RULES = [(layout, selection) for layout in LAYOUTS for selection in selections(layout)]
+# Each selection once, by the low-rank rules in turn; then all of them.
+RECIPES = [(*rule, LOW_RANK_NAMES[i % len(LOW_RANKS)]) for i, rule in enumerate(RULES)]
+RECIPES += [(*rule, low_rank) for rule in RULES for low_rank in LOW_RANKS if (*rule, low_rank) not in RECIPES]
+
+
+@few("layout, selection, low_rank", RECIPES, count=len(RULES))
+def test_every_recipe_runs_and_reloads_as_measured(layout, selection, low_rank, source, tmp_path):
+    recipe = tiny.Recipe(layout=layout, rope_selection=selection, latent_rule=low_rank, **SHORT)
+    held_out = tiny.some_tokens(2, 32)
+    report = convert(source, tmp_path / "out", recipe, evaluation=held_out)
+    expected = tiny.logits(source, held_out)[:, :-1]
+    actual = tiny.logits(tmp_path / "out", held_out)[:, :-1]
+    assert relative(actual, expected) == pytest.approx(report.parity.logits_relative_error, rel=1e-3)
+    loss = torch.nn.functional.cross_entropy(actual.flatten(0, 1), held_out[:, 1:].flatten())
+    assert report.parity.perplexity_converted == pytest.approx(float(loss.exp()), rel=1e-3)
+    assert report.cache_ratio <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "preset", "says"),
+    [
+        ({}, "quick", "quick, chosen by auto: minutes without a GPU"),
+        ({"recipe": {"cache_ratio": 0.25}, "preset": "quick"}, "quick", "quick, as asked for; with cache_ratio=0.25"),
+        (
+            {"recipe": {"preset": "minimal", "layout": "per-group"}},
+            "minimal",
+            "minimal, as asked for; with layout='per-",
+        ),
+    ],
+)
+def test_convert_takes_the_preset_that_it_is_told_or_chooses_and_says_so(arguments, preset, says, source, tmp_path):
+    arguments = {"recipe": None, "calibration": tiny.some_tokens(64, 32), "evaluation_tokens": 64, **arguments}
+    report = mha2mla.convert(source, tmp_path / "out", **arguments, device="cpu", progress=False)
+    given = {**(arguments["recipe"] or {}), "preset": preset}
+    assert report.recipe == mha2mla.Recipe.from_dict(given).to_dict()
+    assert report.preset.startswith(says) and report.preset in str(report)
+    assert f"Preset: {report.preset}." in (tmp_path / "out" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "conversion.json").read_text())["preset"] == report.preset
+
+
+def test_the_same_recipe_gives_the_same_weights_however_memory_is_cut(source, tmp_path):
+    convert(source, tmp_path / "one")
+    convert(source, tmp_path / "two", spill_bytes=0, max_shard_bytes=10_000)
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    index = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())["weight_map"]
+    two = {}
+    for shard in set(index.values()):
+        two |= load_file(tmp_path / "two" / shard)
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_another_seed_gives_other_weights(source, tmp_path):
+    convert(source, tmp_path / "one")
+    convert(source, tmp_path / "two", tiny.Recipe(calibration_seed=1, **SHORT))
+    assert checksums(tmp_path / "one")["model.safetensors"] != checksums(tmp_path / "two")["model.safetensors"]
+
+
+def test_the_written_dtype_can_be_chosen(source, tmp_path):
+    recipe = tiny.Recipe(cache_ratio=1.0, **SHORT)
+    report = convert(source, tmp_path / "out", recipe, dtype=torch.bfloat16)
+    assert report.weights_dtype == "bfloat16" and 1e-4 < report.parity.logits_relative_error < 0.06
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, torch.float64])
+def test_layers_can_run_in_another_dtype(compute_dtype, source, tmp_path):
+    usual = convert(source, tmp_path / "usual")
+    report = convert(source, tmp_path / "out", compute_dtype=compute_dtype)
+    assert report.weights_dtype == "float32"
+    close = 0.2 if compute_dtype is torch.bfloat16 else 1e-3
+    assert report.parity.perplexity_source == pytest.approx(usual.parity.perplexity_source, rel=close)
+    assert report.parity.perplexity_converted == pytest.approx(usual.parity.perplexity_converted, rel=close)
+
+
+def test_the_source_is_not_touched(source, tmp_path):
+    """Writing to a tensor that maps the source would zero it."""
+    before = checksums(source)
+    os.chmod(source / "model.safetensors", 0o400)
+    convert(source, tmp_path / "out")
+    assert checksums(source) == before
+
+
+def replace_weights(folder):
+    tiny.model(seed=9).save_pretrained(folder / "new")
+    os.replace(folder / "new" / "model.safetensors", folder / "model.safetensors")
+
+
+def cut_weights(folder):
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def flip_a_bit_in_place(folder):
+    path = folder / "model.safetensors"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-4, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def change_the_tokenizer(folder):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": 17}))
+
+
+STAGES = ((run, "convert_layers"), (run, "write_weights"), (verify, "compare"), (run, "write_report"))
+CHANGES = (replace_weights, cut_weights, flip_a_bit_in_place, change_the_tokenizer)
+TIMES = [(replace_weights, (prepare, "choose_layer_ranks")), *zip(CHANGES, STAGES, strict=True)]
+TIMES += [pair for pair in itertools.product(CHANGES, STAGES) if pair not in TIMES]
+
+
+@few("change, when", TIMES, count=1 + len(CHANGES))
+def test_a_source_that_changes_during_the_run_is_never_published(change, when, tmp_path, monkeypatch):
+    """Half of the layers from one model and half from another: KL 16 and no error."""
+    source = tiny.checkpoint(tmp_path / "source")
+    stage, name = when
+    usual = getattr(stage, name)
+
+    def changed(*arguments, **keys):
+        change(source)
+        return usual(*arguments, **keys)
+
+    monkeypatch.setattr(stage, name, changed)
+    ranks = {"latent.ranks": "measured"} if name == "choose_layer_ranks" else {}
+    with pytest.raises(SourceChangedError, match="changed during the conversion"):
+        convert(source, tmp_path / "out", SHORT | ranks)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else(source, tmp_path, monkeypatch):
+    """A mistyped destination must not cost anybody a folder."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("x")
+    for change in (None, lambda f: (f / "config.json").write_text("{}"), lambda f: tiny.checkpoint(f / "model")):
+        if change is not None:
+            change(precious)
+        with pytest.raises(DestinationError, match="neither empty nor a converted checkpoint"):
+            convert(source, precious, overwrite=True)
+    monkeypatch.chdir(precious)
+    for name in ("", ".", "..", str(tmp_path), "../precious", "../.."):
+        with pytest.raises(DestinationError, match="is the current folder, or holds it"):
+            convert(source, name, overwrite=True)
+    assert (precious / "thesis.tex").read_text() == "x"
+
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "stale").write_text("x")
+    convert(source, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "stale").exists() and (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpu_converts_as_a_cpu_does(layout, source, tmp_path):
+    for ratio in (1.0, 0.5):
+        recipe = tiny.Recipe(layout=layout, cache_ratio=ratio, **SHORT)
+        on_cpu = convert(source, tmp_path / f"cpu-{ratio}", recipe)
+        on_gpu = convert(source, tmp_path / f"gpu-{ratio}", recipe, device="cuda")
+        assert on_gpu.device == "cuda"
+        # The loss, not its exponential: a random model has 21 nats a token, and e^21 turns rounding into percents.
+        losses = [math.log(report.parity.perplexity_converted) for report in (on_gpu, on_cpu)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert convert(source, tmp_path / "default", recipe, device=None).device == "cuda"

@@ -1,0 +1,146 @@
+"""What was written is compared with its source: measured as the models say it, exact at full rank, or not published."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import mha2mla
+from mha2mla.conversion.source.checkpoint import CheckpointError
+from mha2mla.pipeline import ParityError, verify, write
+from mha2mla.texts import load_text, token_windows
+from tests.conversion import tiny
+from tests.conversion.tiny import SHORT, convert, relative
+
+
+def test_full_rank_reproduces_a_bfloat16_source_with_biases(tmp_path):
+    """The value bias moves into o_proj: rounded to bfloat16 there, it alone would break parity."""
+    tiny.model("qwen2").to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    tiny.tokenizer().save_pretrained(tmp_path / "source")
+    report = convert(tmp_path / "source", tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
+    tokens = tiny.some_tokens()
+    assert relative(tiny.logits(tmp_path / "out", tokens), tiny.logits(tmp_path / "source", tokens)) <= 1e-4
+    assert report.weights_dtype == "bfloat16"
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    narrow = {name for name, dtype in dtypes.items() if dtype == "F32"}
+    assert narrow == {f"model.layers.{i}.self_attn.{name}" for i in (0, 1) for name in ("inv_freq", "o_proj.bias")}
+
+
+def test_the_report_measures_what_the_models_say(source, tmp_path):
+    held_out = tiny.some_tokens(3, 50)
+    report = convert(source, tmp_path / "out", evaluation=held_out)
+    p, q = (tiny.logits(folder, held_out)[:, :-1].double().log_softmax(-1) for folder in (source, tmp_path / "out"))
+    parity = report.parity
+    assert parity.tokens == 147
+    assert parity.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    assert parity.top1_agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+    nll = -p.gather(-1, held_out[:, 1:, None]).mean()
+    assert parity.perplexity_source == pytest.approx(float(nll.exp()), rel=1e-3)
+    assert len(parity.layers) == 2 and 0 < parity.layers[0].hidden_error <= 1.5
+    assert report.peak_rss_bytes > 50 << 20 and set(report.seconds) == {
+        "prepare",
+        "convert",
+        "write",
+        "verify",
+        "total",
+    }
+    assert json.loads(json.dumps(report.to_dict()))["cache_ratio"] == report.cache_ratio
+    assert "peak memory" in str(report)
+
+
+def test_a_conversion_over_lengths_is_verified_at_both_ends(source, tmp_path):
+    recipe = tiny.Recipe(preset="minimal", calibration_tokens=2048, calibration_lengths=[32, 128])
+    report = mha2mla.convert(source, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
+    assert report.calibration_tokens == 2048 and report.calibrated_length == 128
+    assert (report.evaluation_text, report.evaluation_length) == ("builtin:prose", 32)
+    assert (report.long_evaluation_text, report.long_evaluation_length) == ("builtin:stdlib", 128)
+    assert report.long_parity.tokens == 127 and report.long_parity.kl > 0 and not report.long_parity.layers
+    text = load_text("builtin:stdlib")
+    window = token_windows(tiny.loaded_tokenizer(source), text, 128, 1)
+    p, q = (tiny.logits(folder, window)[:, :-1].double().log_softmax(-1) for folder in (source, tmp_path / "out"))
+    assert report.long_parity.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    assert f"{report.long_parity.perplexity_ratio:.4f} x in one of 128" in str(report)
+    assert "In a window of 128 tokens of `builtin:stdlib`" in (tmp_path / "out" / "README.md").read_text()
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["long_parity"]["kl"] == report.long_parity.kl
+
+
+def test_an_evaluation_text_too_short_for_the_long_window_is_said_and_no_refusal(source, tmp_path, capsys):
+    (tmp_path / "text").write_text("Some ninety tokens, each of which is a letter. " * 2)
+    recipe = tiny.Recipe(preset="minimal", calibration_tokens=2048, calibration_lengths=[32, 128])
+    report = mha2mla.convert(
+        source, tmp_path / "out", recipe, evaluation=str(tmp_path / "text"), evaluation_tokens=64, device="cpu"
+    )
+    assert report.parity.tokens == 62 and report.long_parity is None
+    said = capsys.readouterr().err
+    assert said.count("not compared with the source in a window of 128 tokens") == 1
+    assert "In a window of" not in (tmp_path / "out" / "README.md").read_text()
+
+
+KEPT = [".out.mha2mla-tmp", ".out.mha2mla-tmp/work"]  # finished layers are of use to another run, nothing else is
+
+
+def left(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir())
+
+
+def test_predictions_worse_than_a_guess_are_an_error_and_not_a_number(source, tmp_path, monkeypatch):
+    from mha2mla.conversion import layer_walk
+
+    right = layer_walk.finish_layer
+
+    def wrong(*arguments):
+        return {name: tensor * 1e3 if name == "o_proj.weight" else tensor for name, tensor in right(*arguments).items()}
+
+    monkeypatch.setattr(layer_walk, "finish_layer", wrong)
+    with pytest.raises(ParityError, match=r"nats a token from the source's \(KL\); expected at most 5.58"):
+        convert(source, tmp_path / "out")
+    assert left(tmp_path) == KEPT
+
+
+def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_path, monkeypatch):
+    """Loads, but talks nonsense."""
+    from mha2mla.conversion import layer_walk
+
+    right = layer_walk.finish_layer
+
+    def wrong(*arguments):
+        tensors = right(*arguments)
+        return {**tensors, "inv_freq": tensors["inv_freq"].flip(-1)}
+
+    monkeypatch.setattr(layer_walk, "finish_layer", wrong)
+    with pytest.raises(ParityError, match="differ from the source's"):
+        convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
+    assert left(tmp_path) == KEPT
+
+
+def test_a_full_rank_conversion_whose_error_is_nan_is_thrown_away(source, tmp_path, monkeypatch):
+    measure = verify.compare
+    monkeypatch.setattr(
+        verify, "compare", lambda *args, **keys: replace(measure(*args, **keys), logits_relative_error=math.nan)
+    )
+    with pytest.raises(ParityError, match="differ from the source's by nan"):
+        convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
+    assert left(tmp_path) == KEPT
+
+
+def test_a_checkpoint_of_other_names_than_the_models_is_never_published(source, tmp_path, monkeypatch):
+    class OneMore(write.ShardedWriter):
+        def finish(self):
+            self.add("model.layers.0.self_attn.extra", torch.ones(1))
+            super().finish()
+
+    class OneLess(write.ShardedWriter):
+        def add(self, name, tensor):
+            if name != "model.norm.weight":
+                super().add(name, tensor)
+
+    for writer, named in ((OneMore, "self_attn.extra"), (OneLess, "model.norm.weight")):
+        monkeypatch.setattr(write, "ShardedWriter", writer)
+        with pytest.raises(CheckpointError, match=f"written tensors are not the model's: .*{named}"):
+            convert(source, tmp_path / writer.__name__)
+        assert not (tmp_path / writer.__name__).exists()
