@@ -184,7 +184,7 @@ FAULTS = tuple(
 +angle = position_ids[..., None, None].to(dtype) * inv_freq.to(dtype)
 # YaRN's factor is put on dims that do not rotate
 @ mha2mla/modeling/rope.py
-? tests/test_families.py -k smollm3 or glm or olmo3 or partial
+? tests/conversion/families/test_conversions.py -k smollm3 or glm or olmo3 or partial
 -factor = torch.where(inv_freq == 0, torch.ones_like(inv_freq), scaling)
 +factor = scaling
 # left padding is attended to in the absorbed form

@@ -48,6 +48,9 @@ SHORT = {
 }
 
 
+FULL = {"cache_ratio": 1.0, **SHORT}
+
+
 def dotted(keys: dict) -> dict:
     """Recipe keys as mappings have them."""
     return {re.sub("^(rope|latent|fit|calibration)_", r"\1.", key): value for key, value in keys.items()}
@@ -182,6 +185,12 @@ CASES = {
     "gemma3-mqa-linear": ("gemma3_text", {**GEMMA3, "num_key_value_heads": 1, "rope_parameters": GEMMA3_LINEAR}),
     "qwen3-biases-yarn": ("qwen3", {"attention_bias": True, "head_dim": 16, "rope_parameters": YARN}),
 }
+
+
+# Of these, the traits that statistics see differently: norms over all heads, norms of weight 1 + w, tables by layer.
+FAMILIES = ("llama", "smollm3", "mistral", "qwen2", "qwen3", "phi3", "olmo2-mha-biases", "olmo3-yarn", "gemma3")
+FAMILIES += ("phi3-partial-longrope", "glm", "glm4-no-biases")
+FAMILIES += ("mixtral", "qwen2-moe-sliding", "qwen3-moe", "olmoe")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
