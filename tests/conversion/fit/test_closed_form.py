@@ -18,9 +18,9 @@ from mha2mla.conversion.layer import (
 )
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
+from tests.conversion.one_layer import Layer
 from tests.conversion.plain_mla import plain_mla_attention
-from tests.conversion.test_layer import Layer, relative
-from tests.conversion.tiny import Recipe
+from tests.conversion.tiny import Recipe, relative
 
 CASES = ["llama", "qwen2", "qwen3-biases-yarn", "mistral-sliding", "olmo2", "gemma3"]
 

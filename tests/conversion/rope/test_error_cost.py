@@ -6,7 +6,7 @@ import torch
 from mha2mla.conversion.layer import rotary_basis
 from mha2mla.conversion.rope.basis import rotate
 from mha2mla.conversion.rope.error_cost import joint_key_metric
-from tests.conversion.test_layer import Layer
+from tests.conversion.one_layer import Layer
 from tests.conversion.tiny import Recipe
 
 DISTANCES = (0, 1, 7, 30)
