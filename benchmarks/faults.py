@@ -471,7 +471,7 @@ FAULTS = tuple(
 +row["status"] = f"{WRONG}{check.reason}"
 # a wrong row ends with exit code 0
 @ mha2mla/eval/measurement.py
-? tests/test_cli.py -k wrong
+? tests/test_verbs.py -k wrong
 -return [row for row in rows if row["status"].startswith(WRONG)]
 +return [row for row in rows if row["status"] == WRONG]
 # clusters are counted as if they came out even with the multiprocessors of a GPC

@@ -1,0 +1,179 @@
+"""A mistake on the command line is one line that names it, soon, and exit code 2."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mha2mla.checkpoints import find_checkpoint
+from mha2mla.cli import main
+from tests.commands import command, run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "models are given by nothing"),
+        (("a", "b", "--preset", "llama-2-7b-decode"), "models are given by SOURCE and CONVERTED, --preset"),
+        (("a",), "CONVERTED is not given beside SOURCE 'a'"),
+        (("--random-weights", "tiny", "--kv-lora-rank", "8"), "qk_rope_head_dim is not given"),
+        (("--random-weights", "tiny", "--layers", "0"), "layers is 0; expected 1 or more"),
+        (("a", "b", "--layout", "latent", "--layers", "2"), "--layout, --layers is given beside SOURCE and CONVERTED"),
+        (("--preset", "llama-2-7b-decode", "--level", "e2e"), "--level is given beside --preset"),
+    ],
+)
+def test_latency_says_which_models_it_wants(arguments, message, capsys):
+    assert run("eval", "latency", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["convert", "/no/such/folder", "out"], "/no/such/folder"),
+        (["inspect", "/no/such/folder"], "checkpoint is '/no/such/folder'"),
+        (["demo", "--model", "/no/such/folder"], "model is '/no/such/folder'"),
+        (["eval", "quality", "/no/such/a", "/no/such/b"], "/no/such/a"),
+        (["convert", "a", "b", "--recipe", "/no/such.yaml"], "/no/such.yaml"),
+        (["convert", "a", "b", "--cache-ratio", "1.5"], "cache_ratio is 1.5"),
+        (
+            ["convert", "a", "b", "--layout", "cubist"],
+            "layout is 'cubist'; expected one of 'per-group', 'shared', 'latent'",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv, message, capsys):
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if line.startswith("mha2mla: error: ")]
+    assert len(lines) == 1 and message in lines[0] and "Traceback" not in error
+
+
+@pytest.mark.parametrize("verb", [["inspect"], ["export"], ["eval", "latency"]], ids=" ".join)
+def test_an_unconverted_checkpoint_is_refused(verb, tiny_source, tmp_path):
+    """Before anything is loaded; ``export`` ended in a TypeError of transformers."""
+    places = {"export": [tmp_path / "out"], "eval": [tiny_source]}.get(verb[0], [])
+    done = command(*map(str, [*verb, tiny_source, *places]), within=2.0)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "has model_type 'llama'; expected 'mha2mla'" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["quality", "tasks"])
+def test_source_and_converted_the_wrong_way_round(kind, tiny_source, tiny_converted, capsys):
+    """The table that was printed showed the loss as a gain."""
+    assert run("eval", kind, tiny_converted, tiny_source) == 2
+    assert "expected the source first" in capsys.readouterr().err
+
+
+def test_a_truncated_config_is_one_line(tiny_source, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_source, broken)
+    (broken / "config.json").write_text('{"model_type": ')
+    assert run("convert", broken, tmp_path / "out") == 2
+    assert "config.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_debug_shows_where():
+    with pytest.raises(FileNotFoundError):
+        main(["--debug", "inspect", "/no/such/folder"])
+
+
+def test_debug_may_follow_the_verb():
+    with pytest.raises(FileNotFoundError):
+        main(["inspect", "/no/such/folder", "--debug"])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["inspect", "{}"],
+        ["eval", "quality", "{}", "b"],
+        ["eval", "tasks", "{}", "b"],
+        ["eval", "latency", "{}", "b"],
+        ["demo", "--model", "{}"],
+        ["convert", "{}", "out"],
+        ["generate", "{}", "--prompt", "a"],
+        ["chat", "{}"],
+        ["export", "{}", "out"],
+    ],
+    ids=lambda argv: argv[0] + argv[1][:8].strip("-{}"),
+)
+@pytest.mark.parametrize("path", ["./modles/llama", "modles/llama", "llama"])
+def test_a_mistyped_path_was_looked_for_on_the_hub_for_half_a_minute(path, argv, tmp_path):
+    """Five retries a file, 27 to 54 s, and an error that named an address of the hub."""
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}  # refuses connections
+    done = command(*(word.replace("{}", path) for word in argv), within=2.0, **hub)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and f"is {path!r}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["plot", "a.png", "no.json"],
+        ["generate", "{}", "--file", "no.json"],
+        ["generate", "{}", "--file", "empty.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_files_were_looked_for_after_torch_was_imported(argv, tiny_source, tmp_path, monkeypatch):
+    """``plot`` took 13 s to miss its file on a busy machine, ``generate`` 9 s."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").touch()
+    done = command(*(word.replace("{}", str(tiny_source)) for word in argv), within=2.0)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert ("no.json" if "no.json" in argv else "empty.jsonl has no prompts") in done.stderr
+
+
+def test_a_hub_id_needs_no_owner(monkeypatch):
+    """gpt2 is one. Where the network is, the hub is asked for it once; where the files are in its cache, not at all."""
+    import huggingface_hub
+
+    asked = []
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **_: asked.append(name))
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
+    assert find_checkpoint("gpt2", "source") == "gpt2" and find_checkpoint("a/b", "source") == "a/b"
+    assert asked == ["gpt2", "a/b"]
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: "config.json")
+    assert find_checkpoint("gpt2", "source") == "gpt2" and len(asked) == 2
+    monkeypatch.undo()
+    with pytest.raises(FileNotFoundError, match="source is 'a b', which is no folder here and no hub id"):
+        find_checkpoint("a b", "source")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--preset", "fast"], "preset is 'fast'; expected one of 'auto', 'minimal', "),
+        (["--layout", "cubist"], "layout is 'cubist'; expected one of 'per-group', 'shared', 'latent'"),
+        (["--calibration.lengths", "512,700"], "calibration.lengths is [512, 700]; expected lengths that divide"),
+        (["--latent.ranks", "uneven"], "latent.ranks is 'uneven'; expected 'uniform', 'measured' or a list of ints"),
+        (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8' (choose from"),
+        (["--resume", "maybe"], "argument --resume: invalid choice: 'maybe' (choose from"),
+    ],
+)
+def test_a_bad_value_was_answered_with_49_lines(flags, sentence, tmp_path):
+    """Of every type that a union of them could have had; YAML and Python always said one sentence."""
+    done = command("convert", "a", "b", *flags, within=2.0)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and sentence in done.stderr
+
+
+def test_messages_named_python_arguments(tiny_source, tiny_converted, capsys):
+    """What to type is --overwrite; overwrite=True is what to write in Python."""
+    assert run("convert", tiny_source, tiny_converted, "--device", "cpu") == 2
+    error = capsys.readouterr().err
+    assert "expected a new folder, or --overwrite" in error and "=True" not in error
+
+
+def test_unknown_flags_and_values_are_refused(capsys):
+    """And told by whom: that verb's help lists what there is."""
+    for argv, who in (
+        (["convert", "a", "b", "--layot", "shared"], "mha2mla convert"),
+        (["frobnicate"], "mha2mla"),
+        (["eval", "quality", "a", "b", "--speed", "11"], "mha2mla eval quality"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(argv)
+        assert stopped.value.code == 2 and f"({who} --help lists what there is)" in capsys.readouterr().err
