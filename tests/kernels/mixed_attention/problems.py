@@ -1,0 +1,157 @@
+"""Batches of mixed query lengths for both ops, with NaN wherever no query may look, and what they give exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mha2mla.kernels import LatentRope, mla_attention, plan_mla_attention, rotary_keys
+from mha2mla.modeling.batch import SequenceBatch
+from tests.kernels.oracles import attend_sequences, mla_attention_reference, rows_of
+
+SCALE = 0.3
+
+
+@dataclass(frozen=True)
+class Widths:
+    heads: int
+    kv_heads: int
+    rope_heads: int
+    latent: int
+    rope: int
+    nope: int
+    value: int
+    page: int = 16
+    from_latent: bool = False  # nothing rotary is cached
+
+
+WIDTHS = {
+    "per group": Widths(6, 2, 2, 16, 8, 8, 16),
+    "shared": Widths(4, 4, 1, 24, 8, 16, 8),
+    "odd groups": Widths(6, 2, 3, 16, 8, 8, 8),
+    "no nope": Widths(4, 2, 2, 32, 16, 0, 16),
+    "from the latent": Widths(4, 2, 1, 24, 8, 16, 8, from_latent=True),
+    "no nope from the latent": Widths(6, 2, 1, 16, 24, 0, 16, from_latent=True),
+}
+# new and cached tokens: decodes, a draft, an empty one, a short query over a long context, chunks, a fresh prompt
+LENGTHS = ([1, 0, 1, 3, 12, 1, 40, 25, 8], [5, 4, 37, 16, 50, 0, 33, 0, 20])
+
+
+def widths_on_gpu() -> list[Widths]:
+    return [
+        Widths(32, 32, 32, 512, 16, 112, 128, 64),
+        Widths(9, 3, 3, 192, 16, 48, 64, 64),
+        Widths(32, 32, 1, 512, 64, 64, 128, 64),
+        Widths(32, 8, 1, 512, 64, 64, 128, 64, from_latent=True),
+    ]
+
+
+@dataclass(frozen=True)
+class Problem:
+    widths: Widths
+    batch: SequenceBatch
+    q_nope: torch.Tensor
+    q_pe: torch.Tensor
+    latent_cache: torch.Tensor
+    rope_cache: torch.Tensor | None
+    k_up: torch.Tensor | None
+    v_up: torch.Tensor
+    rope: LatentRope | None = None
+
+    @classmethod
+    def make(cls, widths, lengths=LENGTHS, dtype=torch.float32, device="cpu", combined=False, starts=None, **pad):
+        """Everything that no query may look at is NaN."""
+        page = widths.page
+        counts = [-(-(new + old) // page) for new, old in zip(*lengths, strict=True)]
+        shuffled = iter(torch.randperm(sum(counts) + 3).tolist())
+        pages = [[next(shuffled) for _ in range(count)] for count in counts]
+        batch = SequenceBatch.build(
+            *lengths, pages, page, num_pages=sum(counts) + 3, cache_starts=starts, device=device, **pad
+        )
+
+        def normal(*shape, scale=1.0):
+            return (torch.randn(*shape) * scale).to(device, dtype)
+
+        rows = normal(sum(counts) + 3, page, widths.latent + widths.rope_heads * widths.rope)
+        used = torch.zeros(rows.shape[:2], dtype=torch.bool)
+        for index, mine in enumerate(pages):
+            for t in range(0 if starts is None else starts[index], lengths[0][index] + lengths[1][index]):
+                used[mine[t // page], t % page] = True
+        rows[~used] = torch.nan
+        latent, rope = rows.split((widths.latent, widths.rope_heads * widths.rope), -1)
+        rope = rope.unflatten(-1, (widths.rope_heads, widths.rope))
+        if not combined:
+            latent, rope = latent.contiguous(), rope.contiguous()
+        tokens = batch.num_tokens
+        k_up = normal(widths.kv_heads, widths.nope, widths.latent, scale=widths.latent**-0.5) if widths.nope else None
+        made = None
+        if widths.from_latent:
+            weight = normal(widths.rope, widths.latent, scale=widths.latent**-0.5)
+            inv_freq = (10.0 ** -torch.rand(widths.rope // 2)).to(device)
+            rope, made = None, LatentRope(weight, normal(widths.rope), inv_freq, 1.3)
+        return cls(
+            widths, batch, normal(tokens, widths.heads, widths.nope), normal(tokens, widths.heads, widths.rope), latent,
+            rope, k_up, normal(widths.kv_heads, widths.value, widths.latent, scale=widths.latent**-0.5), made,
+        )  # fmt: skip
+
+    def plan(self, **options):
+        w, b = self.widths, self.batch
+        return plan_mla_attention(
+            self.latent_cache, self.rope_cache, b.block_table, b.cache_seqlens, b.lengths, num_attention_heads=w.heads,
+            num_key_value_heads=w.kv_heads, qk_nope_head_dim=w.nope, v_head_dim=w.value, cache_starts=b.cache_starts,
+            **({"qk_rope_head_dim": w.rope} if w.from_latent else {}), **options,
+        )  # fmt: skip
+
+    def run(self, plan=None, backend=None, **options):
+        plan = self.plan(backend=backend, **options) if plan is None else plan
+        return mla_attention(
+            self.q_nope, self.q_pe, self.latent_cache, self.rope_cache, self.k_up, self.v_up, plan,
+            softmax_scale=SCALE, backend=backend, rope=self.rope,
+        )  # fmt: skip
+
+    def keys(self):
+        """``rope_cache`` as it would be: rotary keys of the latents at their places in their sequences."""
+        if self.rope is None:
+            return self.rope_cache
+        places = torch.zeros(self.latent_cache.shape[:2], dtype=torch.int64, device=self.latent_cache.device)
+        for pages in self.batch.block_table.tolist():
+            for index, page in enumerate(page for page in pages if page >= 0):
+                places[page] = torch.arange(self.widths.page) + index * self.widths.page
+        return rotary_keys(self.latent_cache.double(), self.rope, places)[:, :, None]
+
+    def exact(self, dtype=torch.float64, window=None, sinks=0):
+        """The oracle at a dtype; whatever the sequence does not see is zero there, since 0 · NaN is NaN."""
+        moved = [
+            None if x is None else x.nan_to_num(0.0).to(dtype)
+            for x in (self.q_nope, self.q_pe, self.latent_cache, self.keys(), self.k_up, self.v_up)
+        ]
+        queries, _, starts = self.batch.lengths.tolist()
+        return mla_attention_reference(
+            *moved, self.batch.block_table, queries, self.batch.cache_seqlens.tolist(), softmax_scale=SCALE,
+            cache_starts=starts, window=window, sinks=sinks,
+        )  # fmt: skip
+
+
+def layout_of(plan):
+    return plan.parts().layout
+
+
+def error(value, expected):
+    return float((value.double() - expected.double()).norm() / expected.double().norm())
+
+
+def gqa_problem(dtype=torch.float32, device="cpu", heads=6, kv_heads=2, width=16, value=8, page=16, lengths=LENGTHS):
+    widths = Widths(heads, 1, kv_heads, kv_heads * value, width, 0, value, page)
+    problem = Problem.make(widths, lengths, dtype, device)
+    values = problem.latent_cache.unflatten(-1, (kv_heads, value)).contiguous()
+    return problem.batch, problem.q_pe, problem.rope_cache, values
+
+
+def gqa_exact(batch, query, keys, values, dtype=torch.float64, window=None, sinks=0):
+    pairs = [
+        tuple(rows_of(cache.nan_to_num(0.0).to(dtype), table, length) for cache in (keys, values))
+        for table, length in zip(batch.block_table, batch.cache_seqlens.tolist(), strict=True)
+    ]
+    queries, _, starts = batch.lengths.tolist()
+    return attend_sequences(query.to(dtype), queries, pairs, starts, SCALE, window, sinks)

@@ -1,0 +1,204 @@
+"""Plans of the mixed-batch ops: their layout, the lengths that they are for, and what they refuse by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mha2mla.geometry import MLAGeometry
+from mha2mla.kernels import gqa_attention, plan_gqa_attention
+from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
+from tests.kernels.mixed_attention.problems import SCALE, WIDTHS, Problem, error, gqa_problem, layout_of
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90), st.integers(0, 20)), max_size=8),
+    st.integers(8, 50),
+    st.integers(1, 100),
+    st.integers(-1, 100).filter(bool),
+    st.integers(0, 12),
+)
+@example([(9, 0, 10), (9, 39, 0)], 8, 47, -1, 0)  # more padding than tokens is no room for others
+def test_layout_covers_every_query_once(sequences, short, limit, window, sinks):
+    queries, cached, starts = zip(*sequences, strict=True) if sequences else ((), (), ())
+    layout = lay_out(queries, cached, starts, short, limit, window, sinks)
+    seen = [[0] * length for length in queries]
+    for group in layout.groups:
+        for row, first in zip(group.rows, group.first_query, strict=True):
+            for q in range(group.seqlen_q):
+                seen[row][first + q] += 1
+    for wave in layout.waves:
+        assert wave.tokens == sum(queries[wave.first : wave.stop])
+        for i, sequence in enumerate(range(wave.first, wave.stop)):
+            assert queries[sequence] > 8
+            seen[sequence] = [count + 1 for count in seen[sequence]]
+            stop = cached[sequence] + queries[sequence]
+            assert wave.chunks[0].first[i] == min(starts[sequence], stop)
+            ends = [chunk.first[i] + chunk.lengths[i] for chunk in wave.chunks]
+            gap = wave.chunks[-1].gaps[i] if wave.chunks[-1].gaps else 0
+            assert ends[:-1] == [chunk.first[i] for chunk in wave.chunks[1:]] and ends[-1] == stop - gap
+            behind = wave.chunks[0].first[i] + sinks + gap
+            assert gap == 0 or (window > 0 and len(wave.chunks) == 1 and behind == cached[sequence] + 1 - window)
+            assert [chunk.causal for chunk in wave.chunks] == [False] * (len(wave.chunks) - 1) + [True]
+        assert all(chunk.tokens <= limit or wave.stop - wave.first == 1 for chunk in wave.chunks)
+    assert all(count >= 1 for counts in seen for count in counts)
+    assert all(counts == [1] * len(counts) for counts in seen if len(counts) <= 8)
+
+
+def test_the_form_follows_from_flop():
+    """H=32, d_c=512, d_r=16, 112 + 128: 2·512·32·240 FLOP expand a token, (2·32·1040 − 2·32·256) a query costs more."""
+    assert absorbs_up_to(MLAGeometry(32, 32, 512, 16, 112, 128)) == (512 * 32 * 240) // (32 * 1040 - 32 * 256) == 156
+    assert absorbs_up_to(MLAGeometry(4, 4, 4, 8, 8, 8)) == 2**30  # a latent narrower than a head never needs expanding
+    # Keys from the latent: 512·64 once a token, and once in 8 queries of the absorbed form.
+    geometry = MLAGeometry(32, 1, 512, 64, 64, 128, 8, rope_from_latent=True)
+    assert absorbs_up_to(geometry) == (512 * 8 * 192 + 512 * 64) // (32 * 1088 + 512 * 8 - 32 * 256) == 26
+
+
+def test_a_plan_for_other_lengths_in_the_same_tensors():
+    """What a CUDA graph replays: the batch's tensors change, and the plan is refreshed on the device."""
+    problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), num_sequences=4)
+    plan = problem.plan()
+    problem.batch.cache_seqlens.sub_(torch.tensor([2, 7, 0, 0], dtype=torch.int32))
+    plan.refresh()
+    assert error(problem.run(plan), problem.exact()) < 2e-6
+    with pytest.raises(ValueError, match="queries of up to 40 tokens; expected at most 8"):
+        Problem.make(WIDTHS["per group"]).plan().refresh()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_plan_that_was_not_refreshed_is_refused(window):
+    """Kernels attend over the plan's lengths; the reference must not be right where they are wrong."""
+    problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), starts=[0, 3])
+    plan = problem.plan(window=window)
+    for change in (problem.batch.cache_seqlens, problem.batch.cache_starts):
+        change.sub_(torch.tensor([0, 2], dtype=torch.int32))
+        with pytest.raises(ValueError, match="plan was last refreshed for tokens .* of sequence 1; expected"):
+            problem.run(plan)
+        plan.refresh()
+        problem.run(plan)
+
+
+@pytest.mark.parametrize("window", [None, 30, 5], ids=["expanded", "expanded, windowed", "pieces"])
+def test_a_plan_of_long_queries_is_for_its_lengths(window):
+    problem = Problem.make(WIDTHS["per group"], ([1, 40], [9, 20]))
+    plan = problem.plan(window=window)
+    problem.run(plan)
+    problem.batch.cache_seqlens[1] -= 4
+    with pytest.raises(ValueError, match="plan was made for 60 tokens of sequence 1; expected 56, its cache_seqlens"):
+        problem.run(plan)
+
+
+def test_a_gqa_plan_that_was_not_refreshed_is_refused():
+    batch, query, keys, values = gqa_problem()
+    plan = plan_gqa_attention(
+        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
+    )
+    gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
+    batch.cache_seqlens.sub_(1)
+    with pytest.raises(ValueError, match="plan was (last refreshed|made) for"):
+        gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
+
+
+def test_a_plan_refuses_fewer_tokens_and_other_pages():
+    problem = Problem.make(WIDTHS["per group"])
+    plan = problem.plan()
+    with pytest.raises(ValueError, match="the query has 90 tokens; expected at least 91"):
+        replace(problem, q_nope=problem.q_nope[:90], q_pe=problem.q_pe[:90]).run(plan)
+    with pytest.raises(ValueError, match=r"latent_cache.shape is .*; expected \[\d+, 8, "):
+        problem.run(replace(plan, page_size=8))
+
+
+@pytest.mark.parametrize(("lengths", "entry"), [(([1, 3], [30, 20]), 1), (([12], [40]), 0), (([40], [9]), 2)])
+def test_a_hole_in_the_page_table_is_refused(lengths, entry):
+    """In a decode, in pieces and in a wave."""
+    problem = Problem.make(WIDTHS["per group"], lengths)
+    plan = problem.plan()
+    problem.batch.block_table[0, entry] = -1
+    with pytest.raises(ValueError, match="block_table.*expected (a page from 0 to|one for every cached)"):
+        problem.run()
+    if not layout_of(plan).waves and layout_of(plan).groups[0].first_token >= 0:
+        with pytest.raises(ValueError, match=r"block_table\[0, 1\] is -1"):
+            problem.run(plan)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_nope": torch.zeros(3, 6, 8)}, r"q_nope.shape is \(3, 6, 8\)"),
+        ({"k_up": None}, "k_up is None"),
+        ({"k_up": torch.zeros(2, 8, 15)}, r"k_up.shape is \(2, 8, 15\)"),
+        ({"v_up": torch.zeros(4, 8, 16)}, r"v_up.shape is \(4, 8, 16\); expected \[a divisor of 6"),
+        ({"v_up": torch.zeros(2, 8, 16).double()}, "v_up.dtype is torch.float64"),
+        ({"rope_cache": torch.zeros(1, 16, 2, 8)}, r"rope_cache.shape is \(1, 16, 2, 8\)"),
+        ({"latent_cache": torch.zeros(1, 16, 2, 8)}, r"latent_cache.shape is \(1, 16, 2, 8\)"),
+    ],
+)
+def test_refusals_name_the_argument(change, message):
+    problem = Problem.make(WIDTHS["per group"])
+    plan = problem.plan()
+    with pytest.raises(ValueError, match=message):
+        replace(problem, **change).run(plan)
+
+
+def test_refusals_of_what_rotary_keys_are_made_from():
+    problem, stored = Problem.make(WIDTHS["from the latent"]), Problem.make(WIDTHS["shared"])
+    plan, weight, bias, inv_freq = problem.plan(), *(getattr(problem.rope, n) for n in ("weight", "bias", "inv_freq"))
+    offsets = torch.zeros_like(problem.batch.block_table)
+    for change, message in (
+        ({"rope": None}, "rope_cache and rope: neither given; expected exactly one"),
+        ({"rope_cache": stored.rope_cache}, "rope_cache and rope: both given; expected exactly one"),
+        ({"rope": replace(problem.rope, page_offsets=offsets)}, "rope.page_offsets is given; expected None"),
+        ({"rope": replace(problem.rope, weight=weight[:, 1:])}, r"rope.weight.shape is \(8, 23\); expected \[8, 24\]"),
+        ({"rope": replace(problem.rope, weight=weight.double())}, "rope.weight.dtype is torch.float64"),
+        ({"rope": replace(problem.rope, bias=bias.double())}, "rope.bias.dtype is torch.float64"),
+        ({"rope": replace(problem.rope, inv_freq=inv_freq.double())}, "rope.inv_freq.dtype is torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(problem, **change).run(plan)
+    with pytest.raises(ValueError, match="qk_rope_head_dim is None where rope_cache is None; expected one of the two"):
+        replace(problem, widths=replace(problem.widths, from_latent=False)).plan()
+    with pytest.raises(ValueError, match="qk_rope_head_dim is 8 where rope_cache is given; expected one of the two"):
+        stored.plan(qk_rope_head_dim=8)
+
+
+def test_refusals_of_a_plan():
+    problem = Problem.make(WIDTHS["per group"])
+    with pytest.raises(ValueError, match="window is 0"):
+        problem.plan(window=0)
+    with pytest.raises(ValueError, match="sinks is 4 with window=None"):
+        problem.plan(sinks=4)
+    with pytest.raises(ValueError, match="max_expanded_tokens is 0"):
+        problem.plan(max_expanded_tokens=0)
+    wrong = replace(problem, batch=replace(problem.batch, lengths=problem.batch.lengths[:2]))
+    with pytest.raises(ValueError, match=r"lengths is torch.int32 \(2, 9\) on cpu; expected torch.int32 \(3, 9\)"):
+        wrong.plan()
+
+
+def test_opcheck():
+    problem = Problem.make(WIDTHS["per group"])
+    torch.library.opcheck(
+        torch.ops.mha2mla.mla_attention.default,
+        (
+            problem.q_nope, problem.q_pe, problem.latent_cache, None, problem.rope_cache, problem.k_up, problem.v_up,
+            None, None, None, 1.0, *problem.plan().fields(), SCALE, None,
+        ),
+    )  # fmt: skip
+    problem = Problem.make(WIDTHS["from the latent"])
+    rope = problem.rope
+    torch.library.opcheck(
+        torch.ops.mha2mla.mla_attention.default,
+        (
+            problem.q_nope, problem.q_pe, problem.latent_cache, None, None, problem.k_up, problem.v_up, rope.weight,
+            rope.bias, rope.inv_freq, rope.scaling, *problem.plan().fields(), SCALE, None,
+        ),
+    )  # fmt: skip
+    batch, query, keys, values = gqa_problem()
+    plan = plan_gqa_attention(
+        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
+    )
+    torch.library.opcheck(torch.ops.mha2mla.gqa_attention.default, (query, keys, values, *plan.fields(), SCALE, None))
