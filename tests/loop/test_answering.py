@@ -13,21 +13,17 @@ import pytest
 import torch
 
 import mha2mla
-from mha2mla.cli import main
 from mha2mla.loop import Loop, Sampling
 from mha2mla.loop.answering import Conversation, served, token_ids
 from mha2mla.loop_verbs import kernels_dtype
 from mha2mla.prompts import Answers, read_prompts
+from tests.commands import run
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["Keys and values", "Keys and queries, and more", "Light"]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
-
-
-def run(*argv) -> int:
-    return main([str(argument) for argument in argv])
 
 
 def rows(path: Path) -> list[dict]:
