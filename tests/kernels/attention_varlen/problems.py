@@ -1,0 +1,47 @@
+"""Small prefill problems, the op called for one of them, and its output judged."""
+
+from __future__ import annotations
+
+import torch
+
+from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge
+from mha2mla.kernels import attention_varlen, mla_prefill_varlen
+
+# Every boundary of a tile of 16, 64 and 128, both ways round; sequences without queries, without keys, without either.
+MIXED = ((0, 0), (1, 1), (5, 0), (0, 7), (63, 64), (65, 17), (2, 130), (129, 128))
+SMALL = [
+    PrefillProblem(9, (80,), (3,), 80, MIXED),
+    PrefillProblem(4, (64, 16), (4, 1), 64, MIXED),
+    PrefillProblem(6, (24, 8), (2, 3), 40, MIXED, value_heads=6, combined=True),
+    PrefillProblem(1, (8,), (1,), 8, MIXED, causal=False),
+    PrefillProblem(3, (16,), (1,), 72, MIXED, causal=False),
+    PrefillProblem(4, (64, 16), (4, 1), 64, MIXED, window=19, sinks=4),
+    PrefillProblem(2, (16,), (1,), 24, MIXED, window=1),
+    PrefillProblem(2, (16,), (2,), 24, MIXED, window=40, sinks=33),
+]
+
+
+def name_of(problem: PrefillProblem) -> str:
+    widths, heads = ("+".join(map(str, x)) for x in (problem.widths, problem.key_heads))
+    return f"H{problem.heads}-{widths}x{heads}-v{problem.v_head_dim}-{'causal' if problem.causal else 'full'}" + (
+        "" if problem.window is None else f"-{problem.sinks}..{problem.window}"
+    )
+
+
+def call(problem: PrefillProblem, inputs: dict, **further):
+    """The public op for the problem's parts, with lse."""
+    operands = [x for pair in zip(inputs["queries"], strict=True) for x in pair] + inputs["keys"] + [inputs["v"]]
+    op = mla_prefill_varlen if len(problem.widths) == 2 else attention_varlen
+    further |= {"causal": problem.causal, "window": problem.window, "sinks": problem.sinks}
+    further = {"softmax_scale": problem.softmax_scale} | further
+    return op(
+        *operands, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], problem.longest, return_lse=True, **further
+    )  # fmt: skip
+
+
+def check(problem: PrefillProblem, dtype=torch.bfloat16, device="cpu", **further) -> torch.Tensor:
+    inputs = problem.inputs(dtype, device)
+    out, lse = call(problem, inputs, **further)
+    judgement = judge(problem, inputs, out, lse)
+    assert judgement.ok, judgement.reason
+    return out
