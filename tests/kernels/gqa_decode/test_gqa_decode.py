@@ -1,44 +1,23 @@
-"""GQA decode on any machine: the reference, validation, library registration, and the kernels' algebra on the CPU."""
+"""The GQA decode op on any machine: the reference is the formula, refusals name the argument, plans and schema hold."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
-import re
-from functools import cache
 
 import pytest
 import torch
 
 from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, judge
 from mha2mla.kernels import explain_gqa_decode, gqa_decode, mla_decode
-from mha2mla.kernels.gqa_decode.selection import (
-    GQAShape,
-    list_kernels,
-    portable_shared_memory,
-    select_kernel,
-    streamed_shared_memory,
-)
-from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
-from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
-from tests.few import few
-from tests.kernels.problems import prepared, random_work, torch_at
+from tests.kernels.gqa_decode.problems import assert_right
+from tests.kernels.problems import torch_at
 
 BASE = GQAProblem(6, 2, 24, 16, (0, 1, 70), page_size=16, seqlen_q=2)
 
 
-def assert_right(problem: GQAProblem, inputs: dict, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    judgement = judge(inputs, out, lse, **problem.visibility)
-    assert judgement.ok, judgement.reason
-
-
 def call(inputs: dict, **overrides):
     return gqa_decode(**(inputs | overrides))
-
-
-# --- the reference and the public function ---
 
 
 @pytest.mark.parametrize("starts", [None, (0, 1, 69)])
@@ -211,24 +190,6 @@ def test_it_breaks_no_compiled_graph():
         assert torch.equal(got, expected)
 
 
-# --- selection ---
-
-
-def test_every_shape_of_the_contract_is_served():
-    draw = random.Random(0)
-    for _ in range(400):
-        heads = draw.choice([1, 7, 9, 14, 28, 32, 63, 126, 128, draw.randint(1, 128)])
-        groups = draw.choice([g for g in range(1, heads + 1) if heads % g == 0])
-        widths = [8 * draw.randint(1, 32) for _ in range(2)]
-        shape = GQAShape(heads, groups, *widths, draw.choice([16, 64, 256]), draw.choice(SEQLENS_Q), "bfloat16")
-        for capability in SHARED_MEMORY:
-            choice = select_kernel(shape, capability)
-            assert choice.kernel == ("streamed" if capability == 90 else "portable")
-            used = int(re.search(r"(\d+) bytes of shared memory", choice.reason).group(1))
-            assert used <= shared_memory_limit(capability)
-            assert 1 <= choice.num_ctas(132) <= MAX_SPLITS
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -245,225 +206,3 @@ def test_every_shape_of_the_contract_is_served():
 def test_refusals_have_reasons(change, why):
     shape = {"heads": 6, "num_kv_heads": 3, "qk_head_dim": 64, "v_head_dim": 64, "page_size": 64, "seqlen_q": 1}
     assert why in explain_gqa_decode(**(shape | {"dtype": torch.bfloat16, "device": "cpu"} | change))
-
-
-def test_packed_tiles_hold_every_row_once():
-    for heads, groups, seqlen_q, max_rows in [
-        (7, 1, 8, 64),
-        (9, 3, 2, 8),
-        (128, 1, 8, 16),
-        (32, 32, 4, 32),
-        (63, 1, 1, 64),
-    ]:
-        tiling = tile_rows(heads, groups, seqlen_q, max_rows, 1, packed=True)
-        assert tiling.groups_per_tile == 1 and tiling.rows <= max_rows and tiling.rows >= 8
-        assert tiling.head_rows >= tiling.heads_per_tile and tiling.head_rows & (tiling.head_rows - 1) == 0
-        rows = {
-            (tiling.token(row), tiling.head(row))
-            for row in range(tiling.rows)
-            if tiling.head(row) < tiling.heads_per_tile and tiling.token(row) < tiling.tokens_per_tile
-        }
-        assert len(rows) == tiling.heads_per_tile * tiling.tokens_per_tile
-        per_group = tiling.tiles_per_group * tiling.heads_per_tile
-        assert per_group >= heads // groups and tiling.token_tiles * tiling.tokens_per_tile >= seqlen_q
-
-
-# --- the kernel body on TileLang's CPU target ---
-
-
-@cache
-def compiled_for_cpu(shape: GQAShape, max_rows: int, block_tokens: int, splits: int):
-    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.gqa_decode.build import make_split
-    from mha2mla.kernels.split_kv.launch import make_merge
-
-    tiling = tile_rows(shape.heads, shape.num_kv_heads, shape.seqlen_q, max_rows, 1, packed=True)
-    choice = next(choice for choice in list_kernels(shape, 80) if choice.kernel == "portable")
-    choice = dataclasses.replace(choice, tiling=tiling, block_tokens=block_tokens)
-    merge = make_merge(shape.heads, shape.v_head_dim, "float32", splits, on_cpu=True)
-    return [
-        tilelang.compile(
-            function, target="c", target_host="c", execution_backend="cython",
-            pass_configs={"tirx.disable_vectorize": True},
-        )
-        for function in (make_split(shape, choice, dtype="float32", on_cpu=True), merge)
-    ]  # fmt: skip
-
-
-def run_kernels(problem: GQAProblem, split, merge, inputs: dict, num_ctas: int, work=None):
-    """A compiled decode kernel and combine on one problem, every output and all workspace poisoned with NaN before.
-
-    ``work`` None: what the planner makes of the lengths.
-    """
-    q = inputs["q"]
-    shape = (*q.shape[:3], problem.v_head_dim)
-    schedule, splits, partial_out, partial_lse, lse = prepared(problem.spans(), shape, num_ctas, work, q.device)
-    out = q.new_full(shape, torch.nan)
-    split(
-        q, inputs["k_cache"], inputs["v_cache"], inputs["block_table"], schedule, partial_out, partial_lse, out, lse,
-        inputs["softmax_scale"], int(inputs["causal"]), 2**30 if problem.window is None else problem.window,
-        problem.sinks,
-    )  # fmt: skip
-    merge(splits, partial_out, partial_lse, out, lse)
-    return out, lse
-
-
-def poison_unseen_pages(problem: GQAProblem, inputs: dict) -> dict:
-    """Also poisons table entries of pages that no query sees but that lie in a tile with a token that one sees."""
-    table, storage = inputs["block_table"], problem.storage
-    seen = storage._seen(storage.capacity, table.device).view(*table.shape, problem.page_size).any(2)
-    return inputs | {"block_table": torch.where(seen, table, UNUSED_PAGE)}
-
-
-def run_on_cpu(problem: GQAProblem, num_ctas: int, work=None, max_rows=32, block_tokens=64, splits=64, compiled_q=None):
-    shape = problem.shape("float32", compiled_q)
-    split, merge = compiled_for_cpu(shape, max_rows, block_tokens, splits)
-    inputs = poison_unseen_pages(problem, problem.inputs(torch.float32))
-    out, lse = run_kernels(problem, split, merge, inputs, num_ctas, work)
-    assert_right(problem, inputs, out, lse)
-    return out
-
-
-CPU_SHAPES = [
-    GQAProblem(9, 3, 64, 64, (1, 63, 64, 65, 200)),
-    GQAProblem(14, 2, 80, 80, (130,)),
-    GQAProblem(7, 1, 24, 88, (5, 70), page_size=16),
-    GQAProblem(5, 5, 96, 64, (100, 64), page_size=32),
-    GQAProblem(40, 2, 8, 8, (70,), page_size=128),
-    GQAProblem(3, 1, 192, 128, (77,)),
-    GQAProblem(1, 1, 8, 8, (64, 1)),
-]
-
-
-@pytest.mark.parametrize("problem", CPU_SHAPES, ids=lambda problem: problem.name)
-def test_no_shape_reads_poison_or_drops_heads(problem):
-    """Group ratios that are no power of two, odd widths, poisoned pages, one CTA and more CTAs than tiles."""
-    for num_ctas in (1, 2, 12):
-        run_on_cpu(problem, num_ctas)
-
-
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_no_page_inside_a_length_reads_no_other_page(page_size):
-    """Such tokens are zeros, whatever lies on the page that stands in for theirs."""
-    problem = GQAProblem(4, 2, 16, 8, (70, 200), page_size=page_size)
-    inputs = problem.inputs(torch.float32)
-    split, merge = compiled_for_cpu(problem.shape("float32"), 32, 64, 64)
-    filled, holes = inputs["block_table"].clone(), inputs["block_table"].clone()
-    for (row, entry), hole in {(0, 0): -1, (1, 1): 10**6, (1, 64 // page_size + 1): -(2**31)}.items():
-        holes[row, entry], filled[row, entry] = hole, len(inputs["k_cache"])
-    caches = {name: inputs[name] for name in ("k_cache", "v_cache")}
-    zeros = {name: torch.cat((cache, torch.zeros_like(cache[:1]))) for name, cache in caches.items()}
-    for num_ctas in (1, 3):
-        out, lse = run_kernels(problem, split, merge, inputs | {"block_table": holes}, num_ctas)
-        assert_right(problem, inputs | zeros | {"block_table": filled}, out, lse)
-
-
-@pytest.mark.parametrize("num_ctas", [1, 3, 17])
-def test_any_number_of_ctas_serves_any_lengths(num_ctas):
-    for lengths in [(0, 1, 64, 200, 321), (0, 0, 0, 0, 0), (0, 0, 900, 0, 0), (1, 1, 1, 1, 1)]:
-        run_on_cpu(GQAProblem(4, 2, 16, 8, lengths), num_ctas)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("seqlen_q", "max_rows"), [(2, 64), (4, 16), (8, 8)])
-def test_causal_alignment_is_bottom_right(seqlen_q, max_rows, causal):
-    """Bottom-right aligned; sequences shorter than the query leave rows that see nothing; windows and sinks too."""
-    lengths = (0, 1, seqlen_q, 66, 129, 64 + seqlen_q - 1)
-    problem = GQAProblem(6, 2, 16, 8, lengths, seqlen_q=seqlen_q, causal=causal)
-    for num_ctas in (1, 9):
-        run_on_cpu(problem, num_ctas, max_rows=max_rows)
-        for window, sinks in ((1, 0), (3, 70), (64, 4)):
-            run_on_cpu(dataclasses.replace(problem, window=window, sinks=sinks), num_ctas, max_rows=max_rows)
-
-
-@pytest.mark.parametrize("block_tokens", [32, 64])
-def test_random_plans(block_tokens):
-    """Cuts at any tile, fragments on any CTA in any order, windows, starts: what a kernel may not take for granted."""
-    for seed in range(20):
-        draw = random.Random(seed)
-        lengths = tuple(draw.choice([0, draw.randint(1, 500)]) for _ in range(draw.randint(1, 9)))
-        window = draw.choice([None, draw.randint(1, 300)])
-        problem = GQAProblem(
-            3,
-            1,
-            24,
-            8,
-            lengths,
-            page_size=16,
-            starts=tuple(draw.randint(0, length) for length in lengths) if draw.random() < 0.4 else None,
-            window=window,
-            sinks=draw.choice([0, 3, 90]) if window else 0,
-            seqlen_q=draw.choice([1, 2]),
-            causal=draw.random() < 0.7,
-            seed=seed,
-        )
-        num_ctas = draw.choice([1, 2, 5, 16, 33])
-        work = random_work([span.tiles for span in problem.spans()], num_ctas, draw)
-        run_on_cpu(problem, num_ctas, work, block_tokens=block_tokens, compiled_q=2)
-
-
-def test_large_scores_are_not_taken_for_masked_ones():
-    """A finite stand-in for -inf must lose against real scores of -3e5."""
-    run_on_cpu(GQAProblem(4, 2, 16, 8, (65, 130), scale=1e5), 2)
-    run_on_cpu(GQAProblem(4, 2, 16, 8, (65, 130), scale=1e5, window=20, sinks=3), 2)
-
-
-# --- the compile gate ---
-
-GATED = [
-    GQAShape(28, 4, 192, 128, 16, 8, "float16"),
-    GQAShape(32, 32, 128, 128, 64, 1, "bfloat16"),
-    GQAShape(64, 1, 256, 256, 64, 1, "bfloat16"),
-]
-
-
-def gate(shape: GQAShape, choice, capability: int):
-    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
-    from mha2mla.kernels.compilation import PASS_CONFIGS
-    from mha2mla.kernels.gqa_decode.build import make_split
-
-    if find_tool("nvcc") is None:
-        pytest.skip("nvcc is neither on PATH nor installed by pip")
-    arch = "sm_90a" if capability == 90 else f"sm_{capability}"
-    (report,) = compile_only(make_split(shape, choice), arch, PASS_CONFIGS)
-    assert report.complaints(shared_memory_limit(capability)) == [], choice.reason
-    memory = streamed_shared_memory if choice.kernel == "streamed" else portable_shared_memory
-    depth = choice.num_stages if choice.kernel == "streamed" else choice.block_tokens
-    promised = memory(choice.tiling, shape.qk_head_dim, shape.v_head_dim, depth)
-    assert promised - 4096 <= report.shared_bytes <= promised, choice.reason
-    assert report.registers * 160 * choice.ctas_per_sm <= 65536, choice.reason
-    return report
-
-
-@few("shape", GATED, count=1, ids=str)
-def test_kernels_fit_a_hopper(shape):
-    """The rule's choice: no spills, memory as computed, registers for so many CTAs on a multiprocessor."""
-    report = gate(shape, select_kernel(shape, 90), 90)
-    if report.instructions is not None:
-        assert report.instructions.get("HGMMA", 0) and report.instructions.get("UTMALDG", 0), report.instructions
-
-
-# Several new tokens of few heads: 24, 40 and 56 rows in tiles of 32 and 64. With 32 cached tokens a step, the warps
-# that hold a row's scores are not those that hold its output.
-ODD_ROWS = [
-    GQAShape(40, 8, 96, 96, 32, 8, "float16"),
-    GQAShape(9, 3, 64, 64, 64, 8, "bfloat16"),
-    GQAShape(28, 4, 128, 128, 64, 8, "bfloat16"),
-]
-
-
-@pytest.mark.exhaustive  # the GPU runs both
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("shape", ODD_ROWS, ids=str)
-def test_portable_kernel_of_odd_rows(shape, capability):
-    choice = next(choice for choice in list_kernels(shape, capability) if choice.kernel == "portable")
-    assert choice.tiling.rows > shape.heads // shape.num_kv_heads * shape.seqlen_q
-    gate(shape, choice, capability)
-
-
-@few("capability", [80, 89], count=1)
-def test_before_hopper(capability):
-    shape = GQAShape(14, 2, 80, 64, 16, 2, "bfloat16")
-    report = gate(shape, select_kernel(shape, capability), capability)
-    if report.instructions is not None:
-        assert report.instructions.get("HMMA", 0), report.instructions

@@ -15,7 +15,7 @@ from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import dtype_name, num_sms
 from mha2mla.kernels.gqa_decode.selection import list_kernels, select_kernel
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from tests.kernels.gqa_decode.test_gqa_decode import poison_unseen_pages, run_kernels
+from tests.kernels.gqa_decode.problems import poison_unseen_pages, run_kernels
 from tests.kernels.problems import random_work
 
 pytestmark = pytest.mark.gpu
