@@ -1,0 +1,147 @@
+"""Latents that are quantised as they are appended: codes and scales are the reference's, on every target."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha2mla.kernels import mla_append, quantize_latent
+from tests.few import few
+
+
+def append_arguments(
+    tokens=11, heads=9, groups=3, width=48, rope=16, page=4, pages=5, dtype=torch.float32, device="cpu"
+):
+    make = torch.Generator().manual_seed(0)
+
+    def normal(*size):
+        return torch.randn(*size, generator=make).to(device, dtype)
+
+    slots = torch.randperm(pages * page, generator=make)[:tokens].int()
+    slots[::3] = torch.tensor([-1, pages * page, -7, 2**30])[: len(slots[::3])]
+    return {
+        "latent": normal(tokens, width),
+        "k_pe": normal(tokens, groups, rope),
+        "q_pe": normal(tokens, heads, rope),
+        "latent_cache": torch.full((pages, page, width), 7.0).to(torch.float8_e4m3fn).to(device),
+        "rope_cache": normal(pages, page, groups, rope),
+        "positions": torch.randint(0, 1000, (tokens,), generator=make).int().to(device),
+        "slots": slots.to(device),
+        "inv_freq": torch.rand(groups, rope // 2, generator=make).to(device),
+        "latent_scale": torch.full((pages, page), 3.0, device=device),
+    }
+
+
+def check_append(given: dict, **options) -> None:
+    """Codes and scales are the reference's bit for bit; rope_cache and q_pe those of the unquantised op."""
+    codes, scale = quantize_latent(given["latent"])
+    expected_codes, expected_scale = given["latent_cache"].clone().view(torch.uint8), given["latent_scale"].clone()
+    page = expected_scale.shape[1]
+    for token, slot in enumerate(given["slots"].tolist()):
+        if 0 <= slot < expected_scale.numel():
+            expected_codes[slot // page, slot % page] = codes[token].view(torch.uint8)
+            expected_scale[slot // page, slot % page] = scale[token]
+    plain = {name: tensor.clone() for name, tensor in given.items() if name != "latent_scale"}
+    plain["latent_cache"] = torch.zeros(plain["latent_cache"].shape, dtype=given["latent"].dtype).to(scale.device)
+    expected = mla_append(**plain, **options)
+    out = mla_append(**given, **options)
+    assert torch.equal(out, expected)
+    assert torch.equal(given["rope_cache"], plain["rope_cache"])
+    assert torch.equal(given["latent_cache"].view(torch.uint8), expected_codes)
+    assert torch.equal(given["latent_scale"].nan_to_num(-1), expected_scale.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [0, 1, 11])
+def test_append_quantises(tokens, dtype):
+    check_append(append_arguments(tokens, dtype=dtype))
+
+
+def test_append_of_rows_that_are_zero_or_not_finite():
+    given = append_arguments()
+    given["latent"][1] = 0
+    given["latent"][2, 5] = torch.nan
+    given["latent"][4, 0] = torch.inf
+    check_append(given, interleaved=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"latent_scale": None}, "latent_scale is None for a latent_cache of torch.float8_e4m3fn"),
+        ({"latent_cache": torch.zeros(5, 4, 48)}, "latent_scale is given for a latent_cache of torch.float32"),
+        ({"latent_scale": torch.zeros(5, 3)}, r"latent_scale.shape is \(5, 3\); expected \[5, 4\]"),
+        ({"latent_scale": torch.zeros(5, 4).half()}, "latent_scale.dtype is torch.float16"),
+        ({"latent_scale": torch.zeros(4, 5).mT}, r"latent_scale.stride\(-1\) is 5"),
+    ],
+)
+def test_append_refusals(change, message):
+    with pytest.raises(ValueError, match=message):
+        mla_append(**append_arguments() | change)
+
+
+def test_append_opcheck():
+    given = append_arguments()
+    cache = given["latent_cache"].view(torch.uint8)  # torch compares no e4m3 numbers on a CPU
+    arguments = (given["latent"], cache, given["latent_scale"], given["slots"], False)
+    torch.library.opcheck(torch.ops.mha2mla.quantize_append.default, arguments)
+
+
+@pytest.mark.parametrize("width", [48, 33, 1])
+def test_quantising_kernel_on_the_cpu_target(width):
+    """Quotients before they are rounded to e4m3, which the C target does not know."""
+    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
+
+    function = make_quantize_rows(row_width=width, page_size=4, dtype="float32", code_dtype="float32", on_cpu=True)
+    kernel = tilelang.compile(
+        function, target="c", target_host="c", execution_backend="cython",
+        pass_configs={"tirx.disable_vectorize": True},
+    )  # fmt: skip
+    for tokens in (1, 11):
+        make = torch.Generator().manual_seed(tokens)
+        rows = torch.randn(tokens, width, generator=make)
+        rows[0] = 0
+        if tokens > 2:
+            rows[1, 0], rows[2, -1] = torch.inf, torch.nan
+        slots = torch.randperm(20, generator=make)[:tokens].int()
+        slots[3::4] = torch.tensor([-1, 20])[: len(slots[3::4])]
+        cache, scales = torch.full((5, 4, width), 7.0), torch.full((5, 4), 3.0)
+        kernel(rows, slots, cache, scales)
+        _, scale = quantize_latent(rows)
+        expected, expected_scales = torch.full_like(cache, 7.0), torch.full_like(scales, 3.0)
+        for token, slot in enumerate(slots.tolist()):
+            if 0 <= slot < 20:
+                expected[slot // 4, slot % 4], expected_scales[slot // 4, slot % 4] = (
+                    rows[token] / scale[token],
+                    scale[token],
+                )
+        assert torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1))
+        assert torch.allclose(cache, expected, rtol=2**-23, atol=0, equal_nan=True)
+
+
+@few("row_width", [80, 512], count=1)
+def test_quantising_kernel_compiles_for_hopper(row_width):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
+    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
+    from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
+
+    if find_tool("nvcc") is None:
+        pytest.skip("there is no nvcc")
+    function = make_quantize_rows(row_width=row_width, page_size=64, dtype="bfloat16")
+    (report,) = compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
+    assert not report.complaints(48 * 1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("width", "dtype"), [(512, torch.bfloat16), (80, torch.float16), (33, torch.float32)])
+def test_append_on_the_gpu(width, dtype):
+    for tokens in (0, 1, 11):
+        given = append_arguments(tokens, width=width, dtype=dtype, device="cuda")
+        if tokens > 4:
+            given["latent"][1] = 0
+            given["latent"][2, 5] = torch.nan
+            given["latent"][4, 0] = torch.inf
+        check_append(given)
