@@ -14,7 +14,8 @@ from mha2mla.kernels import mla_decode, rotary_keys
 from mha2mla.kernels.mla_decode.api import LATENT
 from mha2mla.kernels.mla_decode.latent_selection import list_latent_kernels
 from tests.few import few
-from tests.kernels.problems import assert_right, poison_unseen_pages, random_work, run_kernels
+from tests.kernels.mla_decode.problems import capability, check
+from tests.kernels.problems import assert_right, random_work, run_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -48,23 +49,6 @@ def name(problem: LatentProblem) -> str:
     return (
         f"H{problem.heads}-c{problem.kv_lora_rank}-r{problem.qk_rope_head_dim}-p{problem.page_size}-q{problem.seqlen_q}"
     )
-
-
-def check(problem: LatentProblem, dtype=torch.bfloat16) -> torch.Tensor:
-    """Runs the op on a problem and judges the output."""
-    inputs = poison_unseen_pages(problem, problem.inputs(dtype, "cuda"))
-    plan = problem.plan(inputs, "tilelang") if problem.window is not None else None
-    if plan is not None:
-        plan.partial_out.fill_(torch.nan)
-        plan.partial_lse.fill_(torch.nan)
-    out, lse = mla_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
-    assert_right(inputs, out, lse, dtype, **problem.visibility)
-    return out
-
-
-def capability() -> int:
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
 
 
 @few("problem", SHAPES, count=11, ids=name)

@@ -1,6 +1,6 @@
 """The portable kernel body and the combine, executed on TileLang's CPU target against float64.
 
-Checks algebra, masks, paging, tiling and fragments; layouts and barriers need a GPU (test_mla_decode_gpu.py).
+Checks algebra, masks, paging, tiling and fragments; layouts and barriers need a GPU (test_kernels_gpu.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,142 @@
+"""Every decode kernel and variant that could be chosen, by plans of the planner and plans that no planner makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from mha2mla.kernels.mla_decode.api import MLA
+from mha2mla.kernels.mla_decode.selection import heads_on_m_variants, list_kernels, rope_variants
+from mha2mla.kernels.split_kv.tiling import tile_rows
+from tests.kernels.mla_decode.problems import capability, name
+from tests.kernels.problems import Problem, assert_right, poison_unseen_pages, random_work, run_kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+CANDIDATES = [
+    Problem(32, 32, 512, 16, (0, 1, 65, 700, 64)),
+    Problem(64, 8, 512, 16, (0, 1, 65, 700, 64), page_size=16),
+    Problem(64, 64, 256, 32, (0, 1, 65, 700, 64)),
+    Problem(128, 1, 512, 64, (0, 1, 65, 700, 64)),
+    Problem(64, 1, 200, 64, (0, 1, 65, 700, 64), page_size=16),
+    Problem(32, 1, 512, 64, (0, 1, 65, 700, 64), seqlen_q=2),
+    Problem(9, 3, 72, 16, (0, 1, 65, 700, 64), page_size=32, seqlen_q=8),
+    Problem(32, 1, 1024, 64, (0, 1, 65, 700, 64)),
+    Problem(64, 1, 576, 64, (0, 1, 65, 700, 64), page_size=16),
+    Problem(16, 8, 640, 16, (0, 1, 65, 700, 64), page_size=32, seqlen_q=2),
+]
+
+
+@pytest.mark.parametrize("problem", CANDIDATES, ids=name)
+def test_every_kernel_that_could_be_chosen_is_right(problem):
+    """Not only the rule's choice; by the planner's plans for any number of CTAs, and by plans no planner makes."""
+    choices = {
+        (c.kernel, c.warpgroups, c.ctas_per_sm): c
+        for c in reversed(list_kernels(problem.shape(), capability()))
+        if c.variant == variant_of_the_rule(c, problem)
+    }
+    for choice in choices.values():
+        check_choice(problem, choice)
+
+
+VARIANTS = [
+    (Problem(32, 32, 512, 16, (0, 1, 65, 700, 64)), ("blocks", "gemv")),
+    (Problem(32, 8, 512, 64, (0, 1, 65, 700, 64)), ("blocks", "gemv")),
+    (Problem(9, 3, 256, 16, (0, 1, 65, 700, 64)), ("gemv",)),
+    (Problem(64, 4, 128, 32, (0, 1, 65, 700, 64), page_size=16), ("gemv",)),
+    (Problem(128, 1, 512, 64, (0, 1, 65, 700, 64)), heads_on_m_variants(tile_rows(128, 1, 1, 64, 1))),
+    (Problem(128, 1, 512, 64, (0, 1, 65, 700, 64), page_size=16), ("plain",)),
+    (Problem(64, 1, 512, 64, (0, 1, 65, 700, 64), seqlen_q=2), ("plain",)),
+    (Problem(64, 1, 512, 64, (0, 1, 65, 700, 64)), ("lazy",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("problem", "variant"),
+    [
+        pytest.param(problem, variant, id=f"{name(problem)}-{variant}")
+        for problem, variants in VARIANTS
+        for variant in variants
+    ],
+)
+def test_every_variant_is_right(problem, variant):
+    """Those that only a tuning table chooses, and of 128 rows the rule's too; rows whose maximum grows by little and by
+    much, and large scores."""
+    choice = next(c for c in list_kernels(problem.shape(), capability()) if c.variant == variant)
+    check_choice(problem, choice)
+    for scale in (30.0, 3e5) if "lazy" in variant else (30.0,):
+        check_choice(dataclasses.replace(problem, scale=scale), choice)
+
+
+def variant_of_the_rule(choice, problem: Problem) -> str:
+    if choice.kernel == "swap_ab_ws":
+        return next(iter(rope_variants(choice.tiling, problem.qk_rope_head_dim)))
+    return heads_on_m_variants(choice.tiling)[0] if choice.kernel == "heads_on_m" else ""
+
+
+def check_choice(problem: Problem, choice) -> None:
+    """A configuration by plans of the planner and by plans no planner makes, twice, with and without a window."""
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge, merge_rows
+
+    shape = problem.shape()
+    split = compile_choice(MLA, shape, choice, capability())
+    for case in (problem, dataclasses.replace(problem, window=40, sinks=3, starts=(0, 0, 2, 30, 5))):
+        inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
+        plans = [(1, None), (2, None), (5, None), (132, None)]
+        for seed in range(3):
+            num_ctas = (3, 9, 40)[seed]
+            work = random_work([span.tiles for span in case.spans()], num_ctas, random.Random(seed))
+            plans.append((num_ctas, work))
+        for i, (num_ctas, work) in enumerate(plans):
+            splits = sorted(MERGES)[i % len(MERGES)]
+            rows = merge_rows(shape.heads, shape.seqlen_q, splits)
+            merge = compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability(), rows)
+            first = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
+            try:
+                assert_right(inputs, *first, torch.bfloat16, **case.visibility)
+            except AssertionError as error:
+                raise AssertionError(f"{choice.reason}; {num_ctas} CTAs, plan {i}: {error}") from error
+            second = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
+            assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), choice.reason
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(32, 8, 512, 16, (0, 1, 65, 300)),
+        Problem(9, 3, 144, 64, (65, 300), page_size=16, seqlen_q=2),
+        Problem(14, 14, 80, 24, (63, 130), page_size=32, starts=(3, 64)),
+    ],
+    ids=name,
+)
+@pytest.mark.parametrize("older_capability", [80, 89])
+def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_capability):
+    """What sm_80 and sm_89 would run (mma.sync, their shared memory), on this GPU: no wgmma, no TMA."""
+    import tilelang
+
+    from mha2mla.kernels.compilation import PASS_CONFIGS, target_of
+    from mha2mla.kernels.mla_decode.build import make_split
+    from mha2mla.kernels.mla_decode.selection import select_kernel
+    from mha2mla.kernels.split_kv.launch import MERGES, make_merge
+
+    shape = problem.shape()
+    choice = select_kernel(shape, older_capability)
+    assert choice.kernel == "swap_ab"
+    older = PASS_CONFIGS | {"tl.disable_wgmma": True, "tl.disable_tma_lower": True}
+    split, merge = (
+        tilelang.compile(function, target=target_of(capability()), pass_configs=older)
+        for function in (
+            make_split(shape, choice),
+            make_merge(shape.heads, shape.kv_lora_rank, shape.dtype, max(MERGES)),
+        )
+    )
+    assert "wgmma" not in split.get_kernel_source()
+    for case in (problem, dataclasses.replace(problem, window=33, sinks=5)):
+        inputs = poison_unseen_pages(case, case.inputs(torch.bfloat16, "cuda"))
+        work = random_work([span.tiles for span in case.spans()], 7, random.Random(0))
+        for num_ctas, plan in ((1, None), (3, None), (40, None), (7, work)):
+            out, lse = run_kernels(split, merge, inputs, num_ctas, plan, **case.visibility)
+            assert_right(inputs, out, lse, torch.bfloat16, **case.visibility)
