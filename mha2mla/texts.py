@@ -165,7 +165,7 @@ def mixed_windows(
     count: int,
     *,
     seed: int,
-    generate: Callable[[int, int], torch.Tensor] | None = None,
+    generate: Callable[[int, int], torch.Tensor],
 ) -> torch.Tensor:
     """Windows of several texts, the same number of each as far as they reach.
 
@@ -180,11 +180,9 @@ def mixed_windows(
         int64 [windows, length]; the texts take turns, so that any part of the windows is mixed.
 
     Raises:
-        ValueError: a text is unusable (``load_text``, ``token_windows``), or there is nothing to generate with.
+        ValueError: a text is unusable (``load_text``, ``token_windows``).
     """
     names = _parts(name)
-    if GENERATED in names and generate is None:
-        raise ValueError(f"text {str(name)!r} needs a model that generates it; expected other texts")
     # The generated text is as long as it must be: it makes up for texts that are too short for their share.
     names.sort(key=lambda part: part == GENERATED)
     parts: list[torch.Tensor] = []
@@ -207,9 +205,7 @@ def prompts() -> tuple[list[str], list[str], list[str]]:
     return instructions, openings, topics
 
 
-def token_windows(
-    tokenizer: Any, text: str, length: int, count: int | None = None, *, seed: int | None = None
-) -> torch.Tensor:
+def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: int | None = None) -> torch.Tensor:
     """Non-overlapping windows of tokens.
 
     A tokenizer that puts a start token before a text puts it before every window, inside its ``length``: models trained
@@ -218,7 +214,7 @@ def token_windows(
     Args:
         tokenizer: of transformers.
         length: tokens of a window.
-        count: most windows to return; None for all.
+        count: most windows to return.
         seed: None takes the first windows; a number draws ``count`` of them from the whole text, in text order.
 
     Returns:
@@ -228,14 +224,14 @@ def token_windows(
         ValueError: a bad argument, or a text shorter than one window.
     """
     for name, value, least in (("length", length, 2), ("count", count, 1)):
-        if value is not None and value < least:
+        if value < least:
             raise ValueError(f"{name} is {value}; expected at least {least}")
     start = start_tokens(tokenizer)
     body = length - len(start)
     if body < 1:
         raise ValueError(f"length is {length}; expected more than the {len(start)} start tokens of a window")
     # A text longer than the model's maximum is cut into windows right here: the tokenizer's warning would mislead.
-    wanted = body * count if count is not None and seed is None else len(text)
+    wanted = body * count if seed is None else len(text)
     for part in dict.fromkeys((text[: _CHARACTERS_PER_TOKEN * wanted], text)):
         tokens = plain_tokens(tokenizer, part)
         if len(tokens) >= wanted:
@@ -244,9 +240,9 @@ def token_windows(
     if whole == 0:
         raise ValueError(f"text has {len(tokens)} tokens; expected at least one window of {body}")
     windows = torch.tensor(tokens[: whole * body], dtype=torch.int64).view(whole, body)
-    if count is not None and seed is None:
+    if seed is None:
         windows = windows[:count]
-    elif count is not None:
+    else:
         order = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:count]
         windows = windows[order.sort().values]
     return torch.cat([torch.tensor([start], dtype=torch.int64).expand(windows.shape[0], -1), windows], 1)

@@ -6,6 +6,8 @@ import torch
 from mha2mla.texts import load_text, mixed_windows, prompts, start_tokens, token_windows
 from tests.conversion import tiny
 
+ALL = 10**6  # windows: more than any text has
+
 
 def test_builtin_texts_are_there_and_of_different_kinds():
     manual, prose = load_text("builtin:pydoc"), load_text("builtin:prose")
@@ -69,7 +71,7 @@ def test_a_dataset_column_is_joined(monkeypatch):
 def test_windows_tile_the_text_behind_a_start_token():
     tokenizer = tiny.tokenizer()
     text = "".join(chr(ord("a") + i % 26) for i in range(100))
-    windows = token_windows(tokenizer, text, 11)
+    windows = token_windows(tokenizer, text, 11, ALL)
     assert windows.shape == (10, 11) and windows.dtype == torch.int64
     assert start_tokens(tokenizer) == [0] and (windows[:, 0] == 0).all()
     assert tokenizer.decode(windows[:, 1:].flatten()) == text
@@ -79,7 +81,7 @@ def test_windows_tile_the_text_behind_a_start_token():
 def test_drawn_windows_are_reproducible_and_in_text_order():
     tokenizer = tiny.tokenizer()
     text = load_text("builtin:prose")
-    everything = token_windows(tokenizer, text, 64).tolist()
+    everything = token_windows(tokenizer, text, 64, ALL).tolist()
     drawn = token_windows(tokenizer, text, 64, 9, seed=3)
     assert torch.equal(drawn, token_windows(tokenizer, text, 64, 9, seed=3))
     places = [everything.index(window) for window in drawn.tolist()]
@@ -89,9 +91,9 @@ def test_drawn_windows_are_reproducible_and_in_text_order():
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"length": 1}, "length is 1"),
+        ({"length": 1, "count": 1}, "length is 1"),
         ({"length": 8, "count": 0}, "count is 0"),
-        ({"length": 64}, "at least one window"),
+        ({"length": 64, "count": 1}, "at least one window"),
     ],
 )
 def test_a_text_that_is_too_short_or_a_bad_argument_is_named(keys, named):
@@ -109,7 +111,7 @@ def test_the_standard_library_is_prose_without_the_evaluation_text():
 def test_one_text_is_mixed_into_itself():
     tokenizer = tiny.tokenizer()
     expected = token_windows(tokenizer, load_text("builtin:prose"), 64, 9, seed=3)
-    assert torch.equal(mixed_windows(tokenizer, "builtin:prose", 64, 9, seed=3), expected)
+    assert torch.equal(mixed_windows(tokenizer, "builtin:prose", 64, 9, seed=3, generate=None), expected)
 
 
 def test_texts_take_turns_and_generated_text_fills_up(tmp_path):
@@ -130,8 +132,6 @@ def test_texts_take_turns_and_generated_text_fills_up(tmp_path):
     assert kinds.count(short) == 5 and kinds.count(long) == 13 and kinds.count(7) == 12
     for third in (kinds[:10], kinds[10:20], kinds[20:]):
         assert third.count(short) in (1, 2) and third.count(7) == 4
-    with pytest.raises(ValueError, match="needs a model"):
-        mixed_windows(tokenizer, name, 11, 30, seed=0)
 
 
 def test_prompts_have_a_place_for_the_topic():
@@ -177,7 +177,7 @@ def test_a_text_of_long_tokens_is_cut_where_a_whole_one_would_be():
     """The beginning of a text is tokenized for its first windows; one of longer tokens than texts have, whole."""
     tokenizer = tiny.tokenizer()
     text = load_text("builtin:prose")
-    assert torch.equal(token_windows(tokenizer, text, 32, 5), token_windows(tokenizer, text, 32)[:5])
+    assert torch.equal(token_windows(tokenizer, text, 32, 5), token_windows(tokenizer, text, 32, ALL)[:5])
 
     class Coarse:
         bos_token_id = None
@@ -185,4 +185,4 @@ def test_a_text_of_long_tokens_is_cut_where_a_whole_one_would_be():
         def __call__(self, text, **_):
             return {"input_ids": [ord(letter) for letter in text[::64]]}
 
-    assert torch.equal(token_windows(Coarse(), text, 8, 4), token_windows(Coarse(), text, 8)[:4])
+    assert torch.equal(token_windows(Coarse(), text, 8, 4), token_windows(Coarse(), text, 8, ALL)[:4])

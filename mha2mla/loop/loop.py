@@ -72,7 +72,7 @@ class Loop:
         max_tokens: of a step: what bounds how long a prompt holds up the others.
         max_length: tokens of a request, prompt and answer; default what the model takes.
         share_prefixes: whether full pages of equal beginnings are shared.
-        recorder: of decode steps; default CUDA graphs on CUDA. False: none.
+        recorder: of decode steps; default CUDA graphs.
 
     Attributes:
         cache, scheduler, runner: which do the work.
@@ -89,7 +89,7 @@ class Loop:
         max_tokens: int = 2048,
         max_length: int | None = None,
         share_prefixes: bool = True,
-        recorder: Recorder | bool | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         model = model if isinstance(model, BatchModel) else paged_model(model)
         self.max_length = max_length or model.config.max_position_embeddings
@@ -98,8 +98,7 @@ class Loop:
             num_pages = _pages_for(model, page_size, max_sequences * max_pages)
         self.cache = model.paged_cache(num_pages, page_size)
         self.scheduler = Scheduler(self.cache.allocator, max_sequences, max_tokens, share_prefixes)
-        recorder = CudaGraphs() if recorder is None or recorder is True else recorder or None
-        self.runner = Runner(model, self.cache, min(max_pages, num_pages), max_sequences, recorder)
+        self.runner = Runner(model, self.cache, min(max_pages, num_pages), max_sequences, recorder or CudaGraphs())
         self.progress = Progress()
         self._history: History | None = None
         self._launched: _Launched | None = None

@@ -34,7 +34,7 @@ class Runner:
         cache: of the model.
         max_pages: of a sequence.
         max_sequences: rows of the largest bucket, and slots.
-        recorder: what records steps; None: none are.
+        recorder: what records steps, on devices of its type.
 
     Attributes:
         last: [max_sequences + 1] int64, the token that was last chosen in each slot; the last entry is nobody's.
@@ -43,16 +43,14 @@ class Runner:
     """
 
     def __init__(
-        self, model: BatchModel, cache: PagedCache, max_pages: int, max_sequences: int, recorder: Recorder | None
+        self, model: BatchModel, cache: PagedCache, max_pages: int, max_sequences: int, recorder: Recorder
     ) -> None:
         self.model, self.cache, self.max_pages, self.max_sequences = model, cache, max_pages, max_sequences
         self.last = torch.zeros(max_sequences + 1, dtype=torch.int64, device=cache.device)
         self._recorder, self.graphs = recorder, {}
-        self.uncaptured = "not asked for"
-        if recorder is not None:
-            self.uncaptured = recorder.explain(cache)
-            if cache.device.type != recorder.device_type:
-                self.uncaptured = f"the cache is on {cache.device}"
+        self.uncaptured = recorder.explain(cache)
+        if cache.device.type != recorder.device_type:
+            self.uncaptured = f"the cache is on {cache.device}"
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> tuple[Tensor, list[Chunk | None], Tensor]:

@@ -17,7 +17,6 @@ from mha2mla.modeling.attention import MLAAttention
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.cache import LatentCache
-from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.captured import CapturedSteps, StepCapture
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.decoder import run_base_model
@@ -349,15 +348,14 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
             return torch.device(hook.execution_device)
         return weight.device
 
-    def attention_report(self, query_length: int = 1, page_size: int = PAGE_SIZE) -> list[LayerAttention]:
+    def attention_report(self, query_length: int = 1) -> list[LayerAttention]:
         """What serves every layer, and why: in ``generate`` and, of batches, in ``forward_batch``.
 
         Args:
             query_length: new tokens per sequence.
-            page_size: of the cache.
         """
         device, dtype = self._execution_device(), self.model.layers[0].self_attn.v_b_proj.dtype
-        return list(what_serves(self.config, device, dtype, query_length=query_length, page_size=page_size))
+        return list(what_serves(self.config, device, dtype, query_length=query_length))
 
 
 def _of_new_tokens(attention_mask: Any, cache: Cache | None, query_length: int) -> Tensor | None:

@@ -104,26 +104,10 @@ def convert(
     Warns:
         UserWarning: on a GPU no kernel will serve a layer's geometry, with the limit that it exceeds.
     """
+    arguments = Arguments(**locals())  # which are this function's own arguments so far
     started = time.perf_counter()
     seconds: dict[str, float] = {}
     with _timed(seconds, "prepare"):
-        arguments = Arguments(
-            source=source,
-            destination=destination,
-            recipe=recipe,
-            preset=preset,
-            calibration=calibration,
-            evaluation=evaluation,
-            evaluation_tokens=evaluation_tokens,
-            device=device,
-            dtype=dtype,
-            compute_dtype=compute_dtype,
-            overwrite=overwrite,
-            resume=resume,
-            progress=progress,
-            spill_bytes=spill_bytes,
-            max_shard_bytes=max_shard_bytes,
-        )
         named_recipe(recipe, preset, compute_device(device))  # a mistake is said before a source is fetched
         folder = source_folder(arguments.source)
     if is_converted(folder):

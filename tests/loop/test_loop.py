@@ -63,7 +63,7 @@ def test_everyone_gets_the_tokens_it_gets_alone(case):
         assert request.answer == alone(model, request.prompt, len(request.answer)) and request.finished == "length"
 
 
-@pytest.mark.parametrize("recorder", [False, Tape()], ids=["eager", "recorded"])
+@pytest.mark.parametrize("recorder", [None, Tape()], ids=["eager", "recorded"])
 def test_steps_that_are_recorded_say_the_same(recorder):
     model = models.mla_model("per-group")
     loop = make_loop(model, recorder=recorder)
