@@ -105,7 +105,10 @@ def eval_latency(
         asked = {"levels": level, "batch_sizes": batch_sizes, "seqlens": seqlens, "backend": backend}
         options |= {name: value for name, value in asked.items() if value is not None}
         options |= {"new_tokens": new_tokens, "page_size": page_size, "layer": layer}
-        rows, columns = _models(source, converted, **options)
+        from mha2mla.eval.latency import model_latency
+
+        rows = model_latency(source, converted, progress=True, **options)
+        columns = rows.columns()
     show(rows, columns, title=title, kind="latency", json=json, **fields)
     return int(bool(wrong_rows(rows)))
 
@@ -127,10 +130,10 @@ def _refuse(models: str, **options: Any) -> None:
         raise ValueError(f"{', '.join(said)} is given beside {models}; expected without, since it would change nothing")
 
 
-Measured = tuple[list[dict[str, Any]], Mapping[str, str]]  # rows and the columns of their table
-
-
-def _preset(name: PresetName, *, save: Callable[[list[dict[str, Any]]], None], **options: Any) -> Measured:
+def _preset(
+    name: PresetName, *, save: Callable[[list[dict[str, Any]]], None], **options: Any
+) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
+    """Rows, and the columns of their table."""
     from mha2mla.eval import published
     from mha2mla.progress import progress_bar
 
@@ -139,10 +142,3 @@ def _preset(name: PresetName, *, save: Callable[[list[dict[str, Any]]], None], *
         rows.append(row)
         save(rows)
     return rows, published.COLUMNS
-
-
-def _models(source: Any, converted: Any, **options: Any) -> Measured:
-    from mha2mla.eval.latency import model_latency
-
-    rows = model_latency(source, converted, progress=True, **options)
-    return rows, rows.columns()

@@ -54,7 +54,7 @@ def converted_config(
     Args:
         geometries: of each layer; they differ in what the config holds by layer.
     """
-    from mha2mla.modeling.config import MHA2MLAConfig
+    from mha2mla.modeling.config import PER_LAYER, MHA2MLAConfig
 
     geometry, alike = geometries[0], len(set(geometries)) == 1
     q_bias, kv_bias, o_bias = converted_biases(spec, geometry, recipe)
@@ -63,7 +63,7 @@ def converted_config(
         source_config=source_config.to_dict(),
         **{
             name: getattr(geometry, name) if alike else [getattr(each, name) for each in geometries]
-            for name in ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+            for name in PER_LAYER
         },
         v_head_dim=geometry.v_head_dim,
         num_up_projection_heads=geometry.num_up_projection_heads,

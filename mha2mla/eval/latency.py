@@ -18,7 +18,7 @@ from mha2mla.checkpoints import check_converted
 from mha2mla.environment import compute_device, usual_dtype
 from mha2mla.eval.generate_latency import generate_latency
 from mha2mla.eval.loading import load_model
-from mha2mla.eval.measurement import COLUMNS, unless_out_of_memory
+from mha2mla.eval.measurement import COLUMNS, is_ours, unless_out_of_memory
 from mha2mla.eval.op_latency import BASELINES, attention_latency
 from mha2mla.eval.report import html_table
 from mha2mla.eval.step_latency import forward_latency
@@ -173,13 +173,13 @@ def compare(rows: Sequence[dict[str, Any]], rate: float) -> None:
     """
     fastest: dict[tuple[Any, ...], float] = {}
     for row in rows:
-        if (us := time_of(row)) is not None and not _is_ours(row):
+        if (us := time_of(row)) is not None and not is_ours(row):
             key = (row["op"], row["batch"], row["seqlen"])
             fastest[key] = min(us, fastest.get(key, us))
     for row in rows:
         if (us := time_of(row)) is None:
             continue
-        if _is_ours(row) and (theirs := fastest.get((row["op"], row["batch"], row["seqlen"]))) is not None:
+        if is_ours(row) and (theirs := fastest.get((row["op"], row["batch"], row["seqlen"]))) is not None:
             row["speed_up"] = theirs / us
         if row["op"] != "prefill":
             read = row["cache_bytes"] + (0 if row["op"] == "attention" else row["weight_bytes"])
@@ -191,7 +191,3 @@ def time_of(row: dict[str, Any]) -> float | None:
     """µs of a row, None if it has none: in a CUDA graph where that was measured."""
     times = [row[name] for name in SPEEDS if row.get(name) is not None]
     return times[-1] if times else None
-
-
-def _is_ours(row: dict[str, Any]) -> bool:
-    return row["implementation"].startswith(("mla_decode", "converted"))

@@ -73,6 +73,11 @@ def unless_out_of_memory(measure: Callable[..., dict[str, Any]], *args: Any) -> 
     return {"status": f"out of memory: {reason}"}
 
 
+def is_ours(row: Mapping[str, Any]) -> bool:
+    """Whether a row is of what a conversion gives, and not of its source."""
+    return row["implementation"].startswith(("mla_decode", "converted"))
+
+
 def wrong_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The rows whose check failed; those that are missing, with a reason, are not among them."""
     return [row for row in rows if row["status"].startswith(WRONG)]

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mha2mla.eval.measurement import is_ours
+
 Row = Mapping[str, Any]
 Points = dict[str, list[tuple[float, float]]]  # name of a curve → (x, ratio)
 Draw = Callable[[Any], None]  # into axes of matplotlib
@@ -194,8 +196,7 @@ def _times_and_losses(
         )
     found: dict[str, Points] = {}
     for report in (each for each in latency if each.get("converted")):
-        ours = [row for row in report["rows"] if row["implementation"].startswith(("converted", "mla_decode"))]
-        for row in ours if _name(report) in losses else ():
+        for row in filter(is_ours, report["rows"]) if _name(report) in losses else ():
             if row["status"] == "ok":
                 what = f"{row['op']}, {row['batch']:,} × {row['seqlen']:,}: µs; longest windows"
                 found.setdefault(what, {})[_name(report)] = [(row["us_p50"], losses[_name(report)])]

@@ -167,7 +167,9 @@ def evaluate_quality(
     _check_same_tokens(tokenizer, converted, [content[:20_000] for content in contents.values()])
     source = load_model(source, "source", device=device, dtype=dtype)
     converted = load_model(converted, "converted", device=device, dtype=dtype)
-    _check_same_vocabulary(source, converted)
+    sizes = [model.config.vocab_size for model in (source, converted)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"converted has vocab_size {sizes[1]}; expected the source's {sizes[0]}")
 
     longest = longest_window(source, converted)
     windows, skipped = _all_windows(tokenizer, contents, lengths, longest, max_tokens)
@@ -321,13 +323,6 @@ def _row(
         top1_agreement=agreeing,
         excess_over_mean=excess,
     )
-
-
-def _check_same_vocabulary(source: torch.nn.Module, converted: torch.nn.Module) -> None:
-    if source.config.vocab_size != converted.config.vocab_size:
-        raise ValueError(
-            f"converted has vocab_size {converted.config.vocab_size}; expected the source's {source.config.vocab_size}"
-        )
 
 
 def _check_same_tokens(tokenizer: Any, converted: Any, samples: Sequence[str]) -> None:

@@ -167,10 +167,6 @@ def _rows(latent: int, geometry: MLAGeometry, page_size: int, dtype: torch.dtype
     )
 
 
-def _gqa_layout(geometry: GQAGeometry, page_size: int, dtype: torch.dtype):
-    return gqa_layout(geometry.num_key_value_heads, geometry.qk_head_dim, geometry.v_head_dim, page_size, dtype)
-
-
 def _gqa_plan(
     backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants, dtype: torch.dtype
 ) -> MixedPlan:
@@ -262,7 +258,7 @@ def _gqa(name: str, backend: str | None, explain: Callable, explain_long: Callab
         geometry=GQAGeometry,
         per_token=("query", "key", "value"),
         weights=("inv_freq",),
-        cache_layout=_gqa_layout,
+        cache_layout=gqa_layout,
         plan=partial(_gqa_plan, backend),
         plan_decode=None,
         append=partial(_gqa_append, backend),

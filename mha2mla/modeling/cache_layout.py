@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,12 +117,10 @@ def _rope(geometry: MLAGeometry, dtype: torch.dtype) -> tuple[CacheTensor, ...]:
     return (CacheTensor("rope_cache", (geometry.num_rope_heads, geometry.qk_rope_head_dim), dtype),)
 
 
-def gqa_layout(
-    num_key_value_heads: int, head_dim: int, v_head_dim: int, page_size: int, dtype: torch.dtype = torch.bfloat16
-) -> CacheLayout:
-    """``key_cache`` [.., h_kv, d_k] and ``value_cache`` [.., h_kv, d_v] of an MHA/GQA model."""
+def gqa_layout(geometry: Any, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:
+    """``key_cache`` [.., h_kv, d_k] and ``value_cache`` [.., h_kv, d_v] of an MHA/GQA model, by its ``GQAGeometry``."""
     tensors = (
-        CacheTensor("key_cache", (num_key_value_heads, head_dim), dtype),
-        CacheTensor("value_cache", (num_key_value_heads, v_head_dim), dtype),
+        CacheTensor("key_cache", (geometry.num_key_value_heads, geometry.qk_head_dim), dtype),
+        CacheTensor("value_cache", (geometry.num_key_value_heads, geometry.v_head_dim), dtype),
     )
     return CacheLayout("gqa", tensors, page_size)

@@ -20,7 +20,7 @@ _OLDER_KEYS = {
     "decode_backend": OF_OPS,
 }
 
-_PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
 
 
 @strict
@@ -162,7 +162,7 @@ class MHA2MLAConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         layers = self.num_hidden_layers
-        for name in (*_PER_LAYER, "rope_attention_scaling"):
+        for name in (*PER_LAYER, "rope_attention_scaling"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) != layers:
                 raise ValueError(f"{name} has {len(value)} entries; expected {layers}, one per layer")
@@ -202,7 +202,7 @@ class MHA2MLAConfig(PreTrainedConfig):
 
     def layer_geometry(self, layer_idx: int) -> MLAGeometry:
         """Shape of layer ``layer_idx``."""
-        values = {name: getattr(self, name) for name in _PER_LAYER}
+        values = {name: getattr(self, name) for name in PER_LAYER}
         return MLAGeometry(
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=self.num_key_value_heads,

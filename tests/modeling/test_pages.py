@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.cache_layout import CacheLayout, CacheTensor, fp8_layout, gqa_layout, latent_layout
 from mha2mla.modeling.pages import OutOfPagesError, PageAllocator, PageCopy
+from mha2mla.modeling.registry import GQAGeometry
 
 PAGES, PAGE = 12, 4
 
@@ -195,7 +196,7 @@ def test_copying_a_page_copies_every_tensor(layout):
 
 
 def test_a_gqa_layout_has_keys_and_values():
-    layout = gqa_layout(3, 64, 48, 16)
+    layout = gqa_layout(GQAGeometry(6, 3, 64, 48), 16)
     assert {name: tuple(value.shape) for name, value in layout.make(2).items()} == {
         "key_cache": (2, 16, 3, 64),
         "value_cache": (2, 16, 3, 48),
