@@ -93,7 +93,10 @@ class Runner:
     def _record(self, rows: int) -> Graph:
         """Over padding alone, so that nothing is cached by it."""
         cache = self.cache
-        batch = SequenceBatch.maximum(rows, self.max_pages, cache.allocator.page_size, device=cache.device)
+        page_size = cache.allocator.page_size
+        batch = SequenceBatch.build(
+            [], [], [], page_size, max_pages=self.max_pages, num_sequences=rows, device=cache.device
+        )
         step, tokens = cache.step(batch), torch.zeros(rows, dtype=torch.int64, device=cache.device)
 
         def run() -> Tensor:

@@ -95,7 +95,7 @@ class SequenceBatch:
             cache_starts: first visible token per sequence.
             max_pages: columns of the page table; default the most that a sequence has, at least one.
             num_sequences: rows to pad the batch to, for a CUDA graph of that size; they have as many new tokens as the
-                shortest sequence (one, if there is none), cache nothing and see nothing.
+                shortest sequence (one, if there is none: what to capture a graph over), cache nothing and see nothing.
             tickets: sequence and generation of each.
             device: of the tensors.
 
@@ -144,22 +144,6 @@ class SequenceBatch:
             tickets=torch.tensor(in_order(tickets, (-1, -1)), dtype=torch.int64).view(-1, 2).T.contiguous(),
             page_size=page_size,
         )
-
-    @classmethod
-    def maximum(
-        cls,
-        num_sequences: int,
-        max_pages: int,
-        page_size: int,
-        *,
-        device: torch.device | str = "cpu",
-    ) -> SequenceBatch:
-        """A batch of padding alone, a token a row, of the largest size: to capture a CUDA graph over, and to reserve
-        memory by.
-
-        Nothing is written to a cache and nothing read. :meth:`copy_` puts a real batch of that size in its place.
-        """
-        return cls.build([], [], [], page_size, max_pages=max_pages, num_sequences=num_sequences, device=device)
 
     @property
     def num_sequences(self) -> int:

@@ -37,7 +37,8 @@ class Growth:
         pages: of each of these sequences afterwards.
         copies: what to copy before new tokens are written; every target is a page that is still free.
         taken: pages that are no longer free afterwards, in the order in which they are taken.
-        generation: of all of these sequences afterwards (:meth:`PageAllocator.generation`).
+        generation: of all of these sequences afterwards, a number that is another one whenever a sequence grows,
+            shrinks or is forked, and that it never has again.
     """
 
     new_tokens: Mapping[int, int]
@@ -106,11 +107,6 @@ class PageAllocator:
     def owners(self, page: int) -> int:
         """Sequences that own a page."""
         return self._owners[page]
-
-    def generation(self, sequence: int) -> int:
-        """A number that changes whenever the sequence grows, shrinks or is forked, and that it never has again."""
-        self._check(sequence)
-        return self._generations[sequence]
 
     def check_generations(self, sequences: Sequence[int], generations: Sequence[int]) -> None:
         """Raise StaleBatchError unless every sequence has still that generation; a negative one is nobody's."""

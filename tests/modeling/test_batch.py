@@ -101,7 +101,7 @@ def test_shared_pages_may_be_read_by_all():
 
 def test_a_real_batch_takes_the_place_of_the_maximum():
     """What a CUDA graph was captured over gets other contents, and keeps its addresses."""
-    largest = SequenceBatch.maximum(4, 3, PAGE)
+    largest = SequenceBatch.build([], [], [], PAGE, max_pages=3, num_sequences=4)
     assert largest.slots.tolist() == [-1] * 4 and not largest.cache_seqlens.any()
     addresses = [t.data_ptr() for t in (largest.slots, largest.block_table, largest.cache_seqlens)]
     batch = SequenceBatch.build([1, 1], [4, 9], [[0, 1], [5, 6, 7]], PAGE, num_sequences=4, max_pages=3)

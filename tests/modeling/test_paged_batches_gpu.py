@@ -69,7 +69,7 @@ def test_a_decode_step_in_a_cuda_graph_with_padding_rows(model):
     cache = model.paged_cache(num_pages=9)
     first, second, third = (cache.open() for _ in range(3))
     model.forward_batch(ids[:, :80].flatten(), cache.step(cache.extend(dict.fromkeys((first, second, third), 80))))
-    largest = SequenceBatch.maximum(4, 3, 64, device="cuda")
+    largest = SequenceBatch.build([], [], [], 64, max_pages=3, num_sequences=4, device="cuda")
     step, token = cache.step(largest), torch.zeros(4, dtype=torch.long, device="cuda")
 
     def run():

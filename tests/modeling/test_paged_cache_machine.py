@@ -347,7 +347,7 @@ def test_a_batch_of_another_cache_is_not_stepped():
 def test_a_step_refuses_to_load_a_stale_batch():
     """What a CUDA graph is replayed over: no host code runs then, so what goes into its tensors is looked at before."""
     cache, sequence, twin, _ = filled()
-    step = cache.step(SequenceBatch.maximum(2, 5, PAGE))
+    step = cache.step(SequenceBatch.build([], [], [], PAGE, max_pages=5, num_sequences=2))
     batch = cache.extend({sequence: 1, twin: 1}, max_pages=5)
     cache.close(twin)
     with pytest.raises(StaleBatchError, match=f"sequence {twin}, which was closed"):
