@@ -234,8 +234,7 @@ class LatentCache(Cache):
         with self.unchanged_by_errors():
             for layer in self.layers:
                 if not layer.is_initialized:
-                    probe = torch.empty(batch_size, 1, 0, 0, dtype=dtype, device=device)
-                    layer.lazy_initialization(probe, probe)
+                    layer.open(batch_size, 0, dtype, device)
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the pages."""

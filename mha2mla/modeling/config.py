@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.backends import ATTENTION_BACKENDS, OF_OPS
 from mha2mla.modeling.registry import AttentionConstants
-from mha2mla.modeling.shards import HeadShard
+from mha2mla.modeling.shards import HeadShard, ranks_of
 
 SCHEMA_VERSION = 2
 # What older configs say by two keys that are no more, as attention_backend.
@@ -214,7 +214,7 @@ class MHA2MLAConfig(PreTrainedConfig):
 
     def attention_constants(self) -> tuple[AttentionConstants, ...]:
         """Per layer, what a backend is told of it beside tensors; under tensor parallelism of a rank's heads."""
-        ranks = getattr(getattr(self, "distributed_config", None), "tp_size", None) or 1
+        ranks = ranks_of(self)
         geometries = map(self.layer_geometry, range(self.num_hidden_layers))
         return tuple(
             AttentionConstants(

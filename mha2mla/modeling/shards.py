@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,11 @@ class HeadShard:
         if name == "inv_freq":
             return tensor[self.rope_heads]
         return tensor
+
+
+def ranks_of(config: Any) -> int:
+    """How many ranks a model's heads are split over, by its config."""
+    return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
 
 
 def _groups(name: str, count: int, heads: int, rank: int, size: int) -> slice:

@@ -14,6 +14,7 @@ from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.decoder import run_source_model
 from mha2mla.modeling.model import MHA2MLAForCausalLM
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
+from mha2mla.modeling.shards import ranks_of
 from mha2mla.modeling.source_attention import NAME, layer_window
 
 
@@ -86,7 +87,7 @@ def _constants(attention: nn.Module, layer_idx: int) -> AttentionConstants:
     """Of a layer of transformers' decoders, whose configs and attention modules share these names; under tensor
     parallelism of a rank's heads."""
     config, width = attention.config, attention.head_dim
-    ranks = getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
+    ranks = ranks_of(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % ranks or kv_heads % ranks:
         raise ValueError(f"tp_size is {ranks}; expected a divisor of {heads} query and {kv_heads} key-value heads")
