@@ -60,14 +60,25 @@ class Problem:
     rope: LatentRope | None = None
 
     @classmethod
-    def make(cls, widths, lengths=LENGTHS, dtype=torch.float32, device="cpu", combined=False, starts=None, **pad):
-        """Everything that no query may look at is NaN."""
+    def make(
+        cls,
+        widths,
+        lengths=LENGTHS,
+        dtype=torch.float32,
+        device="cpu",
+        combined=False,
+        starts=None,
+        rows=None,
+        tokens=0,
+    ):
+        """Everything that no query may look at is NaN. ``rows`` that the batch is padded to; ``tokens`` that pad the
+        queries, behind them."""
         page = widths.page
         counts = [-(-(new + old) // page) for new, old in zip(*lengths, strict=True)]
         shuffled = iter(torch.randperm(sum(counts) + 3).tolist())
         pages = [[next(shuffled) for _ in range(count)] for count in counts]
         batch = SequenceBatch.build(
-            *lengths, pages, page, num_pages=sum(counts) + 3, cache_starts=starts, device=device, **pad
+            *lengths, pages, page, num_pages=sum(counts) + 3, cache_starts=starts, device=device, num_sequences=rows
         )
 
         def normal(*shape, scale=1.0):
@@ -83,7 +94,7 @@ class Problem:
         rope = rope.unflatten(-1, (widths.rope_heads, widths.rope))
         if not combined:
             latent, rope = latent.contiguous(), rope.contiguous()
-        tokens = batch.num_tokens
+        tokens += batch.num_tokens
         k_up = normal(widths.kv_heads, widths.nope, widths.latent, scale=widths.latent**-0.5) if widths.nope else None
         made = None
         if widths.from_latent:

@@ -27,7 +27,7 @@ from tests.kernels.oracles import attend_sequences
 @pytest.mark.parametrize("combined", [False, True])
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS.keys())
 def test_any_mix_equals_sequences_one_by_one(widths, combined):
-    problem = Problem.make(widths, combined=combined, num_tokens=95)
+    problem = Problem.make(widths, combined=combined, tokens=4)
     out = problem.run()
     assert out.shape == (95, widths.heads, widths.value) and not out[91:].any()
     assert error(out, problem.exact()) < 2e-6
@@ -126,7 +126,7 @@ def test_smallest_batches(lengths):
 
 
 def test_padding_rows_are_zero_and_touch_nothing():
-    problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), num_sequences=5)
+    problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), rows=5)
     out = problem.run()
     assert not out[2:].any() and error(out, problem.exact()) < 2e-6
 
@@ -161,7 +161,7 @@ def test_the_oracle_does_not_hide_nan():
 @pytest.mark.parametrize("rows", [0, 3])
 def test_long_rows_of_padding_read_no_page(rows):
     """They have as many new tokens as the shortest query, and no page: page 0 is somebody else's."""
-    problem = Problem.make(WIDTHS["per group"], ([30, 40], [0, 5]), num_sequences=2 + rows)
+    problem = Problem.make(WIDTHS["per group"], ([30, 40], [0, 5]), rows=2 + rows)
     problem.latent_cache.nan_to_num_(1e30)
     out = problem.run()
     padding = torch.repeat_interleave(problem.batch.order < 0, problem.batch.lengths[0])
