@@ -40,7 +40,7 @@ def load_step(k, t0, work, kv_head, k_cache, v_cache, num_pages, memory):
     copy_tile(work, t0, v_cache, (kv_head,), 0, memory.v_tile)
     T.sync_threads()
     if holds_unseen(work.span, t0, k.choice.block_tokens):
-        clean(k.machine, work.span, t0, k.choice.block_tokens, list(range(0, k.v_cols, 64)), memory.v_tile)
+        clean(k.machine, work.span, t0, k.choice.block_tokens, range(0, k.v_cols, 64), memory.v_tile)
         T.sync_threads()
     clear_holes(k.machine, work, memory.holes, [memory.k_tile, memory.v_tile])
 

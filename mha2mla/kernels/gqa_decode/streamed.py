@@ -85,7 +85,7 @@ def attend(k, i, work, memory, x, o):
         o[d, j] *= x.shrink[j]
     T.barrier_wait(memory.v_full[slot], phase)
     if holds_unseen(work.span, t0, BLOCK):
-        clean(GPU, work.span, t0, BLOCK, list(range(0, k.v_cols, 64)), memory.v_ring, slot)
+        clean(GPU, work.span, t0, BLOCK, range(0, k.v_cols, 64), memory.v_ring, slot)
     T.fence_proxy_async()
     x.sync()
     T.wgmma_gemm(memory.v_ring[slot, :, :], memory.p_tile, o, transpose_A=True, transpose_B=True, policy=BY_ROW)

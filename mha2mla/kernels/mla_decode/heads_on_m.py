@@ -223,7 +223,7 @@ def multiply(k, w, work, tile, memory, call):
                         o[u][r, d] *= factor[r]
             if holds_unseen(work.span, t0, BLOCK):
                 for u in list(range(2)):
-                    clean(GPU, work.span, t0, BLOCK, list(range(0, k.quarter, 64)), quarters[u], slot)
+                    clean(GPU, work.span, t0, BLOCK, range(0, k.quarter, 64), quarters[u], slot)
                     T.fence_proxy_async()
                 T.sync_threads(barrier_id=BARRIER + 1 + w, arrive_count=WARPGROUP)
             for u in list(range(2)):

@@ -68,7 +68,7 @@ def load_step(k, t0, work, tile, latent_cache, rope_cache, num_pages, memory):
     copy_tile(work, t0, rope_cache, (), tile.column, memory.k_tile)
     T.sync_threads()
     if holds_unseen(work.span, t0, k.block):
-        clean(k.machine, work.span, t0, k.block, list(range(0, k.latent_cols, 64)), memory.c_tile)
+        clean(k.machine, work.span, t0, k.block, range(0, k.latent_cols, 64), memory.c_tile)
         T.sync_threads()
     clear_holes(k.machine, work, memory.holes, [memory.c_tile, memory.k_tile])
 

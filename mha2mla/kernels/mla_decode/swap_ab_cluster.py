@@ -190,7 +190,7 @@ def clean_latent(k, w, work, t0, slots, memory):
         if warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
         for u in list(range(w, k.cut.units, warpgroups)):
-            clean(GPU, work.span, t0, BLOCK, list(range(0, k.cut.unit, 64)), memory.c_ring, slots[u])
+            clean(GPU, work.span, t0, BLOCK, range(0, k.cut.unit, 64), memory.c_ring, slots[u])
         T.fence_proxy_async()
         if warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)

@@ -240,9 +240,7 @@ def clean_latent(k, w, work, t0, memory, slot):
     if holds_unseen(work.span, t0, BLOCK):
         if k.choice.warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
-        clean(
-            GPU, work.span, t0, BLOCK, list(range(w * 64, k.latent_cols, 64 * k.choice.warpgroups)), memory.c_ring, slot
-        )
+        clean(GPU, work.span, t0, BLOCK, range(w * 64, k.latent_cols, 64 * k.choice.warpgroups), memory.c_ring, slot)
         T.fence_proxy_async()
         if k.choice.warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)

@@ -66,6 +66,11 @@ def unseen(span, t):
     return (t >= span[STOP]) | ((t < span[LOW]) & ((t >= span[SINK_STOP]) | (t < span[START])))
 
 
+def first_unseen(span, t0):
+    """The first token of a tile from ``t0``, counted from there, that :func:`unseen` may be true of."""
+    return T.if_then_else(t0 < span[LOW], 0, T.max(0, span[STOP] - t0))
+
+
 def holds_unseen(span, t0, tokens):
     """Whether a tile from ``t0`` holds a token that no row sees."""
     return (t0 + tokens > span[STOP]) | ((t0 < span[LOW]) & ((t0 + tokens > span[SINK_STOP]) | (t0 < span[START])))

@@ -7,7 +7,7 @@ of 16 tokens each meet in ``stage``. The denominator stays per position until th
 import tilelang.language as T
 
 from mha2mla.kernels.machine import Buffers
-from mha2mla.kernels.split_kv.fragment import LN2, MASKED, needs_mask, sees, unseen
+from mha2mla.kernels.split_kv.fragment import LN2, MASKED, first_unseen, needs_mask, sees, unseen
 from mha2mla.kernels.split_kv.schedule import STOP
 
 
@@ -129,13 +129,14 @@ def finish(x, top):
 
 
 @T.macro
-def clean(machine, span, t0, tokens, columns, tile, *slot):
-    """Zeroes in ``tile[*slot]`` what no row sees: a weight of 0 does not clean a NaN. By panels: other widths cost
-    registers for divisions by 3, 5 or 7."""
-    for c in columns:
-        for i, d in machine.parallel(tokens, 64):
-            if unseen(span, t0 + i):
-                tile[(*slot, i, c + d)] = T.cast(0, tile.dtype)
+def clean(machine, span, t0, tokens, panels, tile, *slot):
+    """Zeroes in ``tile[*slot]`` what no row sees: a weight of 0 does not clean a NaN. ``panels``: where 64 columns each
+    begin, a Python range; other widths cost registers for divisions by 3, 5 or 7. One token after another, since
+    TileLang asks an SMT solver about every condition inside a parallel loop: 25 of a kernel's 30 seconds."""
+    for i in T.serial(first_unseen(span, t0), tokens):
+        if unseen(span, t0 + i):
+            for c, d in machine.parallel(len(panels), 64):
+                tile[(*slot, i, panels.start + c * panels.step + d)] = T.cast(0, tile.dtype)
 
 
 @T.macro
