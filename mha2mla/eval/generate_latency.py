@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mha2mla.eval.float64 import in_float64
 from mha2mla.eval.measurement import NOT_CHECKED, WRONG, unless_out_of_memory
-from mha2mla.eval.step_latency import Model, made_or_why, prompt_factor, row_of
-from mha2mla.modeling.config import cache_bytes_per_token
+from mha2mla.eval.step_latency import Model, cache_sizes, made_or_why, prompt_factor, row_of
+from mha2mla.modeling.config import layer_token_bytes
 from mha2mla.texts import end_tokens
 
 LONG_ENOUGH = 1.5  # seconds of runs after which none is begun: long ones differ little
@@ -75,7 +75,8 @@ def _timed(model: torch.nn.Module, prompts: Tensor, new_tokens: int, check: bool
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
     made = greedy(model, prompts, new_tokens)
-    row = {"cache_bytes": batch * (seqlen + new_tokens) * cache_bytes_per_token(model.config, model.dtype.itemsize)}
+    token_bytes = layer_token_bytes(model.config, model.dtype.itemsize)
+    row = cache_sizes(model.config, batch, seqlen + new_tokens - 1, token_bytes)  # the last token is never cached
     if on_gpu:
         weights = sum(each.nbytes for each in model.parameters())
         peak = torch.cuda.max_memory_allocated(model.device)

@@ -185,13 +185,9 @@ def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any
 
 
 def _cache_row(config: MHA2MLAConfig, itemsize: int, batch: int, length: int) -> dict[str, Any]:
-    source = converted = 0
-    for index in range(config.num_hidden_layers):
-        geometry, window = config.layer_geometry(index), config.layer_sliding_window(index)
-        # A source's sliding layer drops what left its window; a LatentCache keeps every token.
-        kept = length if window is None else min(length, window)
-        source += batch * kept * geometry.source_cache_numel_per_token * itemsize
-        converted += batch * length * geometry.cache_bytes_per_token(itemsize)
+    from mha2mla.modeling.config import cache_bytes
+
+    source, converted = (batch * cache_bytes(each, length, itemsize) for each in (config.build_source_config(), config))
     return {
         "batch": batch,
         "length": length,

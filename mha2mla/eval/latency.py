@@ -24,7 +24,7 @@ from mha2mla.eval.report import html_table
 from mha2mla.eval.step_latency import forward_latency
 from mha2mla.kernel_testing.timing import copy_rate
 from mha2mla.modeling.backends import OF_OPS
-from mha2mla.modeling.config import cache_bytes_per_token
+from mha2mla.modeling.config import cache_bytes
 from mha2mla.progress import progress_bar
 
 Level = Literal["op", "step", "prefill", "e2e"]
@@ -89,9 +89,9 @@ def model_latency(
 
     Returns:
         Rows. ``speed_up`` is the source's time over the row's (of the op, the fastest of the source's that is here);
-        ``limit_us`` the time to read the cache once, and the weights for a step, at the rate of a large copy on this
-        device, measured beside them, and ``of_limit`` that over the row's time: in a CUDA graph where it has one. What
-        does not fit into memory is a row whose status says so.
+        ``limit_us`` the time to read once what the new token sees of the cache, and the weights for a step, at the rate
+        of a large copy on this device, measured beside them, and ``of_limit`` that over the row's time: in a CUDA graph
+        where it has one. What does not fit into memory is a row whose status says so.
 
     Raises:
         FileNotFoundError: a folder that is not there.
@@ -161,7 +161,7 @@ def fitting_batches(model: torch.nn.Module, seqlen: int) -> list[int]:
         return [1, 8]
     total = torch.cuda.get_device_properties(model.device).total_memory
     room = 0.9 * total - sum(each.nbytes for each in model.parameters())
-    each = seqlen * cache_bytes_per_token(model.config, model.dtype.itemsize)
+    each = cache_bytes(model.config, seqlen, model.dtype.itemsize)
     return [batch for batch in (1, 8, 64, 256) if batch == 1 or batch * each <= room]
 
 
@@ -182,7 +182,7 @@ def compare(rows: Sequence[dict[str, Any]], rate: float) -> None:
         if is_ours(row) and (theirs := fastest.get((row["op"], row["batch"], row["seqlen"]))) is not None:
             row["speed_up"] = theirs / us
         if row["op"] != "prefill":
-            read = row["cache_bytes"] + (0 if row["op"] == "attention" else row["weight_bytes"])
+            read = row.get("read_bytes", row["cache_bytes"]) + (0 if row["op"] == "attention" else row["weight_bytes"])
             row["limit_us"] = read / rate * 1e6
             row["of_limit"] = row["limit_us"] / us
 

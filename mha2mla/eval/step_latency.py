@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from operator import mul
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from mha2mla.eval.float64 import in_float64
 from mha2mla.eval.measurement import measured, unless_out_of_memory
 from mha2mla.kernel_testing.judgement import ERROR_FACTOR, Judgement, verdict
-from mha2mla.modeling.config import cache_bytes_per_token
+from mha2mla.modeling.config import cached_tokens, layer_token_bytes, visible_tokens
 
 # The absorbed and the expanded form are equal in exact arithmetic and round differently: how differently depends on the
 # conditioning of the latent's basis. Between the two forms, an error this many times larger is still rounding.
@@ -65,7 +67,8 @@ def forward_latency(
 
     Yields:
         Rows with the keys of :data:`COLUMNS`, and ``ms_per_token`` of a step (median; a step yields ``batch`` tokens at
-        once) and ``weight_bytes``, what it reads of the weights. One that needs too much memory says so in its status.
+        once), ``weight_bytes`` and ``read_bytes``, what it reads of the weights and of the cache: of a layer with a
+        sliding window no more than that. One that needs too much memory says so in its status.
     """
     longest, largest = max(seqlens), max(batch_sizes)
     # The first and the last sequence of every batch are checked.
@@ -122,6 +125,22 @@ def prompt_factor(model: torch.nn.Module) -> float:
     return ACROSS_FORMS_FACTOR if model.config.model_type == "mha2mla" else ERROR_FACTOR
 
 
+def cache_sizes(
+    config: PreTrainedConfig, batch: int, length: int, token_bytes: Sequence[int], *, static: bool = False
+) -> dict[str, int]:
+    """Bytes of ``batch`` sequences of ``length`` tokens, all layers: held by the cache, and read by a decode step.
+
+    Args:
+        token_bytes: per layer.
+        static: the cache is transformers' ``StaticCache``, or ours of fixed size.
+    """
+    tokens = {
+        "cache_bytes": cached_tokens(config, length, static=static),
+        "read_bytes": visible_tokens(config, length),
+    }
+    return {name: batch * sum(map(mul, of_layers, token_bytes)) for name, of_layers in tokens.items()}
+
+
 Right = tuple[Tensor, Tensor]  # logits [sequences, positions, vocabulary] at the model's dtype and in float64
 
 
@@ -158,9 +177,9 @@ def _step_row(
         step = _DecodeStep.filled(model, ids, chunk)
     else:
         step = _DecodeStep.prefilled(model, ids, chunk, left=_checked(seqlen))
-    row = {"cache_bytes": batch * seqlen * step.bytes_per_token}
+    row = cache_sizes(model.config, batch, seqlen, step.layer_token_bytes, static=True)
     check = None if right is None else _check_step(step, ids, sorted({0, batch - 1}), *right)
-    row |= measured(step, check, row["cache_bytes"], ids.device, min_run_time)
+    row |= measured(step, check, row["read_bytes"], ids.device, min_run_time)
     return row | ({"ms_per_token": row["us_p50"] / 1e3} if "us_p50" in row else {})
 
 
@@ -218,16 +237,15 @@ class _DecodeStep:
             for tensor in tensors:
                 if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
                     tensor.normal_()
-            layer.cumulative_length.fill_(seqlen - 1)
+        step.move(seqlen - 2)
         return cls(model, step.cache, ids[:, -1:].clone(), torch.full((batch, 1), seqlen - 1, device=ids.device))
 
     @property
-    def bytes_per_token(self) -> int:
-        """What the cache holds of a token, all layers: latents of eight bits, for instance, and their scales."""
+    def layer_token_bytes(self) -> list[int]:
+        """Bytes per token and layer of this cache: latents of eight bits, for instance, and their scales."""
         if self.model.config.model_type != "mha2mla":
-            return cache_bytes_per_token(self.model.config, self.model.dtype.itemsize)
-        pages = (tensor for layer in self.cache.layers for tensor in layer.tensors.values())
-        return sum(tensor[0, 0].nbytes for tensor in pages)
+            return layer_token_bytes(self.model.config, self.model.dtype.itemsize)
+        return [sum(tensor[0, 0].nbytes for tensor in layer.tensors.values()) for layer in self.cache.layers]
 
     def __call__(self) -> Tensor:
         logits = self._logits(self.token, self.position)
@@ -247,6 +265,8 @@ class _DecodeStep:
         """Lets the cache hold so many tokens more, which lie there already, or fewer."""
         for layer in self.cache.layers:
             layer.cumulative_length.add_(tokens)
+            if hasattr(layer, "cumulative_length_int"):  # transformers' sliding layers count on the host as well
+                layer.cumulative_length_int += tokens
 
     def _logits(self, token: Tensor, position: Tensor) -> Tensor:
         return self.model(input_ids=token, past_key_values=self.cache, position_ids=position, use_cache=True).logits[

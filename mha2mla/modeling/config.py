@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from operator import mul
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.backends import ATTENTION_BACKENDS, OF_OPS
@@ -258,7 +259,7 @@ class MHA2MLAConfig(PreTrainedConfig):
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes cached per token, all layers, for elements of ``itemsize`` bytes (2 for bfloat16)."""
-        return sum(self.layer_geometry(i).cache_bytes_per_token(itemsize) for i in range(self.num_hidden_layers))
+        return cache_bytes_per_token(self, itemsize)
 
     def source_cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that the source model caches per token, all layers, for elements of ``itemsize`` bytes."""
@@ -267,14 +268,51 @@ class MHA2MLAConfig(PreTrainedConfig):
 
 
 def cache_bytes_per_token(config: PreTrainedConfig, itemsize: int) -> int:
-    """Bytes that all layers of a model cache per token, for elements of ``itemsize`` bytes; source or converted."""
+    """Bytes that all layers cache of a new token, for elements of ``itemsize`` bytes; source or converted."""
+    return sum(layer_token_bytes(config, itemsize))
+
+
+def cache_bytes(config: PreTrainedConfig, length: int, itemsize: int) -> int:
+    """Bytes that the cache of ``generate`` holds of ``length`` tokens, all layers; source or converted."""
+    return sum(map(mul, cached_tokens(config, length), layer_token_bytes(config, itemsize)))
+
+
+def layer_token_bytes(config: PreTrainedConfig, itemsize: int) -> list[int]:
+    """Bytes per token and layer, for elements of ``itemsize`` bytes; source or converted."""
     if isinstance(config, MHA2MLAConfig):
-        return config.cache_bytes_per_token(itemsize)
+        return [config.layer_geometry(i).cache_bytes_per_token(itemsize) for i in range(config.num_hidden_layers)]
     config = config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize
+    return [2 * kv_heads * head_dim * itemsize] * config.num_hidden_layers
+
+
+def cached_tokens(config: PreTrainedConfig, length: int, *, static: bool = False) -> list[int]:
+    """Tokens per layer that a cache holds of a sequence of ``length``; source or converted.
+
+    A ``LatentCache`` keeps every token. Of a source, transformers' ``DynamicCache`` keeps one token less than a sliding
+    window, all that the next token sees beside itself; its ``StaticCache`` of ``length`` (``static``) the window.
+    """
+    if isinstance(config, MHA2MLAConfig):
+        return [length] * config.num_hidden_layers
+    if static:
+        return visible_tokens(config, length)
+    # transformers slices [-window + 1:], which is everything for a window of 1.
+    return [length if window is None else min(length, window - 1 or length) for window in _windows(config)]
+
+
+def visible_tokens(config: PreTrainedConfig, length: int) -> list[int]:
+    """Tokens per layer that the last one of ``length`` attends to, itself included: what a decode step reads."""
+    return [length if window is None else min(length, window) for window in _windows(config)]
+
+
+def _windows(config: PreTrainedConfig) -> list[int | None]:
+    """Tokens per layer that a query sees at most, attention sinks included; None: all."""
+    if isinstance(config, MHA2MLAConfig):
+        windows = map(config.layer_attention_window, range(config.num_hidden_layers))
+        return [None if window is None else window + sinks for window, sinks in windows]
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
 
 
 def _repeated() -> tuple[str, ...]:

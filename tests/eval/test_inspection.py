@@ -22,11 +22,13 @@ def test_bytes_of_any_batch_and_length(tiny_converted):
     assert found.summary["cache bytes per token"] == source // 2
 
 
-def test_a_source_s_sliding_layers_cache_their_window_only(tmp_path):
+def test_a_sliding_source_caches_window_minus_one(tmp_path):
     source = tiny.checkpoint(tmp_path / "source", "mistral", sliding_window=9)
     recipe = {"preset": "minimal", "cache_ratio": 1.0}
     mha2mla.convert(source, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
-    row = inspect_checkpoint(tmp_path / "out", lengths=[90]).cache[0]
+    short, row = inspect_checkpoint(tmp_path / "out", lengths=[8, 80]).cache
+    assert short["cache_bytes"] == short["source_cache_bytes"] and short["reduction"] == "0.0%"
+    # One token less than the window is kept: the next one sees itself.
     assert row["cache_bytes"] == 10 * row["source_cache_bytes"] and row["reduction"] == "-900.0%"
 
 

@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import mha2mla
 from mha2mla.eval import attention_latency, decode_step_latency, model_latency, published
 from mha2mla.eval.float64 import in_float64
 from mha2mla.eval.generate_latency import generate_latency
+from mha2mla.eval.latency import compare, fitting_batches
 from mha2mla.eval.measurement import COLUMNS, NOT_CHECKED
 from mha2mla.eval.op_latency import (
     AttentionInputs,
@@ -23,6 +25,9 @@ from mha2mla.eval.op_latency import (
 from mha2mla.eval.step_latency import _DecodeStep, forward_latency
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import MHA2MLAForCausalLM
+from mha2mla.modeling.config import cache_bytes, layer_token_bytes
+from tests.conversion import tiny
+from tests.modeling import models
 
 QUICK = {"min_run_time": 0.002}
 GEOMETRY = MLAGeometry(6, 3, 24, 8, 8, 16, 3)
@@ -151,6 +156,42 @@ def test_cached_bytes_count_latents_of_eight_bits_and_their_scales(tiny_converte
         each.kv_lora_rank + 4 + each.num_rope_heads * each.qk_rope_head_dim * itemsize for each in geometries
     )
     assert row["cache_bytes"] == 2 * 40 * per_token < 2 * 40 * model.config.cache_bytes_per_token(itemsize)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_sliding_sources_step_reads_its_windows(check):
+    """And holds them in its static cache; ``generate`` holds a token less of each."""
+    model = tiny.model("gemma3_text", **tiny.GEMMA3)  # two of three layers have a window of 9
+    rows = decode_step_latency({"source": model}, batch_sizes=(2,), seqlens=(5, 40), check=check, **QUICK)
+    rows += generate_latency({"source": model}, batch_sizes=(2,), seqlens=(37,), new_tokens=4, check=check, runs=1)
+    compare(rows, rate=1e9)
+    token = 2 * 2 * 2 * 24 * 4  # of two sequences a token's keys and values of two heads in float32, one layer
+    assert [row["read_bytes"] for row in rows] == [3 * 5 * token, (40 + 2 * 9) * token, (40 + 2 * 9) * token]
+    assert [row["cache_bytes"] for row in rows] == [3 * 5 * token, (40 + 2 * 9) * token, (40 + 2 * 8) * token]
+    for row in rows:
+        assert row["status"] == ("ok" if check else NOT_CHECKED)
+        assert row["limit_us"] == pytest.approx((row["read_bytes"] + row["weight_bytes"]) / 1e3)
+
+
+def test_a_sliding_conversions_step_reads_its_windows():
+    """A latent cache holds every token; its limit is the time to read what the new token sees."""
+    model = models.mla_model("some sliding")
+    (row,) = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)
+    full, sliding = layer_token_bytes(model.config, 4)
+    assert row["cache_bytes"] == 2 * 40 * (full + sliding)
+    assert row["read_bytes"] == 2 * (40 * full + models.WINDOW * sliding)
+
+
+def test_batches_fit_by_what_is_cached(monkeypatch):
+    """On a GPU of so many bytes."""
+    models_of = {"source": models.source_model("mistral-sliding"), "converted": models.mla_model("sliding")}
+    for name, model in models_of.items():
+        weights = sum(each.nbytes for each in model.parameters())
+        room = weights + 8 * cache_bytes(model.config, 1000, 4)
+        monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+        properties = SimpleNamespace(total_memory=math.ceil(room / 0.9) + 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        assert fitting_batches(model, 1000) == [1, 8], name
 
 
 class WrongStep:

@@ -4,11 +4,20 @@ import json
 from dataclasses import replace
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling import ATTENTION_BACKENDS, MHA2MLAConfig
-from mha2mla.modeling.config import SCHEMA_VERSION
+from mha2mla.modeling import ATTENTION_BACKENDS, LatentCache, MHA2MLAConfig
+from mha2mla.modeling.config import (
+    SCHEMA_VERSION,
+    cache_bytes,
+    cache_bytes_per_token,
+    cached_tokens,
+    layer_token_bytes,
+    visible_tokens,
+)
+from tests.conversion import tiny
 from tests.modeling import models
 
 
@@ -44,6 +53,50 @@ def test_the_top_level_wins_over_the_source():
     config = models.mla_config(vocab_size=100)
     assert config.source_config["vocab_size"] == 96
     assert config.build_source_config().vocab_size == config.vocab_size == 100
+
+
+WINDOWED = {
+    "gemma3": lambda: tiny.model("gemma3_text", **tiny.GEMMA3),
+    "mistral": lambda: models.source_model("mistral-sliding"),
+    "mistral window 1": lambda: models.source_model("mistral-sliding", sliding_window=1),
+    "qwen2": lambda: models.source_model("qwen2-sliding"),
+    "llama": lambda: models.source_model("llama"),
+}
+
+
+@pytest.mark.parametrize("source", WINDOWED)
+def test_cached_tokens_are_those_of_the_sources_caches(source):
+    """Bytes too, of transformers' own caches after a prompt and after a step."""
+    model = WINDOWED[source]()
+    config = model.config
+    for length in (2, 8, 9, 10, 30):
+        for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=length)):
+            with torch.inference_mode():
+                model(models.tokens(1, length - 1), past_key_values=cache)
+                model(models.tokens(1, 1), past_key_values=cache)
+            static = isinstance(cache, StaticCache)
+            assert cached_tokens(config, length, static=static) == [layer.keys.shape[2] for layer in cache.layers]
+            if not static:
+                held = [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
+                assert cache_bytes(config, length, 4) == 4 * sum(held)
+    full = cache_bytes(config, 1000, 4)
+    assert (full < 1000 * cache_bytes_per_token(config, 4)) == (source in ("gemma3", "mistral", "qwen2"))
+
+
+@pytest.mark.parametrize("case", ["sliding", "some sliding", "latent per layer"])
+def test_a_latent_cache_holds_every_token(case):
+    """Of a layer with a window, too; a step reads the window, and attention sinks."""
+    model = models.mla_model(case)
+    cache, config = LatentCache(model.config, max_cache_len=64), model.config
+    with torch.inference_mode():
+        model(models.tokens(1, 64), past_key_values=cache)
+    assert cached_tokens(config, 64) == [layer.get_seq_length() for layer in cache.layers] == [64, 64]
+    assert cache_bytes(config, 64, 4) == cache.nbytes
+    assert layer_token_bytes(config, 4) == [layer.nbytes // 64 for layer in cache.layers]
+    windows = [config.layer_sliding_window(layer) or 64 for layer in range(2)]
+    assert visible_tokens(config, 64) == windows and visible_tokens(config, 3) == [3, 3]
+    config.attention_window, config.num_sink_tokens = 20, 4
+    assert visible_tokens(config, 64) == [24 if window == 64 else window for window in windows]
 
 
 def test_geometry_per_layer():
