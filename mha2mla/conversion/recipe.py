@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,11 @@ import yaml
 from mha2mla.conversion.calibration.stage import Calibration
 from mha2mla.conversion.fit.stage import Fit
 from mha2mla.conversion.latent.stage import Latent
-from mha2mla.conversion.presets import AUTO, NO_PRESET, PRESETS, with_keys
+from mha2mla.conversion.presets import AUTO, PRESETS, choose_preset, with_keys
 from mha2mla.conversion.rope.stage import Rope
 from mha2mla.conversion.stage import Stage
 from mha2mla.conversion.target import LAYOUTS, Target
+from mha2mla.environment import compute_device
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
@@ -50,30 +52,41 @@ _GONE = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Recipe:
-    """How a layer is turned into MLA, and how many numbers per token it may cache.
+    """How a layer is turned into MLA, and how many elements per token it may cache.
 
-    Elsewhere a recipe is a mapping (in Python, YAML or flags): ``"STAGE.KEY"``, or the stage with its keys under it;
-    the target's keys need no stage, and ``"preset"`` says where all others come from. ``{"preset": "quick",
-    "cache_ratio": 0.25, "rope.selection": "2-norm"}``, for one. Where none is named, ``convert`` takes the best that
-    the device can run.
+    Keys are given by name, as everywhere else (mappings, YAML, flags, keyword arguments of ``convert``):
+    ``"STAGE.KEY"``, or the stage with a mapping of its keys; the target's keys need no stage. ``Recipe(preset="quick",
+    cache_ratio=0.25, rope={"selection": "2-norm"})`` is one, and so is ``Recipe(**{"rope.selection": "2-norm"})``.
+
+    Args:
+        preset: source of all other keys. Default "auto", the best that the device of this machine can run;
+            ``convert(device=...)`` chooses for its own device where it gets a mapping.
+        keys: of the recipe; a stage may also be the stage itself (``fit=Fit(steps=8)``).
 
     Attributes:
-        preset: where keys come from that nobody gave; a record here.
+        preset: the one whose keys were taken; never "auto".
 
     Raises:
         ValueError: naming the key, its value and what was expected.
     """
 
-    target: Target = field(default_factory=Target)
-    rope: Rope = field(default_factory=Rope)
-    latent: Latent = field(default_factory=Latent)
-    fit: Fit = field(default_factory=Fit)
-    calibration: Calibration = field(default_factory=Calibration)
-    preset: str = NO_PRESET
+    target: Target
+    rope: Rope
+    latent: Latent
+    fit: Fit
+    calibration: Calibration
+    preset: str
 
-    def __post_init__(self) -> None:
+    def __init__(self, *, preset: str = AUTO, **keys: Any) -> None:
+        whole = {name: value for name, value in keys.items() if isinstance(value, STAGES.get(name, ()))}
+        given = asked_keys({name: value for name, value in keys.items() if name not in whole})
+        if preset == AUTO:
+            target = vars(whole["target"]) if "target" in whole else given
+            preset, _ = choose_preset(AUTO, target, compute_device(None).type)
+        for name, value in {**stages_of(preset, given), **whole, "preset": preset}.items():
+            object.__setattr__(self, name, value)
         if self.target.layout not in self.rope.rule.layouts:
             raise ValueError(
                 f"rope.selection is {self.rope.selection!r} in the {self.target.layout} layout; expected one of"
@@ -92,17 +105,16 @@ class Recipe:
         Raises:
             ValueError: no such preset, a bad key, or widths where neither says in which layout.
         """
-        return cls(**stages_of(name, keys), preset=name)
+        return cls(preset=name, **keys)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        """A recipe from plain values, such as :meth:`to_dict` gives them; without a preset the defaults alone.
+        """A recipe from plain values, such as :meth:`to_dict` gives them; without a preset that of "auto".
 
         Raises:
             ValueError: no mapping, an unknown key or preset, or a bad value.
         """
-        keys = asked_keys(values)
-        return cls.from_preset(keys.pop("preset", NO_PRESET), **keys)
+        return cls(**asked_keys(values))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -234,21 +246,23 @@ def selections(layout: str) -> tuple[str, ...]:
     return tuple(name for name, rule in SELECTIONS.items() if layout in rule.layouts)
 
 
-def asked_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+def asked_keys(values: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
     """The keys of a mapping in one dict, the preset among them; None counts as not given.
 
+    Args:
+        others: names that are valid beside the keys, for messages.
+
     Raises:
-        ValueError: no mapping, or a key that is unknown, or of recipes that had no stages, or a value that is gone.
+        ValueError: no mapping, or a key that is unknown, given twice, or of recipes that had no stages, or a value that
+            is gone.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"recipe is {values!r:.200}; expected a mapping of recipe keys")
     found: dict[str, Any] = {}
-    for key, value in values.items():
-        if key in STAGES:
-            if not isinstance(value, Mapping):
-                raise ValueError(f"recipe stage {key!r} is {value!r:.200}; expected a mapping of its keys")
-            found |= asked_keys({STAGES[key].prefix + str(inner): each for inner, each in value.items()})
-        elif isinstance(value, str) and (key, value) in _GONE:
+    for key, value in _without_stages(values):
+        if key in found:
+            raise ValueError(f"recipe key {key!r} is given twice, by itself and under its stage; expected one of them")
+        if isinstance(value, str) and (key, value) in _GONE:
             raise ValueError(f"{key} is {value!r}, which earlier versions had; expected {_GONE[key, value]}")
         elif key in KEYS or key == "preset":
             found[key] = value
@@ -259,18 +273,48 @@ def asked_keys(values: Mapping[str, Any]) -> dict[str, Any]:
         elif key in _FIXED:
             raise ValueError(f"recipe key {key!r} is of recipes that had no stages; expected nothing, it is fixed now")
         else:
-            raise ValueError(f"recipe key {key!r} is unknown; expected one of preset, {', '.join(KEYS)}")
+            names = list(dict.fromkeys([*others, "preset", *KEYS]))
+            close = "".join(f", did you mean {name!r}?" for name in get_close_matches(str(key), names, 1))
+            raise ValueError(f"recipe key {key!r} is unknown{close or ';'} expected one of {', '.join(names)}")
     return {key: value for key, value in found.items() if value is not None}
 
 
+def _without_stages(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys and values of a recipe's mapping, those under a stage with its prefix."""
+    for key, value in values.items():
+        if key not in STAGES:
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from ((STAGES[key].prefix + str(inner), each) for inner, each in value.items())
+        else:
+            raise ValueError(f"recipe stage {key!r} is {value!r:.200}; expected a mapping of its keys")
+
+
 class PlainLoader(yaml.SafeLoader):
-    """YAML without aliases: a few lines of them stand for more values than there is memory."""
+    """YAML without aliases and without a key that its mapping has twice.
+
+    A few lines of aliases stand for more values than there is memory.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._path: list[str] = []  # keys that lead to the node that is read
+        self._keys: set[tuple[int, str]] = set()  # each with the mapping that has it
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.constructor.ConstructorError(None, None, "aliases are not read in recipes", mark)
-        return super().compose_node(parent, index)
+        if not isinstance(index, yaml.ScalarNode):  # not the value of a key
+            return super().compose_node(parent, index)
+        self._path.append(index.value)
+        if (id(parent), index.value) in self._keys:
+            text = f"key {'.'.join(self._path)!r} is given twice"
+            raise yaml.constructor.ConstructorError(None, None, text, index.start_mark)
+        self._keys.add((id(parent), index.value))
+        node = super().compose_node(parent, index)
+        self._path.pop()
+        return node
 
 
 def recipe_file(path: str | Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from mha2mla.conversion.calibration.blocks import Windows, listed
 from mha2mla.conversion.calibration.lengths import calibration_lengths, check_length, nearest_length
 from mha2mla.conversion.calibration.windows import evaluation_windows
 from mha2mla.conversion.families import SourceSpec
-from mha2mla.conversion.presets import AUTO, choose_preset
+from mha2mla.conversion.presets import AUTO, NO_PRESET, choose_preset
 from mha2mla.conversion.recipe import Recipe, asked_keys
 from mha2mla.conversion.result.destination import check_destination
 from mha2mla.conversion.source.checkpoint import CheckpointError
@@ -84,6 +84,25 @@ class Arguments:
                 raise ValueError(f"{name} is {getattr(self, name)!r:.80}; expected {expected}")
         for name in ("source", "destination"):  # else a folder named "~" is made here
             object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
+
+    @classmethod
+    def with_keys(cls, recipe_keys: Mapping[str, Any], **given: Any) -> Arguments:
+        """The arguments ``given``, with ``recipe_keys`` in the recipe.
+
+        Raises:
+            ValueError: an unknown key, one that the recipe has as well, or a recipe that is no mapping; or as above.
+        """
+        if isinstance(given["calibration"], Mapping):  # the recipe's stage of that name
+            recipe_keys, given["calibration"] = {**recipe_keys, "calibration": given["calibration"]}, None
+        if keys := asked_keys(recipe_keys, others=given):
+            recipe = given["recipe"]
+            if isinstance(recipe, Recipe):
+                raise ValueError(f"{', '.join(keys)} is given beside a Recipe; expected it in the recipe, or a mapping")
+            in_recipe = asked_keys(recipe or {})
+            if twice := sorted(keys.keys() & in_recipe.keys()):
+                raise ValueError(f"{', '.join(twice)} is given by itself and in the recipe; expected one of them")
+            given["recipe"] = in_recipe | keys
+        return cls(**given)
 
     def written_dtype(self, opened: OpenedFolder) -> torch.dtype:
         """Of the converted projections: the one that was asked for, else the source's."""
@@ -204,7 +223,7 @@ def named_recipe(
     if preset not in (None, named) and named != AUTO:
         raise ValueError(f"preset is {preset!r} beside a recipe of preset {named!r}; expected one of them")
     if (preset or named) == AUTO:
-        Recipe.from_dict(given)  # what leaves its layout open is refused on every machine
+        Recipe.from_preset(NO_PRESET, **given)  # what leaves its layout open is refused on every machine
     chosen, why = choose_preset(preset or named, given, device.type)
     return recipe if isinstance(recipe, Recipe) else Recipe.from_preset(chosen, **given), why
 

@@ -44,7 +44,7 @@ def convert(
     recipe: Recipe | Mapping[str, Any] | None = None,
     *,
     preset: PresetName | None = None,
-    calibration: str | Windows | None = None,
+    calibration: str | Windows | Mapping[str, Any] | None = None,
     evaluation: str | torch.Tensor = EVALUATION_TEXT,
     evaluation_tokens: int = EVALUATION_TOKENS,
     device: str | torch.device | None = None,
@@ -55,6 +55,7 @@ def convert(
     progress: bool = True,
     spill_bytes: int = SPILL_BYTES,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    **recipe_keys: Any,
 ) -> ConversionReport:
     """Converts an MHA/GQA checkpoint to MLA and proves what came out.
 
@@ -72,11 +73,10 @@ def convert(
     Args:
         source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
         destination: folder to create.
-        recipe: what to do, or a mapping of its keys, such as ``{"cache_ratio": 0.25}`` (``Recipe``); default half the
-            cache.
-        preset: of a mapping that names none; default the best that the device can run.
+        recipe: a ``Recipe``, or a mapping of its keys, such as ``{"cache_ratio": 0.25}``; default half the cache.
+        preset: of a recipe that names none; default "auto", the best that the device can run.
         calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows,
-            length], or one of these for each length.
+            length], or one of these for each length. A mapping: keys of the recipe's stage of this name.
         evaluation: held-out text or token windows of the comparison.
         evaluation_tokens: at most so many of that text.
         device: of the computation; default CUDA where there is one, else the CPU.
@@ -90,6 +90,8 @@ def convert(
         progress: show progress bars and notes on standard error.
         spill_bytes: activations at a layer boundary go to disk when they are larger.
         max_shard_bytes: size of a weight file.
+        recipe_keys: keys of the recipe, in place of a mapping or beside one: ``convert(source, destination,
+            cache_ratio=0.5, layout="shared", fit={"steps": 8})``, or ``**{"fit.steps": 8}``.
 
     Raises:
         UnsupportedSourceError: the source cannot be converted, by name.
@@ -104,11 +106,11 @@ def convert(
     Warns:
         UserWarning: on a GPU no kernel will serve a layer's geometry, with the limit that it exceeds.
     """
-    arguments = Arguments(**locals())  # which are this function's own arguments so far
+    arguments = Arguments.with_keys(**locals())  # which are this function's own arguments so far
     started = time.perf_counter()
     seconds: dict[str, float] = {}
     with _timed(seconds, "prepare"):
-        named_recipe(recipe, preset, compute_device(device))  # a mistake is said before a source is fetched
+        named_recipe(arguments.recipe, preset, compute_device(device))  # a mistake is said before a source is fetched
         folder = source_folder(arguments.source)
     if is_converted(folder):
         return change_layout(arguments, folder, started)

@@ -9,7 +9,8 @@ import torch
 
 from mha2mla.conversion.presets import MEASURED, PRESETS, better_than, choose_preset, sets
 from mha2mla.conversion.recipe import KEYS, Recipe
-from mha2mla.conversion.target import LAYOUTS
+from mha2mla.conversion.target import LAYOUTS, Target
+from mha2mla.environment import compute_device
 from mha2mla.pipeline.check import named_recipe
 
 CPU = torch.device("cpu")
@@ -92,6 +93,21 @@ def test_a_mapping_takes_the_preset_of_its_own_the_argument_s_or_the_machine_s()
     assert named_recipe({"target": {"cache_ratio": 0.25}}, None, CPU)[0] == quick
     assert named_recipe(quick, "quick", CPU)[0] == quick
     assert named_recipe(None, None, CPU)[0] == Recipe.from_preset("quick")
+
+
+@pytest.mark.parametrize("keys", [{}, {"cache_ratio": 0.25}, {"layout": "shared"}, {"cache_ratio": 1.0}])
+def test_naming_no_preset_is_auto_everywhere(keys):
+    there, _ = named_recipe(keys, None, compute_device(None))
+    assert Recipe(**keys) == Recipe.from_dict(keys) == Recipe.from_preset("auto", **keys) == there
+    assert Recipe(target=Target(**keys)) == there and there.preset in ("quick", *LAYOUTS)
+
+
+def test_a_stage_replaces_the_presets():
+    recipe = Recipe.from_preset("published-transmla")
+    other = replace(recipe, rope=replace(recipe.rope, share=None))
+    assert recipe.rope.share == 1 / 3 and other.rope.share is None and other.latent == recipe.latent
+    with pytest.raises(ValueError, match="recipe stage 'fit' is Target"):
+        Recipe(fit=Target())
 
 
 def test_a_recipe_takes_one_preset():

@@ -62,7 +62,11 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
         ({"calibration.seed": -1}, "calibration.seed is -1"),
         ({"preset": "best"}, "preset is 'best'; expected one of 'auto', 'minimal'"),
         ({"fit": 3}, "recipe stage 'fit' is 3; expected a mapping"),
-        ({"fit": {"stops": 3}}, "recipe key 'fit.stops' is unknown"),
+        ({"fit": {"stops": 3}}, "recipe key 'fit.stops' is unknown, did you mean 'fit.steps'? expected one of preset,"),
+        ({"qqq": 3}, "recipe key 'qqq' is unknown; expected one of preset, layout"),
+        ({"fit.steps": 3, "fit": {"steps": 3}}, "recipe key 'fit.steps' is given twice, by itself and under its stage"),
+        ({"fit": {"steps": 3}, "fit.steps": None}, "recipe key 'fit.steps' is given twice"),
+        ({"target": {"layout": "shared"}, "layout": "latent"}, "recipe key 'layout' is given twice"),
     ],
 )
 def test_a_bad_key_is_named_with_its_value(keys, named):
@@ -86,9 +90,12 @@ def test_a_stage_refuses_a_bad_value_wherever_it_is_made():
     ],
 )
 def test_keys_lie_beside_one_another_or_in_their_stages(values):
-    expected = Recipe(Target(cache_ratio=0.25), rope=Rope(selection="2-norm"), fit=Fit(steps=3))
-    assert Recipe.from_dict(values) == expected
+    expected = Recipe(
+        preset="minimal", target=Target(cache_ratio=0.25), rope=Rope(selection="2-norm"), fit=Fit(steps=3)
+    )
+    assert Recipe.from_dict({"preset": "minimal", **values}) == expected
     assert Recipe.from_preset("minimal", **values) == expected
+    assert Recipe(preset="minimal", **values) == expected
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,17 @@ def test_an_empty_file_is_the_default_recipe(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("layot: shared", "'layot' is unknown"), ("- shared", "expected a mapping"), ("{", "is not YAML")],
+    [
+        ("layot: shared", "'layot' is unknown, did you mean 'layout'?"),
+        ("- shared", "expected a mapping"),
+        ("{", "is not YAML"),
+        ("cache_ratio: 0.5\nlayout: shared\ncache_ratio: 0.3\n", "(?s)key 'cache_ratio' is given twice.*line 3"),
+        ("{layout: shared, layout: shared}", "key 'layout' is given twice"),
+        ("fit: {steps: 1}\nfit: {tokens: 64}\n", "key 'fit' is given twice"),
+        ("fit:\n  steps: 1\n  tokens: 64\n  steps: 2\n", "(?s)key 'fit.steps' is given twice.*line 4"),
+        ("fit.steps: 1\nfit.steps: 2\n", "key 'fit.steps' is given twice"),
+        ("fit.steps: 1\nfit:\n  steps: 1\n", "key 'fit.steps' is given twice, by itself and under its stage"),
+    ],
 )
 def test_a_bad_file_is_named(tmp_path, text, named):
     (tmp_path / "recipe.yaml").write_text(text)

@@ -1,11 +1,13 @@
 """Sources, arguments and destinations that are no good are named and leave nothing; sources that are odd convert."""
 
+import inspect
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import mha2mla
 from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.source.checkpoint import CheckpointError
@@ -239,3 +241,36 @@ def test_old_rotary_buffers_in_a_source_are_passed_over(tmp_path):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
+
+
+def test_keyword_arguments_are_recipe_keys(tmp_path):
+    source = tiny.checkpoint(tmp_path / "source")
+    common = {"evaluation_tokens": 64, "device": "cpu", "progress": False}
+    stages = {"fit": {"steps": 1}, "calibration": {"text": "builtin:prose", "tokens": 512, "lengths": 64}}
+    keys = {"cache_ratio": 0.25, "layout": "shared", **stages}
+    nested = mha2mla.convert(source, tmp_path / "one", preset="minimal", **keys, **common)
+    assert nested.recipe == mha2mla.Recipe(preset="minimal", **keys).to_dict()
+    flat = {**SHORT, "fit.steps": 1, "layout": "shared"}
+    beside = mha2mla.convert(source, tmp_path / "two", {"cache_ratio": 0.25}, **flat, **common)
+    assert beside.recipe == nested.recipe
+    parameters = inspect.signature(mha2mla.convert).parameters
+    assert parameters["recipe_keys"].kind is inspect.Parameter.VAR_KEYWORD
+    assert 'cache_ratio=0.5, layout="shared"' in mha2mla.convert.__doc__
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys", "named"),
+    [
+        (None, {"layot": "shared"}, r"recipe key 'layot' is unknown, did you mean 'layout'\? expected one of source, "),
+        (None, {"overwrit": True}, r"'overwrit' is unknown, did you mean 'overwrite'\? .*overwrite, .*, fit.steps, "),
+        (None, {"fit": {"stops": 3}}, r"'fit.stops' is unknown, did you mean 'fit.steps'\?"),
+        (None, {"cache_ratio": 2}, "cache_ratio is 2; expected a number above 0, at most 1"),
+        (None, {"fit": {"steps": 3}, "fit.steps": 3}, "'fit.steps' is given twice"),
+        ({"cache_ratio": 0.5}, {"cache_ratio": 0.5}, "cache_ratio is given by itself and in the recipe"),
+        (mha2mla.Recipe(), {"cache_ratio": 0.5}, "cache_ratio is given beside a Recipe; expected it in the recipe"),
+        (None, {"calibration": {"text": 3}}, "calibration.text is 3"),
+    ],
+)
+def test_a_bad_keyword_argument_is_named(recipe, keys, named, tmp_path):
+    with pytest.raises(ValueError, match=named):
+        mha2mla.convert(tmp_path / "absent", tmp_path / "out", recipe, **keys)
