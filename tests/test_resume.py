@@ -201,7 +201,9 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
     source = tiny.checkpoint(tmp_path / "source")
     recipe = {"layout": "shared", "calibration.text": "generated", "latent.ranks": "measured"}
     recipe["calibration.tokens"] = 256
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "cache"))
     whole = convert(source, tmp_path / "whole", recipe=recipe)
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "another cache"))
     stages = (  # one that is interrupted, and what is finished by then
         (prepare, "choose_layer_ranks", windows, "mixed_windows"),
         (run, "convert_layers", prepare, "choose_layer_ranks"),

@@ -6,6 +6,7 @@ Each is a piece of the work folder: saved when it is found, and found there by t
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +26,8 @@ from mha2mla.environment import installed_version
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Plan
-from mha2mla.texts import text_identity
+from mha2mla.pipeline.kept_text import KeptText
+from mha2mla.texts import DATASET, GENERATED, text_identity
 
 _TEXT, _RANKS = "text", "layer-ranks"  # pieces of the work
 
@@ -72,11 +74,12 @@ def open_work(plan: Plan, folder: Path, weights: dict[str, FileIdentity]) -> Wor
     return work
 
 
-def prepare(plan: Plan, work: WorkFolder, folder: Path) -> Prepared:
+def prepare(plan: Plan, work: WorkFolder, folder: Path, files: Mapping[str, FileIdentity]) -> Prepared:
     """Finds out what layers depend on, or takes it from ``work``.
 
     Args:
         folder: where activations go that are larger than ``spill_bytes``.
+        files: of the source.
     """
     recipe, spec, arguments = plan.recipe, plan.spec, plan.arguments
     geometry = recipe.geometry(spec)
@@ -86,7 +89,7 @@ def prepare(plan: Plan, work: WorkFolder, folder: Path) -> Prepared:
         spec,
         (geometry,) * spec.num_layers,
         recipe,
-        None if plan.calibration is None else _windows(plan, work),
+        None if plan.calibration is None else _windows(plan, work, files),
         folder,
         weights_dtype=arguments.dtype,
         spill_bytes=arguments.spill_bytes,
@@ -116,21 +119,39 @@ def layer_inputs(prepared: Prepared) -> dict[str, Any]:
     return {"geometries": shapes, "calibration": None if windows is None else tensor_hash(windows.tokens)}
 
 
-def _windows(plan: Plan, work: WorkFolder) -> TokenBlocks:
+def _windows(plan: Plan, work: WorkFolder, files: Mapping[str, FileIdentity]) -> TokenBlocks:
     saved = work.get(_TEXT)
     if saved is not None:
         return TokenBlocks(saved[0]["windows"], tuple(saved[1]["lengths"]))
-    windows = calibration_windows(
-        plan.opened,
-        plan.calibration,
-        lengths=plan.lengths,
-        tokens=plan.recipe.calibration.tokens,
-        seed=plan.recipe.calibration.seed,
-        device=plan.model.device,
-        progress=plan.arguments.progress,
-    )
+    kept = _kept_text(plan, files)
+    windows = None if kept is None else kept.read()
+    if windows is None:
+        windows = calibration_windows(
+            plan.opened,
+            plan.calibration,
+            lengths=plan.lengths,
+            tokens=plan.recipe.calibration.tokens,
+            seed=plan.recipe.calibration.seed,
+            device=plan.model.device,
+            progress=plan.arguments.progress,
+        )
+        if kept is not None and (why := kept.write(windows)):
+            plan.arguments.say(f"calibration text is not kept for other conversions of this source: {why}")
+    else:
+        plan.arguments.say(f"calibration text: {kept.path}, which the source wrote for another conversion")
     work.put(_TEXT, {"windows": windows.tokens}, {"lengths": windows.lengths})
     return windows
+
+
+def _kept_text(plan: Plan, files: Mapping[str, FileIdentity]) -> KeptText | None:
+    """Where text that the source writes is kept; None for other text, and beside a dataset, whose name stays when it
+    changes."""
+    parts = plan.calibration.split("+") if isinstance(plan.calibration, str) else []
+    if GENERATED not in parts or any(part.startswith(DATASET) for part in parts):
+        return None
+    calibration = plan.recipe.calibration
+    asked = [list(plan.lengths), calibration.tokens, calibration.seed]
+    return KeptText([{name: each.sha256 for name, each in files.items()}, _machine(plan), asked])
 
 
 def _request(plan: Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:
@@ -139,10 +160,17 @@ def _request(plan: Plan, weights: dict[str, FileIdentity]) -> dict[str, Any]:
     return {
         "recipe": plan.recipe.flat(),
         "source": {name: identity.sha256 for name, identity in weights.items()},
-        "calibration": _text_identity(plan.calibration),
-        "device": _device_name(plan.model.device),
         "compute_dtype": str(arguments.compute_dtype),
         "dtype": None if arguments.dtype is None else str(arguments.dtype),
+        **_machine(plan),
+    }
+
+
+def _machine(plan: Plan) -> dict[str, Any]:
+    """The calibration text by name or hash, and the device and versions that it depends on beside the source."""
+    return {
+        "calibration": _text_identity(plan.calibration),
+        "device": _device_name(plan.model.device),
         "python": platform.python_version(),  # texts come with it
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),

@@ -68,7 +68,8 @@ def convert(
 
     A run that was killed, interrupted, or ended by an error leaves what it had finished (calibration text, measured
     ranks, layers) beside the destination, and the same call goes on from there: activations are computed anew, and the
-    weights are those of a run that nothing disturbed. Where it had finished nothing, it leaves nothing.
+    weights are those of a run that nothing disturbed. Where it had finished nothing, it leaves nothing. Text that the
+    source wrote is kept in the cache folder for its other conversions (``pipeline.kept_text``).
 
     Args:
         source: Hugging Face folder, or hub id (downloaded by ``huggingface_hub``).
@@ -134,7 +135,7 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
         files = {**weights, **others}
         with faults_of_the_source_named(plan.opened.folder, files, work.discard):
             with _timed(seconds, "prepare"), _degenerate_named():
-                prepared = prepare(plan, work, folder)
+                prepared = prepare(plan, work, folder, files)
                 config, device = prepared.config(), plan.model.device
                 serving = serving_on_cuda(config, arguments.written_dtype(opened), device)
             layers = FinishedLayers(work, layer_inputs(prepared))

@@ -16,25 +16,28 @@ REPEATABLE_ATTENTION = "mha2mla_repeatable"  # for ``config._attn_implementation
 
 
 class _Attention(torch.autograd.Function):
-    """SDPA; the backward pass runs it again where PyTorch insists on kernels that repeat.
+    """SDPA whose two passes run where PyTorch insists on kernels that repeat.
 
     PyTorch chooses them in its strict deterministic mode only, not where it merely warns; and strict for a whole step
-    would ask every user for an environment variable of cuBLAS (torch.use_deterministic_algorithms).
+    would ask every user for an environment variable of cuBLAS (torch.use_deterministic_algorithms). The forward pass
+    keeps SDPA's own graph, which the backward pass runs: once.
     """
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.options = options
-        with deterministic(warn_only=False):
-            return F.scaled_dot_product_attention(query, key, value, **options)
+        inputs = [tensor.detach() for tensor in (query, key, value)]
+        for tensor, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True):
+            tensor.requires_grad_(needed)
+        with deterministic(warn_only=False), torch.enable_grad():
+            made = F.scaled_dot_product_attention(*inputs, **options)
+        ctx.inputs, ctx.made = [tensor for tensor in inputs if tensor.requires_grad], made
+        return made.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-        with deterministic(warn_only=False), torch.enable_grad():
-            made = F.scaled_dot_product_attention(*inputs, **ctx.options)
-            return *torch.autograd.grad(made, inputs, gradient), None
+        with deterministic(warn_only=False):
+            found = iter(torch.autograd.grad(ctx.made, ctx.inputs, gradient))
+        return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
 
 
 def repeatable_attention(

@@ -16,6 +16,7 @@ import torch
 
 from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.conversion.fit.numerics import tf32_on_cuda
 from mha2mla.conversion.fit.reconstruction import ReconstructionProblem, reconstruct
 from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_energies
 from mha2mla.conversion.recipe import is_exact
@@ -100,8 +101,9 @@ def measure_losses(
         model.embed(clean)
         for layer in progress_bar(range(layers), desc="layer ranks", unit="layer", show=progress):
             module = model.layer(layer)
-            for store in perturbed:
-                model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
+            with tf32_on_cuda(model.device):  # as the walk's own streams
+                for store in perturbed:
+                    model.run_layer(module, layer, store, tokens=_BATCH_TOKENS)
             _pass(lambda hidden: hidden, fitted, targets, model.device)
             collector = walks[0].collector(layer)
             model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
@@ -119,11 +121,14 @@ def measure_losses(
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
                     tensors = reconstruct(problem, tensors, fit, seed=recipe.calibration.seed, layer=layer).tensors
                 perturbed.append(next(unused))
-                _pass(partial(forward, computed(tensors, model)), clean, perturbed[-1], model.device)
-            model.run_layer(module, layer, clean, tokens=_BATCH_TOKENS)
+                with tf32_on_cuda(model.device):
+                    _pass(partial(forward, computed(tensors, model)), clean, perturbed[-1], model.device)
+            with tf32_on_cuda(model.device):
+                model.run_layer(module, layer, clean, tokens=_BATCH_TOKENS)
             fitted, targets = targets, fitted
             model.source.release()
-        found = _divergences(model, clean, perturbed)
+        with tf32_on_cuda(model.device):
+            found = _divergences(model, clean, perturbed)
     finally:
         for store in (fitted, targets, clean, *others):
             store.close()

@@ -1,0 +1,66 @@
+"""Text that a source wrote serves its other conversions, and no others."""
+
+import pytest
+import torch
+
+from mha2mla.conversion.calibration import windows
+from mha2mla.conversion.calibration.blocks import TokenBlocks
+from mha2mla.pipeline.kept_text import KeptText
+from tests.conversion import tiny
+from tests.conversion.tiny import convert
+
+RECIPE = {"calibration.text": "generated", "calibration.tokens": 256, "calibration.lengths": 64}
+
+
+@pytest.fixture
+def writings(tmp_path, monkeypatch):
+    """Seeds of the texts that sources write, into a cache folder of this test's own."""
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "cache"))
+    seeds, usual = [], windows.generator_of
+
+    def counted(*arguments, **keys):
+        generate = usual(*arguments, **keys)
+        return lambda length, count: (seeds.append(keys["seed"]), generate(length, count))[1]
+
+    monkeypatch.setattr(windows, "generator_of", counted)
+    return seeds
+
+
+def test_another_ratio_takes_the_text_of_the_first(source, tmp_path, writings):
+    for ratio in (0.5, 0.25, 0.125):
+        report = convert(source, tmp_path / f"{ratio}", {**RECIPE, "cache_ratio": ratio})
+        assert report.calibration_tokens == 256
+    assert writings == [0]
+    convert(source, tmp_path / "seed", {**RECIPE, "calibration.seed": 1})
+    convert(source, tmp_path / "tokens", {**RECIPE, "calibration.tokens": 512})
+    convert(tiny.checkpoint(tmp_path / "other", seed=5), tmp_path / "of another", RECIPE)
+    assert writings == [0, 1, 0, 0]
+
+
+def test_a_text_that_nobody_writes_is_not_kept(source, tmp_path, writings):
+    convert(source, tmp_path / "out", {**RECIPE, "calibration.text": "builtin:pydoc"})
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_damaged_or_unwritable_text_is_written_anew(source, tmp_path, writings, capsys):
+    convert(source, tmp_path / "first", RECIPE)
+    (kept,) = (tmp_path / "cache" / "texts").iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    convert(source, tmp_path / "second", RECIPE)
+    assert writings == [0, 0] and kept.read_bytes() == whole
+    kept.unlink()
+    kept.parent.rmdir()
+    kept.parent.write_text("a file")
+    convert(source, tmp_path / "third", RECIPE, progress=True)
+    assert "calibration text is not kept for other conversions" in capsys.readouterr().err
+
+
+def test_kept_windows_come_back_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path))
+    blocks = TokenBlocks.of([torch.arange(32).view(4, 8), torch.arange(32).view(2, 16)])
+    kept = KeptText({"source": "a"})
+    assert kept.read() is None and kept.write(blocks) is None
+    found = kept.read()
+    assert torch.equal(found.tokens, blocks.tokens) and found.lengths == blocks.lengths
+    assert KeptText({"source": "b"}).read() is None
