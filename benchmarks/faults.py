@@ -270,7 +270,7 @@ FAULTS = tuple(
 +max(8, tiling.groups_per_tile * qk_rope_head_dim // (8 * CLUSTER) * 8)
 # 32 heads take another kernel than 16 and 64
 @ mha2mla/kernels/mla_decode/selection.py
-? tests/kernels/split_kv/test_tuning.py tests/kernels/mla_decode/test_mla_decode.py
+? tests/kernels/mla_decode/test_head_counts.py tests/kernels/mla_decode/test_mla_decode.py
 ? tests/benchmarks/test_decode_benchmark.py -k not compile
 -def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:
 +def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:

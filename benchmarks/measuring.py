@@ -108,7 +108,7 @@ def decode_jobs(case: SpeedCase, op: PagedOp | None = None) -> list[CompileJob]:
     """What a decode case launches on this machine's GPU; ``op`` in place of the problem's."""
     here = torch.device("cuda", torch.cuda.current_device())
     op, batch, shape = op or case.problem.op, len(case.problem.lengths), Case(0, case.problem, "bfloat16").shape()
-    choice = op.choose(shape, here, batch)
+    choice = op.choose(shape, here)
     launch = (choice, choice.num_ctas(num_sms(here)), batch)
     return [CompileJob(op.name, shape, capability(here), (launch,))]
 
@@ -137,7 +137,7 @@ def measure_decode(
     row: Row = {"name": case.name, **problem.columns, "B": batch, "longest": max(problem.lengths)}
     row |= {"MB": problem.cache_bytes() / 1e6, "kernel": backend}
     if backend == "tilelang":
-        choice = problem.op.choose(shape, here, batch)
+        choice = problem.op.choose(shape, here)
         row |= choice.configuration() | {"reason": choice.reason}
     ours = partial(decode, **inputs, plan=plan, out=out, backend=backend)
     _, lse = ours(return_lse=True)

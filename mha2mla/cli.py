@@ -30,7 +30,6 @@ VERBS: dict[str, Callable[..., int | None]] = {
     "eval tasks": verbs.eval_tasks,
     "eval latency": latency_verb.eval_latency,
     "check kernels": kernel_verbs.check_kernels,
-    "tune": kernel_verbs.tune,
     "generate": loop_verbs.generate,
     "chat": loop_verbs.chat,
     "demo": verbs.demo,

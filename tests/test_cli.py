@@ -117,7 +117,6 @@ def test_lists_need_no_brackets():
     for text in ("1,8", "[1,8]", "1, 8"):
         given = parsers()[""].parse_args(["eval", "latency", "a", "b", "--batch-sizes", text])
         assert given.batch_sizes == [1, 8]
-    assert parsers()[""].parse_args(["tune", "--batch", "64"]).batch == [64]
     assert parsed_recipe("--calibration.lengths", "512,1024") == {"calibration.lengths": [512, 1024]}
     assert parsed_recipe("--calibration.lengths", "[512]") == {"calibration.lengths": [512]}
     assert parsed_recipe("--latent.ranks", "8,16") == {"latent.ranks": [8, 16]}

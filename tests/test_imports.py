@@ -12,7 +12,7 @@ ROOT = Path(mha2mla.__file__).parent
 # What the rooms of the house that others stand on may import.
 BELOW = {
     "geometry": set(),
-    "kernels": {"geometry", "cache_folder", "whole_files"},
+    "kernels": {"geometry"},
     "adapters": {"geometry", "kernels"},
     "modeling": {"geometry", "kernels"},
     "loop": {"modeling", "progress", "prompts"},

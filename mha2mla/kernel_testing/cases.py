@@ -46,7 +46,7 @@ class Case:
 
     def choice(self, device: torch.device) -> KernelChoice:
         """The kernel that it runs on a device."""
-        return self.problem.op.choose(self.shape(), device, len(self.problem.lengths))
+        return self.problem.op.choose(self.shape(), device)
 
     def num_ctas(self, planned: int) -> int:
         """CTAs that it plans for where the device would plan for ``planned``."""

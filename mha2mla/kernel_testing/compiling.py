@@ -48,7 +48,7 @@ def compile_job(cases: Sequence[Case], device: torch.device) -> CompileJob:
     op, shape = cases[0].problem.op, cases[0].shape()
     launches: dict[tuple[KernelChoice, int, int], None] = {}
     for batch, case in ((len(case.problem.lengths), case) for case in cases if case.problem.lengths):
-        choice = op.choose(shape, device, batch)
+        choice = op.choose(shape, device)
         planned = choice.num_ctas(num_sms(device))
         # a call without a plan makes the first of them
         launches |= dict.fromkeys((choice, ctas, batch) for ctas in (planned, case.num_ctas(planned)))

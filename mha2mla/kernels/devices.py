@@ -48,12 +48,6 @@ def capability(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=64)
-def device_name(device: torch.device) -> str | None:
-    """As the driver calls it; None where there is no GPU."""
-    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else None
-
-
-@lru_cache(maxsize=64)
 def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -22,7 +22,7 @@ GQA = PagedOp(
     shape=GQAShape,
     static=("H", "G", "d_qk", "d_v", "page", "S_q"),
     refusal=refusal,
-    select=lambda shape, capability, *_: select_kernel(shape, capability),
+    select=select_kernel,
     make_split="mha2mla.kernels.gqa_decode.build:make_split",
     reference="mha2mla.kernels.gqa_decode.reference:gqa_decode_reference",
 )

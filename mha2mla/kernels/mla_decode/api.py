@@ -24,7 +24,6 @@ from mha2mla.kernels.split_kv.arguments import Argument
 from mha2mla.kernels.split_kv.limits import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan import DecodePlan
-from mha2mla.kernels.split_kv.tuning import BATCHES
 
 _QUERIES = (Argument("q_latent", "B S_q H d_c"), Argument("q_pe", "B S_q H d_r"))
 _LATENT_SCALE = Argument("latent_scale", "P page", torch.float32)
@@ -42,7 +41,6 @@ MLA = PagedOp(
     select=select_kernel,
     make_split="mha2mla.kernels.mla_decode.build:make_split",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_reference",
-    batches=BATCHES,
 )
 FP8 = PagedOp(
     name="mla_decode_fp8",
@@ -54,7 +52,7 @@ FP8 = PagedOp(
     ),
     **_ALIKE,
     refusal=refusal_fp8,
-    select=lambda shape, capability, *_: select_fp8(shape, capability),
+    select=select_fp8,
     make_split="mha2mla.kernels.mla_decode.fp8:make_mla_decode_fp8",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_fp8_reference",
     guards_indices=True,
@@ -77,7 +75,7 @@ LATENT = PagedOp(
     arguments=(*_QUERIES, Argument("latent_cache", "P page d_c"), *_KEYS),
     **_LATENT_ALIKE,
     refusal=refusal_latent,
-    select=lambda shape, capability, *_: select_latent(shape, capability),
+    select=select_latent,
     make_split="mha2mla.kernels.mla_decode.build:make_latent_split",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_reference",
 )
@@ -86,7 +84,7 @@ LATENT_FP8 = PagedOp(
     arguments=(*_QUERIES, Argument("latent_cache", "P page d_c", CODES), _LATENT_SCALE, *_KEYS),
     **_LATENT_ALIKE,
     refusal=refusal_latent_fp8,
-    select=lambda shape, capability, *_: select_latent_fp8(shape, capability),
+    select=select_latent_fp8,
     make_split="mha2mla.kernels.mla_decode.latent_fp8:make_latent_fp8",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_fp8_reference",
 )

@@ -92,7 +92,7 @@ def load_queries(k, w, work, tile, half, q_pe, qp_tile):
 
 @T.macro
 def multiply_rope(k, w, n, memory, s):
-    swap_ab_ws.multiply_rope(k, w, n, memory, s, [], None)
+    swap_ab_ws.multiply_rope(k, w, n, memory, s, [])
 
 
 @T.macro

@@ -1,19 +1,16 @@
-"""Which kernel, with which tiles, serves a decode geometry, and why one is refused. Arithmetic only, no TileLang."""
+"""Selection of the decode kernel and its tiles for a geometry, and the refusals. Arithmetic only, no TileLang."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from pathlib import Path
-from typing import get_type_hints
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.mla_decode.halves import CLUSTER, MAX_ROPE_HALF, cluster_shared_memory, halve
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.limits import rank_choices, refusals, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
-from mha2mla.kernels.split_kv.tuning import BATCHES, TuningTable
 
 MAX_LATENT = 1024
 WIDE_LATENT = 512  # wider ones are what two CTAs share
@@ -21,7 +18,6 @@ HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, o
 MAX_ROPE_SHARED = 256
 MAX_ROPE_PER_HEAD = 128
 MAX_ROPE_WIDTH = 2048
-OTHER_VARIANT = 3  # rank of configurations that only a tuning table chooses
 
 
 @dataclass(frozen=True)
@@ -52,9 +48,6 @@ class DecodeShape:
             seqlen_q,
             dtype,
         )
-
-
-TUNING = TuningTable(shape=get_type_hints(DecodeShape), package=Path(__file__).with_name("tuning.json"))
 
 
 def refusal(shape: DecodeShape) -> str | None:
@@ -108,10 +101,10 @@ def swap_ab_shared_memory(
 
 @dataclass(frozen=True)
 class RopeBlocks:
-    """How ``swap_ab_ws`` cuts a tile's rope scores into products, with zeros where head and rope head differ.
+    """Products that compute a tile's rope scores in ``swap_ab_ws``, with zeros where head and rope head differ.
 
     Attributes: ``num_blocks`` of ``block_rows`` rows and ``block_columns`` columns, streamed as ``chunks_per_block``
-    chunks of ``chunk_columns``; ``on_cuda_cores``: as sums over a head's own columns, not by tensor cores.
+    chunks of ``chunk_columns``.
     """
 
     num_blocks: int
@@ -119,37 +112,23 @@ class RopeBlocks:
     block_columns: int
     chunks_per_block: int
     chunk_columns: int
-    on_cuda_cores: bool = False
 
 
-def rope_variants(tiling: RowTiling, qk_rope_head_dim: int) -> dict[str, RopeBlocks]:
-    """Ways to compute a tile's rope scores by name, the rule's choice first.
+def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
+    """Products for the rope scores of a tile: one of all rows with all columns, or, beyond 128 columns, one per octet.
 
-    ``blocks``: one product of all rows with all columns of the tile. ``octets``: blocks of 8 rows, each with its own
-    columns only (N = 8 is the least that wgmma has). ``gemv``: sums on CUDA cores, block by block.
+    An octet is 8 rows (the least N of wgmma) with the columns of their own rope heads only; it needs 1, 2, 4 or 8 heads
+    a rope head and one token a tile.
     """
     columns, group = tiling.groups_per_tile * qk_rope_head_dim, tiling.heads_per_group
-    by_octets = tiling.tokens_per_tile == 1 and tiling.tiles_per_group == 1 and group in (1, 2, 4, 8)
 
-    def cut(num_blocks: int, rows: int, columns: int):
+    def cut(num_blocks: int, rows: int, columns: int) -> RopeBlocks:
         chunk = padded_rope_columns(columns) if columns <= 64 else 128 if columns % 128 == 0 else 64
         return RopeBlocks(num_blocks, rows, columns, -(-columns // chunk), chunk)
 
-    found = {"blocks": cut(1, tiling.rows, columns)}
-    if by_octets:
-        found["octets"] = cut(-(-tiling.heads_per_tile // 8), 8, 8 // group * qk_rope_head_dim)
-        if columns > 128:
-            found = {name: found[name] for name in ("octets", "blocks")}
-    base = found["octets"] if by_octets else found["blocks"]
-    if tiling.tokens_per_tile == 1 and (base.chunks_per_block == 1 or base.chunk_columns % qk_rope_head_dim == 0):
-        found["gemv"] = replace(base, on_cuda_cores=True)
-    return found
-
-
-def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int, variant: str = "") -> RopeBlocks:
-    """A way to compute a tile's rope scores; without a name the rule's: octets from 129 columns on."""
-    variants = rope_variants(tiling, qk_rope_head_dim)
-    return variants[variant or next(iter(variants))]
+    if columns > 128 and tiling.tokens_per_tile == 1 and tiling.tiles_per_group == 1 and group in (1, 2, 4, 8):
+        return cut(-(-tiling.heads_per_tile // 8), 8, 8 // group * qk_rope_head_dim)
+    return cut(1, tiling.rows, columns)
 
 
 def takes_turns(tiling: RowTiling, rope: RopeBlocks, rope_stages: int) -> bool:
@@ -186,9 +165,8 @@ def _accumulators(latent_columns: int, rows: int, block: int, threads: int) -> i
 def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
     """(rank, choice or None, bytes); few tiles first (each reads the cache again), then CTAs, then bytes in flight."""
     latent = padded_latent_columns(shape.kv_lora_rank, 128)
-    variants = rope_variants(tiling, shape.qk_rope_head_dim)
-    sizes = ((w, n, r) for w in ((1, 2) if tiling.rows == 64 else (1,)) for n in (4, 3, 2) for r in (6, 4, 3, 2))
-    for (warpgroups, num_stages, rope_stages), (variant, rope) in product(sizes, variants.items()):
+    rope = rope_blocks(tiling, shape.qk_rope_head_dim)
+    for warpgroups, num_stages, rope_stages in product((1, 2) if tiling.rows == 64 else (1,), (4, 3, 2), (6, 4, 3, 2)):
         used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
         registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
         fits = used <= limit and registers <= 160
@@ -197,13 +175,10 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
         choice = KernelChoice(
             "swap_ab_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, resident,
             f"swap_ab_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s), "
-            f"{num_stages} latent and {rope_stages} rope stages, rope scores by {variant}, "
+            f"{num_stages} latent and {rope_stages} rope stages, rope scores by {rope.num_blocks} product(s), "
             f"{resident} CTA(s) a multiprocessor, {used} bytes of shared memory each",
-            variant,
         )  # fmt: skip
-        # what is not the rule's way to compute rope scores is for tables to prefer
-        first = 0 if variant == next(iter(variants)) else OTHER_VARIANT
-        rank = (first, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups)
+        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups)
         yield rank, choice if fits else None, used
 
 
@@ -227,22 +202,19 @@ def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int):
         yield rank, choice if used <= limit else None, used
 
 
-def heads_on_m_variants(tiling: RowTiling) -> tuple[str, ...]:
-    """The variants of ``heads_on_m`` by name, each an option of its that is on; the rule's choice first.
-
-    With two tiles and more, which is where the matrix instructions bind and not the memory: ``lazy``. On an H200 it
-    took 6.1 and 7.1 % less time than ``plain`` at H=128 d_c=512 d_r=64 128 x 8192, 1.7 at 16 x 8192, 0.5 at 1 x 8192.
-    """
-    return ("lazy", "plain") if tiling.num_tiles > 1 else ("plain", "lazy")
-
-
 def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):
-    """For full tiles of 64 rows only: below, most of its work would be on padding."""
+    """For full tiles of 64 rows only: below, most of its work would be on padding.
+
+    ``lazy`` with two tiles and more, which is where the matrix instructions bind and not the memory: on an H200 it took
+    6.1 % less time than ``plain`` at H=128 d_c=512 d_r=64 128 x 8192, 1.7 at 16 x 8192, 0.5 at 1 x 8192.
+    """
     columns = tiling.groups_per_tile * shape.qk_rope_head_dim
     if tiling.rows != 64 or columns > 64:
         return
-    variants = heads_on_m_variants(tiling)
-    for num_stages, variant in product((3, 2), variants):
+    variant = "lazy" if tiling.num_tiles > 1 else "plain"
+    # The latent is padded to 256 columns; where others pad to fewer, this kernel comes after them.
+    padded = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS) > shape.kv_lora_rank + 63
+    for num_stages in (3, 2):
         used = heads_on_m_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages)
         choice = KernelChoice(
             "heads_on_m", tiling, 64, num_stages, num_stages, HEADS_ON_M_THREADS, 3, 1,
@@ -250,11 +222,7 @@ def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):
             f"{used} bytes of shared memory",
             variant,
         )  # fmt: skip
-        # its latent is padded to 256 columns: where that is more than others pad to, it reads zeros
-        padded = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS) > shape.kv_lora_rank + 63
-        first = OTHER_VARIANT if variant != variants[0] else 1 if padded else -1
-        rank = (first, tiling.num_tiles, -num_stages)
-        yield rank, choice if used <= limit else None, used
+        yield (1 if padded else -1, tiling.num_tiles, -num_stages), choice if used <= limit else None, used
 
 
 def _swap_ab(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int):
@@ -297,28 +265,6 @@ def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:
 
 
 @lru_cache(maxsize=4096)
-def select_kernel(
-    shape: DecodeShape, capability: int, gpu: str | None = None, batch: int = BATCHES[-1]
-) -> KernelChoice:
-    """The kernel and tiles for ``shape``: a tuning table's row for ``gpu`` if there is one, else the rule's choice.
-
-    The answer is remembered, so a table that changes serves the processes started after that: plans, compiled kernels
-    and CUDA graphs of a running one agree with each other.
-
-    Args:
-        shape: what to compile for.
-        capability: compute capability, 90 for Hopper.
-        gpu: name as ``torch.cuda.get_device_name`` gives it; None leaves the tables aside.
-        batch: sequences of the call; batches of a bucket (``tuning.BATCHES``) have the same choice.
-
-    Returns:
-        The choice; for a ``gpu``, its ``reason`` ends with the table row that it comes from, or "rule".
-
-    Raises:
-        ValueError: with the numbers, if no configuration fits into the device's shared memory.
-    """
-    choices = list_kernels(shape, capability)
-    if gpu is None:
-        return choices[0]
-    choice, why = TUNING.prefer(shape, gpu, batch, choices)
-    return replace(choice, reason=f"{choice.reason}; {why}")
+def select_kernel(shape: DecodeShape, capability: int) -> KernelChoice:
+    """The kernel and tiles for ``shape`` on a compute capability (90 for Hopper); raises as :func:`list_kernels`."""
+    return list_kernels(shape, capability)[0]

@@ -3,14 +3,13 @@
 The latent and the rotary keys travel through two independent TMA rings, so many rope heads (a converted MHA model
 caches one rotary key per head) cost bytes but no pipeline stages of the latent; both rings run on into the next
 sequence of the CTA's schedule while the last one is being written. Scores and output as in ``swap_ab``; the rope scores
-in one of several ways (``selection.rope_blocks``). Two computing warpgroups share every tile and split the query rows;
+by the products of ``selection.rope_blocks``. Two computing warpgroups share every tile and split the query rows;
 they exchange nothing but turns at the tensor cores (not even these where ``selection.takes_turns`` says no).
 """
 
 from dataclasses import dataclass
 
 import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.machine import BARRIER, GPU, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode.selection import (
@@ -45,7 +44,7 @@ SCALE, LOG_SCALE, INVERSE_SCALE = range(3)  # of a token whose latent is codes: 
 
 @dataclass(frozen=True)
 class Static(MLAStatic):
-    rope: RopeBlocks  # how the rope scores are cut into products, and who computes them
+    rope: RopeBlocks  # products of the rope scores
     by_block: bool  # a rope block is for part of the rows
     rows: int  # of one warpgroup
     latent_cols: int
@@ -94,7 +93,7 @@ class Static(MLAStatic):
 
 
 def static_of(shape: DecodeShape, choice: KernelChoice) -> Static:
-    rope = rope_blocks(choice.tiling, shape.qk_rope_head_dim, choice.variant)
+    rope = rope_blocks(choice.tiling, shape.qk_rope_head_dim)
     chunks, consumers = rope.num_blocks * rope.chunks_per_block, choice.warpgroups * WARPGROUP
     threads = consumers + WARPGROUP
     pool = 65536 // (choice.ctas_per_sm * threads) // 8 * 8 * threads  # registers of a CTA at launch
@@ -155,41 +154,9 @@ def load_own_rope_queries(k, w, work, tile, q_pe, qp_tile):
                 )
 
 
-def new_dots(k: Static) -> Buffers:
-    """Rope scores of a tile that are summed on CUDA cores, and eight numbers of a key and a query."""
-    return Buffers(
-        sums=T.alloc_fragment([BLOCK, k.rows], T.float32),
-        key=T.alloc_local([8], k.dtype),
-        query=T.alloc_local([8], k.dtype),
-    )
-
-
 @T.macro
-def add_dots(k, w, chunk, memory, slot, dots):
-    """Rope scores of the heads whose keys lie in a chunk, on CUDA cores."""
-    group, groups, d_r = k.tiling.heads_per_group, k.tiling.groups_per_tile, k.d_r
-    first_row, part, columns = w * k.rows, k.rope.block_rows, k.rope.chunk_columns
-    block, left = chunk // k.rope.chunks_per_block, chunk % k.rope.chunks_per_block * columns
-    for i, j in T.Parallel(BLOCK, part if k.by_block else k.rows):
-        # where the keys of the row's rope head begin in the chunk
-        column = (j if k.by_block else first_row + j) // group % groups * d_r - left
-        if column >= 0 and column + d_r <= columns:
-            for e in T.serial(d_r // 8):
-                for x in T.vectorized(8):
-                    dots.key[x] = memory.k_ring[slot, i, column + e * 8 + x]
-                for x in T.vectorized(8):
-                    dots.query[x] = memory.qp_tile[
-                        block * part + j if k.by_block else first_row + j, left + column + e * 8 + x
-                    ]
-                for x in T.unroll(8):
-                    dots.sums[i, block * part - first_row + j if k.by_block else j] += T.cast(
-                        dots.key[x], T.float32
-                    ) * T.cast(dots.query[x], T.float32)
-
-
-@T.macro
-def multiply_rope(k, w, n, memory, s, parts, dots):
-    """Rope scores of tile ``n``: products into ``s``, or of each block into one of ``parts``, or sums into ``dots``."""
+def multiply_rope(k, w, n, memory, s, parts):
+    """Rope scores of tile ``n``: products into ``s``, or of each block into one of ``parts``."""
     chunks, columns, part, stages = (
         k.rope.chunks_per_block,
         k.rope.chunk_columns,
@@ -201,34 +168,29 @@ def multiply_rope(k, w, n, memory, s, parts, dots):
         u = n * k.chunks + first + v
         left = v % chunks * columns
         T.barrier_wait(memory.k_full[u % k.rope_phases], (u // k.rope_phases) & 1)
-        if k.rope.on_cuda_cores:
-            add_dots(k, w, first + v, memory, u % stages, dots)
-            if v < own - stages:
-                T.barrier_arrive(memory.k_free[u % stages])
+        if k.by_block:
+            T.wgmma_gemm(
+                memory.k_ring[u % stages, :, :],
+                memory.qp_tile[
+                    (first + v) // chunks * part : ((first + v) // chunks + 1) * part, left : left + columns
+                ],
+                parts[v // chunks],
+                transpose_B=True,
+                clear_accum=v % chunks == 0,
+                policy=T.GemmWarpPolicy.FullRow,
+            )
         else:
-            if k.by_block:
-                T.wgmma_gemm(
-                    memory.k_ring[u % stages, :, :],
-                    memory.qp_tile[
-                        (first + v) // chunks * part : ((first + v) // chunks + 1) * part, left : left + columns
-                    ],
-                    parts[v // chunks],
-                    transpose_B=True,
-                    clear_accum=v % chunks == 0,
-                    policy=T.GemmWarpPolicy.FullRow,
-                )
-            else:
-                T.wgmma_gemm(
-                    memory.k_ring[u % stages, :, :],
-                    memory.qp_tile[w * k.rows : (w + 1) * k.rows, v * columns : (v + 1) * columns],
-                    s,
-                    transpose_B=True,
-                    policy=T.GemmWarpPolicy.FullRow,
-                )
-            if v >= stages - 1 and v < own - 1:
-                # the ring is shorter than a tile's chunks: free the oldest slot as soon as it is read
-                T.wait_wgmma(stages - 1)
-                T.barrier_arrive(memory.k_free[(u - (stages - 1)) % stages])
+            T.wgmma_gemm(
+                memory.k_ring[u % stages, :, :],
+                memory.qp_tile[w * k.rows : (w + 1) * k.rows, v * columns : (v + 1) * columns],
+                s,
+                transpose_B=True,
+                policy=T.GemmWarpPolicy.FullRow,
+            )
+        if v >= stages - 1 and v < own - 1:
+            # the ring is shorter than a tile's chunks: free the oldest slot as soon as it is read
+            T.wait_wgmma(stages - 1)
+            T.barrier_arrive(memory.k_free[(u - (stages - 1)) % stages])
     T.wait_wgmma(0)
     for v in list(range(max(0, own - stages), own)):
         T.barrier_arrive(memory.k_free[(n * k.chunks + first + v) % stages])
@@ -247,7 +209,7 @@ def clean_latent(k, w, work, t0, memory, slot):
 
 
 @T.macro
-def attend(k, w, f, i, work, memory, x, o, parts, dots):
+def attend(k, w, f, i, work, memory, x, o, parts):
     """The i-th tile of the f-th fragment, for the rows of warpgroup ``w``: scores, softmax, output."""
     t0 = first_token(work.span, i)
     n = work.state[DONE] + i
@@ -263,19 +225,14 @@ def attend(k, w, f, i, work, memory, x, o, parts, dots):
         clear_accum=True,
         policy=T.GemmWarpPolicy.FullRow,
     )
-    if k.rope.on_cuda_cores:
-        T.fill(dots.sums, 0)
     if k.scaled:
         T.wait_wgmma(0)
         for h, j in T.Parallel(BLOCK, k.rows):
             x.s[h, j] *= memory.scales[slot, SCALE, h]
-    multiply_rope(k, w, n, memory, x.s, parts, dots)
+    multiply_rope(k, w, n, memory, x.s, parts)
     if k.turns:
         if w == 0 or f < work.state[FRAGMENTS] - 1 or i < work.span[TILES] - 1:
             T.named_barrier_arrive(TURN + 1 - w, k.consumers)
-    if k.rope.on_cuda_cores:
-        for h, j in T.Parallel(BLOCK, k.rows):
-            x.s[h, j] += dots.sums[h, j]
     for q in list(range(len(parts))):
         for h, j in T.Parallel(BLOCK, k.rope.block_rows):
             x.s[h, q * k.rope.block_rows + j] += parts[q][h, j]
@@ -309,9 +266,7 @@ def consume(k, w, work, tile, memory, call, q_pe):
         lambda: T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP), scale, tail, w * k.rows,
     )  # fmt: skip
     o = T.alloc_fragment([k.latent_cols, k.rows], T.float32)
-    apart = k.by_block and not k.rope.on_cuda_cores
-    parts = [T.alloc_fragment([BLOCK, k.rope.block_rows], T.float32) for _ in (k.blocks_of(w) if apart else ())]
-    dots = new_dots(k) if k.rope.on_cuda_cores else None
+    parts = [T.alloc_fragment([BLOCK, k.rope.block_rows], T.float32) for _ in (k.blocks_of(w) if k.by_block else ())]
     work.state[DONE] = 0
     if k.turns and w == 1:
         if work.state[FRAGMENTS] > 0:
@@ -325,7 +280,7 @@ def consume(k, w, work, tile, memory, call, q_pe):
         softmax.begin(x, work.span)
         T.barrier_wait(memory.q_full, f & 1)
         for i in T.serial(work.span[TILES]):
-            attend(k, w, f, i, work, memory, x, o, parts, dots)
+            attend(k, w, f, i, work, memory, x, o, parts)
         T.barrier_arrive(memory.q_free)
         work.state[DONE] += work.span[TILES]
         softmax.finish(x, x.top)
@@ -348,9 +303,6 @@ def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):
                 T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
             call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate(k)
-            # No product swizzles this ring, and a panel of a page's rows has to be contiguous: rows of 32 columns are.
-            if k.rope.on_cuda_cores and k.rope.chunk_columns % 64 == 0:
-                T.annotate_layout({memory.k_ring: make_full_bank_swizzled_layout(memory.k_ring)})
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)
             work = take_work(call, cta, k.page_size, BLOCK)

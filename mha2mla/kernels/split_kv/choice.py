@@ -1,4 +1,4 @@
-"""Which kernel of a split-KV op, with which tiles: what selection chooses, tuning records and a kernel is made from."""
+"""The choice of a kernel of a split-KV op, with its tiles: what selection returns and a kernel is made from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS
 from mha2mla.kernels.split_kv.tiling import RowTiling
+
+CONFIGURATION = (
+    *("kernel", "variant", "rows", "head_tiles", "token_tiles", "num_stages", "rope_stages", "warpgroups"),
+    *("ctas_per_sm", "block_tokens"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,24 +45,10 @@ class KernelChoice:
     cluster_size: int = 1
 
     def configuration(self) -> dict[str, str | int]:
-        """What names it in a tuning table: the columns :data:`CONFIGURATION`."""
+        """The columns :data:`CONFIGURATION` of a benchmark's row."""
         return {name: getattr(self.tiling if hasattr(self.tiling, name) else self, name) for name in CONFIGURATION}
 
     def num_ctas(self, num_sms: int) -> int:
         """CTAs or clusters per tile of query rows that are resident at once on a GPU of ``num_sms`` multiprocessors."""
         apiece = self.tiling.num_tiles * self.cluster_size
         return max(1, min(MAX_SPLITS, num_sms * self.ctas_per_sm // apiece))
-
-
-CONFIGURATION = {
-    "kernel": str,
-    "variant": str,  # "": the first that fits
-    "rows": int,
-    "head_tiles": int,
-    "token_tiles": int,
-    "num_stages": int,
-    "rope_stages": int,
-    "warpgroups": int,
-    "ctas_per_sm": int,
-    "block_tokens": int,
-}

@@ -138,7 +138,7 @@ def compile_kernels(
 @cache
 def compile_chosen(op: PagedOp, shape: Any, device: torch.device, batch: int, width: int, num_ctas: int):
     """:func:`compile_kernels` of the choice that dispatch makes on a device."""
-    choice = op.choose(shape, device, batch)
+    choice = op.choose(shape, device)
     return compile_kernels(op, shape, choice, capability_of(device), batch, width, num_ctas)
 
 

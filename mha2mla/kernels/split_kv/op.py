@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, check_backend, device_name, dtype_name, num_sms
+from mha2mla.kernels.devices import capability, check_backend, dtype_name, num_sms
 from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_float, check_scale
 from mha2mla.kernels.registration import in_plain_eager_mode, register
 from mha2mla.kernels.split_kv.arguments import INDICES, Argument
 from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
-from mha2mla.kernels.split_kv.tuning import batch_bucket
 
 # What every op takes behind its own tensors, and what its form that writes into given tensors takes behind that.
 _CALL = "Tensor block_table, Tensor cache_seqlens, Tensor? cache_starts, float softmax_scale, bool causal, str? backend"
@@ -53,13 +52,12 @@ class PagedOp:
             the fields ``heads``, ``seqlen_q`` and ``dtype``.
         static: names of sizes, as ``shape`` takes them.
         refusal: why no kernel serves a shape on any GPU, or None.
-        select: the kernel, and its static arguments, for a shape, a compute capability, a GPU's name or None, and a
-            batch; raises ValueError where there is none. The choice has ``num_ctas(number of multiprocessors)``.
+        select: the kernel, and its static arguments, for a shape and a compute capability; raises ValueError where
+            there is none. The choice has ``num_ctas(number of multiprocessors)``.
         make_split: "module:function" that makes the TileLang function of a shape and a choice.
         reference: "module:function", the oracle. Both are imported when they are needed.
         numbers: names of float arguments that follow the tensors. Kernels take them last; behind them, of each optional
             tensor, whether there is one (0 or 1).
-        batches: upper ends of the ranges of batches that ``select`` tells apart; none: all batches are alike.
         guards_indices: kernels guard their own indices, so that TileLang need not.
         untold_writes: inline functions of which TileLang is not told fill shared memory, so that it cannot check that
             anything does.
@@ -71,11 +69,10 @@ class PagedOp:
     shape: Callable[..., Any]
     static: tuple[str, ...]
     refusal: Callable[[Any], str | None]
-    select: Callable[[Any, int, str | None, int], Any]
+    select: Callable[[Any, int], Any]
     make_split: str
     reference: str
     numbers: tuple[str, ...] = ()
-    batches: tuple[int, ...] = ()
     guards_indices: bool = False
     untold_writes: bool = False
     # Names of the arguments; where a size stands first; those whose last dimensions are one to kernels, with the first;
@@ -207,8 +204,7 @@ class PagedOp:
         check_backend(backend)
         check_window(window, sinks)
         check_splits(num_splits, sizes["B"])
-        bucket, static = batch_bucket(sizes["B"], self.batches), [sizes[name] for name in self.static]
-        num_ctas = self.num_ctas(bucket, backend, *static, query.dtype, query.device)
+        num_ctas = self.num_ctas(backend, *[sizes[name] for name in self.static], query.dtype, query.device)
         if num_ctas and num_splits is not None:
             num_ctas = max(1, sizes["B"] * num_splits)
         plan = allocate_plan(
@@ -220,15 +216,15 @@ class PagedOp:
         return plan
 
     @torch.compiler.assume_constant_result
-    def num_ctas(self, batch: int, backend: str | None, *call: Any) -> int:
+    def num_ctas(self, backend: str | None, *call: Any) -> int:
         """Blocks of the kernel per tile of query rows: what is resident at once; 0 where the reference serves. ``call``
         as in :func:`dispatch`. Dynamo takes the answer and does not trace how it was found."""
         shape, device = dispatch(self, backend, *call), call[-1]
-        return 0 if shape is None else self.choose(shape, device, batch).num_ctas(num_sms(device))
+        return 0 if shape is None else self.choose(shape, device).num_ctas(num_sms(device))
 
-    def choose(self, shape: Any, device: torch.device, batch: int) -> Any:
-        """What ``select`` chooses for a device. Raises ValueError as it does."""
-        return self.select(shape, capability(device), device_name(device), batch_bucket(batch, self.batches))
+    def choose(self, shape: Any, device: torch.device) -> Any:
+        """The choice of ``select`` for a device. Raises ValueError as it does."""
+        return self.select(shape, capability(device))
 
     def explain(self, shape: Any, device: torch.device | str) -> str | None:
         """Why TileLang would refuse a shape on a device, or None. A CUDA device that this machine lacks is taken to be
@@ -239,7 +235,7 @@ class PagedOp:
             why = f"device is {device}; TileLang kernels run on CUDA devices"
         if why is None:
             try:
-                self.choose(compiled_shape(shape), device, 2**30)
+                self.choose(compiled_shape(shape), device)
             except ValueError as error:
                 return str(error)
         return why

@@ -37,7 +37,7 @@ CHOSEN = [
     DecodeShape(32, 8, 896, 16, 16, 1, "bfloat16"),  # pieces of 64 columns
     DecodeShape(16, 1, 1000, 256, 64, 4, "bfloat16"),
 ]
-# Kernels that a tuning table may prefer to the rule's: (kernel, computing warpgroups), on shapes that have them.
+# Kernels that the rule ranks behind its choice: (kernel, computing warpgroups).
 OTHERS = [
     ("swap_ab_ws", 2, DecodeShape(64, 64, 128, 32, 64, 1, "bfloat16")),
     ("swap_ab_ws", 2, DecodeShape(64, 1, 512, 64, 16, 1, "bfloat16")),
@@ -46,15 +46,6 @@ OTHERS = [
     ("swap_ab", None, DecodeShape(32, 1, 1024, 64, 64, 1, "bfloat16")),
     ("swap_ab_ws", 1, DecodeShape(16, 1, 576, 64, 64, 1, "bfloat16")),
     ("swap_ab_cluster", 1, DecodeShape(64, 1, 768, 64, 64, 1, "bfloat16")),
-]
-# Ways to compute rope scores, and of 64 rows a tile, that only a tuning table chooses.
-VARIANTS = [
-    ("gemv", DecodeShape(9, 3, 256, 16, 64, 1, "bfloat16")),
-    ("gemv", DecodeShape(9, 3, 64, 8, 16, 1, "bfloat16")),  # rows of 32 columns in shared memory
-    ("octets", DecodeShape(32, 8, 128, 16, 64, 1, "bfloat16")),
-    ("plain", DecodeShape(64, 1, 256, 64, 16, 2, "bfloat16")),
-    ("gemv", DecodeShape(64, 8, 128, 64, 64, 1, "float16")),
-    ("plain", DecodeShape(128, 1, 512, 64, 64, 1, "bfloat16")),
 ]
 BEFORE_HOPPER = [
     (80, DecodeShape(9, 3, 144, 16, 16, 2, "float16")),
@@ -101,13 +92,6 @@ def test_hopper_kernels_that_the_rule_does_not_choose(kernel, warpgroups, shape)
     report = gate(shape, choices[0], 90)
     if report.instructions is not None:
         assert report.instructions.get("HGMMA", 0), report.instructions
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("variant", "shape"), VARIANTS, ids=name)
-def test_hopper_variants(variant, shape):
-    choice = next(choice for choice in list_kernels(shape, 90) if choice.variant == variant)
-    gate(shape, choice, 90)
 
 
 @few("capability, shape", BEFORE_HOPPER, count=1, ids=name)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,17 +16,14 @@ from hypothesis import strategies as st
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.api import MLA
-from mha2mla.kernels.mla_decode.selection import (
-    DecodeShape,
-    list_kernels,
-    select_kernel,
-)
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
 from mha2mla.kernels.split_kv import op
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
 from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
 from tests.kernels.problems import Problem, assert_right, errors, torch_at
 
+ROOT = Path(__file__).parents[3]
 BASE = Problem(6, 3, 24, 8, (0, 1, 70), page_size=16, seqlen_q=2)
 
 
@@ -257,7 +257,6 @@ def an_h200(monkeypatch):
     """What dispatch and planning would see of an H200, on a machine without a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(op, "capability", lambda device: 90)
-    monkeypatch.setattr(op, "device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(op, "num_sms", lambda device: 132)
     op.dispatch.cache_clear()
     yield torch.device("cuda:7")  # of which there is none: nothing may touch it
@@ -271,14 +270,14 @@ def an_h200(monkeypatch):
 @pytest.mark.parametrize("seqlen_q", [1, 2, 8])
 def test_ctas_fit_the_combine(an_h200, geometry, seqlen_q):
     """A sequence may be in as many pieces as there are CTAs: no more than the combine has weights for."""
-    ctas = MLA.num_ctas(64, None, *geometry, 64, seqlen_q, torch.bfloat16, an_h200)
+    ctas = MLA.num_ctas(None, *geometry, 64, seqlen_q, torch.bfloat16, an_h200)
     assert 1 <= ctas <= MAX_SPLITS
 
 
 def test_plan_refuses_more_sequences_than_the_planner_holds(an_h200):
     q = torch.empty(MAX_BATCH + 1, 1, 1, 8, dtype=torch.bfloat16, device="meta")
     cache, table = torch.empty(1, 64, 1, 8, device="meta"), torch.empty(MAX_BATCH + 1, 1, device="meta")
-    monkey = MLA.num_ctas(64, None, 1, 1, 8, 8, 64, 1, torch.bfloat16, an_h200)
+    monkey = MLA.num_ctas(None, 1, 1, 8, 8, 64, 1, torch.bfloat16, an_h200)
     assert monkey > 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op.PagedOp, "num_ctas", lambda *_: monkey)
@@ -376,3 +375,18 @@ def test_every_geometry_in_the_contract_gets_a_kernel(groups, per_group, d_c, d_
     assert 64 % choice.block_tokens == 0, "a step is a part of a tile of the schedule"
     used, limit = re.search(r"(\d+) bytes of shared memory.* of (\d+) on sm_", choice.reason).groups()
     assert int(used) <= int(limit) == SHARED_MEMORY[capability] == shared_memory_limit(capability)
+
+
+def test_selection_needs_neither_torch_nor_tilelang():
+    """The files themselves; the packages around them import torch."""
+    code = (
+        "import sys, types\n"
+        "for name in ('mha2mla', 'mha2mla.kernels', 'mha2mla.kernels.mla_decode', 'mha2mla.kernels.split_kv'):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "    sys.modules[name].__path__ = [name.replace('.', '/')]\n"
+        "from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel\n"
+        "select_kernel(DecodeShape(32, 8, 512, 16, 64, 1, 'bfloat16'), 90)\n"
+        "assert not {'torch', 'tilelang'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

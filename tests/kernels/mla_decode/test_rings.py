@@ -15,7 +15,7 @@ TILES = 5
 
 def comes_to_an_end(choice: KernelChoice, d_r: int, *, turns: bool) -> bool:
     """Whether ``choice`` runs through TILES tiles; each role is a generator of conditions that it waits for."""
-    rope = rope_blocks(choice.tiling, d_r, choice.variant)
+    rope = rope_blocks(choice.tiling, d_r)
     chunks, total = rope.chunks_per_block, rope.num_blocks * rope.chunks_per_block
     by_block, rows = rope.block_rows < choice.tiling.rows, choice.tiling.rows // choice.warpgroups
     readers = 1 if by_block else choice.warpgroups
@@ -68,7 +68,7 @@ def choices():
     for shape in shapes:
         for choice in list_kernels(shape, 90):
             if choice.kernel == "swap_ab_ws":
-                yield shape, choice, rope_blocks(choice.tiling, shape.qk_rope_head_dim, choice.variant)
+                yield shape, choice, rope_blocks(choice.tiling, shape.qk_rope_head_dim)
 
 
 def test_no_role_waits_for_ever_and_turns_are_given_up_only_where_one_would():
@@ -90,7 +90,7 @@ def test_the_kernel_takes_turns_where_the_model_says(d_r, expected):
 
     shape = DecodeShape(14, 1, 256, d_r, 64, 4, "bfloat16")
     choice = list_kernels(shape, 90)[0]
-    rope = rope_blocks(choice.tiling, d_r, choice.variant)
+    rope = rope_blocks(choice.tiling, d_r)
     assert choice.warpgroups == 2 and takes_turns(choice.tiling, rope, choice.rope_stages) == expected
     script = make_split(shape, choice).script()
     assert any(f"named_barrier_arrive({turn}" in script for turn in (TURN, TURN + 1)) == expected

@@ -1,13 +1,12 @@
-"""The ways to cut rope scores into products: each gives every head the keys of its own rope head, once."""
+"""Products of rope scores: every head gets the keys of its own rope head, once."""
 
 from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 
-from mha2mla.kernels.mla_decode.selection import DecodeShape, RopeBlocks, list_kernels, rope_blocks, rope_variants
+from mha2mla.kernels.mla_decode.selection import RopeBlocks, rope_blocks
 from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
 
 GEOMETRIES = [
@@ -33,11 +32,6 @@ def scores(tiling: RowTiling, rope: RopeBlocks, d_r: int, queries, keys):
             if row >= tiling.heads_per_tile:
                 continue
             owner = i // group if by_block else i // group % groups
-            if rope.on_cuda_cores:
-                column = i // group % groups * d_r - u * chunk
-                if column >= 0 and column + d_r <= chunk:
-                    result[row] += ring[:, column : column + d_r] @ queries[row]
-                continue
             columns = torch.arange(u * chunk, (u + 1) * chunk)
             expanded = torch.where(columns // d_r == owner, queries[row, columns % d_r], 0.0)
             result[row] += ring @ expanded
@@ -50,45 +44,27 @@ def tilings():
             tile_rows(heads, groups, 1, rows, most) for rows in (64, 32, 16) for most in (128, 64, 32, 16, 8, 4, 2, 1)
         )
         for tiling in dict.fromkeys(found):
-            for name in rope_variants(tiling, d_r):
-                yield pytest.param(tiling, d_r, name, id=f"H{heads}-G{groups}-r{d_r}-{tiling.rows}-{name}")
+            yield tiling, d_r, f"H{heads}-G{groups}-r{d_r}-{tiling.rows}"
 
 
 def test_every_head_meets_its_own_keys_once():
     generator = torch.Generator().manual_seed(0)
     seen = set()
-    for case in tilings():
-        tiling, d_r, name = case.values
-        rope = rope_blocks(tiling, d_r, name)
+    for tiling, d_r, name in tilings():
+        rope = rope_blocks(tiling, d_r)
         queries = torch.randn(tiling.heads_per_tile, d_r, dtype=torch.float64, generator=generator)
         keys = torch.randn(5, tiling.groups_per_tile * d_r, dtype=torch.float64, generator=generator)
         owner = torch.arange(tiling.heads_per_tile) // tiling.heads_per_group % tiling.groups_per_tile
         expected = torch.einsum("hd,thd->ht", queries, keys.unflatten(1, (-1, d_r))[:, owner])
         found = scores(tiling, rope, d_r, queries, keys)
-        torch.testing.assert_close(found[: len(expected)], expected, msg=lambda text, case=case: f"{case.id}: {text}")
-        assert (found[len(expected) :] == 0).all(), case.id
-        seen.add(name)
-    assert seen == {"blocks", "octets", "gemv"}
+        torch.testing.assert_close(found[: len(expected)], expected, msg=lambda text, name=name: f"{name}: {text}")
+        assert (found[len(expected) :] == 0).all(), name
+        seen.add(rope.block_rows < tiling.rows)
+    assert seen == {False, True}
 
 
-def test_variants_of_the_shapes_that_are_measured():
-    """Heads, rope heads, width of a rope head -> what there is; the first is the rule's."""
-    names = {
-        (32, 32, 16): ["octets", "blocks", "gemv"],
-        (32, 8, 16): ["blocks", "octets", "gemv"],
-        (32, 8, 64): ["octets", "blocks", "gemv"],
-        (32, 4, 32): ["blocks", "octets", "gemv"],
-        (32, 1, 64): ["blocks", "gemv"],
-        (9, 3, 16): ["blocks", "gemv"],
-    }
-    for (heads, groups, d_r), expected in names.items():
-        assert list(rope_variants(tile_rows(heads, groups, 1, 32, 128), d_r)) == expected
-
-
-def test_the_rule_offers_every_variant_and_takes_its_own():
-    for heads, groups, d_r in ((32, 32, 16), (32, 8, 64), (9, 3, 16)):
-        choices = list_kernels(DecodeShape(heads, groups, 256, d_r, 64, 1, "bfloat16"), 90)
-        mine = [choice for choice in choices if choice.kernel == "swap_ab_ws"]
-        assert {choice.variant for choice in mine} >= {"blocks", "gemv"}
-        assert choices[0].variant == next(iter(rope_variants(choices[0].tiling, d_r)))
-        assert all(f"rope scores by {choice.variant}" in choice.reason for choice in mine)
+def test_octets_serve_more_than_128_columns():
+    """Heads, rope heads, width of a rope head -> products of a tile of 32 rows."""
+    products = {(32, 32, 16): 4, (32, 8, 16): 1, (32, 8, 64): 4, (32, 4, 32): 1, (32, 1, 64): 1, (9, 3, 16): 1}
+    for (heads, groups, d_r), expected in products.items():
+        assert rope_blocks(tile_rows(heads, groups, 1, 32, 128), d_r).num_blocks == expected, (heads, groups, d_r)

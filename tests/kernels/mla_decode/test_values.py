@@ -42,7 +42,7 @@ def test_no_block_of_a_cluster_reads_before_it_waits():
 
     wide, latent = DecodeShape(32, 8, 896, 16, 64, 1, "bfloat16"), latent_shape(32, 1024, 64, 64, 1, "bfloat16")
     for function, given in (
-        (make_split(wide, select_kernel(wide, 90, None, 1)), "schedule"),
+        (make_split(wide, select_kernel(wide, 90)), "schedule"),
         (make_latent_split(latent, select_latent(latent, 90)), "schedule"),
         (make_merge_maps(heads=4, maps=2, width=256, outputs=32, dtype="bfloat16"), "splits"),
     ):

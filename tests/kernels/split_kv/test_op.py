@@ -33,7 +33,7 @@ def own_values(q, cache, scale, block_table, cache_seqlens, *, softmax_scale, ca
     return mean.expand_as(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
 
 
-def select(shape, capability, gpu, batch):
+def select(shape, capability):
     if shape.width > 64:
         raise ValueError(f"width is {shape.width}; nothing fits")
     return SimpleNamespace(num_ctas=lambda sms: sms)
