@@ -13,7 +13,6 @@ ROOT = Path(mha2mla.__file__).parent
 BELOW = {
     "geometry": set(),
     "kernels": {"geometry"},
-    "adapters": {"geometry", "kernels"},
     "modeling": {"geometry", "kernels"},
     "loop": {"modeling", "progress", "prompts"},
     "conversion": {

@@ -1,6 +1,6 @@
 """Attention ops on tensors. Nothing here knows transformers; one op is one folder."""
 
-from mha2mla.kernels.attention_combine.api import attention_combine, attention_combine_packed
+from mha2mla.kernels.attention_combine.api import attention_combine
 from mha2mla.kernels.attention_varlen.api import (
     attention_varlen,
     explain_attention_varlen,
@@ -16,7 +16,7 @@ from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, plan_gqa_a
 from mha2mla.kernels.mla_decode.api import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
-from mha2mla.kernels.rope_append.api import MAX_SLOTS, append_and_map, gqa_append, mla_append, rope_rotate, slots_of
+from mha2mla.kernels.rope_append.api import MAX_SLOTS, append_and_map, gqa_append, mla_append, slots_of
 from mha2mla.kernels.skinny_linear.api import is_skinny, skinny_linear
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.schedule import MAX_BATCH
@@ -32,7 +32,6 @@ __all__ = [
     "absorbs_up_to",
     "append_and_map",
     "attention_combine",
-    "attention_combine_packed",
     "attention_varlen",
     "dequantize_latent",
     "explain_attention_varlen",
@@ -54,7 +53,6 @@ __all__ = [
     "plan_mla_decode",
     "quantize_latent",
     "rms_norm",
-    "rope_rotate",
     "rotary_keys",
     "silu_mul",
     "skinny_linear",

@@ -86,7 +86,7 @@ def test_the_sanitizer_runs_every_kernel_family_of_hopper():
     from benchmarks import sanitize
 
     shapes = [(problem.op, Case(0, problem, "bfloat16").shape()) for problem in sanitize.PROBLEMS]
-    kernels = {op.select(shape, 90, None, 1).kernel for op, shape in shapes}
+    kernels = {op.select(shape, 90).kernel for op, shape in shapes}
     assert kernels >= {"swap_ab_ws", "heads_on_m", "swap_ab_cluster"}
     assert kernels >= {"latent_ws", "latent_cluster", "latent_portable", "latent_fp8"}
     assert any(problem.window for problem in sanitize.PROBLEMS)

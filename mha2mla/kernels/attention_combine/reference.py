@@ -23,20 +23,3 @@ def attention_combine_reference(
     weight = weight.transpose(2, 3)[..., None]
     part = torch.where(weight > 0, partial_out.to(arithmetic), 0)  # a part without weight may hold anything
     return (weight * part).sum(0).to(dtype or partial_out.dtype), total
-
-
-def attention_combine_packed_reference(
-    partial_out: Tensor, partial_lse: Tensor, cu_splits: Tensor, *, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """The same of parts that lie one behind the other: shapes as in :func:`mha2mla.kernels.attention_combine_packed`.
-
-    Every sequence's parts are put side by side, with -inf behind them, which is what the other form takes. Reads no
-    tensor on the host (but of the CPU).
-    """
-    parts = partial_lse.shape[0]
-    first, stop = (bounds.long().clamp(0, parts)[:, None] for bounds in (cu_splits[:-1], cu_splits[1:]))
-    place = first + torch.arange(parts, device=cu_splits.device)  # [B, N]: more than any sequence has
-    there = (place < stop)[..., None, None]
-    place = place.clamp(max=max(0, parts - 1))
-    lse = torch.where(there, partial_lse[place], -torch.inf)
-    return attention_combine_reference(partial_out[place].transpose(0, 1), lse.transpose(0, 1), dtype=dtype)

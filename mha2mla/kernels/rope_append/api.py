@@ -1,4 +1,4 @@
-"""The public append and rotation ops: validation, dispatch, and their torch.library schema."""
+"""The public append ops: validation, dispatch, and their torch.library schema."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ _GQA = (
     _SLOTS,
     Argument("value_cache", "P page (h_kv d_v)"),
 )
-_ROTATE = (Argument("x", "N heads d_r"), _POSITIONS, _INV_FREQ)
 
 
 def mla_append(
@@ -195,29 +194,6 @@ def gqa_append(
         value.flatten(1), key, query, value_cache.flatten(2), key_cache, positions, slots, inv_freq, attention_scaling,
         interleaved, runs_compiled(backend, query.device, query.dtype),
     )  # fmt: skip
-
-
-def rope_rotate(
-    x: Tensor,
-    positions: Tensor,
-    inv_freq: Tensor,
-    *,
-    attention_scaling: float = 1.0,
-    interleaved: bool = False,
-    backend: str | None = None,
-) -> Tensor:
-    """RoPE (arXiv 2104.09864) alone: x [N, heads, d_r] at positions [N] int32 by inv_freq [G, d_r / 2], G | heads.
-
-    Other arguments and errors as in :func:`mla_append`.
-
-    Returns:
-        [N, heads, d_r], a new tensor.
-    """
-    _check_rotation(check_tensors(_ROTATE, (x, positions, inv_freq)), "x", x, inv_freq)
-    compiled = runs_compiled(backend, x.device, x.dtype)
-    rows, keys = x.new_empty(len(x), 0), x[:, :0]
-    caches = x.new_empty(0, 1, 0), x.new_empty(0, 1, 0, x.shape[2])
-    return _append_op(rows, keys, x, *caches, positions, positions, inv_freq, attention_scaling, interleaved, compiled)
 
 
 def slots_of(block_table: Tensor, sequences: Tensor, positions: Tensor, page_size: int) -> Tensor:

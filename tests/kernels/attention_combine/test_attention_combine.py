@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.kernels import attention_combine, attention_combine_packed, mla_decode
+from mha2mla.kernels import attention_combine, mla_decode
 from mha2mla.kernels.attention_combine.reference import attention_combine_reference
 from tests.few import few
 from tests.kernels.problems import Problem
@@ -129,69 +129,18 @@ def test_refusals_name_the_argument(change, message):
         attention_combine(**arguments)
 
 
-def packed(splits: list[int], shape, dtype=torch.float64, *, device="cpu"):
-    """Parts of each sequence one behind the other, poison before and behind them; and the same parts side by side."""
-    out, lse = parts(max(splits, default=0), shape, dtype, device=device)
-    nobody = [(torch.full_like(out[:1, 0], torch.nan), torch.full_like(lse[:1, 0], torch.nan))]
-    mine = [(out[:count, row], lse[:count, row]) for row, count in enumerate(splits)]
-    given = [torch.cat(tensors) for tensors in zip(*nobody, *mine, *nobody, strict=True)]
-    bounds = torch.tensor([1, *splits]).cumsum(0).to(device, torch.int32)
-    return (*given, bounds), (out, lse, torch.tensor(splits, dtype=torch.int32, device=device))
-
-
-@pytest.mark.parametrize("splits", [[3, 0, 1, 17], [0], [2, 2], [1, 40, 5]])
-def test_packed_parts_are_parts_side_by_side(splits):
-    mine, alike = packed(splits, (len(splits), 2, 3, 24))
-    for found, expected in zip(attention_combine_packed(*mine), attention_combine(*alike), strict=True):
-        assert torch.allclose(found, expected, rtol=0, atol=1e-13)
-
-
-def test_packed_bounds_that_promise_too_much():
-    """Clamped to the parts that there are; a descending pair is a sequence without parts."""
-    (out, lse, _), _ = packed([3], (1, 1, 2, 8))
-    out, lse = out[1:4], lse[1:4]
-    found, found_lse = attention_combine_packed(out, lse, torch.tensor([-4, 9, 2], dtype=torch.int32))
-    expected, expected_lse = attention_combine(out[:, None], lse[:, None])
-    assert torch.equal(found[:1], expected) and torch.equal(found_lse[:1], expected_lse)
-    assert not found[1].any() and (found_lse[1] == -torch.inf).all()
-    empty = torch.zeros(3, dtype=torch.int32)
-    found, found_lse = attention_combine_packed(out[:0], lse[:0], empty)
-    assert found.shape == (2, 1, 2, 8) and not found.any() and (found_lse == -torch.inf).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"partial_out": torch.zeros(2, 1, 1, 3, 8)}, r"partial_out.shape is \(2, 1, 1, 3, 8\); expected \[N, S_q, H"),
-        ({"partial_lse": torch.zeros(2, 1, 3)}, r"partial_lse.shape is \(2, 1, 3\); expected \[2, 3, 1\]"),
-        ({"cu_splits": torch.zeros(3)}, "cu_splits.dtype is torch.float32; expected torch.int32"),
-        ({"cu_splits": torch.zeros(0, dtype=torch.int32)}, r"cu_splits.shape is \(0,\); expected \[B\+1\]"),
-        ({"cu_splits": torch.zeros(3, dtype=torch.int32, device="meta")}, "cu_splits.device is meta; expected cpu"),
-        ({"dtype": torch.int8}, "dtype is torch.int8"),
-    ],
-)
-def test_refusals_of_packed_parts(change, message):
-    arguments = {"partial_out": torch.zeros(2, 1, 3, 8), "partial_lse": torch.zeros(2, 3, 1)}
-    with pytest.raises(ValueError, match=message):
-        attention_combine_packed(**{**arguments, "cu_splits": torch.tensor([0, 1, 2], dtype=torch.int32), **change})
-
-
 def test_opcheck():
-    mine, _ = packed([2, 0, 1], (3, 1, 2, 8), torch.float32)
-    torch.library.opcheck(torch.ops.mha2mla.attention_combine.default, (*mine, torch.float32, True, False))
     for count in (None, torch.tensor([1, 3], dtype=torch.int32)):
-        arguments = (*parts(3, (2, 1, 2, 8), torch.float32), count, torch.float32, False, False)
+        arguments = (*parts(3, (2, 1, 2, 8), torch.float32), count, torch.float32, False)
         torch.library.opcheck(torch.ops.mha2mla.attention_combine.default, arguments)
 
 
 @cache
-def compiled_for_cpu(v_head_dim, packed=False):
+def compiled_for_cpu(v_head_dim):
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.attention_combine.kernel import make_attention_combine
 
-    function = make_attention_combine(
-        v_head_dim=v_head_dim, partial_dtype="float32", dtype="float32", packed=packed, on_cpu=True
-    )
+    function = make_attention_combine(v_head_dim=v_head_dim, partial_dtype="float32", dtype="float32", on_cpu=True)
     configs = {"tirx.disable_vectorize": True}
     return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
 
@@ -208,20 +157,8 @@ def test_kernel_on_the_cpu_target(shape, splits):
     assert_right((out, lse), given, count)
 
 
-@pytest.mark.parametrize("splits", [[3, 0, 1, 17], [97, 2], [-3, 5]])
-def test_packed_kernel_on_the_cpu_target(splits):
-    shape = (len(splits), 2, 3, 80)
-    (out, lse, bounds), alike = packed([max(0, count) for count in splits], shape, torch.float32)
-    if splits[0] < 0:
-        bounds[:2] = torch.tensor([2, 1])  # a descending pair, then one that promises too much
-        bounds[2], out, lse = 99, out[:6], lse[:6]
-    found = torch.full(shape, torch.nan), torch.full((shape[0], 3, 2), torch.nan)
-    compiled_for_cpu(80, True)(out, lse, bounds, *found)
-    assert_right(found, alike[:2], alike[2])
-
-
-@few("width, packed", [(576, True), (80, False), (512, False)], count=1)
-def test_kernel_compiles_for_hopper(width, packed):
+@few("width", [576, 80, 512], count=1)
+def test_kernel_compiles_for_hopper(width):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.attention_combine.kernel import make_attention_combine
@@ -229,7 +166,7 @@ def test_kernel_compiles_for_hopper(width, packed):
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
-    function = make_attention_combine(v_head_dim=width, partial_dtype="float32", dtype="bfloat16", packed=packed)
+    function = make_attention_combine(v_head_dim=width, partial_dtype="float32", dtype="bfloat16")
     (report,) = compile_only(function, "sm_90a", SMALL_PASS_CONFIGS)
     assert not report.complaints(1024) and report.registers <= 64
 
@@ -242,14 +179,6 @@ def test_kernel_on_the_gpu(shape, dtype):
         given = parts(splits, shape, dtype, seed=splits, device="cuda")
         count = torch.tensor([splits, 0, max(1, splits // 2)][: shape[0]], dtype=torch.int32, device="cuda")
         assert_right(attention_combine(*given, count), given, count)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_packed_kernel_on_the_gpu(dtype):
-    for splits in ([3, 0, 1, 17], [97, 2], [1] * 70, [0]):
-        mine, alike = packed(splits, (len(splits), 2, 9, 80), dtype, device="cuda")
-        assert_right(attention_combine_packed(*mine), alike[:2], alike[2])
 
 
 @pytest.mark.gpu
