@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,20 +65,24 @@ def refit_queries(
 
     The normal equations of M are too large to form. Conjugate gradients start at ``query_map``, preconditioned by the
     second moment of the queries times the within-attention covariance of the keys. M's rotary rows turn with the query,
-    k_t's with the token.
+    k_t's with the token. A head keeps its start unless the loss falls: where attention is all on one token, keys have
+    no covariance beyond rounding, and no step means anything.
 
     Args:
         windows: of a sample of the layer's inputs (:func:`score_windows`).
         query_map: [H, d_n, d], where to start; with a rotary key among ``maps`` [H, d_n + d_r, d].
     """
-    dtype, scale = windows[0].query.dtype, spec.softmax_scale
+    scale = spec.softmax_scale
     asked = [window.asked(maps) for window in windows]
-    start = query_map.to(dtype)
+    start = query_map.double()
     count = sum(window.query.shape[1] * window.share for window in windows)
-    query_moment = sum(window.query.mT @ window.query * window.share for window in windows) / count
-    key_moment = sum(window.key_covariance(keys) for window, keys in zip(windows, asked, strict=True)) / count
-    query_inverse, query_metric = _regularised(query_moment)
-    key_inverse, key_metric = _regularised(key_moment)
+    query_moment = sum((window.query.mT @ window.query).double() * window.share for window in windows) / count
+    key_moment, key_energy = (
+        sum(part) / count
+        for part in zip(*(w.key_covariance(keys) for w, keys in zip(windows, asked, strict=True)), strict=True)
+    )
+    query_inverse, query_metric = _regularised(query_moment, 0.0)
+    key_inverse, key_metric = _regularised(key_moment, torch.finfo(windows[0].query.dtype).eps * key_energy)
 
     def normal(step: torch.Tensor) -> torch.Tensor:
         image = sum(w.pull(w.scores(step, keys), keys) for w, keys in zip(windows, asked, strict=True))
@@ -87,19 +91,26 @@ def refit_queries(
     def precondition(vector: torch.Tensor) -> torch.Tensor:
         return key_inverse @ vector @ query_inverse / scale**2
 
-    left = (w.pull(w.target - w.scores(start, keys) * scale, keys) for w, keys in zip(windows, asked, strict=True))
-    residual = sum(left) * scale / count
+    def errors(queries: torch.Tensor) -> Iterator[tuple[ScoreWindow, AskedKeys, torch.Tensor]]:
+        for window, keys in zip(windows, asked, strict=True):
+            yield window, keys, window.target - window.scores(queries, keys) * scale
+
+    residual, before = torch.zeros_like(start), 0
+    for window, keys, error in errors(start):
+        residual += window.pull(error, keys) * scale / count
+        before = before + window.loss(error)
     step, conjugate = torch.zeros_like(start), precondition(residual)
     product = _inner(residual, conjugate)
     for _ in range(_STEPS):
         image = normal(conjugate)
-        length = product / _inner(conjugate, image).clamp_min(torch.finfo(dtype).tiny)
+        length = _quotient(product, _inner(conjugate, image))
         step, residual = step + length * conjugate, residual - length * image
         turned = precondition(residual)
         following = _inner(residual, turned)
-        conjugate = turned + following / product.clamp_min(torch.finfo(dtype).tiny) * conjugate
+        conjugate = turned + _quotient(following, product) * conjugate
         product = following
-    return (start + step).double()
+    after = sum(window.loss(error) for window, _, error in errors(start + step))
+    return torch.where((after < before)[:, None, None], start + step, start)
 
 
 def refit_output(
@@ -143,7 +154,7 @@ def refit_output(
         shares.append(torch.full((len(found), 1), float(stride), dtype=torch.float64, device=found.device))
     features, error, share = torch.cat(heads).double(), torch.cat(errors).double(), torch.cat(shares)
     centred = value_offset is not None
-    kept = len(features) * 3 // 4
+    kept = max(1, len(features) * 3 // 4)
     # A ridge that does not help the last quarter of the sample is no ridge to use; without any nothing changes.
     fitted, judged = slice(None, kept), slice(kept, None)
     plain = error[judged] - _mean(error[fitted], share[fitted], centred)
@@ -173,7 +184,8 @@ def _ridge_regression(
     features, target = features - mean, target - target_mean
     counted = features * share
     gram = counted.T @ features
-    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    energy = gram.diagonal().mean()
+    gram.diagonal().add_(torch.where(energy > 0, ridge * energy, 1))  # of nothing, nothing follows
     return torch.linalg.solve(gram, counted.T @ target).T, mean, target_mean
 
 
@@ -218,32 +230,41 @@ class ScoreWindow:
         return maps.turned(self.query @ query_map.mT, self.position)
 
     def asked(self, maps: KeyMaps) -> AskedKeys:
-        """The keys with their means."""
+        """The keys with their means; both less what each head sees on average, which keeps rounding small."""
         keys = self.keys(maps)
+        mass = self.weight.sum(1, keepdim=True)  # [H, 1, length]
+        keys = keys - mass @ keys / mass.sum(-1, keepdim=True)
         return AskedKeys(keys, self.weight @ keys, maps)
 
     def scores(self, query_map: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
         """Scores without their scale, centred under ``weight``, of query maps [H, d_n (+ d_r), d]."""
-        query = self.queries(query_map, asked.maps)
+        query = self.queries(query_map.to(self.query.dtype), asked.maps)
         return torch.baddbmm((query * asked.mean).sum(-1, keepdim=True), query, asked.keys.mT, beta=-1)
 
     def pull(self, errors: torch.Tensor, asked: AskedKeys) -> torch.Tensor:
-        """The adjoint of :meth:`scores` under the weights, for errors that are centred: [H, d_n (+ d_r), d]."""
-        pulled = asked.maps.turned((self.weight * errors) @ asked.keys, -self.position)
-        return pulled.mT @ self.query * self.share
+        """The adjoint of :meth:`scores` under the weights: [H, d_n (+ d_r), d], float64."""
+        weighted = self.weight * errors
+        pulled = torch.baddbmm(weighted.sum(-1, keepdim=True) * asked.mean, weighted, asked.keys, beta=-1)
+        return (asked.maps.turned(pulled, -self.position).mT @ self.query).double() * self.share
 
-    def key_covariance(self, asked: AskedKeys) -> torch.Tensor:
-        """[H, n, n] of the keys under a query's attention, summed over queries; of rotary ones, which every query sees
-        turned otherwise, what no turn changes: the energy of each pair."""
+    def loss(self, errors: torch.Tensor) -> torch.Tensor:
+        """[H], squared errors of scores under the weights."""
+        return (self.weight * errors.square()).sum((1, 2), dtype=torch.float64) * self.share
+
+    def key_covariance(self, asked: AskedKeys) -> tuple[torch.Tensor, torch.Tensor]:
+        """[H, n, n] of the keys under a query's attention, summed over queries, and [H] the largest energy that was
+        subtracted in it, both float64; of rotary keys, which every query sees turned otherwise, what no turn changes:
+        the energy of each pair."""
         keys, mean, nope = asked.keys, asked.mean, asked.maps.nope.shape[1]
-        covariance = ((keys * self.weight.sum(1)[..., None]).mT @ keys - mean.mT @ mean) * self.share
+        moment = ((keys * self.weight.sum(1)[..., None]).mT @ keys).double() * self.share
+        covariance = moment - (mean.mT @ mean).double() * self.share
         if asked.maps.rotary is not None:
             first, second = covariance.diagonal(dim1=-2, dim2=-1)[:, nope:].chunk(2, -1)
             rotary = torch.diag_embed(((first + second) / 2).repeat(1, 2))
             un_rotated = covariance[:, :nope, :nope]
             covariance = torch.zeros_like(covariance)
             covariance[:, :nope, :nope], covariance[:, nope:, nope:] = un_rotated, rotary
-        return covariance
+        return covariance, moment.diagonal(dim1=-2, dim2=-1).amax(-1)
 
 
 @dataclass(frozen=True)
@@ -341,9 +362,16 @@ def _inner(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return (first * second).sum((-2, -1), keepdim=True)
 
 
-def _regularised(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverse and matrix of a positive semi-definite [H, n, n], its small eigenvalues lifted."""
-    energy, vectors = torch.linalg.eigh((moment + moment.mT).double() / 2)
-    energy = energy.clamp_min(0) + 1e-3 * energy[..., -1:] + torch.finfo(torch.float32).tiny
-    inverse, matrix = ((vectors * part[..., None, :]) @ vectors.mT for part in (1 / energy, energy))
-    return inverse.to(moment.dtype), matrix.to(moment.dtype)
+def _quotient(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """``first / second``, 0 where rounding has left nothing positive to divide by."""
+    return torch.where(second > 0, first / second, 0)
+
+
+def _regularised(moment: torch.Tensor, rounding: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse and matrix of a positive semi-definite [H, n, n], float64, its small eigenvalues lifted: to a thousandth
+    of the largest, and above ``rounding`` [H]. Both are zero where it is."""
+    energy, vectors = torch.linalg.eigh((moment + moment.mT) / 2)
+    energy = energy.clamp_min(0)
+    energy = energy + (1e-3 * energy[..., -1] + rounding)[..., None]
+    inverse = _quotient(torch.ones_like(energy), energy)
+    return tuple((vectors * part[..., None, :]) @ vectors.mT for part in (inverse, energy))

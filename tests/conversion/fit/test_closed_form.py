@@ -175,6 +175,32 @@ def test_rotary_keys_that_are_the_source_s_keep_their_queries(case):
     assert torch.allclose(found, basis.query_rope, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("std", [10.0, 60.0])
+def test_biases_of_hundreds_are_fitted_as_in_float64(std, dtype):
+    """Keys whose bias is hundreds of times the rest: some heads attend one token, and keys do not vary under that."""
+    layer = Layer("qwen2")
+    attention = layer.model.model.layers[0].self_attn
+    torch.nn.init.normal_(attention.k_proj.bias, std=std, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(attention.q_proj.bias, std=std / 3, generator=torch.Generator().manual_seed(1))
+    layer.weights = layer.stored_weights()
+    layer.measure()
+    layer.statistics = dataclasses.replace(layer.statistics, sample=AttentionSample(layer.inputs.to(dtype), None))
+    basis, maps, windows = maps_of(layer, "latent")
+    start = closed_form.fitted_queries(basis, maps)
+    found = closed_form.refit_queries(layer.spec, windows, start, maps)
+    assert torch.isfinite(found).all()
+    exact = [dataclasses.replace(w, **{k: v.double() for k, v in vars(w).items() if k != "share"}) for w in windows]
+    before, after = (
+        sum(
+            (w.weight * (w.target - w.scores(q, w.asked(maps)) * layer.spec.softmax_scale).square()).sum((1, 2))
+            for w in exact
+        )
+        for q in (start, found)
+    )
+    assert (after <= before * (1 + 1e-3) + 1e-6).all() and after.sum() < before.sum()
+
+
 def test_an_uncentred_refit_makes_no_bias():
     layer = SampledLayer("llama")
     # A latent that knows nothing of the inputs leaves the output something to mend.
