@@ -101,7 +101,7 @@ class LatentLayer(CacheLayerMixin):
         Raises:
             ValueError: it refuses the layer, or its cache is made of other tensors than what is cached.
         """
-        found, long_queries = name_over_cache(name, self.geometry, self.page_size, dtype, device)
+        found, long_queries = name_over_cache(name, self.geometry.to_dict(), self.page_size, dtype, device)
         backend = ATTENTION_BACKENDS.get(found)
         layout = backend.cache_layout(self.geometry, self.page_size, dtype)
         if self.is_initialized and layout != self._layout:

@@ -38,14 +38,20 @@ def find_over_cache(
 
 @torch.compiler.assume_constant_result
 def name_over_cache(
-    name: str | None, geometry: MLAGeometry, page_size: int, dtype: torch.dtype, device: torch.device
+    name: str | None, geometry_values: dict[str, int | bool], page_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, bool]:
-    """What the backend of :func:`find_over_cache` is called, and whether it serves queries of any length. Dynamo takes
-    the answer, which must be constants, and does not trace how it was found.
+    """Name of the backend of :func:`find_over_cache`, and whether it serves queries of any length.
+
+    Dynamo takes the answer and does not trace how it was found. Arguments and answer are constants for that reason: a
+    geometry that is made while a graph is traced has no attributes outside the trace.
+
+    Args:
+        geometry_values: :meth:`MLAGeometry.to_dict` of the layer.
 
     Raises:
         ValueError: it refuses the layer, with the reason.
     """
+    geometry = MLAGeometry(**geometry_values)
     backend, why = find_over_cache(name, geometry, page_size, dtype, device)
     if backend is None:
         raise ValueError(f"{refused(name, geometry)}: {why}")

@@ -1,4 +1,6 @@
-"""A decode step over a static cache: one graph, compiled once, right at every length."""
+"""``torch.compile`` of a model: fresh, with caches of its own and given ones, in one full graph."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +10,10 @@ from transformers import CompileConfig
 from mha2mla.modeling import LatentCache
 from tests.few import few
 from tests.modeling import models
+
+FROZEN = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="Dynamo of torch 2.11 hands no frozen dataclass to what it does not trace"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +80,52 @@ def test_several_new_tokens_compiled(case):
     assert counter.frame_count == 1 and not cache.plans
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="Dynamo of torch 2.11 hands no frozen dataclass to what it does not trace"
+@FROZEN
+@few(
+    "case, use_cache",
+    [("per-group", True), ("latent", True), ("shared", False), *product(models.GEOMETRIES, (True, False))],
+    count=3,
 )
+def test_fresh_model_compiles_in_one_graph(case, use_cache):
+    """The cache is made inside the graph, comes out of it, and serves the compiled model and the eager one."""
+    model = models.mla_model(case)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for length in (11, 7):
+        ids, mask = models.tokens(2, length), torch.ones(2, length, dtype=torch.long)
+        mask[0, :3] = 0
+        prompt = {"input_ids": ids, "attention_mask": mask, "use_cache": use_cache}
+        with torch.no_grad():
+            out, expected = compiled(**prompt), model(**prompt)
+            assert models.relative_error(out.logits, expected.logits) < 1e-6
+            if not use_cache:
+                assert out.past_key_values is None
+                continue
+            prompt = {"input_ids": models.tokens(2, 1), "attention_mask": torch.cat((mask, mask[:, -1:]), 1)}
+            after = compiled(**prompt, past_key_values=out.past_key_values).logits
+            assert models.relative_error(after, model(**prompt, past_key_values=expected.past_key_values).logits) < 2e-6
+            assert out.past_key_values.get_seq_length() == length + 1
+
+
+@FROZEN
+@few("case, training", [("latent", False), *product(["per-group", "shared", "per-head"], (True, False))], count=2)
+def test_compiled_loss_has_the_eager_gradients(case, training):
+    """In eval mode a cache is made beside the loss, as users get it who forget ``torch.no_grad``."""
+    model = models.mla_model(case).train(training)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for length in (9, 12):
+        ids = models.tokens(2, length)
+        gradients = []
+        for each in (compiled, model):
+            model.zero_grad()
+            out = each(input_ids=ids, labels=ids)
+            out.loss.backward()
+            assert (out.past_key_values is None) == training
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        for gradient, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+@FROZEN
 @pytest.mark.parametrize(("case", "name"), [("per layer", None), ("latent", None), ("per layer", "mla_fp8_reference")])
 @torch.no_grad()
 def test_a_prompt_compiled_before_the_cache_has_pages(case, name):
