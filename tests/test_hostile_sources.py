@@ -120,7 +120,6 @@ def refused(folder):
     return message
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(("keys", "named"), [pytest.param(*rest, id=name) for name, *rest in CONFIGS])
 def test_a_config_that_no_model_has_is_refused_by_the_fields_name(keys, named, damaged):
     edit(damaged, **keys)
@@ -177,7 +176,6 @@ def sources(tmp_path_factory):
     return of_case
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(("case", "keys", "named"), FAMILIES)
 def test_a_familys_own_fields_are_looked_at(case, keys, named, sources, tmp_path):
     folder = tmp_path / "source"
@@ -285,7 +283,6 @@ FILES = {
 }
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("change", FILES)
 def test_a_file_of_weights_that_is_none_is_named(change, damaged):
     path = damaged / "model.safetensors"

@@ -33,28 +33,60 @@ def _catches_interrupts(pid: int) -> bool:
     return bool(int(caught, 16) >> (signal.SIGINT - 1) & 1)
 
 
-def ended(process: subprocess.Popen) -> str:
-    output, _ = process.communicate(timeout=60)
+def output_of(process: subprocess.Popen) -> str:
+    try:
+        return process.communicate(timeout=240)[0]  # seconds; nothing takes as long but what hangs
+    finally:
+        process.kill()
+
+
+def ended(process: subprocess.Popen) -> None:
+    output = output_of(process)
     assert process.returncode == 130, output
     assert "Traceback" not in output and output.endswith("mha2mla: interrupted\n")
-    return output
 
 
-# Seconds into a conversion of some six: parsing, imports, the source's text, layers, the comparison.
-@pytest.mark.parametrize("seconds", [0, 0.4, 0.8, 1.5, 2.5, 3.5, pytest.param(4.5, marks=pytest.mark.slow)])
-def test_ctrl_c_showed_a_traceback_until_the_work_began(seconds, tiny_source, tmp_path):
-    """For the first 4.5 s: importing torch was nobody's business."""
-    argv = ["-m", "mha2mla", "convert", str(tiny_source), str(tmp_path / "out"), "--device", "cpu"]
-    process = started(*argv, "--calibration.tokens", "65536", "--calibration.lengths", "64")
-    time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    ended(process)
+AT_A_MOMENT = """
+import signal, sys
+event, name = sys.argv[1:3]
+def hook(this, args):
+    global event
+    if this == event and any(str(each).endswith(name) for each in args):
+        event = None
+        signal.raise_signal(signal.SIGINT)
+sys.addaudithook(hook)
+sys.argv = ["mha2mla", *sys.argv[3:]]
+from mha2mla.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        ("import", "mha2mla.cli"),
+        ("import", "torch"),
+        ("import", "torch.nn"),
+        ("import", "transformers"),
+        ("open", "tokenizer.json"),
+        ("os.rename", "text.safetensors"),
+        ("os.rename", "layer-00001.safetensors"),
+        ("os.rename", "model.safetensors"),
+        ("os.rename", "conversion.json"),
+    ],
+    ids=" ".join,
+)
+def test_an_interrupt_at_any_moment_is_one_line(moment, tiny_source, tmp_path):
+    """While parsing, importing, reading the source, writing its text, layers, weights and the record."""
+    argv = ["convert", str(tiny_source), str(tmp_path / "out"), "--device", "cpu", "--preset", "minimal"]
+    argv += ["--calibration.text", "builtin:prose", "--calibration.tokens", "512", "--calibration.lengths", "64"]
+    ended(started("-c", AT_A_MOMENT, *moment, *argv))
     assert not (tmp_path / "out").exists()
 
 
 # What stands in for the verbs; main() below it is the command's own.
 FAKE = """
-import signal, sys, time, types
+import signal, sys, types
 fake = types.ModuleType("mha2mla.cli")
 sys.modules["mha2mla.cli"] = fake
 sys.argv = ["mha2mla"]
@@ -91,7 +123,8 @@ def run():
         interrupt()
     except BaseException:
         pass
-    time.sleep(30)
+    while True:
+        signal.pause()
 """,
     "it comes in a destructor": """
 class Thing:
@@ -100,20 +133,19 @@ class Thing:
 def run():
     thing = Thing()
     del thing
-    time.sleep(30)
+    while True:
+        signal.pause()
 """,
 }
 
 
 @pytest.mark.parametrize("body", SWALLOWED.values(), ids=SWALLOWED)
 def test_an_interrupt_is_not_lost(body):
-    began = time.perf_counter()
     ended(started("-c", FAKE.format(body=body)))
-    assert time.perf_counter() - began < 20
 
 
 def test_clearing_up_after_an_interrupt_is_not_interrupted():
-    """As long as it takes: an interrupt is repeated where it was lost, and nowhere else."""
+    """An interrupt is repeated where it was lost, and nowhere else."""
     body = """
 from contextlib import contextmanager
 @contextmanager
@@ -121,36 +153,36 @@ def folder():
     try:
         yield
     finally:
-        time.sleep(1.5)
+        for _ in range(3):
+            signal.pause()  # until the moment of a repetition
         print("removed", flush=True)
 def run():
     with folder():
         interrupt()
 """
-    assert ended(started("-c", FAKE.format(body=body))).startswith("removed\n")
+    process = started("-c", FAKE.format(body=body))
+    assert output_of(process) == "removed\nmha2mla: interrupted\n" and process.returncode == 130
 
 
 def test_an_interrupt_while_the_interpreter_ends_is_quiet():
     process = started("-c", FAKE.format(body="import atexit\natexit.register(interrupt)\ndef run():\n    return 0\n"))
-    output, _ = process.communicate(timeout=60)
+    output = output_of(process)
     assert process.returncode == 130 and "Traceback" not in output
 
 
 def test_a_fault_of_ours_keeps_its_traceback():
     process = started("-c", FAKE.format(body="def run():\n    raise RuntimeError('ours')\n"))
-    output, _ = process.communicate(timeout=60)
+    output = output_of(process)
     assert process.returncode == 1 and "Traceback" in output and "ours" in output
 
 
 def test_a_log_gets_few_states_of_bars_that_others_draw():
-    """lm-eval's, a state every tenth of a second."""
+    """lm-eval's; by default a bar has a state every tenth of a second."""
     body = """
 def run():
     from tqdm import tqdm
-    for _ in tqdm(range(20)):
-        time.sleep(0.05)
+    print(tqdm(range(20)).mininterval)
     return 0
 """
     process = started("-c", FAKE.format(body=body))
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and 1 <= len(output.strip().split("\r")) <= 3
+    assert "30.0" in output_of(process).splitlines() and process.returncode == 0

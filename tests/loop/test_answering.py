@@ -115,11 +115,10 @@ def test_an_interrupt_keeps_what_is_finished(tiny_converted, tmp_path):
     command += ["--output", str(output), "--max-new-tokens", "8", "--max-sequences", "4", "--device", "cpu"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
-    until = time.monotonic() + 100
-    while time.monotonic() < until and not (output.exists() and output.read_text().count("\n") > 3):
+    while process.poll() is None and not (output.exists() and output.read_text().count("\n") > 3):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 130 and "Traceback" not in said
     assert 3 < len(rows(output)) < 4000
 
