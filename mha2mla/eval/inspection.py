@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2mla.checkpoints import check_converted, find_checkpoint
+from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.eval.report import flat, format_value, html_table
 
 if TYPE_CHECKING:
     from mha2mla.modeling import MHA2MLAConfig
 
-RECORD_FILE = "conversion.json"  # written by mha2mla.convert
 CACHE_COLUMNS = {
     "batch": "batch",
     "length": "length",
