@@ -112,7 +112,8 @@ def convert(
     seconds: dict[str, float] = {}
     with _timed(seconds, "prepare"):
         named_recipe(arguments.recipe, preset, compute_device(device))  # a mistake is said before a source is fetched
-        check_destination(arguments.destination, None, overwrite=overwrite)
+        if not os.path.isdir(arguments.source):  # before it is downloaded
+            check_destination(arguments.destination, None, overwrite=overwrite)
         folder = source_folder(arguments.source)
     if is_converted(folder):
         return change_layout(arguments, folder, started)
