@@ -1,12 +1,121 @@
-"""A checkpoint by folder or hub id: is it there? Asked without torch, so that a typing mistake is said at once."""
+"""Checkpoints by folder or hub id, and safe access to their files. Imports no torch: mistakes are said at once."""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+CONFIG_FILE = "config.json"
+RECORD_FILE = "conversion.json"  # written by mha2mla.convert
+LONGEST_MESSAGE = 500  # characters
 HUB_TIMEOUT = 5.0  # seconds: one short question, no file
+
+
+def shorten(message: str) -> str:
+    """``message`` in one line of at most :data:`LONGEST_MESSAGE` characters, cut in the middle."""
+    head, tail = LONGEST_MESSAGE * 7 // 10, LONGEST_MESSAGE * 3 // 10 - 5
+    line = " ".join(message.split()) if len(message) < 1 << 16 else message
+    line = line if len(line) <= LONGEST_MESSAGE else f"{line[:head]} ... {line[-tail:]}"
+    return " ".join(line.split())
+
+
+class NamedError(ValueError):
+    """An error whose message is one short line that names the file, field or tensor."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shorten(message))
+
+
+class CheckpointError(NamedError):
+    """A checkpoint is incomplete or damaged; the message names the file or the tensor."""
+
+
+@contextmanager
+def damage_named(what: str) -> Iterator[None]:
+    """Names what other code was given when it fails, in whatever way damaged files make it.
+
+    Raises:
+        CheckpointError: ``what``, and the error in short. What is not the file's fault passes as it is: errors that
+            name something already, too little memory, a package that is not installed.
+    """
+    try:
+        yield
+    except (NamedError, MemoryError, ImportError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{what}: {type(error).__name__}: {shorten(str(error)):.300}") from error
+
+
+def regular_file(folder: Path, name: str) -> Path:
+    """The path of a file of a checkpoint, once opening it can neither block nor lead out of the folder.
+
+    A snapshot of the hub's cache is a folder of links into the ``blobs`` beside it; those are followed.
+
+    Raises:
+        CheckpointError: absent, no regular file (a pipe, a folder), or a path or link that leads out of ``folder``.
+    """
+    path = folder / name
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise CheckpointError(f"{name!r} leads out of {folder}; expected a file inside it")
+    try:
+        own, real = folder.resolve(), path.resolve(strict=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a name with a NUL in it
+        raise CheckpointError(f"{path!s:.200} cannot be read: {error}") from error
+    blobs = [own.parent.parent / "blobs"] if own.parent.name == "snapshots" else []
+    if not any(root in real.parents for root in (own, *blobs)):
+        raise CheckpointError(f"{path} is a link to {real}, which leads out of {folder}; expected a file inside it")
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise CheckpointError(f"{path} is no regular file")
+    return path
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a folder in which opening a file could block: other code opens files here by names of its own.
+
+    Raises:
+        CheckpointError: naming a pipe, socket or device.
+    """
+    for path in sorted(folder.iterdir()):
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a link that leads nowhere cannot be opened, either
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            raise CheckpointError(f"{path} is no regular file")
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of a checkpoint.
+
+    Raises:
+        CheckpointError: as :func:`regular_file`, or the file is no JSON object.
+    """
+    return read_object(regular_file(folder, name))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, of a regular file: a pipe or a device is not opened.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is no JSON object.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{path} is no regular file")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return values
 
 
 def find_checkpoint(checkpoint: str | os.PathLike[str], name: str) -> str:
@@ -24,20 +133,26 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], name: str) -> str:
     text = os.fspath(checkpoint)
     path = Path(text).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise FileNotFoundError(f"{name} is {text!r}, a folder without config.json; expected a checkpoint")
+        if not (path / CONFIG_FILE).is_file():
+            raise FileNotFoundError(f"{name} is {text!r:.200}, a folder without config.json; expected a checkpoint")
         return str(path)
     if path.exists() or text.startswith((".", "/", "~")) or text.endswith("/") or text.count("/") > 1:
-        raise FileNotFoundError(f"{name} is {text!r}; expected an existing checkpoint folder, or a hub id")
-    _ask_the_hub(text, f"{name} is {text!r}, which is no folder here")
+        raise FileNotFoundError(f"{name} is {text!r:.200}; expected an existing checkpoint folder, or a hub id")
+    _ask_the_hub(text, f"{name} is {text!r:.200}, which is no folder here")
     return text
 
 
 def model_type(checkpoint: str | os.PathLike[str]) -> str | None:
-    """What the ``config.json`` of a folder says; None: it is no folder here, or its config does not say."""
-    config = Path(checkpoint).expanduser() / "config.json"
-    found = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return found.get("model_type")
+    """What the ``config.json`` of a folder says; None: it is no folder here, or its config does not say.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    folder = Path(checkpoint).expanduser()
+    found = read_json(folder, CONFIG_FILE).get("model_type") if (folder / CONFIG_FILE).is_file() else None
+    if found is not None and not isinstance(found, str):
+        raise CheckpointError(f"model_type is {found!r:.80} in {folder / CONFIG_FILE}; expected a string")
+    return found
 
 
 def find_converted(checkpoint: str | os.PathLike[str], name: str) -> str:
@@ -56,7 +171,7 @@ def find_converted(checkpoint: str | os.PathLike[str], name: str) -> str:
 def check_converted(kind: str | None, name: str) -> None:
     """Raises ValueError for a model type that is no converted checkpoint's."""
     if kind != "mha2mla":
-        raise ValueError(f"{name} has model_type {kind!r}; expected 'mha2mla', a converted checkpoint")
+        raise ValueError(f"{name} has model_type {kind!r:.80}; expected 'mha2mla', a converted checkpoint")
 
 
 def find_pair(source: str | os.PathLike[str], converted: str | os.PathLike[str]) -> None:
@@ -71,7 +186,7 @@ def find_pair(source: str | os.PathLike[str], converted: str | os.PathLike[str])
     kind = model_type(converted)
     if model_type(source) == "mha2mla" and kind not in ("mha2mla", None):
         raise ValueError(
-            f"source is a converted checkpoint and converted has model_type {kind!r}; expected the source first"
+            f"source is a converted checkpoint and converted has model_type {kind!r:.80}; expected the source first"
         )
 
 
@@ -80,7 +195,7 @@ def _ask_the_hub(hub_id: str, not_here: str) -> None:
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
-        if not isinstance(try_to_load_from_cache(hub_id, "config.json"), str):
+        if not isinstance(try_to_load_from_cache(hub_id, CONFIG_FILE), str):
             HfApi().model_info(hub_id, timeout=HUB_TIMEOUT)
     except HFValidationError as error:
         raise FileNotFoundError(f"{not_here} and no hub id; expected a checkpoint folder, or OWNER/NAME") from error

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from mha2mla import kernel_verbs, latency_verb, loop_verbs, verbs
+from mha2mla.checkpoints import shorten
 from mha2mla.conversion import presets, recipe
 from mha2mla.environment import installed_version
 from mha2mla.streams import forgiving_streams
@@ -231,7 +232,7 @@ def _main(argv: Sequence[str] | None) -> int:
     except USER_ERRORS as error:
         if debug:
             raise
-        message = _in_flags(" ".join(str(error).split())) or type(error).__name__
+        message = _in_flags(shorten(str(error))) or type(error).__name__
         print(f"mha2mla: error: {message} (--debug shows where)", file=sys.stderr)
         return 2
 

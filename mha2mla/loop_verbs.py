@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mha2mla.checkpoints import find_checkpoint
-from mha2mla.outputs import output_file, report_file
 from mha2mla.verbs import Device, Dtype, save
 
 
@@ -26,7 +25,6 @@ def generate(
     max_tokens: int = 2048,
     max_length: int | None = None,
     overwrite: bool = False,
-    key_prefix: str = "",
     device: Device = None,
     dtype: Dtype | None = None,
     json: str | None = None,
@@ -51,8 +49,7 @@ def generate(
         max_sequences: prompts that run at a time.
         max_tokens: of a step, at least as many as max-sequences.
         max_length: tokens of a prompt with its answer; default what the model takes.
-        overwrite: replace the answers in the output, of whatever model they are.
-        key_prefix: put before the keys that an answer adds, where prompts have such keys.
+        overwrite: begin the output anew.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: of the weights; default what the checkpoint has, but on CUDA bfloat16 for float32.
         json: also write what it took to this file.
@@ -60,38 +57,29 @@ def generate(
     Example:
         mha2mla generate path/to/llama-mla --file prompts.jsonl --output answers.jsonl --max-new-tokens 64
     """
-    from mha2mla.prompts import ANSWERS, Answers, checkpoint_digest, read_prompts
-
-    answers_file = output_file(output, ANSWERS, model, file, name="output")
-    record = report_file(json, "generate", model, file, output)
     if not (prompt or file):
         raise ValueError("--prompt and --file are not given; expected one of them")
     find_checkpoint(model, "model")
+    from mha2mla.prompts import Answers, read_prompts
+
     tasks: list[dict[str, Any]] = [{"prompt": text} for text in prompt or ()] + (read_prompts(file) if file else [])
     given = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
-    from mha2mla.environment import device_name
     from mha2mla.loop import Loop, Sampling
 
     sampling = Sampling(**given)
-    place, weights_dtype = _placement(model, device, dtype)
-    made_by: dict[str, Any] = {"model": model, "sampling": given | {"chat": chat}}
-    if answers_file is not None:
-        made_by |= {"weights": checkpoint_digest(model), "dtype": None if weights_dtype is None else str(weights_dtype)}
-        made_by |= {"device": device_name(place), "max_length": max_length}
-    answers = Answers(answers_file, made_by, overwrite, key_prefix)
+    answers = Answers(output, {"model": model, "sampling": given | {"chat": chat}}, overwrite)
     left = len(answers.remaining(tasks))
     if not left:
         print(f"all {len(tasks)} prompts have answers in {output}")
         return
     from dataclasses import replace
 
-    from mha2mla.eval.loading import load
     from mha2mla.loop.answering import answer_all, served, stop_tokens
 
-    loaded, tokenizer = load(model, device=place, dtype=weights_dtype)
+    loaded, tokenizer = _load(model, device, dtype)
     sampling = replace(sampling, stop_tokens=stop_tokens(loaded, tokenizer))
     loop = Loop(served(loaded), max_sequences=max_sequences, max_tokens=max_tokens, max_length=max_length)
     for task, text in answer_all(loop, tokenizer, tasks, answers, sampling, chat=chat):
@@ -103,12 +91,12 @@ def generate(
         f"{left} answers, {len(tasks) - left} found: {done.new_tokens:,} tokens in {done.seconds:.2f} s,"
         f" {done.tokens_per_second:,.0f} tokens/s; cache {size:,.0f} bytes a token, {loop.cache.nbytes:,} in all"
     )
-    if record is not None:
+    if json:
         from mha2mla.environment import collect_environment
 
         row = vars(done) | {"tokens_per_second": done.tokens_per_second, "answers": left}
         row |= {"cache_bytes_per_token": size, "cache_bytes": loop.cache.nbytes}
-        save(record, "generate", [row], model=model, sampling=given, environment=collect_environment())
+        save(json, "generate", [row], model=model, sampling=given, environment=collect_environment())
 
 
 def chat(
@@ -143,15 +131,13 @@ def chat(
     names = {"model": model} | ({} if beside is None else {"beside": beside})
     for name, checkpoint in names.items():
         find_checkpoint(checkpoint, name)
-    from mha2mla.eval.loading import load
     from mha2mla.loop import Sampling
     from mha2mla.loop.answering import Conversation
 
     sampling = Sampling(max_new_tokens, temperature, top_p=top_p, seed=seed)
     talks = {}
     for checkpoint in names.values():
-        place, weights_dtype = _placement(checkpoint, device, dtype)
-        loaded, tokenizer = load(checkpoint, device=place, dtype=weights_dtype)
+        loaded, tokenizer = _load(checkpoint, device, dtype)
         most = min(max_length, loaded.config.max_position_embeddings)
         # room for two conversations: one that runs, one that is remembered
         talks[checkpoint] = Conversation(loaded, tokenizer, sampling, max_length=most, num_pages=2 * -(-most // 64))
@@ -180,24 +166,23 @@ def _line() -> str:
         return ""
 
 
-def _placement(checkpoint: str, device: Device, dtype: Dtype | None) -> tuple[Any, Any]:
-    """torch's device and dtype that a model is loaded with; the dtype None: the checkpoint's."""
+def _load(checkpoint: str, device: Device, dtype: Dtype | None) -> tuple[Any, Any]:
     import torch
 
     from mha2mla.environment import compute_device
+    from mha2mla.eval.loading import load
 
-    place = compute_device(device)
-    return place, getattr(torch, dtype) if dtype else kernels_dtype(checkpoint, place)
+    given = compute_device(device)
+    return load(checkpoint, device=given, dtype=getattr(torch, dtype) if dtype else kernels_dtype(checkpoint, given))
 
 
 def kernels_dtype(checkpoint: str, device: Any) -> Any:
     """bfloat16 for a float32 checkpoint on a CUDA device; None: as it is."""
     import torch
-    from transformers import AutoConfig
 
-    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
+    from mha2mla.eval.loading import load_config
 
     if device.type != "cuda":
         return None
-    config = AutoConfig.from_pretrained(find_checkpoint(checkpoint, "model")).get_text_config()
+    config = load_config(checkpoint, "model").get_text_config()
     return torch.bfloat16 if config.dtype == torch.float32 else None

@@ -13,10 +13,11 @@ ROOT = Path(mha2mla.__file__).parent
 BELOW = {
     "geometry": set(),
     "kernels": {"geometry"},
-    "modeling": {"geometry", "kernels"},
+    "modeling": {"geometry", "kernels", "stored_tensors"},
     "loop": {"modeling", "progress", "prompts"},
     "conversion": {
-        "geometry", "modeling", "checkpoints", "environment", "predictions", "progress", "texts", "whole_files",
+        "geometry", "modeling", "checkpoints", "stored_tensors", "environment", "predictions", "progress", "texts",
+        "whole_files",
     },
 }  # fmt: skip
 

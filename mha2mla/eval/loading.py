@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mha2mla.checkpoints import find_checkpoint
+from mha2mla.checkpoints import CheckpointError, damage_named, find_checkpoint
+from mha2mla.conversion.source.opening import check_model_folder, read_tokenizer
 from mha2mla.environment import compute_device
+from mha2mla.stored_tensors import check_finite
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load(
@@ -50,34 +53,52 @@ def load_model(
 
     Raises:
         FileNotFoundError: ``model`` is neither a folder with a ``config.json`` nor on the hub.
+        CheckpointError: it is incomplete or damaged, or a file lies outside its folder; naming file, field or tensor.
         ValueError: ``device`` is none of this machine.
     """
     if callable(model):
         return (model if isinstance(model, torch.nn.Module) else model()).eval()
     from transformers import AutoModelForCausalLM
 
+    device, found = compute_device(device), _find_model(model, name)
+    with damage_named(f"{name} {found!r} cannot be loaded"):
+        loaded, info = AutoModelForCausalLM.from_pretrained(
+            found, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
+        )
+        if missing := sorted(info["missing_keys"]):  # of which transformers made random numbers
+            raise CheckpointError(f"tensor {missing[0]} is absent from {found} ({len(missing)} absent in all)")
+    loaded = loaded.to(device).eval()
+    check_finite(loaded)
+    return loaded
+
+
+def load_config(checkpoint: str | os.PathLike[str], name: str) -> PreTrainedConfig:
+    """The config of a checkpoint; arguments and errors as for :func:`load_model`."""
+    from transformers import AutoConfig
+
+    found = _find_model(checkpoint, name)
+    with damage_named(f"{name} {found!r} has no usable config"):
+        return AutoConfig.from_pretrained(found, trust_remote_code=False)
+
+
+def _find_model(checkpoint: str | os.PathLike[str], name: str) -> str:
+    """Folder or hub id of a checkpoint; of a folder, what can be refused before transformers opens its files."""
     import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
 
-    device = compute_device(device)
-    model = find_checkpoint(model, name)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto", trust_remote_code=False)
-    return loaded.to(device).eval()
+    found = find_checkpoint(checkpoint, name)
+    if Path(found).is_dir():
+        check_model_folder(Path(found))
+    return found
 
 
 def load_tokenizer(model: Any, name: str) -> Any:
     """The tokenizer that lies beside a checkpoint; arguments and errors as for :func:`load_model`.
 
     Raises:
-        ValueError: there is none, or it cannot be read.
+        CheckpointError: there is none, it is damaged, or it needs code of its own.
     """
     if isinstance(model, torch.nn.Module):
         raise ValueError(f"tokenizer is None; expected one, since {name} is a loaded model and not a folder")
-    from transformers import AutoTokenizer
-
     import mha2mla.modeling  # noqa: F401  a converted folder's tokenizer is looked up through its config
 
-    folder = find_checkpoint(model, name)
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{name} {folder!r} has no usable tokenizer: {error}") from error
+    return read_tokenizer(find_checkpoint(model, name), name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_MAPPING, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
@@ -30,6 +31,7 @@ from mha2mla.modeling.step_choice import choose_step
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
 from mha2mla.modeling.valid_length import LengthWatch
 from mha2mla.modeling.visibility import check_mask, is_padding_mask
+from mha2mla.stored_tensors import check_loaded_files, check_loaded_state
 
 
 class MHA2MLAPreTrainedModel(PreTrainedModel):
@@ -53,6 +55,32 @@ class MHA2MLAPreTrainedModel(PreTrainedModel):
     def _can_set_attn_implementation(cls) -> bool:
         # transformers looks for get_interface in the source of the class's module; here it is in attention.py.
         return True
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: PreTrainedModel,
+        state_dict: dict[str, Tensor] | None,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        *others: Any,
+        **keywords: Any,
+    ) -> tuple[Any, Any]:
+        """What ``from_pretrained`` reads weights with, in any way; before it does, headers show them all there.
+
+        transformers fills what is missing with random numbers, and casts int8 and bool. Quantisers and DeepSpeed's
+        stage 3 hold other tensors than the files, and adapters come with names of their own: these are not checked.
+
+        Raises:
+            CheckpointError: naming the file or the tensor.
+        """
+        others_tensors = load_config.hf_quantizer is not None or is_deepspeed_zero3_enabled() or others or keywords
+        if not others_tensors and not load_config.ignore_mismatched_sizes:
+            if state_dict is not None:
+                check_loaded_state(model, state_dict)
+            elif checkpoint_files:
+                check_loaded_files(model, load_config.pretrained_model_name_or_path, checkpoint_files)
+        load = PreTrainedModel._load_pretrained_model
+        return load(model, state_dict, checkpoint_files, load_config, *others, **keywords)
 
     def initialize_weights(self) -> None:
         """Random weights wherever none were loaded."""

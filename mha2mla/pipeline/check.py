@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from mha2mla.checkpoints import find_checkpoint
+from mha2mla.checkpoints import CheckpointError, find_checkpoint
 from mha2mla.conversion.calibration.blocks import Windows, listed
 from mha2mla.conversion.calibration.lengths import calibration_lengths, check_length, nearest_length
 from mha2mla.conversion.calibration.windows import evaluation_windows
@@ -21,7 +21,6 @@ from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.presets import AUTO, NO_PRESET, choose_preset
 from mha2mla.conversion.recipe import Recipe, asked_keys
 from mha2mla.conversion.result.destination import check_destination
-from mha2mla.conversion.source.checkpoint import CheckpointError
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import compute_device

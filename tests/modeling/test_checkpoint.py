@@ -135,18 +135,6 @@ def test_random_weights_are_sane(case):
     assert model(models.tokens(2, 9)).logits.isfinite().all()
 
 
-def test_a_tensor_that_is_missing_gets_random_weights_and_the_others_do_not(tmp_path):
-    """As transformers does it for every model, with a report."""
-    model = models.mla_model()
-    state = model.state_dict()
-    del state["model.layers.0.self_attn.v_b_proj"]
-    model.save_pretrained(tmp_path, state_dict=state)
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(info["missing_keys"]) == {"model.layers.0.self_attn.v_b_proj"}
-    assert again.model.layers[0].self_attn.v_b_proj.isfinite().all()
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in state.items())
-
-
 def test_construction_without_memory():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(models.mla_config("per layer"))

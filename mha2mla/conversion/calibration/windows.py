@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import generator_of
-from mha2mla.conversion.source.files import CheckpointError
 from mha2mla.conversion.source.opening import OpenedFolder, Source
 from mha2mla.texts import load_text, mixed_windows, token_windows
 

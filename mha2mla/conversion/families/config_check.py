@@ -182,4 +182,4 @@ def _check_fields(values: Mapping[str, Any], rules: Mapping[str, Rule], prefix: 
 def _refuse(name: str, value: Any, expected: str) -> None:
     shown = repr(value) if not isinstance(value, int) or abs(value) < 1 << 64 else "an int of many digits"
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    raise UnsupportedSourceError(f"{name} is {shown} in the source's config; expected {expected}")
+    raise UnsupportedSourceError(f"{name} is {shown} in config.json; expected {expected}")

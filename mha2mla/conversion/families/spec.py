@@ -7,8 +7,10 @@ from typing import Literal
 
 import torch
 
+from mha2mla.checkpoints import NamedError
 
-class UnsupportedSourceError(ValueError):
+
+class UnsupportedSourceError(NamedError):
     """The source cannot be converted exactly or sensibly; the message names what stands in the way."""
 
 

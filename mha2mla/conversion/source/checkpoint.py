@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from mha2mla.conversion.source.files import CheckpointError, read_json, regular_file
+from mha2mla.checkpoints import CheckpointError, read_json, regular_file
+from mha2mla.stored_tensors import StoredTensor, open_shard
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# safetensors' names of the dtypes that weights may have; others are quantised, or no numbers.
-DTYPES = ("F64", "F32", "F16", "BF16")
-__all__ = ["DTYPES", "INDEX_FILE", "SINGLE_FILE", "CheckpointError", "CheckpointReader"]
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "CheckpointError", "CheckpointReader"]
 
 
 class CheckpointReader:
@@ -57,11 +55,7 @@ class CheckpointReader:
 
     def _open(self, shard: str) -> Any:
         if shard not in self._files:
-            path = regular_file(self.folder, shard)
-            try:
-                self._files[shard] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"shard {path} is truncated or damaged: {error}") from error
+            self._files[shard] = open_shard(regular_file(self.folder, shard))
         return self._files[shard]
 
     def release(self) -> None:
@@ -71,17 +65,13 @@ class CheckpointReader:
     def names(self) -> frozenset[str]:
         return frozenset(self._shard_of)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor without reading it."""
-        return tuple(self._slice(name).get_shape())
+    def header(self, name: str) -> StoredTensor:
+        """Shape, dtype and file of a tensor without reading it."""
+        return StoredTensor.of(self._slice(name), self._shard_of[name])
 
-    def check_dtype(self, name: str) -> None:
-        """Refuses a tensor that is not of floating-point numbers, without reading it."""
-        if (dtype := self._slice(name).get_dtype()) not in DTYPES:
-            raise CheckpointError(
-                f"tensor {name} in {self._shard_of[name]} has dtype {dtype}; expected one of {', '.join(DTYPES)}"
-                " (dequantise a quantised checkpoint before conversion)"
-            )
+    def headers(self) -> dict[str, StoredTensor]:
+        """:meth:`header` of every tensor by name."""
+        return {name: self.header(name) for name in self._shard_of}
 
     def files(self) -> list[str]:
         """Names of the weight files, relative to the folder."""
@@ -93,7 +83,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: absent, not of floating-point numbers, or a value is NaN or infinite.
         """
-        self.check_dtype(name)
+        self.header(name).check_dtype(name)
         return self._finite(name, self._open(self._shard_of[name]).get_tensor(name).clone())
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
 
-CONFIG_FILE = "config.json"
+from mha2mla.checkpoints import CheckpointError, regular_file
+
 # What a checkpoint carries beside weights and config.
 _COMPANIONS = (
     "tokenizer*",
@@ -34,68 +31,8 @@ _CODE = (".py", ".pyc", ".so")  # code of the source's is neither run nor handed
 _RACY = 2.0  # seconds in which a file may change without its times showing it
 
 
-class CheckpointError(ValueError):
-    """A checkpoint is incomplete or damaged; the message names the file or the tensor."""
-
-
 class SourceChangedError(CheckpointError):
     """A file of the source is not what it was when the conversion began."""
-
-
-def regular_file(folder: Path, name: str) -> Path:
-    """The path of a file of a checkpoint, once opening it can neither block nor lead out of the folder.
-
-    A snapshot of the hub's cache is a folder of links into the ``blobs`` beside it; those are followed.
-
-    Raises:
-        CheckpointError: absent, no regular file (a pipe, a folder), or a path or link that leads out of ``folder``.
-    """
-    path = folder / name
-    if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise CheckpointError(f"{name!r} leads out of {folder}; expected a file inside it")
-    try:
-        own, real = folder.resolve(), path.resolve(strict=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing") from error
-    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a name with a NUL in it
-        raise CheckpointError(f"{path!s:.200} cannot be read: {error}") from error
-    blobs = [own.parent.parent / "blobs"] if own.parent.name == "snapshots" else []
-    if not any(root in real.parents for root in (own, *blobs)):
-        raise CheckpointError(f"{path} is a link to {real}, which leads out of {folder}; expected a file inside it")
-    if not stat.S_ISREG(real.stat().st_mode):
-        raise CheckpointError(f"{path} is no regular file")
-    return path
-
-
-def check_folder(folder: Path) -> None:
-    """Refuses a folder in which opening a file could block: other code opens files here by names of its own.
-
-    Raises:
-        CheckpointError: naming a pipe, socket or device.
-    """
-    for path in sorted(folder.iterdir()):
-        try:
-            mode = path.stat().st_mode
-        except OSError:  # a link that leads nowhere cannot be opened, either
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise CheckpointError(f"{path} is no regular file")
-
-
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of a checkpoint.
-
-    Raises:
-        CheckpointError: as :func:`regular_file`, or the file is no JSON object.
-    """
-    path = regular_file(folder, name)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return values
 
 
 def companions(folder: Path) -> list[str]:
@@ -107,15 +44,6 @@ def companions(folder: Path) -> list[str]:
     found = {path for pattern in _COMPANIONS for path in folder.glob(pattern)}
     names = sorted(path.relative_to(folder).as_posix() for path in found if path.suffix not in _CODE)
     return [name for name in names if not (folder / name).is_dir() and regular_file(folder, name)]
-
-
-def is_companion(name: str) -> bool:
-    """Whether a file of that name, relative to its folder, is copied with a checkpoint."""
-    path = PurePath(name)
-    patterns = [PurePath(pattern) for pattern in _COMPANIONS]
-    return path.suffix not in _CODE and any(
-        path.parent == pattern.parent and fnmatchcase(path.name, pattern.name) for pattern in patterns
-    )
 
 
 def copy_files(folder: Path, names: Iterable[str], destination: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
+from mha2mla.checkpoints import CONFIG_FILE, CheckpointError, read_json, regular_file
 from mha2mla.conversion.recipe import PlainLoader
-from mha2mla.conversion.source.files import CONFIG_FILE, CheckpointError, read_json, regular_file
 
 CARD_FILE = "README.md"
 _LARGEST = 1 << 16  # characters of a card that are looked at

@@ -6,30 +6,23 @@ Sources are models of the families, or converted checkpoints, of which only the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-from mha2mla.conversion.families import FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
+from mha2mla.checkpoints import CONFIG_FILE, CheckpointError, check_converted, check_folder, damage_named, read_json
+from mha2mla.conversion.families import ADAPTERS, FamilyAdapter, SourceSpec, UnsupportedSourceError, adapter_for
 from mha2mla.conversion.families.config_check import check_config
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.source.checkpoint import INDEX_FILE, CheckpointReader
-from mha2mla.conversion.source.files import (
-    CONFIG_FILE,
-    CheckpointError,
-    FileIdentity,
-    check_folder,
-    companions,
-    identify,
-    read_json,
-)
+from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointReader
+from mha2mla.conversion.source.files import FileIdentity, companions, identify
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.progress import progress_bar
+from mha2mla.stored_tensors import StoredParameters
 
 _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -67,7 +60,7 @@ class OpenedFolder:
             CheckpointError: transformers cannot make it, or a tensor is absent, quantised, or has another shape.
             UnsupportedSourceError: a tensor would be lost.
         """
-        with _by_transformers(f"the {self.config.model_type} of {self.folder / CONFIG_FILE} cannot be made"):
+        with damage_named(f"the {self.config.model_type} of {self.folder / CONFIG_FILE} cannot be made"):
             model = StreamedModel(
                 self.config,
                 self.reader,
@@ -76,7 +69,7 @@ class OpenedFolder:
                 dtype=dtype,
                 attn_implementation=REPEATABLE_ATTENTION,
             )
-        _check_names(model, self.reader)
+        model.stored.check(self.reader.headers(), str(self.folder), UnsupportedSourceError)
         return model
 
     def tokenizer(self) -> Any:
@@ -85,12 +78,7 @@ class OpenedFolder:
         Raises:
             CheckpointError: there is none, it is damaged, or it needs code of its own.
         """
-        try:
-            return _without_cache(AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False))
-        except Exception as error:  # whatever damaged files make of other people's parsers
-            own = "auto_map" in read_json(self.folder, _TOKENIZER_CONFIG) if self._has(_TOKENIZER_CONFIG) else False
-            reason = f"auto_map in {_TOKENIZER_CONFIG} names code of the source's, which is never run" if own else error
-            raise CheckpointError(f"source {str(self.folder)!r} has no usable tokenizer: {reason}") from error
+        return read_tokenizer(str(self.folder), "source")
 
     def identity(self) -> tuple[dict[str, FileIdentity], dict[str, FileIdentity]]:
         """Of config and weights, and of the other files that end up in the result; reads them whole."""
@@ -150,6 +138,55 @@ class Source(OpenedFolder):
                 )
 
 
+def read_tokenizer(checkpoint: str, name: str) -> Any:
+    """The tokenizer of a folder or hub id, by transformers' own classes: code of the checkpoint's never runs.
+
+    Args:
+        name: what the caller calls the checkpoint, for error messages.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it needs code of its own.
+    """
+    folder = Path(checkpoint)
+    if folder.is_dir():
+        check_folder(folder)
+        companions(folder)
+    try:
+        return _without_cache(AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False))
+    except Exception as error:  # whatever damaged files make of other people's parsers
+        config = folder / _TOKENIZER_CONFIG
+        own = config.is_file() and "auto_map" in read_json(folder, _TOKENIZER_CONFIG)
+        code = f"auto_map in {_TOKENIZER_CONFIG} names code of its own, and custom code is never run"
+        raise CheckpointError(f"{name} {checkpoint!r} has no usable tokenizer: {code if own else error}") from error
+
+
+def check_model_folder(folder: Path) -> None:
+    """What every verb asks of a folder before transformers opens it: converted, of a family, or of another model.
+
+    Weights that are no safetensors files are left to transformers, which unpickles numbers alone.
+
+    Raises:
+        UnsupportedSourceError, CheckpointError: as :func:`open_source`, of what makes no model at all.
+    """
+    values = _config_values(folder)
+    companions(folder)
+    if values.get("model_type") == "mha2mla":
+        _converted(folder, values)
+        return
+    is_known = values.get("model_type") in ADAPTERS
+    if is_known:
+        check_config(values)
+    if any(os.path.lexists(folder / name) for name in (SINGLE_FILE, INDEX_FILE)):
+        reader = CheckpointReader(folder)
+        if is_known and not values.get("quantization_config"):
+            config = _config(folder, values)
+            check_config(config.to_dict(), reader.names())
+            with damage_named(f"the {config.model_type} of {folder / CONFIG_FILE} cannot be made"):
+                with torch.device("meta"):
+                    model = AutoModelForCausalLM.from_config(config)
+                StoredParameters(model, reader.names()).check(reader.headers(), str(folder))
+
+
 def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
     """Looks at everything that can be refused without reading weights.
 
@@ -162,7 +199,7 @@ def open_source(folder: Path, *, longrope_table: str = "short") -> Source:
     check_config(values)
     config = _config(folder, values)
     check_config(config.to_dict())
-    with _by_transformers(f"{folder / CONFIG_FILE} describes no {config.model_type} that can be converted"):
+    with damage_named(f"{folder / CONFIG_FILE} describes no {config.model_type} that can be converted"):
         spec = adapter.specify(config, longrope_table=longrope_table)
     _check_spec(spec)
     reader = CheckpointReader(folder)
@@ -176,18 +213,27 @@ def open_converted(folder: Path) -> OpenedFolder:
     Raises:
         UnsupportedSourceError, CheckpointError: as :func:`open_source`.
     """
-    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
-
     values = _config_values(folder)
     if values.get("quantization_config"):
-        raise UnsupportedSourceError("quantization_config is set in the source's config; expected none")
-    for each in (_given(values), values.get("source_config")):
-        check_config(each if isinstance(each, dict) else {})
-    config = _config(folder, values)
-    reader = CheckpointReader(folder)
-    check_config(_given(config.to_dict()), reader.names())
+        raise UnsupportedSourceError("quantization_config is set in config.json; expected none")
+    config, reader = _converted(folder, values)
     windows = tuple(map(config.layer_sliding_window, range(config.num_hidden_layers)))
     return OpenedFolder(folder, config, reader, _companions(folder), windows)
+
+
+def _converted(folder: Path, values: dict[str, Any]) -> tuple[PreTrainedConfig, CheckpointReader]:
+    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
+
+    check_converted(values.get("model_type"), str(folder))
+    source = values.get("source_config")
+    if not isinstance(source, dict):
+        raise CheckpointError(f"source_config is {source!r:.80} in {folder / CONFIG_FILE}; expected an object")
+    reader = CheckpointReader(folder)
+    for each in (_given(values), source):
+        check_config(each, reader.names())
+    config = _config(folder, values)
+    check_config(_given(config.to_dict()), reader.names())
+    return config, reader
 
 
 def _given(values: dict[str, Any]) -> dict[str, Any]:
@@ -198,12 +244,12 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 def _config_values(folder: Path) -> dict[str, Any]:
     """Of ``config.json``, in a folder where opening files is safe."""
     if not (folder / CONFIG_FILE).exists():
-        raise CheckpointError(f"source {str(folder)!r} has no {CONFIG_FILE}")
+        raise CheckpointError(f"{str(folder)!r} has no {CONFIG_FILE}")
     check_folder(folder)
     values = read_json(folder, CONFIG_FILE)
     model_type = values.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
-        raise UnsupportedSourceError(f"model_type is {model_type!r:.80} in the source's config; expected a string")
+        raise UnsupportedSourceError(f"model_type is {model_type!r:.80} in config.json; expected a string")
     return values
 
 
@@ -212,7 +258,7 @@ def _config(folder: Path, values: dict[str, Any]) -> PreTrainedConfig:
         raise UnsupportedSourceError(
             f"{folder / _ADAPTER_FILE} says that an adapter changes the weights; merge it before conversion"
         )
-    with _by_transformers(f"{folder / CONFIG_FILE} is not the config of a {values.get('model_type')}"):
+    with damage_named(f"{folder / CONFIG_FILE} is not the config of a {values.get('model_type')}"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config.to_dict()
     return config
@@ -225,21 +271,9 @@ def _companions(folder: Path) -> tuple[str, ...]:
         if name.endswith(".json"):
             read_json(folder, name)
     if _GENERATION_CONFIG in found:
-        with _by_transformers(f"{folder / _GENERATION_CONFIG} is no generation config"):
+        with damage_named(f"{folder / _GENERATION_CONFIG} is no generation config"):
             GenerationConfig.from_pretrained(folder)
     return tuple(found)
-
-
-@contextmanager
-def _by_transformers(what: str) -> Iterator[None]:
-    """Names what transformers was given when it fails, in whatever way it does."""
-    try:
-        yield
-    except (UnsupportedSourceError, CheckpointError):
-        raise
-    except Exception as error:
-        text = " ".join(str(error).split())
-        raise CheckpointError(f"{what}: {type(error).__name__}: {text:.400}") from error
 
 
 def _check_magnitude(name: str, tensor: torch.Tensor) -> None:
@@ -269,23 +303,3 @@ def _check_spec(spec: SourceSpec) -> None:
     for field, what, right in checks:
         if not right:
             raise UnsupportedSourceError(f"{field} in the source's config gives no usable {what}")
-
-
-def _check_names(model: StreamedModel, reader: CheckpointReader) -> None:
-    """The source has every tensor of its model, in its shape and of plain numbers, and none that would be lost."""
-    shapes = model.stored.shapes
-    missing = sorted(shapes.keys() - reader.names())
-    if missing:
-        raise CheckpointError(f"tensor {missing[0]} is absent from {reader.folder} ({len(missing)} absent in all)")
-    tied = set(model.skeleton._tied_weights_keys or {})
-    passed_over = {name for name in reader.names() if name in tied or name.endswith("rotary_emb.inv_freq")}
-    extra = sorted(reader.names() - set(shapes) - passed_over)
-    if extra:
-        raise UnsupportedSourceError(
-            f"tensor {extra[0]} of {reader.folder} is unknown to {type(model.skeleton).__name__}"
-            f" ({len(extra)} unknown in all); the conversion would lose it"
-        )
-    for name in sorted(shapes):
-        if reader.shape(name) != shapes[name]:
-            raise CheckpointError(f"tensor {name} has shape {reader.shape(name)}; the config says {shapes[name]}")
-        reader.check_dtype(name)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.source.checkpoint import CheckpointReader
-from mha2mla.conversion.source.parameters import StoredParameters
+from mha2mla.stored_tensors import StoredParameters
 
 _EMBEDDED_TOKENS = 8192  # at a time
 

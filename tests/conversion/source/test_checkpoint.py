@@ -22,7 +22,7 @@ def write_index(folder, weight_map):
 def test_reads_shards_and_single_files_alike(tmp_path):
     reader = CheckpointReader(sharded(tmp_path))
     assert reader.names() == {"a", "b", "c"}
-    assert reader.shape("a") == (2, 3)
+    assert reader.header("a").shape == (2, 3)
     before = reader.tensor("a")
     reader.release()
     assert torch.equal(reader.tensor("a"), before) and torch.equal(before, torch.arange(6.0).view(2, 3))

@@ -6,16 +6,8 @@ import time
 
 import pytest
 
-from mha2mla.conversion.source.files import (
-    CheckpointError,
-    SourceChangedError,
-    check_folder,
-    check_unchanged,
-    companions,
-    identify,
-    read_json,
-    regular_file,
-)
+from mha2mla.checkpoints import CheckpointError, check_folder, read_json, regular_file
+from mha2mla.conversion.source.files import SourceChangedError, check_unchanged, companions, identify
 
 
 @pytest.fixture

@@ -1,0 +1,219 @@
+"""Tensors of a checkpoint: which parameters they make, and what their headers must say."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from mha2mla.checkpoints import CheckpointError, NamedError, regular_file
+
+# safetensors' names of the dtypes that weights may have; others are quantised, or no numbers.
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FREQUENCIES = ".self_attn.inv_freq"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a file's header says of a tensor; dtype by safetensors' name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+
+    @classmethod
+    def of(cls, piece: Any, file: str) -> StoredTensor:
+        """Of a slice of ``safe_open``."""
+        return cls(tuple(piece.get_shape()), piece.get_dtype(), file)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def check_dtype(self, name: str) -> None:
+        """Refuses a tensor that is not of floating-point numbers."""
+        if self.dtype not in DTYPES:
+            raise CheckpointError(
+                f"tensor {name} in {self.file} has dtype {self.dtype}; expected one of {', '.join(DTYPES)}"
+                " (dequantise a quantised checkpoint first)"
+            )
+
+
+def num_parameters(config: PreTrainedConfig) -> int:
+    """Parameters of a causal language model, built without memory; tied ones count once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def open_shard(path: Path) -> Any:
+    """``safe_open`` of a file, whose size it holds against the header before anything is mapped.
+
+    Raises:
+        CheckpointError: truncated, or no safetensors file.
+    """
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"shard {path} is truncated or damaged: {error}") from error
+
+
+def check_loaded_files(model: PreTrainedModel, folder: str | None, files: Sequence[str]) -> None:
+    """Checks the files that ``from_pretrained`` is about to read into a converted ``model``; reads ``inv_freq`` alone.
+
+    Args:
+        folder: that no file may lie outside of; None: of the first file.
+        files: paths of safetensors files.
+
+    Raises:
+        CheckpointError: a file that is none, truncated, or outside the folder; a tensor that is missing, unknown, of
+            another shape, or of no floating-point numbers; a negative or non-finite frequency.
+    """
+    root = Path(folder if folder is not None and os.path.isdir(folder) else os.path.dirname(files[0]))
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        if not file.endswith(".safetensors"):
+            raise CheckpointError(f"{file} is no safetensors file; expected one: save the model as safetensors")
+        with open_shard(regular_file(root, os.path.relpath(file, root))) as opened:
+            names = opened.keys()
+            stored |= {name: StoredTensor.of(opened.get_slice(name), os.path.basename(file)) for name in names}
+            for name in names:
+                if name.endswith(_FREQUENCIES) and stored[name].dtype in DTYPES:
+                    check_frequencies(name, opened.get_tensor(name))
+    StoredParameters(model, stored).check(stored, str(root))
+
+
+def check_loaded_state(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
+    """:func:`check_loaded_files` of tensors that the caller has in memory."""
+    by_dtype = {dtype: name for name, dtype in DTYPES.items()}
+    stored = {
+        name: StoredTensor(tuple(tensor.shape), by_dtype.get(tensor.dtype, str(tensor.dtype)), "state_dict")
+        for name, tensor in state.items()
+    }
+    for name, tensor in state.items():
+        if name.endswith(_FREQUENCIES):
+            check_frequencies(name, tensor)
+    StoredParameters(model, stored).check(stored, "state_dict")
+
+
+def check_frequencies(name: str, frequencies: torch.Tensor) -> None:
+    """Raises CheckpointError unless all are finite and at least 0."""
+    if frequencies.numel() and not bool(((frequencies >= 0) & frequencies.isfinite()).all()):
+        worst = frequencies.flatten()[int((~((frequencies >= 0) & frequencies.isfinite())).flatten().int().argmax())]
+        raise CheckpointError(f"tensor {name} has a frequency of {float(worst):.3g}; expected finite ones, at least 0")
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raises CheckpointError for the first parameter or buffer that has a NaN or an infinite value."""
+    tensors = {
+        name: tensor
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if tensor.dtype in DTYPES.values() and tensor.numel() and not tensor.is_meta
+    }
+    # The extremes of a tensor with a NaN are NaN, and one pass makes no mask as large as the tensor.
+    extremes = [torch.stack(torch.aminmax(tensor.detach())).float() for tensor in tensors.values()]
+    finite = [torch.isfinite(each).all() for each in extremes]
+    for name, fine in zip(tensors, finite, strict=True):
+        if not fine:
+            raise CheckpointError(f"tensor {name} has a NaN or infinite value")
+
+
+class StoredParameters:
+    """The names and shapes that a checkpoint of ``model`` has, and how its parameters are put together from them.
+
+    For most families a parameter is the tensor of its name. A mixture of experts is stored expert by expert (the only
+    layout on the hub, and what ``save_pretrained`` writes), and held in memory as stacks of all experts, sometimes
+    under another name; a checkpoint that holds a stack under the parameter's own name is understood too.
+
+    Args:
+        model: may be on the meta device.
+        stored: names of the tensors in the checkpoint.
+
+    Attributes:
+        shapes: stored name -> expected shape; without tensors that are tied to another.
+        sources: parameter (or persistent buffer) -> the stored names it is made of.
+    """
+
+    def __init__(self, model: PreTrainedModel, stored: Collection[str]) -> None:
+        self._model = model
+        tied = set(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else set()
+        state = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name not in tied}
+        transforms = get_model_conversion_mapping(model, add_legacy=False)
+        renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        self._converters = {pattern: item for item in converters for pattern in item.source_patterns}
+        self._patterns: dict[str, str] = {}  # stored name -> pattern of its converter
+        shapes = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
+        sources: dict[str, list[str]] = {}
+        for name in sorted(shapes, key=dot_natural_key):
+            parameter, pattern = rename_source_key(name, renamings, converters)
+            sources.setdefault(parameter, []).append(name)
+            if pattern is not None:
+                self._patterns[name] = pattern
+        for parameter, names in sources.items():
+            if names != [parameter] and parameter in stored:
+                for name in names:
+                    self._patterns.pop(name, None)
+                    del shapes[name]
+                shapes[parameter] = tuple(state[parameter].shape)
+                sources[parameter] = [parameter]
+        self.shapes = shapes
+        self.sources = {parameter: tuple(names) for parameter, names in sources.items()}
+
+    def check(
+        self, stored: Mapping[str, StoredTensor], where: str, unknown: type[NamedError] = CheckpointError
+    ) -> None:
+        """Holds the tensors of a checkpoint against the model's: all there, of its shapes, floats, and no others.
+
+        Args:
+            stored: name -> what the header says of it.
+            where: folder, for messages.
+            unknown: the error of a tensor that the model has no place for.
+
+        Raises:
+            CheckpointError: naming the tensor.
+        """
+        if missing := sorted(self.shapes.keys() - stored.keys()):
+            raise CheckpointError(f"tensor {missing[0]} is absent from {where} ({len(missing)} absent in all)")
+        tied = set(self._model._tied_weights_keys or {})
+        others = stored.keys() - self.shapes.keys() - tied
+        if extra := sorted(name for name in others if not name.endswith("rotary_emb.inv_freq")):
+            raise unknown(
+                f"tensor {extra[0]} of {where} is unknown to {type(self._model).__name__}"
+                f" ({len(extra)} unknown in all); it would be lost"
+            )
+        for name, shape in sorted(self.shapes.items()):
+            if stored[name].shape != shape:
+                raise CheckpointError(f"tensor {name} has shape {stored[name].shape}; the config says {shape}")
+            stored[name].check_dtype(name)
+
+    def assemble(self, parameter: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """One parameter from its stored tensors.
+
+        Args:
+            read: stored name -> tensor.
+        """
+        names = self.sources[parameter]
+        if names[0] not in self._patterns:
+            return read(names[0])
+        converter = deepcopy(self._converters[self._patterns[names[0]]])
+        for name in names:
+            converter.add_tensor(parameter, name, self._patterns[name], read(name))
+        made = converter.convert(parameter, model=self._model, config=self._model.config)[parameter]
+        return made[0] if isinstance(made, list) else made

@@ -1,0 +1,102 @@
+"""What every verb reads models with: damaged folders, sources and converted ones, are refused by name."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mha2mla
+from mha2mla.checkpoints import LONGEST_MESSAGE, CheckpointError, shorten
+from mha2mla.cli import main
+from mha2mla.eval.loading import load_model, load_tokenizer
+
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(params=["source", "converted"])
+def folder(request, tiny_source, tiny_converted, tmp_path):
+    original = tiny_source if request.param == "source" else tiny_converted
+    return shutil.copytree(original, tmp_path / request.param)
+
+
+def rewritten(folder, **tensors):
+    values = {**load_file(folder / "model.safetensors"), **{name.replace("_", "."): x for name, x in tensors.items()}}
+    left = {name: tensor for name, tensor in values.items() if tensor is not None}
+    save_file(left, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, f"{NORM} is absent"),
+        (torch.full((64,), torch.nan), f"{NORM} has a NaN or infinite"),
+        (torch.full((64,), -torch.inf), f"{NORM} has a NaN or infinite"),
+        (torch.ones(64, dtype=torch.int8), f"{NORM} in model.safetensors has dtype I8"),
+        (torch.ones(63), f"{NORM} has shape"),
+    ],
+    ids=["missing", "NaN", "infinite", "int8", "shape"],
+)
+def test_a_damaged_tensor_is_refused_by_name(value, message, folder):
+    hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
+    value = value if value is None or value.shape != (64,) else value[:1].expand(hidden).contiguous()
+    rewritten(folder, model_norm_weight=value)
+    with pytest.raises(CheckpointError, match=message):
+        mha2mla.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json"])
+def test_links_out_of_the_folder_are_not_read(name, folder, tmp_path):
+    (folder / name).rename(tmp_path / name)
+    (folder / name).symlink_to(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is a link to"):
+        mha2mla.load(folder, device="cpu")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "generation_config.json", "tokenizer.json", "chat_template.jinja"]
+)
+def test_pipes_are_refused_unopened(name, folder):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+        load_model(folder, "checkpoint", device="cpu")
+    with pytest.raises(CheckpointError, match=f"{name} is no regular file"):
+        load_tokenizer(folder, "checkpoint")
+
+
+def test_links_of_a_hub_snapshot_are_followed(folder, tmp_path):
+    cache = tmp_path / "models--owner--name"
+    snapshot, blobs = cache / "snapshots" / "abcd", cache / "blobs"
+    snapshot.mkdir(parents=True), blobs.mkdir()
+    for path in folder.iterdir():
+        shutil.copyfile(path, blobs / path.name)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    model, tokenizer = mha2mla.load(snapshot, device="cpu")
+    assert model.num_parameters() > 0 and len(tokenizer) > 0
+
+
+def test_a_source_of_pickled_weights_is_left_to_transformers(tiny_source, tmp_path):
+    folder = shutil.copytree(tiny_source, tmp_path / "source")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    state = load_model(folder, "source", device="cpu").state_dict()
+    assert torch.equal(state[NORM], load_model(tiny_source, "source", device="cpu").state_dict()[NORM])
+    tensors = torch.load(folder / "pytorch_model.bin")
+    del tensors[NORM]
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=f"{NORM} is absent"):
+        load_model(folder, "source", device="cpu")
+
+
+def test_messages_are_short(folder, capsys):
+    """A name of 3 MB in a header was a message of 52 MB."""
+    rewritten(folder, **{"x" * 3_000_000: torch.ones(1)})
+    assert main(["generate", str(folder), "--prompt", "a", "--device", "cpu"]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "is unknown to" in message and len(message) < LONGEST_MESSAGE + 60
+    assert shorten("a  b\nc") == "a b c"
+    assert len(shorten("y" * 1_000)) == LONGEST_MESSAGE and shorten("y" * LONGEST_MESSAGE) == "y" * LONGEST_MESSAGE
