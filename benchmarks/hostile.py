@@ -1,0 +1,571 @@
+"""Damaged checkpoints and reports against every verb: how many are refused in one sentence, and what else happens.
+
+    python benchmarks/hostile.py                       # some 1,800 runs, a few minutes of one core
+    python benchmarks/hostile.py --seed 7 --runs 400   # others, fewer
+
+A case is a verb and one damage to a tiny random source, to what it converts to (one file, or shards with an index), or
+to a JSON report. ``mha2mla.cli.main`` runs it in a child process, which takes a batch of cases: when one of them kills
+it, the next child goes on with the rest. The seed chooses cases from all that there are.
+
+Outcomes of a run:
+
+    right        exit code 0 and the result of the undamaged files
+    other        exit code 0 and another result: the damage is a value that a model may have, or it was not noticed
+    refused      exit code 2 and one line on standard error
+    traceback    an exception that is no user's error
+    crash        the process died of a signal
+    hang         no answer in 20 s
+
+Beside these, ``long`` counts messages of more than 600 characters, and ``unnamed`` refusals that say neither the
+damaged file, nor its folder, nor the damaged key or tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json as json_format
+import math
+import os
+import pickle
+import random
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save, save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.recording import Recording, command
+from mha2mla.cli import main
+from tests.conversion import tiny
+
+SECONDS = 20  # after which a run hangs
+LONGEST = 600  # characters of a message
+BATCH = 60
+MEMORY = 12 << 30  # bytes of address space of a child
+OUTCOMES = ("right", "other", "refused", "traceback", "crash", "hang")
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+SOURCE, CONVERTED, SHARDED = "source", "converted", "sharded"
+QUALITY, LATENCY, CONVERSION = "quality", "latency", "conversion"  # reports
+REPORT = "report.json"
+DEEP = json_format.loads("[" * 400 + "]" * 400)
+GONE = "GONE"
+EMPTY_TENSOR = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+VALUES = (
+    GONE, None, True, -1, 0, 2.5, 10**12, 10**30, -(10**18), 1e308, math.nan, math.inf, "", "12", "x" * 100_000,
+    [], [1], [None] * 3, {}, {"a": 1}, DEEP, "../../etc/passwd",
+)  # fmt: skip
+TEXTS: Mapping[str, bytes] = {
+    "empty": b"",
+    "a brace": b"{",
+    "a list": b"[]",
+    "null": b"null",
+    "a text": b'"x"',
+    "an empty object": b"{}",
+    "nested deeply": b"[" * 100_000,
+    "objects nested deeply": b'{"a":' * 50_000,
+    "no UTF-8": b'{"model_type": "\xff\xfe"}',
+    "zeros": b"\0" * 4096,
+    "a long text": b'{"model_type": "' + b"x" * 2_000_000 + b'"}',
+    "a long key": b'{"' + b"y" * 2_000_000 + b'": 1}',
+    "a long number": b'{"num_hidden_layers": ' + b"9" * 5_000 + b"}",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A verb over files of which one is damaged.
+
+    Attributes:
+        verb: key of :data:`VERBS`.
+        folder: that is damaged; its copy lies in the folder of the run.
+        what: the damage, for people.
+        names: of which a refusal should say one: file, key or tensor.
+        damage: does it to the copy.
+    """
+
+    verb: str
+    folder: str
+    what: str
+    names: tuple[str, ...]
+    damage: Callable[[Path], None] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Arguments of a verb over a folder of folders, and what of its result does not change from run to run."""
+
+    arguments: Callable[[Path, str], list[str]]
+    result: Callable[[Path, str], Any]
+    folders: tuple[str, ...] = (CONVERTED,)
+
+
+def _read(path: Path) -> Any:
+    return json_format.loads(path.read_text(encoding="utf-8"))
+
+
+def _digests(folder: Path) -> list[str]:
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.glob("*.safetensors"))]
+
+
+def _generate(at: Path, folder: str) -> list[str]:
+    sizes = ["--max-new-tokens", "3", "--max-sequences", "1", "--max-tokens", "32", "--max-length", "32"]
+    return ["generate", str(at / folder), "--prompt", "a b", "--device", "cpu", *sizes]
+
+
+def _quality(at: Path, folder: str) -> list[str]:
+    text = ["--text", str(at / "text.txt"), "--lengths", "32", "--max-tokens", "64"]
+    models = [str(at / SOURCE), str(at / (CONVERTED if folder == SOURCE else folder))]
+    return ["eval", "quality", *models, *text, "--device", "cpu", "--json", str(at / "out.json")]
+
+
+def _latency(at: Path, folder: str) -> list[str]:
+    sizes = ["--level", "step", "--batch-sizes", "1", "--seqlens", "8", "--min-run-time", "0.0001"]
+    models = [str(at / SOURCE), str(at / (CONVERTED if folder == SOURCE else folder))]
+    return ["eval", "latency", *models, *sizes, "--device", "cpu", "--json", str(at / "out.json")]
+
+
+def _convert(at: Path, folder: str) -> list[str]:
+    keys = ["--preset", "minimal", "--cache-ratio", "0.5", "--calibration.tokens", "64"]
+    return ["convert", str(at / folder), str(at / "out"), *keys, "--calibration.text", "builtin:prose"]
+
+
+def _plot(at: Path, folder: str) -> list[str]:
+    beside = ["--more", str(at / QUALITY / REPORT)] if folder == LATENCY else []
+    return ["plot", str(at / "out.png"), str(at / folder / REPORT), *beside]
+
+
+VERBS: Mapping[str, Verb] = {
+    "convert": Verb(_convert, lambda at, _: (at / "out" / CONFIG).is_file(), (SOURCE,)),
+    "inspect": Verb(
+        lambda at, folder: ["inspect", str(at / folder), "--json", str(at / "out.json")],
+        lambda at, _: [_read(at / "out.json")[key] for key in ("rows", "cache")],
+        (CONVERTED, SHARDED),
+    ),
+    "generate": Verb(_generate, lambda at, printed: printed.rpartition("\n\n")[0], (CONVERTED, SHARDED, SOURCE)),
+    "eval quality": Verb(
+        _quality,
+        lambda at, _: [row["perplexity_ratio"] for row in _read(at / "out.json")["rows"]],
+        (CONVERTED, SOURCE),
+    ),
+    "eval latency": Verb(_latency, lambda at, _: [row["status"] for row in _read(at / "out.json")["rows"]]),
+    "export remote-code": Verb(
+        lambda at, folder: ["export", str(at / folder), str(at / "out")],
+        lambda at, _: _digests(at / "out"),
+        (CONVERTED, SHARDED),
+    ),
+    "export deepseek-v3": Verb(
+        lambda at, folder: ["export", str(at / folder), str(at / "out"), "--format", "deepseek-v3"],
+        lambda at, _: _digests(at / "out"),
+    ),
+    "plot": Verb(
+        _plot,
+        lambda at, _: (at / "out.png").read_bytes()[1:4],
+        (QUALITY, LATENCY, CONVERSION),
+    ),
+}
+
+
+def _paths(values: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in JSON; of long lists the first two entries."""
+    entries = values.items() if isinstance(values, dict) else enumerate(values[:2]) if isinstance(values, list) else ()
+    for key, value in entries:
+        yield (*at, key)
+        yield from _paths(value, (*at, key))
+
+
+def _put(file: str, at: tuple[Any, ...], value: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        values = whole = _read(folder / file)
+        for key in at[:-1]:
+            values = values[key]
+        if value == GONE:
+            del values[at[-1]]
+        else:
+            values[at[-1]] = value
+        (folder / file).write_text(json_format.dumps(whole), encoding="utf-8")
+
+    return damage
+
+
+def _content(file: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_bytes(content) and None
+
+
+def _in_place(file: str, kind: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / file
+        aside = folder.parent / f"aside-{file}"
+        path.rename(aside)
+        if kind == "a pipe":
+            os.mkfifo(path)
+        elif kind == "a folder":
+            path.mkdir()
+        elif kind == "a link out":
+            path.symlink_to(aside)
+        elif kind == "a link to itself":
+            path.symlink_to(path)
+        elif kind == "a device":
+            path.symlink_to("/dev/zero")
+
+    return damage
+
+
+PLACES = ("missing", "a pipe", "a folder", "a link out", "a link to itself", "a device")
+
+
+def _tensors(file: str, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / file)
+        changed = change(tensors.pop(name))
+        if changed is not None:
+            tensors[name] = changed.contiguous()
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+
+    return damage
+
+
+def _with(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[0] = value
+    return changed
+
+
+CHANGES: Mapping[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
+    "missing": lambda tensor: None,
+    "NaN": lambda tensor: _with(tensor, math.nan),
+    "infinite": lambda tensor: _with(tensor, math.inf),
+    "int8": lambda tensor: tensor.to(torch.int8),
+    "bool": lambda tensor: tensor.bool(),
+    "float8": lambda tensor: tensor.to(torch.float8_e4m3fn),
+    "complex": lambda tensor: tensor.to(torch.complex64),
+    "cut": lambda tensor: tensor[1:],
+    "transposed": lambda tensor: tensor.mT if tensor.dim() > 1 else tensor[:, None],
+    "flat": lambda tensor: tensor.reshape(-1, 1),
+    "empty": lambda tensor: tensor[:0],
+    "a scalar": lambda tensor: tensor.flatten()[0],
+}
+
+
+def _raw(file: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_bytes(change((folder / file).read_bytes())) and None
+
+
+def _header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    """A file whose header lies."""
+
+    def changed(raw: bytes) -> bytes:
+        size = int.from_bytes(raw[:8], "little")
+        header = json_format.loads(raw[8 : 8 + size])
+        text = json_format.dumps(change(header) or header).encode()
+        return len(text).to_bytes(8, "little") + text + raw[8 + size :]
+
+    return changed
+
+
+def _first(header: dict[str, Any], **keys: Any) -> None:
+    header[next(name for name in header if name != "__metadata__")].update(keys)
+
+
+def _overlap(header: dict[str, Any]) -> None:
+    first, second = [name for name in header if name != "__metadata__"][:2]
+    header[second]["data_offsets"] = header[first]["data_offsets"]
+
+
+FILES: Mapping[str, Callable[[bytes], bytes]] = {
+    "empty": lambda raw: b"",
+    **{f"cut at {share}": lambda raw, share=share: raw[: int(share * len(raw))] for share in (0.001, 0.3, 0.9, 0.9999)},
+    "four bytes": lambda raw: raw[:4],
+    "longer": lambda raw: raw + b"\0" * 9,
+    "zeros": lambda raw: b"\0" * len(raw),
+    "a pickle": lambda raw: pickle.dumps({"weights": [1, 2, 3]}),
+    "a huge header": lambda raw: (1 << 62).to_bytes(8, "little") + raw[8:],
+    "a header that is too short": lambda raw: (10).to_bytes(8, "little") + raw[8:],
+    "a deep header": lambda raw: (100_000).to_bytes(8, "little") + b"[" * 100_000,
+    "a list as header": _header(lambda header: [1]),
+    "an empty header": _header(lambda header: {"__metadata__": {"format": "pt"}}),
+    "an unknown dtype": _header(lambda header: _first(header, dtype="F7")),
+    "another dtype": _header(lambda header: _first(header, dtype="F64")),
+    "a negative shape": _header(lambda header: _first(header, shape=[-1, 4])),
+    "a giant shape": _header(lambda header: _first(header, shape=[1 << 40, 1 << 40])),
+    "offsets beyond the file": _header(lambda header: _first(header, data_offsets=[0, 1 << 50])),
+    "offsets backwards": _header(lambda header: _first(header, data_offsets=[64, 0])),
+    "overlapping tensors": _header(_overlap),
+    "a long name": _header(lambda header: header.update({"x" * 3_000_000: EMPTY_TENSOR})),
+    "an unknown tensor": lambda raw: save({"model.other": torch.ones(3)}),
+}  # fmt: skip
+INDICES: Mapping[str, Callable[[dict[str, str]], Any]] = {
+    "a missing shard": lambda shards: "no.safetensors",
+    "a shard outside": lambda shards: f"../{CONVERTED}/{WEIGHTS}",
+    "an absolute shard": lambda shards: "/etc/passwd",
+    "a shard that is a number": lambda shards: 5,
+    "a shard with a NUL": lambda shards: "a\0b",
+    "a long shard": lambda shards: "s" * 2_000_000,
+    "another tensor's shard": lambda shards: list(shards.values())[-1],
+}
+
+
+def all_cases(at: Path) -> list[Case]:
+    """Every case over the undamaged files in ``at``."""
+    of_json = {
+        CONVERTED: (CONFIG, "tokenizer.json", "tokenizer_config.json", "generation_config.json", "conversion.json"),
+        SHARDED: (CONFIG, INDEX),
+        SOURCE: (CONFIG, "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+        QUALITY: (REPORT,),
+        LATENCY: (REPORT,),
+        CONVERSION: (REPORT,),
+    }
+    damages: dict[str, list[tuple[str, tuple[str, ...], Callable[[Path], None]]]] = {name: [] for name in of_json}
+    for folder, files in of_json.items():
+        found = damages[folder]
+        for file in files:
+            names = (file, "tokenizer") if "tokenizer" in file else (file,)
+            found += [(f"{file}: {what}", names, _content(file, text)) for what, text in TEXTS.items()]
+            found += [(f"{file}: {what}", names, _in_place(file, what)) for what in PLACES]
+            if "tokenizer" in file or file == INDEX:
+                continue
+            for path in _paths(_read(at / folder / file)):
+                keys = tuple(str(key) for key in path if isinstance(key, str))
+                shown = ".".join(map(str, path))
+                found += [
+                    (f"{file}: {shown} = {str(value)[:40]}", (*names, *keys), _put(file, path, value))
+                    for value in VALUES
+                ]
+    for folder in (SOURCE, CONVERTED):
+        found = damages[folder]
+        found += [(f"weights: {what}", (WEIGHTS,), _raw(WEIGHTS, change)) for what, change in FILES.items()]
+        found += [(f"weights: {what}", (WEIGHTS,), _in_place(WEIGHTS, what)) for what in PLACES]
+        for name, tensor in load_file(at / folder / WEIGHTS).items():
+            changes = dict(CHANGES)
+            if name.endswith("inv_freq"):
+                changes |= {"negated": lambda tensor: -tensor}
+            if tensor.dim() != 2:
+                del changes["flat"]
+            if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
+                del changes["transposed"]  # which no header shows: its digest does (inspect --verify)
+            found += [
+                (f"tensor {name}: {what}", (name, WEIGHTS), _tensors(WEIGHTS, name, change))
+                for what, change in changes.items()
+            ]
+    shard = _read(at / SHARDED / INDEX)["weight_map"]["model.norm.weight"]
+    found = damages[SHARDED]
+    found += [(f"{shard}: {what}", (shard,), _raw(shard, change)) for what, change in FILES.items()]
+    found += [(f"{shard}: {what}", (shard,), _in_place(shard, what)) for what in PLACES]
+    first, *_ = shards = _read(at / SHARDED / INDEX)["weight_map"]
+    for what, change in INDICES.items():
+        damage = _put(INDEX, ("weight_map", first), change(shards))
+        found.append((f"index: {what}", (INDEX, "safetensors", first), damage))
+    broken = {**shards, "model.more": shard}
+    for what, value in {"missing": GONE, "empty": {}, "a list": [1, 2], "broken": broken}.items():
+        names = (INDEX, "safetensors", "model.more")
+        found.append((f"index: weight_map {what}", names, _put(INDEX, ("weight_map",), value)))
+    return [
+        Case(verb, folder, *each) for verb, how in VERBS.items() for folder in how.folders for each in damages[folder]
+    ]
+
+
+def choose(cases: list[Case], runs: int, seed: int) -> list[Case]:
+    """``runs`` of them: verbs in turn, so that each has its share; of a verb files and keys in turn."""
+    generator = random.Random(seed)
+    by_verb: dict[str, dict[str, list[Case]]] = {}
+    for case in generator.sample(cases, len(cases)):
+        about = f"{case.folder} {case.what.partition(':')[0].partition(' model')[0]}"
+        by_verb.setdefault(case.verb, {}).setdefault(about, []).append(case)
+    chosen: list[Case] = []
+    weights = {"convert": 1, "eval latency": 1, "eval quality": 2}  # the slow ones have fewer
+    while len(chosen) < runs and any(map(len, by_verb.values())):
+        for verb, abouts in by_verb.items():
+            for _ in range(weights.get(verb, 3)):
+                for about in generator.sample(sorted(abouts), len(abouts))[:1]:
+                    chosen.append(abouts[about].pop())
+                    if not abouts[about]:
+                        del abouts[about]
+    return chosen[:runs]
+
+
+def prepare(at: Path) -> None:
+    """The undamaged files: a source, the same model converted in one file and in shards, and a report."""
+    tiny.checkpoint(at / SOURCE)
+    keys = {"layout": "shared", "cache_ratio": 0.5, "latent.centered": False, "rope.selection": "uniform"}
+    tiny.convert(at / SOURCE, at / CONVERTED, {**tiny.SHORT, **keys})
+    tiny.convert(at / SOURCE, at / SHARDED, {**tiny.SHORT, "cache_ratio": 0.5}, max_shard_bytes=20_000)
+    (at / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    for report in (QUALITY, LATENCY, CONVERSION):
+        (at / report).mkdir()
+    shutil.copyfile(at / CONVERTED / "conversion.json", at / CONVERSION / REPORT)
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise _LateError
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+class _LateError(BaseException):
+    """A run took too long."""
+
+
+def _call(arguments: list[str]) -> tuple[str, str, str]:
+    """Outcome (of exit code 0: "right"), what was printed, and the message."""
+    out, err = io.StringIO(), io.StringIO()
+    message = None
+    try:
+        with redirect_stdout(out), redirect_stderr(err), _limited():
+            code = main(arguments)
+        outcome = "right" if code == 0 else "refused" if code == 2 else "other"
+    except SystemExit as error:
+        outcome = "refused" if error.code == 2 else "traceback"
+    except _LateError:
+        outcome, message = "hang", ""
+    except BaseException as error:
+        outcome, message = "traceback", "".join(traceback.format_exception(error))
+    if message is None:
+        message = next((line for line in reversed(err.getvalue().splitlines()) if line.startswith("mha2mla: ")), "")
+        if outcome == "refused" and not message:
+            outcome = "traceback"
+    return outcome, out.getvalue(), message
+
+
+def run_case(case: Case, at: Path, expected: Mapping[tuple[str, str], Any]) -> dict[str, Any]:
+    """One case over a fresh copy of the files in ``at``."""
+    with tempfile.TemporaryDirectory(dir=at.parent) as name:
+        here = Path(name)
+        for entry in at.iterdir():
+            if entry.name == case.folder:
+                shutil.copytree(entry, here / entry.name)
+            else:
+                (here / entry.name).symlink_to(entry)
+        case.damage(here / case.folder)
+        verb = VERBS[case.verb]
+        outcome, printed, message = _call(verb.arguments(here, case.folder))
+        if outcome == "right":
+            try:
+                same = verb.result(here, printed) == expected[case.verb, case.folder]
+            except (OSError, ValueError, LookupError):
+                same = False
+            outcome = "right" if same else "other"
+    named = any(each in message for each in (*case.names, str(here / case.folder)))
+    row = {"verb": case.verb, "folder": case.folder, "what": case.what, "outcome": outcome}
+    row |= {"characters": len(message), "named": named or outcome != "refused", "message": message[-2000:]}
+    return row
+
+
+def expectations(at: Path) -> dict[tuple[str, str], Any]:
+    """Verb and folder → the result over undamaged files. Makes the reports that ``plot`` reads, which is last."""
+    expected = {}
+    for verb, folder in [(verb, folder) for verb, how in VERBS.items() for folder in how.folders]:
+        with tempfile.TemporaryDirectory(dir=at.parent) as name:
+            here = Path(name)
+            for entry in at.iterdir():
+                (here / entry.name).symlink_to(entry)
+            outcome, printed, message = _call(VERBS[verb].arguments(here, folder))
+            if outcome != "right":
+                raise RuntimeError(f"{verb} of undamaged files: {outcome}: {message}")
+            expected[verb, folder] = VERBS[verb].result(here, printed)
+            if verb.startswith("eval") and folder == CONVERTED:
+                shutil.copyfile(here / "out.json", at / verb.removeprefix("eval ") / REPORT)
+    return expected
+
+
+def run_cases(cases: list[Case], at: Path, expected: Mapping[tuple[str, str], Any]) -> Iterator[dict[str, Any]]:
+    """A row per case, from children that are forked for a batch each."""
+    left = list(cases)
+    while left:
+        batch = left[:BATCH]
+        answers, questions = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(answers)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            with open(questions, "w", encoding="utf-8") as file:
+                for case in batch:
+                    print(json_format.dumps(run_case(case, at, expected)), file=file, flush=True)
+            os._exit(0)
+        os.close(questions)
+        done, buffer, outcome = 0, b"", "crash"
+        while True:
+            if not select.select([answers], [], [], SECONDS + 10)[0]:  # it does not even hear its alarm
+                os.kill(child, signal.SIGKILL)
+                outcome = "hang"
+            if not (read := os.read(answers, 1 << 16)):
+                break
+            *lines, buffer = (buffer + read).split(b"\n")
+            yield from map(json_format.loads, lines)
+            done += len(lines)
+        os.close(answers)
+        os.waitpid(child, 0)
+        if done < len(batch):
+            case = batch[done]
+            row = {"verb": case.verb, "folder": case.folder, "what": case.what, "outcome": outcome}
+            yield row | {"characters": 0, "named": True, "message": ""}
+            done += 1
+        left = left[done:]
+
+
+def counts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per verb and one of all: runs by outcome, long messages, refusals that name nothing."""
+    table = []
+    for verb in [*dict.fromkeys(row["verb"] for row in rows), "all"]:
+        found = [row for row in rows if verb in (row["verb"], "all")]
+        outcomes = Counter(row["outcome"] for row in found)
+        table.append(
+            {
+                "verb": verb,
+                "runs": len(found),
+                **{outcome: outcomes[outcome] for outcome in OUTCOMES},
+                "long": sum(row["outcome"] == "refused" and row["characters"] > LONGEST for row in found),
+                "unnamed": sum(not row["named"] for row in found),
+            }
+        )
+    return table
+
+
+def hostile(runs: int = 1800, seed: int = 1, json: str | None = None, details: str | None = None) -> bool:
+    """Counts of outcomes by verb.
+
+    Args:
+        runs: how many cases.
+        seed: of their choice.
+        json: also write the counts to this file.
+        details: also write every run to this file, a line each.
+    """
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        at = Path(name) / "files"
+        at.mkdir()
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            prepare(at)
+        expected = expectations(at)
+        cases = choose(all_cases(at), runs, seed)
+        rows = list(run_cases(cases, at, expected))
+    if details:
+        Path(details).write_text("".join(json_format.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    recording = Recording("hostile", json, seed=seed)
+    recording.rows += counts(rows)
+    recording.write()
+    recording.show(f"outcomes of {len(rows)} damaged checkpoints and reports, seed {seed}")
+    return not any(recording.rows[-1][bad] for bad in ("traceback", "crash", "hang", "long"))
+
+
+if __name__ == "__main__":
+    sys.exit(command(hostile, cpu=True))
