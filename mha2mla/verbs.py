@@ -7,13 +7,11 @@ that can be seen without it is said.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from shutil import copyfile
 from typing import Any, Literal
 
-from mha2mla.checkpoints import find_checkpoint, find_converted, find_pair
-from mha2mla.outputs import picture_file, report, report_file, write_output
+from mha2mla.checkpoints import damage_named, find_checkpoint, find_converted, find_pair, read_object
 
 Device = str | None
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -46,17 +44,16 @@ def convert(
     Example:
         mha2mla convert path/to/llama path/to/llama-mla --cache-ratio 0.5
     """
-    record = report_file(json, "conversion", source, recipe, made=destination)
     asked = asked_recipe(recipe, keys)
     find_checkpoint(source, "source")
     import torch
 
-    from mha2mla.conversion.result.card import RECORD_FILE
+    from mha2mla.eval.inspection import RECORD_FILE
     from mha2mla.pipeline import convert as run
     from mha2mla.process_memory import keep_freed_memory
 
     keep_freed_memory()
-    found = run(
+    report = run(
         source,
         destination,
         asked,
@@ -65,9 +62,10 @@ def convert(
         overwrite=overwrite,
         resume=resume,
     )
-    print(found)
-    if record is not None:
-        write_output(record, report("conversion"), partial(copyfile, Path(found.destination) / RECORD_FILE))
+    print(report)
+    if json:
+        Path(json).parent.mkdir(parents=True, exist_ok=True)
+        copyfile(Path(report.destination) / RECORD_FILE, json)
 
 
 def asked_recipe(file: str | None, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +91,7 @@ def show(
     *,
     title: str,
     kind: str,
-    json: Path | None,
+    json: str | None,
     all_rows: Sequence[Mapping[str, Any]] | None = None,
     note: str = "",
     **fields: Any,
@@ -107,9 +105,9 @@ def show(
     save(json, kind, rows if all_rows is None else all_rows, environment=environment, **fields)
 
 
-def save(json: Path | None, kind: str, rows: Sequence[Mapping[str, Any]], **fields: Any) -> None:
+def save(json: str | None, kind: str, rows: Sequence[Mapping[str, Any]], **fields: Any) -> None:
     """Writes rows to the file of ``--json``, where one was asked for."""
-    if json is not None:
+    if json:
         from mha2mla.eval.report import write_json
 
         write_json(json, kind=kind, rows=rows, **fields)
@@ -121,8 +119,6 @@ def eval_quality(
     text: list[str] | None = None,
     lengths: str = "512,2048,longest",
     max_tokens: int = 24576,
-    kv_bits: str = "",
-    latent_bits: str = "",
     probes: bool = False,
     generation: bool = False,
     device: Device = None,
@@ -139,22 +135,16 @@ def eval_quality(
             hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]], or a file.
         lengths: tokens per window, joined by commas; "longest" is the most that both models take.
         max_tokens: tokens of each text to read at most.
-        kv_bits: also measure the source over a quantised KV cache, keys by channel and by token: bits of a code, joined
-            by commas, such as 8,4,3,2.
-        latent_bits: also measure the converted model over quantised latents, in a basis computed from builtin:pydoc:
-            bits of a code, joined by commas, such as 8,4,3.
         probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again.
         generation: also compare greedy continuations.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: what the models compute in.
         json: also write everything to this file.
-        plot: also draw the ratio by position, and the probes, to this PNG, SVG or PDF file.
+        plot: also draw the ratio by position, and the probes, to this PNG or SVG file.
 
     Example:
         mha2mla eval quality path/to/llama path/to/llama-mla --lengths 512,2048,longest --json quality.json
     """
-    record = report_file(json, "quality", source, converted, *(text or ()))
-    drawing = picture_file(plot, source, converted, *(text or ()), json, name="plot")
     find_pair(source, converted)
     import torch
 
@@ -163,25 +153,24 @@ def eval_quality(
     from mha2mla.eval import probes as probing
     from mha2mla.eval.report import print_table
 
-    if drawing is not None:
+    if plot:
         plots.check_installed()
-    measured = evaluate_quality(
+    report = evaluate_quality(
         source,
         converted,
         texts=text or quality.TEXTS,
         lengths=quality.parse_lengths(lengths),
         max_tokens=max_tokens,
-        caches=quality.parse_caches(kv_bits, latent_bits),
         probes=probes,
         generation=generation,
         device=device,
         dtype=getattr(torch, dtype),
     )
-    found = measured.to_dict()
+    found = report.to_dict()
     title = f"{source} → {converted}"
     fields = {"source": source, "converted": converted, **found}
     rows = fields.pop("rows")
-    show(rows, quality.COLUMNS, title=title, kind="quality", json=record, note=f"{measured.dtype}; ", **fields)
+    show(rows, quality.COLUMNS, title=title, kind="quality", json=json, note=f"{report.dtype}; ", **fields)
     print_table(found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS)
     for rows, title, columns in (
         (found["probes"], "probes of far context", probing.COLUMNS),
@@ -189,10 +178,10 @@ def eval_quality(
     ):
         if rows:
             print_table(rows, title=title, columns=columns)
-    for reason in measured.skipped:
+    for reason in report.skipped:
         print(f"not measured: {reason}")
-    if drawing is not None:
-        plots.plot_quality(found | fields, drawing)
+    if plot:
+        plots.plot_quality(found | fields, plot)
 
 
 def eval_tasks(
@@ -224,7 +213,6 @@ def eval_tasks(
     Example:
         mha2mla eval tasks path/to/llama path/to/llama-mla --task arc_easy --limit 100
     """
-    record = report_file(json, "tasks", source, converted)
     find_pair(source, converted)
     import torch
 
@@ -242,7 +230,7 @@ def eval_tasks(
         dtype=None if dtype is None else getattr(torch, dtype),
     )
     rows, fields = [row.to_dict() for row in found], {"source": source, "converted": converted}
-    show(rows, tasks.COLUMNS, title=f"{source} → {converted}", kind="tasks", json=record, **fields)
+    show(rows, tasks.COLUMNS, title=f"{source} → {converted}", kind="tasks", json=json, **fields)
 
 
 def plot(picture: str, report: str, more: list[str] | None = None) -> None:
@@ -254,7 +242,7 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
     eval latency with rows of its level e2e alone: tokens per second and the largest batch against context.
 
     Args:
-        picture: PNG, SVG or PDF file to write.
+        picture: PNG or SVG file to write.
         report: JSON file to read.
         more: one or several further files, drawn beside it.
 
@@ -262,18 +250,11 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
         mha2mla plot quality.png quality.json
     """
     files = (report, *(more or ()))
-    drawing = picture_file(picture, *files, name="picture")
-    from json import loads
-
-    reports = []
-    for file in files:
-        try:
-            reports.append(loads(Path(file).read_text(encoding="utf-8")))
-        except ValueError as error:
-            raise ValueError(f"{file} is no JSON: {error}") from error
+    reports = [read_object(Path(file)) for file in files]
     from mha2mla.eval.plots import plot_reports
 
-    plot_reports(reports, drawing)
+    with damage_named(f"{', '.join(files)} cannot be drawn"):
+        plot_reports(reports, picture)
 
 
 def demo(
@@ -299,13 +280,12 @@ def demo(
     Example:
         mha2mla demo --model path/to/llama --device cpu
     """
-    record = report_file(json, "demo", model)
     if model is not None:
         find_checkpoint(model, "model")
     from mha2mla.demo import run_demo
     from mha2mla.eval.measurement import wrong_rows
 
-    rows = run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=record)
+    rows = run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=json)
     return int(bool(wrong_rows(rows)))
 
 
@@ -336,13 +316,12 @@ def env(json: str | None = None) -> None:
     Example:
         mha2mla env --json environment.json
     """
-    record = report_file(json, "environment")
     from mha2mla.environment import collect_environment
     from mha2mla.eval.report import print_values
 
     environment = collect_environment()
     print_values(environment)
-    save(record, "environment", [environment])
+    save(json, "environment", [environment])
 
 
 def inspect_checkpoint(
@@ -350,23 +329,23 @@ def inspect_checkpoint(
     batch: list[int] | None = None,
     length: list[int] | None = None,
     dtype: Dtype = "bfloat16",
+    verify: bool = False,
     json: str | None = None,
 ) -> None:
-    """Geometry, recipe, cache bytes and measured losses of a converted checkpoint; reads no weights.
+    """Geometry, recipe, cache bytes, weights and measured losses of a converted checkpoint.
 
     Args:
         checkpoint: folder or hub id of a converted checkpoint.
         batch: sequences that are cached together, such as 1,64; default 1.
         length: cached tokens of each, such as 4096,32768; default 4096 and as many as the model takes.
         dtype: of model and cache: what bytes are counted for, and what kernels are asked for.
+        verify: also read all weights and compare them with the digests that the conversion recorded.
         json: also write everything to this file.
 
     Example:
         mha2mla inspect path/to/llama-mla --batch 1,64 --length 4096,32768
     """
-    record = report_file(json, "inspection", checkpoint)
     find_converted(checkpoint, "checkpoint")
-    from mha2mla.conversion.result.card import RECORD_FILE
     from mha2mla.eval import inspection
     from mha2mla.eval.report import print_table, print_values
 
@@ -379,6 +358,9 @@ def inspect_checkpoint(
         print_values(found.run)
         print_table(found.layers, title="relative errors by layer")
     else:
-        print(f"no {RECORD_FILE}: what the conversion lost is not recorded")
+        print(f"no {inspection.RECORD_FILE}: what the conversion lost is not recorded")
     fields = dict(vars(found))
-    save(record, "inspection", fields.pop("geometries"), **fields)
+    if verify:
+        fields["verified"] = inspection.verify_weights(checkpoint)
+        print(f"weights are what the conversion wrote: {len(fields['verified'])} files")
+    save(json, "inspection", fields.pop("geometries"), **fields)

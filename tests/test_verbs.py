@@ -14,9 +14,9 @@ def test_convert_inspect_and_evaluate(tiny_source, tmp_path, capsys):
     assert run("convert", tiny_source, destination, "--cache-ratio", 0.5, *small, "--json", record) == 0
     shown = capsys.readouterr()
     assert "preset: quick, chosen by auto" in shown.err
-    # Five lines, where three screens of tables were: the ratio at two lengths, the cache, where, how to load, better.
+    # Lines, where three screens of tables were: the ratio at two lengths, cache, weights, where, how to load, better.
     names = [line.partition(":")[0] for line in shown.out.splitlines()]
-    assert names == ["perplexity", "cache", "written to", "load with", "better"]
+    assert names == ["perplexity", "cache", "weights", "written to", "load with", "better"]
     assert f'mha2mla.load("{destination}")' in shown.out and "0.5000 of the source's" in shown.out
     assert json.loads(record.read_text()) == json.loads((destination / "conversion.json").read_text())
 

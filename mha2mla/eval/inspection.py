@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mha2mla.checkpoints import check_converted, find_checkpoint
-from mha2mla.conversion.result.card import RECORD_FILE
+from mha2mla.checkpoints import (
+    RECORD_FILE,
+    CheckpointError,
+    check_converted,
+    damage_named,
+    find_checkpoint,
+    find_converted,
+    read_json,
+)
+from mha2mla.conversion.source.files import identify
+from mha2mla.conversion.source.opening import open_converted
+from mha2mla.eval.loading import load_config
 from mha2mla.eval.report import flat, format_value, html_table
+from mha2mla.stored_tensors import num_parameters
 
 if TYPE_CHECKING:
     from mha2mla.modeling import MHA2MLAConfig
@@ -57,7 +67,7 @@ class Inspection:
     """Everything as rows and values of JSON.
 
     Attributes:
-        summary: source, layers, bytes per token, schema, recipe.
+        summary: source, layers, bytes per token, parameters and bytes of weights, schema, recipe.
         geometries: one row per run of layers with the same geometry, and what serves it on CUDA (a Hopper where this
             machine has no GPU).
         cache: a row per batch and length: ``source_cache_bytes``, ``cache_bytes`` (all sequences, all layers), the same
@@ -102,7 +112,7 @@ def inspect_checkpoint(
     batches: Sequence[int] = (1,),
     lengths: Sequence[int] | None = None,
 ) -> Inspection:
-    """Geometry, recipe, cache bytes and measured losses of a converted checkpoint. No weights are read.
+    """Geometry, recipe, cache bytes and measured losses of a converted checkpoint. Of weights, headers alone are read.
 
     Args:
         checkpoint: folder or hub id.
@@ -111,16 +121,16 @@ def inspect_checkpoint(
         lengths: cached tokens of each; default 4096 and as many as the model takes.
 
     Raises:
+        CheckpointError: a file is damaged, or a tensor missing, unknown, of another shape or dtype; naming it.
         ValueError: the checkpoint is not a converted one, or a batch or length is less than 1.
         FileNotFoundError: no such folder.
     """
-    from transformers import AutoConfig
-
-    import mha2mla.modeling  # noqa: F401  registers model_type "mha2mla"
-
     folder = find_checkpoint(checkpoint, "checkpoint")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = load_config(folder, "checkpoint")
     check_converted(config.model_type, "checkpoint")
+    with damage_named(f"checkpoint {folder!r} makes no model"):
+        stored = _stored_bytes(config, folder)
+        before_parameters, parameters = num_parameters(config.build_source_config()), num_parameters(config)
     if lengths is None:
         lengths = sorted({4096, config.max_position_embeddings or 4096})
     for name, values in (("batches", batches), ("lengths", lengths)):
@@ -130,7 +140,9 @@ def inspect_checkpoint(
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     itemsize = dtype.itemsize
     before, after = config.source_cache_bytes_per_token(itemsize), config.cache_bytes_per_token(itemsize)
-    record = _record(folder)
+    with damage_named(f"{RECORD_FILE} of {folder!r} is no record of a conversion"):
+        record = _record(folder)
+        measured, run, layers = measured_rows(record), _run(record), [dict(row) for row in record.get("rows", [])]
     summary = {
         "source": record.get("source_name") or config.source_config.get("_name_or_path") or None,
         "source model_type": config.source_config.get("model_type"),
@@ -138,6 +150,12 @@ def inspect_checkpoint(
         "cache bytes per token": after,
         "cache bytes per token of the source": before,
         "reduction": f"{1 - after / before:.1%}",
+        "parameters": parameters,
+        "parameters of the source": before_parameters,
+        "growth": f"{parameters / before_parameters - 1:+.1%}",
+        f"bytes of weights in {str(dtype).removeprefix('torch.')}": parameters * itemsize,
+        f"bytes of weights of the source in {str(dtype).removeprefix('torch.')}": before_parameters * itemsize,
+        "bytes of weights, as stored": stored,
         "calibrated length": _calibrated_length(config, record),
         "schema version": config.schema_version,
         **flat({"recipe": config.recipe or {}}),
@@ -146,10 +164,48 @@ def inspect_checkpoint(
         summary=summary,
         geometries=_geometries(config, dtype),
         cache=[_cache_row(config, itemsize, batch, length) for batch in batches for length in lengths],
-        measured=measured_rows(record),
-        run=_run(record),
-        layers=list(record.get("rows", [])),
+        measured=measured,
+        run=run,
+        layers=layers,
     )
+
+
+def verify_weights(checkpoint: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Reads every file of weights of a converted folder and holds it against the record of its conversion.
+
+    Returns:
+        A row per file: ``file``, ``bytes``, ``sha256``.
+
+    Raises:
+        CheckpointError: a file differs from what was written, has no digest, or is missing; naming it.
+    """
+    folder = Path(find_converted(checkpoint, "checkpoint"))
+    reader, recorded = open_converted(folder).reader, _record(str(folder)).get("weights_sha256")
+    if not isinstance(recorded, dict):
+        raise CheckpointError(
+            f"{folder / RECORD_FILE} has no weights_sha256; expected a digest of every file of weights"
+        )
+    files = reader.files()
+    if missing := sorted(recorded.keys() ^ set(files)):
+        raise CheckpointError(
+            f"{missing[0]} is in one of {folder} and weights_sha256 of its {RECORD_FILE}; expected both"
+        )
+    found = {name: each.sha256 for name, each in identify(folder, files).items()}
+    for name in files:
+        if found[name] != recorded[name]:
+            raise CheckpointError(
+                f"{folder / name} has SHA-256 {found[name]}, and had {recorded[name]!r:.80} when it was written"
+            )
+    return [{"file": name, "bytes": (folder / name).stat().st_size, "sha256": found[name]} for name in files]
+
+
+def _stored_bytes(config: MHA2MLAConfig, folder: str) -> int | None:
+    """Of the tensors of a folder, whose headers are held against the config; None of a hub id."""
+    if not Path(folder).is_dir() or config.to_dict().get("quantization_config"):
+        return None
+    opened = open_converted(Path(folder))
+    opened.model(torch.device("cpu"), torch.float32)
+    return sum(header.nbytes for header in opened.reader.headers().values())
 
 
 def _calibrated_length(config: MHA2MLAConfig, record: dict[str, Any]) -> str:
@@ -208,16 +264,22 @@ def _record(checkpoint: str) -> dict[str, Any]:
         path = cached_file(checkpoint, RECORD_FILE, _raise_exceptions_for_missing_entries=False)
     if path is None or not Path(path).is_file():
         return {}
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    return read_json(Path(path).parent, RECORD_FILE)
 
 
 def measured_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row of :data:`LOSS_COLUMNS` per text in ``conversion.json``, or in ``ConversionReport.to_dict()``."""
+    """A row of :data:`LOSS_COLUMNS` per text in ``conversion.json``, or in ``ConversionReport.to_dict()``.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no such record.
+    """
     return [
-        {"text": record[f"{kind}evaluation_text"], "length": record[f"{kind}evaluation_length"], **lost}
+        {
+            "text": record[f"{kind}evaluation_text"],
+            "length": record[f"{kind}evaluation_length"],
+            **lost,
+            **{key: float(lost[key]) for key in LOSS_COLUMNS if key not in ("text", "length", "tokens")},
+        }
         for kind in ("", "long_")
         if (lost := record.get(f"{kind}parity"))
     ]

@@ -14,6 +14,7 @@ from mha2mla.conversion.presets import AUTO
 from mha2mla.conversion.recipe import asked_keys
 from mha2mla.conversion.relayout import latent_config, latent_tensors
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
+from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.conversion.source.opening import OpenedFolder, open_converted
 from mha2mla.conversion.source.streaming import StreamedModel
@@ -54,7 +55,7 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
         weights, others = opened.identity()
         files = {**weights, **others}
         with faults_of_the_source_named(folder, files):
-            weight_bytes = _write(arguments, opened, model, made)
+            written = _write(arguments, opened, model, made)
             write_config(arguments, opened, config, made)
             check_unchanged(folder, files)
             parities = verify(arguments, opened, model, made, held_out, exact="the layout 'latent'")
@@ -75,7 +76,8 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
                 calibrated_length=config.calibrated_length,
                 device=str(device),
                 seconds={"total": time.perf_counter() - started},
-                weight_bytes=weight_bytes,
+                written=written,
+                models=(model, config),
             )
             write_report(arguments, device, made, report, MADE)
             check_unchanged(folder, files)
@@ -102,8 +104,8 @@ def _check_recipe(arguments: Arguments) -> None:
         raise ValueError(f"{key} is {value!r}; expected nothing beside layout='latent': {why}")
 
 
-def _write(arguments: Arguments, opened: OpenedFolder, model: StreamedModel, folder: Path) -> int:
-    """Streams every tensor to ``folder``, those of attention moved, all others copied. Returns their bytes."""
+def _write(arguments: Arguments, opened: OpenedFolder, model: StreamedModel, folder: Path) -> ShardedWriter:
+    """Streams every tensor to ``folder``, those of attention moved, all others copied."""
     names, dtype = {name for name in model.expected_names() if ".self_attn." in name}, arguments.dtype
 
     def attention(layer: int) -> dict[str, torch.Tensor]:

@@ -14,15 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2mla.conversion.parity import ParityReport
-from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE, model_card
+from mha2mla.conversion.result.card import PLOT_FILE, model_card
+from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.metadata import card_metadata
 from mha2mla.conversion.source.opening import OpenedFolder
+from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import collect_environment, describe_environment, installed_version
 from mha2mla.eval.report import html_table
 from mha2mla.geometry import MLAGeometry
 from mha2mla.pipeline.check import Arguments, HeldOut
+from mha2mla.stored_tensors import num_parameters
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from mha2mla.modeling import LayerAttention
     from mha2mla.modeling.config import MHA2MLAConfig
 
@@ -56,7 +61,9 @@ class ConversionReport:
         resumed_layers: how many of the layers an interrupted run had left.
         seconds: of the phases of this run (``prepare`` has the calibration text and the searches), and in total.
         peak_rss_bytes: largest resident memory of this process so far.
-        weight_bytes: of the written tensors.
+        parameters, source_parameters: of the two models; tied ones count once.
+        weight_bytes, source_weight_bytes: of their stored tensors.
+        weights_sha256: file name -> digest of each written file of weights, which ``mha2mla inspect --verify`` checks.
     """
 
     name: str
@@ -81,7 +88,11 @@ class ConversionReport:
     layers: tuple[dict[str, Any], ...]
     decode_backend: str
     seconds: dict[str, float]
+    parameters: int
+    source_parameters: int
     weight_bytes: int
+    source_weight_bytes: int
+    weights_sha256: dict[str, str]
     searches: dict[str, Any] = field(default_factory=dict)
     calibration_tokens: int = 0
     long_evaluation_text: str = ""
@@ -96,6 +107,11 @@ class ConversionReport:
     def cache_ratio(self) -> float:
         return self.cache_numel_per_token / self.source_cache_numel_per_token
 
+    @property
+    def weight_growth(self) -> float:
+        """Parameters relative to the source's (1.00 = as many)."""
+        return self.parameters / self.source_parameters
+
     def _ranks(self) -> str:
         ranks = [layer["kv_lora_rank"] for layer in self.layers]
         return f" with ranks {min(ranks)} to {max(ranks)} by layer" if len(set(ranks)) > 1 else ""
@@ -108,11 +124,11 @@ class ConversionReport:
         )
         values = {**vars(self), "geometry": self.geometry.to_dict(), "layers": list(self.layers)}
         values |= {"parity": parity, "long_parity": long_parity}
-        return {**values, "cache_ratio": self.cache_ratio}
+        return {**values, "cache_ratio": self.cache_ratio, "weight_growth": self.weight_growth}
 
     def lines(self) -> dict[str, str]:
-        """What one wants to know at the end: the ratio at two lengths, the cache, where, how to load it, what is
-        better."""
+        """What one wants to know at the end: the ratio at two lengths, the cache, the weights, where, how to load it,
+        what is better."""
         parity, long_parity = self.parity, self.long_parity
         ratio = f"{parity.perplexity_ratio:.4f} x the source's in windows of {self.evaluation_length:,} tokens"
         if long_parity is not None:
@@ -122,6 +138,8 @@ class ConversionReport:
             "perplexity": f"{ratio}; KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}",
             "cache": f"{self.cache_ratio:.4f} of the source's, {cached:,} bytes of {before:,} per token in bfloat16"
             f" ({self.geometry}{self._ranks()}); {self.decode_backend}",
+            "weights": f"{self.weight_growth:.4f} x the source's parameters, {self.parameters:,} after"
+            f" {self.source_parameters:,}; {self.weight_bytes:,} bytes after {self.source_weight_bytes:,}",
             "written to": f"{self.destination} in {self.seconds['total']:.0f} s, peak memory"
             f" {self.peak_rss_bytes / 2**30:.2f} GiB, by preset {self.preset}",
             "load with": f'model, tokenizer = mha2mla.load("{self.destination}")',
@@ -145,6 +163,8 @@ def make_report(
     held_out: Sequence[HeldOut],
     parities: Sequence[ParityReport],
     records: Sequence[Mapping[str, Any]],
+    written: ShardedWriter,
+    models: tuple[StreamedModel, PreTrainedConfig],
     **others: Any,
 ) -> ConversionReport:
     """The report of what was written and compared.
@@ -153,11 +173,14 @@ def make_report(
         serving: what will serve the written layers.
         held_out, parities: the texts that it was compared on, in short windows and in a long one, and what was found.
         records: of each layer, what its conversion said.
+        written: what wrote the weights.
+        models: the source, and the config of what was made of it.
         others: further fields.
     """
     from mha2mla.modeling.served import describe
 
     geometries = [layer.geometry for layer in serving]
+    source, config = models
     (text, parity), (long_text, long_parity) = (*zip(held_out, parities, strict=True), (None, None))[:2]
     return ConversionReport(
         name=Path(arguments.destination).resolve().name,
@@ -180,6 +203,11 @@ def make_report(
             for row, geometry, record in zip(parity.layers, geometries, records, strict=True)
         ),
         decode_backend=f"on CUDA {describe(serving)}",
+        parameters=num_parameters(config),
+        source_parameters=num_parameters(source.config),
+        weight_bytes=written.total_bytes,
+        source_weight_bytes=sum(source.source.header(name).nbytes for name in source.expected_names()),
+        weights_sha256=written.sha256,
         **others,
     )
 
@@ -187,6 +215,7 @@ def make_report(
 def write_report(arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str) -> None:
     """conversion.json, the model card, which says what was ``made`` of the source, and its plot where matplotlib is
     installed."""
+    from mha2mla.eval.inspection import RECORD_FILE
     from mha2mla.eval.plots import plot_layers
     from mha2mla.eval.report import write_json
 
@@ -208,7 +237,7 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
         record=RECORD_FILE,
         environment=describe_environment(environment),
     )
-    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def serving_on_cuda(config: MHA2MLAConfig, written: torch.dtype, device: torch.device) -> tuple[LayerAttention, ...]:

@@ -47,7 +47,7 @@ def write_weights(
     folder: Path,
     attention: Callable[[int], Mapping[str, torch.Tensor]],
     replaced: Collection[str],
-) -> int:
+) -> ShardedWriter:
     """Streams every tensor of a source to ``folder``, those of attention replaced, all others copied.
 
     Args:
@@ -56,7 +56,7 @@ def write_weights(
         replaced: names of the source's own, which are not copied.
 
     Returns:
-        Bytes of all tensors.
+        What wrote them, which knows bytes and digests.
     """
     reader, dtype = model.source, arguments.dtype
     writer = ShardedWriter(folder, max_shard_bytes=arguments.max_shard_bytes)
@@ -75,7 +75,7 @@ def write_weights(
             writer.add(f"{prefix}self_attn.{name}", tensor)
         reader.release()
     writer.finish()
-    return writer.total_bytes
+    return writer
 
 
 def write_config(arguments: Arguments, opened: OpenedFolder, config: MHA2MLAConfig, folder: Path) -> None:

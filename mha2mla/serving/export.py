@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from mha2mla.checkpoints import find_converted
+from mha2mla.checkpoints import CONFIG_FILE, RECORD_FILE, find_converted, read_json
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import ShardedWriter
-from mha2mla.conversion.source.checkpoint import CheckpointReader
-from mha2mla.conversion.source.files import companions, copy_files
+from mha2mla.conversion.source.checkpoint import INDEX_FILE, CheckpointReader
+from mha2mla.conversion.source.files import copy_files
+from mha2mla.conversion.source.opening import open_converted
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.serving import deepseek, remote_model
 
@@ -43,15 +44,17 @@ def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], 
         raise ValueError(f"format is {format!r}; expected one of {FORMATS}")
     source, destination = Path(find_converted(folder, "checkpoint")), Path(destination).expanduser()
     check_destination(destination, source, overwrite=False)
-    config = MHA2MLAConfig.from_pretrained(source)
+    opened = open_converted(source)
+    config, reader = opened.config, opened.reader
+    opened.model(torch.device("cpu"), torch.float32)
     if config.attention_window is not None:
         raise ValueError(
             f"attention_window is {config.attention_window}; expected None: neither format has a window of the user's"
         )
-    reader = CheckpointReader(source)
     frequencies = _frequencies(config, reader) if format == "deepseek-v3" else None
     with temporary_folder(destination, overwrite=False) as work:
-        copy_files(source, companions(source), work)
+        opened.check_weights()
+        copy_files(source, opened.companions, work)
         if frequencies is None:
             _write_remote_code(source, work, reader)
         else:
@@ -60,16 +63,17 @@ def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], 
 
 
 def _write_remote_code(source: Path, work: Path, reader: CheckpointReader) -> None:
-    values = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    values = read_json(source, CONFIG_FILE)
     module = Path(CODE_FILE).stem
     values["auto_map"] = {
         "AutoConfig": f"{module}.MHA2MLAConfig",
         "AutoModelForCausalLM": f"{module}.MHA2MLAForCausalLM",
     }
-    _write_json(work / "config.json", values)
+    _write_json(work / CONFIG_FILE, values)
     shutil.copyfile(remote_model.__file__, work / CODE_FILE)
-    index = [path.name for path in source.glob("*.safetensors.index.json")]
-    copy_files(source, [*reader.files(), *index], work)
+    # The record has the digests of the weights, which are copied as they are.
+    others = [name for name in (INDEX_FILE, RECORD_FILE) if (source / name).is_file()]
+    copy_files(source, [*reader.files(), *others], work)
 
 
 def _frequencies(config: MHA2MLAConfig, reader: CheckpointReader) -> deepseek.Frequencies:

@@ -2,9 +2,11 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mha2mla
+from mha2mla.checkpoints import CheckpointError
 from mha2mla.cli import main
 from mha2mla.eval.inspection import inspect_checkpoint
 from tests.conversion import tiny
@@ -85,3 +87,65 @@ def test_bad_arguments_are_named(tiny_converted):
         inspect_checkpoint(tiny_converted, lengths=[0])
     with pytest.raises(ValueError, match="batches has -1"):
         inspect_checkpoint(tiny_converted, batches=[-1])
+
+
+def test_growth_of_the_weights_is_said(tiny_converted, tiny_source):
+    """By inspect, record and card."""
+    source, model = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_source, tiny_converted))
+    before, after = source.num_parameters(), model.num_parameters()
+    record = json.loads((tiny_converted / "conversion.json").read_text())
+    assert (record["source_parameters"], record["parameters"]) == (before, after)
+    assert record["weight_growth"] == after / before != 1
+    assert record["source_weight_bytes"] == 4 * before
+    assert record["weight_bytes"] == sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert (
+        f"| parameters | {before:,} | {after:,} ({after / before:.4f}) |" in (tiny_converted / "README.md").read_text()
+    )
+    found = inspect_checkpoint(tiny_converted).summary
+    assert (found["parameters of the source"], found["parameters"]) == (before, after)
+    assert found["growth"] == f"{after / before - 1:+.1%}"
+    assert found["bytes of weights in bfloat16"] == 2 * after
+    assert found["bytes of weights, as stored"] == record["weight_bytes"]
+
+
+@pytest.mark.parametrize("max_shard_bytes", [40_000, 1 << 30])
+def test_verify_finds_a_transposed_square(max_shard_bytes, tmp_path, capsys):
+    """Which no header shows."""
+    source = tiny.checkpoint(tmp_path / "source", num_key_value_heads=4, head_dim=12)
+    tiny.convert(source, tmp_path / "mla", {**tiny.SHORT, "cache_ratio": 0.5}, max_shard_bytes=max_shard_bytes)
+    assert main(["inspect", str(tmp_path / "mla"), "--verify"]) == 0
+    files = sorted(path.name for path in (tmp_path / "mla").glob("*.safetensors"))
+    assert f"weights are what the conversion wrote: {len(files)} files" in capsys.readouterr().out
+    name = "model.layers.0.self_attn.o_proj.weight"
+    for file in files:
+        tensors = load_file(tmp_path / "mla" / file)
+        if name in tensors:
+            assert tensors[name].shape[0] == tensors[name].shape[1]
+            save_file(tensors | {name: tensors[name].T.contiguous()}, tmp_path / "mla" / file, {"format": "pt"})
+            damaged = file
+    assert main(["inspect", str(tmp_path / "mla")]) == 0
+    assert main(["inspect", str(tmp_path / "mla"), "--verify"]) == 2
+    assert f"{damaged} has SHA-256" in capsys.readouterr().err
+
+
+def test_verify_names_what_has_no_digest(tiny_converted, tmp_path, capsys):
+    old = shutil.copytree(tiny_converted, tmp_path / "old")
+    for change, message in (
+        (lambda record: record.pop("weights_sha256"), "conversion.json has no weights_sha256"),
+        (lambda record: record.update(weights_sha256={}), "model.safetensors is in one of"),
+    ):
+        record = json.loads((tiny_converted / "conversion.json").read_text())
+        change(record)
+        (old / "conversion.json").write_text(json.dumps(record))
+        assert main(["inspect", str(old), "--verify"]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"rows": 3}', '{"parity": {"kl": 1}}', '{"rows": [[1]], "seconds": 1}']
+)
+def test_a_damaged_record_is_named(content, tiny_converted, tmp_path):
+    copy = shutil.copytree(tiny_converted, tmp_path / "copy")
+    (copy / "conversion.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"conversion\.json"):
+        inspect_checkpoint(copy)

@@ -177,7 +177,7 @@ def test_the_record_of_a_conversion_is_drawn_by_layer(tiny_converted, tmp_path, 
     assert _size(tmp_path / "plot.png") == _size(tiny_converted / "loss_per_layer.png")
     assert main(["plot", str(tmp_path / "two.png"), record, "--more", record]) == 2
     assert main(["plot", str(tmp_path / "no.png"), str(tiny_converted / "README.md")]) == 2
-    assert "README.md is no JSON: " in capsys.readouterr().err
+    assert "README.md is not JSON: " in capsys.readouterr().err
 
 
 def test_files_that_say_nothing_of_a_conversion_are_refused(tmp_path, capsys):

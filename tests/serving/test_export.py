@@ -6,11 +6,15 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
 
+from mha2mla.checkpoints import CheckpointError
+from mha2mla.eval.inspection import verify_weights
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.serving.deepseek import latent_width, place_frequencies
 from mha2mla.serving.export import export
+from tests.conversion import tiny
 from tests.modeling.full_rank import full_rank
 from tests.modeling.models import (
     GEOMETRIES,
@@ -183,3 +187,30 @@ def test_formats_and_destinations_are_refused_by_name(tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="exists; expected a new folder"):
         export(tmp_path / "mla", tmp_path / "there", "remote-code")
+
+
+@pytest.mark.parametrize("format", ["remote-code", "deepseek-v3"])
+def test_an_export_keeps_the_digests_of_weights(format, tmp_path):
+    """Those of remote code are copies, which inspect --verify checks as it does the conversion's."""
+    tiny.checkpoint(tmp_path / "source")
+    keys = {"layout": "shared", "cache_ratio": 0.5, "latent.centered": False, "rope.selection": "uniform"}
+    tiny.convert(tmp_path / "source", tmp_path / "mla", {**tiny.SHORT, **keys})
+    folder = export(tmp_path / "mla", tmp_path / "out", format)
+    if format == "remote-code":
+        assert verify_weights(folder) == verify_weights(tmp_path / "mla")
+    else:
+        assert not (folder / "conversion.json").exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path):
+    mla_model("shared").save_pretrained(tmp_path / "mla")
+    tensors = load_file(tmp_path / "mla" / "model.safetensors")
+    for change, message in (
+        ({"model.norm.weight": torch.full((48,), torch.nan)}, r"model\.norm\.weight .* NaN"),
+        ({"model.norm.weight": None}, r"model\.norm\.weight is absent"),
+    ):
+        left = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
+        save_file(left, tmp_path / "mla" / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=message):
+            export(tmp_path / "mla", tmp_path / "out", "remote-code")
+        assert not (tmp_path / "out").exists()

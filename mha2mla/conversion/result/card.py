@@ -7,9 +7,7 @@ from typing import Any
 
 import yaml
 
-CARD_FILE = "README.md"
 PLOT_FILE = "loss_per_layer.png"
-RECORD_FILE = "conversion.json"  # what was measured
 
 # Keys of a layer's row -> headings; other keys (losses of the reconstruction, seconds) follow under their own names.
 _LAYER_HEADINGS = {
@@ -38,12 +36,14 @@ import mha2mla  # registers the model type
 model, tokenizer = mha2mla.load("{name}")
 ```
 
-## What was gained
+## Cache and weights
 
 | | source | converted |
 |---|---|---|
 | numbers cached per token, all layers | {before:,} | {cached:,} ({cache_ratio:.4f}) |
 | bytes per token in bfloat16 | {before_bytes:,} | {cached_bytes:,} |
+| parameters | {source_parameters:,} | {parameters:,} ({weight_growth:.4f}) |
+| bytes of weights, as stored | {source_weight_bytes:,} | {weight_bytes:,} |
 | tokens of a sequence that it was made for | | {length} |
 
 ## What was lost

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -30,6 +32,18 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def file_sha256(path: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of a safetensors file that was just written from ``tensors``; reads its header alone."""
+    with open(path, "rb") as file:
+        size = file.read(8)
+        header = file.read(int.from_bytes(size, "little"))
+    digest = hashlib.sha256(size + header)
+    entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    for name in sorted(entries, key=lambda name: (entries[name]["data_offsets"], name)):
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -63,6 +77,7 @@ class ShardedWriter:
         self._shards: list[list[str]] = []
         self._seen: set[str] = set()
         self.total_bytes = 0
+        self.sha256: dict[str, str] = {}  # file name -> digest; complete after finish()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Takes a tensor; it is on disk when its shard is full or at ``finish``.
@@ -88,7 +103,9 @@ class ShardedWriter:
         return self.folder / f"shard-{index:05d}.safetensors"
 
     def _flush(self) -> None:
-        save_tensors(self._waiting, self._shard_path(len(self._shards)))
+        path = self._shard_path(len(self._shards))
+        save_tensors(self._waiting, path)
+        self.sha256[path.name] = file_sha256(path, self._waiting)
         self._shards.append(list(self._waiting))
         self._waiting, self._waiting_bytes = {}, 0
 
@@ -96,13 +113,14 @@ class ShardedWriter:
         """Writes what waits, gives the shards their final names and, for several, writes the index."""
         if self._waiting:
             self._flush()
-        if len(self._shards) == 1:
-            self._shard_path(0).rename(self.folder / SINGLE_FILE)
-            return
-        weight_map = {}
+        count, weight_map = len(self._shards), {}
         for index, names in enumerate(self._shards):
-            final = f"model-{index + 1:05d}-of-{len(self._shards):05d}.safetensors"
-            self._shard_path(index).rename(self.folder / final)
+            final = SINGLE_FILE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+            path = self._shard_path(index)
+            path.rename(self.folder / final)
+            self.sha256[final] = self.sha256.pop(path.name)
             weight_map |= dict.fromkeys(names, final)
+        if count == 1:
+            return
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 
@@ -51,3 +52,17 @@ def test_a_tensor_that_became_nan_or_comes_twice_is_named(tmp_path):
         writer.add("a", torch.ones(1))
     with pytest.raises(ValueError, match="tensor b became NaN"):
         writer.add("b", torch.tensor([float("nan")]))
+
+
+@pytest.mark.parametrize("max_shard_bytes", [60, 1 << 30])
+def test_digests_are_those_of_the_files(max_shard_bytes, tmp_path, monkeypatch):
+    """Of one file and of several, without reading back what was written."""
+    read = []
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: read.append(1))
+    writer = ShardedWriter(tmp_path, max_shard_bytes=max_shard_bytes)
+    for index, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.float16)):
+        writer.add(f"t{index}", torch.randn(3, 5).to(dtype).T)
+    writer.add("empty", torch.zeros(0, 3))
+    writer.finish()
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.glob("*.safetensors")}
+    assert writer.sha256 == files and not read
