@@ -7,7 +7,7 @@ from mha2mla.kernels.attention_varlen.api import (
     mla_prefill_varlen,
 )
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
-from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
+from mha2mla.kernels.latent_rope import LatentRope, rotary_keys, rotate_keys
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
@@ -54,6 +54,7 @@ __all__ = [
     "quantize_latent",
     "rms_norm",
     "rotary_keys",
+    "rotate_keys",
     "silu_mul",
     "skinny_linear",
     "slots_of",

@@ -60,10 +60,24 @@ def rotary_keys(latent: Tensor, rope: LatentRope, positions: Tensor) -> Tensor:
         is off by up to 4e-3); products and rotation float64 for float64 latents, float32 for all others.
     """
     dtype = torch.float64 if latent.dtype == torch.float64 else torch.float32
-    frequency = rope.inv_freq.to(torch.float64)
-    angle = positions[..., None].to(torch.float64) * frequency
-    factor = torch.ones_like(frequency).masked_fill(frequency != 0, rope.scaling)
-    cos, sin = ((turn * factor).to(dtype) for turn in (angle.cos(), angle.sin()))
     raw = torch.nn.functional.linear(latent.to(dtype), rope.weight.to(dtype), rope.bias.to(dtype))
-    first, second = raw.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(latent.dtype)
+    return rotate_keys(raw, rope.inv_freq, rope.scaling, positions).to(latent.dtype)
+
+
+def rotate_keys(raw: Tensor, inv_freq: Tensor, scaling: float, positions: Tensor) -> Tensor:
+    """Rotates W_KR c + b_KR, ``raw`` [..., d_r], at its ``positions``: the second half of :func:`rotary_keys`.
+
+    Args:
+        inv_freq, scaling: as in :class:`LatentRope`.
+        positions: [...] integers, broadcast against those of ``raw``.
+
+    Returns:
+        [..., d_r] in the dtype of ``raw``; products float64 for float64, float32 for all others.
+    """
+    dtype = torch.float64 if raw.dtype == torch.float64 else torch.float32
+    frequency = inv_freq.to(torch.float64)
+    angle = positions[..., None].to(torch.float64) * frequency
+    factor = torch.ones_like(frequency).masked_fill(frequency != 0, scaling)
+    cos, sin = ((turn * factor).to(dtype) for turn in (angle.cos(), angle.sin()))
+    first, second = raw.to(dtype).chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(raw.dtype)

@@ -16,13 +16,13 @@ from transformers.distributed.utils import is_dtensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from mha2mla.kernels import LatentRope, rotary_keys
+from mha2mla.kernels import LatentRope, rotary_keys, rotate_keys
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 from mha2mla.modeling.shards import HeadShard
-from mha2mla.modeling.stacking import project
+from mha2mla.modeling.stacking import affine_map, own_map, project
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.visibility import under_window
 
@@ -30,14 +30,6 @@ _NO_TRAINING = (
     "tensor_parallel_size is more than 1, where gradients of what all ranks hold would be of one rank's heads alone; "
     "expected one device, or FSDP, for training"
 )
-
-
-class RotaryKeyMap(nn.Linear):
-    """W_KR and b_KR. Called, it hands them on to what applies them: backends, and :func:`rotary_keys`. (Offloaded
-    weights are there only while their module is called.)"""
-
-    def forward(self) -> tuple[Tensor, Tensor]:
-        return self.weight, self.bias
 
 
 class MLAAttention(nn.Module):
@@ -99,7 +91,7 @@ class MLAAttention(nn.Module):
             self.q_proj = nn.Linear(hidden, heads * query_dim, bias=config.attention_q_bias)
             self.kv_a_proj = nn.Linear(hidden, cached_dim, bias=config.attention_kv_bias)
         if geometry.rope_from_latent:
-            self.k_rope_proj = RotaryKeyMap(geometry.kv_lora_rank, geometry.qk_rope_head_dim)
+            self.k_rope_proj = nn.Linear(geometry.kv_lora_rank, geometry.qk_rope_head_dim)
         if geometry.qk_nope_head_dim:
             self.k_b_proj = nn.Parameter(torch.empty(up_heads, geometry.qk_nope_head_dim, geometry.kv_lora_rank))
         self.v_b_proj = nn.Parameter(torch.empty(up_heads, geometry.v_head_dim, geometry.kv_lora_rank))
@@ -255,7 +247,7 @@ class MLAAttention(nn.Module):
             "v_up": self._own("v_b_proj"),
         }
         if self.geometry.rope_from_latent:
-            tensors["rope_weight"], tensors["rope_bias"] = self.k_rope_proj()
+            tensors["rope_weight"], tensors["rope_bias"] = affine_map(self.k_rope_proj, latent)
         device, layer = hidden_states.device.type, step.layers[self.layer_idx]
         no_autocast = nullcontext()
         if torch.is_autocast_enabled(device):
@@ -296,7 +288,9 @@ class MLAAttention(nn.Module):
     def _rotary_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
         """k_pe [B, T, 1, d_r] of c [B, T, d_c] at ``positions`` [B or 1, T], with ``config.rope_from_latent``."""
         scaling = self.config.layer_rope_scaling(self.layer_idx)
-        return rotary_keys(latent, LatentRope(*self.k_rope_proj(), self.inv_freq[0], scaling), positions)[:, :, None]
+        if (own := own_map(self.k_rope_proj)) is None:
+            return rotate_keys(self.k_rope_proj(latent), self.inv_freq[0], scaling, positions)[:, :, None]
+        return rotary_keys(latent, LatentRope(*own, self.inv_freq[0], scaling), positions)[:, :, None]
 
     def _normed(self, projected: Tensor, norm: nn.Module) -> Tensor:
         """[B, S, heads * d_h] -> [B, S, heads, d_h] after a norm over each head, or over all of them."""

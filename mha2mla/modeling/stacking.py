@@ -63,6 +63,35 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     return type(module) is kind and not hooked
 
 
+def own_map(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Weight and bias of an ``nn.Linear`` with a bias, offloaded or not; None: a call of it computes something else."""
+    if is_plain(module, nn.Linear):
+        return module.weight, module.bias
+    if type(module) is nn.Linear and hasattr(module, "_hf_hook"):
+        from accelerate.utils import align_module_device  # who offloads has imported it
+
+        with align_module_device(module):
+            return module.weight, module.bias
+    return None
+
+
+def affine_map(module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight [out, in] and bias [out] of what a call of ``module`` computes: its own, or an adapter's around it.
+
+    Args:
+        module: an affine map with a bias, of the signature of ``nn.Linear``.
+        like: [..., in], of the dtype and device that ``module`` is called with.
+    """
+    if (own := own_map(module)) is not None:
+        return own
+    # Large, so that adding a bias of hundreds costs the weights few digits; float16 ends at 65504.
+    width, scale = like.shape[-1], 2.0 ** (8 if like.dtype == torch.float16 else 16)
+    probe = torch.cat((scale * torch.eye(width, dtype=like.dtype, device=like.device), like.new_zeros(1, width)))
+    out = module(probe)
+    bias = out[-1]
+    return ((out[:-1] - bias) / scale).T.contiguous(), bias
+
+
 def side_by_side(parameters: Sequence[Tensor]) -> Tensor | None:
     """The rows of all parameters as one tensor over their own memory, moved there if need be; None: they stay apart."""
     first = parameters[0]

@@ -111,7 +111,7 @@ class Engine:
             "inv_freq": attention.inv_freq,
         }
         if self.config.rope_from_latent:
-            tensors["rope_weight"], tensors["rope_bias"] = attention.k_rope_proj()
+            tensors["rope_weight"], tensors["rope_bias"] = attention.k_rope_proj.weight, attention.k_rope_proj.bias
         out = step.run(tensors, self.rows[index], BACKEND, self.constants[index])
         return attention.o_proj(out.flatten(1))
 
