@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,15 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
 from mha2mla.conversion.families import FamilyAdapter, SourceSpec
 from mha2mla.conversion.fit.numerics import tf32_on_cuda
-from mha2mla.conversion.fit.reconstruction import Forward, ReconstructionProblem, reconstruct
+from mha2mla.conversion.fit.reconstruction import (
+    Forward,
+    Reconstruction,
+    ReconstructionError,
+    ReconstructionProblem,
+    reconstruct,
+)
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
+from mha2mla.conversion.fit.stage import Fit
 from mha2mla.conversion.layer import PreparedLayer, converted_config, finish_layer, prepare_layer
 from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel, first_output, inputs_observed
@@ -48,6 +55,7 @@ class ConvertedLayer:
         seconds: statistics, conversion, reconstruction and the streams.
         loss_before, loss_after: of the reconstruction, relative squared errors on held-out windows; None without one.
         note: how the reconstruction ran; empty without one.
+        fallback: what stands in for the recipe's own fit, and why; empty where nothing had to.
     """
 
     layer: int
@@ -56,10 +64,26 @@ class ConvertedLayer:
     loss_before: float | None = None
     loss_after: float | None = None
     note: str = ""
+    fallback: str = ""
 
     def record(self) -> dict[str, Any]:
         """What belongs to the tensors, as JSON."""
-        return {name: getattr(self, name) for name in ("seconds", "loss_before", "loss_after", "note")}
+        return {name: value for name, value in vars(self).items() if name not in ("layer", "tensors")}
+
+
+@dataclass(frozen=True)
+class LayerSteps:
+    """The steps that convert one layer. A walk runs those of another object if it is given one.
+
+    Attributes:
+        prepare: closed forms before a rank is chosen (:func:`prepare_layer`).
+        finish: closed forms at a rank (:func:`finish_layer`).
+        reconstruct: gradient steps (:func:`~mha2mla.conversion.fit.reconstruction.reconstruct`).
+    """
+
+    prepare: Callable[..., PreparedLayer] = prepare_layer
+    finish: Callable[..., dict[str, torch.Tensor]] = finish_layer
+    reconstruct: Callable[..., Reconstruction] = reconstruct
 
 
 @dataclass(frozen=True)
@@ -79,6 +103,7 @@ class LayerWalk:
         spill_bytes: a stream of activations that is larger lives in a file.
         done: layers of an earlier, interrupted walk, as they were yielded: the streams pass them, nothing is computed
             anew and they are not yielded again. The rest comes out as it would have.
+        steps: of one layer. One that fails, or whose result is not finite, is left out for that layer.
     """
 
     model: StreamedModel
@@ -91,13 +116,14 @@ class LayerWalk:
     weights_dtype: torch.dtype | None = None
     spill_bytes: int = SPILL_BYTES
     done: Mapping[int, Mapping[str, torch.Tensor]] | None = None
+    steps: LayerSteps = LayerSteps()
 
     def __iter__(self) -> Iterator[ConvertedLayer]:
         """Converts the layers in order.
 
         Raises:
             CheckpointError: a tensor of the source is absent or not finite.
-            ReconstructionError: a converted layer gives NaN.
+            ReconstructionError: no rule gives a layer that is finite.
         """
         if self.windows is None:
             yield from self._walk_blind()
@@ -109,8 +135,9 @@ class LayerWalk:
     def _walk_blind(self) -> Iterator[ConvertedLayer]:
         for layer in self._missing():
             started = time.perf_counter()
-            tensors = self.stored(layer, self.convert(layer, None))
-            yield ConvertedLayer(layer, tensors, time.perf_counter() - started)
+            tensors, fallback = self.convert(layer, None)
+            seconds = time.perf_counter() - started
+            yield ConvertedLayer(layer, self.stored(layer, tensors), seconds, fallback=fallback)
             self.model.source.release()
 
     def _walk_source(self) -> Iterator[ConvertedLayer]:
@@ -120,16 +147,19 @@ class LayerWalk:
             for layer in range(self.spec.num_layers):
                 started = time.perf_counter()
                 collector = self.collector(layer) if layer in missing else None
+                module, window = self.model.layer(layer), self.first_window(store)
                 self.model.run_layer(
-                    self.model.layer(layer),
+                    module,
                     layer,
                     store,
                     tokens=BATCH_TOKENS,
                     observe=None if collector is None else collector.add,
                 )
                 if collector is not None:
-                    tensors = self.stored(layer, self.convert(layer, collector.finish()))
-                    yield ConvertedLayer(layer, tensors, time.perf_counter() - started)
+                    runs = partial(self.runs, layer, module, window)
+                    tensors, fallback = self.convert(layer, collector.finish(), runs=runs)
+                    seconds = time.perf_counter() - started
+                    yield ConvertedLayer(layer, self.stored(layer, tensors), seconds, fallback=fallback)
                 self.model.source.release()
         finally:
             store.close()
@@ -170,20 +200,87 @@ class LayerWalk:
             sample_tokens=sampled // len(self.windows.window_lengths) if self.recipe.needs_sample(geometry) else 0,
         )
 
-    def convert(self, layer: int, statistics: LayerStatistics | None) -> dict[str, torch.Tensor]:
-        """The tensors that statistics alone give."""
-        return self.finish(layer, self.prepare(layer, statistics))
+    def convert(
+        self,
+        layer: int,
+        statistics: LayerStatistics | None,
+        *,
+        runs: Callable[[Mapping[str, torch.Tensor]], bool] | None = None,
+        prepared: dict[str, PreparedLayer] | None = None,
+    ) -> tuple[dict[str, torch.Tensor], str]:
+        """The tensors that statistics alone give, and what had to stand in for the recipe's own rules, and why.
 
-    def prepare(self, layer: int, statistics: LayerStatistics | None) -> PreparedLayer:
-        """What :meth:`convert` does before it looks at the rank; walks of other ranks finish it too."""
-        weights = self.adapter.attention_weights(
-            self.model.source, self.spec, layer, device=self.model.device, dtype=torch.float64
+        Where these fail, or give what is not finite, the same is tried without refits, then the plainest rules, which
+        look at weights alone.
+
+        Args:
+            runs: whether the layer's output is finite with such tensors.
+            prepared: what does not depend on the rank, for walks of other ranks; filled here.
+
+        Raises:
+            ReconstructionError: nothing is finite.
+        """
+        spec, geometry, recipe = self.spec.of_layer(layer), self.geometries[layer], self.recipe
+        prepared = {} if prepared is None else prepared
+        no_refits = replace(recipe, fit=replace(recipe.fit, queries=False, output=False))
+        plainest = replace(
+            no_refits,
+            rope=replace(recipe.rope, selection="high"),
+            latent=replace(recipe.latent, rule="svd-joint"),
         )
-        return prepare_layer(self.spec.of_layer(layer), self.geometries[layer], self.recipe, weights, statistics)
+        problems: list[str] = []
+        for name, chosen, known in (
+            ("the recipe's rules", recipe, statistics),
+            ("the recipe's rules without refits", no_refits, statistics),
+            ("rope.selection high and latent.rule svd-joint", plainest, None),
+        ):
+            try:
+                if name not in prepared:
+                    weights = self.adapter.attention_weights(
+                        self.model.source, self.spec, layer, device=self.model.device, dtype=torch.float64
+                    )
+                    prepared[name] = self.steps.prepare(spec, geometry, chosen, weights, known)
+                tensors = self.steps.finish(spec, geometry, chosen, prepared[name])
+            except torch.linalg.LinAlgError as error:
+                problems.append(_reason(error))
+                continue
+            if unfit := self._not_finite(layer, tensors):
+                problems.append(f"{unfit} was not finite")
+            elif runs is not None and not runs(tensors):
+                problems.append("the layer's output was not finite")
+            else:
+                return tensors, f"converted by {name}, since {problems[0]}" if problems else ""
+        raise ReconstructionError(f"layer {layer}: no rule gives a finite layer: {'; '.join(problems)}")
 
-    def finish(self, layer: int, prepared: PreparedLayer) -> dict[str, torch.Tensor]:
-        """The tensors at this walk's rank."""
-        return finish_layer(self.spec.of_layer(layer), self.geometries[layer], self.recipe, prepared)
+    def reconstruct(
+        self, layer: int, problem: ReconstructionProblem, tensors: Mapping[str, torch.Tensor], fit: Fit
+    ) -> tuple[Reconstruction | None, str]:
+        """What gradient steps make of a layer; or None, and why its closed form stays."""
+        try:
+            found = self.steps.reconstruct(problem, tensors, fit, seed=self.recipe.calibration.seed, layer=layer)
+        except (ReconstructionError, torch.linalg.LinAlgError) as error:
+            reason = _reason(error).removeprefix(f"layer {layer}: ")
+        else:
+            unfit = self._not_finite(layer, found.tensors)
+            if not unfit:
+                return found, ""
+            reason = f"{unfit} was not finite after them"
+        return None, f"left without gradient steps, since {reason}"
+
+    def first_window(self, store: ActivationStore) -> torch.Tensor:
+        """[1, length, hidden] of the shortest windows, to try a layer on."""
+        return store.read(slice(0, 1), self.model.device)[:1]
+
+    @torch.inference_mode()
+    def runs(self, layer: int, module: nn.Module, inputs: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the decoder layer ``module`` has a finite output with ``tensors`` as its attention."""
+        made = block_forward(self, layer, module)(computed(tensors, self.model), inputs)
+        return bool(torch.isfinite(made).all())
+
+    def _not_finite(self, layer: int, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Name of a tensor that is not finite as it is stored, or nothing."""
+        stored = self.stored(layer, tensors)
+        return next((name for name, tensor in stored.items() if not torch.isfinite(tensor).all()), "")
 
     def empty_attention(self, layer: int) -> nn.Module:
         """The converted attention of layer ``layer`` without memory; its gradients repeat to the bit."""
@@ -258,14 +355,17 @@ class _ConvertedWalk:
     def _convert(self, module: nn.Module, layer: int) -> ConvertedLayer:
         collector = self.sequence.collector(layer)
         self._observe(module, layer, collector.add)
-        tensors = self.sequence.convert(layer, collector.finish())
+        runs = partial(self.sequence.runs, layer, module, self.sequence.first_window(self.stream))
+        tensors, fallback = self.sequence.convert(layer, collector.finish(), runs=runs)
         if is_exact(self.sequence.geometries[layer]):
-            return ConvertedLayer(layer, self.sequence.stored(layer, tensors))
+            return ConvertedLayer(layer, self.sequence.stored(layer, tensors), fallback=fallback)
         with torch.inference_mode(False):
-            problem, seed = self._problem(module, layer), self.recipe.calibration.seed
-            found = reconstruct(problem, tensors, self.recipe.fit, seed=seed, layer=layer)
+            found, reason = self.sequence.reconstruct(layer, self._problem(module, layer), tensors, self.recipe.fit)
+        fallback = "; ".join(filter(None, (fallback, reason)))
+        if found is None:
+            return ConvertedLayer(layer, self.sequence.stored(layer, tensors), fallback=fallback)
         stored = self.sequence.stored(layer, found.tensors)
-        return ConvertedLayer(layer, stored, 0.0, found.loss_before, found.loss_after, found.note)
+        return ConvertedLayer(layer, stored, 0.0, found.loss_before, found.loss_after, found.note, fallback)
 
     def _run(self, module: nn.Module, layer: int, stream: ActivationStore) -> None:
         with tf32_on_cuda(self.model.device):
@@ -297,7 +397,7 @@ class _ConvertedWalk:
 
     def _problem(self, module: nn.Module, layer: int) -> ReconstructionProblem:
         targets = self._blend(module, layer)
-        weights = token_energies(self.source, self.tokens, self.model.device).reciprocal()
+        weights = token_weights(self.source, self.tokens, self.model.device)
         forward = block_forward(self.sequence, layer, module)
         return ReconstructionProblem(self.stream, targets, weights, forward, self.model.device)
 
@@ -322,12 +422,15 @@ def block_forward(sequence: LayerWalk, layer: int, module: nn.Module) -> Forward
 
 
 @torch.inference_mode()
-def token_energies(store: ActivationStore, tokens: int, device: torch.device) -> torch.Tensor:
-    """[blocks, size] mean square of every token, on the CPU; so many ``tokens`` at a time on ``device``."""
+def token_weights(store: ActivationStore, tokens: int, device: torch.device) -> torch.Tensor:
+    """[blocks, size] one over the mean square of every token, on the CPU; so many ``tokens`` at a time on ``device``.
+
+    Zero for a token of less than a millionth of the usual energy: its relative error says nothing.
+    """
     energy = torch.empty(store.blocks.tokens.shape, device=device)
     for part in store.blocks.batches(tokens):
         energy[part] = store.read(part, device).float().square().mean(-1).view(energy[part].shape)
-    return energy.cpu()
+    return torch.where(energy > 1e-6 * energy.median(), energy.reciprocal(), 0).cpu()
 
 
 def computed(tensors: Mapping[str, torch.Tensor], model: StreamedModel) -> dict[str, torch.Tensor]:
@@ -343,3 +446,9 @@ def _with_attention(layer: nn.Module, attention: nn.Module) -> nn.Module:
     block = layer.__class__.__new__(layer.__class__)
     block.__dict__ = {**layer.__dict__, "_modules": {**layer._modules, "self_attn": attention}}
     return block
+
+
+def _reason(error: Exception) -> str:
+    """First line of a message, with no capital and no stop."""
+    line = str(error).strip().partition("\n")[0].rstrip(".")
+    return line[:1].lower() + line[1:200]

@@ -56,7 +56,8 @@ class ConversionReport:
         parity: source against the checkpoint read back from disk.
         long_evaluation_text, long_evaluation_length, long_parity: the same in one window of the longest length that was
             calibrated; None where that is no longer, or the caller gave token windows.
-        layers: a row per layer: what ``parity`` says of it, the losses of its conversion, and its seconds.
+        layers: a row per layer: what ``parity`` says of it, the losses of its conversion, its seconds, and in
+            ``fallback`` what stands in for a fit that failed, and why.
         decode_backend: what will serve decoding on CUDA, by layers where they differ, and why it is no kernel.
         resumed_layers: how many of the layers an interrupted run had left.
         seconds: of the phases of this run (``prepare`` has the calibration text and the searches), and in total.
@@ -134,6 +135,7 @@ class ConversionReport:
         if long_parity is not None:
             ratio += f", {long_parity.perplexity_ratio:.4f} x in one of {self.long_evaluation_length:,}"
         cached, before = 2 * self.cache_numel_per_token, 2 * self.source_cache_numel_per_token
+        fallbacks = [f"layer {row['layer']}: {row['fallback']}" for row in self.layers if row.get("fallback")]
         return {
             "perplexity": f"{ratio}; KL {parity.kl:.3g}, top-1 agreement {parity.top1_agreement:.4f}",
             "cache": f"{self.cache_ratio:.4f} of the source's, {cached:,} bytes of {before:,} per token in bfloat16"
@@ -142,6 +144,7 @@ class ConversionReport:
             f" {self.source_parameters:,}; {self.weight_bytes:,} bytes after {self.source_weight_bytes:,}",
             "written to": f"{self.destination} in {self.seconds['total']:.0f} s, peak memory"
             f" {self.peak_rss_bytes / 2**30:.2f} GiB, by preset {self.preset}",
+            **({"not fitted": ". ".join(fallbacks)} if fallbacks else {}),
             "load with": f'model, tokenizer = mha2mla.load("{self.destination}")',
             "better": self.better,
         }

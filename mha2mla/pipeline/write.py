@@ -33,6 +33,8 @@ def convert_layers(prepared: Prepared, layers: FinishedLayers) -> None:
     with progress_bar(desc="convert", unit="layer", total=count, initial=done, show=arguments.progress) as bar:
         for converted in walk if done < count else ():
             layers.add(converted.layer, converted.tensors, converted.record())
+            if converted.fallback:
+                arguments.say(f"layer {converted.layer}: {converted.fallback}")
             shown = {"s": f"{converted.seconds:.1f}"}
             if converted.loss_after is not None:
                 shown["loss"] = f"{converted.loss_before:.3g} -> {converted.loss_after:.3g}"

@@ -1,6 +1,7 @@
 """The walk over the layers: streams, targets, resuming, and what it leaves alone."""
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,9 @@ from mha2mla.conversion import layer_walk
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import adapter_for
 from mha2mla.conversion.fit import reconstruction
-from mha2mla.conversion.layer import converted_config
-from mha2mla.conversion.layer_walk import LayerWalk
+from mha2mla.conversion.fit.reconstruction import ReconstructionError, reconstruct
+from mha2mla.conversion.layer import converted_config, finish_layer, prepare_layer
+from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk, token_weights
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
 from tests.conversion import tiny
@@ -190,13 +192,12 @@ def test_a_correction_lies_between_the_two_streams(correction, sources, tmp_path
     def observed(problem, tensors, fit, **keys):
         if keys["layer"] == 1:
             seen.append([store.read(slice(0, len(store)), CPU) for store in (problem.inputs, problem.targets)])
-        return reconstruction.reconstruct(problem, tensors, fit, **keys)
+        return reconstruct(problem, tensors, fit, **keys)
 
-    monkeypatch.setattr(layer_walk, "reconstruct", observed)
     recipe = Fitted(fit_steps=2)
     for share in (correction, 1.0):
         monkeypatch.setattr(layer_walk, "_CORRECTION", share)
-        walk = sequence(sources("llama"), recipe, tmp_path)
+        walk = sequence(sources("llama"), recipe, tmp_path, steps=LayerSteps(reconstruct=observed))
         list(walk)
     (inputs, blended), (_, theirs) = seen
     # Layer 0 was fitted to the same target in both walks: with it nothing was lost yet.
@@ -258,3 +259,101 @@ def test_bfloat16_products_fit_float32_weights(sources, tmp_path, monkeypatch):
     assert all(layer.loss_after < layer.loss_before for layer in made)
     assert made[0].loss_after == pytest.approx(full[0].loss_after, rel=0.02)
     assert made[0].loss_after != full[0].loss_after
+
+
+class FailingSteps:
+    """Gradient steps that fail at layer 1 as ``fail`` says; remembers what they started from."""
+
+    def __init__(self, fail):
+        self.fail, self.start = fail, {}
+
+    def reconstruct(self, problem, tensors, fit, *, seed, layer):
+        self.start[layer] = tensors
+        found = reconstruct(problem, tensors, fit, seed=seed, layer=layer)
+        return self.fail(found) if layer == 1 else found
+
+
+def without_number(found):
+    return replace(found, tensors={**found.tensors, "v_b_proj": found.tensors["v_b_proj"] * float("nan")})
+
+
+def raises(error):
+    def fail(found):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("fail", "reason"),
+    [
+        (raises(ReconstructionError("layer 1: the loss before reconstruction is nan")), "the loss before .* is nan"),
+        (raises(torch.linalg.LinAlgError("linalg.eigh: did not converge.\nDetails")), "linalg.eigh: did not converge"),
+        (without_number, "v_b_proj was not finite after them"),
+    ],
+    ids=["loss", "eigenvectors", "result"],
+)
+def test_a_layer_without_steps_keeps_its_closed_form(fail, reason, sources, tmp_path):
+    failing = FailingSteps(fail)
+    walk = sequence(sources("llama"), Fitted(fit_steps=2), tmp_path, steps=LayerSteps(reconstruct=failing.reconstruct))
+    made = list(walk)
+    assert [bool(layer.fallback) for layer in made] == [False, True, False]
+    assert re.fullmatch(f"left without gradient steps, since {reason}", made[1].fallback)
+    assert made[1].record()["fallback"] == made[1].fallback and made[1].loss_after is None
+    assert all(torch.equal(tensor, failing.start[1][name].float()) for name, tensor in made[1].tensors.items())
+
+
+class FailingForms:
+    """Closed forms of which the first ``failures`` of a layer fail; ``spoil`` instead of an error where given."""
+
+    def __init__(self, failures, spoil=None):
+        self.failures, self.spoil, self.recipes = failures, spoil, []
+
+    def prepare(self, spec, geometry, recipe, weights, statistics):
+        self.recipes.append((recipe, statistics))
+        return prepare_layer(spec, geometry, recipe, weights, statistics)
+
+    def finish(self, spec, geometry, recipe, prepared):
+        tensors = finish_layer(spec, geometry, recipe, prepared)
+        if len(self.recipes) > self.failures:
+            return tensors
+        if self.spoil is None:
+            raise torch.linalg.LinAlgError("linalg.solve: singular")
+        return {**tensors, "q_proj.weight": tensors["q_proj.weight"] * self.spoil}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [(None, "linalg.solve: singular"), (float("nan"), "q_proj.weight was not finite"), (1e38, "the layer's output")],
+    ids=["error", "nan", "output"],
+)
+def test_failing_closed_forms_give_way_to_plainer_ones(spoil, reason, steps, sources, tmp_path):
+    for failures, said in ((1, "the recipe's rules without refits"), (2, "rope.selection high and latent.rule svd")):
+        forms = FailingForms(failures, spoil)
+        walk = sequence(
+            sources("llama"),
+            Fitted(fit_steps=steps, fit_output=True),
+            tmp_path,
+            steps=LayerSteps(forms.prepare, forms.finish),
+        )
+        first, second, _ = walk
+        assert first.fallback.startswith(f"converted by {said}") and f"since {reason}" in first.fallback
+        assert not second.fallback and len(forms.recipes) == failures + 3
+        assert all(torch.isfinite(tensor).all() for tensor in first.tensors.values())
+        used, statistics = forms.recipes[failures]
+        assert not used.fit.queries and not used.fit.output and (statistics is None) == (failures == 2)
+    with pytest.raises(ReconstructionError, match=f"layer 0: no rule gives a finite layer: {reason}"):
+        list(replace(walk, steps=LayerSteps(forms.prepare, FailingForms(9, spoil).finish)))
+
+
+def test_tokens_without_energy_do_not_count(sources, tmp_path):
+    (store,) = sequence(sources("llama"), Fitted(), tmp_path, windows=2).new_stores(1)
+    values = torch.randn(2, 32, 48)
+    values[0, 3], values[1, 5] = 0, 1e-12
+    store.write(slice(0, 2), values)
+    weights = token_weights(store, 64, CPU)
+    assert weights[0, 3] == weights[1, 5] == 0
+    expected = 1 / values.square().mean(-1)
+    kept = weights > 0
+    assert kept.sum() == 62 and torch.allclose(weights[kept], expected[kept])

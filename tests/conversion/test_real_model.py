@@ -65,7 +65,7 @@ class Layers:
             collector = walk.collector(layer)
             for batch in inputs:
                 collector.add(batch)
-            found.append(_loss(walk, layer, walk.convert(layer, collector.finish()), held))
+            found.append(_loss(walk, layer, walk.convert(layer, collector.finish())[0], held))
         return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,16 @@ def test_the_record_is_machine_readable(source, tmp_path):
     assert [row["layer"] for row in rows] == [0, 1] and all(row["seconds"] > 0 for row in rows)
     assert [row["score_error"] for row in rows] == [layer.score_error for layer in report.parity.layers]
     assert mha2mla.Recipe.from_dict(record["recipe"]).calibration.tokens == 512
+
+
+def test_layers_that_were_not_fitted_are_named(source, tmp_path):
+    report = convert(source, tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert [row["fallback"] for row in record["rows"]] == ["", ""] and "not fitted" not in report.lines()
+    first, second = report.layers
+    said = "left without gradient steps, since the loss before reconstruction is nan"
+    partly = replace(report, layers=(first, {**second, "fallback": said}))
+    assert partly.lines()["not fitted"] == f"layer 1: {said}" and said in str(partly) and said in partly._repr_html_()
 
 
 def test_the_card_shows_the_loss_by_layer(source, tmp_path, monkeypatch, capsys):

@@ -17,8 +17,8 @@ import torch
 from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.numerics import tf32_on_cuda
-from mha2mla.conversion.fit.reconstruction import ReconstructionProblem, reconstruct
-from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_energies
+from mha2mla.conversion.fit.reconstruction import ReconstructionProblem
+from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_weights
 from mha2mla.conversion.recipe import is_exact
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
@@ -36,16 +36,14 @@ _BATCH_TOKENS = 16384
 _PREDICTED_TOKENS = 512  # at a time: each has a probability for every token of the vocabulary
 
 
-def choose_layer_ranks(walk: LayerWalk, *, progress: bool = False) -> tuple[list[int], dict[str, list[float]]]:
+def choose_layer_ranks(walk: LayerWalk, *, progress: bool = False) -> tuple[list[int], dict[str, list[float | None]]]:
     """A rank for every layer, and rank → what it loses in each.
 
     The ranks of all layers add up to what the uniform rank of ``walk`` gives, at most. A loss is the Kullback-Leibler
     divergence of the source's next-token predictions from those of the source with one layer converted (nats per token,
     on held-out calibration windows). Between the measured ranks its logarithm is taken as linear; the budget is handed
-    out in steps to whichever layer saves most (the optimum where losses are convex, and add up).
-
-    Raises:
-        ValueError: the loss of a layer is not a number.
+    out in steps to whichever layer saves most (the optimum where losses are convex, and add up). A layer with a loss
+    that is not finite (None in what is returned) gets the uniform rank.
     """
     geometry = walk.geometries[0]
     step = rank_step(geometry.kv_lora_rank)
@@ -54,15 +52,19 @@ def choose_layer_ranks(walk: LayerWalk, *, progress: bool = False) -> tuple[list
     fitted, judged = walk.windows.divided(_FITTED_TOKENS, _JUDGED_TOKENS)
     geometries = [replace(geometry, kv_lora_rank=rank) for rank in ranks]
     losses = measure_losses(replace(walk, windows=fitted), geometries, judged, progress=progress)
+    finite = [all(map(math.isfinite, layer)) for layer in losses]
     by_rank = [dict(zip(ranks, layer, strict=True)) for layer in losses]
-    chosen = allocate(
-        by_rank,
-        uniform * len(losses),
+    allocated = allocate(
+        list(itertools.compress(by_rank, finite)),
+        uniform * sum(finite),
         step=step,
         least=max(step, math.ceil(LEAST * uniform / step) * step),
         most=most_rank(geometry, step),
     )
-    return chosen, {str(rank): [layer[rank] for layer in by_rank] for rank in ranks}
+    shares = iter(allocated)
+    chosen = [next(shares) if is_finite else uniform for is_finite in finite]
+    shown = {str(rank): [layer[rank] if math.isfinite(layer[rank]) else None for layer in by_rank] for rank in ranks}
+    return chosen, shown
 
 
 def rank_step(kv_lora_rank: int) -> int:
@@ -107,19 +109,23 @@ def measure_losses(
             _pass(lambda hidden: hidden, fitted, targets, model.device)
             collector = walks[0].collector(layer)
             model.run_layer(module, layer, targets, tokens=_BATCH_TOKENS, observe=collector.add)
-            statistics, prepared = collector.finish(), {}
+            statistics, prepared, window = collector.finish(), {}, walk.first_window(fitted)
             weights = None
             if fit.steps:
-                weights = token_energies(targets, _BATCH_TOKENS, model.device).reciprocal()
+                weights = token_weights(targets, _BATCH_TOKENS, model.device)
             for converting in walks:
                 width = converting.geometries[layer].qk_rope_head_dim
-                if width not in prepared:
-                    prepared[width] = converting.prepare(layer, statistics)
-                tensors = converting.finish(layer, prepared[width])
+                tensors, _ = converting.convert(
+                    layer,
+                    statistics,
+                    runs=partial(converting.runs, layer, module, window),
+                    prepared=prepared.setdefault(width, {}),
+                )
                 forward = block_forward(converting, layer, module)
                 if weights is not None and not is_exact(converting.geometries[layer]):
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
-                    tensors = reconstruct(problem, tensors, fit, seed=recipe.calibration.seed, layer=layer).tensors
+                    found, _ = converting.reconstruct(layer, problem, tensors, fit)
+                    tensors = tensors if found is None else found.tensors
                 perturbed.append(next(unused))
                 with tf32_on_cuda(model.device):
                     _pass(partial(forward, computed(tensors, model)), clean, perturbed[-1], model.device)
@@ -128,11 +134,12 @@ def measure_losses(
             fitted, targets = targets, fitted
             model.source.release()
         with tf32_on_cuda(model.device):
-            found = _divergences(model, clean, perturbed)
+            divergences = _divergences(model, clean, perturbed)
     finally:
         for store in (fitted, targets, clean, *others):
             store.close()
-    return _by_layer(found, geometries)
+    count = len(geometries)
+    return [divergences[first : first + count] for first in range(0, len(divergences), count)]
 
 
 def allocate(losses: Sequence[Mapping[int, float]], budget: int, *, step: int, least: int, most: int) -> list[int]:
@@ -167,15 +174,6 @@ def loss_at(losses: Mapping[int, float], rank: int) -> float:
     right = next((index for index in range(1, len(known)) if rank <= known[index]), len(known) - 1)
     slope = (logs[right] - logs[right - 1]) / (known[right] - known[right - 1])
     return math.exp(logs[right] + slope * (rank - known[right]))
-
-
-def _by_layer(found: Sequence[float], geometries: Sequence[MLAGeometry]) -> list[list[float]]:
-    for place, loss in enumerate(found):
-        if not math.isfinite(loss):
-            layer, geometry = divmod(place, len(geometries))
-            said = f"layer {layer} converted to {geometries[geometry]}"
-            raise ValueError(f"{said} gives a divergence of {loss}; expected a number")
-    return [list(found[first : first + len(geometries)]) for first in range(0, len(found), len(geometries))]
 
 
 @torch.inference_mode()
