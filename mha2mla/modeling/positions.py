@@ -19,7 +19,8 @@ from mha2mla.modeling.visibility import first_shown, host_may_look, is_padding_m
 
 REFUSED_POSITIONS = (
     "position_ids do not count on from each row's first visible token; a cache that keeps no rotary keys "
-    "(config.rope_from_latent) expects them one by one without gaps: the place in the cache, padding counted or not"
+    "(config.rope_from_latent) expects them one by one without gaps: the place in the cache, padding counted or not "
+    "(a batch that is padded on the right: set tokenizer.padding_side = 'left')"
 )
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from mha2mla.modeling.cache import LatentCache
 
 REFUSED_MASK = (
-    "attention_mask hides tokens between visible ones, and the absorbed form cannot; expected left padding at most, or "
-    "attention_backend 'mla_expanded'"
+    "attention_mask hides tokens between visible ones, and the absorbed form cannot; expected left padding at most "
+    "(tokenizer.padding_side = 'left'), or attention_backend 'mla_expanded'"
 )
 
 

@@ -32,6 +32,26 @@ def test_gradients_are_the_sources(case):
         assert models.relative_error(gradients[name], expected[name]) < 1e-4, name
 
 
+@pytest.mark.parametrize("rope_from_latent", [False, True])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "mistral-sliding"])
+def test_right_padded_batches_have_the_sources_loss(case, rope_from_latent):
+    """As data collators pad: behind the tokens, with labels of -100 there."""
+    source = models.source_model(case).train()
+    model = full_rank(source, rope_from_latent=rope_from_latent).train()
+    ids, mask = models.tokens(3, 14), torch.ones(3, 14, dtype=torch.long)
+    mask[0, 5:], mask[1, 11:] = 0, 0
+    batch = {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    expected = source(ids, **batch)
+    out = model(ids.masked_fill(mask == 0, 7), **batch)
+    torch.testing.assert_close(out.loss, expected.loss)
+    assert models.relative_error(out.logits[mask == 1], expected.logits[mask == 1]) < models.TOLERANCE
+    for each in (expected, out):
+        each.loss.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, source.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+    embeddings = [each.get_input_embeddings().weight.grad for each in (model, source)]
+    torch.testing.assert_close(*embeddings, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("case", models.GEOMETRIES)
 def test_every_parameter_learns(case):
     model = models.mla_model(case).train()
