@@ -149,7 +149,9 @@ def _dataset(name: str) -> str:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ImportError(f"text 'hf:{name}' needs the datasets package: pip install 'mha2mla[eval]'") from error
+        raise ImportError(
+            f"text 'hf:{name}' needs the datasets package: pip install -e '.[eval]' in the clone"
+        ) from error
     path, config, split, column = (parts + [""] * 3)[:4]
     rows = load_dataset(path, config or None, split=split or "train")
     column = column or "text"

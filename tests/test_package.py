@@ -38,6 +38,14 @@ def test_tilelang_is_pinned_exactly():
     assert any(re.match(r"tilelang==\d+\.\d+\.\d+\b", requirement) for requirement in PROJECT["dependencies"])
 
 
+def test_installation_is_from_the_clone():
+    """The package is in no index, so installing by its name cannot work."""
+    texts = {path: path.read_text() for path in committed() if path.suffix in (".py", ".md")}
+    assert not [path for path, text in texts.items() if re.search(r"pip install (-\w+ )*['\"]?mha2mla\b", text)]
+    extras = {extra for text in texts.values() for extra in re.findall(r"pip install -e '\.\[(\w+)\]'", text)}
+    assert {"eval", "plots", "dev"} <= extras <= set(PROJECT["optional-dependencies"])
+
+
 def test_import_brings_no_kernel_compiler_and_no_cuda():
     code = (
         "import sys, torch, mha2mla\n"

@@ -45,7 +45,7 @@ def test_a_bad_name_is_refused(name, named):
 
 def test_a_dataset_without_the_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="needs the datasets package"):
+    with pytest.raises(ImportError, match=r"needs the datasets package: pip install -e '\.\[eval\]' in the clone"):
         load_text("hf:owner/name")
 
 

@@ -31,7 +31,7 @@ _TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 4, 10, 100)
 def check_installed() -> None:
     """Raises ImportError, which says what to install, where nothing can be drawn: before a measurement, not after."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("a plot needs matplotlib: pip install 'mha2mla[plots]'")
+        raise ImportError("a plot needs matplotlib: pip install -e '.[plots]' in the clone")
 
 
 def plot_layers(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:

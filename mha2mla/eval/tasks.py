@@ -79,7 +79,7 @@ def register() -> type:
         from lm_eval.api.registry import MODEL_REGISTRY, register_model
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise ImportError("tasks need lm-eval: pip install 'mha2mla[eval]'") from error
+        raise ImportError("tasks need lm-eval: pip install -e '.[eval]' in the clone") from error
     if MODEL_NAME in MODEL_REGISTRY:
         return MODEL_REGISTRY[MODEL_NAME]
 

@@ -69,7 +69,7 @@ def compile_only(function, arch: str, pass_configs: dict | None = None) -> list[
 
     check_arguments(function)
     if find_tool("nvcc") is None:
-        raise FileNotFoundError("nvcc is not on PATH and not installed by pip (pip install 'mha2mla[dev]')")
+        raise FileNotFoundError("nvcc is not on PATH and not installed by pip (pip install -e '.[dev]' in the clone)")
     kept = cache_folder() / "compile-gate" / f"{_key(function, arch, pass_configs or {})}.json"
     if kept.is_file():
         return [GateReport(**report) for report in json.loads(kept.read_text())]

@@ -117,7 +117,7 @@ def test_lm_eval_itself_knows_the_model_once_it_is_registered(tiny_converted, fo
 
 def test_without_lm_eval_it_says_what_to_install(tiny_source, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.api.registry", None)
-    with pytest.raises(ImportError, match=r"tasks need lm-eval: pip install 'mha2mla\[eval\]'"):
+    with pytest.raises(ImportError, match=r"tasks need lm-eval: pip install -e '\.\[eval\]' in the clone"):
         evaluate_tasks(tiny_source, tiny_source, folder=folder)
 
 

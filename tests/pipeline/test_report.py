@@ -69,7 +69,7 @@ def test_the_card_shows_the_loss_by_layer(source, tmp_path, monkeypatch, capsys)
 
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what import finds where it is not installed
     convert(source, tmp_path / "two", progress=True)
-    assert "pip install 'mha2mla[plots]'" in capsys.readouterr().err
+    assert "pip install -e '.[plots]' in the clone" in capsys.readouterr().err
     assert not (tmp_path / "two" / picture.name).exists()
     assert picture.name not in (tmp_path / "two" / "README.md").read_text()
 
