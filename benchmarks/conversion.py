@@ -138,7 +138,7 @@ def compare(ratios: list[float] | None = None, seed: int = 0, model: str | None 
         model: folder or hub id; default SmolLM2-135M-Instruct.
     """
     source = model or str(fetch_smollm2())
-    cases = comparison(ratios or RATIOS, kv_width=_kv_width(source), seed=seed)
+    cases = comparison(ratios or RATIOS, kv_width=kv_width_of(source), seed=seed)
     return measure_cases(cases, source, "conversion", "Conversions", **how)
 
 
@@ -164,7 +164,7 @@ def ablation(
     return measure_cases(cases, source, "conversion-ablation", f"Ablation of {preset}", **how)
 
 
-def _kv_width(source: str) -> int:
+def kv_width_of(source: str) -> int:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ LOGITS_PER_SLICE = 2**25
 _TOKENS_AT_ONCE = 8192
 
 LogitsOf = Callable[[slice], Tensor]
+Run = Callable[[torch.nn.Module, Tensor], Any]  # a model or its base model, ids [B, L] -> its output
 
 
 def windows_at_once(length: int) -> int:
@@ -79,6 +81,10 @@ def kl_divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
+def run_without_cache(module: torch.nn.Module, ids: Tensor) -> Any:
+    return module(input_ids=ids, use_cache=False)
+
+
 class Predictor:
     """Logits of a causal language model of transformers for any slice of the positions of a batch.
 
@@ -88,10 +94,11 @@ class Predictor:
 
     Args:
         model: ready to evaluate, on its device.
+        run: how windows go through it, such as over a quantised cache.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: torch.nn.Module, run: Run = run_without_cache) -> None:
+        self.model, self._run = model, run
         self._by_slices = self._head_is_all()
 
     @torch.inference_mode()
@@ -109,7 +116,7 @@ class Predictor:
             hidden = self._hidden(ids)[:, :-1].flatten(0, 1)
             head = self.model.get_output_embeddings()
             return lambda part: head(hidden[part])
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
+        logits = self._run(self.model, ids).logits[:, :-1].flatten(0, 1)
         return lambda part: logits[part]
 
     @torch.inference_mode()
@@ -118,10 +125,10 @@ class Predictor:
         ids = ids.to(self.model.device)
         if self._by_slices:
             return self.model.get_output_embeddings()(self._hidden(ids)[:, -1])
-        return self.model(input_ids=ids, use_cache=False).logits[:, -1]
+        return self._run(self.model, ids).logits[:, -1]
 
     def _hidden(self, ids: Tensor) -> Tensor:
-        return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return self._run(self.model.base_model, ids).last_hidden_state
 
     @torch.inference_mode()
     def _head_is_all(self) -> bool:
@@ -129,4 +136,4 @@ class Predictor:
         if head is None or self.model.base_model is self.model:
             return False
         ids = torch.arange(8, device=self.model.device)[None] % self.model.config.get_text_config().vocab_size
-        return torch.equal(head(self._hidden(ids)), self.model(input_ids=ids, use_cache=False).logits)
+        return torch.equal(head(self._hidden(ids)), self._run(self.model, ids).logits)

@@ -119,6 +119,8 @@ def eval_quality(
     text: list[str] | None = None,
     lengths: str = "512,2048,longest",
     max_tokens: int = 24576,
+    kv_bits: str = "",
+    latent_bits: str = "",
     probes: bool = False,
     generation: bool = False,
     device: Device = None,
@@ -135,6 +137,10 @@ def eval_quality(
             hf:DATASET[:CONFIG[:SPLIT[:COLUMN]]], or a file.
         lengths: tokens per window, joined by commas; "longest" is the most that both models take.
         max_tokens: tokens of each text to read at most.
+        kv_bits: also measure the source over a quantised KV cache, keys by channel and by token: bits of a code, joined
+            by commas, such as 8,4,3,2.
+        latent_bits: also measure the converted model over quantised latents, in a basis computed from builtin:pydoc:
+            bits of a code, joined by commas, such as 8,4,3.
         probes: also ask what needs far context: keys, variable tracking, arithmetic, a span that occurs again.
         generation: also compare greedy continuations.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
@@ -161,6 +167,7 @@ def eval_quality(
         texts=text or quality.TEXTS,
         lengths=quality.parse_lengths(lengths),
         max_tokens=max_tokens,
+        caches=quality.parse_caches(kv_bits, latent_bits),
         probes=probes,
         generation=generation,
         device=device,

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from tqdm import tqdm
 
 from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_generation
+from mha2mla.eval.latent_basis import CALIBRATION_TEXT, LatentBasis, calibration_tokens, latent_statistics
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
+from mha2mla.eval.quantized_kv import KVCodes, QuantizedKV
+from mha2mla.eval.quantized_latent import LatentCodes, QuantizedLatent
 from mha2mla.eval.report import html_table
-from mha2mla.predictions import Predictor, compare_predictions, perplexity, windows_at_once
+from mha2mla.modeling.config import cache_bytes_per_token
+from mha2mla.predictions import Predictor, compare_predictions, perplexity, run_without_cache, windows_at_once
 from mha2mla.progress import progress_bar
 from mha2mla.texts import load_text, plain_tokens, token_windows
 
@@ -22,14 +27,18 @@ TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # of three ki
 LENGTHS: tuple[int | None, ...] = (512, 2048, None)
 MAX_TOKENS = 3 * 8192
 POSITION_PARTS = 8
+STRETCH = 512  # tokens, of which the standard error is
 
 COLUMNS = {
     "text": "text",
     "seqlen": "window",
+    "cache": "cache",
+    "cache_share": "bytes",
     "perplexity_source": "perplexity source",
     "perplexity_converted": "converted",
     "perplexity_ratio": "ratio",
     "kl": "KL (nats)",
+    "kl_stderr": "±",
     "top1_agreement": "top-1 agreement",
     "num_tokens": "tokens",
 }
@@ -45,7 +54,7 @@ POSITION_COLUMNS = {
 
 @dataclass(frozen=True)
 class QualityRow:
-    """Source against converted on the same tokens of one text, in windows of one length.
+    """Source against converted, or either with a quantised cache, on the same tokens of one text, in equal windows.
 
     Attributes:
         text: its name; text_sha256: first 12 digits of the hash of its content (builtin texts are those of the
@@ -55,10 +64,13 @@ class QualityRow:
             context and is never scored.
         num_tokens: tokens scored, all windows together.
         perplexity_source, perplexity_converted: exp of the mean negative log-likelihood per scored token.
-        kl: mean of KL(source ‖ converted), in nats.
+        kl: mean of KL(source ‖ converted), in nats; kl_stderr: its standard error, over stretches of at most
+            :data:`STRETCH` tokens; None where there is only one.
         top1_agreement: share of scored tokens where both put the same token first.
         excess_over_mean: for a part of the window, its excess (ratio − 1) over the whole window's; None where the
             whole window has none.
+        cache: what it is, such as "source, KV 4 bits, keys by channel"; cache_share: its bytes at the end of a window
+            over those of the source's in 16 bits.
     """
 
     text: str
@@ -71,7 +83,10 @@ class QualityRow:
     perplexity_source: float
     perplexity_converted: float
     kl: float
+    kl_stderr: float | None
     top1_agreement: float
+    cache: str
+    cache_share: float
     excess_over_mean: float | None = None
 
     @property
@@ -109,8 +124,8 @@ class QualityReport:
 
     def __str__(self) -> str:
         rows = [
-            f"{row.text} in windows of {row.seqlen:,}: {row.perplexity_ratio:.4f} x the source's perplexity,"
-            f" KL {row.kl:.3g}, top-1 agreement {row.top1_agreement:.4f}"
+            f"{row.text} in windows of {row.seqlen:,}, {row.cache}: {row.perplexity_ratio:.4f} x the source's"
+            f" perplexity, KL {row.kl:.3g}, top-1 agreement {row.top1_agreement:.4f}"
             for row in self.rows
         ]
         return "\n".join([*rows, *(f"not measured: {reason}" for reason in self.skipped)])
@@ -128,6 +143,7 @@ def evaluate_quality(
     texts: str | Sequence[str] = TEXTS,
     lengths: Sequence[int | None] = LENGTHS,
     max_tokens: int = MAX_TOKENS,
+    caches: Sequence[KVCodes | LatentCodes] = (),
     probes: bool | ProbeSettings = False,
     generation: bool | GenerationSettings = False,
     tokenizer: Any = None,
@@ -148,6 +164,8 @@ def evaluate_quality(
         lengths: tokens of a window, at least 2; None stands for the most that both models take. What a model does not
             take, or a text does not fill, is left out and named in ``skipped``.
         max_tokens: tokens of each text to read at most, rounded down to whole windows, but to no less than one.
+        caches: also compare the source over a quantised KV cache (``KVCodes``), and the converted model over quantised
+            latents (``LatentCodes``), whose basis is computed from :data:`~mha2mla.eval.latent_basis.CALIBRATION_TEXT`.
         probes: also ask what needs far context (:mod:`mha2mla.eval.probes`); True takes the window lengths that were
             measured, and the last text.
         generation: also compare greedy continuations (:mod:`mha2mla.eval.generation`); True takes the last text.
@@ -158,7 +176,8 @@ def evaluate_quality(
     Raises:
         FileNotFoundError: a folder that is not there.
         ValueError: the two do not share one vocabulary or cut the text into different tokens; a bad length or
-            ``max_tokens``; no text fills a window of any length.
+            ``max_tokens``; no text fills a window of any length; latents are to be quantised of a model that has none,
+            or in a basis computed from one of ``texts``.
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     _check_amounts(texts, lengths, max_tokens)
@@ -175,7 +194,9 @@ def evaluate_quality(
     windows, skipped = _all_windows(tokenizer, contents, lengths, longest, max_tokens)
     if not windows:
         raise ValueError(f"lengths is {list(lengths)}: nothing can be measured; {'; '.join(skipped)}")
-    rows, by_position = _compare_windows(source, converted, contents, windows, progress)
+    calibration = calibration_tokens(tokenizer, longest) if _need_latents(caches, texts, converted) else None
+    compared = [plain_cache(converted), *quantized_caches(source, converted, caches, calibration)]
+    rows, by_position = _compare_windows(source, compared, contents, windows, progress)
     settings = {"longest": longest, "progress": progress}
     asked: list[ProbeRow] = []
     if probes:
@@ -211,27 +232,118 @@ def _check_amounts(texts: Sequence[str], lengths: Sequence[int | None], max_toke
         raise ValueError(f"max_tokens is {max_tokens}; expected at least 2, the shortest window")
 
 
-def _compare_windows(
+class ComparedCache(Protocol):
+    """A model with a cache, over one text in windows of one length."""
+
+    model: torch.nn.Module
+    name: str
+
+    def run(self, module: torch.nn.Module, ids: torch.Tensor) -> Any: ...
+
+    def share(self, length: int) -> float:
+        """Bytes of the cache at the end of a window over those of the source's in 16 bits; called after ``run``."""
+
+
+@dataclass(frozen=True)
+class PlainCache:
+    """A model whose cache is not quantised."""
+
+    model: torch.nn.Module
+    name: str = "16 bits"
+
+    def run(self, module: torch.nn.Module, ids: torch.Tensor) -> Any:
+        return run_without_cache(module, ids)
+
+    def share(self, length: int) -> float:
+        config = self.model.config
+        if not hasattr(config, "source_cache_bytes_per_token"):
+            return 1.0  # not converted
+        return cache_bytes_per_token(config, 2) / config.source_cache_bytes_per_token(2)
+
+
+def plain_cache(model: torch.nn.Module) -> Callable[[], ComparedCache]:
+    """What :func:`compare_caches` calls to measure a model as it is."""
+    return lambda: PlainCache(model)
+
+
+def quantized_caches(
     source: torch.nn.Module,
     converted: torch.nn.Module,
+    caches: Sequence[KVCodes | LatentCodes],
+    calibration: torch.Tensor | None,
+) -> list[Callable[[], ComparedCache]]:
+    """What :func:`compare_caches` calls, for each of ``caches``; ``calibration``: windows, where latents are coded."""
+    statistics = None if calibration is None else latent_statistics(converted, calibration)
+    found: list[Callable[[], ComparedCache]] = []
+    bases: dict[LatentCodes, Sequence[LatentBasis]] = {}  # which no bits change
+    for codes in caches:
+        if isinstance(codes, KVCodes):
+            found.append(partial(QuantizedKV, source, codes))
+        else:
+            basis = replace(codes, bits=8, scale_bits=16, exact_sinks=True)
+            if basis not in bases:
+                bases[basis] = codes.bases(statistics)
+            found.append(partial(QuantizedLatent, converted, codes, bases[basis]))
+    return found
+
+
+def _need_latents(caches: Sequence[KVCodes | LatentCodes], texts: Sequence[str], converted: torch.nn.Module) -> bool:
+    if not any(isinstance(codes, LatentCodes) for codes in caches):
+        return False
+    if CALIBRATION_TEXT in texts:
+        raise ValueError(f"texts has {CALIBRATION_TEXT!r}, from which bases are computed; expected other texts")
+    if not hasattr(converted.config, "kv_lora_rank"):
+        raise ValueError(f"converted has model_type {converted.config.model_type!r}; expected latents to quantise")
+    return True
+
+
+def _compare_windows(
+    source: torch.nn.Module,
+    caches: Sequence[Callable[[], ComparedCache]],
     contents: dict[str, str],
     windows: dict[tuple[str, int], torch.Tensor],
     progress: bool,
 ) -> tuple[list[QualityRow], list[QualityRow]]:
-    """A row per text and length, and the parts of each text's longest windows."""
+    """A row per text, length and cache, and the parts of each text's longest windows with the first cache."""
     rows: list[QualityRow] = []
     by_position: list[QualityRow] = []
-    predictors = Predictor(source), Predictor(converted)
+    predictor = Predictor(source)
     total = sum(part.numel() for part in windows.values())
     with progress_bar(total=total, desc="quality", unit="token", unit_scale=True, show=progress) as bar:
         for (name, length), part in windows.items():
-            sums = _sums_by_position(*predictors, part, bar)
             digest = hashlib.sha256(contents[name].encode()).hexdigest()[:12]
-            whole = _row(name, digest, part, sums, 0, length)
-            rows.append(whole)
+            found = compare_caches(predictor, caches, name, digest, part, bar)
+            rows += [measured.row() for measured in found]
             if length == max(other for text, other in windows if text == name):
-                by_position += [_row(name, digest, part, sums, first, stop, whole) for first, stop in _parts(length)]
+                by_position += [found[0].row(first, stop, rows[-len(found)]) for first, stop in _parts(length)]
     return rows, by_position
+
+
+def compare_caches(
+    source: Predictor,
+    caches: Sequence[Callable[[], ComparedCache]],
+    text: str,
+    digest: str,
+    windows: torch.Tensor,
+    bar: tqdm | None = None,
+) -> list[Measured]:
+    """Compares the source with each of ``caches`` over windows int64 [N, length] of one text; ``source`` runs once."""
+    length = windows.shape[1]
+    compared = [make() for make in caches]
+    predictors = [Predictor(each.model, each.run) for each in compared]
+    parts: list[list[torch.Tensor]] = [[] for _ in compared]
+    for ids in windows.split(windows_at_once(length)):
+        expected, targets = source.next_tokens(ids), ids[:, 1:].flatten()
+        for predictor, found in zip(predictors, parts, strict=True):
+            comparison = compare_predictions(expected, predictor.next_tokens(ids), targets)
+            fields = (comparison.nll_source, comparison.nll_converted, comparison.kl, comparison.agrees)
+            found.append(torch.stack([field.double().cpu() for field in fields]).view(4, len(ids), length - 1))
+        if bar is not None:
+            bar.update(ids.numel())
+    return [
+        Measured(text, digest, torch.cat(found, 1), each.name, each.share(length))
+        for each, found in zip(compared, parts, strict=True)
+    ]
 
 
 def parse_lengths(text: str) -> tuple[int | None, ...]:
@@ -244,6 +356,24 @@ def parse_lengths(text: str) -> tuple[int | None, ...]:
     if wrong := [part for part in parts if part != "longest" and not part.isdecimal()]:
         raise ValueError(f"lengths has {wrong[0]!r}; expected whole numbers or 'longest', joined by commas")
     return tuple(None if part == "longest" else int(part) for part in parts)
+
+
+def parse_caches(kv_bits: str, latent_bits: str) -> list[KVCodes | LatentCodes]:
+    """``caches`` of :func:`evaluate_quality` from bits such as ``8,4,3``: of keys both ways, and of latents.
+
+    Raises:
+        ValueError: a part is no number of bits from 1 to 8.
+    """
+    found: list[KVCodes | LatentCodes] = []
+    for name, text in (("kv_bits", kv_bits), ("latent_bits", latent_bits)):
+        for part in filter(None, (part.strip() for part in text.strip("[]").split(","))):
+            if not part.isdecimal() or not 1 <= int(part) <= 8:
+                raise ValueError(f"{name} has {part!r}; expected whole numbers from 1 to 8, joined by commas")
+            if name == "kv_bits":
+                found += [KVCodes(int(part), "channel"), KVCodes(int(part), "token")]
+            else:
+                found.append(LatentCodes(int(part)))
+    return found
 
 
 def longest_window(*models: torch.nn.Module) -> int | None:
@@ -273,18 +403,6 @@ def _all_windows(
     return windows, skipped
 
 
-def _sums_by_position(source: Predictor, converted: Predictor, windows: torch.Tensor, bar: tqdm) -> torch.Tensor:
-    """float64 [4, length − 1] on the CPU: the fields of a Comparison, summed over windows."""
-    length = windows.shape[1]
-    sums = torch.zeros(4, length - 1, dtype=torch.float64)
-    for ids in windows.split(windows_at_once(length)):
-        compared = compare_predictions(source.next_tokens(ids), converted.next_tokens(ids), ids[:, 1:].flatten())
-        fields = (compared.nll_source, compared.nll_converted, compared.kl, compared.agrees)
-        sums += torch.stack([field.double().cpu() for field in fields]).view(4, len(ids), length - 1).sum(1)
-        bar.update(ids.numel())
-    return sums
-
-
 def _parts(length: int) -> Iterator[tuple[int, int]]:
     """Eighths of a window, as the first token of each and the one after its last; short windows have fewer parts."""
     parts = min(POSITION_PARTS, length // 2)
@@ -292,37 +410,54 @@ def _parts(length: int) -> Iterator[tuple[int, int]]:
         yield part * length // parts, (part + 1) * length // parts
 
 
-def _row(
-    name: str,
-    digest: str,
-    windows: torch.Tensor,
-    sums: torch.Tensor,
-    first: int,
-    stop: int,
-    whole: QualityRow | None = None,
-) -> QualityRow:
-    """Tokens ``first`` … ``stop − 1`` of the windows; token t is what position t − 1 predicts."""
-    scored = sums[:, max(0, first - 1) : stop - 1]
-    tokens = len(windows) * scored.shape[1]
-    nll_source, nll_converted, kl, agreeing = (scored.sum(1) / tokens).tolist()
-    perplexities = perplexity(nll_source), perplexity(nll_converted)
-    excess = None
-    if whole is not None and whole.perplexity_ratio != 1:
-        excess = (perplexities[1] / perplexities[0] - 1) / (whole.perplexity_ratio - 1)
-    return QualityRow(
-        text=name,
-        text_sha256=digest,
-        seqlen=windows.shape[1],
-        num_windows=len(windows),
-        first=first,
-        stop=stop,
-        num_tokens=tokens,
-        perplexity_source=perplexities[0],
-        perplexity_converted=perplexities[1],
-        kl=kl,
-        top1_agreement=agreeing,
-        excess_over_mean=excess,
-    )
+@dataclass(frozen=True)
+class Measured:
+    """A cache compared with the source over all windows of one length of a text.
+
+    Attributes:
+        values: float64 [4, windows, length − 1] on the CPU, by position: log-likelihoods of source and compared
+            (negative), KL, agreement.
+        name, share: of the cache.
+    """
+
+    text: str
+    digest: str
+    values: torch.Tensor
+    name: str
+    share: float
+
+    def row(self, first: int = 0, stop: int | None = None, whole: QualityRow | None = None) -> QualityRow:
+        """Tokens ``first`` … ``stop − 1`` of the windows; token t is what position t − 1 predicts."""
+        stop = stop or self.values.shape[2] + 1
+        scored = self.values[:, :, max(0, first - 1) : stop - 1]
+        nll_source, nll_converted, kl, agreeing = scored.mean((1, 2)).tolist()
+        perplexities = perplexity(nll_source), perplexity(nll_converted)
+        excess = None
+        if whole is not None and whole.perplexity_ratio != 1:
+            excess = (perplexities[1] / perplexities[0] - 1) / (whole.perplexity_ratio - 1)
+        return QualityRow(
+            text=self.text,
+            text_sha256=self.digest,
+            seqlen=self.values.shape[2] + 1,
+            num_windows=self.values.shape[1],
+            first=first,
+            stop=stop,
+            num_tokens=scored[0].numel(),
+            perplexity_source=perplexities[0],
+            perplexity_converted=perplexities[1],
+            kl=kl,
+            kl_stderr=_standard_error(scored[2]),
+            top1_agreement=agreeing,
+            cache=self.name,
+            cache_share=self.share,
+            excess_over_mean=excess,
+        )
+
+
+def _standard_error(values: torch.Tensor) -> float | None:
+    """Of the mean of values [windows, positions], from the means of stretches of like length."""
+    means = torch.cat([part.mean(1) for part in values.tensor_split(-(-values.shape[1] // STRETCH), dim=1)])
+    return (means.std() / len(means) ** 0.5).item() if len(means) > 1 else None
 
 
 def _check_same_tokens(tokenizer: Any, converted: Any, samples: Sequence[str]) -> None:

@@ -7,11 +7,13 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+import mha2mla
 from mha2mla import predictions
 from mha2mla.eval import evaluate_quality, quality
 from mha2mla.eval.generation import GenerationSettings
 from mha2mla.eval.probe_questions import QUESTIONS
 from mha2mla.eval.probes import ProbeSettings
+from mha2mla.eval.quantized_latent import LatentCodes
 from mha2mla.texts import load_text
 from mha2mla.trial_models import tiny_checkpoint
 
@@ -75,8 +77,8 @@ def test_slices_change_nothing(tiny_source, other, monkeypatch):
     monkeypatch.setattr(predictions, "LOGITS_PER_SLICE", 1000)
     sliced = evaluate_quality(tiny_source, other, **SETTINGS)
     for first, second in zip(whole.rows + whole.by_position, sliced.rows + sliced.by_position, strict=True):
-        # A quotient of differences of the other numbers, whose rounding it multiplies.
-        first, second = (row.to_dict() | {"excess_over_mean": None} for row in (first, second))
+        # Made of differences of the other numbers, whose rounding they multiply.
+        first, second = (row.to_dict() | {"excess_over_mean": None, "kl_stderr": None} for row in (first, second))
         numbers = {key for key, value in first.items() if isinstance(value, float)}
         assert {key: second[key] for key in numbers} == pytest.approx({key: first[key] for key in numbers}, rel=1e-6)
         assert {key: second[key] for key in first.keys() - numbers} == {
@@ -238,3 +240,52 @@ def test_probes_by_default_follow_the_lengths_and_the_last_text(tiny_source, oth
         (GenerationSettings(text="builtin:prose"), 4096),
     ]
     assert report.skipped == ("nothing", "nothing")
+
+
+def test_quantised_caches_are_rows_with_their_bytes(tiny_source, tmp_path):
+    recipe = {"preset": "minimal", "layout": "latent", "calibration.tokens": 256, "calibration.lengths": 64}
+    mha2mla.convert(str(tiny_source), tmp_path / "half", recipe, device="cpu", progress=False)
+    caches = quality.parse_caches("8, 3", "[8,3]")
+    report = evaluate_quality(tiny_source, tmp_path / "half", **SETTINGS | {"caches": caches})
+    shares = {row.cache: row.cache_share for row in report.rows}
+    kl = {row.cache: row.kl for row in report.rows}
+    source = [f"source, KV {bits} bits, keys by {keys}" for bits in (8, 3) for keys in ("channel", "token")]
+    latent = [f"latent {bits} bits, importance" for bits in (8, 3)]
+    assert list(shares) == ["16 bits", *source, *latent]
+    assert shares["16 bits"] == 0.5 and shares[latent[0]] > 0.5 * 9 / 16 > shares[latent[1]] > 0.5 * 4 / 16
+    assert (
+        kl[source[0]] < kl[source[2]]
+        and kl[source[1]] < kl[source[3]]
+        and abs(kl[latent[0]] - kl["16 bits"]) < 0.01 * kl["16 bits"]
+    )
+    plain = evaluate_quality(tiny_source, tmp_path / "half", **SETTINGS)
+    assert (plain.rows[0], plain.by_position) == (report.rows[0], report.by_position)
+
+
+def test_the_standard_error_is_of_stretches(tiny_source, other):
+    (row,) = evaluate_quality(tiny_source, other, **SETTINGS).rows
+    windows = [
+        evaluate_quality(tiny_source, other, **SETTINGS | {"max_tokens": 48 * count}).rows[0] for count in range(1, 11)
+    ]
+    assert windows[0].kl_stderr is None
+    sums = [0.0, *(each.kl * each.num_windows for each in windows)]
+    means = torch.tensor(sums, dtype=torch.float64).diff()
+    assert row.kl_stderr == pytest.approx(means.std().item() / 10**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"texts": "builtin:pydoc", "caches": [LatentCodes(4)]}, "texts has 'builtin:pydoc', from which bases are"),
+        ({"caches": [LatentCodes(4)]}, "converted has model_type 'llama'; expected latents"),
+    ],
+)
+def test_latents_that_cannot_be_coded_are_refused(tiny_source, settings, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_quality(tiny_source, tiny_source, **SETTINGS | settings)
+
+
+@pytest.mark.parametrize("bits", ["4,x", "9", "0", "-3"])
+def test_bits_are_refused_by_name(bits):
+    with pytest.raises(ValueError, match=f"kv_bits has '{bits.split(',')[-1]}'; expected whole numbers from 1 to 8"):
+        quality.parse_caches(bits, "")

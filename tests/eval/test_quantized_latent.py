@@ -1,0 +1,183 @@
+"""One forward pass over quantised latents is decoding token by token, and bases are what they are computed to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha2mla.eval.group_quantizer import GroupQuantizer
+from mha2mla.eval.latent_basis import (
+    BASES,
+    LatentStatistics,
+    LatentTap,
+    latent_basis,
+    latent_statistics,
+    predicted_loss,
+)
+from mha2mla.eval.quantized_latent import LatentCodes, QuantizedLatent
+from tests.modeling import models
+
+CODES = LatentCodes(bits=4, group=8)
+
+
+def quantized(case, codes=CODES):
+    model = models.mla_model(case).double()
+    return QuantizedLatent(model, codes, codes.bases(latent_statistics(model, models.tokens(2, 64))))
+
+
+@pytest.mark.parametrize("case", ["latent", "latent qk-norm", "latent per layer", "per-group"])
+@torch.no_grad()
+def test_one_pass_is_decoding_token_by_token(case):
+    found, ids = quantized(case), models.tokens(2, 24)
+    model, cache = found.model, found.cache()
+    served = torch.cat([model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)], 1)
+    once = found.run(model, ids).logits
+    plain = model(ids, use_cache=False).logits
+    assert models.relative_error(once, served) < 1e-6 < 1e-3 < models.relative_error(once, plain)
+
+
+@torch.no_grad()
+def test_the_first_row_of_a_text_and_outliers_are_exact():
+    found = quantized("latent")
+    basis = found.bases[0]
+    latent = basis.mean + 0.01 * torch.randn(1, 6, 24, dtype=torch.float64)
+    latent[0, 4] += 1e3
+    is_exact = (found.round(latent, 0, is_first=True) == latent).all(-1)[0]
+    assert is_exact.tolist() == [True, False, False, False, True, False]
+    assert (found.round(latent, 0, is_first=False) == latent).all(-1)[0].tolist() == [False] * 4 + [True, False]
+    all_coded = quantized("latent", LatentCodes(bits=4, group=8, exact_sinks=False)).round(latent, 0, is_first=True)
+    assert not (all_coded == latent).all(-1).any()
+
+
+@torch.no_grad()
+def test_bytes_are_codes_scales_offsets_and_exact_rows():
+    found, ids = quantized("latent per layer"), models.tokens(2, 24)
+    found.run(found.model, ids)
+    config = found.model.config
+    widths, rows = config.kv_lora_rank, ids.numel()
+    exact = found._exact_bits.item()
+    assert exact >= sum(2 * (16 * width + 32) for width in widths), "the first row of each window"
+    coded = sum(-(-width // 8) * (8 * 4 + 32) for width in widths)
+    assert found.share(24) == pytest.approx((coded + exact / rows) / (8 * config.source_cache_bytes_per_token(2)))
+
+
+@torch.no_grad()
+def test_rotary_keys_beside_a_latent_count_as_16_bits():
+    found = quantized("per-group", LatentCodes(bits=8, group=8, exact_sinks=False))
+    geometry = found.model.config.layer_geometry(0)
+    coded = geometry.kv_lora_rank // 8 * (8 * 8 + 32) + 16 * geometry.rope_width
+    assert found.share(24) == pytest.approx(coded / (16 * geometry.source_cache_numel_per_token))
+
+
+def statistics(width=32, rows=4096):
+    """Latents whose large directions are not the ones that predictions feel."""
+    spread = torch.logspace(0, -2, width, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(width, width, dtype=torch.float64))[0]
+    latents = (torch.randn(rows, width, dtype=torch.float64) * spread.sqrt()) @ turn.mT + 1
+    mean = latents.mean(0)
+    importance = turn @ torch.diag(spread.flip(0).roll(5) ** 2) @ turn.mT
+    return LatentStatistics(latents.float(), mean, (latents - mean).mT @ (latents - mean) / rows, importance)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_basis_is_undone_and_bounded(name):
+    found = statistics()
+    basis = latent_basis(name, found, group=8)
+    encoded = basis.encode(found.rows)
+    assert models.relative_error(basis.decode(encoded), found.rows) < 1e-5
+    assert torch.linalg.cond(basis.encoder.double()) <= 64 * 1.001
+    if name == "plain":
+        assert torch.equal(encoded, found.rows)
+    else:
+        assert encoded.mean(0).abs().max() < 1e-5
+    median = encoded.square().sum(-1).median().item()
+    assert basis.sink_energy == pytest.approx(10 * median, rel=1e-4)
+
+
+def test_the_predicted_loss_is_what_is_lost():
+    """tr(F e eᵀ) of rounded latents, relative to the random rotation's; and ``balanced`` has the least."""
+    found, quantizer = statistics(), GroupQuantizer(4, 32)
+    predicted, lost = {}, {}
+    for name in ("rotation", "importance", "balanced"):
+        basis = latent_basis(name, found)
+        error = (basis.decode(quantizer.round(basis.encode(found.rows))) - found.rows).double()
+        lost[name] = ((error @ found.importance) * error).sum().item()
+        predicted[name] = predicted_loss(basis, found)
+    for name in predicted:
+        assert lost[name] / lost["rotation"] == pytest.approx(predicted[name] / predicted["rotation"], rel=0.1)
+    assert predicted["balanced"] < predicted["importance"] < predicted["rotation"]
+    assert predicted["balanced"] < 0.7 * predicted["rotation"]
+
+
+def test_importance_is_of_the_gradient_of_what_the_model_draws():
+    """The sum of squared gradients, from differences of the log-likelihood of the same drawn tokens."""
+    model, ids = models.mla_model("latent").double(), models.tokens(1, 6)
+    (first, _) = latent_statistics(model, ids, seed=3)
+
+    class Shifted(LatentTap):
+        shift = torch.zeros(6, 24, dtype=torch.float64)
+
+        def seen(self, latent, layer_idx):
+            return latent + self.shift if layer_idx == 0 else latent
+
+    @torch.no_grad()
+    def likelihood(shift=None):
+        tap = Shifted(2, True)
+        tap.shift = tap.shift if shift is None else shift
+        log_p = model(ids, past_key_values=tap, use_cache=True).logits[0].float().log_softmax(-1)
+        drawn = torch.multinomial(log_p.exp(), 1, generator=torch.Generator().manual_seed(3))
+        if shift is None:
+            likelihood.drawn = drawn
+        return log_p.double().gather(1, likelihood.drawn).sum().item()
+
+    likelihood()
+    squares = torch.zeros(24, dtype=torch.float64)
+    for token in range(1, 6):
+        for channel in range(24):
+            step = torch.zeros(6, 24, dtype=torch.float64)
+            step[token, channel] = 1e-3
+            squares[channel] += ((likelihood(step) - likelihood(-step)) / 2e-3) ** 2 / len(first.rows)
+    assert len(first.rows) == 5
+    assert models.relative_error(first.importance.diagonal(), squares) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "width", "bits"),
+    [
+        (GroupQuantizer(4), 192, 6 * (128 + 32)),
+        (GroupQuantizer(4), 168, 6 * (128 + 32)),  # padded to 192
+        (GroupQuantizer(3, 64), 192, 3 * (192 + 32)),
+        (GroupQuantizer(8, None), 168, 168 * 8 + 32),
+        (GroupQuantizer(4, 32, 8), 192, 6 * (128 + 16) + 32),
+    ],
+)
+def test_bits_of_a_row(quantizer, width, bits):
+    assert quantizer.bits_per_row(width) == bits
+
+
+@pytest.mark.parametrize("scale_bits", [8, 16])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_rounding_errs_by_half_a_step(bits, scale_bits):
+    rows = torch.randn(64, 72) * torch.logspace(-3, 2, 64)[:, None] + 0.3
+    rounded = GroupQuantizer(bits, 32, scale_bits).round(rows)
+    groups = torch.cat((rows, rows[:, -1:].expand(-1, 24)), 1).unflatten(1, (-1, 32))
+    span = groups.amax(-1) - groups.amin(-1)
+    error = torch.cat((rounded - rows, rows.new_zeros(64, 24)), 1).unflatten(1, (-1, 32)).abs().amax(-1)
+    # A stored offset is off by 2⁻¹¹ of itself, or by 1/127 of the row's largest.
+    slack = rows.abs().amax(1, keepdim=True) * (2**-10 if scale_bits == 16 else 2 / 127 / (2**bits - 1))
+    largest_span = span.amax(1, keepdim=True) / 255 / (2**bits - 1) if scale_bits == 8 else 0
+    assert (error <= 0.51 * span / (2**bits - 1) + slack + largest_span).all()
+
+
+def test_a_constant_group_is_its_offset():
+    assert torch.equal(GroupQuantizer(4, 4).round(torch.full((2, 8), 0.5)), torch.full((2, 8), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"bits": 0}, "bits is 0"), ({"bits": 4, "basis": "fourier"}, "basis is 'fourier'; expected one of"),
+     ({"bits": 4, "scale_bits": 12}, "scale_bits is 12; expected one of")],
+)  # fmt: skip
+def test_bad_codes_are_refused_by_name(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        LatentCodes(**wrong)
