@@ -431,6 +431,21 @@ FAULTS = tuple(
 ? tests/loop/test_sampler.py
 -[[row.seed, position] for row, position in zip(rows, positions, strict=True)]
 +[[row.seed, position] for position, row in enumerate(rows)]
+# a token is drawn by where its chunk begins
+@ mha2mla/loop/loop.py
+? tests/loop/test_loop.py -k chunks
+-[0 if chunk is None else chunk.start + chunk.count for chunk in ordered]
++[0 if chunk is None else chunk.start for chunk in ordered]
+# decodes are counted as tokens of prompts
+@ mha2mla/loop/loop.py
+? tests/loop/test_loop.py -k progress
+-[min(chunk.start + chunk.count, len(chunk.request.prompt)) - chunk.start for chunk in chunks]
++[chunk.count for chunk in chunks]
+# every prompt has the same seed
+@ mha2mla/loop/answering.py
+? tests/loop/test_answering.py -k seed_of_its_own
+-replace(sampling, seed=sampling.seed + number)
++replace(sampling, seed=sampling.seed)
 # a recorded step goes on from the tokens of the step that it was recorded for
 @ mha2mla/loop/runner.py
 ? tests/loop/test_loop.py -k recorded
@@ -469,6 +484,26 @@ FAULTS = tuple(
 ? tests/eval/test_latency.py
 -return row | {"status": f"{WRONG}{check.reason}"}
 +row["status"] = f"{WRONG}{check.reason}"
+# the first token is counted among the further ones
+@ mha2mla/eval/generate_latency.py
+? tests/eval/test_latency.py -k further_token
+-(all_tokens - first) / (new_tokens - 1)
++(all_tokens - first) / new_tokens
+# a sliding source caches every token
+@ mha2mla/modeling/config.py
+? tests/modeling/test_config.py -k cached_tokens
+-else min(length, window - 1 or length) for
++else length for
+# what a conversion's window hides counts as read
+@ mha2mla/modeling/config.py
+? tests/modeling/test_config.py -k latent_cache
+-else min(length, window) for
++else length for
+# a key that a recipe has twice is its last one
+@ mha2mla/conversion/recipe.py
+? tests/conversion/test_recipe.py
+-        if key in found:
++        if False:
 # a wrong row ends with exit code 0
 @ mha2mla/eval/measurement.py
 ? tests/test_verbs.py -k wrong

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import mha2mla
 from mha2mla.eval import attention_latency, decode_step_latency, model_latency, published
+from mha2mla.eval import generate_latency as generating
 from mha2mla.eval.float64 import in_float64
 from mha2mla.eval.generate_latency import generate_latency
 from mha2mla.eval.latency import compare, fitting_batches
@@ -192,6 +193,16 @@ def test_batches_fit_by_what_is_cached(monkeypatch):
         properties = SimpleNamespace(total_memory=math.ceil(room / 0.9) + 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
         assert fitting_batches(model, 1000) == [1, 8], name
+
+
+def test_a_further_token_takes_what_is_left_of_a_call(tiny_converted, monkeypatch):
+    """A call that makes n tokens takes n - 1 steps longer than one that makes one."""
+    calls = {1: 2.0, 5: 2.0 + 4 * 0.25}  # seconds by new tokens
+    monkeypatch.setattr(generating, "median_seconds", lambda model, prompts, new_tokens, runs: calls[new_tokens])
+    model = MHA2MLAForCausalLM.from_pretrained(tiny_converted)
+    (row,) = generate_latency({"converted": model}, batch_sizes=(2,), seqlens=(9,), new_tokens=5)
+    assert (row["first_token_ms"], row["ms_per_token"], row["us_p50"]) == (2000.0, 250.0, 250_000.0)
+    assert row["tokens_per_s"] == 2 / 0.25
 
 
 class WrongStep:

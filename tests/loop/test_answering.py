@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 import mha2mla
 from mha2mla.loop import Loop, Sampling
-from mha2mla.loop.answering import Conversation, served, token_ids
+from mha2mla.loop.answering import Conversation, answer_all, served, token_ids
 from mha2mla.loop_verbs import kernels_dtype
 from mha2mla.prompts import Answers, read_prompts
 from tests.commands import run
@@ -142,6 +143,26 @@ def test_equal_prompts_are_answered_as_often_as_they_are_asked(tmp_path):
     assert Answers(tmp_path / "out", {"model": "m"}).remaining([task, task, {"prompt": "c"}]) == [
         (1, task), (2, {"prompt": "c"}),
     ]  # fmt: skip
+
+
+def test_every_prompt_has_a_seed_of_its_own(tiny_converted, tmp_path):
+    """The n-th task the n-th, also where an earlier run answered some."""
+    model, tokenizer = mha2mla.load(tiny_converted, device="cpu")
+    tasks, sampling = [{"prompt": "Light"}] * 4, Sampling(8, temperature=1.5, seed=7)
+    model, ids = served(model), tokenizer("Light").input_ids
+    expected = []
+    for number in range(4):
+        loop = Loop(model, max_length=100)
+        request = loop.add(ids, replace(sampling, seed=7 + number))
+        loop.run()
+        text = tokenizer.decode(request.answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        expected.append(text)
+    assert len(set(expected)) == 4
+    for count, begin in ((3, 0), (4, 3)):
+        answers = Answers(tmp_path / "answers.jsonl", {"model": "m", "sampling": {}})
+        given = answer_all(Loop(model, max_length=100), tokenizer, tasks[:count], answers, sampling)
+        assert sorted(text for _, text in given) == sorted(expected[begin:count])
+        answers.close()
 
 
 def test_messages_need_a_template(tiny_converted):

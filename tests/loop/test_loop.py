@@ -103,6 +103,39 @@ def test_random_tokens_are_the_requests_own():
     assert again.preemptions
 
 
+def test_random_tokens_do_not_depend_on_chunks():
+    """A prompt of 23 tokens in chunks of 5, of 7, in one, and behind a beginning that is cached already."""
+    model, prompt = models.mla_model(), [3 * token + 5 for token in range(23)]
+    samplings = [Sampling(3, temperature=2.0, seed=seed) for seed in range(5)]
+    found = []
+    for keys in ({"max_tokens": 5}, {"max_tokens": 7}, {"max_tokens": 200}, {"share_prefixes": True}):
+        loop = make_loop(model, num_pages=40, **{"share_prefixes": False, **keys})
+        requests = []
+        for sampling in samplings:
+            requests.append(loop.add(prompt, sampling))
+            loop.run()
+        assert any(request.shared_tokens for request in requests) == ("max_tokens" not in keys)
+        found.append([request.answer for request in requests])
+    assert found[0] == found[1] == found[2] == found[3] and len(set(map(tuple, found[0]))) > 1
+
+
+def test_progress_counts_prompts_and_answers_apart():
+    loop = make_loop(models.mla_model(), num_pages=40, share_prefixes=False)
+    for length in (3, 20, 30):
+        loop.add(range(5, 5 + length), Sampling(9))
+    done = loop.run()
+    assert (done.prompt_tokens, done.new_tokens, done.preemptions) == (53, 27, 0)
+    assert done.steps == 3 + 8  # until the last prompt is cached, which gives its first token, and one for each further
+
+
+def test_progress_counts_prompts_that_run_again():
+    loop = make_loop(models.mla_model(), num_pages=5, share_prefixes=False)
+    requests = [loop.add(range(5, 15), Sampling(14)) for _ in range(2)]
+    done = loop.run()
+    assert done.preemptions == sum(request.preemptions for request in requests) > 0
+    assert (done.prompt_tokens, done.new_tokens) == (10 * (2 + done.preemptions), 28)
+
+
 def test_an_answer_ends_with_the_token_that_stops_it():
     model = models.mla_model()
     prompt = [9, 8, 7, 6]
