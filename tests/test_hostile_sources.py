@@ -364,8 +364,16 @@ def test_a_tokenizer_that_is_let_go_of_leaves_no_memory_behind(source):
     assert sum(grown[2:]) < 2 << 20
 
 
-def test_what_is_degenerate_only_on_text_is_an_error_by_name(damaged, tmp_path):
+def test_a_layer_without_inputs_is_converted(damaged, tmp_path):
     rewritten(damaged, lambda tensors: {**tensors, "model.layers.1.input_layernorm.weight": torch.zeros(48)})
     recipe = tiny.Recipe(calibration_tokens=256, calibration_lengths=64)
-    with pytest.raises(CheckpointError, match="zero or too large everywhere on the calibration text"):
+    report = mha2mla.convert(damaged, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)
+    assert [layer["fallback"] for layer in report.layers] == ["", ""]
+
+
+def test_a_layer_that_overflows_on_text_is_named(damaged, tmp_path):
+    norm, keys = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.k_proj.weight"
+    rewritten(damaged, lambda tensors: {**tensors, norm: torch.full((48,), 1e14), keys: 1e13 * tensors[keys]})
+    recipe = tiny.Recipe(calibration_tokens=256, calibration_lengths=64)
+    with pytest.raises(CheckpointError, match="too large on the calibration text: layer 1: no rule gives a finite"):
         mha2mla.convert(damaged, tmp_path / "out", recipe, evaluation_tokens=64, device="cpu", progress=False)

@@ -13,6 +13,7 @@ import torch
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.calibration.activations import SPILL_BYTES
 from mha2mla.conversion.calibration.blocks import Windows
+from mha2mla.conversion.fit.reconstruction import ReconstructionError
 from mha2mla.conversion.presets import PresetName, better_than
 from mha2mla.conversion.recipe import Recipe, is_exact
 from mha2mla.conversion.result.destination import WORK_FOLDER, is_converted, temporary_folder, temporary_path
@@ -134,13 +135,13 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
             work = open_work(plan, folder / WORK_FOLDER, weights)
         files = {**weights, **others}
         with faults_of_the_source_named(plan.opened.folder, files, work.discard):
-            with _timed(seconds, "prepare"), _degenerate_named():
+            with _timed(seconds, "prepare"), _overflow_named():
                 prepared = prepare(plan, work, folder, files)
                 config, device = prepared.config(), plan.model.device
                 serving = serving_on_cuda(config, arguments.written_dtype(opened), device)
             layers = FinishedLayers(work, layer_inputs(prepared))
             resumed = len(layers)
-            with _timed(seconds, "convert"), _degenerate_named():
+            with _timed(seconds, "convert"), _overflow_named():
                 convert_layers(prepared, layers)
             with _timed(seconds, "write"):
                 names = (opened.adapter.attention_names(plan.spec, layer) for layer in range(plan.spec.num_layers))
@@ -193,14 +194,13 @@ def _leftovers_named(plan: Plan) -> Iterator[None]:
 
 
 @contextmanager
-def _degenerate_named() -> Iterator[None]:
-    """Weights may be numbers one by one and no model together."""
+def _overflow_named() -> Iterator[None]:
+    """Refuses weights that are finite one by one and give a layer that is not."""
     try:
         yield
-    except torch.linalg.LinAlgError as error:
+    except ReconstructionError as error:
         raise CheckpointError(
-            "a layer's inputs, queries, keys or values are zero or too large everywhere on the calibration text:"
-            f" nothing can be fitted to them ({error})"
+            f"a layer's inputs, queries, keys or values are too large on the calibration text: {error}"
         ) from error
 
 

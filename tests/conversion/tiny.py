@@ -271,12 +271,13 @@ def convert_layer(spec, geometry, recipe, weights, statistics) -> dict[str, torc
     return finish_layer(spec, geometry, recipe, prepare_layer(spec, geometry, recipe, weights, statistics))
 
 
-def walk_over(folder: Path, recipe: recipes.Recipe) -> LayerWalk:
-    """Without geometries, over a checkpoint of three layers with heads of width 32."""
-    source, reader = config(head_dim=32, num_hidden_layers=3), CheckpointReader(folder)
-    spec = ADAPTERS["llama"].specify(source)
+def walk_over(folder: Path, recipe: recipes.Recipe, source=None) -> LayerWalk:
+    """Without geometries, over a checkpoint of the config ``source``: by default three layers with heads of 32."""
+    source, reader = source or config(head_dim=32, num_hidden_layers=3), CheckpointReader(folder)
+    adapter = ADAPTERS[source.model_type]
+    spec = adapter.specify(source)
     model = StreamedModel(source, reader, spec.sliding_windows, device=torch.device("cpu"), dtype=torch.float32)
-    return LayerWalk(model, ADAPTERS["llama"], spec, (), recipe, TokenBlocks.of(some_tokens(8, 40)), folder)
+    return LayerWalk(model, adapter, spec, (), recipe, TokenBlocks.of(some_tokens(8, 40)), folder)
 
 
 def some_tokens(windows: int = 3, length: int = 40, vocabulary: int = 258) -> torch.Tensor:

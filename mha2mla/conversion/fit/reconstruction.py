@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -304,7 +304,10 @@ def _square(size: int, like: torch.Tensor) -> torch.Tensor | None:
 def _eigenvectors(moments: torch.Tensor | None) -> torch.Tensor | None:
     if moments is None or not torch.isfinite(moments).all():
         return None
-    return torch.linalg.eigh(moments)[1]
+    for dtype in (torch.float32, torch.float64):  # LAPACK's float32 fails on some matrices of very different scales
+        with suppress(torch.linalg.LinAlgError):
+            return torch.linalg.eigh(moments.to(dtype))[1].float()
+    return None
 
 
 def _schedule(index: int, steps: int) -> float:

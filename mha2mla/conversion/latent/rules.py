@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 
 SHRINKAGE = 0.003  # of the mean variance, in every direction of the inputs' covariances
+_ROUNDING = 1e-12  # of the mean energy of the inputs: variance below it is rounding, and may be negative
 _SWEEPS = 6  # of the alternating solve; 20 were no better than 8 on held-out text
 
 
@@ -222,18 +223,30 @@ def _principal(target: torch.Tensor, covariance: torch.Tensor | None, rank: int)
 
 def _scale(energy: torch.Tensor, rank: int) -> torch.Tensor:
     """Square roots of the largest eigenvalues, none of them zero."""
-    energy = energy.flip(0)[:rank]
-    return energy.clamp_min(1e-12 * energy[0].clamp_min(torch.finfo(energy.dtype).tiny)).sqrt()
+    return _lifted(energy).flip(0)[:rank].sqrt()
 
 
-def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
-    """Lower factor of a positive semi-definite matrix, made invertible by a small ridge.
+def _lifted(energy: torch.Tensor) -> torch.Tensor:
+    """Ascending eigenvalues, those below 1e-12 of the largest lifted to that; all ones where none is positive."""
+    return torch.where(energy[-1] > 0, energy.clamp_min(1e-12 * energy[-1]), torch.ones_like(energy))
+
+
+def _cholesky(matrix: torch.Tensor, otherwise: torch.Tensor | None = None) -> torch.Tensor:
+    """Lower factor of a positive semi-definite matrix, made invertible by a small ridge: relative to its own scale, to
+    that of ``otherwise`` where it is zero, and to 1 where both are.
 
     A sum of float32 products is positive semi-definite up to its rounding only (few tokens, many dimensions): the ridge
     also covers the most negative eigenvalue.
     """
-    ridge = 1e-7 * matrix.diagonal().mean() + 2 * (-torch.linalg.eigvalsh(matrix)[0]).clamp_min(0)
+    scale = _mean_energy(matrix, 1.0 if otherwise is None else _mean_energy(otherwise, 1.0))
+    ridge = 1e-7 * scale + 2 * (-torch.linalg.eigvalsh(matrix)[0]).clamp_min(0)
     return torch.linalg.cholesky(_ridged(matrix, ridge))
+
+
+def _mean_energy(matrix: torch.Tensor, otherwise: torch.Tensor | float) -> torch.Tensor:
+    """Mean of the diagonal; ``otherwise`` where it is not positive."""
+    mean = matrix.diagonal().mean()
+    return torch.where(mean > 0, mean, otherwise)
 
 
 def _ridged(matrix: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
@@ -242,9 +255,13 @@ def _ridged(matrix: torch.Tensor, ridge: torch.Tensor) -> torch.Tensor:
 
 def _moments(problem: LatentProblem, shrinkage: float, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Second moments of the inputs for keys and for values: plus ``shrinkage`` of the mean variance in every direction,
-    and about zero unless ``centered``."""
+    and about zero unless ``centered``.
+
+    Positive definite whatever the text: what does not vary counts alike in every direction.
+    """
+    rounding = _ROUNDING * (problem.mean.square().mean() + problem.covariance.diagonal().mean())
     covariance, value_covariance = (
-        _ridged(metric, shrinkage * metric.diagonal().mean())
+        _ridged(metric, shrinkage * metric.diagonal().mean().clamp_min(0) + torch.where(rounding > 0, rounding, 1))
         for metric in (problem.covariance, problem.value_covariance)
     )
     if not centered:
@@ -258,10 +275,10 @@ def _balance(key: torch.Tensor, covariance: torch.Tensor, value: torch.Tensor, v
     if not key.shape[0]:
         return 1.0
     key_energy, value_energy = (
-        torch.einsum("me,ef,mf->", part, metric, part).clamp_min(1e-300)
+        float(torch.einsum("me,ef,mf->", part, metric, part))
         for part, metric in ((key, covariance), (value, value_covariance))
     )
-    return float((value_energy / key_energy).sqrt())
+    return (value_energy / key_energy) ** 0.5 if key_energy > 0 and value_energy > 0 else 1.0
 
 
 def _alternate(
@@ -286,14 +303,14 @@ def _alternate(
         encoder = torch.linalg.solve(mixing.T, right) @ inverse
     # Channels of unit variance, un-correlated: a narrow cache dtype then loses none of them.
     energy, vectors = torch.linalg.eigh(encoder @ key_metric @ encoder.T)
-    encoder = (vectors / energy.clamp_min(1e-12 * energy[-1]).sqrt()).T @ encoder
+    encoder = (vectors / _lifted(energy).sqrt()).T @ encoder
     decoder = torch.cat([_decoder(key, key_metric, encoder), _decoder(value, value_metric, encoder)])
     return decoder, encoder
 
 
 def _simultaneous(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """S and δ with first = S S^T and second = S diag(δ) S^T."""
-    factor = _cholesky(first)
+    factor = _cholesky(first, second)
     inner = torch.linalg.solve_triangular(factor, second, upper=False)
     inner = torch.linalg.solve_triangular(factor, inner.mT, upper=False)
     delta, vectors = torch.linalg.eigh((inner + inner.mT) / 2)
@@ -304,7 +321,7 @@ def _decoder(target: torch.Tensor, metric: torch.Tensor, encoder: torch.Tensor) 
     """Best B for a fixed encoder: T C A^T (A C A^T)^{-1}."""
     seen = metric @ encoder.T
     gram = encoder @ seen
-    return torch.linalg.solve(_ridged(gram, 1e-9 * gram.diagonal().mean()), (target @ seen).T).T
+    return torch.linalg.solve(_ridged(gram, 1e-9 * _mean_energy(gram, 1.0)), (target @ seen).T).T
 
 
 def _roots(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,6 +329,8 @@ def _roots(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if metric.shape[-1] == 0:
         return metric, metric
     energy, vectors = torch.linalg.eigh((metric + metric.mT) / 2)
-    # Directions that hardly anybody reads must stay invertible.
-    energy = energy.clamp_min(1e-6 * energy.amax(-1, keepdim=True) + torch.finfo(energy.dtype).tiny).sqrt()
+    # Directions that are hardly read must stay invertible, and so must heads that are not read at all.
+    largest = energy.amax()
+    least = (1e-6 * energy.amax(-1, keepdim=True)).clamp_min(torch.where(largest > 0, 1e-12 * largest, 1))
+    energy = energy.clamp_min(least).sqrt()
     return (vectors * energy[:, None]) @ vectors.mT, (vectors / energy[:, None]) @ vectors.mT
