@@ -8,15 +8,24 @@ classes are taken instead, with kernels and caches of their own.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
+from transformers.utils import can_return_tuple
 
 SCHEMA_VERSION = 2
 _PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "rope_attention_scaling")
@@ -38,6 +47,8 @@ class MHA2MLAConfig(PreTrainedConfig):
     def __init__(self, source_config: dict[str, Any] | None = None, schema_version: int = 2, **keys: Any) -> None:
         if schema_version > SCHEMA_VERSION:
             raise ValueError(f"schema_version is {schema_version}; expected at most {SCHEMA_VERSION}")
+        if (window := keys.get("attention_window")) is not None:
+            raise ValueError(f"attention_window is {window}; expected None: only the package mha2mla has such windows")
         self.source_config, self.schema_version = source_config, schema_version
         super().__init__(**keys)
 
@@ -78,7 +89,7 @@ class MLAAttention(nn.Module):
         self.rope_dim, self.nope_dim = own["qk_rope_head_dim"], own["qk_nope_head_dim"]
         self.rope_scaling, self.sliding_window = own["rope_attention_scaling"], config.window(layer_idx)
         self.from_latent = getattr(config, "rope_from_latent", False)
-        self.num_key_value_groups = 1
+        self.num_key_value_groups, self.attention_dropout = 1, config.attention_dropout or 0.0
         hidden, kv_heads = config.hidden_size, config.num_key_value_heads
         cached = self.latent_dim + (0 if self.from_latent else self.rope_heads * self.rope_dim)
         query = self.nope_dim + self.rope_dim
@@ -117,9 +128,13 @@ class MLAAttention(nn.Module):
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         position_ids: Tensor | None = None,
+        mla_attentions: list[Tensor | None] | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, S, hidden] -> [B, S, hidden]. The source's ``position_embeddings`` are not looked at."""
+        """[B, S, hidden] -> [B, S, hidden], and weights [B, H, S, T], which ``mla_attentions`` gets too.
+
+        The source's ``position_embeddings`` are ignored.
+        """
         q_nope, q_pe, latent, k_pe = self._encoded(hidden_states)
         if self.from_latent and past_key_values is not None:
             # Rows of a cache have no position: keys and queries are turned by their places in it.
@@ -141,9 +156,11 @@ class MLAAttention(nn.Module):
         value = self._of_all_heads(_decoded(latent, self.v_b_proj))
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, weights = attend(
-            self, query, key, value, attention_mask, dropout=0.0, scaling=self.config.softmax_scale,
-            sliding_window=self.sliding_window, **kwargs,
+            self, query, key, value, attention_mask, dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.config.softmax_scale, sliding_window=self.sliding_window, **kwargs,
         )  # fmt: skip
+        if mla_attentions is not None:
+            mla_attentions.append(weights)
         return self.o_proj(out.flatten(2)), weights
 
     def _encoded(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -211,6 +228,7 @@ class MHA2MLAForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         source = config.build_source_config()
         source._attn_implementation = config._attn_implementation
+        source.base_model_tp_plan = None  # the source's splits heads that are not there
         self.model = MODEL_MAPPING[type(source)](source)
         for layer_idx, layer in enumerate(self.model.layers):
             layer.self_attn = MLAAttention(config, layer_idx, layer.self_attn)
@@ -218,6 +236,7 @@ class MHA2MLAForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -228,14 +247,93 @@ class MHA2MLAForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_attentions: bool | None = None,
+        output_router_logits: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Logits of the next token, as every causal language model of transformers."""
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+        """Logits of the next token, as every causal language model of transformers.
+
+        Raises:
+            ValueError: ``output_attentions`` without eager attention; ``position_ids`` that a
+                cache of latents alone cannot serve.
+        """
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if self._asked("output_attentions", output_attentions):
+            if self.config._attn_implementation != "eager":
+                raise ValueError(
+                    f"output_attentions is True with attn_implementation {self.config._attn_implementation!r};"
+                    " expected 'eager'"
+                )
+            kwargs["mla_attentions"] = []
+        if self._asked("output_router_logits", output_router_logits):
+            kwargs["output_router_logits"] = True
+        if use_cache is None:
+            use_cache = self.model.config.use_cache and not self.training
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        place = torch.arange(tokens.shape[1], device=tokens.device) + cached
+        is_cached = use_cache or past_key_values is not None
+        if is_cached and position_ids is not None and getattr(self.config, "rope_from_latent", False):
+            _check_places(position_ids.to(place.device), place, attention_mask)
         outputs = self.model(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.vocab_size)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        logits, loss = self.lm_head(outputs.last_hidden_state[:, kept]), None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.vocab_size, **kwargs)
+        found = {
+            "logits": logits,
+            "past_key_values": outputs.past_key_values,
+            "hidden_states": outputs.hidden_states,
+            "attentions": tuple(kwargs["mla_attentions"]) if "mla_attentions" in kwargs else None,
+        }
+        routers = getattr(outputs, "router_logits", None)
+        if routers is None:
+            return CausalLMOutputWithPast(loss=loss, **found)
+        shown = attention_mask[:, place] if attention_mask is not None and attention_mask.dim() == 2 else None
+        balance = self._load_balancing_loss(routers, shown)
+        if loss is not None:
+            loss = loss + self.model.config.router_aux_loss_coef * balance.to(logits.device)
+        return MoeCausalLMOutputWithPast(loss=loss, router_logits=routers, aux_loss=balance, **found)
+
+    def _asked(self, name: str, value: bool | None) -> bool:
+        """``value``; None: what the config says, or the source's."""
+        found = (value, getattr(self.config, name, None), getattr(self.model.config, name, None))
+        return bool(next((each for each in found if each is not None), False))
+
+    def _load_balancing_loss(self, routers: tuple[Tensor, ...], shown: Tensor | None) -> Tensor:
+        """The auxiliary loss [] of the source's family; ``shown`` [B, S] is 0 on tokens that do not count."""
+        source = self.model.config
+        family = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(source)].__module__]
+        experts = source.num_experts if hasattr(source, "num_experts") else source.num_local_experts
+        return family.load_balancing_loss_func(routers, experts, source.num_experts_per_tok, shown)
+
+    def create_masks_for_generate(self, attention_mask: Tensor | None, **kwargs: Any) -> Tensor | None:
+        """The mask stays [B, T] over static caches too: the base model makes its own from it."""
+        return attention_mask
+
+
+def _check_places(position_ids: Tensor, place: Tensor, attention_mask: Tensor | None) -> None:
+    """Refuses ``position_ids`` [B or 1, S] of visible tokens that are neither their places [S] in the cache, nor these
+    less each row's first visible place: rows of a cache of latents alone are turned by their places."""
+    if attention_mask is None:
+        shown = torch.ones(1, 1, dtype=torch.bool, device=place.device)
+    elif attention_mask.dim() == 2:
+        shown = attention_mask.to(place.device).bool()
+    else:
+        raise ValueError(
+            f"attention_mask.shape is {tuple(attention_mask.shape)} with position_ids over a cache of latents alone;"
+            " expected [B, T]"
+        )
+    ahead, first = position_ids - place, shown.int().argmax(-1, keepdim=True)
+    hidden = ~shown[:, place.clamp(max=shown.shape[1] - 1)]
+    fit = (((ahead == 0) | hidden).all(-1) | ((ahead == -first) | hidden).all(-1)).all()
+    refusal = (
+        "position_ids do not count on from each row's first visible token; a cache that keeps no rotary keys"
+        " (rope_from_latent) expects that (a batch padded on the right: set tokenizer.padding_side = 'left')"
+    )
+    if place.device.type != "cpu" and place.shape[0] == 1:
+        torch._assert_async(fit, refusal)  # a decode step waits for no value
+    elif not fit:
+        raise ValueError(refusal)
