@@ -6,6 +6,7 @@ from mha2mla.kernels.attention_varlen.api import (
     explain_attention_varlen,
     mla_prefill_varlen,
 )
+from mha2mla.kernels.causal_attention.api import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys, rotate_keys
 from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
@@ -33,8 +34,10 @@ __all__ = [
     "append_and_map",
     "attention_combine",
     "attention_varlen",
+    "causal_attention",
     "dequantize_latent",
     "explain_attention_varlen",
+    "explain_causal_attention",
     "explain_gqa_decode",
     "explain_mla_decode",
     "gqa_append",

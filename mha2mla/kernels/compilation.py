@@ -13,6 +13,9 @@ SMALL_PASS_CONFIGS = PASS_CONFIGS | {"tl.disable_safe_memory_legalize": True}
 # wrong at large angles, which are positions times radians.
 EXACT_PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memory_legalize": True}
 
+# For bodies that leave it to TileLang which warps load and which compute: TMA and barriers come with that pass.
+SPECIALISED_PASS_CONFIGS = {"tl.enable_fast_math": True}
+
 UNTOLD_WRITES = {"tl.disable_buffer_init_check": True}  # a warning for each such kernel else
 
 

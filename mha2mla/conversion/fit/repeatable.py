@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from mha2mla.conversion.fit.numerics import deterministic
+from mha2mla.modeling.window_attention import explain_window_attention, window_attention
 
 REPEATABLE_ATTENTION = "mha2mla_repeatable"  # for ``config._attn_implementation``
 
@@ -40,6 +43,12 @@ class _Attention(torch.autograd.Function):
         return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
 
 
+@cache
+def _warn(message: str) -> None:
+    """Once, not for every layer."""
+    warnings.warn(message, stacklevel=3)
+
+
 def repeatable_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -51,8 +60,12 @@ def repeatable_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' SDPA attention (the same arguments and result); on CUDA its gradients repeat to the bit.
 
-    cuDNN's backward pass, which PyTorch prefers on Hopper, adds up in any order. FlashAttention's can be told not to,
-    but takes values as wide as keys: they get columns of zeros.
+    16-bit causal windows on a Hopper are :func:`mha2mla.kernels.causal_attention`. Elsewhere it is PyTorch's SDPA: not
+    cuDNN's backward pass, which PyTorch prefers and which adds up in any order, but FlashAttention's in its
+    deterministic mode (slower the longer a window). That takes values as wide as keys: they get columns of zeros.
+
+    Warns:
+        UserWarning: why 16-bit causal windows are PyTorch's.
     """
     if query.device.type != "cuda":
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -61,11 +74,16 @@ def repeatable_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
-    width = value.shape[-1]
+    width, length = value.shape[-1], query.shape[2]
+    if attention_mask is None and dtype in (torch.bfloat16, torch.float16):
+        why = explain_window_attention(query, key, value)
+        if why is None:
+            return window_attention(query, key, value, scaling), None
+        _warn(f"fits attend by PyTorch's SDPA, not by causal_attention: {why}")
     padded = F.pad(value, (0, max(0, query.shape[-1] - width)))
     options = {
         "attn_mask": attention_mask,
-        "is_causal": attention_mask is None and query.shape[2] > 1,
+        "is_causal": attention_mask is None and length > 1,
         "scale": scaling,
     }
     return _Attention.apply(query, key, padded, options)[..., :width].transpose(1, 2).contiguous(), None

@@ -101,3 +101,11 @@ def test_on_a_gpu_it_repeats(dtype, window):
         again, by_again = gradients(repeatable_attention, inputs, mask)
         assert torch.equal(first, again)
         assert all(torch.equal(one, other) for one, other in zip(by_first, by_again, strict=True))
+
+
+@pytest.mark.gpu
+def test_what_no_kernel_takes_is_said_once():
+    inputs = tensors("cuda", torch.bfloat16, 200, (96, 64))
+    with pytest.warns(UserWarning, match="the length is 200; its gradients take multiples of 128") as said:
+        first, second = (gradients(repeatable_attention, inputs)[1] for _ in range(2))
+    assert len(said) == 1 and all(torch.equal(one, other) for one, other in zip(first, second, strict=True))

@@ -1,0 +1,116 @@
+"""Causal attention of windows of one length, differentiable; every gradient repeats to the bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mha2mla.kernels.attention_varlen.api import attention_varlen, explain_attention_varlen
+from mha2mla.kernels.devices import HOPPER, capability
+from mha2mla.kernels.layouts import check_scale
+
+TILE = 128  # lengths are multiples of it
+MAX_WIDTHS = 256  # d_qk + d_v, padded: gradients of wider keys and values spill registers
+_PADDING = 32  # widths become multiples of it
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float) -> Tensor:
+    """Softmax attention where a query sees the keys up to its own place; differentiable in q, k and v.
+
+    The forward pass is :func:`attention_varlen`. Gradients are two TileLang kernels without atomic additions where
+    :func:`explain_causal_attention` names no reason against it, else plain torch in float32, which keeps all scores.
+
+    Args:
+        q: [B, S, H, d_qk].
+        k: [B, S, H, d_qk].
+        v: [B, S, H, d_v].
+        softmax_scale: on the scores; positive.
+
+    Returns:
+        [B, S, H, d_v], contiguous.
+
+    Raises:
+        ValueError: naming the argument, its value and what was expected.
+    """
+    check_scale(softmax_scale)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or x.shape[:3] != q.shape[:3] or x.dtype != q.dtype or (name == "k" and x.shape != q.shape):
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)} beside q of {q.dtype} {tuple(q.shape)}; expected equal dtypes"
+                f" and [B, S, H, {'d_v' if name == 'v' else 'd_qk'}]"
+            )
+    width = v.shape[3]
+    q, k, v = (F.pad(x, (0, -x.shape[3] % _PADDING)) for x in (q, k, v))
+    return _CausalAttention.apply(q, k, v, softmax_scale)[..., :width].contiguous()
+
+
+def explain_causal_attention(
+    length: int, heads: int, widths: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why the gradient kernels do not serve a call, or None.
+
+    Args:
+        length: S. heads: H. widths: d_qk and d_v. dtype, device: of all tensors.
+    """
+    if why := explain_attention_varlen(widths[:1], widths[1], dtype, device):
+        return why
+    if capability(device) != HOPPER:
+        return f"its gradients are compiled for compute capability 9.0; {device} has {capability(device) / 10}"
+    if length % TILE:
+        return f"the length is {length}; its gradients take multiples of {TILE}"
+    padded = tuple(width + -width % _PADDING for width in widths)
+    if sum(padded) > MAX_WIDTHS:
+        return f"d_qk + d_v is {sum(padded)}; its gradients take up to {MAX_WIDTHS}"
+    if find_spec("tilelang") is None:
+        return "TileLang is not installed"
+    return _compilation_failure(heads, padded, dtype)
+
+
+@cache
+def _compilation_failure(heads: int, widths: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """Why kernels could not be compiled, or None; a machine may lack nvcc."""
+    from mha2mla.kernels.causal_attention.launch import compile_gradients
+
+    try:
+        compile_gradients(heads, widths, dtype)
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        return f"its kernels could not be compiled: {str(error).splitlines()[0]:.200}"
+    return None
+
+
+class _CausalAttention(torch.autograd.Function):
+    """q, k [B, S, H, d_qk] and v [B, S, H, d_v] of padded widths -> [B, S, H, d_v]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> Tensor:
+        windows, length = q.shape[:2]
+        flat = [x.flatten(0, 1).contiguous() for x in (q, k, v)]
+        bounds = torch.arange(0, windows * length + 1, length, dtype=torch.int32, device=q.device)
+        out, lse = attention_varlen(
+            *flat, bounds, bounds, length, softmax_scale=softmax_scale, causal=True, return_lse=True
+        )
+        ctx.save_for_backward(*flat, out, lse)
+        ctx.softmax_scale, ctx.shape = softmax_scale, (windows, length)
+        return out.unflatten(0, ctx.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        _, length = ctx.shape
+        d_out = d_out.flatten(0, 1).contiguous()
+        delta = (d_out.to(lse.dtype) * out).sum(-1).T.contiguous()  # [H, T]
+        operands = (q, k, v, d_out, lse, delta, ctx.softmax_scale, length)
+        if explain_causal_attention(length, q.shape[1], (q.shape[2], v.shape[2]), q.dtype, q.device) is None:
+            from mha2mla.kernels.causal_attention.launch import launch_gradients
+
+            found = launch_gradients(*operands)
+        else:
+            from mha2mla.kernels.causal_attention.reference import gradients_reference
+
+            found = gradients_reference(*operands)
+        return *(x.unflatten(0, ctx.shape) for x in found), None

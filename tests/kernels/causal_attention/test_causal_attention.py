@@ -1,0 +1,127 @@
+"""Causal attention and its gradients on a CPU: the op, the kernels' bodies on TileLang's C target, the compile gate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
+from mha2mla.kernels import causal_attention, explain_causal_attention
+from mha2mla.kernels.causal_attention.reference import gradients_reference
+from tests.few import few
+
+
+def problem(windows=2, length=40, heads=3, widths=(24, 16), dtype=torch.float64, device="cpu"):
+    """q, k and v that want gradients, and the weights of a loss."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, weight = (
+        torch.randn(windows, length, heads, width, generator=generator, dtype=torch.float64).to(device, dtype)
+        for width in (widths[0], *widths, widths[1])
+    )
+    return (*(x.requires_grad_() for x in (q, k, v)), weight)
+
+
+def gradients(attend, q, k, v, weight):
+    out = attend(q, k, v)
+    return out.detach(), *torch.autograd.grad((out * weight).sum(), (q, k, v))
+
+
+def mine(q, k, v):
+    return causal_attention(q, k, v, softmax_scale=0.3)
+
+
+def sdpa(q, k, v):
+    operands = (x.transpose(1, 2) for x in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(*operands, is_causal=True, scale=0.3).transpose(1, 2)
+
+
+@pytest.mark.parametrize("widths", [(24, 16), (64, 32), (16, 40)])
+def test_op_has_sdpas_output_and_gradients(widths):
+    operands = problem(widths=widths)
+    for found, expected in zip(gradients(mine, *operands), gradients(sdpa, *operands), strict=True):
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_op_takes_any_strides():
+    q, k, v, weight = problem()
+    turned = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    for found, expected in zip(gradients(mine, *turned, weight), gradients(mine, q, k, v, weight), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("k", lambda x: x[:, :-1]), ("k", lambda x: x[..., :-1]), ("v", lambda x: x.float()), ("q", lambda x: x[0])],
+)
+def test_op_names_a_wrong_argument(name, change):
+    operands = dict(zip("qkv", problem(), strict=False))
+    operands[name] = change(operands[name])
+    with pytest.raises(ValueError, match=f"{name} is torch.float|k is torch.float"):
+        causal_attention(**operands, softmax_scale=0.3)
+
+
+@pytest.mark.parametrize(
+    ("length", "widths", "dtype", "device", "why"),
+    [
+        (512, (128, 64), torch.bfloat16, "cpu", "runs on CUDA"),
+        (512, (128, 64), torch.float32, "cuda", "not float32"),
+        (500, (128, 64), torch.bfloat16, "cuda", "the length is 500; its gradients take multiples of 128"),
+        (512, (256, 64), torch.bfloat16, "cuda", r"d_qk \+ d_v is 320; its gradients take up to 256"),
+    ],
+)
+def test_explain_names_the_limit(length, widths, dtype, device, why):
+    import re
+
+    assert re.search(why, explain_causal_attention(length, 4, widths, dtype, torch.device(device)))
+
+
+class TestOnCPU:
+    """Kernel bodies; tiles of 32 rows, and two windows so that one may not read the other."""
+
+    @pytest.mark.parametrize("widths", [(32, 16)])
+    def test_kernels_are_the_reference(self, widths):
+        tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+        from mha2mla.kernels.causal_attention import gradient_kernels
+        from mha2mla.kernels.machine import Machine
+
+        windows, length, heads = 2, 96, 3
+        q, k, v, d_out = (
+            x.detach().flatten(0, 1) for x in problem(windows, length, heads, widths, dtype=torch.float32)
+        )
+        lse, delta = (torch.randn(heads, windows * length) for _ in range(2))
+        lse = lse + 4  # weights need not add up to one
+        operands = (q, k, v, d_out, lse, delta)
+        expected = gradients_reference(*operands, 0.3, length)
+        shape = gradient_kernels.GradientShape(heads, widths, "float32")
+        found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        for make, outputs in (
+            (gradient_kernels.make_key_gradients, found[1:]),
+            (gradient_kernels.make_query_gradients, found[:1]),
+        ):
+            function = make(shape, rows=32, machine=Machine(on_cpu=True))
+            configs = {"tirx.disable_vectorize": True}
+            kernel = tilelang.compile(
+                function, target="c", target_host="c", execution_backend="cython", pass_configs=configs
+            )
+            kernel(*operands, *outputs, 0.3, length)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is neither on PATH nor installed by pip")
+class TestGate:
+    @few("widths", [(128, 64), (192, 64), (128, 128), (64, 64)], count=1, ids=str)
+    def test_kernels_fit_a_hopper(self, widths):
+        """No spills, no serialised wgmma, loads by TMA."""
+        pytest.importorskip("tilelang", reason="TileLang is not installed")
+        from mha2mla.kernels.causal_attention import gradient_kernels
+        from mha2mla.kernels.compilation import SPECIALISED_PASS_CONFIGS
+
+        shape = gradient_kernels.GradientShape(14, widths, "bfloat16")
+        for make in (gradient_kernels.make_key_gradients, gradient_kernels.make_query_gradients):
+            (report,) = compile_only(make(shape), "sm_90a", SPECIALISED_PASS_CONFIGS)
+            assert report.complaints(232448) == []
+            if report.instructions is not None:
+                assert report.instructions.get("HGMMA", 0), report.instructions
+                assert report.instructions.get("UTMALDG", 0), report.instructions
