@@ -165,8 +165,7 @@ class _Fit:
         best, kept = before, None
         for index in range(steps):
             length, blocks = order[index]
-            for buffer, values in zip(self.buffers[length], self._windows(length, blocks), strict=True):
-                buffer.copy_(values)
+            self._fill(length, blocks)
             self.rate.fill_(_schedule(index, steps) * _LEARNING_RATE)
             step_of[length]()
             if index + 1 in checks:
@@ -248,6 +247,11 @@ class _Fit:
             store.gather(blocks, self.problem.device, length) for store in (self.problem.inputs, self.problem.targets)
         )
         return inputs, targets, self.weights[blocks].view(-1, length)
+
+    def _fill(self, length: int, blocks: torch.Tensor) -> None:
+        """Puts a batch where the steps of its length look for it."""
+        for buffer, values in zip(self.buffers[length], self._windows(length, blocks), strict=True):
+            buffer.copy_(values)
 
     def _step(self, length: int) -> None:
         gradients = torch.autograd.grad(self._loss(*self.buffers[length]) * self.scale, self.leaves)

@@ -60,9 +60,8 @@ def repeatable_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' SDPA attention (the same arguments and result); on CUDA its gradients repeat to the bit.
 
-    16-bit causal windows on a Hopper are :func:`mha2mla.kernels.causal_attention`. Elsewhere it is PyTorch's SDPA: not
-    cuDNN's backward pass, which PyTorch prefers and which adds up in any order, but FlashAttention's in its
-    deterministic mode (slower the longer a window). That takes values as wide as keys: they get columns of zeros.
+    16-bit causal windows on a Hopper are :func:`mha2mla.kernels.causal_attention`, all else
+    :func:`deterministic_sdpa`.
 
     Warns:
         UserWarning: why 16-bit causal windows are PyTorch's.
@@ -74,19 +73,34 @@ def repeatable_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     repeats = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, repeats), repeat_kv(value, repeats)
-    width, length = value.shape[-1], query.shape[2]
     if attention_mask is None and dtype in (torch.bfloat16, torch.float16):
         why = explain_window_attention(query, key, value)
         if why is None:
             return window_attention(query, key, value, scaling), None
         _warn(f"fits attend by PyTorch's SDPA, not by causal_attention: {why}")
+    return deterministic_sdpa(query, key, value, attention_mask, scaling), None
+
+
+def deterministic_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """PyTorch's SDPA of query and key [B, H, S, d_qk] and value [B, H, S, d_v], causal without a mask: [B, S, H, d_v].
+
+    Not cuDNN's backward pass, which PyTorch prefers on Hopper and which adds up in any order, but FlashAttention's in
+    its deterministic mode. That takes values as wide as keys: they get columns of zeros.
+    """
+    width = value.shape[-1]
     padded = F.pad(value, (0, max(0, query.shape[-1] - width)))
     options = {
         "attn_mask": attention_mask,
-        "is_causal": attention_mask is None and length > 1,
+        "is_causal": attention_mask is None and query.shape[2] > 1,
         "scale": scaling,
     }
-    return _Attention.apply(query, key, padded, options)[..., :width].transpose(1, 2).contiguous(), None
+    return _Attention.apply(query, key, padded, options)[..., :width].transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(REPEATABLE_ATTENTION, repeatable_attention)
