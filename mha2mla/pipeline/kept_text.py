@@ -34,7 +34,7 @@ class KeptText:
         """The windows as they were written; None where there are none, or the file is damaged."""
         try:
             with safe_open(self.path, framework="pt") as file:
-                windows, about = file.get_tensor("windows"), file.metadata() or {}
+                windows, about = file.get_tensor("windows").clone(), file.metadata() or {}
             blocks = TokenBlocks(windows, tuple(json.loads(about["lengths"])))
             return blocks if about["sha256"] == tensor_hash(windows) else None
         except (SafetensorError, OSError, KeyError, ValueError):
