@@ -32,7 +32,7 @@ from mha2mla.conversion.calibration.lengths import calibration_lengths
 from mha2mla.conversion.calibration.windows import calibration_windows
 from mha2mla.conversion.fit import reconstruction
 from mha2mla.conversion.fit.repeatable import deterministic_sdpa, repeatable_attention
-from mha2mla.conversion.layer_walk import LayerWalk, block_forward, token_energies
+from mha2mla.conversion.layer_walk import LayerWalk, block_forward, token_weights
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source.opening import open_source
 from mha2mla.environment import compute_device
@@ -77,9 +77,9 @@ def prepared(walk: LayerWalk, layer: int, clock: Clock, seed: int) -> reconstruc
     for part in stream.blocks.batches(16384):
         targets.write(part, stream.read(part, model.device))
     model.run_layer(module, layer, targets, tokens=16384, observe=collector.add)
-    weights = token_energies(targets, 16384, model.device).reciprocal()
+    weights = token_weights(targets, 16384, model.device)
     clock.stop("statistics")
-    tensors = walk.convert(layer, collector.finish())
+    tensors, _ = walk.convert(layer, collector.finish())
     clock.stop("closed form")
     forward = block_forward(walk, layer, module)
     problem = reconstruction.ReconstructionProblem(stream, targets, weights, forward, model.device)
