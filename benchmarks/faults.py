@@ -365,7 +365,7 @@ FAULTS = tuple(
 @ mha2mla/pipeline/prepare.py
 ? tests/test_resume.py tests/conversion/test_resume.py -k code or device or fingerprint or request or another or
 ? differ
--"device": _device_name(plan.model.device),
+-"device": device_name(plan.model.device),
 +"device": "",
 # layers of another conversion are taken
 @ mha2mla/conversion/resume.py

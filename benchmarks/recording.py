@@ -13,6 +13,7 @@ import torch
 
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import format_value, print_table, write_json
+from mha2mla.outputs import report_file
 
 
 class Recording:
@@ -26,7 +27,7 @@ class Recording:
     def __init__(self, kind: str, json: str | None = None, **fields: Any) -> None:
         self.rows: list[dict[str, Any]] = []
         self.environment = collect_environment()
-        self._kind, self._json, self._fields = kind, json, fields
+        self._kind, self._json, self._fields = kind, report_file(json, kind), fields
 
     def add(self, row: dict[str, Any]) -> None:
         """Says its texts and numbers in a line, and writes all so far."""

@@ -26,6 +26,7 @@ from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.kernel_testing.compiling import compile_in_processes
 from mha2mla.kernel_testing.workers import run_in_workers
+from mha2mla.outputs import report_file
 
 TIMEOUT = 240.0  # seconds for one case, peers included
 PIPE_WIDTH = 260  # of the table where no terminal says how wide it may be
@@ -79,6 +80,7 @@ def run(
         json: also write every row to this file, after each case: a run that is cut short keeps what it has.
         budget: seconds for all; None: no limit.
     """
+    record = report_file(json, benchmark.kind)
     until = None if budget is None else time.monotonic() + budget
     rows: dict[SpeedCase, Row] = {}
     said: dict[str, Any] = {"compile_seconds": 0.0}
@@ -101,9 +103,9 @@ def run(
         else:
             row = rows[outcome.job] = outcome.value or {"name": outcome.job.name, "status": outcome.failure}
             tqdm.write(f"{row['name']}: {row.get('us') or row['status']} ({outcome.seconds:.1f} s)")
-        if json:
+        if record is not None:
             table = with_targets(cases, rows, said.get("R"))
-            write_json(json, kind=benchmark.kind, rows=table, environment=environment, **said)
+            write_json(record, kind=benchmark.kind, rows=table, environment=environment, **said)
     table = with_targets(cases, rows, said.get("R"))
     _show(benchmark, table, len(cases), said, describe_environment(environment))
     return all(row["status"] == "ok" for row in table)

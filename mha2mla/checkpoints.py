@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_FILE = "config.json"
-RECORD_FILE = "conversion.json"  # written by mha2mla.convert
 LONGEST_MESSAGE = 500  # characters
 HUB_TIMEOUT = 5.0  # seconds: one short question, no file
 

@@ -18,11 +18,13 @@ from mha2mla.cache_folder import cache_folder
 from mha2mla.checkpoints import find_checkpoint
 from mha2mla.conversion.calibration.blocks import LENGTHS
 from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.result.destination import check_destination
 from mha2mla.environment import collect_environment, compute_device, describe_environment, usual_dtype
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import decode_step_latency
 from mha2mla.modeling.config import cache_bytes_per_token
+from mha2mla.outputs import report_file
 from mha2mla.pipeline import ConversionReport, convert
 from mha2mla.trial_models import fetch_smollm2
 
@@ -122,6 +124,7 @@ def run_demo(
     settings, prompt = settings or DemoSettings(), PROMPT if prompt is None else prompt
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; expected at least 1")
+    json = report_file(json, "demo", model)
     started = time.perf_counter()
 
     def say(message: str) -> None:
@@ -132,13 +135,16 @@ def run_demo(
     source_folder = str(fetch_smollm2()) if model is None else find_checkpoint(model, "model")
     name = Path(source_folder).name
     output = Path(output) if output is not None else cache_folder() / "demo" / name
+    folders = {recipe_name: output / recipe_name.replace(" ", "-") for recipe_name in RECIPES}
+    for folder in folders.values():
+        check_destination(folder, Path(source_folder), overwrite=True)
     tokenizer = load_tokenizer(source_folder, "model")
     say(f"{name} on {device}")
     rows: list[dict[str, Any]] = [{"model": "source", "checkpoint": source_folder}]
     for recipe_name, recipe in RECIPES.items():
         recipe = Recipe.from_dict(settings.recipe(recipe))
         say(f"converting: {recipe_name} ({_describe(recipe)})")
-        folder = output / recipe_name.replace(" ", "-")
+        folder = folders[recipe_name]
         report = convert(
             source_folder,
             folder,
@@ -162,7 +168,7 @@ def run_demo(
         row["reduction"] = 1 - row["cache_bytes_per_token"] / rows[0]["cache_bytes_per_token"]
     say("done")
     _print(rows, prompt, settings, dtype, output)
-    if json:
+    if json is not None:
         given = {"prompt": prompt, "max_new_tokens": max_new_tokens, "device": str(device), **vars(settings)}
         given["dtype"] = str(dtype).removeprefix("torch.")
         write_json(json, kind="demo", rows=rows, environment=collect_environment(), settings=given)

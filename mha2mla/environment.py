@@ -83,6 +83,13 @@ def compute_device(device: str | torch.device | None) -> torch.device:
     return target
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU's name; of another device its type."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def usual_dtype(device: torch.device, name: str | None = None) -> torch.dtype:
     """The dtype of that name; without one what is computed in: bfloat16 on CUDA, which kernels take, else float32."""
     import torch

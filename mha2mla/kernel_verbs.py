@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from mha2mla.outputs import report_file
 from mha2mla.verbs import Device, save
 
 
@@ -34,6 +35,7 @@ def check_kernels(
     Example:
         mha2mla check kernels --count 200 --budget 600 --json kernel-check.json
     """
+    record = report_file(json, "kernel-check")  # may be the file of --resume, whose rows go on into it
     from mha2mla.environment import collect_environment, describe_environment
     from mha2mla.eval.report import print_table
     from mha2mla.kernel_testing import check as checking
@@ -42,7 +44,7 @@ def check_kernels(
     environment = collect_environment()
     settings = {"count": count, "seed": seed, "calls": calls, "device": device or "cuda"}
     known = [] if resume is None else check_rows.read_known(resume, settings, environment)
-    write = partial(save, json, check_rows.KIND, environment=environment, **settings)
+    write = partial(save, record, check_rows.KIND, environment=environment, **settings)
     rows = checking.check_kernels(
         count, seed, device, calls=calls, timeout=timeout, budget=budget, known=known, save=write
     )

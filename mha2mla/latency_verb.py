@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mha2mla.checkpoints import find_checkpoint, find_converted
 from mha2mla.conversion.target import LayoutName
+from mha2mla.outputs import report_file
 from mha2mla.random_models import ShapeName, random_pair
 from mha2mla.verbs import Device, Dtype, save, show
 
@@ -74,6 +75,7 @@ def eval_latency(
         mha2mla eval latency --random-weights llama-3-8b --level step e2e --seqlens 8192
         mha2mla eval latency --preset llama-2-7b-decode
     """
+    record = report_file(json, "latency", source, converted)
     given = _given(source, converted, random_weights, preset)
     target = {"layout": layout, "cache_ratio": cache_ratio}
     target |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
@@ -97,7 +99,7 @@ def eval_latency(
         source, converted = pair.source, pair.converted
         fields = {"random_weights": random_weights, "geometry": str(pair.geometry), "layers": pair.layers}
         title = f"{random_weights}, random weights, {pair.layers} layers → {pair.geometry}"
-    write = partial(save, json, "latency", environment=environment, **fields)
+    write = partial(save, record, "latency", environment=environment, **fields)
     options = {"device": device, "dtype": dtype, "min_run_time": min_run_time, "check": not no_check, "save": write}
     if preset is not None:
         rows, columns = _preset(preset, **options)
@@ -109,7 +111,7 @@ def eval_latency(
 
         rows = model_latency(source, converted, progress=True, **options)
         columns = rows.columns()
-    show(rows, columns, title=title, kind="latency", json=json, **fields)
+    show(rows, columns, title=title, kind="latency", json=record, **fields)
     return int(bool(wrong_rows(rows)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mha2mla.checkpoints import find_checkpoint
+from mha2mla.outputs import output_file, report_file
 from mha2mla.verbs import Device, Dtype, save
 
 
@@ -25,6 +26,7 @@ def generate(
     max_tokens: int = 2048,
     max_length: int | None = None,
     overwrite: bool = False,
+    key_prefix: str = "",
     device: Device = None,
     dtype: Dtype | None = None,
     json: str | None = None,
@@ -49,7 +51,8 @@ def generate(
         max_sequences: prompts that run at a time.
         max_tokens: of a step, at least as many as max-sequences.
         max_length: tokens of a prompt with its answer; default what the model takes.
-        overwrite: begin the output anew.
+        overwrite: replace the answers in the output, of whatever model they are.
+        key_prefix: put before the keys that an answer adds, where prompts have such keys.
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: of the weights; default what the checkpoint has, but on CUDA bfloat16 for float32.
         json: also write what it took to this file.
@@ -57,29 +60,38 @@ def generate(
     Example:
         mha2mla generate path/to/llama-mla --file prompts.jsonl --output answers.jsonl --max-new-tokens 64
     """
+    from mha2mla.prompts import ANSWERS, Answers, checkpoint_digest, read_prompts
+
+    answers_file = output_file(output, ANSWERS, model, file, name="output")
+    record = report_file(json, "generate", model, file, output)
     if not (prompt or file):
         raise ValueError("--prompt and --file are not given; expected one of them")
     find_checkpoint(model, "model")
-    from mha2mla.prompts import Answers, read_prompts
-
     tasks: list[dict[str, Any]] = [{"prompt": text} for text in prompt or ()] + (read_prompts(file) if file else [])
     given = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
+    from mha2mla.environment import device_name
     from mha2mla.loop import Loop, Sampling
 
     sampling = Sampling(**given)
-    answers = Answers(output, {"model": model, "sampling": given | {"chat": chat}}, overwrite)
+    place, weights_dtype = _placement(model, device, dtype)
+    made_by: dict[str, Any] = {"model": model, "sampling": given | {"chat": chat}}
+    if answers_file is not None:
+        made_by |= {"weights": checkpoint_digest(model), "dtype": None if weights_dtype is None else str(weights_dtype)}
+        made_by |= {"device": device_name(place), "max_length": max_length}
+    answers = Answers(answers_file, made_by, overwrite, key_prefix)
     left = len(answers.remaining(tasks))
     if not left:
         print(f"all {len(tasks)} prompts have answers in {output}")
         return
     from dataclasses import replace
 
+    from mha2mla.eval.loading import load
     from mha2mla.loop.answering import answer_all, served, stop_tokens
 
-    loaded, tokenizer = _load(model, device, dtype)
+    loaded, tokenizer = load(model, device=place, dtype=weights_dtype)
     sampling = replace(sampling, stop_tokens=stop_tokens(loaded, tokenizer))
     loop = Loop(served(loaded), max_sequences=max_sequences, max_tokens=max_tokens, max_length=max_length)
     for task, text in answer_all(loop, tokenizer, tasks, answers, sampling, chat=chat):
@@ -91,12 +103,12 @@ def generate(
         f"{left} answers, {len(tasks) - left} found: {done.new_tokens:,} tokens in {done.seconds:.2f} s,"
         f" {done.tokens_per_second:,.0f} tokens/s; cache {size:,.0f} bytes a token, {loop.cache.nbytes:,} in all"
     )
-    if json:
+    if record is not None:
         from mha2mla.environment import collect_environment
 
         row = vars(done) | {"tokens_per_second": done.tokens_per_second, "answers": left}
         row |= {"cache_bytes_per_token": size, "cache_bytes": loop.cache.nbytes}
-        save(json, "generate", [row], model=model, sampling=given, environment=collect_environment())
+        save(record, "generate", [row], model=model, sampling=given, environment=collect_environment())
 
 
 def chat(
@@ -131,13 +143,15 @@ def chat(
     names = {"model": model} | ({} if beside is None else {"beside": beside})
     for name, checkpoint in names.items():
         find_checkpoint(checkpoint, name)
+    from mha2mla.eval.loading import load
     from mha2mla.loop import Sampling
     from mha2mla.loop.answering import Conversation
 
     sampling = Sampling(max_new_tokens, temperature, top_p=top_p, seed=seed)
     talks = {}
     for checkpoint in names.values():
-        loaded, tokenizer = _load(checkpoint, device, dtype)
+        place, weights_dtype = _placement(checkpoint, device, dtype)
+        loaded, tokenizer = load(checkpoint, device=place, dtype=weights_dtype)
         most = min(max_length, loaded.config.max_position_embeddings)
         # room for two conversations: one that runs, one that is remembered
         talks[checkpoint] = Conversation(loaded, tokenizer, sampling, max_length=most, num_pages=2 * -(-most // 64))
@@ -166,14 +180,14 @@ def _line() -> str:
         return ""
 
 
-def _load(checkpoint: str, device: Device, dtype: Dtype | None) -> tuple[Any, Any]:
+def _placement(checkpoint: str, device: Device, dtype: Dtype | None) -> tuple[Any, Any]:
+    """torch's device and dtype that a model is loaded with; the dtype None: the checkpoint's."""
     import torch
 
     from mha2mla.environment import compute_device
-    from mha2mla.eval.loading import load
 
-    given = compute_device(device)
-    return load(checkpoint, device=given, dtype=getattr(torch, dtype) if dtype else kernels_dtype(checkpoint, given))
+    place = compute_device(device)
+    return place, getattr(torch, dtype) if dtype else kernels_dtype(checkpoint, place)
 
 
 def kernels_dtype(checkpoint: str, device: Any) -> Any:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mha2mla.outputs import Kind, output_file
+
 KEYS = ("id", "prompt", "messages")  # which say whether two lines ask for the same
+ANSWER_KEYS = ("answer", "finished", "prompt_tokens", "new_tokens")  # what an answer adds to its prompt
+_MARKS = ("answer", "finished", "model", "sampling")  # keys by which a line is known for one of :class:`Answers`
+ANSWERS = Kind("answers file", lambda head: head.lstrip().startswith(b"{"))  # every line is checked by Answers
 
 
 def read_prompts(path: str | Path) -> list[dict[str, Any]]:
@@ -38,33 +44,45 @@ def read_prompts(path: str | Path) -> list[dict[str, Any]]:
 
 
 class Answers:
-    """A JSON Lines file of answers that a run goes on with.
+    """A JSON Lines file of answers that a run goes on with. It changes with the first answer that is written.
 
     Args:
         path: of the file; None: nothing is written.
-        made_by: model and sampling, kept in every line.
-        overwrite: begin anew.
+        made_by: what answers depend on beside their prompt, with the keys ``model`` and ``sampling``; in every line.
+        overwrite: replace the answers that are there.
+        key_prefix: put before the keys of :data:`ANSWER_KEYS` and ``made_by``.
 
     Attributes:
         done: what has an answer already.
 
     Raises:
-        ValueError: the file has lines that something else wrote.
+        ValueError: the file cannot be written, has lines that something else wrote, or, without ``overwrite``, answers
+            that were made by something else.
     """
 
-    def __init__(self, path: str | Path | None, made_by: Mapping[str, Any], overwrite: bool = False) -> None:
-        self._made_by, self.done = dict(made_by), Counter()
-        self._file = None
-        if path is None:
-            return
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not overwrite:
-            self._take_up(path)
-        self._file = path.open("w" if overwrite else "a", encoding="utf-8")
+    def __init__(
+        self, path: str | Path | None, made_by: Mapping[str, Any], overwrite: bool = False, key_prefix: str = ""
+    ) -> None:
+        self._prefix, self.done = key_prefix, Counter()
+        self._made_by = json.loads(json.dumps({key_prefix + key: value for key, value in made_by.items()}))
+        self._path = output_file(path, ANSWERS, name="output")
+        self._file, self._kept = None, 0  # bytes of whole lines that stay
+        if self._path is not None and self._path.exists():
+            self._take_up(overwrite)
 
     def remaining(self, tasks: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-        """Numbers and tasks that have no answer yet; of equal tasks the first ones have."""
+        """Numbers and tasks that have no answer yet; of equal tasks the first ones have.
+
+        Raises:
+            ValueError: a task has a key of an answer.
+        """
+        ours = {self._prefix + key for key in ANSWER_KEYS} | self._made_by.keys()
+        for number, task in enumerate(tasks if self._path is not None else (), 1):
+            if taken := sorted(ours & task.keys()):
+                raise ValueError(
+                    f"prompt {number} has the key {taken[0]!r}, which its answer has, too; expected other keys, or a"
+                    " key_prefix for those of answers (--key-prefix)"
+                )
         done, left = self.done.copy(), []
         for number, task in enumerate(tasks):
             if done[_key(task)]:
@@ -75,32 +93,47 @@ class Answers:
 
     def write(self, task: Mapping[str, Any], **answer: Any) -> None:
         """One line, at once."""
-        if self._file is not None:
-            self._file.write(json.dumps({**task, **answer, **self._made_by}, ensure_ascii=False) + "\n")
-            self._file.flush()
+        if self._path is None:
+            return
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab")
+            self._file.truncate(self._kept)
+        own = {self._prefix + key: value for key, value in answer.items()}
+        self._file.write(json.dumps({**task, **own, **self._made_by}, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
-    def _take_up(self, path: Path) -> None:
-        text = path.read_bytes()
-        whole = text[: text.rfind(b"\n") + 1]
-        for number, line in enumerate(_lines(whole.decode("utf-8")), 1):
-            try:
-                row = json.loads(line)
-                made_by = {key: row[key] for key in self._made_by}
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path} line {number} is no answer; expected another file, or overwrite=True"
-                ) from error
-            if made_by != json.loads(json.dumps(self._made_by)):
-                other = {key: value for key, value in made_by.items() if value != self._made_by[key]}
-                raise ValueError(f"{path} has answers of {other}; expected another file, or overwrite=True")
-            self.done[_key(row)] += 1
-        if len(whole) < len(text):  # a line that a kill cut short
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
+    def _take_up(self, overwrite: bool) -> None:
+        """Counts the answers of the file, or with ``overwrite`` only sees that there is nothing else in it."""
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                row = self._row(line)
+                if number > 1 and not line.endswith(b"\n") and (row or (row is None and line.startswith(b'{"'))):
+                    break  # a line that a kill cut short
+                if not row:
+                    raise ValueError(
+                        f"output is {str(self._path)!r}, whose line {number} is no answer of mha2mla generate"
+                        f"{self._prefix and f' with the key_prefix {self._prefix!r}'}; expected another file"
+                    )
+                if overwrite:
+                    continue
+                other = {key: row.get(key) for key, value in self._made_by.items() if row.get(key) != value}
+                if other:
+                    raise ValueError(f"{self._path} has answers of {other}; expected another file, or overwrite=True")
+                self.done[_key(row)] += 1
+                self._kept += len(line)
+
+    def _row(self, line: bytes) -> dict[str, Any] | None:
+        """A line's answer; empty where it holds something else, None where it is no JSON."""
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return row if isinstance(row, dict) and all(self._prefix + key in row for key in _MARKS) else {}
 
 
 def _lines(text: str) -> list[str]:
@@ -110,3 +143,25 @@ def _lines(text: str) -> list[str]:
 
 def _key(task: Mapping[str, Any]) -> str:
     return json.dumps([task.get(key) for key in KEYS], sort_keys=True)
+
+
+def checkpoint_digest(checkpoint: str) -> str:
+    """What tells a checkpoint from others at the same path: sha256 of config, tokenizer and weights, in hex.
+
+    Shards are hashed whole, but for those whose digest ``conversion.json`` has. Of a hub id it is the commit.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or a file of it cannot be read.
+    """
+    from mha2mla.checkpoints import CONFIG_FILE, find_checkpoint
+    from mha2mla.conversion.source.files import companions, identify
+
+    folder = Path(find_checkpoint(checkpoint, "model"))
+    if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        return Path(cached_file(str(folder), CONFIG_FILE)).parent.name
+    weights = [path.name for path in folder.glob("*.safetensors")] or [path.name for path in folder.glob("*.bin")]
+    found = identify(folder, [CONFIG_FILE, *companions(folder), *weights])
+    hashes = "".join(f"{name} {identity.sha256}\n" for name, identity in found.items())
+    return hashlib.sha256(hashes.encode()).hexdigest()

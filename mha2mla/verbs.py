@@ -7,11 +7,13 @@ that can be seen without it is said.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from shutil import copyfile
 from typing import Any, Literal
 
 from mha2mla.checkpoints import damage_named, find_checkpoint, find_converted, find_pair, read_object
+from mha2mla.outputs import picture_file, report, report_file, write_output
 
 Device = str | None
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -44,16 +46,17 @@ def convert(
     Example:
         mha2mla convert path/to/llama path/to/llama-mla --cache-ratio 0.5
     """
+    record = report_file(json, "conversion", source, recipe, made=destination)
     asked = asked_recipe(recipe, keys)
     find_checkpoint(source, "source")
     import torch
 
-    from mha2mla.eval.inspection import RECORD_FILE
+    from mha2mla.conversion.result.card import RECORD_FILE
     from mha2mla.pipeline import convert as run
     from mha2mla.process_memory import keep_freed_memory
 
     keep_freed_memory()
-    report = run(
+    found = run(
         source,
         destination,
         asked,
@@ -62,10 +65,9 @@ def convert(
         overwrite=overwrite,
         resume=resume,
     )
-    print(report)
-    if json:
-        Path(json).parent.mkdir(parents=True, exist_ok=True)
-        copyfile(Path(report.destination) / RECORD_FILE, json)
+    print(found)
+    if record is not None:
+        write_output(record, report("conversion"), partial(copyfile, Path(found.destination) / RECORD_FILE))
 
 
 def asked_recipe(file: str | None, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +93,7 @@ def show(
     *,
     title: str,
     kind: str,
-    json: str | None,
+    json: Path | None,
     all_rows: Sequence[Mapping[str, Any]] | None = None,
     note: str = "",
     **fields: Any,
@@ -105,9 +107,9 @@ def show(
     save(json, kind, rows if all_rows is None else all_rows, environment=environment, **fields)
 
 
-def save(json: str | None, kind: str, rows: Sequence[Mapping[str, Any]], **fields: Any) -> None:
+def save(json: Path | None, kind: str, rows: Sequence[Mapping[str, Any]], **fields: Any) -> None:
     """Writes rows to the file of ``--json``, where one was asked for."""
-    if json:
+    if json is not None:
         from mha2mla.eval.report import write_json
 
         write_json(json, kind=kind, rows=rows, **fields)
@@ -146,11 +148,13 @@ def eval_quality(
         device: cpu, cuda, cuda:1, …; default CUDA when there is one.
         dtype: what the models compute in.
         json: also write everything to this file.
-        plot: also draw the ratio by position, and the probes, to this PNG or SVG file.
+        plot: also draw the ratio by position, and the probes, to this PNG, SVG or PDF file.
 
     Example:
         mha2mla eval quality path/to/llama path/to/llama-mla --lengths 512,2048,longest --json quality.json
     """
+    record = report_file(json, "quality", source, converted, *(text or ()))
+    drawing = picture_file(plot, source, converted, *(text or ()), json, name="plot")
     find_pair(source, converted)
     import torch
 
@@ -159,9 +163,9 @@ def eval_quality(
     from mha2mla.eval import probes as probing
     from mha2mla.eval.report import print_table
 
-    if plot:
+    if drawing is not None:
         plots.check_installed()
-    report = evaluate_quality(
+    measured = evaluate_quality(
         source,
         converted,
         texts=text or quality.TEXTS,
@@ -173,11 +177,11 @@ def eval_quality(
         device=device,
         dtype=getattr(torch, dtype),
     )
-    found = report.to_dict()
+    found = measured.to_dict()
     title = f"{source} → {converted}"
     fields = {"source": source, "converted": converted, **found}
     rows = fields.pop("rows")
-    show(rows, quality.COLUMNS, title=title, kind="quality", json=json, note=f"{report.dtype}; ", **fields)
+    show(rows, quality.COLUMNS, title=title, kind="quality", json=record, note=f"{measured.dtype}; ", **fields)
     print_table(found["by_position"], title="by position in the longest window", columns=quality.POSITION_COLUMNS)
     for rows, title, columns in (
         (found["probes"], "probes of far context", probing.COLUMNS),
@@ -185,10 +189,10 @@ def eval_quality(
     ):
         if rows:
             print_table(rows, title=title, columns=columns)
-    for reason in report.skipped:
+    for reason in measured.skipped:
         print(f"not measured: {reason}")
-    if plot:
-        plots.plot_quality(found | fields, plot)
+    if drawing is not None:
+        plots.plot_quality(found | fields, drawing)
 
 
 def eval_tasks(
@@ -220,6 +224,7 @@ def eval_tasks(
     Example:
         mha2mla eval tasks path/to/llama path/to/llama-mla --task arc_easy --limit 100
     """
+    record = report_file(json, "tasks", source, converted)
     find_pair(source, converted)
     import torch
 
@@ -237,7 +242,7 @@ def eval_tasks(
         dtype=None if dtype is None else getattr(torch, dtype),
     )
     rows, fields = [row.to_dict() for row in found], {"source": source, "converted": converted}
-    show(rows, tasks.COLUMNS, title=f"{source} → {converted}", kind="tasks", json=json, **fields)
+    show(rows, tasks.COLUMNS, title=f"{source} → {converted}", kind="tasks", json=record, **fields)
 
 
 def plot(picture: str, report: str, more: list[str] | None = None) -> None:
@@ -249,7 +254,7 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
     eval latency with rows of its level e2e alone: tokens per second and the largest batch against context.
 
     Args:
-        picture: PNG or SVG file to write.
+        picture: PNG, SVG or PDF file to write.
         report: JSON file to read.
         more: one or several further files, drawn beside it.
 
@@ -257,11 +262,12 @@ def plot(picture: str, report: str, more: list[str] | None = None) -> None:
         mha2mla plot quality.png quality.json
     """
     files = (report, *(more or ()))
+    drawing = picture_file(picture, *files, name="picture")
     reports = [read_object(Path(file)) for file in files]
     from mha2mla.eval.plots import plot_reports
 
     with damage_named(f"{', '.join(files)} cannot be drawn"):
-        plot_reports(reports, picture)
+        plot_reports(reports, drawing)
 
 
 def demo(
@@ -287,12 +293,13 @@ def demo(
     Example:
         mha2mla demo --model path/to/llama --device cpu
     """
+    record = report_file(json, "demo", model)
     if model is not None:
         find_checkpoint(model, "model")
     from mha2mla.demo import run_demo
     from mha2mla.eval.measurement import wrong_rows
 
-    rows = run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=json)
+    rows = run_demo(model, device=device, output=output, prompt=prompt, max_new_tokens=max_new_tokens, json=record)
     return int(bool(wrong_rows(rows)))
 
 
@@ -323,12 +330,13 @@ def env(json: str | None = None) -> None:
     Example:
         mha2mla env --json environment.json
     """
+    record = report_file(json, "environment")
     from mha2mla.environment import collect_environment
     from mha2mla.eval.report import print_values
 
     environment = collect_environment()
     print_values(environment)
-    save(json, "environment", [environment])
+    save(record, "environment", [environment])
 
 
 def inspect_checkpoint(
@@ -352,7 +360,9 @@ def inspect_checkpoint(
     Example:
         mha2mla inspect path/to/llama-mla --batch 1,64 --length 4096,32768
     """
+    record = report_file(json, "inspection", checkpoint)
     find_converted(checkpoint, "checkpoint")
+    from mha2mla.conversion.result.card import RECORD_FILE
     from mha2mla.eval import inspection
     from mha2mla.eval.report import print_table, print_values
 
@@ -365,9 +375,9 @@ def inspect_checkpoint(
         print_values(found.run)
         print_table(found.layers, title="relative errors by layer")
     else:
-        print(f"no {inspection.RECORD_FILE}: what the conversion lost is not recorded")
+        print(f"no {RECORD_FILE}: what the conversion lost is not recorded")
     fields = dict(vars(found))
     if verify:
         fields["verified"] = inspection.verify_weights(checkpoint)
         print(f"weights are what the conversion wrote: {len(fields['verified'])} files")
-    save(json, "inspection", fields.pop("geometries"), **fields)
+    save(record, "inspection", fields.pop("geometries"), **fields)

@@ -1,4 +1,4 @@
-"""Files that are whole and on the disk before they have their names."""
+"""Atomic writes: files that are whole and on the disk before they have their names; and whether one can be written."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def try_to_write(target: Path) -> None:
+    """Makes, and removes again, a file beside ``target``, in the nearest folder above it that exists.
+
+    Raises:
+        OSError: that failed.
+    """
+    folder = next(each for each in target.parents if each.exists())
+    with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", suffix=".part", dir=folder):
+        pass
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:

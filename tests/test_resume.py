@@ -15,6 +15,7 @@ import torch
 import mha2mla
 from mha2mla.conversion.calibration import windows
 from mha2mla.conversion.layer_walk import LayerWalk
+from mha2mla.conversion.result.destination import temporary_folder
 from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.resume import ResumeError
 from mha2mla.pipeline import ParityError, prepare, run, verify, write
@@ -227,6 +228,9 @@ def test_saved_text_is_not_used_for_another_text_of_the_same_name(source, tmp_pa
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+GOES_ON = "work: the same command goes on from there"
+
+
 class OutOfMemory(run.FinishedLayers):
     def add(self, *arguments):
         if len(self) == 3:
@@ -244,24 +248,41 @@ class FullDisk(write.ShardedWriter):
 
 
 @pytest.mark.parametrize(
-    ("place", "fault", "error", "kept"),
+    ("place", "fault", "error", "kept", "again"),
     [
-        ((run, "FinishedLayers"), OutOfMemory, torch.OutOfMemoryError, 3),
-        ((write, "ShardedWriter"), FullDisk, DestinationError, LAYERS),
-        ((verify, "compare"), stop, KeyboardInterrupt, LAYERS),
-        ((run, "verify"), no_parity, ParityError, LAYERS),
+        ((run, "FinishedLayers"), OutOfMemory, torch.OutOfMemoryError, 3, GOES_ON),
+        ((write, "ShardedWriter"), FullDisk, DestinationError, LAYERS, GOES_ON),
+        ((verify, "compare"), stop, KeyboardInterrupt, LAYERS, GOES_ON),
+        ((run, "verify"), no_parity, ParityError, LAYERS, "work: resume='never' (--resume never) begins anew"),
     ],
 )
 def test_an_error_keeps_finished_layers_as_a_kill_does(
-    place, fault, error, kept, source, whole, tmp_path, monkeypatch, capsys
+    place, fault, error, kept, again, source, whole, tmp_path, monkeypatch, capsys
 ):
     with monkeypatch.context() as patch, pytest.raises(error):
         patch.setattr(*place, fault)
         convert(source, tmp_path / "out", progress=True)
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert again in capsys.readouterr().err
     assert finished(tmp_path) == kept and not list((tmp_path / ".out.mha2mla-tmp").glob("*.safetensors"))
     assert convert(source, tmp_path / "out").resumed_layers == kept
     assert weights(tmp_path / "out") == whole
+
+
+def test_what_goes_on_is_said_only_where_it_does(source, tmp_path, monkeypatch, capsys):
+    """It was said of layers that the same command refuses, discards, or that another process was making."""
+    convert(source, tmp_path / "out", 2, monkeypatch, progress=True)
+    assert GOES_ON in capsys.readouterr().err
+    with pytest.raises(ResumeError):
+        convert(source, tmp_path / "out", dtype=torch.bfloat16, progress=True)
+    assert "goes on" not in capsys.readouterr().err
+    convert(source, tmp_path / "out", 2, monkeypatch, progress=True, resume="never")
+    assert "the same command without resume='never' (--resume never) goes on" in capsys.readouterr().err
+    with (
+        temporary_folder(tmp_path / "out", overwrite=False, worth_keeping=lambda work: True),
+        pytest.raises(DestinationError, match="another process"),
+    ):
+        convert(source, tmp_path / "out", progress=True)
+    assert "goes on" not in capsys.readouterr().err
 
 
 def test_a_damaged_layer_is_made_anew_and_said_so(source, whole, tmp_path, monkeypatch, capsys):
@@ -277,7 +298,7 @@ def test_a_damaged_layer_is_made_anew_and_said_so(source, whole, tmp_path, monke
 
 def test_layers_of_other_code_or_another_device_are_not_used(source, tmp_path, monkeypatch):
     convert(source, tmp_path / "out", 2, monkeypatch)
-    for part, found in (("code_hash", "code"), ("_device_name", "device")):
+    for part, found in (("code_hash", "code"), ("device_name", "device")):
         with monkeypatch.context() as patch, pytest.raises(ResumeError, match=rf"differs in {found}"):
             patch.setattr(prepare, part, lambda *arguments: "another")
             convert(source, tmp_path / "out")

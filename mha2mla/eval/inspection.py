@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2mla.checkpoints import (
-    RECORD_FILE,
     CheckpointError,
     check_converted,
     damage_named,
@@ -19,6 +18,7 @@ from mha2mla.checkpoints import (
     find_converted,
     read_json,
 )
+from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.conversion.source.files import identify
 from mha2mla.conversion.source.opening import open_converted
 from mha2mla.eval.loading import load_config

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mha2mla.eval.measurement import is_ours
+from mha2mla.outputs import picture, write_output
 
 Row = Mapping[str, Any]
 Points = dict[str, list[tuple[float, float]]]  # name of a curve → (x, ratio)
@@ -40,7 +41,7 @@ def plot_layers(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     Args:
         rows: one per layer, with ``layer`` and the keys of :data:`LAYER_CURVES`; a curve whose values are absent, zero
             or not finite is left out there.
-        path: PNG file to write, well below 100 kB, or SVG.
+        path: PNG file to write, well below 100 kB, or SVG or PDF.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -54,7 +55,7 @@ def plot_quality(report: Mapping[str, Any], path: str | os.PathLike[str]) -> Non
     Args:
         report: what ``QualityReport.to_dict`` gives, or the JSON that ``mha2mla eval quality`` wrote: its keys
             ``by_position`` and ``probes``, either of which may be empty.
-        path: PNG or SVG file to write; its folder is made when missing.
+        path: PNG, SVG or PDF file to write; its folder is made when missing.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -81,7 +82,7 @@ def plot_reports(reports: Sequence[Mapping[str, Any]], path: str | os.PathLike[s
 
     Args:
         reports: what the files hold.
-        path: PNG or SVG file to write.
+        path: PNG, SVG or PDF file to write.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -210,6 +211,7 @@ def _times_and_losses(
 def _picture(panels: Sequence[Draw], path: str | os.PathLike[str], *, title: str | None = None) -> None:
     """One panel below the other."""
     check_installed()
+    kind = picture(path)
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -222,16 +224,20 @@ def _picture(panels: Sequence[Draw], path: str | os.PathLike[str], *, title: str
         draw(figure.add_subplot(len(panels), 1, place + 1))
     if title:
         figure.suptitle(title, fontsize=10)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".svg":
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha2mla"}):
-            figure.savefig(path, metadata={"Date": None})
-        return
-    canvas.draw()
-    # A palette takes a third of the bytes; Pillow comes with matplotlib.
-    picture = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
-    picture.quantize(_COLORS, dither=Image.Dither.NONE).save(path, format="PNG", optimize=True)
+
+    def write(temporary: Path) -> None:
+        suffix = Path(path).suffix.lower()
+        if suffix != ".png":
+            undated = {"Date": None} if suffix == ".svg" else {"CreationDate": None}
+            with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mha2mla"}):
+                figure.savefig(temporary, format=suffix[1:], metadata=undated)
+            return
+        canvas.draw()
+        # A palette takes a third of the bytes; Pillow comes with matplotlib.
+        pixels = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
+        pixels.quantize(_COLORS, dither=Image.Dither.NONE).save(temporary, format="PNG", optimize=True)
+
+    write_output(path, kind, write)
 
 
 def _draw_layers(rows: Sequence[Row], axes: Any) -> None:

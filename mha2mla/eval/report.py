@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mha2mla.whole_files import write_whole
+from mha2mla.outputs import SCHEMA, report, write_output
 
-SCHEMA = "mha2mla.report/1"
 _LONGEST_CELL = 56
 _LONGEST_LIST = 6
 _PIPE_WIDTH = 4096
@@ -157,7 +156,7 @@ def write_json(path: str | os.PathLike[str], *, kind: str, rows: Sequence[Row], 
     """Writes rows, with what else belongs to them, as one JSON file. The file appears whole or not at all.
 
     Args:
-        path: file to write; its folder is made when missing, a file already there is replaced.
+        path: file to write; its folder is made when missing, a report of this kind is replaced.
         kind: what was measured, such as ``"quality"`` or ``"latency"``.
         rows: list of flat dicts, as for :func:`print_table`.
         fields: further keys at the top level (``environment=…``, ``settings=…``).
@@ -166,17 +165,14 @@ def write_json(path: str | os.PathLike[str], *, kind: str, rows: Sequence[Row], 
         The path written.
 
     Raises:
-        ValueError: a value is no JSON value (a tensor, say).
+        ValueError: a value is no JSON value (a tensor, say), or the file there is no report of this kind.
     """
-    path = Path(path)
     payload = {"schema": SCHEMA, "kind": kind, **fields, "rows": [dict(row) for row in rows]}
     try:
         text = json.dumps(_json_numbers(payload), indent=2, allow_nan=False)
     except TypeError as error:
         raise ValueError(f"rows or fields hold a value that JSON cannot express: {error}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
-    return path
+    return write_output(path, report(kind), lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
 
 
 def _json_numbers(value: Any) -> Any:

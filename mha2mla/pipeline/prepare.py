@@ -22,7 +22,7 @@ from mha2mla.conversion.layer import converted_config
 from mha2mla.conversion.layer_walk import LayerWalk
 from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, tensor_hash
 from mha2mla.conversion.source.files import FileIdentity
-from mha2mla.environment import installed_version
+from mha2mla.environment import device_name, installed_version
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Plan
@@ -170,7 +170,7 @@ def _machine(plan: Plan) -> dict[str, Any]:
     """The calibration text by name or hash, and the device and versions that it depends on beside the source."""
     return {
         "calibration": _text_identity(plan.calibration),
-        "device": _device_name(plan.model.device),
+        "device": device_name(plan.model.device),
         "python": platform.python_version(),  # texts come with it
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
@@ -186,7 +186,3 @@ def _text_identity(text: str | Windows | None) -> str | None:
         return "+".join(map(tensor_hash, listed(text)))
     with named_in_errors("calibration", text):
         return text_identity(text)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

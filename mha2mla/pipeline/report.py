@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2mla.conversion.parity import ParityReport
-from mha2mla.conversion.result.card import PLOT_FILE, model_card
+from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE, model_card
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.metadata import card_metadata
 from mha2mla.conversion.source.opening import OpenedFolder
@@ -218,7 +218,6 @@ def make_report(
 def write_report(arguments: Arguments, device: torch.device, folder: Path, report: ConversionReport, made: str) -> None:
     """conversion.json, the model card, which says what was ``made`` of the source, and its plot where matplotlib is
     installed."""
-    from mha2mla.eval.inspection import RECORD_FILE
     from mha2mla.eval.plots import plot_layers
     from mha2mla.eval.report import write_json
 
@@ -240,7 +239,7 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
         record=RECORD_FILE,
         environment=describe_environment(environment),
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
 
 def serving_on_cuda(config: MHA2MLAConfig, written: torch.dtype, device: torch.device) -> tuple[LayerAttention, ...]:

@@ -16,9 +16,9 @@ from mha2mla.conversion.calibration.blocks import Windows
 from mha2mla.conversion.fit.reconstruction import ReconstructionError
 from mha2mla.conversion.presets import PresetName, better_than
 from mha2mla.conversion.recipe import Recipe, is_exact
-from mha2mla.conversion.result.destination import WORK_FOLDER, is_converted, temporary_folder, temporary_path
+from mha2mla.conversion.result.destination import WORK_FOLDER, check_destination, is_converted, temporary_folder
 from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
-from mha2mla.conversion.resume import FinishedLayers, has_pieces
+from mha2mla.conversion.resume import FinishedLayers, WorkFolder, has_pieces
 from mha2mla.conversion.source.files import check_unchanged, faults_of_the_source_named
 from mha2mla.environment import compute_device
 from mha2mla.pipeline.check import (
@@ -33,7 +33,7 @@ from mha2mla.pipeline.check import (
 from mha2mla.pipeline.prepare import layer_inputs, open_work, prepare
 from mha2mla.pipeline.relayout import change_layout
 from mha2mla.pipeline.report import ConversionReport, make_report, serving_on_cuda, write_report
-from mha2mla.pipeline.verify import verify
+from mha2mla.pipeline.verify import ParityError, verify
 from mha2mla.pipeline.write import convert_layers, write_config, write_weights
 
 MADE = "converted to Multi-head Latent Attention"
@@ -113,6 +113,8 @@ def convert(
     seconds: dict[str, float] = {}
     with _timed(seconds, "prepare"):
         named_recipe(arguments.recipe, preset, compute_device(device))  # a mistake is said before a source is fetched
+        if not os.path.isdir(arguments.source):  # before it is downloaded
+            check_destination(arguments.destination, None, overwrite=overwrite)
         folder = source_folder(arguments.source)
     if is_converted(folder):
         return change_layout(arguments, folder, started)
@@ -125,16 +127,13 @@ def convert(
 
 def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionReport:
     arguments, opened = plan.arguments, plan.opened
-    with (
-        _leftovers_named(plan),
-        temporary_folder(plan.destination, overwrite=arguments.overwrite, worth_keeping=has_pieces) as folder,
-    ):
+    with temporary_folder(plan.destination, overwrite=arguments.overwrite, worth_keeping=has_pieces) as folder:
         with _timed(seconds, "prepare"):
             opened.check_weights(progress=arguments.progress)
             weights, others = opened.identity()
             work = open_work(plan, folder / WORK_FOLDER, weights)
         files = {**weights, **others}
-        with faults_of_the_source_named(plan.opened.folder, files, work.discard):
+        with _leftovers_named(arguments, work), faults_of_the_source_named(plan.opened.folder, files, work.discard):
             with _timed(seconds, "prepare"), _overflow_named():
                 prepared = prepare(plan, work, folder, files)
                 config, device = prepared.config(), plan.model.device
@@ -182,14 +181,19 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
 
 
 @contextmanager
-def _leftovers_named(plan: Plan) -> Iterator[None]:
-    """Says after an interrupt or an error how to go on."""
+def _leftovers_named(arguments: Arguments, work: WorkFolder) -> Iterator[None]:
+    """Says after an interrupt or an error what is kept, and which command goes on from there."""
     try:
         yield
-    except BaseException:
-        work = temporary_path(plan.destination) / WORK_FOLDER
-        if has_pieces(work):
-            plan.arguments.say(f"what was finished is kept in {work}: the same command goes on from there")
+    except BaseException as error:
+        if has_pieces(work.folder):
+            if isinstance(error, ParityError):  # of finished layers, which the same command would only judge again
+                again = "resume='never' (--resume never) begins anew"
+            elif arguments.resume == "never":
+                again = "the same command without resume='never' (--resume never) goes on from there"
+            else:
+                again = "the same command goes on from there"
+            arguments.say(f"what was finished is kept in {work.folder}: {again}")
         raise
 
 

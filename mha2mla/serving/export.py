@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from mha2mla.checkpoints import CONFIG_FILE, RECORD_FILE, find_converted, read_json
+from mha2mla.checkpoints import CONFIG_FILE, find_converted, read_json
+from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.checkpoint import INDEX_FILE, CheckpointReader

@@ -173,7 +173,7 @@ def test_a_file_of_another_machine_or_seed_is_not_gone_on_from(tmp_path):
     assert check_rows.read_known(path, settings | {"count": 9}, environment) == [{}], "a run may become longer"
     with pytest.raises(ValueError, match="is of seed 3; expected 4 and commit 'c'; expected 'd'"):
         check_rows.read_known(path, settings | {"seed": 4}, environment | {"commit": "d"})
-    write_json(path, kind="tuning", rows=[])
+    path = write_json(tmp_path / "other.json", kind="tuning", rows=[])
     with pytest.raises(ValueError, match="not what `mha2mla check kernels --json` writes"):
         check_rows.read_known(path, settings, environment)
 

@@ -17,11 +17,12 @@ import mha2mla
 from mha2mla.loop import Loop, Sampling
 from mha2mla.loop.answering import Conversation, answer_all, served, token_ids
 from mha2mla.loop_verbs import kernels_dtype
-from mha2mla.prompts import Answers, read_prompts
+from mha2mla.prompts import Answers, checkpoint_digest, read_prompts
 from tests.commands import run
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["Keys and values", "Keys and queries, and more", "Light"]
+MADE_BY = {"model": "m", "sampling": {}}
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
@@ -68,8 +69,11 @@ def test_a_file_is_answered_and_gone_on_with(which, prompts, tmp_path, request, 
     assert run("generate", folder, "--file", prompts, *keys) == 0
     assert "all 3 prompts have answers" in capsys.readouterr().out
 
-    assert run("generate", folder, "--file", prompts, *keys, "--seed", 5) == 2
-    assert "has answers of" in capsys.readouterr().err
+    made_by = {"dtype": None, "device": "cpu", "max_length": 200, "weights": checkpoint_digest(str(folder))}
+    assert made_by.items() <= found[0].items()
+    for other in (("--seed", 5), ("--max-length", 150), ("--dtype", "float32")):
+        assert run("generate", folder, "--file", prompts, *keys, *other) == 2
+        assert "has answers of" in capsys.readouterr().err
     assert run("generate", folder, "--prompt", "Light", *keys, "--seed", 5, "--overwrite") == 0
     assert [row["prompt"] for row in rows(output)] == ["Light"]
 
@@ -89,10 +93,10 @@ def test_lines_end_where_json_lines_end(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": text}, ensure_ascii=False).encode() + b"\r\n\r\n")
     tasks = read_prompts(path)
     assert tasks == [{"prompt": text}]
-    answers = Answers(output, {"model": "m"})
-    answers.write(tasks[0], answer=text)
+    answers = Answers(output, MADE_BY)
+    answers.write(tasks[0], answer=text, finished="stop")
     answers.close()
-    assert Answers(output, {"model": "m"}).remaining([*tasks, {"prompt": "b"}]) == [(1, {"prompt": "b"})]
+    assert Answers(output, MADE_BY).remaining([*tasks, {"prompt": "b"}]) == [(1, {"prompt": "b"})]
     path.write_text("\n\n")
     with pytest.raises(ValueError, match="has no prompts; expected one in a line"):
         read_prompts(path)
@@ -130,17 +134,14 @@ def test_lines_that_are_no_prompts(tmp_path):
         path.write_text('{"prompt": "a"}\n\n' + text + "\n")
         with pytest.raises(ValueError, match=f"line 3 .*{what}"):
             read_prompts(path)
-    path.write_text('{"other": 1}\n')
-    with pytest.raises(ValueError, match="line 1 is no answer"):
-        Answers(path, {"model": "m"})
 
 
 def test_equal_prompts_are_answered_as_often_as_they_are_asked(tmp_path):
-    answers = Answers(tmp_path / "out", {"model": "m"})
+    answers = Answers(tmp_path / "out", MADE_BY)
     task = {"prompt": "a"}
-    answers.write(task, answer="b")
+    answers.write(task, answer="b", finished="stop")
     answers.close()
-    assert Answers(tmp_path / "out", {"model": "m"}).remaining([task, task, {"prompt": "c"}]) == [
+    assert Answers(tmp_path / "out", MADE_BY).remaining([task, task, {"prompt": "c"}]) == [
         (1, task), (2, {"prompt": "c"}),
     ]  # fmt: skip
 

@@ -182,9 +182,12 @@ def test_overwriting_replaces_a_converted_checkpoint_as_a_whole_and_nothing_else
 
     (tmp_path / "out").mkdir()
     convert(source, tmp_path / "out", overwrite=True)
-    (tmp_path / "out" / "stale").write_text("x")
+    (tmp_path / "out" / "mine").write_text("x")
+    with pytest.raises(DestinationError, match="holds mine, which no conversion writes"):
+        convert(source, tmp_path / "out", overwrite=True)
+    (tmp_path / "out" / "mine").rename(tmp_path / "out" / "tokenizer.stale.json")
     convert(source, tmp_path / "out", overwrite=True)
-    assert not (tmp_path / "out" / "stale").exists() and (tmp_path / "out" / "config.json").exists()
+    assert not list((tmp_path / "out").glob("*stale*")) and (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.gpu

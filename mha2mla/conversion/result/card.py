@@ -7,7 +7,9 @@ from typing import Any
 
 import yaml
 
+CARD_FILE = "README.md"
 PLOT_FILE = "loss_per_layer.png"
+RECORD_FILE = "conversion.json"  # what was measured
 
 # Keys of a layer's row -> headings; other keys (losses of the reconstruction, seconds) follow under their own names.
 _LAYER_HEADINGS = {

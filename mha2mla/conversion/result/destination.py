@@ -4,41 +4,54 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mha2mla.checkpoints import model_type
+from mha2mla.checkpoints import CONFIG_FILE, model_type
+from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE
 from mha2mla.conversion.result.writer import DestinationError, is_folder, remove
-from mha2mla.whole_files import sync
+from mha2mla.conversion.source.checkpoint import INDEX_FILE
+from mha2mla.conversion.source.files import is_companion
+from mha2mla.whole_files import sync, try_to_write
 
 WORK_FOLDER = "work"
+_SHARD = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_FILES = frozenset({CONFIG_FILE, INDEX_FILE, CARD_FILE, PLOT_FILE, RECORD_FILE})
+_MOST_LISTED = 5
 
 
-def check_destination(destination: str | os.PathLike[str], source: Path, *, overwrite: bool) -> None:
+def check_destination(destination: str | os.PathLike[str], source: Path | None, *, overwrite: bool) -> None:
     """Refuses a destination before any work; changes nothing.
+
+    Args:
+        source: its folder; None: not fetched yet.
 
     Raises:
         DestinationError: it is the current folder or holds it, is the source or lies in it (or the other way round),
-            is a file, exists without ``overwrite``, or is neither empty nor a converted checkpoint.
+            may not be replaced (:func:`check_replaceable`), or cannot be written.
     """
     name, path = os.fspath(destination), Path(destination)
-    here, there = path.resolve(), source.resolve()
+    here, there = path.resolve(), None if source is None else source.resolve()
     current = Path.cwd()
     if name in ("", ".") or here == current or here in current.parents:
         raise DestinationError(
             f"destination {name!r} is the current folder, or holds it; expected the name of a folder to make"
         )
-    if here == there or there in here.parents or here in there.parents:
+    if there is not None and (here == there or there in here.parents or here in there.parents):
         raise DestinationError(f"destination {name!r} and source {str(source)!r} overlap; expected another folder")
     check_replaceable(path, overwrite=overwrite)
+    with _named(path):
+        try_to_write(here)
 
 
 def check_replaceable(destination: Path, *, overwrite: bool) -> None:
     """Refuses what is there already, unless it may be replaced.
 
     Raises:
-        DestinationError: it is a file, exists without ``overwrite``, or is neither empty nor a converted checkpoint.
+        DestinationError: it is a file, exists without ``overwrite``, is neither empty nor a converted checkpoint, holds
+            what no conversion writes, or is a mount point or read-only.
     """
     if not os.path.lexists(destination):
         return
@@ -51,6 +64,33 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
             f"destination {str(destination)!r} is neither empty nor a converted checkpoint; overwrite=True replaces"
             " nothing else: remove it yourself, or take another name"
         )
+    if others := _foreign(destination):
+        more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
+        raise DestinationError(
+            f"destination {str(destination)!r} holds {', '.join(others[:_MOST_LISTED])}{more}, which no conversion"
+            " writes and overwrite=True would remove: move them, or take another name"
+        )
+    if os.path.ismount(destination.resolve()) or not os.access(destination, os.R_OK | os.W_OK | os.X_OK):
+        raise DestinationError(
+            f"destination {str(destination)!r} is a mount point or read-only, which cannot be replaced; expected"
+            " another folder, such as one inside it"
+        )
+
+
+def is_written_by_conversion(name: str) -> bool:
+    """Whether a conversion may write a file of that name, relative to its folder."""
+    return name in _FILES or _SHARD.fullmatch(name) is not None or is_companion(name)
+
+
+def _foreign(folder: Path) -> list[str]:
+    """Names in a folder under which something lies that no conversion writes: a file, a link, an empty folder."""
+    found = set()
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder)
+        ours = path.is_file() and not path.is_symlink() and is_written_by_conversion(name.as_posix())
+        if not ours and not (is_folder(path) and any(path.iterdir())):
+            found.add(name.parts[0])
+    return sorted(found)
 
 
 def is_converted(folder: Path) -> bool:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 
 from mha2mla.checkpoints import CheckpointError, regular_file
 
@@ -44,6 +45,15 @@ def companions(folder: Path) -> list[str]:
     found = {path for pattern in _COMPANIONS for path in folder.glob(pattern)}
     names = sorted(path.relative_to(folder).as_posix() for path in found if path.suffix not in _CODE)
     return [name for name in names if not (folder / name).is_dir() and regular_file(folder, name)]
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file of that name, relative to its folder, is copied with a checkpoint."""
+    path = PurePath(name)
+    patterns = [PurePath(pattern) for pattern in _COMPANIONS]
+    return path.suffix not in _CODE and any(
+        path.parent == pattern.parent and fnmatchcase(path.name, pattern.name) for pattern in patterns
+    )
 
 
 def copy_files(folder: Path, names: Iterable[str], destination: Path) -> None:

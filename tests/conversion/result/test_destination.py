@@ -270,7 +270,50 @@ def test_only_what_is_empty_or_converted_may_be_replaced(tmp_path):
         with pytest.raises(DestinationError, match="neither empty nor a converted checkpoint"):
             check_destination(out, source, overwrite=True)
     (out / "config.json").write_text('{"model_type": "mha2mla"}')
+    (out / "note").unlink()
     check_destination(out, source, overwrite=True)
+
+
+def test_a_folder_with_files_of_the_user_is_not_replaced(tmp_path):
+    """``--overwrite`` removed ``.git`` and photos from a folder whose config says mha2mla."""
+    out = converted(tmp_path / "out")
+    ours = ("README.md", "conversion.json", "model-00001-of-00002.safetensors", "tokenizer.json", "LICENSE")
+    for name in ours:
+        (out / name).touch()
+    (out / "additional_chat_templates").mkdir()
+    (out / "additional_chat_templates" / "tools.jinja").touch()
+    check_destination(out, tmp_path / "source", overwrite=True)
+    for name in (".git/HEAD", "photos/1/a.png", "tokenizer_old/tokenizer.json", "model.bin", "z", "zz", "zzz"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).touch()
+    (out / "empty").mkdir()
+    (out / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    before = sorted(out.rglob("*"))
+    expected = "holds .git, empty, model.bin, model.safetensors, photos and 4 more, which no conversion writes"
+    with pytest.raises(DestinationError, match=expected):
+        check_destination(out, tmp_path / "source", overwrite=True)
+    with pytest.raises(DestinationError, match=expected), temporary_folder(out, overwrite=True):
+        raise AssertionError
+    assert sorted(out.rglob("*")) == before
+
+
+def test_a_file_that_appears_meanwhile_is_not_removed(tmp_path):
+    out = converted(tmp_path / "out")
+    with pytest.raises(DestinationError, match="holds mine"), temporary_folder(out, overwrite=True):
+        (out / "mine").write_text("x")
+    assert listing(tmp_path) == ["out"] and (out / "mine").read_text() == "x"
+
+
+def test_all_files_of_a_conversion_may_be_replaced(tiny_converted, tmp_path):
+    check_destination(tiny_converted, tmp_path / "source", overwrite=True)
+
+
+def test_a_mount_point_is_refused_before_work(tmp_path, monkeypatch):
+    """It cannot be renamed: an empty volume cost a whole conversion."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == (tmp_path / "out").resolve())
+    with pytest.raises(DestinationError, match="is a mount point"):
+        check_destination(tmp_path / "out", tmp_path / "source", overwrite=True)
 
 
 def test_the_current_folder_and_what_holds_it_are_no_destinations(tmp_path, monkeypatch):
@@ -291,3 +334,5 @@ def test_a_read_only_parent_is_refused(tmp_path):
         parent.mkdir(mode=0o500)
     with pytest.raises(DestinationError, match="cannot be written"), temporary_folder(parent / "out", overwrite=False):
         pass
+    with pytest.raises(DestinationError, match="cannot be written"):
+        check_destination(parent / "out", tmp_path, overwrite=False)

@@ -1,0 +1,179 @@
+"""Where reports, pictures and answers may be written: one rule for every verb, checked before any work.
+
+An output path counts as the file that it names: ``~``, ``..`` and links are followed. It is refused where it names an
+input, lies in a checkpoint (but for :data:`INSIDE`), would replace a file of another kind, or cannot be written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mha2mla.whole_files import try_to_write, write_whole
+
+SCHEMA = "mha2mla.report/1"
+# Reports about a checkpoint that may lie beside its weights; none is a name that a checkpoint itself has.
+INSIDE = frozenset(
+    stem + suffix
+    for stem in ("quality", "tasks", "latency", "inspection", "generate", "answers")
+    for suffix in (".json", ".jsonl", ".png", ".svg", ".pdf")
+)
+_HEAD = 4096  # bytes of a file that tell its kind
+_REPORT = re.compile(rb'\s*\{\s*"schema": "mha2mla\.report/\d+",\s*"kind": "([^"]*)"')
+_PICTURES: dict[str, Callable[[bytes], bool]] = {
+    ".png": lambda head: head.startswith(b"\x89PNG\r\n\x1a\n"),
+    ".svg": lambda head: head.lstrip().startswith((b"<?xml", b"<svg")) and b"<svg" in head,
+    ".pdf": lambda head: head.startswith(b"%PDF-"),
+}
+OutputPath = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of output: its name in messages, and how a file of that kind is told by its first bytes."""
+
+    name: str
+    matches: Callable[[bytes], bool]
+
+
+def report(kind: str) -> Kind:
+    """JSON reports of this package with that ``kind``."""
+
+    def matches(head: bytes) -> bool:
+        found = _REPORT.match(head)
+        return found is not None and found[1].decode(errors="replace") == kind
+
+    return Kind(f"report of kind {kind!r}", matches)
+
+
+def picture(path: OutputPath, name: str = "path") -> Kind:
+    """Pictures of the format that a path's extension names.
+
+    Raises:
+        ValueError: the extension is unknown.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in _PICTURES:
+        *others, last = _PICTURES
+        raise ValueError(f"{_shown(name, path)}; expected a name that ends in {', '.join(others)} or {last}")
+    return Kind(suffix[1:].upper() + " picture", _PICTURES[suffix])
+
+
+def report_file(
+    path: OutputPath | None, kind: str, *inputs: OutputPath | None, name: str = "json", made: OutputPath | None = None
+) -> Path | None:
+    """:func:`output_file` of a JSON report of ``kind``."""
+    return output_file(path, report(kind), *inputs, name=name, made=made)
+
+
+def picture_file(path: OutputPath | None, *inputs: OutputPath | None, name: str) -> Path | None:
+    """:func:`output_file` of a picture.
+
+    Raises:
+        ValueError: also for an unknown extension.
+    """
+    return None if path is None else output_file(path, picture(path, name), *inputs, name=name)
+
+
+def output_file(
+    path: OutputPath | None, kind: Kind, *inputs: OutputPath | None, name: str, made: OutputPath | None = None
+) -> Path | None:
+    """The file that an output path names, once it may be written; None stays None. Changes nothing.
+
+    Args:
+        path: as the user gave it.
+        kind: of a file that may be replaced.
+        inputs: files, checkpoint folders and other outputs of the same command; None and hub ids are left aside.
+        name: of the argument, for messages.
+        made: folder that the command makes; no output lies in it.
+
+    Raises:
+        ValueError: the path may not or cannot be written, with the reason.
+    """
+    if path is None:
+        return None
+    try:
+        target = resolved(path)
+        reason = _placed_badly(path, target, inputs, made) or _irreplaceable(target, kind)
+        if reason is None:
+            try_to_write(target)
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise ValueError(f"{_shown(name, path)}, which cannot be written: {error}") from error
+    if reason is not None:
+        raise ValueError(f"{_shown(name, path)}, {reason}")
+    return target
+
+
+def write_output(path: OutputPath, kind: Kind, write: Callable[[Path], None], name: str = "path") -> Path:
+    """Writes a file atomically, in place of none or of one of its ``kind``; its folder is made when missing.
+
+    Args:
+        write: writes to the temporary path that it is given.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ValueError: the file there is of another kind.
+    """
+    target = resolved(path)
+    if reason := _irreplaceable(target, kind):
+        raise ValueError(f"{_shown(name, path)}, {reason}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(target, write)
+    return target
+
+
+def resolved(path: OutputPath) -> Path:
+    """The file or folder that a path names."""
+    return Path(os.path.expanduser(path)).resolve()
+
+
+def _shown(name: str, path: OutputPath) -> str:
+    return f"{name} is {os.fspath(path)!r:.300}"
+
+
+def _placed_badly(
+    path: OutputPath, target: Path, inputs: tuple[OutputPath | None, ...], made: OutputPath | None
+) -> str | None:
+    """Why nothing may be written under this name, whatever is there."""
+    if os.fspath(path).endswith(("/", os.sep)) or target.is_dir():
+        return "which names a folder; expected a file name"
+    others = [resolved(each) for each in inputs if each is not None]
+    if any(_is_same(target, each) for each in others):
+        return "which another argument names; expected another file"
+    if made is not None and resolved(made) in (target, *target.parents):
+        return f"which lies in {os.fspath(made)!r:.300}, a folder that is made; expected a file outside it"
+    checkpoint = next((each for each in target.parents if each in others or _is_checkpoint(each)), None)
+    if checkpoint is not None and target.name not in INSIDE:
+        names = ", ".join(sorted(each for each in INSIDE if each.endswith(target.suffix or ".json"))) or "quality.json"
+        return f"which lies in the checkpoint {str(checkpoint)!r:.300}; expected a file outside it, or one of {names}"
+    return None
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two paths name one file; hard links do."""
+    return one == other or (one.exists() and other.exists() and os.path.samefile(one, other))
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+    return (folder / "config.json").exists() and any(any(folder.glob(pattern)) for pattern in weights)
+
+
+def _irreplaceable(target: Path, kind: Kind) -> str | None:
+    """Why the file that is there, if one is, may not be replaced. An empty file may."""
+    if not target.exists():
+        return None
+    if not target.is_file():
+        return "which is no regular file; expected a file name"
+    if not os.access(target, os.W_OK):
+        return "which is read-only; expected a file that may be replaced"
+    with target.open("rb") as file:
+        head = file.read(_HEAD)
+    if head and not kind.matches(head):
+        return f"which is there and no {kind.name}; expected a new file, or such a one, which is replaced"
+    return None

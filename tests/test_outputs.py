@@ -1,0 +1,176 @@
+"""Output paths of all verbs: nothing of the user's is replaced, and what cannot be written is refused before work."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mha2mla import outputs
+from mha2mla.eval.plots import plot_layers
+from mha2mla.eval.report import write_json
+from mha2mla.outputs import picture_file, report_file
+from tests.commands import run
+
+OUTPUTS = {
+    "convert": ("convert", "source", "made", "--json"),
+    "eval quality": ("eval", "quality", "source", "converted", "--json"),
+    "eval quality --plot": ("eval", "quality", "source", "converted", "--plot"),
+    "eval tasks": ("eval", "tasks", "source", "converted", "--json"),
+    "eval latency": ("eval", "latency", "source", "converted", "--json"),
+    "check kernels": ("check", "kernels", "--device", "cpu", "--json"),
+    "generate": ("generate", "converted", "--prompt", "a", "--json"),
+    "generate --output": ("generate", "converted", "--prompt", "a", "--output"),
+    "demo": ("demo", "--model", "source", "--json"),
+    "inspect": ("inspect", "converted", "--json"),
+    "env": ("env", "--json"),
+    "plot": ("plot",),
+}
+HOSTILE = {
+    "notes{}": "which is there and no",
+    "photo{}": "which is there and no",
+    "other{}": "which is there and no",
+    "folder{}": "names a folder",
+    "new{}/": "names a folder",
+    "fifo{}": "no regular file",
+    "source/config{}": "in the checkpoint",
+    "converted/new{}": "in the checkpoint",
+    "converted/deep/new{}": "in the checkpoint",
+    "elsewhere/new{}": "in the checkpoint",
+    "link/new{}": "in the checkpoint",
+    "converted/../source/new{}": "in the checkpoint",
+    "~/source/new{}": "in the checkpoint",
+    "linked{}": "in the checkpoint",
+    "hard{}": "which is there and no",
+    "notes.json/new{}": "cannot be written",
+    "/proc/new{}": "cannot be written",
+    "circle{}": "cannot be written",
+    "n" * 260 + "{}": "cannot be written",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The current folder and home: checkpoints without weights in them, so that any work would fail, and files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, kind in (("source", "llama"), ("converted", "mha2mla"), ("elsewhere", "llama")):
+        Path(name, "deep").mkdir(parents=True)
+        Path(name, "config.json").write_text(json.dumps({"model_type": kind}))
+        Path(name, "model.safetensors").write_bytes(b"weights")
+    os.symlink("converted", "link")
+    write_json("report.json", kind="anything", rows=[])
+    for suffix in (".json", ".jsonl", ".png"):
+        Path("notes" + suffix).write_text("milk, eggs")
+        Path("photo" + suffix).write_bytes(b"\xff\xd8\xff\xe0 JFIF")
+        Path("other" + suffix).write_text('{"schema": "mha2mla.report/1", "kind": "another", "rows": []}\n')
+        Path("folder" + suffix).mkdir()
+        os.mkfifo("fifo" + suffix)
+        os.symlink("source/new" + suffix, "linked" + suffix)
+        os.symlink("circle" + suffix, "circle" + suffix)
+        os.link("source/model.safetensors", "hard" + suffix)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, object]:
+    files = {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    return {str(path.relative_to(folder)): found for path, found in files.items()}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_hostile_output_paths_are_refused(output, folder, capsys):
+    """``inspect C --json C/config.json`` replaced a checkpoint's config and returned 0."""
+    suffix = {"generate --output": ".jsonl", "plot": ".png", "eval quality --plot": ".png"}.get(output, ".json")
+    before = contents(folder)
+    for path, reason in HOSTILE.items():
+        rest = ["report.json"] if output == "plot" else []
+        assert run(*OUTPUTS[output], path.format(suffix), *rest) == 2, path
+        error = capsys.readouterr().err
+        if (output, path) == ("generate --output", "other{}"):  # answers are told by their lines
+            reason = "whose line 1 is no answer"
+        assert reason in error and len(error.splitlines()) == 1, (path, error)
+        assert contents(folder) == before, path
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (("convert", "source", "made", "--json", "made/model.safetensors"), "lies in 'made', a folder that is made"),
+        (("convert", "source", "made", "--json", "made"), "lies in 'made', a folder that is made"),
+        (("convert", "source", "made", "--json", "converted/conversion.json"), "in the checkpoint"),
+        (("convert", "source", "made", "--recipe", "r.yaml", "--json", "r.yaml"), "which another argument names"),
+        (("plot", "report.json", "report.json"), "picture is 'report.json'; expected a name that ends in .png, .svg"),
+        (("plot", "a.jpg", "report.json"), "picture is 'a.jpg'; expected a name that ends in .png, .svg or .pdf"),
+        (("plot", "picture", "report.json"), "picture is 'picture'; expected a name that ends in"),
+        (("plot", "converted/model.safetensors", "report.json"), "expected a name that ends in"),
+        (("eval", "quality", "source", "converted", "--plot", "a.jpg"), "plot is 'a.jpg'; expected a name that ends"),
+        (("eval", "quality", "source", "converted", "--json", "a.png", "--plot", "a.png"), "another argument names"),
+        (("generate", "converted", "--prompt", "a", "--output", "a", "--json", "./a"), "another argument names"),
+        (("generate", "converted", "--file", "p.jsonl", "--output", "~/p.jsonl"), "another argument names"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_outputs_are_no_inputs_and_no_other_outputs(argv, reason, folder, capsys):
+    Path("r.yaml").touch()
+    Path("p.jsonl").touch()
+    before = contents(folder)
+    assert run(*argv) == 2
+    assert reason in capsys.readouterr().err and contents(folder) == before
+
+
+def test_a_report_replaces_one_of_its_kind(folder):
+    target = folder / "reports" / "env.json"
+    os.symlink(target, "way")
+    Path("empty.json").touch()
+    for _ in range(2):
+        assert run("env", "--json", "way") == 0
+        assert run("env", "--json", "empty.json") == 0
+    assert json.loads(target.read_text())["kind"] == "environment" and Path("way").is_symlink()
+    assert [each.name for each in target.parent.iterdir()] == ["env.json"]
+
+
+def test_reports_may_lie_in_a_checkpoint_by_name(folder):
+    assert report_file("converted/quality.json", "quality", "converted") == folder / "converted" / "quality.json"
+    assert picture_file("converted/quality.svg", name="plot") == folder / "converted" / "quality.svg"
+    with pytest.raises(ValueError, match="expected a file outside it, or one of .*quality.json"):
+        report_file("converted/mine.json", "quality")
+
+
+def test_pictures_are_of_the_kind_that_they_are_named(tmp_path):
+    rows = [{"layer": layer, "score_error": 0.1} for layer in range(2)]
+    for name, head in (("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.pdf", b"%PDF-")):
+        for _ in range(2):  # the second replaces the first
+            plot_layers(rows, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(head)
+    shutil.copy(tmp_path / "a.png", tmp_path / "b.svg")
+    with pytest.raises(ValueError, match="no SVG picture"):
+        plot_layers(rows, tmp_path / "b.svg")
+    with pytest.raises(ValueError, match="expected a name that ends in"):
+        plot_layers(rows, tmp_path / "a.jpg")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.SVG", "a.pdf", "a.png", "b.svg"]
+
+
+def test_a_report_does_not_replace_what_appeared_meanwhile(tmp_path):
+    path = report_file(tmp_path / "r.json", "quality")
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="no report of kind 'quality'"):
+        write_json(path, kind="quality", rows=[])
+    assert path.read_text() == "mine"
+
+
+def test_names_inside_are_no_names_of_a_checkpoint():
+    from mha2mla.conversion.result.destination import is_written_by_conversion
+
+    assert not any(map(is_written_by_conversion, outputs.INSIDE))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_files_and_folders_are_refused(tmp_path):
+    path = write_json(tmp_path / "r.json", kind="quality", rows=[])
+    path.chmod(0o400)
+    with pytest.raises(ValueError, match="which is read-only"):
+        report_file(path, "quality")
+    (tmp_path / "closed").mkdir(mode=0o500)
+    with pytest.raises(ValueError, match="cannot be written: .*Permission denied"):
+        report_file(tmp_path / "closed" / "r.json", "quality")
