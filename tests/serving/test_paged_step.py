@@ -165,6 +165,22 @@ def test_decode_plans_stay_where_they_are():
     assert second.batch.slots.tolist() == [3, 5]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["per-group", "latent"])
+def test_decode_plans_follow_the_tables_width(case):
+    """Engines cut block tables to the longest sequence of a step, so one batch size comes with many widths."""
+    model = mla_model(case)
+    ids = [tokens(1, 15)[0], tokens(1, 15)[0]]
+    expected = [model(each[None]).logits[0] for each in ids]
+    engine, table = Engine(model), [[7, 2, 9, 4], [3, 8, 5, 6]]
+    engine.step([each[:3] for each in ids], [0, 0], table)
+    for at in range(3, 15):
+        for width in (at // PAGE + 1, 4):  # the same step again, with a wider table
+            rows = engine.step([each[at : at + 1] for each in ids], [at, at], [row[:width] for row in table])
+            for row, theirs in zip(rows, expected, strict=True):
+                assert relative_error(row, theirs[at : at + 1]) < TOLERANCE
+
+
 def test_every_kernel_that_a_step_may_need_is_rehearsed():
     steps = [tuple(queries) for queries, totals in rehearsals(512, 100) if queries == totals]
     decode = {(uniform_length(queries, sum(queries)), len(queries)) for queries in steps}
