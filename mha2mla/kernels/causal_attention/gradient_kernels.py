@@ -110,9 +110,9 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
             dv_sum = machine.alloc_fragment([rows, d_v], T.float32)
             # The first keys have the most queries: heads one after another, of each the longest walk first.
             tiles = length // rows
-            key0 = x % tiles * rows
-            h = x // tiles % shape.heads
-            first = x // tiles // shape.heads * length
+            key0 = T.truncmod(x, tiles) * rows
+            h = T.truncmod(T.truncdiv(x, tiles), shape.heads)
+            first = T.truncdiv(x, tiles * shape.heads) * length
             load(machine, k, first + key0, h, k_tile)
             load(machine, v, first + key0, h, v_tile)
             T.fill(dk_sum, 0)
@@ -165,9 +165,9 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
             narrow = machine.alloc_fragment([rows, block], shape.dtype)
             dq_sum = machine.alloc_fragment([rows, d], T.float32)
             tiles = length // rows
-            query0 = (tiles - 1 - x % tiles) * rows  # the last queries have the most keys
-            h = x // tiles % shape.heads
-            first = x // tiles // shape.heads * length
+            query0 = (tiles - 1 - T.truncmod(x, tiles)) * rows  # the last queries have the most keys
+            h = T.truncmod(T.truncdiv(x, tiles), shape.heads)
+            first = T.truncdiv(x, tiles * shape.heads) * length
             load(machine, q, first + query0, h, q_tile)
             load(machine, d_out, first + query0, h, d_out_tile)
             load_rows(machine, lse, first + query0, h, lse_tile)
