@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mha2mla
-from mha2mla.conversion.calibration import windows
+from mha2mla.conversion.calibration import generated_text, windows
 from mha2mla.conversion.layer_walk import LayerWalk
 from mha2mla.conversion.result.destination import temporary_folder
 from mha2mla.conversion.result.writer import DestinationError
@@ -214,6 +214,38 @@ def test_text_and_searches_of_an_interrupted_run_are_not_repeated(tmp_path, monk
     report = convert(source, tmp_path / "out", recipe=recipe)
     assert report.searches == whole.searches and report.resumed_layers == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_text_that_was_being_written_is_gone_on_with(source, tmp_path, monkeypatch, capsys):
+    """Ctrl-C during the writing, the longest part of a conversion on a CPU, lost all of it."""
+    recipe = {"calibration.text": "generated", "calibration.tokens": 512, "calibration.lengths": [32, 64]}
+    monkeypatch.setattr(generated_text, "rows_at_once", lambda model, length: 3)
+    written, write_rows, most = [], generated_text._write, 99
+
+    def counted(*arguments):
+        if len(written) == most:
+            raise KeyboardInterrupt
+        written.append(write_rows(*arguments))
+        return written[-1]
+
+    monkeypatch.setattr(generated_text, "_write", counted)
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "one"))
+    convert(source, tmp_path / "whole", recipe=recipe)
+    total = len(written)
+    monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path / "two"))
+    for batches in (1, total - 2):  # of the first run; of the second, behind that one
+        most = batches
+        written.clear()
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "out", recipe=recipe, progress=True)
+        assert GOES_ON in capsys.readouterr().err
+    written.clear()
+    most = 99
+    convert(source, tmp_path / "out", recipe=recipe, progress=True)
+    assert "going on with calibration text" in capsys.readouterr().err
+    assert total > 3 and len(written) == 1
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "out", "two", "whole"]
 
 
 def test_saved_text_is_not_used_for_another_text_of_the_same_name(source, tmp_path, monkeypatch):

@@ -121,11 +121,12 @@ class WorkFolder:
         write_whole(self.folder / (name + _SUFFIX), lambda temporary: save_tensors(copies, temporary, metadata))
         self._known.add(name)
 
-    def discard(self) -> None:
-        """Removes all pieces: they are of no use to anybody."""
+    def discard(self, prefix: str = "") -> None:
+        """Removes the pieces whose names begin with ``prefix``."""
         for name in self.names():
-            (self.folder / (name + _SUFFIX)).unlink(missing_ok=True)
-        self._known.clear()
+            if name.startswith(prefix):
+                (self.folder / (name + _SUFFIX)).unlink(missing_ok=True)
+                self._known.remove(name)
 
     def _hash(self, name: str, about: str, tensors: Mapping[str, torch.Tensor]) -> str:
         return _tensors_hash("\0".join((self._text, name, about)), tensors)

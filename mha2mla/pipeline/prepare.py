@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
+from mha2mla.conversion.calibration.generated_text import PIECES
 from mha2mla.conversion.calibration.lengths import calibrated_length
 from mha2mla.conversion.calibration.windows import calibration_windows, named_in_errors
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
@@ -126,6 +127,8 @@ def _windows(plan: Plan, work: WorkFolder, files: Mapping[str, FileIdentity]) ->
     kept = _kept_text(plan, files)
     windows = None if kept is None else kept.read()
     if windows is None:
+        if any(name.startswith(PIECES) for name in work.names()):
+            plan.arguments.say(f"going on with calibration text that an interrupted conversion left in {work.folder}")
         windows = calibration_windows(
             plan.opened,
             plan.calibration,
@@ -134,12 +137,14 @@ def _windows(plan: Plan, work: WorkFolder, files: Mapping[str, FileIdentity]) ->
             seed=plan.recipe.calibration.seed,
             device=plan.model.device,
             progress=plan.arguments.progress,
+            work=work,
         )
         if kept is not None and (why := kept.write(windows)):
             plan.arguments.say(f"calibration text is not kept for other conversions of this source: {why}")
     else:
         plan.arguments.say(f"calibration text: {kept.path}, which the source wrote for another conversion")
     work.put(_TEXT, {"windows": windows.tokens}, {"lengths": windows.lengths})
+    work.discard(PIECES)
     return windows
 
 

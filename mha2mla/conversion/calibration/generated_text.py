@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
+from mha2mla.conversion.resume import WorkFolder
 from mha2mla.environment import usual_dtype
 from mha2mla.progress import progress_bar
 from mha2mla.texts import end_tokens, plain_tokens, prompts, start_tokens
@@ -20,10 +21,17 @@ _BLANK_SHARE = 1 / 3  # of the documents, that begin with any word
 _CUT_SHARE = 0.5  # of the windows, that begin within a document
 _LONGEST_CUT = 64  # tokens
 ROW = 512  # tokens that are written in one go, unless said otherwise
+PIECES = "rows-"  # how the names of the pieces of unfinished text begin
 
 
 def generator_of(
-    folder: Path, tokenizer: Any, *, seed: int, device: torch.device, progress: bool = False
+    folder: Path,
+    tokenizer: Any,
+    *,
+    seed: int,
+    device: torch.device,
+    progress: bool = False,
+    work: WorkFolder | None = None,
 ) -> Callable[[int, int], torch.Tensor]:
     """Length and number of windows -> as many windows of generated tokens, for ``texts.mixed_windows``.
 
@@ -37,7 +45,7 @@ def generator_of(
 
     # Texts of different lengths begin with different prompts.
     return lambda length, count: generate_windows(
-        model(), tokenizer, length, count, seed=seed + length, progress=progress
+        model(), tokenizer, length, count, seed=seed + length, progress=progress, work=work
     )
 
 
@@ -51,6 +59,7 @@ def generate_windows(
     seed: int,
     row: int = ROW,
     progress: bool = False,
+    work: WorkFolder | None = None,
 ) -> torch.Tensor:
     """Samples windows, at temperature 1 as LLM-QAT (arXiv 2305.17888) does for its training data.
 
@@ -68,6 +77,7 @@ def generate_windows(
         length, count: tokens of a window, and windows.
         seed: of prompts and samples.
         row: tokens that are written in one go.
+        work: keeps every batch of rows as a piece, so that the same call after an interrupt goes on behind them.
 
     Returns:
         int64 [count, length] on the CPU.
@@ -80,7 +90,18 @@ def generate_windows(
     starts = _documents(tokenizer, draw)
     generator = torch.Generator(model.device).manual_seed(seed)
     write = functools.partial(_write, model, _ends(model, tokenizer), starts, written)
-    made = [write(min(rows, count * pieces - done), generator, progress) for done in range(0, count * pieces, rows)]
+    made = []
+    for done in range(0, count * pieces, rows):
+        piece = f"{PIECES}{length}-{done:07d}"
+        if work is not None and (kept := work.get(piece)):
+            (tensors, (version, state, gauss)) = kept
+            generator.set_state(tensors["generator"])
+            draw.setstate((version, tuple(state), gauss))
+            made.append(tensors["rows"])
+            continue
+        made.append(write(min(rows, count * pieces - done), generator, progress))
+        if work is not None:
+            work.put(piece, {"rows": made[-1], "generator": generator.get_state()}, draw.getstate())
     first = torch.tensor(start_tokens(tokenizer), dtype=torch.int64)
     windows = torch.cat(made).view(count, pieces, written)
     return torch.stack([_cut(_joined(window, row), length, first, draw) for window in windows])

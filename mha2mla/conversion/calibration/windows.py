@@ -11,6 +11,7 @@ import torch
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import generator_of
+from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import OpenedFolder, Source
 from mha2mla.texts import load_text, mixed_windows, token_windows
 
@@ -24,6 +25,7 @@ def calibration_windows(
     seed: int,
     device: torch.device,
     progress: bool = False,
+    work: WorkFolder | None = None,
 ) -> TokenBlocks:
     """Windows of every length, the same number of tokens of each, drawn from ``text`` or written by the source.
 
@@ -34,6 +36,7 @@ def calibration_windows(
         tokens: in all, but at least one block for every length.
         seed: of the draw.
         device: what the source writes on.
+        work: keeps what the source has written so far.
 
     Raises:
         CheckpointError: the source has no usable tokenizer.
@@ -42,7 +45,7 @@ def calibration_windows(
     if not isinstance(text, str):
         return TokenBlocks.of([_checked(part, "calibration", source) for part in listed(text)])
     tokenizer, longest = _tokenizer_of(source, "calibration"), max(lengths)
-    generate = generator_of(source.folder, tokenizer, seed=seed, device=device, progress=progress)
+    generate = generator_of(source.folder, tokenizer, seed=seed, device=device, progress=progress, work=work)
     blocks = max(1, tokens // len(lengths) // longest)
     parts = []
     for length in lengths:
