@@ -148,12 +148,14 @@ def _key(task: Mapping[str, Any]) -> str:
 def checkpoint_digest(checkpoint: str) -> str:
     """What tells a checkpoint from others at the same path: sha256 of config, tokenizer and weights, in hex.
 
-    Shards are hashed whole, but for those whose digest ``conversion.json`` has. Of a hub id it is the commit.
+    A converted checkpoint's shards are hashed here only where they are younger than the record with their digests; of a
+    hub id it is the commit.
 
     Raises:
         FileNotFoundError, ValueError: there is none, or a file of it cannot be read.
     """
-    from mha2mla.checkpoints import CONFIG_FILE, find_checkpoint
+    from mha2mla.checkpoints import CONFIG_FILE, find_checkpoint, read_json, regular_file
+    from mha2mla.conversion.result.card import RECORD_FILE
     from mha2mla.conversion.source.files import companions, identify
 
     folder = Path(find_checkpoint(checkpoint, "model"))
@@ -162,6 +164,12 @@ def checkpoint_digest(checkpoint: str) -> str:
 
         return Path(cached_file(str(folder), CONFIG_FILE)).parent.name
     weights = [path.name for path in folder.glob("*.safetensors")] or [path.name for path in folder.glob("*.bin")]
-    found = identify(folder, [CONFIG_FILE, *companions(folder), *weights])
-    hashes = "".join(f"{name} {identity.sha256}\n" for name, identity in found.items())
-    return hashlib.sha256(hashes.encode()).hexdigest()
+    recorded: dict[str, str] = {}
+    if (folder / RECORD_FILE).exists():
+        written = regular_file(folder, RECORD_FILE).stat().st_mtime_ns
+        digests = read_json(folder, RECORD_FILE).get("weights_sha256")
+        known = [name for name in weights if isinstance(digests, dict) and name in digests]
+        recorded = {name: digests[name] for name in known if (folder / name).stat().st_mtime_ns <= written}
+    hashed = identify(folder, {CONFIG_FILE, *companions(folder), *weights} - recorded.keys())
+    found = recorded | {name: identity.sha256 for name, identity in hashed.items()}
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

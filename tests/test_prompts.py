@@ -1,5 +1,6 @@
 """The file of answers: what it goes on with, what it replaces, and what it refuses."""
 
+import hashlib
 import json
 import os
 
@@ -98,3 +99,17 @@ def test_a_checkpoint_digest_is_of_what_answers_depend_on(tmp_path):
         (tmp_path / name).write_text(text)
     (tmp_path / "README.md").write_text("x")
     assert checkpoint_digest(str(tmp_path)) == digest
+
+
+def test_a_recorded_digest_is_read_where_it_is_of_the_shard(tmp_path):
+    """Hashing 16 GB takes a while; a shard that was put there later is hashed all the same."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("weights")
+    hashed = checkpoint_digest(str(tmp_path))
+    digests = {"model.safetensors": hashlib.sha256(b"weights").hexdigest()}
+    (tmp_path / "conversion.json").write_text(json.dumps({"weights_sha256": digests}))
+    later = os.stat(tmp_path / "conversion.json").st_mtime_ns
+    (tmp_path / "model.safetensors").write_text("another")  # told by its time alone
+    for time, is_recorded in ((later, True), (later + 1, False)):
+        os.utime(tmp_path / "model.safetensors", ns=(time, time))
+        assert (checkpoint_digest(str(tmp_path)) == hashed) is is_recorded
