@@ -34,11 +34,11 @@ from benchmarks.peers import Peer, flash_attention_3_gqa, flash_attention_3_mha,
 from benchmarks.recording import Recording, command
 from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import MLA_PEERS, SpeedCase, decode_case, decode_cases, fp8_cases, gqa_cases
-from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
-from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import Problem, exact, judge
 from mha2mla.kernels import dequantize_latent, gqa_decode, mla_decode, plan_mla_decode, quantize_latent
 from mha2mla.kernels.mla_decode.api import FP8, MLA
+from mha2mla.kernels.parallel_compilation import CompileJob, compile_launches
+from mha2mla.testing.numeric_check import errors
+from mha2mla.testing.problems import Problem, exact, judge
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:

@@ -210,22 +210,22 @@ FAULTS = tuple(
 +partial_out=torch.empty(num_ctas, 2, *shape[1:], dtype=torch.bfloat16, device=device)
 # causality is aligned to the top left
 @ mha2mla/kernels/split_kv/reference.py
-? tests/kernel_testing/test_problems.py
+? tests/testing/test_problems.py
 -limit = limit - (query.shape[1] - 1) + torch.arange(query.shape[1], device=token.device)
 +limit = torch.arange(query.shape[1], device=token.device) + 1 + 0 * limit
 # a window is one token too long
 @ mha2mla/kernels/split_kv/reference.py
-? tests/kernel_testing/test_problems.py
+? tests/testing/test_problems.py
 -(token >= limit[..., None] - window)
 +(token >= limit[..., None] - window - 1)
 # NaN in a page that nobody reads reaches the output
 @ mha2mla/kernels/split_kv/reference.py
-? tests/kernel_testing/test_problems.py
+? tests/testing/test_problems.py
 -torch.where(used, cache[self.page, self.row].to(self.dtype), 0)
 +cache[self.page, self.row].to(self.dtype)
 # weights lose digits to the log-sum-exp's rounding
 @ mha2mla/kernels/split_kv/reference.py
-? tests/kernel_testing/test_problems.py tests/kernel_testing/test_judgement.py
+? tests/testing/test_problems.py tests/testing/test_numeric_check.py
 -torch.softmax(score, dim=-1))
 +torch.exp(score.float() - lse.half().float()[..., None]).to(score))
 # a partial without weight may make the merge NaN
@@ -455,28 +455,28 @@ FAULTS = tuple(
 
 == judges
 # a compiler's report outlives the kernel that it is of
-@ mha2mla/kernel_testing/compile_gate.py
-? tests/kernel_testing/test_compile_gate.py
+@ mha2mla/testing/compile_gate.py
+? tests/testing/test_compile_gate.py
 -[function.script(show_meta=True), arch,
 +[str(function.attrs["global_symbol"]), arch,
 # the judge allows ten times torch's error
-@ mha2mla/kernel_testing/judgement.py
-? tests/kernel_testing/test_judgement.py
+@ mha2mla/testing/numeric_check.py
+? tests/testing/test_numeric_check.py
 -ERROR_FACTOR = 2.0
 +ERROR_FACTOR = 10.0
 # one far number is not seen
-@ mha2mla/kernel_testing/judgement.py
-? tests/kernel_testing/test_judgement.py
+@ mha2mla/testing/numeric_check.py
+? tests/testing/test_numeric_check.py
 -elif not largest <= highest:
 +elif not largest <= 1e3 * highest:
 # NaN is not seen by the judge
-@ mha2mla/kernel_testing/judgement.py
-? tests/kernel_testing/test_judgement.py tests/kernel_testing/test_problems.py
+@ mha2mla/testing/numeric_check.py
+? tests/testing/test_numeric_check.py tests/testing/test_problems.py
 -if not (torch.equal(out.isnan(), expected.isnan()) and torch.equal(out.isinf(), expected.isinf())):
 +if not torch.equal(out.isinf(), expected.isinf()):
 # rounding is expected to be a thousand times what it is
-@ mha2mla/kernel_testing/textbook.py
-? tests/kernel_testing/test_judgement.py
+@ mha2mla/testing/numeric_check.py
+? tests/testing/test_numeric_check.py
 -UNIT = torch.finfo(torch.float32).eps / 2
 +UNIT = torch.finfo(torch.float32).eps * 500
 # what is wrong gets a time
@@ -515,8 +515,8 @@ FAULTS = tuple(
 -return room if split <= 2 else room * 10 // 11
 +return room
 # what nobody may see is not poisoned
-@ mha2mla/kernel_testing/problems.py
-? tests/kernel_testing/test_problems.py
+@ mha2mla/testing/problems.py
+? tests/testing/test_problems.py
 -buffer.masked_fill_(hidden[..., None], torch.nan)
 +buffer.masked_fill_(hidden[..., None], 0)
 """)

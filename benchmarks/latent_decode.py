@@ -25,10 +25,9 @@ from benchmarks.peers import Peer
 from benchmarks.recording import command
 from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import SpeedCase, Target, decode_case
-from mha2mla.kernel_testing.compiling import CompileJob, compile_launches
-from mha2mla.kernel_testing.latent_problems import LatentProblem
-from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernels import mla_decode
+from mha2mla.kernels.parallel_compilation import CompileJob, compile_launches
+from mha2mla.testing.problems import LatentProblem, Problem, judge
 
 # H, d_c, d_r, tokens of each of 64 sequences (256 MB and more), times the stored form's time at most, or of R at least
 TELLING = (

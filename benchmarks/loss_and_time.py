@@ -21,11 +21,9 @@ from benchmarks.recording import command
 from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import SpeedCase, decode_case
 from mha2mla.conversion.target import LAYOUTS
-from mha2mla.kernel_testing.compiling import compile_launches
-from mha2mla.kernel_testing.gqa_problems import GQAProblem
-from mha2mla.kernel_testing.latent_problems import LatentProblem
-from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels import gqa_decode, mla_decode
+from mha2mla.kernels.parallel_compilation import compile_launches
+from mha2mla.testing.problems import GQAProblem, LatentProblem, Problem
 
 RESULTS = Path(__file__).parent / "results"
 CONVERSIONS = ("h200-conversion.json", "h200-conversion-latent.json")

@@ -11,13 +11,11 @@ import torch
 
 from benchmarks.peers import Peer, flash_attention_3_mha, load_peer
 from benchmarks.shapes import SpeedCase
-from mha2mla.kernel_testing.cases import Case
-from mha2mla.kernel_testing.compiling import CompileJob
-from mha2mla.kernel_testing.judgement import Judgement, verdict
-from mha2mla.kernel_testing.problems import expected
-from mha2mla.kernel_testing.timing import Timing, copy_rate, start_device, time_callable
-from mha2mla.kernels.devices import capability, num_sms
-from mha2mla.kernels.split_kv.op import PagedOp
+from mha2mla.kernels.parallel_compilation import CompileJob, compile_job
+from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
+from mha2mla.testing.numeric_check import Judgement, verdict
+from mha2mla.testing.problems import expected
+from mha2mla.testing.timing import Timing, copy_rate, start_device, time_callable
 
 READ_RATE = (32, 128, 64, 2048)  # heads, head width, batch, length of the MHA decode that R is measured with: 2.1 GB
 
@@ -107,10 +105,8 @@ def check_then_time(
 def decode_jobs(case: SpeedCase, op: PagedOp | None = None) -> list[CompileJob]:
     """What a decode case launches on this machine's GPU; ``op`` in place of the problem's."""
     here = torch.device("cuda", torch.cuda.current_device())
-    op, batch, shape = op or case.problem.op, len(case.problem.lengths), Case(0, case.problem, "bfloat16").shape()
-    choice = op.choose(shape, here)
-    launch = (choice, choice.num_ctas(num_sms(here)), batch)
-    return [CompileJob(op.name, shape, capability(here), (launch,))]
+    calls = [(len(case.problem.lengths), lambda resident: resident)]
+    return [compile_job(op or case.problem.op, compiled_shape(case.problem.shape()), here, calls)]
 
 
 @torch.inference_mode()
@@ -130,7 +126,7 @@ def measure_decode(
         case, peers, min_run_time: as :class:`benchmarks.runner.Benchmark` has them.
     """
     problem, backend = case.problem, "reference" if device == "cpu" else "tilelang"
-    batch, shape, here = len(problem.lengths), Case(0, problem, "bfloat16").shape(), torch.device(device)
+    batch, shape, here = len(problem.lengths), compiled_shape(problem.shape()), torch.device(device)
     inputs = problem.inputs(torch.bfloat16, device)
     plan = problem.plan(inputs, backend)
     out = torch.empty(plan.shape, dtype=torch.bfloat16, device=device)

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernel_testing.gqa_problems import GQAProblem
-from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import Problem
+from mha2mla.testing.numeric_check import errors
+from mha2mla.testing.problems import GQAProblem, Problem
 
 Peer = Callable[[], Tensor] | str
 WRONG = 1e-2  # relative error from which on a peer's result is no rounding

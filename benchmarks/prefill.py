@@ -24,9 +24,9 @@ from benchmarks.peers import Peer, checked, flash_attention_3_prefill, torch_pre
 from benchmarks.recording import command
 from benchmarks.runner import Benchmark, speed_of
 from benchmarks.shapes import FA3_PREFILL, SpeedCase, prefill_cases
-from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge, sample
 from mha2mla.kernels import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.devices import capability
+from mha2mla.testing.prefill_problems import PrefillProblem, judge, sample
 
 
 def compile_one(job: tuple[int, Any]) -> None:

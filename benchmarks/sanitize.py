@@ -29,11 +29,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recording import command
-from mha2mla.kernel_testing.cases import Case
-from mha2mla.kernel_testing.compiling import compile_in_processes, compile_job, compile_launches
-from mha2mla.kernel_testing.latent_problems import LatentProblem
-from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernels import mla_decode
+from mha2mla.kernels.parallel_compilation import compile_in_processes, compile_job, compile_launches
+from mha2mla.kernels.split_kv.op import compiled_shape
+from mha2mla.testing.problems import LatentProblem, Problem, judge
 
 PROBLEMS = (
     Problem(32, 32, 512, 16, (0, 1, 65, 700)),  # a converted MHA model, one rope head per head
@@ -61,7 +60,10 @@ DTYPE = torch.bfloat16
 def compile() -> bool:
     """Puts every kernel into TileLang's disk cache."""
     device = torch.device("cuda", torch.cuda.current_device())
-    jobs = [compile_job([Case(0, problem, "bfloat16")], device) for problem in PROBLEMS]
+    jobs = [
+        compile_job(problem.op, compiled_shape(problem.shape()), device, [(len(problem.lengths), lambda n: n)])
+        for problem in PROBLEMS
+    ]
     broken = compile_in_processes(compile_launches, jobs)
     for job, why in broken.items():
         print(f"{job.shape}: {why}")
@@ -92,7 +94,7 @@ def run(only: str | None = None) -> bool:
     device = torch.device("cuda", torch.cuda.current_device())
     right = True
     for number, problem in enumerate(PROBLEMS):
-        kernel = Case(number, problem, "bfloat16").choice(device).kernel
+        kernel = problem.op.choose(compiled_shape(problem.shape()), device).kernel
         if only is not None and kernel != only:
             continue
         inputs = problem.inputs(DTYPE, "cpu")

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mha2mla.kernel_testing.gqa_problems import GQAProblem
-from mha2mla.kernel_testing.latent_problems import LatentProblem
-from mha2mla.kernel_testing.prefill_problems import PrefillProblem
-from mha2mla.kernel_testing.problems import Problem
+from mha2mla.testing.prefill_problems import PrefillProblem
+from mha2mla.testing.problems import GQAProblem, LatentProblem, Problem
 
 MLA_PEERS = ("FlashMLA_us", "FA3_MLA_us", "Triton_us", "torch_us")  # the same attention; FA3_MHA_us is another model's
 FA3_PREFILL = ("FA3_varlen_us", "FA3_batch_us")

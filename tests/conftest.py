@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import zlib
 
 import pytest
@@ -22,6 +23,13 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker processes are forked: one that is spawned takes seconds to import torch."""
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
 
 
 @pytest.fixture(scope="session")

@@ -111,10 +111,10 @@ def test_check_kernels_without_a_gpu(tmp_path, capsys, monkeypatch):
     assert [row["status"] for row in content["rows"]] == ["ok"] * 6
     assert content["environment"]["torch"]
 
-    from mha2mla.kernel_testing import check
+    from mha2mla.testing import kernel_check
 
     rows = [row | {"status": "wrong: by far"} for row in content["rows"]]
-    monkeypatch.setattr(check, "check_kernels", lambda *_, **__: rows)
+    monkeypatch.setattr(kernel_check, "check_kernels", lambda *_, **__: rows)
     assert run("check", "kernels", "--device", "cpu") == 1
     assert "by far" in capsys.readouterr().out
 

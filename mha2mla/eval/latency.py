@@ -22,10 +22,10 @@ from mha2mla.eval.measurement import COLUMNS, is_ours, unless_out_of_memory
 from mha2mla.eval.op_latency import BASELINES, attention_latency
 from mha2mla.eval.report import html_table
 from mha2mla.eval.step_latency import forward_latency
-from mha2mla.kernel_testing.timing import copy_rate
 from mha2mla.modeling.backends import OF_OPS
 from mha2mla.modeling.config import cache_bytes
 from mha2mla.progress import progress_bar
+from mha2mla.testing.timing import copy_rate
 
 Level = Literal["op", "step", "prefill", "e2e"]
 SPEEDS = ("us_p50", "us_graph")  # what speed-ups and shares are of, the last that a row has

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from mha2mla.kernel_testing.judgement import NOT_CHECKED, Judgement
-from mha2mla.kernel_testing.timing import time_callable
+from mha2mla.testing.numeric_check import NOT_CHECKED, Judgement
+from mha2mla.testing.timing import time_callable
 
 WRONG = "wrong: "  # how the status of a row begins whose check failed
 

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from mha2mla.eval.measurement import measured, unless_out_of_memory
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernel_testing import textbook
-from mha2mla.kernel_testing.judgement import Judgement, verdict
-from mha2mla.kernel_testing.latent_problems import LatentProblem
-from mha2mla.kernel_testing.problems import Problem, judge
-from mha2mla.kernel_testing.timing import time_callable
 from mha2mla.kernels import explain_gqa_decode, explain_mla_decode, gqa_decode, mla_decode, plan_gqa_decode
+from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
+from mha2mla.testing.problems import LatentProblem, Problem, judge
+from mha2mla.testing.timing import time_callable
 
 
 @dataclass(frozen=True)
@@ -193,12 +191,12 @@ def _source_rows(
 
 
 def _judge_source(out: Tensor, inputs: AttentionInputs) -> Judgement:
-    """[B, H, 1, d_h] against the textbook, one sequence at a time (float64 copies are large)."""
+    """[B, H, 1, d_h] against the formula in float64, one sequence at a time (float64 copies are large)."""
     sequences = [
-        textbook.Sequence((q.transpose(0, 1),), (k.transpose(0, 1),), v.transpose(0, 1), None, inputs.softmax_scale)
+        PlainAttention((q.transpose(0, 1),), (k.transpose(0, 1),), v.transpose(0, 1), None, inputs.softmax_scale)
         for q, k, v in zip(inputs.q, inputs.k, inputs.v, strict=True)
     ]
-    outs, roundings = textbook.yardstick(sequences, out.dtype)
+    outs, roundings = plain_attention(sequences, out.dtype)
     exact = torch.stack([sequence.to(torch.float64).attend() for sequence in sequences])
     rounding = None if roundings is None else torch.stack(roundings)
     return verdict(out.transpose(1, 2), None, exact, None, torch.stack(outs), rounding)

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from mha2mla.eval.float64 import in_float64
 from mha2mla.eval.measurement import measured, unless_out_of_memory
-from mha2mla.kernel_testing.judgement import ERROR_FACTOR, Judgement, verdict
 from mha2mla.modeling.config import cached_tokens, layer_token_bytes, visible_tokens
+from mha2mla.testing.numeric_check import ERROR_FACTOR, Judgement, verdict
 
 # The absorbed and the expanded form are equal in exact arithmetic and round differently: how differently depends on the
 # conditioning of the latent's basis. Between the two forms, an error this many times larger is still rounding.

@@ -10,9 +10,9 @@ import torch
 from benchmarks import decode
 from benchmarks.peers import checked
 from benchmarks.shapes import MLA_PEERS, SpeedCase, Target, choose, decode_case, decode_cases, target_us
-from mha2mla.kernel_testing.cases import Case
-from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.mla_decode.selection import refusal
+from mha2mla.kernels.split_kv.op import compiled_shape
+from mha2mla.testing.problems import Problem
 
 
 def test_every_shape_has_a_name_of_its_own_and_is_one_that_kernels_take():
@@ -85,7 +85,7 @@ def test_a_wrong_peer_is_no_baseline():
 def test_the_sanitizer_runs_every_kernel_family_of_hopper():
     from benchmarks import sanitize
 
-    shapes = [(problem.op, Case(0, problem, "bfloat16").shape()) for problem in sanitize.PROBLEMS]
+    shapes = [(problem.op, compiled_shape(problem.shape())) for problem in sanitize.PROBLEMS]
     kernels = {op.select(shape, 90).kernel for op, shape in shapes}
     assert kernels >= {"swap_ab_ws", "heads_on_m", "swap_ab_cluster"}
     assert kernels >= {"latent_ws", "latent_cluster", "latent_portable", "latent_fp8"}

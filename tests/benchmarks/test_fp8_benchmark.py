@@ -8,8 +8,8 @@ pytest.importorskip("rich")
 
 from benchmarks import decode
 from benchmarks.shapes import decode_case, fp8_cases
-from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels.mla_decode.fp8_selection import refusal_fp8, select_fp8
+from mha2mla.testing.problems import Problem
 
 
 def test_every_shape_is_one_that_the_kernel_takes():

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
-
-import pytest
-import torch
 
 from benchmarks.decode import measure_gqa
 from benchmarks.runner import COLUMNS
 from benchmarks.shapes import decode_case, gqa_cases
-from mha2mla.kernel_testing import compiling
-from mha2mla.kernel_testing.cases import Case
 from mha2mla.kernels.gqa_decode.selection import select_kernel
 
 
@@ -30,17 +24,3 @@ def test_a_row_on_a_cpu():
     assert row["MB"] == 43 * 16 * (192 + 128) * 2 / 1e6
     assert row["FA3_us"].startswith("missing: ")
     assert {"name", "MB", "kernel", "error", "us", "FA3_us", "status"} <= set(row) & set(COLUMNS)
-
-
-def test_what_is_compiled_is_what_each_case_launches(monkeypatch):
-    pytest.importorskip("tilelang")
-    from mha2mla.kernels.split_kv import launch
-
-    compiled = []
-    monkeypatch.setattr(launch, "compile_for", lambda function, *_: compiled.append(function.attrs["global_symbol"]))
-    for name in ("compile_choice", "compile_merge", "compile_planner"):
-        monkeypatch.setattr(launch, name, cache(getattr(launch, name).__wrapped__))
-    monkeypatch.setattr(compiling, "num_sms", lambda _: 132)
-    case = Case(0, gqa_cases()[5].problem, "bfloat16")
-    compiling.compile_launches(compiling.compile_job([case], torch.device("cpu")))
-    assert sorted(compiled)[1:] == ["mla_decode_combine", "mla_decode_plan"] and len(compiled) == 3

@@ -37,7 +37,7 @@ def test_there_are_enough_of_them_and_each_has_its_own_name():
     assert len(FAULTS) >= 45
     assert Counter(fault.name for fault in FAULTS).most_common(1)[0][1] == 1
     places = Counter(fault.file.split("/")[1] for fault in FAULTS)
-    assert all(places[part] >= 5 for part in ("kernels", "modeling", "conversion", "kernel_testing")), places
+    assert all(places[part] >= 5 for part in ("kernels", "modeling", "conversion", "testing")), places
 
 
 @pytest.fixture

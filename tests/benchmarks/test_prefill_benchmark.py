@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import prefill
 from benchmarks.shapes import SpeedCase, choose, prefill_cases
-from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge, sample
 from mha2mla.kernels.attention_varlen.tiling import hopper_tiling
+from mha2mla.testing.prefill_problems import PrefillProblem, judge, sample
 
 
 def test_every_case_has_a_name_of_its_own_and_is_one_that_kernels_take():

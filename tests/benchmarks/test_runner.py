@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 
 import pytest
 
@@ -11,8 +10,7 @@ pytest.importorskip("rich")
 
 from benchmarks import decode, runner
 from benchmarks.shapes import SpeedCase, Target, decode_case
-from mha2mla.kernel_testing import compiling
-from mha2mla.kernel_testing.problems import Problem
+from mha2mla.testing.problems import Problem
 
 RIGHT = Problem(4, 1, 32, 16, (70, 3))
 
@@ -35,12 +33,9 @@ def jobs(case: SpeedCase) -> list[str]:
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    context = multiprocessing.get_context("fork")  # a process that is spawned takes seconds to import everything
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+def benchmark(forked, monkeypatch):
     monkeypatch.setattr(runner, "start_measuring", None)
     monkeypatch.setattr(runner, "read_rate", lambda: {"R": 4e12, "R_from": "a test"})
-    monkeypatch.setattr(compiling, "processes_for", lambda _: 1)
     return runner.Benchmark("a-kind", "a title", measure, compile_one, jobs, peers=("FA3_MHA_us",))
 
 

@@ -8,8 +8,6 @@ import random
 
 import torch
 
-from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, judge, sequences
 from mha2mla.kernels.split_kv.schedule import (
     COUNT,
     FIELDS,
@@ -26,6 +24,8 @@ from mha2mla.kernels.split_kv.schedule import (
     plan_fragments,
     write_schedule,
 )
+from mha2mla.testing.numeric_check import errors
+from mha2mla.testing.problems import UNUSED_PAGE, Problem, exact, judge, sequences
 
 __all__ = [
     "UNUSED_PAGE",

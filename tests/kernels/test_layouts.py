@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.kernel_testing.gqa_problems import GQAProblem
-from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels import (
     attention_varlen,
     gqa_decode,
@@ -17,6 +15,7 @@ from mha2mla.kernels import (
     quantize_latent,
 )
 from mha2mla.kernels.layouts import aligned, check_aligned
+from mha2mla.testing.problems import GQAProblem, Problem
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.timeout(300)])]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge
 from mha2mla.kernels import attention_varlen, mla_prefill_varlen
+from mha2mla.testing.prefill_problems import PrefillProblem, judge
 
 # Every boundary of a tile of 16, 64 and 128, both ways round; sequences without queries, without keys, without either.
 MIXED = ((0, 0), (1, 1), (5, 0), (0, 7), (63, 64), (65, 17), (2, 130), (129, 128))

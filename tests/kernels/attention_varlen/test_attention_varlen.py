@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from mha2mla.kernel_testing.prefill_problems import PrefillProblem
 from mha2mla.kernels import attention_varlen, mla_prefill_varlen
+from mha2mla.testing.prefill_problems import PrefillProblem
 from tests.kernels.attention_varlen.problems import SMALL, call, check, name_of
 
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge
 from mha2mla.kernels import attention_varlen
 from mha2mla.kernels.attention_varlen.tiling import portable_tiling
+from mha2mla.testing.prefill_problems import PrefillProblem, judge
 from tests.kernels.attention_varlen.problems import MIXED, call, check, name_of
 
 LONG = (*MIXED, (700, 700), (300, 1000), (257, 129), (1, 900), (128, 128), (384, 256))

@@ -8,8 +8,6 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
-from mha2mla.kernel_testing.prefill_problems import PrefillProblem, judge
 from mha2mla.kernels.attention_varlen.tiling import (
     ROWS,
     VarlenShape,
@@ -19,6 +17,8 @@ from mha2mla.kernels.attention_varlen.tiling import (
     portable_tiling,
     shared_bytes,
 )
+from mha2mla.testing.compile_gate import compile_only, find_tool
+from mha2mla.testing.prefill_problems import PrefillProblem, judge
 from tests.few import few
 from tests.kernels.attention_varlen.problems import SMALL, name_of
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mha2mla.kernel_testing.gqa_problems import GQAProblem
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, judge
+from mha2mla.testing.problems import UNUSED_PAGE, GQAProblem, judge
 from tests.kernels.problems import prepared
 
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from mha2mla.kernel_testing.gqa_problems import GQAProblem
-from mha2mla.kernel_testing.judgement import errors
 from mha2mla.kernels import explain_gqa_decode, gqa_decode, mla_decode
+from mha2mla.testing.numeric_check import errors
+from mha2mla.testing.problems import GQAProblem
 from tests.kernels.gqa_decode.problems import assert_right
 from tests.kernels.problems import torch_at
 

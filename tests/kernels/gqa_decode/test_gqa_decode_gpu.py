@@ -8,13 +8,12 @@ import random
 import pytest
 import torch
 
-from mha2mla.kernel_testing.gqa_problems import GQAProblem
-from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import exact, judge
 from mha2mla.kernels import gqa_decode
 from mha2mla.kernels.devices import dtype_name, num_sms
 from mha2mla.kernels.gqa_decode.selection import list_kernels, select_kernel
 from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.testing.numeric_check import errors
+from mha2mla.testing.problems import GQAProblem, exact, judge
 from tests.kernels.gqa_decode.problems import poison_unseen_pages, run_kernels
 from tests.kernels.problems import random_work
 

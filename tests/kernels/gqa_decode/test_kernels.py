@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernels.gqa_decode.selection import (
     GQAShape,
     list_kernels,
@@ -20,6 +19,7 @@ from mha2mla.kernels.gqa_decode.selection import (
 )
 from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
 from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
+from mha2mla.testing.problems import GQAProblem
 from tests.few import few
 from tests.kernels.gqa_decode.problems import assert_right, poison_unseen_pages, run_kernels
 from tests.kernels.problems import random_work
@@ -181,9 +181,9 @@ GATED = [
 
 
 def gate(shape: GQAShape, choice, capability: int):
-    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.compilation import PASS_CONFIGS
     from mha2mla.kernels.gqa_decode.build import make_split
+    from mha2mla.testing.compile_gate import compile_only, find_tool
 
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")

@@ -10,7 +10,6 @@ from tests.few import few
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
 from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS
 from mha2mla.kernels.mla_decode.build import make_split
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
@@ -18,6 +17,7 @@ from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.launch import MERGES, make_merge, merge_rows
 from mha2mla.kernels.split_kv.limits import shared_memory_limit
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
+from mha2mla.testing.compile_gate import compile_only, find_tool
 
 pytestmark = pytest.mark.skipif(find_tool("nvcc") is None, reason="nvcc is neither on PATH nor installed by pip")
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mha2mla.kernel_testing.cases import draw_cases
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.mla_decode.halves import CLUSTER, cluster_shared_memory, halve
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
 from mha2mla.kernels.split_kv.tiling import tile_rows
+from mha2mla.testing.kernel_check import draw_cases
 
 TILES, PLACES = 7, 2  # places for the other's scores
 WIDTHS = (520, 576, 640, 768, 896, 960, 1000, 1024)

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.kernel_testing.latent_problems import LatentProblem
+from mha2mla.testing.problems import LatentProblem
 from tests.few import few
 from tests.kernels.problems import assert_right, poison_unseen_pages, random_work, run_kernels
 

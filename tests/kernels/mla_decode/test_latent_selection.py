@@ -171,8 +171,8 @@ def test_compiles_without_spills(capability, shape):
 def gate(make_split: str, shape: DecodeShape, choice: LatentChoice, capability: int) -> None:
     """Compiles a choice and reads what the compiler says of it."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
     from mha2mla.kernels.compilation import PASS_CONFIGS
+    from mha2mla.testing.compile_gate import compile_only, find_tool
 
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from mha2mla.kernel_testing.problems import Problem, judge
 from mha2mla.kernels import dequantize_latent, mla_decode, plan_mla_decode, quantize_latent
 from mha2mla.kernels.mla_decode.quantization import CODES
+from mha2mla.testing.problems import Problem, judge
 from tests.kernels.mla_decode.problems import fp8_inputs
 
 

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from mha2mla.kernel_testing.latent_problems import LatentProblem
-from mha2mla.kernel_testing.problems import judge, with_keys
 from mha2mla.kernels import LatentRope, explain_mla_decode, mla_decode, plan_mla_decode, quantize_latent, rotary_keys
 from mha2mla.kernels.mla_decode.api import LATENT
+from mha2mla.testing.problems import LatentProblem, judge, with_keys
 from tests.kernels.problems import assert_right, errors, torch_at
 
 BASE = LatentProblem(6, 1, 24, 8, (0, 1, 70), page_size=16, seqlen_q=2, scaling=1.3)

@@ -8,11 +8,10 @@ import random
 import pytest
 import torch
 
-from mha2mla.kernel_testing.latent_problems import LatentProblem
-from mha2mla.kernel_testing.problems import judge
 from mha2mla.kernels import mla_decode, rotary_keys
 from mha2mla.kernels.mla_decode.api import LATENT
 from mha2mla.kernels.mla_decode.latent_selection import list_latent_kernels
+from mha2mla.testing.problems import LatentProblem, judge
 from tests.few import few
 from tests.kernels.mla_decode.problems import capability, check
 from tests.kernels.problems import assert_right, random_work, run_kernels

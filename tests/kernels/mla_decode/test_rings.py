@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from mha2mla.kernel_testing.cases import draw_cases
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, rope_blocks, takes_turns
 from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.testing.kernel_check import draw_cases
 
 TILES = 5
 

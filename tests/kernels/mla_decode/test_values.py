@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.kernel_testing import compile_gate
-from mha2mla.kernel_testing.problems import Problem
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.mla_decode.api import mla_decode_values, serves_values
+from mha2mla.testing import compile_gate
+from mha2mla.testing.problems import Problem
 
 
 def test_it_serves_few_rows_of_a_hopper_only():

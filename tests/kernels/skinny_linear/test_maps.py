@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.kernel_testing import compile_gate
 from mha2mla.kernels.skinny_linear.api import grouped_maps, serves_groups, serves_maps, skinny_maps
+from mha2mla.testing import compile_gate
 
 
 def given(tokens, heads, inner, outer, dtype=torch.float32, device="cpu"):

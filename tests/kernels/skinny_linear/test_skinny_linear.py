@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mha2mla.kernel_testing import compile_gate
 from mha2mla.kernels import is_skinny, skinny_linear
 from mha2mla.kernels.skinny_linear.api import is_faster
 from mha2mla.kernels.skinny_linear.cut import Cut, cut, filled
+from mha2mla.testing import compile_gate
 
 
 def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.kernel_testing.gqa_problems import GQAProblem
 from mha2mla.kernels import DecodePlan, plan_gqa_attention, plan_gqa_decode, plan_mla_attention, plan_mla_decode
 from mha2mla.kernels.gqa_decode.selection import list_kernels as list_gqa_kernels
 from mha2mla.kernels.mla_decode.fp8_selection import select_fp8
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
 from mha2mla.kernels.split_kv.op import PagedOp
+from mha2mla.testing.problems import GQAProblem
 
 DTYPES = [torch.bfloat16, torch.float16]
 CTAS = 7
@@ -89,8 +89,8 @@ def test_kernels_write_and_merge_float32_partials(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_splits_cost_no_digits(dtype):
     """One sequence in as many pieces as there are CTAs: rounded partials would show in the log-sum-exp and the sum."""
-    from mha2mla.kernel_testing.problems import Problem, judge
     from mha2mla.kernels import mla_decode
+    from mha2mla.testing.problems import Problem, judge
 
     problem = Problem(32, 8, 512, 16, (64 * 500,))
     inputs = problem.inputs(dtype, "cuda")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.kernel_testing import problems
-from mha2mla.kernel_testing.judgement import errors
-from mha2mla.kernel_testing.problems import UNUSED_PAGE, Problem, exact, judge
 from mha2mla.kernels import mla_decode
+from mha2mla.testing import problems
+from mha2mla.testing.numeric_check import errors
+from mha2mla.testing.problems import UNUSED_PAGE, Problem, exact, judge
 from tests.kernels.problems import torch_at
 
 STREAMING = Problem(

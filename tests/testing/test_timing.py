@@ -2,7 +2,7 @@
 
 import time
 
-from mha2mla.kernel_testing.timing import time_callable
+from mha2mla.testing.timing import time_callable
 
 
 def test_times_are_microseconds_of_a_call():

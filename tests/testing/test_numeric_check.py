@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from mha2mla.kernel_testing.judgement import verdict
-from mha2mla.kernel_testing.textbook import Sequence
+from mha2mla.testing.numeric_check import PlainAttention, verdict
 
 
-def mla(q: torch.Tensor, latent: torch.Tensor, scale: float) -> Sequence:
+def mla(q: torch.Tensor, latent: torch.Tensor, scale: float) -> PlainAttention:
     """One token of MLA without rotary part: q [H, d_c], latent [T, d_c]."""
-    return Sequence((q[None],), (latent[:, None],), latent[:, None], None, scale)
+    return PlainAttention((q[None],), (latent[:, None],), latent[:, None], None, scale)
 
 
 def test_the_textbook_is_torchs_attention():
@@ -24,7 +23,7 @@ def test_the_textbook_is_torchs_attention():
     expected = scaled_dot_product_attention(
         *(x.transpose(0, 1) for x in (q, k, v)), attn_mask=visible, scale=0.3, enable_gqa=True
     )
-    torch.testing.assert_close(Sequence((q,), (k,), v, visible, 0.3).attend(), expected.transpose(0, 1))
+    torch.testing.assert_close(PlainAttention((q,), (k,), v, visible, 0.3).attend(), expected.transpose(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -71,17 +70,17 @@ def test_expected_rounding_is_that_of_a_running_sum(tokens, scale):
 
 def test_rows_that_see_nothing_round_to_nothing():
     q, k, v = torch.randn(3, 4, 8).double(), torch.randn(2, 1, 8).double(), torch.randn(2, 1, 8).double()
-    sequence = Sequence((q,), (k,), v, torch.ones(3, 2, dtype=torch.bool).tril(-1), 0.3)
+    sequence = PlainAttention((q,), (k,), v, torch.ones(3, 2, dtype=torch.bool).tril(-1), 0.3)
     assert not sequence.attend()[0].any() and not sequence.rounding()[0].any()
     assert sequence.rounding()[1:].all() and sequence.rounding().isfinite().all()
-    empty = Sequence((q,), (k[:0],), v[:0], None, 0.3)
+    empty = PlainAttention((q,), (k[:0],), v[:0], None, 0.3)
     assert not empty.attend().any() and not empty.rounding().any()
 
 
 def test_one_lost_token_in_100_000_is_wrong():
     q, k, v = torch.randn(1, 4, 16), torch.randn(100_000, 1, 16), torch.randn(100_000, 1, 16)
-    sequence, exact = (Sequence((q,), (k,), v, None, 0.25).to(dtype) for dtype in (torch.float32, torch.float64))
-    right, short = sequence.attend(), Sequence((q,), (k[1:],), v[1:], None, 0.25).attend()
+    sequence, exact = (PlainAttention((q,), (k,), v, None, 0.25).to(dtype) for dtype in (torch.float32, torch.float64))
+    right, short = sequence.attend(), PlainAttention((q,), (k[1:],), v[1:], None, 0.25).attend()
     expected = exact.attend(), None, right, exact.rounding()
     assert verdict(right, None, *expected).ok
     assert not verdict(short, None, *expected).ok
@@ -94,7 +93,7 @@ def test_expected_rounding_of_keys_is_that_of_the_log_sum_exp():
     for _ in range(60):
         q = torch.randn(1, 9, 64, generator=make, dtype=torch.float64)
         halves = torch.randn(2, 3, 1, 64, generator=make, dtype=torch.float64)
-        exact = Sequence((q,), (halves.sum(0),), torch.ones(3, 1, 8).double(), None, 0.1)
+        exact = PlainAttention((q,), (halves.sum(0),), torch.ones(3, 1, 8).double(), None, 0.1)
         torchs, ours = (
             replace(exact, keys=(key,))
             for key in (halves.sum(0).bfloat16().double(), halves.bfloat16().double().sum(0))

@@ -6,7 +6,7 @@ Tests, benchmarks and ``mha2mla check kernels`` all draw from here; everything r
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernel_testing.judgement import Judgement, verdict
-from mha2mla.kernel_testing.textbook import Sequence, yardstick
-from mha2mla.kernels.gqa_decode.api import GQA
+from mha2mla.kernels.gqa_decode.api import GQA, plan_gqa_decode
+from mha2mla.kernels.gqa_decode.selection import GQAShape
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
-from mha2mla.kernels.mla_decode.api import MLA, plan_mla_decode
-from mha2mla.kernels.mla_decode.quantization import dequantize_latent
-from mha2mla.kernels.split_kv.op import PagedOp
+from mha2mla.kernels.mla_decode.api import LATENT, LATENT_FP8, MLA, plan_mla_decode
+from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
+from mha2mla.kernels.split_kv.op import PagedOp, compiled_shape
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, Span, attended_span
+from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
 
 UNUSED_PAGE = 2147480000  # what FlashMLA's tests put into table entries that nobody may read
 CHUNK_TOKENS = 2**17  # tokens that the float64 reference takes at a time: its gathers hold 8 bytes a number
@@ -205,6 +205,147 @@ class Problem(PagedProblem):
         )
 
 
+@dataclass(frozen=True)
+class LatentProblem(Problem):
+    """One decode call; what :class:`Problem` says, for ``num_rope_heads`` 1 and ``combined``: latents are a view.
+
+    Attributes:
+        scaling: of :class:`LatentRope`.
+        first_position: rotary position of a sequence's first token; pages get offsets where it is not 0.
+        shuffled: each page gets an offset of its own, up to 2**17.
+        codes: latents are e4m3 numbers with a scale a token (and no view then).
+    """
+
+    scaling: float = 1.0
+    first_position: int = 0
+    shuffled: bool = False
+    codes: bool = False
+
+    @property
+    def op(self) -> PagedOp:
+        return LATENT_FP8 if self.codes else LATENT
+
+    @property
+    def columns(self) -> dict[str, int]:
+        return super().columns | ({"bits": 8} if self.codes else {})
+
+    def cache_bytes(self, itemsize: int = 2) -> int:
+        return self.tokens_seen() * (self.kv_lora_rank + 4) if self.codes else super().cache_bytes(itemsize)
+
+    @property
+    def geometry(self) -> MLAGeometry:
+        return replace(super().geometry, rope_from_latent=True)
+
+    def flops(self) -> int:
+        """Those of :class:`Problem`, and of one rotary key a token, however many queries read it."""
+        read = super().geometry.decode_flops_per_token() * self.seqlen_q
+        return self.tokens_seen() * (read + 2 * self.kv_lora_rank * self.qk_rope_head_dim)
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """As :meth:`Problem.inputs`, with ``rope`` and without ``rope_cache``. The slowest pair does not turn."""
+        made = super().inputs(dtype, device)
+        make = torch.Generator(device).manual_seed(self.seed + 1)
+        width, pairs = self.qk_rope_head_dim, self.qk_rope_head_dim // 2
+        normal = {"generator": make, "device": device, "dtype": dtype}
+        inv_freq = 1e4 ** -(torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
+        if pairs > 1:
+            inv_freq[-1] = 0
+        offsets = None
+        if self.shuffled:
+            offsets = torch.randint(0, 2**17, made["block_table"].shape, generator=make, device=device)
+        elif self.first_position:
+            offsets = torch.full(made["block_table"].shape, self.first_position, device=device)
+        rope = LatentRope(
+            torch.randn(width, self.kv_lora_rank, **normal) * self.kv_lora_rank**-0.5,
+            torch.randn(width, **normal),
+            inv_freq.float(),
+            self.scaling,
+            None if offsets is None else offsets.int(),
+        )
+        if self.codes:
+            made["latent_cache"], made["latent_scale"] = quantize_latent(made["latent_cache"])
+        return made | {"rope_cache": None, "rope": rope}
+
+
+@dataclass(frozen=True)
+class GQAProblem(PagedProblem):
+    """One GQA decode call; ``combined``: keys and values are two views of one buffer [P, page, G*d_v + G*d_qk].
+
+    Attributes: ``heads``, ``num_kv_heads``, ``qk_head_dim``, ``v_head_dim``: H, G, d_qk, d_v.
+    """
+
+    heads: int
+    num_kv_heads: int
+    qk_head_dim: int
+    v_head_dim: int
+    lengths: tuple[int, ...]
+
+    @property
+    def op(self) -> PagedOp:
+        return GQA
+
+    @property
+    def name(self) -> str:
+        widths = self.qk_head_dim if self.qk_head_dim == self.v_head_dim else f"{self.qk_head_dim}/{self.v_head_dim}"
+        return f"H{self.heads}-G{self.num_kv_heads}-d{widths}-p{self.page_size}-q{self.seqlen_q}".replace("/", "v")
+
+    @property
+    def storage(self) -> Problem:
+        """An MLA problem whose latents are all heads' values, and whose rotary keys are the keys."""
+        shared = {field.name: getattr(self, field.name) for field in fields(PagedProblem)}
+        width = self.num_kv_heads * self.v_head_dim
+        return Problem(self.heads, self.num_kv_heads, width, self.qk_head_dim, self.lengths, **shared)
+
+    @property
+    def columns(self) -> dict[str, int]:
+        widths = {"d_qk": self.qk_head_dim, "d_v": self.v_head_dim}
+        return {"H": self.heads, "G": self.num_kv_heads} | widths | {"page": self.page_size, "S_q": self.seqlen_q}
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.qk_head_dim**-0.5
+
+    def shape(self, dtype: str = "bfloat16", seqlen_q: int | None = None) -> GQAShape:
+        """What is compiled for it."""
+        return compiled_shape(super().shape(dtype, seqlen_q))
+
+    def cache_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of keys and values that a call has to read, once."""
+        return self.tokens_seen() * self.num_kv_heads * (self.qk_head_dim + self.v_head_dim) * itemsize
+
+    def flops(self) -> int:
+        """As :meth:`Problem.flops`."""
+        return 2 * self.tokens_seen() * self.seqlen_q * self.heads * (self.qk_head_dim + self.v_head_dim)
+
+    def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """Arguments of ``gqa_decode`` by name, poisoned wherever nobody may look, as :meth:`Problem.inputs` says."""
+        made = self.storage.inputs(dtype, device)
+        return {
+            "q": made["q_pe"],
+            "k_cache": made["rope_cache"],
+            "v_cache": made["latent_cache"].unflatten(-1, (self.num_kv_heads, self.v_head_dim)),
+            "block_table": made["block_table"],
+            "cache_seqlens": made["cache_seqlens"],
+            "cache_starts": made["cache_starts"],
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+        }
+
+    def plan(self, inputs: dict[str, Any], backend: str | None = None) -> DecodePlan:
+        """The plan for these inputs, with the problem's window and sinks."""
+        return plan_gqa_decode(
+            inputs["q"],
+            inputs["k_cache"],
+            inputs["block_table"],
+            inputs["cache_seqlens"],
+            v_head_dim=self.v_head_dim,
+            cache_starts=inputs["cache_starts"],
+            causal=self.causal,
+            backend=backend,
+            **self.visibility,
+        )
+
+
 def _op_of(inputs: dict[str, Any]) -> tuple[PagedOp, tuple[str, ...], tuple[str, ...]]:
     """The op whose reference judges a call :func:`with_keys`, and the names of its queries and caches in the order of
     their parts."""
@@ -280,7 +421,7 @@ def _take(inputs: dict[str, Any], rows: slice) -> dict[str, Any]:
     return inputs | taken | {"block_table": small, "cache_starts": None if starts is None else starts[rows]}
 
 
-def sequences(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> Iterator[Sequence]:
+def sequences(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> Iterator[PlainAttention]:
     """The sequences of a call one by one, without pages; tokens that no query sees are 0."""
     inputs = with_keys(inputs)
     op, names, caches = _op_of(inputs)
@@ -302,7 +443,7 @@ def sequences(inputs: dict[str, Any], window: int | None = None, sinks: int = 0)
             cached.append(torch.where(visible.any(0)[:, None, None], rows, 0))
         keys, values = (cached[:1], cached[1]) if op is GQA else (cached, cached[0])
         queries = tuple(inputs[name][b] for name in names)
-        yield Sequence(queries, tuple(keys), values, visible, inputs["softmax_scale"])
+        yield PlainAttention(queries, tuple(keys), values, visible, inputs["softmax_scale"])
 
 
 def judge(
@@ -310,7 +451,7 @@ def judge(
 ) -> Judgement:
     """Compares an output of a decode op with float64, and plain torch at the queries' dtype with float64.
 
-    What right means, :func:`mha2mla.kernel_testing.judgement.verdict` says.
+    What right means, :func:`mha2mla.testing.numeric_check.verdict` says.
 
     Args:
         inputs: as :meth:`Problem.inputs` or :meth:`GQAProblem.inputs` makes them.
@@ -332,7 +473,7 @@ def expected(
     out, lse = exact(inputs, window, sinks)
     if not out.shape[0]:
         return out, lse, out.to(dtype), None, None, None
-    outs, roundings = yardstick(sequences(inputs, window, sinks), dtype)
+    outs, roundings = plain_attention(sequences(inputs, window, sinks), dtype)
     of_keys = None
     if makes_keys:
         wide = (sequence.to(torch.float64) for sequence in sequences(inputs, window, sinks))

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernel_testing.judgement import Judgement, verdict
-from mha2mla.kernel_testing.textbook import Sequence, yardstick
 from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape
+from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
 
 
 @dataclass(frozen=True)
@@ -115,13 +114,13 @@ class PrefillProblem:
         }
 
 
-def sequences(problem: PrefillProblem, inputs: dict[str, Any]) -> Iterator[Sequence]:
+def sequences(problem: PrefillProblem, inputs: dict[str, Any]) -> Iterator[PlainAttention]:
     """The sequences of a call one by one."""
     first_q = first_k = 0
     for queries, keys in problem.lengths:
         rows, columns = slice(first_q, first_q + queries), slice(first_k, first_k + keys)
         visible = problem.visible(queries, keys, inputs["v"].device) if problem.causal else None
-        yield Sequence(
+        yield PlainAttention(
             tuple(q[rows] for q in inputs["queries"]), tuple(k[columns] for k in inputs["keys"]),
             inputs["v"][columns], visible, problem.softmax_scale,
         )  # fmt: skip
@@ -151,7 +150,7 @@ def judge(problem: PrefillProblem, inputs: dict[str, Any], out: Tensor, lse: Ten
     tokens = sum(queries for queries, _ in problem.lengths)
     expected, expected_lse = exact(problem, inputs)
     expected, expected_lse = expected[:tokens], expected_lse[:, :tokens]
-    outs, roundings = yardstick(sequences(problem, inputs), inputs["v"].dtype)
+    outs, roundings = plain_attention(sequences(problem, inputs), inputs["v"].dtype)
     return verdict(
         out[:tokens], None if lse is None else lse[:, :tokens], expected, expected_lse,
         torch.cat(outs) if outs else expected.to(out.dtype), torch.cat(roundings) if roundings else None,

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-from mha2mla.kernel_testing import compile_gate
 from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS
 from mha2mla.kernels.split_kv.launch import make_merge
+from mha2mla.testing import compile_gate
 
 pytestmark = pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 

@@ -1,0 +1,246 @@
+"""Kernels into TileLang's disk cache by parallel processes that launch nothing; and jobs in processes, under time-outs.
+
+A process that compiles or launches a kernel can hang, or take CUDA down.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from mha2mla.kernels.devices import capability, num_sms
+from mha2mla.kernels.gqa_decode.api import GQA
+from mha2mla.kernels.mla_decode.api import FP8, LATENT, LATENT_FP8, MLA
+from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.op import PagedOp
+
+OPS = {op.name: op for op in (MLA, FP8, LATENT, LATENT_FP8, GQA)}
+COMPILE_TIMEOUT = 300.0  # seconds for one job
+STARTUP = 180.0  # seconds for a process to start: it imports torch and TileLang, and starts CUDA
+OUT_OF_TIME = "out of time: the run ended first"
+
+
+@dataclass(frozen=True)
+class CompileJob:
+    """The kernels that some calls of one shape launch, compiled by one process.
+
+    Attributes:
+        op: name of the op.
+        shape: static part of the calls.
+        capability: compute capability, 90 for Hopper.
+        launches: (kernel, CTAs of the plan, batch) of each call.
+    """
+
+    op: str
+    shape: Any
+    capability: int
+    launches: tuple[tuple[KernelChoice, int, int], ...]
+
+
+def compile_job(
+    op: PagedOp, shape: Any, device: torch.device, calls: Iterable[tuple[int, Callable[[int], int]]]
+) -> CompileJob:
+    """The job of calls of one compiled ``shape``: of each its batch, and its CTAs as a function of the resident ones.
+
+    Raises:
+        ValueError: no kernel serves the shape.
+    """
+    choice = op.choose(shape, device)
+    resident = choice.num_ctas(num_sms(device))
+    launches = dict.fromkeys((choice, num_ctas(resident), batch) for batch, num_ctas in calls)
+    return CompileJob(op.name, shape, capability(device), tuple(launches))
+
+
+def compile_launches(job: CompileJob) -> None:
+    """Compiles the kernels of a job, and the planner."""
+    from mha2mla.kernels.split_kv.launch import compile_kernels, compile_planner
+
+    logging.getLogger("tilelang").setLevel(logging.WARNING)  # importing TileLang sets a level that logs each kernel
+    op, shape = OPS[job.op], job.shape
+    width = shape.v_head_dim if op is GQA else shape.kv_lora_rank
+    compile_planner(job.capability)
+    for choice, num_ctas, batch in job.launches:
+        compile_kernels(op, shape, choice, job.capability, batch, width, num_ctas)
+
+
+def compile_in_processes(
+    function: Callable[[Any], None], jobs: Iterable[Any], until: float | None = None
+) -> dict[Any, str]:
+    """Calls ``function(job)`` for every job, in as many processes as there are processors but two; ``until`` as in
+    :func:`run_in_workers`.
+
+    Returns:
+        Job → reason, for the jobs that failed.
+    """
+    jobs = list(dict.fromkeys(jobs))
+    workers = max(1, min(len(jobs), (os.cpu_count() or 2) - 2))
+    outcomes = run_in_workers(function, jobs, workers=workers, timeout=COMPILE_TIMEOUT, until=until)
+    return {outcome.job: f"not compiled: {outcome.failure}" for outcome in outcomes if outcome.failure is not None}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a job: ``value`` returned by the function, or ``failure`` with the reason there is none."""
+
+    job: Any
+    value: Any = None
+    failure: str | None = None
+    seconds: float = 0.0
+
+
+def run_in_workers(
+    function: Callable[[Any], Any],
+    jobs: Iterable[Any],
+    *,
+    workers: int = 1,
+    timeout: float = 120.0,
+    until: float | None = None,
+    prepare: Callable[[], Any] | None = None,
+) -> Iterator[Outcome]:
+    """Calls ``function(job)`` for every job in spawned processes; outcomes come in the order in which jobs end.
+
+    A process whose job takes too long is killed ("hung: …"), one that dies is replaced ("crashed: …"), and so is one
+    whose job raised ("ValueError: …"), since an error on a GPU stays with its process.
+
+    Args:
+        function: importable by name.
+        jobs: picklable; drawn one at a time, after the outcomes so far were handed out: a generator may look at them.
+        workers: processes at a time.
+        timeout: seconds for one job.
+        until: ``time.monotonic()`` from which on no job is begun; jobs in flight then are killed (:data:`OUT_OF_TIME`).
+        prepare: called in every process before its first job, within ``STARTUP`` seconds that no job is charged for.
+            With it the processes start before the first job is drawn.
+    """
+    context, team, jobs = multiprocessing.get_context("spawn"), [], iter(jobs)
+
+    def start() -> _Worker:
+        team.append(_Worker(context, function, timeout, prepare))
+        return team[-1]
+
+    if prepare is not None:
+        for _ in range(workers):
+            start()
+    try:
+        while True:
+            while until is None or time.monotonic() < until:
+                free = next((worker for worker in team if worker.job is _NONE), None)
+                if free is None and len(team) == workers:
+                    break
+                job = next(jobs, _NONE)
+                if job is _NONE:
+                    break
+                (free or start()).begin(job)
+            busy = [worker for worker in team if worker.job is not _NONE]
+            if not busy:
+                return
+            ends = min(worker.deadline for worker in busy)
+            ends = ends if until is None else min(ends, until)
+            wait([worker.connection for worker in busy], max(0.0, ends - time.monotonic()))
+            late = until is not None and time.monotonic() >= until
+            for worker in busy:
+                outcome = worker.poll(late)
+                if outcome is None:
+                    continue
+                if outcome.failure is not None:
+                    worker.kill()
+                    team.remove(worker)
+                yield outcome
+    finally:
+        for worker in team:
+            worker.kill()
+
+
+_NONE = object()
+
+
+class _Worker:
+    """A process that serves one job at a time, once it is ready."""
+
+    def __init__(
+        self, context: Any, function: Callable[[Any], Any], timeout: float, prepare: Callable[[], Any] | None
+    ) -> None:
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, function, prepare), daemon=True)
+        # A Ctrl-C reaches every process of a terminal; the parent ends its children, without a traceback of theirs. The
+        # tracker first: starting it, as the first process would, lets the signal through again.
+        resource_tracker.ensure_running()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        self.process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        theirs.close()  # so that a process that dies ends the connection
+        self.job: Any = _NONE
+        self.timeout, self.ready = timeout, False
+        self.started = time.monotonic()
+        self.deadline = self.started + STARTUP
+
+    def begin(self, job: Any) -> None:
+        self.job = job
+        if self.ready:
+            self._clock()
+        with suppress(OSError):  # the process died: poll() reports it
+            self.connection.send(job)
+
+    def _clock(self) -> None:
+        self.started = time.monotonic()
+        self.deadline = self.started + self.timeout
+
+    def poll(self, late: bool) -> Outcome | None:
+        """The outcome of the job, or None while it runs; with ``late`` never None."""
+        try:
+            if not self.ready and self.connection.poll():
+                failure = self.connection.recv()
+                if failure is not None:
+                    return self._end(None, failure)
+                self.ready = True
+                self._clock()
+            if self.connection.poll():
+                return self._end(*self.connection.recv())
+        except (EOFError, OSError):
+            self.process.join(10)
+            return self._end(None, f"crashed: the process ended with exit code {self.process.exitcode}")
+        if time.monotonic() >= self.deadline:
+            what = f"no answer within {self.timeout:g} s" if self.ready else f"its process took {STARTUP:g} s to start"
+            return self._end(None, f"hung: {what}")
+        return self._end(None, OUT_OF_TIME) if late else None
+
+    def _end(self, value: Any, failure: str | None) -> Outcome:
+        job, self.job = self.job, _NONE
+        return Outcome(job, value, failure, time.monotonic() - self.started)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.connection.close()
+
+
+def _serve(connection: Connection, function: Callable[[Any], Any], prepare: Callable[[], Any] | None) -> None:
+    failure = None if prepare is None else _call(prepare)[1]
+    gc.collect()
+    gc.freeze()  # imports are not traversed again: compiling makes many Python objects
+    connection.send(failure)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        connection.send(_call(function, job))
+
+
+def _call(function: Callable[..., Any], *args: Any) -> tuple[Any, str | None]:
+    try:
+        return function(*args), None
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return None, f"{type(error).__name__}: {lines[0]}"

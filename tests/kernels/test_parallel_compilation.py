@@ -1,0 +1,148 @@
+"""Compile jobs, and worker processes under time-outs and a Ctrl-C, which a terminal sends to all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from mha2mla.kernels import parallel_compilation
+from mha2mla.kernels.mla_decode.selection import select_kernel
+from mha2mla.kernels.parallel_compilation import CompileJob, compile_job, compile_launches, run_in_workers
+from mha2mla.testing.problems import Problem
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+from jobs import work
+
+def run():
+    from mha2mla.kernels.parallel_compilation import run_in_workers
+    for _ in run_in_workers(work, [1, 2], workers=2):
+        pass
+
+if __name__ == "__main__":
+    import types
+    fake = types.ModuleType("mha2mla.cli")
+    fake.main = run
+    sys.modules["mha2mla.cli"] = fake
+    from mha2mla.__main__ import main
+    sys.exit(main())
+"""
+JOBS = """
+import os, signal, time
+
+def work(job):
+    masked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    print("masked" if masked else "open", os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_ctrl_c_showed_the_traceback_of_every_worker(tmp_path):
+    (tmp_path / "jobs.py").write_text(JOBS)
+    (tmp_path / "script.py").write_text(SCRIPT.format(folder=str(tmp_path)))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "script.py")],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    signal.signal(signal.SIGINT, before)
+    masks, workers = zip(*(process.stdout.readline().split() for _ in range(2)), strict=True)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert masks == ("masked", "masked")
+    assert process.returncode == 130 and output == "mha2mla: interrupted\n"
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+
+
+def test_only_combine_kernels_that_are_launched_are_compiled(monkeypatch):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.split_kv.launch import merge_splits
+
+    monkeypatch.setattr(parallel_compilation, "num_sms", lambda _: 132)
+    problem = Problem(4, 1, 32, 8, (70,))
+
+    def merges(*calls):
+        job = compile_job(problem.op, problem.shape(), torch.device("cpu"), calls)
+        return {merge_splits(num_ctas, batch) for _, num_ctas, batch in job.launches}
+
+    assert merges((64, lambda resident: resident)) == {4}
+    assert merges((64, lambda resident: resident), (1, lambda _: 1), (1, lambda resident: resident)) == {4, 64}
+
+
+def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
+    from mha2mla.kernels.split_kv import launch
+
+    compiled = []
+    # Caches of its own: what another test compiled counts for nothing here, nor this test's stand-ins for others.
+    monkeypatch.setattr(launch, "compile_for", lambda function, *_: compiled.append(function))
+    for name in ("compile_choice", "compile_merge", "compile_planner"):
+        monkeypatch.setattr(launch, name, cache(getattr(launch, name).__wrapped__))
+    shape = Problem(7, 1, 72, 8, ()).shape()
+    compile_launches(CompileJob("mla_decode", shape, 90, ((select_kernel(shape, 90), 132, 64),)))
+    names = {function.attrs["global_symbol"] for function in compiled}
+    assert names >= {"mla_decode_plan", "mla_decode_combine"}
+    assert len(names) == 3
+
+
+def test_a_job_that_hangs_is_killed_and_the_others_run():
+    outcomes = list(run_in_workers(time.sleep, [0, 1000, 0.01], timeout=0.5))
+    assert [outcome.job for outcome in outcomes] == [0, 1000, 0.01]
+    assert [outcome.failure for outcome in outcomes] == [None, "hung: no answer within 0.5 s", None]
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_process_that_dies_or_raises_is_replaced():
+    assert [o.failure for o in run_in_workers(os._exit, [3])] == ["crashed: the process ended with exit code 3"]
+    outcomes = {o.job: o for o in run_in_workers(int, ["1", "x", "2"], workers=2)}
+    assert (outcomes["1"].value, outcomes["2"].value) == (1, 2)
+    assert outcomes["x"].failure.startswith("ValueError: invalid literal")
+
+
+@pytest.mark.usefixtures("forked")
+def test_later_jobs_may_depend_on_earlier_outcomes():
+    seen = []
+
+    def jobs():
+        yield "x"
+        if not seen:
+            yield "1"
+
+    for outcome in run_in_workers(int, jobs()):
+        seen.append(outcome.job)
+    assert seen == ["x"]
+
+
+@pytest.mark.usefixtures("forked")
+def test_processes_start_while_the_first_job_is_made(tmp_path):
+    def jobs():
+        until = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        yield -1 if (tmp_path / "ready").exists() else 0
+
+    (outcome,) = run_in_workers(abs, jobs(), prepare=partial(os.mkdir, tmp_path / "ready"))
+    assert outcome.value == 1
+
+
+def fail_to_start():
+    raise OSError("no device")
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_process_that_cannot_start_says_why():
+    assert [o.failure for o in run_in_workers(abs, [1], prepare=fail_to_start)] == ["OSError: no device"]
