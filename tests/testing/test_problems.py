@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.kernels import mla_decode
+from mha2mla.kernels import mla_decode, mla_prefill_varlen
 from mha2mla.testing import problems
 from mha2mla.testing.numeric_check import errors
+from mha2mla.testing.prefill_problems import PrefillProblem, sample
+from mha2mla.testing.prefill_problems import judge as judge_prefill
 from mha2mla.testing.problems import UNUSED_PAGE, Problem, exact, judge
 from tests.kernels.problems import torch_at
 
@@ -78,3 +80,23 @@ def test_long_sequences_are_compared_in_chunks(monkeypatch):
     monkeypatch.setattr(problems, "CHUNK_TOKENS", 1000)
     for part, expected in zip(exact(inputs, **STREAMING.visibility), whole, strict=True):
         torch.testing.assert_close(part, expected)
+
+
+def test_pairs_are_counted():
+    assert PrefillProblem(1, (8,), (1,), 8, ((3, 5), (4, 2), (0, 9))).pairs() == 3 + 4 + 5 + 1 + 2
+    assert PrefillProblem(1, (8,), (1,), 8, ((3, 5), (4, 2)), causal=False).pairs() == 23
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_sample_judges_the_whole(causal):
+    """The sample of a right result is right; a wrong row of a sampled head is seen."""
+    problem = PrefillProblem(6, (8, 8), (3, 1), 8, ((70, 90), (3, 3), (40, 20), (20, 60)), causal=causal)
+    inputs = problem.inputs(torch.float32)
+    expected = mla_prefill_varlen(
+        *inputs["queries"], *inputs["keys"], inputs["v"], inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], 70,
+        softmax_scale=problem.softmax_scale, causal=causal, return_lse=True,
+    )  # fmt: skip
+    assert judge_prefill(*sample(problem, inputs, *expected, rows=16)).ok
+    wrong = expected[0].clone()
+    wrong[69, 3] *= 1.1
+    assert not judge_prefill(*sample(problem, inputs, wrong, expected[1], rows=16)).ok

@@ -1,0 +1,109 @@
+"""The benchmarks on a CPU: their shapes have kernels, and only a right result gets a time."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+from benchmarks import decode, latent_decode, runner, sanitize
+from benchmarks.peers import checked
+from benchmarks.shapes import SpeedCase, Target, decode_case, decode_cases, fp8_cases, gqa_cases, prefill_cases
+from mha2mla.kernels.attention_varlen.tiling import hopper_tiling
+from mha2mla.kernels.mla_decode.api import FP8
+from mha2mla.kernels.split_kv.op import compiled_shape
+from mha2mla.testing.problems import Problem
+
+
+def test_every_shape_has_a_name_and_a_kernel():
+    decoded = (decode_cases(), gqa_cases(), fp8_cases(), latent_decode.cases(), latent_decode.code_cases())
+    for cases in (*decoded, prefill_cases()):
+        assert len({case.name for case in cases}) == len(cases)
+    for case in (case for cases in decoded for case in cases):
+        op, shape = case.problem.op, case.problem.shape()
+        assert op.refusal(shape) is None and op.select(compiled_shape(shape), 90)
+    assert all(FP8.select(compiled_shape(case.problem.shape()), 90).num_stages >= 2 for case in fp8_cases())
+    for case in prefill_cases():
+        hopper_tiling(case.problem.shape())
+
+
+@pytest.mark.parametrize("measure", [decode.measure, decode.measure_fp8, latent_decode.measure])
+def test_measure_checks_and_times_one_shape(measure, monkeypatch):
+    monkeypatch.delenv("MHA2MLA_PEERS", raising=False)
+    row = measure(decode_case(Problem(4, 1, 48, 24, (130,) * 2, slack=0)), True, 0.01, "cpu")
+    assert row["status"] == "ok" and 0 < row["us_p20"] <= row["us"] <= row["us_p80"]
+    assert row["error"] <= 2 * row["torch_error"] + torch.finfo(torch.bfloat16).eps / 2
+
+
+def test_a_wrong_peer_is_no_baseline():
+    expected = torch.ones(3, dtype=torch.float64)
+    assert checked(lambda: lambda: expected * 1.1, lambda out: (out, expected)).startswith("missing: wrong result")
+    assert checked(lambda: lambda: expected / 0, lambda out: (out, expected)).startswith("missing: wrong result")
+    assert checked(lambda: 1 / 0, lambda out: (out, expected)) == "missing: ZeroDivisionError: division by zero"
+    assert not isinstance(checked(lambda: lambda: expected, lambda out: (out, expected)), str)
+
+
+def test_the_sanitizer_runs_every_kernel_family_of_hopper():
+    shapes = [(problem.op, compiled_shape(problem.shape())) for problem in sanitize.PROBLEMS]
+    kernels = {op.select(shape, 90).kernel for op, shape in shapes}
+    assert kernels >= {"swap_ab_ws", "heads_on_m", "swap_ab_cluster"}
+    assert kernels >= {"latent_ws", "latent_cluster", "latent_portable", "latent_fp8"}
+    assert any(problem.window for problem in sanitize.PROBLEMS)
+    assert {problem.seqlen_q for problem in sanitize.PROBLEMS} >= {1, 2, 3, 4}
+
+
+RIGHT = Problem(4, 1, 32, 16, (70, 3))
+
+
+def measure(case: SpeedCase, peers: bool, min_run_time: float) -> dict:
+    if case.name == "raises":
+        raise RuntimeError("no memory")
+    return decode.measure(case, peers, min_run_time, "cpu") | {"FA3_MHA_us": "missing: not here"}
+
+
+def compile_one(job: str) -> None:
+    if job == "refused":
+        raise ValueError("spills")
+
+
+def jobs(case: SpeedCase) -> list[str]:
+    if case.name == "unserved":
+        raise ValueError("no kernel")
+    return [case.name]
+
+
+@pytest.fixture
+def benchmark(forked, monkeypatch):
+    monkeypatch.setattr(runner, "start_measuring", None)
+    monkeypatch.setattr(runner, "read_rate", lambda: {"R": 4e12, "R_from": "a test"})
+    return runner.Benchmark("a-kind", "a title", measure, compile_one, jobs, peers=("FA3_MHA_us",))
+
+
+def test_every_case_gets_a_row_and_only_right_ones_a_speed(benchmark, tmp_path, capsys):
+    names = ("raises", "refused", "unserved")
+    cases = [decode_case(RIGHT, Target(us=1e9)), *(SpeedCase(name, RIGHT) for name in names)]
+    path = tmp_path / "rows.json"
+    assert not runner.run(benchmark, cases, min_run_time=0.01, json=str(path))
+    content = json.loads(path.read_text())
+    assert content["kind"] == "a-kind" and content["R"] == 4e12 and content["compile_seconds"] > 0
+    assert {row["name"]: row["status"] for row in content["rows"]} == {
+        "H4 G1 c32 r16 2xmixed": "ok",
+        "raises": "RuntimeError: no memory",
+        "refused": "not compiled: ValueError: spills",
+        "unserved": "not compiled: no kernel",
+    }
+    right = content["rows"][0]
+    assert right["met"] is True and right["target_us"] == 1e9
+    assert right["share"] == pytest.approx(right["TB/s"] / 4)
+    out = capsys.readouterr().out
+    assert "R = 4.00 TB/s (a test)" in out and "targets met: 1 of 1" in out
+    assert "FA3_MHA_us missing: not here (1 shapes)" in out
+    assert runner.run(benchmark, cases[:1], min_run_time=0.01)
+
+
+def test_a_budget_ends_the_run(benchmark, capsys):
+    assert runner.run(benchmark, [SpeedCase("one", RIGHT), SpeedCase("two", RIGHT)], budget=1e-9)
+    assert "not reached within the budget: 2 of 2" in capsys.readouterr().out
