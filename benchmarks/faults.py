@@ -264,7 +264,7 @@ FAULTS = tuple(
 -MAX_LATENT = 1024
 +MAX_LATENT = 1088
 # the last rotary columns of a tile are neither CTA's
-@ mha2mla/kernels/mla_decode/halves.py
+@ mha2mla/kernels/mla_decode/selection.py
 ? tests/kernels/mla_decode/test_halves.py
 --(-(tiling.groups_per_tile * qk_rope_head_dim) // (8 * CLUSTER)) * 8
 +max(8, tiling.groups_per_tile * qk_rope_head_dim // (8 * CLUSTER) * 8)

@@ -30,7 +30,7 @@ from mha2mla.testing.prefill_problems import PrefillProblem, judge, sample
 
 
 def compile_one(job: tuple[int, Any]) -> None:
-    from mha2mla.kernels.attention_varlen.launch import compile_attention_varlen
+    from mha2mla.kernels.attention_varlen.warp_specialised import compile_attention_varlen
 
     compile_attention_varlen(*job)
 

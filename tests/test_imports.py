@@ -13,6 +13,7 @@ ROOT = Path(mha2mla.__file__).parent
 BELOW = {
     "geometry": set(),
     "kernels": {"geometry"},
+    "testing": {"geometry", "kernels", "cache_folder", "progress"},
     "modeling": {"geometry", "kernels", "stored_tensors"},
     "loop": {"modeling", "progress", "prompts"},
     "conversion": {
@@ -22,9 +23,10 @@ BELOW = {
 }  # fmt: skip
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of ours that are imported anywhere in a file, under TYPE_CHECKING and inside functions too."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+def imported(path: Path, deferred: bool = True) -> set[str]:
+    """Modules of ours that a file imports; with ``deferred`` under TYPE_CHECKING and inside functions too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree)) if deferred else tree.body
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     return {name for name in names if name.startswith("mha2mla")}
@@ -59,7 +61,9 @@ def test_modeling_imports_nothing_inside_kernels():
     assert {name: found for name, found in inner.items() if found} == {}
 
 
-@pytest.mark.parametrize("room", ["modeling", "loop", "eval", "pipeline", "testing", "serving"])
+@pytest.mark.parametrize("room", [room for room in ROOMS if (ROOT / room).is_dir()])
 def test_no_module_imports_one_of_its_room_that_imports_it(room):
-    graph = {path.stem: {name.removeprefix(f"mha2mla.{room}.") for name in imported(path)} for path in modules(room)}
+    names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in modules(room)}
+    # RoPE rules take a Recipe, which imports them when it validates itself: a circle of deferred imports.
+    graph = {name: imported(path, deferred=room != "conversion") & set(names) for name, path in names.items()}
     list(TopologicalSorter(graph).static_order())

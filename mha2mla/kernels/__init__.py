@@ -9,8 +9,8 @@ from mha2mla.kernels.attention_varlen.api import (
 from mha2mla.kernels.causal_attention.api import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys, rotate_keys
-from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
 from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
+from mha2mla.kernels.mixed_attention.forms import mla_absorbed
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
 from mha2mla.kernels.mixed_attention.parts import MixedPlan
 from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, plan_gqa_attention, plan_mla_attention

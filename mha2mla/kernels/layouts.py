@@ -175,3 +175,16 @@ def _check_tensors(
 
 
 _check_tensors_once = lru_cache(maxsize=4096)(_check_tensors)  # a decode loop asks in every layer
+
+
+def with_dense_rows(x: Tensor) -> Tensor:
+    """``x`` itself where its last dimension is dense: parts of one projection are read where they lie."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def vector_of(*tensors: Tensor) -> int:
+    """Numbers that may be moved at a time, at most 16 bytes: pointers and strides are multiples of so many."""
+    size = tensors[0].element_size()
+    places = [tensor.data_ptr() for tensor in tensors]
+    strides = [stride * size for tensor in tensors for stride in tensor.stride()[:-1]]
+    return max(1, math.gcd(16, *places, *strides) // size)

@@ -65,7 +65,8 @@ def compile_job(
 
 def compile_launches(job: CompileJob) -> None:
     """Compiles the kernels of a job, and the planner."""
-    from mha2mla.kernels.split_kv.launch import compile_kernels, compile_planner
+    from mha2mla.kernels.split_kv.launch import compile_kernels
+    from mha2mla.kernels.split_kv.plan_kernel import compile_planner
 
     logging.getLogger("tilelang").setLevel(logging.WARNING)  # importing TileLang sets a level that logs each kernel
     op, shape = OPS[job.op], job.shape

@@ -65,7 +65,7 @@ def compile_only(function, arch: str, pass_configs: dict | None = None) -> list[
         RuntimeError: with nvcc's message, if it refuses the source.
         ValueError: as ``check_arguments``.
     """
-    from mha2mla.kernels.compilation import check_arguments
+    from mha2mla.kernels.machine import check_arguments
 
     check_arguments(function)
     if find_tool("nvcc") is None:

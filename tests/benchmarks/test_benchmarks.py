@@ -19,7 +19,7 @@ from mha2mla.testing.problems import Problem
 
 
 def test_every_shape_has_a_name_and_a_kernel():
-    decoded = (decode_cases(), gqa_cases(), fp8_cases(), latent_decode.cases(), latent_decode.code_cases())
+    decoded = (decode_cases(), gqa_cases(), fp8_cases(), latent_decode.cases())
     for cases in (*decoded, prefill_cases()):
         assert len({case.name for case in cases}) == len(cases)
     for case in (case for cases in decoded for case in cases):

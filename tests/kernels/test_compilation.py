@@ -3,7 +3,7 @@
 import pytest
 import tilelang.language as T
 
-from mha2mla.kernels.compilation import check_arguments
+from mha2mla.kernels.machine import check_arguments
 
 
 def test_two_arguments_of_one_name_are_refused():

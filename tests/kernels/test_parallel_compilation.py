@@ -85,13 +85,13 @@ def test_only_combine_kernels_that_are_launched_are_compiled(monkeypatch):
 
 def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.split_kv import launch
+    from mha2mla.kernels.split_kv import launch, plan_kernel
 
     compiled = []
     # Caches of its own: what another test compiled counts for nothing here, nor this test's stand-ins for others.
-    monkeypatch.setattr(launch, "compile_for", lambda function, *_: compiled.append(function))
-    for name in ("compile_choice", "compile_merge", "compile_planner"):
-        monkeypatch.setattr(launch, name, cache(getattr(launch, name).__wrapped__))
+    for module, name in ((launch, "compile_choice"), (launch, "compile_merge"), (plan_kernel, "compile_planner")):
+        monkeypatch.setattr(module, "compile_for", lambda function, *_: compiled.append(function))
+        monkeypatch.setattr(module, name, cache(getattr(module, name).__wrapped__))
     shape = Problem(7, 1, 72, 8, ()).shape()
     compile_launches(CompileJob("mla_decode", shape, 90, ((select_kernel(shape, 90), 132, 64),)))
     names = {function.attrs["global_symbol"] for function in compiled}

@@ -7,7 +7,7 @@ import torch
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import MAX_EXPANDED_TOKENS, DecodePlan
-from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
+from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.modeling import ATTENTION_BACKENDS, MLAAttention
 from mha2mla.modeling.batch import uniform_length
 from mha2mla.serving.paged_step import (

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS
+from mha2mla.kernels.machine import PASS_CONFIGS, SMALL_PASS_CONFIGS
 from mha2mla.kernels.split_kv.launch import make_merge
 from mha2mla.testing import compile_gate
 

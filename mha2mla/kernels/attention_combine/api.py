@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import runs_compiled
+from mha2mla.kernels.devices import register, runs_compiled
 from mha2mla.kernels.layouts import Argument, accumulator, check_float, check_tensors
-from mha2mla.kernels.registration import register
 
 
 def attention_combine(

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH
-from mha2mla.kernels.devices import capability, check_backend, dtype_name
+from mha2mla.kernels.devices import capability, check_backend, dtype_name, register
 from mha2mla.kernels.layouts import Argument, accumulator, argument_error, check_aligned, check_scale, check_tensors
-from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.plan import check_window
 
 _COMPILED_DTYPES = (torch.bfloat16, torch.float16)
@@ -225,7 +224,7 @@ def _attention_varlen_out(
     # Here and not beside the strides: what torch.compile traces has no addresses.
     first = ("q", "k") if q_pe is None else ("q_nope", "k_nope")
     check_aligned(**{first[0]: q, "q_pe": q_pe, first[1]: k, "k_pe": k_pe, "v": v, "out": out})
-    from mha2mla.kernels.attention_varlen.launch import launch_attention_varlen
+    from mha2mla.kernels.attention_varlen.warp_specialised import launch_attention_varlen
 
     lse = _lse_fake(q)
     launch_attention_varlen(

@@ -7,7 +7,7 @@ import tilelang.language as T
 
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape
 from mha2mla.kernels.machine import GPU, Buffers, Machine
-from mha2mla.kernels.split_kv.fragment import LN2
+from mha2mla.kernels.split_kv.call import LN2
 
 
 class VarlenTypes:

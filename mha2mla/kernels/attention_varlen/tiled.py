@@ -18,7 +18,7 @@ from mha2mla.kernels.attention_varlen.rows import (
 )
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape
 from mha2mla.kernels.machine import BY_ROW, Machine
-from mha2mla.kernels.split_kv.fragment import LOG2E
+from mha2mla.kernels.split_kv.call import LOG2E
 
 
 @T.macro

@@ -23,7 +23,7 @@ GQA = PagedOp(
     static=("H", "G", "d_qk", "d_v", "page", "S_q"),
     refusal=refusal,
     select=select_kernel,
-    make_split="mha2mla.kernels.gqa_decode.build:make_split",
+    package="mha2mla.kernels.gqa_decode",
     reference="mha2mla.kernels.gqa_decode.reference:gqa_decode_reference",
 )
 

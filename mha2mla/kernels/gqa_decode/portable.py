@@ -3,18 +3,62 @@
 Sᵀ[tokens, rows] = K Qᵀ and Oᵀ[d_v, rows] += Vᵀ Pᵀ for the query rows of one kv head, tile after tile.
 """
 
+from dataclasses import dataclass
+
 import tilelang.language as T
 
-from mha2mla.kernels.gqa_decode.selection import GQAShape
-from mha2mla.kernels.gqa_decode.static import GQAStatic, GQATypes
+from mha2mla.kernels.gqa_decode.selection import GQAShape, padded_columns
 from mha2mla.kernels.machine import BY_ROW, GPU, Buffers, Machine
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.call import FRAGMENTS, Call, locate, read_fragment, store, take_work
+from mha2mla.kernels.split_kv.call import (
+    FRAGMENTS,
+    LOG2E,
+    Call,
+    Types,
+    first_token,
+    holds_unseen,
+    locate,
+    read_fragment,
+    store,
+    take_work,
+)
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import clear_holes, copy_tile, find_present_pages, load_queries
+
+
+@dataclass(frozen=True)
+class GQAStatic:
+    """Parameters of a kernel body, ``shape`` and ``choice``, and what follows from them."""
+
+    shape: GQAShape
+    choice: KernelChoice
+    machine: Machine = GPU
+
+    @property
+    def rows(self) -> int:
+        return self.choice.tiling.rows
+
+    @property
+    def qk_cols(self) -> int:
+        return padded_columns(self.shape.qk_head_dim)
+
+    @property
+    def v_cols(self) -> int:
+        return padded_columns(self.shape.v_head_dim)
+
+
+class GQATypes(Types):
+    """:class:`Types` and q [B,S_q,H,d_qk], k_cache [P,page,G,d_qk] and v_cache [P,page,G,d_v], all with run-time
+    strides; they come first, in this order."""
+
+    def __init__(self, k: GQAStatic):
+        s = k.shape
+        super().__init__(s.heads, s.v_head_dim, s.page_size, s.dtype, k.machine)
+        self.q = self.rows("q", s.qk_head_dim)
+        self.k_cache = self.cache("k", s.num_kv_heads, s.qk_head_dim)
+        self.v_cache = self.cache("v", s.num_kv_heads, s.v_head_dim)
 
 
 def allocate(k: GQAStatic) -> Buffers:
@@ -62,7 +106,7 @@ def attend(k, t0, work, memory, x):
     T.gemm(memory.v_tile, memory.p_tile, memory.o, transpose_A=True, policy=BY_ROW)
 
 
-def make_gqa_decode_portable(shape: GQAShape, choice: KernelChoice, machine: Machine = GPU):
+def make_portable(shape: GQAShape, choice: KernelChoice, machine: Machine = GPU):
     """A TileLang function ``gqa_decode_portable``; :class:`GQATypes` has its arguments."""
     k = GQAStatic(shape, choice, machine)
     types, tiling, block = GQATypes(k), choice.tiling, choice.block_tokens

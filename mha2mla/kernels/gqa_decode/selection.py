@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.limits import rank_choices, refusals, shared_memory_limit
-from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
+from mha2mla.kernels.split_kv.choice import (
+    KernelChoice,
+    RowTiling,
+    rank_choices,
+    refusals,
+    shared_memory_limit,
+    tile_rows,
+)
 
 MAX_HEAD_DIM = 256
 REGISTERS = 65536  # of a multiprocessor, and none that is served has fewer

@@ -8,22 +8,24 @@ softmax, and keys and values wait in rings that run on into the next sequence of
 
 import tilelang.language as T
 
+from mha2mla.kernels.gqa_decode.portable import GQAStatic, GQATypes
 from mha2mla.kernels.gqa_decode.selection import GQAShape
-from mha2mla.kernels.gqa_decode.static import GQAStatic, GQATypes
 from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
 from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.call import (
     DONE,
     FRAGMENTS,
+    LOG2E,
     Call,
     find_pages,
+    first_token,
+    holds_unseen,
     locate,
     read_fragment,
     store,
     take_work,
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import fill_slot, load_queries
@@ -119,7 +121,7 @@ def consume(k, work, tile, memory, call, q):
         store(call, work.span, write_columns, x, o, x.den, x.top)
 
 
-def make_gqa_decode_streamed(shape: GQAShape, choice: KernelChoice):
+def make_streamed(shape: GQAShape, choice: KernelChoice):
     """A TileLang function ``gqa_decode_streamed`` for sm_90; :class:`GQATypes` has its arguments."""
     k = GQAStatic(shape, choice)
     types = GQATypes(k)

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
-from mha2mla.kernels.devices import check_backend
+from mha2mla.kernels.devices import check_backend, register
 from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.layouts import Argument, check_scale, check_tensors
-from mha2mla.kernels.mixed_attention.absorbed import mla_absorbed
-from mha2mla.kernels.mixed_attention.expanded import Attend, attend_wave, expand, gather_rows
+from mha2mla.kernels.mixed_attention.forms import Attend, attend_wave, expand, gather_rows, mla_absorbed
 from mha2mla.kernels.mixed_attention.layout import Group
 from mha2mla.kernels.mixed_attention.parts import ChunkPart, GroupPart, MixedPlan, Parts
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
-from mha2mla.kernels.registration import register
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 _MLA = (

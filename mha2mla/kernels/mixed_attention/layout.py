@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
+from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 
 MAX_DECODE_QUERY_LENGTH = SEQLENS_Q[-1]
 MAX_GROUP = 2048  # sequences or pieces in one call of the decode op; a plan takes 4096

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.devices import capability, dtype_name
+from mha2mla.kernels.devices import capability, dtype_name, in_plain_eager_mode
 from mha2mla.kernels.latent_rope import LatentRope
-from mha2mla.kernels.layouts import ALIGNMENT, argument_error
-from mha2mla.kernels.mla_decode.fp8_selection import refusal_fp8, select_fp8
+from mha2mla.kernels.layouts import ALIGNMENT, Argument, argument_error
 from mha2mla.kernels.mla_decode.latent_selection import (
     latent_shape,
     refusal_latent,
@@ -18,10 +17,8 @@ from mha2mla.kernels.mla_decode.latent_selection import (
     select_latent_fp8,
 )
 from mha2mla.kernels.mla_decode.quantization import CODES
-from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, select_kernel
-from mha2mla.kernels.registration import in_plain_eager_mode
-from mha2mla.kernels.split_kv.arguments import Argument
-from mha2mla.kernels.split_kv.limits import MERGED_ROWS
+from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, refusal_fp8, select_fp8, select_kernel
+from mha2mla.kernels.split_kv.choice import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
@@ -29,6 +26,7 @@ _QUERIES = (Argument("q_latent", "B S_q H d_c"), Argument("q_pe", "B S_q H d_r")
 _LATENT_SCALE = Argument("latent_scale", "P page", torch.float32)
 _ROPE_CACHE = Argument("rope_cache", "P page (G d_r)")
 _ALIKE = {
+    "package": "mha2mla.kernels.mla_decode",
     "out": Argument("out", "B S_q H d_c"),
     "shape": DecodeShape,
     "static": ("H", "G", "d_c", "d_r", "page", "S_q"),
@@ -39,7 +37,6 @@ MLA = PagedOp(
     **_ALIKE,
     refusal=refusal,
     select=select_kernel,
-    make_split="mha2mla.kernels.mla_decode.build:make_split",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_reference",
 )
 FP8 = PagedOp(
@@ -53,7 +50,6 @@ FP8 = PagedOp(
     **_ALIKE,
     refusal=refusal_fp8,
     select=select_fp8,
-    make_split="mha2mla.kernels.mla_decode.fp8:make_mla_decode_fp8",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_fp8_reference",
     guards_indices=True,
 )
@@ -64,6 +60,7 @@ _KEYS = (  # the fields of LatentRope
     Argument("page_offsets", "(B max_pages)", torch.int32, optional=True),
 )
 _LATENT_ALIKE = {
+    "package": _ALIKE["package"],
     "out": _ALIKE["out"],
     "shape": latent_shape,
     "static": ("H", "d_c", "d_r", "page", "S_q"),
@@ -76,7 +73,6 @@ LATENT = PagedOp(
     **_LATENT_ALIKE,
     refusal=refusal_latent,
     select=select_latent,
-    make_split="mha2mla.kernels.mla_decode.build:make_latent_split",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_reference",
 )
 LATENT_FP8 = PagedOp(
@@ -85,7 +81,6 @@ LATENT_FP8 = PagedOp(
     **_LATENT_ALIKE,
     refusal=refusal_latent_fp8,
     select=select_latent_fp8,
-    make_split="mha2mla.kernels.mla_decode.latent_fp8:make_latent_fp8",
     reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_fp8_reference",
 )
 

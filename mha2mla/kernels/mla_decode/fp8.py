@@ -19,33 +19,42 @@ from tilelang import tvm
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.machine import BARRIER, WARPGROUP
-from mha2mla.kernels.mla_decode.fp8_products import INLINE, multiply_output, multiply_scores, store_weights
-from mha2mla.kernels.mla_decode.fp8_selection import column_of_code
-from mha2mla.kernels.mla_decode.fp8_state import (
+from mha2mla.kernels.mla_decode.fp8_products import (
     BLOCK,
     CODES,
     CONSUMERS,
+    INLINE,
     PANEL,
     WIDE,
     Thread,
     allocate,
     describe,
+    multiply_output,
+    multiply_scores,
     static_of,
+    store_weights,
 )  # fmt: skip
-from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.mla_decode.selection import DecodeShape, column_of_code
 from mha2mla.kernels.mla_decode.static import MLATypes
 from mha2mla.kernels.split_kv.call import (
     DONE,
     FRAGMENTS,
+    LN2,
+    LOG2E,
+    MASKED,
     Call,
     find_pages,
+    first_token,
+    holds_unseen,
     locate,
+    needs_mask,
     read_fragment,
+    sees,
     store,
     take_work,
+    unseen,
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED, first_token, holds_unseen, needs_mask, sees, unseen
 from mha2mla.kernels.split_kv.schedule import STOP, TILES
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
@@ -302,7 +311,7 @@ def consume(k, w, work, tile, memory, call, q_latent, q_pe, thread):
         finish(k, c, work.span, tile, call)
 
 
-def make_mla_decode_fp8(shape: DecodeShape, choice: KernelChoice):
+def make_fp8(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_fp8`` for sm_90; :class:`MLATypes` has its arguments, of which latent_cache is
     e4m3 and followed by latent_scale [P,page] (float32)."""
     k, types = static_of(shape, choice), MLATypes(shape, latent_dtype=CODES)

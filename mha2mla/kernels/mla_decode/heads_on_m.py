@@ -22,9 +22,23 @@ from mha2mla.kernels.mla_decode.selection import (
     padded_rope_columns,
 )
 from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes, load_rope_queries
-from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, locate, read_fragment, store, take_work
+from mha2mla.kernels.split_kv.call import (
+    DONE,
+    FRAGMENTS,
+    LN2,
+    LOG2E,
+    MASKED,
+    Call,
+    first_token,
+    holds_unseen,
+    locate,
+    needs_mask,
+    read_fragment,
+    sees,
+    store,
+    take_work,
+)
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED, first_token, holds_unseen, needs_mask, sees
 from mha2mla.kernels.split_kv.schedule import STOP, TILES
 from mha2mla.kernels.split_kv.softmax import clean
 from mha2mla.kernels.split_kv.stream import stream, stream_queries

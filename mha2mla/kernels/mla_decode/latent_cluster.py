@@ -13,9 +13,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_cluster, swap_ab_ws
-from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
 from mha2mla.kernels.mla_decode.latent_selection import KEY_TILE, LatentChoice, key_blocks, key_steps
-from mha2mla.kernels.mla_decode.latent_static import Keys, LatentTypes
 from mha2mla.kernels.mla_decode.latent_ws import (
     PANEL_BYTES,
     SUMS,
@@ -26,10 +24,10 @@ from mha2mla.kernels.mla_decode.latent_ws import (
     load_weight,
     rotate,
 )
-from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, Halves, halve
+from mha2mla.kernels.mla_decode.static import Keys, LatentTypes
 from mha2mla.kernels.mla_decode.swap_ab_cluster import BLOCK, consume
-from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, locate, read_fragment, take_work
-from mha2mla.kernels.split_kv.fragment import first_token
+from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, first_token, locate, read_fragment, take_work
 from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.stream import stream, stream_queries
 

@@ -14,14 +14,24 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.machine import WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode import latent_ws, swap_ab_ws
-from mha2mla.kernels.mla_decode.fp8_state import CODES
+from mha2mla.kernels.mla_decode.fp8_products import CODES
 from mha2mla.kernels.mla_decode.latent_selection import CODE_PANEL, LatentChoice
-from mha2mla.kernels.mla_decode.latent_static import Keys, LatentTypes
 from mha2mla.kernels.mla_decode.latent_ws import UNTOLD, make_keys, static_of
 from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.mla_decode.static import Keys, LatentTypes
 from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, consume
-from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, find_pages, locate, read_fragment, take_work
-from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, unseen
+from mha2mla.kernels.split_kv.call import (
+    DONE,
+    FRAGMENTS,
+    LOG2E,
+    Call,
+    find_pages,
+    first_token,
+    locate,
+    read_fragment,
+    take_work,
+    unseen,
+)
 from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.stream import stream_queries
 

@@ -8,21 +8,22 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-from mha2mla.kernels.mla_decode.fp8_selection import check_hopper, refusal_codes
-from mha2mla.kernels.mla_decode.halves import CLUSTER, cluster_shared_memory, halve
 from mha2mla.kernels.mla_decode.selection import (
+    CLUSTER,
     WIDE_LATENT,
     DecodeShape,
     RopeBlocks,
+    check_hopper,
+    cluster_shared_memory,
+    halve,
     padded_latent_columns,
     padded_rope_columns,
     refusal,
+    refusal_codes,
     swap_ab_shared_memory,
     swap_ab_ws_shared_memory,
 )
-from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.limits import rank_choices, shared_memory_limit
-from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
+from mha2mla.kernels.split_kv.choice import KernelChoice, RowTiling, rank_choices, shared_memory_limit, tile_rows
 
 MAX_LATENT_ALONE = 1024  # d_c
 MAX_ROPE_ALONE = 128  # d_r

@@ -15,11 +15,10 @@ from tilelang.layout import make_full_bank_swizzled_layout
 from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode import swap_ab_ws
 from mha2mla.kernels.mla_decode.latent_selection import KEY_TILE, LatentChoice, key_blocks, key_steps
-from mha2mla.kernels.mla_decode.latent_static import GROUP, Keys, LatentTypes, Turn, find_scaled_turn, find_turn
 from mha2mla.kernels.mla_decode.selection import DecodeShape, padded_latent_columns
+from mha2mla.kernels.mla_decode.static import GROUP, Keys, LatentTypes, Turn, find_scaled_turn, find_turn
 from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, SCALE, allocate, consume
-from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, locate, read_fragment, take_work
-from mha2mla.kernels.split_kv.fragment import first_token
+from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, first_token, locate, read_fragment, take_work
 from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.stream import stream, stream_queries
 

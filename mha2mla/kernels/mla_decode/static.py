@@ -1,15 +1,21 @@
-"""What is static of an MLA decode kernel, whichever it is, and the types of its tensors."""
+"""Static parameters and tensor types of MLA decode kernels; cos and sin of rotary positions for those of the latent.
+
+R(t) of a token is R(first of its 16 tokens) R(place among them): one cos and sin per frequency and 16 tokens, by a
+range reduction in float64, turned on by a table of 16 places. Pages hold a multiple of 16 tokens, so each 16 lie in
+one page, whatever offset that has.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import tilelang.language as T
 from tilelang import tvm
 
-from mha2mla.kernels.machine import GPU, Machine
+from mha2mla.kernels.machine import GPU, Buffers, Machine
 from mha2mla.kernels.mla_decode.selection import DecodeShape
-from mha2mla.kernels.split_kv.call import Types
-from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.tiling import RowTiling
+from mha2mla.kernels.split_kv.call import Types, last_page
+from mha2mla.kernels.split_kv.choice import KernelChoice, RowTiling
+from mha2mla.kernels.split_kv.schedule import SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -71,3 +77,88 @@ def load_rope_queries(k, machine, work, tile, q_pe, qp_tile, first_row, rows, le
             q_pe[(*tile.query(work.span, first_row + i), k.rope_dim(left + d))],
             T.cast(0, k.dtype),
         )
+
+
+GROUP = 16  # tokens whose first one's angle is reduced
+HALF_PI = (1.570796, 3.267949e-07)  # to add up: in seven digits each, which is what TileLang's C target prints
+
+
+class LatentTypes(MLATypes):
+    """:class:`MLATypes` without a rope_cache; behind latent_cache follow rope_weight [d_r,d_c] (run-time stride),
+    rope_bias [d_r], inv_freq [d_r/2] (float32) and page_offsets [B,max_pages] (int32). Behind sinks a kernel takes
+    ``scaling`` and ``has_offsets``, 0 where page_offsets is not to be read. Latents in a ``latent_dtype`` are
+    followed by latent_scale [P,page] (float32)."""
+
+    def __init__(self, shape: DecodeShape, machine: Machine = GPU, latent_dtype: str | None = None):
+        super().__init__(shape, machine, latent_dtype)
+        self.latent_scale = self.cache("ls", dtype=T.float32)
+        width = shape.qk_rope_head_dim
+        self.rope_weight = machine.strided("rw", [width, shape.kv_lora_rank], shape.dtype)
+        self.rope_bias = T.Tensor([width], shape.dtype)
+        self.inv_freq = T.Tensor([width // 2], T.float32)
+        self.page_offsets = T.Tensor([self.batch, T.dynamic("offset_pages")], T.int32)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Run-time arguments from which rotary keys are made, as :class:`LatentTypes` describes them."""
+
+    weight: Any
+    bias: Any
+    inv_freq: Any
+    page_offsets: Any
+    scaling: Any
+    has_offsets: Any
+
+    def position(self, work, t):
+        """The rotary position of token ``t`` of the sequence at hand."""
+        page = T.min(t // work.page_size, last_page(work.span, work.page_size))
+        return t + T.if_then_else(self.has_offsets != 0, self.page_offsets[work.span[SEQUENCE], page], 0)
+
+
+class Turn(Buffers):
+    """A thread's numbers on the way to ``cos`` and ``sin`` [1] of an angle."""
+
+    def __init__(self):
+        super().__init__(
+            angle=T.alloc_local([1], "float64"),
+            quarter=T.alloc_local([1], T.int32),
+            rest=T.alloc_local([1], T.float32),
+            square=T.alloc_local([1], T.float32),
+            cos=T.alloc_local([1], T.float32),
+            sin=T.alloc_local([1], T.float32),
+        )
+
+
+@T.macro
+def find_turn(x, position, frequency):
+    """cos and sin of ``position * frequency``, to 2e-7 at any position: the remainder by quarter turns in float64, the
+    Taylor series at most 45 degrees from there. (The intrinsics of fast math are off by 4e-7, and know no large
+    angles.)"""
+    x.angle[0] = T.cast(position, "float64") * T.cast(frequency, "float64")
+    x.quarter[0] = T.cast(T.floor(x.angle[0] * T.float64(1 / sum(HALF_PI)) + T.float64(0.5)), T.int32)
+    for part in list(HALF_PI):
+        x.angle[0] -= T.cast(x.quarter[0], "float64") * T.float64(part)
+    x.rest[0] = T.cast(x.angle[0], T.float32)
+    x.square[0] = x.rest[0] * x.rest[0]
+    x.cos[0] = 1.0 + x.square[0] * (-1 / 2 + x.square[0] * (1 / 24 + x.square[0] * (-1 / 720 + x.square[0] / 40320)))
+    x.sin[0] = x.rest[0] + x.rest[0] * x.square[0] * (
+        -1 / 6 + x.square[0] * (1 / 120 + x.square[0] * (-1 / 5040 + x.square[0] / 362880))
+    )
+    x.rest[0] = x.cos[0]
+    if x.quarter[0] % 2 != 0:
+        x.cos[0] = x.sin[0]
+        x.sin[0] = x.rest[0]
+    if (x.quarter[0] + 1) // 2 % 2 != 0:
+        x.cos[0] = -x.cos[0]
+    if x.quarter[0] // 2 % 2 != 0:
+        x.sin[0] = -x.sin[0]
+
+
+@T.macro
+def find_scaled_turn(x, position, frequency, scaling):
+    """:func:`find_turn` times m, which leaves pairs alone that do not turn."""
+    find_turn(x, position, frequency)
+    if frequency != 0.0:
+        x.cos[0] *= scaling
+        x.sin[0] *= scaling

@@ -17,9 +17,19 @@ from mha2mla.kernels.mla_decode.selection import (
 )
 from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes, load_rope_queries
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.call import FRAGMENTS, Call, locate, read_fragment, store, take_work
+from mha2mla.kernels.split_kv.call import (
+    FRAGMENTS,
+    LOG2E,
+    MASKED,
+    Call,
+    first_token,
+    holds_unseen,
+    locate,
+    read_fragment,
+    store,
+    take_work,
+)
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.fragment import LOG2E, MASKED, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import clear_holes, copy_tile, find_present_pages, load_queries

@@ -1,4 +1,4 @@
-"""MLA decode for Hopper over latents too wide for one CTA: two of a cluster own half of the columns each (``halves``).
+"""MLA decode for Hopper over latents too wide for one CTA: two of a cluster own half of the columns each.
 
 Each computes what its columns contribute to the scores of a tile, Sᵀ[tokens, rows], and stores it into the other's
 shared memory; both add the same two numbers, so both have the same weights, and each multiplies its own columns of the
@@ -13,13 +13,22 @@ import tilelang.language as T
 from tilelang import tvm
 
 from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
-from mha2mla.kernels.mla_decode.halves import CLUSTER, Halves, halve
-from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, Halves, halve
 from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, locate, read_fragment, store, take_work
+from mha2mla.kernels.split_kv.call import (
+    DONE,
+    FRAGMENTS,
+    LOG2E,
+    Call,
+    first_token,
+    holds_unseen,
+    locate,
+    read_fragment,
+    store,
+    take_work,
+)
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import stream, stream_queries

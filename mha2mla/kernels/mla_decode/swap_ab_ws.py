@@ -24,14 +24,16 @@ from mha2mla.kernels.split_kv import softmax
 from mha2mla.kernels.split_kv.call import (
     DONE,
     FRAGMENTS,
+    LOG2E,
     Call,
+    first_token,
+    holds_unseen,
     locate,
     read_fragment,
     store,
     take_work,
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.fragment import LOG2E, first_token, holds_unseen
 from mha2mla.kernels.split_kv.schedule import SEQUENCE, TILES
 from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
 from mha2mla.kernels.split_kv.stream import stream, stream_queries

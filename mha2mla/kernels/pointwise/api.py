@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import runs_compiled
+from mha2mla.kernels.devices import register, runs_compiled
 from mha2mla.kernels.layouts import check_float, check_like
-from mha2mla.kernels.registration import register
 
 
 def rms_norm(
@@ -66,7 +65,7 @@ def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, sha
 
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool) -> tuple[Tensor, Tensor]:
     if compiled:
-        from mha2mla.kernels.pointwise.launch import launch_rms_norm
+        from mha2mla.kernels.pointwise.kernel import launch_rms_norm
 
         out, total = _empty_norm(x, residual)
         rows = (-1, x.shape[-1])
@@ -82,7 +81,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, co
 
 def _silu_mul(gate: Tensor, up: Tensor, compiled: bool) -> Tensor:
     if compiled:
-        from mha2mla.kernels.pointwise.launch import launch_silu_mul
+        from mha2mla.kernels.pointwise.kernel import launch_silu_mul
 
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         rows = (-1, gate.shape[-1])

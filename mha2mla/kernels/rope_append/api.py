@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, runs_compiled
+from mha2mla.kernels.devices import capability, register, runs_compiled
 from mha2mla.kernels.layouts import Argument, argument_error, check_tensors
 from mha2mla.kernels.mla_decode.quantization import CODES, holds_codes, quantize_latent
-from mha2mla.kernels.registration import register
 from mha2mla.kernels.skinny_linear.api import serves_maps
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
@@ -147,7 +146,7 @@ def append_and_map(
     if q_nope.shape[:2] != q_pe.shape[:2]:
         raise argument_error("q_nope.shape", tuple(q_nope.shape), f"[{q_pe.shape[0]}, {q_pe.shape[1]}, d_n], by q_pe")
 
-    from mha2mla.kernels.rope_append.launch import launch_append_and_map
+    from mha2mla.kernels.rope_append.kernel import launch_append_and_map
 
     out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
     mapped = q_nope.new_empty(*q_nope.shape[:2], k_up.shape[2])
@@ -243,7 +242,7 @@ def _rope_append(
     inv_freq: Tensor, attention_scaling: float, interleaved: bool, compiled: bool,
 ) -> Tensor:  # fmt: skip
     if compiled:
-        from mha2mla.kernels.rope_append.launch import launch_rope_append
+        from mha2mla.kernels.rope_append.kernel import launch_rope_append
 
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         launch_rope_append(
@@ -262,7 +261,7 @@ def _rope_append(
 
 def _quantize_append(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor, compiled: bool) -> None:
     if compiled:
-        from mha2mla.kernels.rope_append.launch import launch_quantize_rows
+        from mha2mla.kernels.rope_append.quantize_kernel import launch_quantize_rows
 
         launch_quantize_rows(rows, row_cache, row_scale, slots)
     elif rows.numel():

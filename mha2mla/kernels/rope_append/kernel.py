@@ -1,11 +1,17 @@
 """Rotates queries and keys of new tokens and writes keys, and rows beside them, into a paged cache, in one pass."""
 
+from functools import cache
 from math import gcd
 from types import SimpleNamespace
 
 import tilelang.language as T
+from torch import Tensor
 
-from mha2mla.kernels.machine import Buffers, Machine
+from mha2mla.kernels.devices import capability, dtype_name, on_device
+from mha2mla.kernels.layouts import vector_of, with_dense_rows
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compile_for
+from mha2mla.kernels.skinny_linear.maps import THREADS as MAP_THREADS
+from mha2mla.kernels.skinny_linear.maps import map_blocks, map_parts
 
 
 def append_parts(
@@ -217,3 +223,203 @@ def make_rope_append(
             parts.write(rows, keys, query, row_cache, rope_cache, out, m, t0, tokens)
 
     return rope_append
+
+
+def make_append_and_map(
+    *,
+    heads: int,
+    num_rope_heads: int,
+    row_width: int,
+    qk_rope_head_dim: int,
+    num_tables: int,
+    page_size: int,
+    maps: int,
+    inner: int,
+    dtype: str,
+    vector: int = 1,
+):
+    """A TileLang function ``append_and_map`` for sm_90: a block for each token as of ``rope_append``, then those of
+    ``skinny_maps``; tokens and pages are run-time values.
+
+    What the kernel before does not write is read before that has ended: the maps, and angles by the positions that are
+    there, which are made again where they are others once it has.
+
+    Args:
+        heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, vector: as of
+            ``make_rope_append``, with ``row_width`` columns of a map; halves are pairs.
+        maps, inner: as of ``make_skinny_maps``.
+
+    The function's arguments: those of ``rope_append``; then x, up and mapped, as of ``skinny_maps``.
+    """
+    accum = T.float32
+    half = qk_rope_head_dim // 2
+    tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
+    groups = max(1, num_rope_heads)
+    append = append_parts(
+        heads=heads, num_rope_heads=num_rope_heads, row_width=row_width, qk_rope_head_dim=qk_rope_head_dim,
+        num_tables=num_tables, page_size=page_size, dtype=dtype, interleaved=False, vector=vector, block_tokens=1,
+        threads=MAP_THREADS,
+    )  # fmt: skip
+    product = map_parts(heads=heads, maps=maps, inner=inner, outer=row_width, dtype=dtype)
+
+    def stride(i, *tensors):  # a loop over tensors or strides in the kernel would give them all one name
+        return [stride for tensor in tensors for stride in list(tensor.strides)[:-1]][i]
+
+    @T.prim_func
+    def append_and_map(
+        rows: T.StridedTensor([tokens, row_width], [T.dynamic("rows_0"), 1], dtype),
+        keys: T.StridedTensor([tokens, groups, qk_rope_head_dim], [T.dynamic("keys_0"), T.dynamic("keys_1"), 1], dtype),
+        query: T.StridedTensor(
+            [tokens, heads, qk_rope_head_dim], [T.dynamic("query_0"), T.dynamic("query_1"), 1], dtype
+        ),
+        positions: T.Tensor([tokens], T.int32),
+        slots: T.Tensor([tokens], T.int32),
+        inv_freq: T.Tensor([num_tables, half], accum),
+        row_cache: T.StridedTensor([pages, page_size, row_width], [T.dynamic("row_0"), T.dynamic("row_1"), 1], dtype),
+        rope_cache: T.StridedTensor(
+            [pages, page_size, groups * qk_rope_head_dim], [T.dynamic("key_0"), T.dynamic("key_1"), 1], dtype
+        ),
+        out: T.Tensor([tokens, heads, qk_rope_head_dim], dtype),
+        scaling: T.float32,
+        x: T.StridedTensor([tokens, heads, inner], [T.dynamic("x_0"), T.dynamic("x_1"), 1], dtype),
+        up: T.Tensor([maps, inner, row_width], dtype),
+        mapped: T.Tensor([tokens, heads, row_width], dtype),
+    ):
+        with T.Kernel(map_blocks(tokens, heads, row_width) + tokens, threads=MAP_THREADS) as block:
+            if vector > 1:  # else stores are not known to be aligned, and stay scalar
+                for i in list(range(9)):
+                    T.assume(stride(i, rows, keys, query, row_cache, rope_cache) % vector == 0)
+            m = Buffers(**append.alloc(), **product.alloc(), then=T.alloc_local([2], T.int32))
+            if block < tokens:
+                m.then[0] = positions[block]
+                append.find_angles(positions, inv_freq, scaling, m, block, tokens)
+                T.pdl_sync()
+                T.pdl_trigger()
+                m.then[1] = positions[block]
+                append.find_slots(slots, m, block, tokens, pages)
+                if m.then[0] != m.then[1]:
+                    append.find_angles(positions, inv_freq, scaling, m, block, tokens)
+                T.sync_threads()
+                append.write(rows, keys, query, row_cache, rope_cache, out, m, block, tokens)
+            else:
+                product.ask(up, m, block - tokens)
+                T.pdl_sync()
+                T.pdl_trigger()
+                product.apply(x, mapped, m, block - tokens, tokens)
+
+    return append_and_map
+
+
+BLOCK_THREADS = 128  # of a block
+
+
+@cache
+def compile_rope_append(major_minor: int, **static):
+    """The compiled kernel; arguments as ``make_rope_append``'s. One compilation serves every N and P."""
+    return compile_for(make_rope_append(**static), major_minor, EXACT_PASS_CONFIGS)
+
+
+@cache
+def compile_append_and_map(major_minor: int, **static):
+    """The compiled kernel; arguments as ``make_append_and_map``'s."""
+    return compile_for(make_append_and_map(**static), major_minor, EXACT_PASS_CONFIGS)
+
+
+def launch_rope_append(
+    rows: Tensor,
+    keys: Tensor,
+    query: Tensor,
+    row_cache: Tensor,
+    rope_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    inv_freq: Tensor,
+    out: Tensor,
+    attention_scaling: float,
+    interleaved: bool,
+) -> None:
+    """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`. What is empty (queries, keys, rows, a cache) is
+    left out: rows alone are written, or keys alone, or nothing and only queries are rotated."""
+    tokens, heads, rope = query.shape
+    heads = heads if rope else 0
+    groups = keys.shape[1] if keys.numel() and rope_cache.numel() else 0
+    width = rows.shape[1] if rows.numel() and row_cache.numel() else 0
+    if tokens == 0 or not (heads or groups or width):
+        return
+    if not rope:  # nothing to turn, but the kernel has a table all the same
+        rope, inv_freq = 8, inv_freq.new_zeros(1, 4)
+    pages, page_size = row_cache.shape[:2] if width else rope_cache.shape[:2] if groups else (1, 1)
+    with on_device(query.device):
+        nothing = query.new_empty(tokens, 1, rope)  # stands in for what is left out
+        out = out if heads else nothing
+        query = with_dense_rows(query) if heads else nothing
+        keys = with_dense_rows(keys) if groups else nothing
+        rows = with_dense_rows(rows) if width else nothing[:, 0, :1]
+        if groups:
+            rope_cache = rope_cache.flatten(2)
+        else:  # only its shape is looked at, which must agree with the other cache's
+            rope_cache = nothing.as_strided((pages, page_size, rope), (0, 0, 1) if width else (rope, rope, 1))
+        row_cache = row_cache if width else rope_cache[:, :, :1]
+        # With a table a head a token's angles occupy a block, and four tokens' make it wait.
+        alone = inv_freq.numel() >= BLOCK_THREADS
+        kernel = compile_rope_append(
+            capability(query.device),
+            block_tokens=1 if alone else 4,
+            dependent=capability(query.device) >= 90,
+            heads=heads,
+            num_rope_heads=groups,
+            row_width=width,
+            qk_rope_head_dim=rope,
+            num_tables=inv_freq.shape[0],
+            page_size=page_size,
+            dtype=dtype_name(query.dtype),
+            interleaved=interleaved,
+            vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
+        )
+        kernel(
+            rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
+            out, attention_scaling,
+        )  # fmt: skip
+
+
+def launch_append_and_map(
+    rows: Tensor,
+    keys: Tensor,
+    query: Tensor,
+    row_cache: Tensor,
+    rope_cache: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    inv_freq: Tensor,
+    out: Tensor,
+    attention_scaling: float,
+    x: Tensor,
+    maps: Tensor,
+    mapped: Tensor,
+) -> None:
+    """Run the kernel; shapes as in :func:`mha2mla.kernels.rope_append.api.append_and_map`. Without keys, or a cache of
+    them, rows and queries are all."""
+    _, heads, rope = query.shape
+    groups = keys.shape[1] if keys.numel() and rope_cache.numel() else 0
+    pages, page_size = row_cache.shape[:2]
+    with on_device(query.device):
+        query, rows = with_dense_rows(query), with_dense_rows(rows)
+        keys = with_dense_rows(keys) if groups else query[:, :1]
+        rope_cache = rope_cache.flatten(2) if groups else query.as_strided((pages, page_size, rope), (0, 0, 1))
+        kernel = compile_append_and_map(
+            capability(query.device),
+            heads=heads,
+            num_rope_heads=groups,
+            row_width=rows.shape[1],
+            qk_rope_head_dim=rope,
+            num_tables=inv_freq.shape[0],
+            page_size=page_size,
+            maps=len(maps),
+            inner=x.shape[2],
+            dtype=dtype_name(query.dtype),
+            vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
+        )
+        kernel(
+            rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
+            out, attention_scaling, with_dense_rows(x), maps, mapped,
+        )  # fmt: skip

@@ -1,8 +1,12 @@
 """Writes rows of new tokens into a paged cache as e4m3 numbers with a scale each: one warp a token, one pass."""
 
-import tilelang.language as T
+from functools import cache
 
-from mha2mla.kernels.machine import Machine
+import tilelang.language as T
+from torch import Tensor
+
+from mha2mla.kernels.devices import capability, dtype_name, on_device
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Machine, compile_for
 from mha2mla.kernels.mla_decode.quantization import SCALE_OF_LARGEST, SMALLEST_SCALE
 
 LARGEST_FLOAT = 3.4028234663852886e38
@@ -86,3 +90,20 @@ def make_quantize_rows(
                     quantize(token, thread % lanes, rows, slots, row_cache, row_scale, x, most, scale)
 
     return quantize_rows
+
+
+@cache
+def compile_quantize_rows(major_minor: int, **static):
+    """The compiled kernel; arguments as ``make_quantize_rows``'s."""
+    return compile_for(make_quantize_rows(**static), major_minor, EXACT_PASS_CONFIGS)
+
+
+def launch_quantize_rows(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor) -> None:
+    """Run the kernel: rows [N, width] to slots [N] of row_cache [P, page, width] (e4m3) and row_scale [P, page]."""
+    if rows.numel() == 0 or row_cache.numel() == 0:
+        return
+    with on_device(rows.device):
+        kernel = compile_quantize_rows(
+            capability(rows.device), row_width=rows.shape[1], page_size=row_cache.shape[1], dtype=dtype_name(rows.dtype)
+        )
+        kernel(rows.contiguous(), slots.contiguous(), row_cache, row_scale)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, check_backend, num_sms
+from mha2mla.kernels.devices import capability, check_backend, num_sms, register
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error
-from mha2mla.kernels.registration import register
-from mha2mla.kernels.skinny_linear.cut import filled
-from mha2mla.kernels.split_kv.limits import shared_memory_limit
+from mha2mla.kernels.skinny_linear.cut import ROW_BUCKETS, filled
+from mha2mla.kernels.split_kv.choice import shared_memory_limit
 
-ROW_BUCKETS = (8, 16, 64, 128)  # of x, at most, that there is a kernel for: each is compiled where it is first needed
 _MAX_GROUP_ROWS, _MAX_GROUP_COLUMNS = 8, 2048  # of a map a head, by kernels that take every weight at once
 _MAX_TOKENS = 16  # through a map a head
 _COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
@@ -141,7 +139,7 @@ def grouped_maps(x: Tensor, maps: Tensor, *, transposed: bool = False) -> Tensor
     Returns:
         [..., H, o].
     """
-    from mha2mla.kernels.skinny_linear.launch import launch_grouped_maps
+    from mha2mla.kernels.skinny_linear.maps import launch_grouped_maps
 
     out = x.new_empty(*x.shape[:-1], maps.shape[1 if transposed else 2])
     launch_grouped_maps(x.flatten(0, -3), maps, out.view(-1, *out.shape[-2:]), transposed)
@@ -206,11 +204,16 @@ def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:
 
 def _skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool, compiled: bool) -> Tensor:
     if compiled:
-        from mha2mla.kernels.skinny_linear.launch import launch_skinny_linear
-
         out = _empty(x, weight, bias, groups, gated)
-        rows = (-1, out.shape[-1])
-        launch_skinny_linear(x.reshape(-1, x.shape[-1]), weight, bias, out.view(rows), groups=groups, gated=gated)
+        rows, into = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        if groups > 1:
+            from mha2mla.kernels.skinny_linear.maps import launch_head_maps
+
+            launch_head_maps(rows, weight, into, groups)
+        else:
+            from mha2mla.kernels.skinny_linear.streamed import launch_streamed_linear
+
+            launch_streamed_linear(rows, weight, bias, into, gated)
         return out
 
     from mha2mla.kernels.skinny_linear.reference import skinny_linear_reference
@@ -224,7 +227,7 @@ def _empty(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: b
 
 def _skinny_maps(x: Tensor, maps: Tensor, compiled: bool) -> Tensor:
     if compiled:
-        from mha2mla.kernels.skinny_linear.launch import launch_skinny_maps
+        from mha2mla.kernels.skinny_linear.maps import launch_skinny_maps
 
         out = _empty_mapped(x, maps)
         launch_skinny_maps(x.flatten(0, -3), maps, out.view(-1, *out.shape[-2:]))

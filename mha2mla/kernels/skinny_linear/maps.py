@@ -1,10 +1,14 @@
-"""A map for each head or each group of heads, of few tokens: read before the block waits for what goes through it."""
+"""A map for each head or each group of heads: of few tokens, of any number of tokens, and of a weight of all heads."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import tilelang.language as T
+from torch import Tensor
 
-from mha2mla.kernels.machine import Buffers, Machine
+from mha2mla.kernels.devices import capability, dtype_name, on_device
+from mha2mla.kernels.layouts import aligned, with_dense_rows
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compile_for
 
 ROWS = 8  # tokens of a block
 COLUMNS = 128  # of a block
@@ -148,3 +152,267 @@ def make_skinny_maps(
                 body.apply(x, out, m, block, tokens)
 
     return skinny_maps
+
+
+FEW_ROWS, GROUP_ROWS = 16, 64  # of a block: heads of a group, for as many tokens as fit
+GROUP_THREADS = 128
+VECTOR = 8  # numbers that strides of x are a multiple of
+
+
+def make_grouped_maps(
+    *,
+    heads: int,
+    maps: int,
+    inner: int,
+    outer: int,
+    dtype: str,
+    transposed: bool,
+    dependent: bool,
+    rows: int = GROUP_ROWS,
+):
+    """A TileLang function ``grouped_maps``; tokens are a run-time value.
+
+    Args:
+        heads, maps: H, and how many maps there are, each for H / maps <= 64 heads.
+        inner, outer: of the maps; multiples of 16 and 8.
+        dtype: of all tensors.
+        transposed: maps are [maps, outer, inner], else [maps, inner, outer].
+        dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
+        rows: of a block, FEW_ROWS or GROUP_ROWS; at least H / maps.
+
+    The function's arguments: x [tokens, heads, inner] (run-time strides, multiples of 8), up (the maps) and out
+    [tokens, heads, outer] (contiguous).
+    """
+    tokens = T.dynamic("tokens")
+    group = heads // maps
+    columns = 64 if inner <= 128 else 32  # of a block: long rows are shared among more
+    some, blocks = rows // group, -(-outer // columns)  # tokens of a block
+    panel = min(inner & -inner, 64)  # columns copied at a time: else 16 bytes cost divisions where inner is 7 * 64
+    shape = [maps, outer, inner] if transposed else [maps, inner, outer]
+
+    @T.prim_func
+    def grouped_maps(
+        x: T.StridedTensor([tokens, heads, inner], [T.dynamic("x_0"), T.dynamic("x_1"), 1], dtype),
+        up: T.Tensor(shape, dtype),
+        out: T.Tensor([tokens, heads, outer], dtype),
+    ):
+        with T.Kernel(maps * blocks, T.ceildiv(tokens, some), threads=GROUP_THREADS) as (at, y):
+            T.assume(tokens >= 1)
+            for stride in list(x.strides)[:-1]:  # else loads are not known to be aligned, and stay scalar
+                T.assume(stride % VECTOR == 0)
+            m = Buffers(
+                given=T.alloc_shared([rows, inner], dtype),
+                held=T.alloc_shared([columns, inner] if transposed else [inner, columns], dtype),
+                sums=T.alloc_fragment([rows, columns], T.float32),
+            )
+            k, c0, t0 = at // blocks, at % blocks * columns, y * some
+            if transposed:
+                for p in T.unroll(inner // panel):
+                    T.copy(
+                        up[k, c0 : c0 + columns, p * panel : (p + 1) * panel], m.held[:, p * panel : (p + 1) * panel]
+                    )
+            else:
+                T.copy(up[k, 0:inner, c0 : c0 + columns], m.held)
+            if dependent:
+                T.pdl_sync()
+                T.pdl_trigger()
+            for p in T.unroll(inner // panel):
+                for i, c in T.Parallel(rows, panel):  # behind the last token that one again: rows that nobody stores
+                    m.given[i, p * panel + c] = x[
+                        T.min(t0 + i // group, tokens - 1), k * group + i % group, p * panel + c
+                    ]
+            T.gemm(m.given, m.held, m.sums, transpose_B=transposed, clear_accum=True)
+            for i, c in T.Parallel(rows, columns):
+                if (i < some * group) & (t0 + i // group < tokens) & (c0 + c < outer):
+                    out[t0 + i // group, k * group + i % group, c0 + c] = T.cast(m.sums[i, c], dtype)
+
+    return grouped_maps
+
+
+HEAD_ROWS = 8  # of x: what an m16n8k16 instruction has of its second operand
+TILE = 16  # rows of the weight in a block
+HEAD_WARPS = 8  # of a block
+STEP = 32  # columns of a step: 16 bytes of a weight row for each of the four threads that share it
+
+
+def make_head_maps(
+    *, columns: int, outputs: int, dtype: str, groups: int, dependent: bool = True, on_cpu: bool = False
+):
+    """A TileLang function ``head_maps``, a block for 16 rows of a map, whose warps share the columns; the number of
+    rows of x is a run-time value, at most 8.
+
+    A warp's two products of a step take 32 columns in any order, as long as it is the same for both operands: thread
+    t of four takes columns 8 t … 8 t + 7 of each, so that nothing is exchanged.
+
+    Args:
+        columns: K, a multiple of 32 up to 2048.
+        outputs: N of all maps, a multiple of 16 in each.
+        dtype: of all tensors.
+        groups: of rows of the weight, a map each, for its own K columns of x.
+        dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer): it waits for x after
+            it asked for its first weights, which nobody writes.
+        on_cpu: compile for TileLang's C target.
+
+    The function's arguments: x [rows, groups K], weight [N, K] and out [rows, N], all contiguous.
+    """
+    accum = T.float32
+    machine = Machine(on_cpu)
+    count = 1 if on_cpu else HEAD_WARPS
+    steps = columns // STEP
+    ahead = 2 * -(-steps // (2 * count))  # steps of a warp, two at a time, whose weights it has under way
+    threads = 1 if on_cpu else HEAD_WARPS * 32
+    rows = T.dynamic("rows")
+
+    def thread():
+        return 0 if on_cpu else T.get_thread_binding()
+
+    def step_of(i):
+        """A warp's i-th step: two in a row take whole lines of 128 bytes."""
+        return (i // 2 * count + thread() // 32) * 2 + i % 2
+
+    def has(i):
+        """Whether a warp has an i-th step: a condition only where some have."""
+        first, last = (i // 2 * count + warp for warp in (0, count - 1))
+        return True if last * 2 + i % 2 < steps else step_of(i) < steps if first * 2 + i % 2 < steps else False
+
+    @T.macro
+    def fetch(weight, m, slot, step, n0):
+        """A step's weights: 8 numbers of each of the thread's two rows."""
+        for v in T.vectorized(8):
+            m.first[slot * 8 + v] = weight[n0 + thread() % 32 // 4, step * STEP + thread() % 4 * 8 + v]
+        for v in T.vectorized(8):
+            m.other[slot * 8 + v] = weight[n0 + thread() % 32 // 4 + TILE // 2, step * STEP + thread() % 4 * 8 + v]
+
+    @T.macro
+    def multiply(x, m, slot, step, x0):
+        """Two products of 16 columns each."""
+        for v in T.unroll(8):
+            m.right[v] = T.cast(0.0, dtype)
+        if thread() % 32 // 4 < rows:
+            for v in T.vectorized(8):
+                m.right[v] = x[thread() % 32 // 4, x0 + step * STEP + thread() % 4 * 8 + v]
+        for half in list(range(2)):
+            for v in T.vectorized(2):
+                m.left[v] = m.first[slot * 8 + half * 4 + v]
+            for v in T.vectorized(2):
+                m.left[2 + v] = m.other[slot * 8 + half * 4 + v]
+            for v in T.vectorized(2):
+                m.left[4 + v] = m.first[slot * 8 + half * 4 + 2 + v]
+            for v in T.vectorized(2):
+                m.left[6 + v] = m.other[slot * 8 + half * 4 + 2 + v]
+            T.ptx_mma(
+                "float32", "m16n8k16", "row", "col", _PREFIX[dtype], _PREFIX[dtype], "fp32",
+                m.left.data, 0, m.right.data, half * 4, m.sums.data, 0, T.bool(False),
+            )  # fmt: skip
+
+    @T.macro
+    def add_plainly(x, weight, m, step, n0, x0):
+        """A step on the C target: all that a block has of it."""
+        for i, r, k in T.grid(TILE, rows, STEP):
+            m.parts[i * HEAD_ROWS + r] += weight[n0 + i, step * STEP + k] * x[r, x0 + step * STEP + k]
+
+    @T.prim_func
+    def head_maps(
+        x: T.Tensor([rows, groups * columns], dtype),
+        weight: T.Tensor([outputs, columns], dtype),
+        out: T.Tensor([rows, outputs], dtype),
+    ):
+        with T.Kernel(outputs // TILE, threads=threads) as block:
+            if not on_cpu:
+                T.annotate_min_blocks_per_sm(2)
+            m = Buffers(
+                first=T.alloc_local([ahead * 8], dtype),
+                other=T.alloc_local([ahead * 8], dtype),
+                left=T.alloc_local([8], dtype),
+                right=T.alloc_local([8], dtype),
+                sums=T.alloc_local([4], accum),
+                total=T.alloc_local([1], accum),
+                parts=machine.alloc_shared([count * TILE * HEAD_ROWS], accum),
+            )
+            n0, x0 = block * TILE, block // (outputs // TILE // groups) * columns
+            if on_cpu:
+                for i in T.serial(TILE * HEAD_ROWS):
+                    m.parts[i] = 0.0
+                for step in T.serial(steps):
+                    add_plainly(x, weight, m, step, n0, x0)
+            else:
+                for s in list(range(ahead)):
+                    if has(s):
+                        fetch(weight, m, s, step_of(s), n0)
+                if dependent:
+                    T.pdl_sync()
+                    T.pdl_trigger()
+                for i in T.unroll(4):
+                    m.sums[i] = 0.0
+                for s in list(range(ahead)):
+                    if has(s):
+                        multiply(x, m, s, step_of(s), x0)
+                # A thread has rows g and g + 8 of the tile, and rows 2 t and 2 t + 1 of x.
+                for i in T.unroll(4):
+                    m.parts[
+                        thread() // 32 * (TILE * HEAD_ROWS)
+                        + (thread() % 32 // 4 + i // 2 * 8) * HEAD_ROWS
+                        + thread() % 4 * 2
+                        + i % 2
+                    ] = m.sums[i]
+                T.sync_threads()
+            for j in T.serial(T.ceildiv(TILE * HEAD_ROWS, threads)):
+                at = j * threads + thread()
+                if (at < TILE * HEAD_ROWS) & (at // TILE < rows):
+                    m.total[0] = 0.0
+                    for w in T.unroll(count):
+                        m.total[0] += m.parts[w * (TILE * HEAD_ROWS) + at % TILE * HEAD_ROWS + at // TILE]
+                    out[at // TILE, n0 + at % TILE] = T.cast(m.total[0], dtype)
+
+    return head_maps
+
+
+@cache
+def compile_skinny_maps(major_minor: int, **static):
+    """The compiled kernel, for any number of tokens; arguments as ``make_skinny_maps``'s."""
+    return compile_for(make_skinny_maps(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
+
+
+@cache
+def compile_grouped_maps(major_minor: int, **static):
+    """The compiled kernel, for any number of tokens; arguments as ``make_grouped_maps``'s."""
+    return compile_for(make_grouped_maps(**static, dependent=major_minor >= 90), major_minor)
+
+
+def launch_grouped_maps(x: Tensor, maps: Tensor, out: Tensor, transposed: bool) -> None:
+    """Run the kernel over tokens [N, H, inner]."""
+    tokens, heads, inner = x.shape
+    with on_device(x.device):
+        kernel = compile_grouped_maps(
+            capability(x.device), heads=heads, maps=len(maps), inner=inner, outer=out.shape[2],
+            dtype=dtype_name(x.dtype), transposed=transposed,
+            rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(maps) else GROUP_ROWS,
+        )  # fmt: skip
+        kernel(x, maps, out)
+
+
+def launch_skinny_maps(x: Tensor, maps: Tensor, out: Tensor) -> None:
+    """Run the kernel over tokens [N, H, inner]."""
+    _, heads, inner = x.shape
+    with on_device(x.device):
+        kernel = compile_skinny_maps(
+            capability(x.device), heads=heads, maps=len(maps), inner=inner, outer=out.shape[2],
+            dtype=dtype_name(x.dtype),
+        )  # fmt: skip
+        kernel(with_dense_rows(x), maps, out)
+
+
+@cache
+def compile_head_maps(major_minor: int, **static):
+    """The compiled kernel; arguments as ``make_head_maps``'s."""
+    return compile_for(make_head_maps(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
+
+
+def launch_head_maps(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> None:
+    """Run the kernel over rows [N, groups K]."""
+    outputs, columns = weight.shape
+    with on_device(x.device):
+        kernel = compile_head_maps(
+            capability(x.device), outputs=outputs, columns=columns, dtype=dtype_name(x.dtype), groups=groups
+        )
+        kernel(aligned(x), weight, out)

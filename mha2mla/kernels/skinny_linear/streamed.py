@@ -5,10 +5,16 @@ before ends. Blocks fill one wave: tiles of a weight's rows, and CTAs of a clust
 are fewer tiles than room; these add up in each other's shared memory.
 """
 
-import tilelang.language as T
+from dataclasses import asdict
+from functools import cache
 
-from mha2mla.kernels.machine import BARRIER, BY_ROW, WARPGROUP, Buffers
-from mha2mla.kernels.skinny_linear.cut import BLOCK
+import tilelang.language as T
+from torch import Tensor
+
+from mha2mla.kernels.devices import dtype_name, num_sms, on_device
+from mha2mla.kernels.layouts import aligned
+from mha2mla.kernels.machine import BARRIER, BY_ROW, EXACT_PASS_CONFIGS, WARPGROUP, Buffers, compile_for
+from mha2mla.kernels.skinny_linear.cut import BLOCK, ROW_BUCKETS, cut
 
 THREADS = WARPGROUP + 32
 # A CTA's first step and how many. In memory: a loop of a number that is known to be 0 or 1 is taken for one of 1.
@@ -215,3 +221,23 @@ def make_streamed_linear(
                 write(m, out, n0 + rank * share)
 
     return streamed_linear
+
+
+@cache
+def compile_streamed_linear(sms: int, *, outputs: int, columns: int, rows: int, gated: bool, **static):
+    """The compiled kernel for at most ``rows`` rows; arguments as ``make_streamed_linear``'s."""
+    how = asdict(cut(outputs, columns, rows, gated, sms))
+    function = make_streamed_linear(outputs=outputs, columns=columns, rows=rows, gated=gated, **static, **how)
+    return compile_for(function, 90, EXACT_PASS_CONFIGS)
+
+
+def launch_streamed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, gated: bool) -> None:
+    """Run the kernel over rows [N, K]."""
+    outputs, columns = weight.shape
+    rows = next(rows for rows in ROW_BUCKETS if len(x) <= rows)
+    with on_device(x.device):
+        kernel = compile_streamed_linear(
+            num_sms(x.device), outputs=outputs, columns=columns, dtype=dtype_name(x.dtype), rows=rows, gated=gated,
+            biased=bias is not None,
+        )  # fmt: skip
+        kernel(aligned(x), weight, weight[0] if bias is None else bias.contiguous(), out)

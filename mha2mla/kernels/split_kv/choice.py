@@ -1,11 +1,174 @@
-"""The choice of a kernel of a split-KV op, with its tiles: what selection returns and a kernel is made from."""
+"""Tiles of query rows, limits of devices, and the choice of a kernel: arithmetic only, no TileLang."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from mha2mla.kernels.split_kv.limits import MAX_SPLITS
-from mha2mla.kernels.split_kv.tiling import RowTiling
+SEQLENS_Q = (1, 2, 4, 8)  # numbers of new tokens that kernels are compiled for; others are padded up
+
+
+@dataclass(frozen=True)
+class RowTiling:
+    """A CTA serves ``heads_per_tile`` heads of ``tokens_per_tile`` new tokens; row ``s * head_rows + i`` is (s, i).
+
+    A tile never mixes parts of rope groups: it holds ``groups_per_tile`` whole groups, or a part of one group, so its
+    ``k_pe`` columns are one contiguous window. Rows that belong to no head (the head count is rarely a power of two)
+    are computed and dropped.
+
+    Attributes:
+        tokens_per_tile: new tokens that a tile has rows for (static; the call may bring fewer).
+        token_tiles: tiles that cover all new tokens.
+        heads_per_group: query heads that share a rope head, H // G.
+        groups_per_tile: whole rope groups in a tile; 1 if a tile holds part of a group.
+        tiles_per_group: tiles that share one group; 1 if a tile holds whole groups.
+        heads_per_tile: heads in a tile.
+        head_rows: rows of a token. heads_per_tile padded to a multiple of 8 when there are several tokens (each token's
+            rows are one copy into swizzled shared memory), else heads_per_tile; packed: padded to a power of two.
+        rows: rows of the tile, padded to 16 (packed: 8), 32 or 64 (48 falls into three 16-wide pieces, tilelang#2593).
+        head_tiles: tiles that cover all heads of one token.
+    """
+
+    tokens_per_tile: int
+    token_tiles: int
+    heads_per_group: int
+    groups_per_tile: int
+    tiles_per_group: int
+    heads_per_tile: int
+    head_rows: int
+    rows: int
+    head_tiles: int
+
+    def token(self, row):
+        """Which of the tile's new tokens a row belongs to; ``row`` may be an expression."""
+        return row // self.head_rows if self.tokens_per_tile > 1 else 0
+
+    def head(self, row):
+        """Which of the tile's heads a row belongs to; ``row`` may be an expression."""
+        return row % self.head_rows if self.tokens_per_tile > 1 else row
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of one sequence; tile ``y`` has head tile ``y % head_tiles`` and token tile ``y // head_tiles``."""
+        return self.token_tiles * self.head_tiles
+
+
+def tile_rows(
+    heads: int, num_rope_heads: int, seqlen_q: int, max_rows: int, max_groups: int, packed: bool = False
+) -> RowTiling:
+    """Tiles of at most ``max_rows`` padded rows and ``max_groups`` rope groups, as even as they go.
+
+    Args:
+        heads: H.
+        num_rope_heads: G, a divisor of H.
+        seqlen_q: one of :data:`SEQLENS_Q`.
+        max_rows: 16, 32 or 64; packed also 8.
+        max_groups: what the shared memory for ``k_pe`` allows, >= 1.
+        packed: a token's rows are padded to a power of two only, and tiles have 8 rows or more, for kernels that gather
+            their queries.
+    """
+    group = heads // num_rope_heads
+    align = 8 if seqlen_q > 1 and not packed else 1
+    tokens_per_tile = min(seqlen_q, max_rows // align)
+    fit = max_rows // tokens_per_tile // align * align
+    if group > fit:
+        tiles_per_group = -(-group // fit)
+        heads_per_tile, groups_per_tile = -(-group // tiles_per_group), 1
+        head_tiles = num_rope_heads * tiles_per_group
+    else:
+        tiles_per_group = 1
+        groups_per_tile = min(fit // group, max_groups, num_rope_heads)
+        head_tiles = -(-num_rope_heads // groups_per_tile)
+        groups_per_tile = -(-num_rope_heads // head_tiles)
+        heads_per_tile = groups_per_tile * group
+    head_rows = 1 << (heads_per_tile - 1).bit_length() if packed else -(-heads_per_tile // align) * align
+    rows = 8 if packed else 16
+    while rows < head_rows * tokens_per_tile:
+        rows *= 2
+    return RowTiling(
+        tokens_per_tile=tokens_per_tile,
+        token_tiles=-(-seqlen_q // tokens_per_tile),
+        heads_per_group=group,
+        groups_per_tile=groups_per_tile,
+        tiles_per_group=tiles_per_group,
+        heads_per_tile=heads_per_tile,
+        head_rows=head_rows,
+        rows=rows,
+        head_tiles=head_tiles,
+    )
+
+
+DTYPES = ("bfloat16", "float16")
+MAX_HEADS = 128
+MERGED_ROWS = 8  # B S_q at most, where the merge goes through a map a head: what a matrix instruction has
+MAX_SPLITS = 512  # partials of one sequence that the combine holds weights for; CTAs are never more
+
+# Shared memory a block may use, bytes, by compute capability (CUDA C++ programming guide, "Technical Specifications").
+SHARED_MEMORY = {
+    80: 166912,
+    86: 101376,
+    87: 166912,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    103: 232448,
+    120: 101376,
+    121: 101376,
+}
+
+
+def shared_memory_limit(capability: int) -> int:
+    """Bytes of shared memory a block may use on a compute capability (90 for Hopper); 99 KiB if unknown.
+
+    Raises:
+        ValueError: no TileLang kernel runs there.
+    """
+    if capability < 80:
+        raise ValueError(f"the GPU has compute capability {capability / 10}; TileLang kernels need 8.0")
+    return SHARED_MEMORY.get(capability, 101376)
+
+
+def refusals(shape: Any) -> Iterator[tuple[bool, str]]:
+    """(whether it fits, what is wrong if not) of what every op's kernels ask of a shape: its ``heads``, ``page_size``,
+    ``seqlen_q`` and ``dtype``."""
+    yield shape.dtype in DTYPES, f"dtype is {shape.dtype}; TileLang kernels take {' and '.join(DTYPES)}"
+    yield (
+        shape.heads <= MAX_HEADS,
+        f"num_attention_heads is {shape.heads}; TileLang kernels take at most {MAX_HEADS}",
+    )
+    yield (
+        shape.page_size >= 16 and shape.page_size & (shape.page_size - 1) == 0,
+        f"page_size is {shape.page_size}; TileLang kernels take powers of two from 16",
+    )
+    yield (
+        1 <= shape.seqlen_q <= SEQLENS_Q[-1],
+        f"seqlen_q is {shape.seqlen_q}; decode kernels take 1 to {SEQLENS_Q[-1]} new tokens (longer queries are"
+        " prefill)",
+    )
+
+
+def rank_choices(shape: Any, capability: int, candidates: Iterable[tuple[Any, Any, int]]) -> list[Any]:
+    """The choices that fit, each once, by rank; the limit goes into their reasons.
+
+    Args:
+        shape: that they are for.
+        capability: compute capability.
+        candidates: (rank, choice or None where it does not fit, bytes of shared memory) of every configuration.
+
+    Raises:
+        ValueError: with the numbers, if no configuration fits into the device's shared memory, or into registers.
+    """
+    limit, candidates = shared_memory_limit(capability), list(candidates)
+    fitting = dict.fromkeys(
+        choice for _, choice, _ in sorted(candidates, key=lambda entry: entry[0]) if choice is not None
+    )
+    if not fitting:
+        least = min(used for *_, used in candidates)
+        too_much = f"at least {least} bytes of shared memory a block; sm_{capability} has {limit}"
+        raise ValueError(f"{shape} needs {too_much if least > limit else 'more registers than a thread has'}")
+    return [replace(choice, reason=f"{choice.reason} of {limit} on sm_{capability}") for choice in fitting]
+
 
 CONFIGURATION = (
     *("kernel", "variant", "rows", "head_tiles", "token_tiles", "num_stages", "rope_stages", "warpgroups"),
@@ -18,7 +181,7 @@ class KernelChoice:
     """A kernel file and its static arguments, with the reason it was chosen. A kernel reads those that it has.
 
     Attributes:
-        kernel: its name; the op's ``build.py`` knows the file.
+        kernel: name of its file in the op's folder.
         tiling: which query rows one CTA serves.
         block_tokens: cached tokens a CTA works on at a time.
         num_stages: tiles of the cache (of the latent; of keys, and of values) in flight, for each reader of them; of

@@ -3,8 +3,8 @@
 import tilelang.language as T
 
 from mha2mla.kernels.machine import Machine
-from mha2mla.kernels.split_kv.fragment import LN2, LOG2E, MASKED
-from mha2mla.kernels.split_kv.limits import MAX_SPLITS
+from mha2mla.kernels.split_kv.call import LN2, LOG2E, MASKED
+from mha2mla.kernels.split_kv.choice import MAX_SPLITS
 
 FEW = 16  # partials that a thread weighs by itself
 

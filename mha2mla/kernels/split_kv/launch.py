@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pkgutil import resolve_name
 from typing import Any
 from weakref import ref
 
@@ -14,14 +13,12 @@ from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 from tvm_ffi import from_dlpack
 
-from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS, UNTOLD_WRITES, compile_for
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import dtype_name, on_device
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_aligned
+from mha2mla.kernels.machine import PASS_CONFIGS, SMALL_PASS_CONFIGS, UNTOLD_WRITES, compile_for
 from mha2mla.kernels.split_kv.combine import FEW, make_combine
 from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
-from mha2mla.kernels.split_kv.op import PagedOp
-from mha2mla.kernels.split_kv.plan_kernel import make_plan
 
 NO_WINDOW = 2**30  # longer than any sequence
 MERGES = {4: (512, 128), 16: (128, 128), 64: (128, 512)}  # partials in flight: columns and threads of a block
@@ -78,54 +75,15 @@ def merge_rows(heads: int, seqlen_q: int, splits: int, partials: int = 0) -> int
 
 
 @cache
-def compile_planner(capability: int):
-    """The compiled planner, one for all shapes."""
-    return compile_for(make_plan(), capability, SMALL_PASS_CONFIGS)
-
-
-def launch_plan(
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
-    capacity: int,
-    seqlen_q: int,
-    causal: bool,
-    window: int,
-    sinks: int,
-    schedule: Tensor,
-    splits: Tensor,
-    num_splits: int,
-) -> None:
-    """Run the planner; arguments as ``plan_kernel`` describes them."""
-    batch = splits.shape[0]
-    if batch == 0:
-        return
-    with on_device(splits.device):
-        compile_planner(capability_of(splits.device))(
-            cache_seqlens,
-            cache_seqlens if cache_starts is None else cache_starts,
-            schedule,
-            splits,
-            schedule.shape[0] - batch,
-            capacity,
-            seqlen_q,
-            int(causal),
-            int(cache_starts is not None),
-            window,
-            sinks,
-            num_splits,
-        )
-
-
-@cache
-def compile_choice(op: PagedOp, shape: Any, choice: Any, capability: int):
+def compile_choice(op: Any, shape: Any, choice: Any, capability: int):
     """The compiled decode kernel of a choice. One compilation serves every batch, length, page count and plan."""
-    function = resolve_name(op.make_split)(shape, choice)
+    function = op.make_split(shape, choice)
     configs = SMALL_PASS_CONFIGS if op.guards_indices else PASS_CONFIGS
     return compile_for(function, capability, configs | UNTOLD_WRITES if op.untold_writes else configs)
 
 
 def compile_kernels(
-    op: PagedOp, shape: Any, choice: Any, capability: int, batch: int, width: int, num_ctas: int
+    op: Any, shape: Any, choice: Any, capability: int, batch: int, width: int, num_ctas: int
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """The compiled decode kernel of a choice, and the combine kernel for rows of ``width`` numbers by a plan for
     ``batch`` sequences and ``num_ctas`` blocks."""
@@ -136,7 +94,7 @@ def compile_kernels(
 
 
 @cache
-def compile_chosen(op: PagedOp, shape: Any, device: torch.device, batch: int, width: int, num_ctas: int):
+def compile_chosen(op: Any, shape: Any, device: torch.device, batch: int, width: int, num_ctas: int):
     """:func:`compile_kernels` of the choice that dispatch makes on a device."""
     choice = op.choose(shape, device)
     return compile_kernels(op, shape, choice, capability_of(device), batch, width, num_ctas)
@@ -176,7 +134,7 @@ class Launch:
         rows: of arguments whose last dimensions are one to kernels.
     """
 
-    op: PagedOp
+    op: Any
     split: Callable[..., None]
     merge: Callable[..., None]
     shape: torch.Size
@@ -242,7 +200,7 @@ class Launch:
 
 
 def launch(
-    op: PagedOp,
+    op: Any,
     shape: Any,
     data: Sequence[Tensor | None],
     block_table: Tensor,

@@ -7,8 +7,8 @@ add up in each other's shared memory. Nothing that is merged is written, and no 
 import tilelang.language as T
 
 from mha2mla.kernels.machine import Buffers
-from mha2mla.kernels.split_kv.fragment import LOG2E, MASKED
-from mha2mla.kernels.split_kv.limits import MERGED_ROWS as ROWS
+from mha2mla.kernels.split_kv.call import LOG2E, MASKED
+from mha2mla.kernels.split_kv.choice import MERGED_ROWS as ROWS
 
 SLICE = 128  # columns of a latent in a block
 WARPS = 8  # of a block, each for 16 outputs

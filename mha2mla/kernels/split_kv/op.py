@@ -11,13 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.devices import capability, check_backend, dtype_name, num_sms
-from mha2mla.kernels.layouts import Layout, argument_error, check_aligned, check_float, check_scale
-from mha2mla.kernels.registration import in_plain_eager_mode, register
-from mha2mla.kernels.split_kv.arguments import INDICES, Argument
+from mha2mla.kernels.devices import capability, check_backend, dtype_name, in_plain_eager_mode, num_sms, register
+from mha2mla.kernels.layouts import Argument, Layout, argument_error, check_aligned, check_float, check_scale
+from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.kernels.split_kv.plan import DecodePlan, allocate_plan, check_spans, check_splits, check_window
-from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
 
+# Tensors that every op takes behind its own.
+INDICES = (
+    Argument("block_table", "(B max_pages)", torch.int32),
+    Argument("cache_seqlens", "(B)", torch.int32),
+    Argument("cache_starts", "(B)", torch.int32),
+)
 # What every op takes behind its own tensors, and what its form that writes into given tensors takes behind that.
 _CALL = "Tensor block_table, Tensor cache_seqlens, Tensor? cache_starts, float softmax_scale, bool causal, str? backend"
 _PLAN = (
@@ -54,7 +58,7 @@ class PagedOp:
         refusal: why no kernel serves a shape on any GPU, or None.
         select: the kernel, and its static arguments, for a shape and a compute capability; raises ValueError where
             there is none. The choice has ``num_ctas(number of multiprocessors)``.
-        make_split: "module:function" that makes the TileLang function of a shape and a choice.
+        package: of the kernels; ``make_<kernel>`` in its module ``<kernel>`` makes the TileLang function of a choice.
         reference: "module:function", the oracle. Both are imported when they are needed.
         numbers: names of float arguments that follow the tensors. Kernels take them last; behind them, of each optional
             tensor, whether there is one (0 or 1).
@@ -70,7 +74,7 @@ class PagedOp:
     static: tuple[str, ...]
     refusal: Callable[[Any], str | None]
     select: Callable[[Any, int], Any]
-    make_split: str
+    package: str
     reference: str
     numbers: tuple[str, ...] = ()
     guards_indices: bool = False
@@ -225,6 +229,10 @@ class PagedOp:
     def choose(self, shape: Any, device: torch.device) -> Any:
         """The choice of ``select`` for a device. Raises ValueError as it does."""
         return self.select(shape, capability(device))
+
+    def make_split(self, shape: Any, choice: Any, *machine: Any) -> Any:
+        """The TileLang function of a choice, not compiled; ``machine`` for kernels that also run on the C target."""
+        return resolve_name(f"{self.package}.{choice.kernel}:make_{choice.kernel}")(shape, choice, *machine)
 
     def explain(self, shape: Any, device: torch.device | str) -> str | None:
         """Why TileLang would refuse a shape on a device, or None. A CUDA device that this machine lacks is taken to be

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.registration import in_plain_eager_mode, register
-from mha2mla.kernels.split_kv.limits import MAX_SPLITS
+from mha2mla.kernels.devices import in_plain_eager_mode, register
+from mha2mla.kernels.split_kv.choice import MAX_SPLITS
 from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
 
 MOST_LAUNCHES = 64  # that a plan remembers: a model's layers are a few kinds of calls
@@ -241,7 +241,7 @@ def _plan(
     num_splits: int,
 ) -> None:
     if schedule.shape[0]:
-        from mha2mla.kernels.split_kv.launch import launch_plan
+        from mha2mla.kernels.split_kv.plan_kernel import launch_plan
 
         launch_plan(
             cache_seqlens, cache_starts, capacity, seqlen_q, causal, window, sinks, schedule, splits, num_splits

@@ -1,7 +1,13 @@
 """Plans a decode step on the device: one CTA computes what ``schedule.plan_fragments`` does, from lengths in memory."""
 
-import tilelang.language as T
+from functools import cache
 
+import tilelang.language as T
+from torch import Tensor
+
+from mha2mla.kernels.devices import capability as capability_of
+from mha2mla.kernels.devices import on_device
+from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for
 from mha2mla.kernels.split_kv.schedule import (
     COUNT,
     FIELDS,
@@ -246,3 +252,42 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
                     schedule[tx + i * threads, NEXT] = num_ctas + rank[T.min(cut[0], batch - 1)]
 
     return mla_decode_plan
+
+
+@cache
+def compile_planner(capability: int):
+    """The compiled planner, one for all shapes."""
+    return compile_for(make_plan(), capability, SMALL_PASS_CONFIGS)
+
+
+def launch_plan(
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    capacity: int,
+    seqlen_q: int,
+    causal: bool,
+    window: int,
+    sinks: int,
+    schedule: Tensor,
+    splits: Tensor,
+    num_splits: int,
+) -> None:
+    """Run the planner; arguments as ``plan_kernel`` describes them."""
+    batch = splits.shape[0]
+    if batch == 0:
+        return
+    with on_device(splits.device):
+        compile_planner(capability_of(splits.device))(
+            cache_seqlens,
+            cache_seqlens if cache_starts is None else cache_starts,
+            schedule,
+            splits,
+            schedule.shape[0] - batch,
+            capacity,
+            seqlen_q,
+            int(causal),
+            int(cache_starts is not None),
+            window,
+            sinks,
+            num_splits,
+        )

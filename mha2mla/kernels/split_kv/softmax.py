@@ -7,7 +7,7 @@ of 16 tokens each meet in ``stage``. The denominator stays per position until th
 import tilelang.language as T
 
 from mha2mla.kernels.machine import Buffers
-from mha2mla.kernels.split_kv.fragment import LN2, MASKED, first_unseen, needs_mask, sees, unseen
+from mha2mla.kernels.split_kv.call import LN2, MASKED, first_unseen, needs_mask, sees, unseen
 from mha2mla.kernels.split_kv.schedule import STOP
 
 

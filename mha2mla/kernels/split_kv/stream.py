@@ -3,8 +3,7 @@
 import tilelang.language as T
 from tilelang import tvm
 
-from mha2mla.kernels.split_kv.call import DONE, FOLLOWING, FRAGMENTS, find_pages, read_fragment
-from mha2mla.kernels.split_kv.fragment import first_token
+from mha2mla.kernels.split_kv.call import DONE, FOLLOWING, FRAGMENTS, find_pages, first_token, read_fragment
 from mha2mla.kernels.split_kv.schedule import SEQUENCE, TILE_TOKENS, TILES
 
 

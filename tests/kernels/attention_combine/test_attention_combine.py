@@ -161,7 +161,7 @@ def test_kernel_on_the_cpu_target(shape, splits):
 def test_kernel_compiles_for_hopper(width):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.attention_combine.kernel import make_attention_combine
-    from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS
+    from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
     from mha2mla.testing.compile_gate import compile_only, find_tool
 
     if find_tool("nvcc") is None:

@@ -76,7 +76,7 @@ class TestOnGPU:
         check(dataclasses.replace(problem, scale=1e5), device="cuda", backend="tilelang")
 
     def test_one_compilation_serves_all_lengths(self):
-        from mha2mla.kernels.attention_varlen.launch import compile_attention_varlen
+        from mha2mla.kernels.attention_varlen.warp_specialised import compile_attention_varlen
 
         check(ON_GPU[0], device="cuda", backend="tilelang")
         before = compile_attention_varlen.cache_info().misses
@@ -118,10 +118,10 @@ class TestOnGPU:
 
     def test_portable_kernel(self):
         """What runs on other GPUs, compiled for this one (whose matrix instructions are others)."""
-        from mha2mla.kernels.attention_varlen.launch import heads_at_a_time
         from mha2mla.kernels.attention_varlen.tiled import make_tiled
-        from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS, compile_for
+        from mha2mla.kernels.attention_varlen.warp_specialised import heads_at_a_time
         from mha2mla.kernels.devices import capability
+        from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for
 
         here = capability(torch.device("cuda", torch.cuda.current_device()))
         for problem in (ON_GPU[2], ON_GPU[4], ON_GPU[11], ON_GPU[12]):

@@ -36,7 +36,9 @@ from tests.kernels.attention_varlen.problems import SMALL, name_of
     ],
 )
 def test_heads_at_a_time_share_the_l2_cache(shape, tokens, batch, expected):
-    launch = pytest.importorskip("mha2mla.kernels.attention_varlen.launch", reason="TileLang is not installed")
+    launch = pytest.importorskip(
+        "mha2mla.kernels.attention_varlen.warp_specialised", reason="TileLang is not installed"
+    )
     k = torch.empty(tokens, shape.key_heads[0], shape.widths[0], dtype=torch.bfloat16, device="meta")
     assert launch.heads_at_a_time(shape, k, batch) == expected
 
@@ -175,7 +177,7 @@ class TestGate:
         """No spills, no serialised wgmma, memory as computed."""
         pytest.importorskip("tilelang", reason="TileLang is not installed")
         from mha2mla.kernels.attention_varlen.warp_specialised import make_warp_specialised
-        from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS
+        from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
 
         tiling = hopper_tiling(shape)
         (report,) = compile_only(make_warp_specialised(shape, tiling), "sm_90a", SMALL_PASS_CONFIGS)
@@ -190,7 +192,7 @@ class TestGate:
     def test_before_hopper(self, shape):
         pytest.importorskip("tilelang", reason="TileLang is not installed")
         from mha2mla.kernels.attention_varlen.tiled import make_tiled
-        from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS
+        from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
 
         rows, keys = portable_tiling(shape)
         function = make_tiled(shape, block_rows=rows, block_keys=keys)

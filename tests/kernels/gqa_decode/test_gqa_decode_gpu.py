@@ -302,14 +302,14 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem):
     """What sm_80 would run (mma.sync, its shared memory), on this GPU: no wgmma, no TMA."""
     import tilelang
 
-    from mha2mla.kernels.compilation import PASS_CONFIGS, target_of
-    from mha2mla.kernels.gqa_decode.build import make_split
+    from mha2mla.kernels.gqa_decode.api import GQA
+    from mha2mla.kernels.machine import PASS_CONFIGS, target_of
 
     shape = problem.shape()
     choice = select_kernel(shape, 80)
     assert choice.kernel == "portable"
     older = PASS_CONFIGS | {"tl.disable_wgmma": True, "tl.disable_tma_lower": True}
-    split = tilelang.compile(make_split(shape, choice), target=target_of(capability()), pass_configs=older)
+    split = tilelang.compile(GQA.make_split(shape, choice), target=target_of(capability()), pass_configs=older)
     assert "wgmma" not in split.get_kernel_source()
     merge = compile_rules_merge(problem)
     for case in (problem, dataclasses.replace(problem, window=33, sinks=5)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -17,8 +18,7 @@ from mha2mla.kernels.gqa_decode.selection import (
     select_kernel,
     streamed_shared_memory,
 )
-from mha2mla.kernels.split_kv.limits import MAX_SPLITS, SHARED_MEMORY, shared_memory_limit
-from mha2mla.kernels.split_kv.tiling import SEQLENS_Q, tile_rows
+from mha2mla.kernels.split_kv.choice import MAX_SPLITS, SEQLENS_Q, SHARED_MEMORY, shared_memory_limit, tile_rows
 from mha2mla.testing.problems import GQAProblem
 from tests.few import few
 from tests.kernels.gqa_decode.problems import assert_right, poison_unseen_pages, run_kernels
@@ -64,7 +64,8 @@ def test_packed_tiles_hold_every_row_once():
 @cache
 def compiled_for_cpu(shape: GQAShape, max_rows: int, block_tokens: int, splits: int):
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.gqa_decode.build import make_split
+    from mha2mla.kernels.gqa_decode.api import GQA
+    from mha2mla.kernels.machine import Machine
     from mha2mla.kernels.split_kv.launch import make_merge
 
     tiling = tile_rows(shape.heads, shape.num_kv_heads, shape.seqlen_q, max_rows, 1, packed=True)
@@ -76,7 +77,7 @@ def compiled_for_cpu(shape: GQAShape, max_rows: int, block_tokens: int, splits: 
             function, target="c", target_host="c", execution_backend="cython",
             pass_configs={"tirx.disable_vectorize": True},
         )
-        for function in (make_split(shape, choice, dtype="float32", on_cpu=True), merge)
+        for function in (GQA.make_split(replace(shape, dtype="float32"), choice, Machine(True)), merge)
     ]  # fmt: skip
 
 
@@ -181,14 +182,14 @@ GATED = [
 
 
 def gate(shape: GQAShape, choice, capability: int):
-    from mha2mla.kernels.compilation import PASS_CONFIGS
-    from mha2mla.kernels.gqa_decode.build import make_split
+    from mha2mla.kernels.gqa_decode.api import GQA
+    from mha2mla.kernels.machine import PASS_CONFIGS
     from mha2mla.testing.compile_gate import compile_only, find_tool
 
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")
     arch = "sm_90a" if capability == 90 else f"sm_{capability}"
-    (report,) = compile_only(make_split(shape, choice), arch, PASS_CONFIGS)
+    (report,) = compile_only(GQA.make_split(shape, choice), arch, PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(capability)) == [], choice.reason
     memory = streamed_shared_memory if choice.kernel == "streamed" else portable_shared_memory
     depth = choice.num_stages if choice.kernel == "streamed" else choice.block_tokens

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha2mla.kernels.mixed_attention.absorbed import _through_maps
+from mha2mla.kernels.mixed_attention.forms import _through_maps
 
 
 class Calls(TorchDispatchMode):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import attention_combine, gqa_attention, mla_attention, plan_gqa_attention
-from mha2mla.kernels.mixed_attention.expanded import MAX_PARTIALS, gather_rows
+from mha2mla.kernels.mixed_attention.forms import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from tests.kernels.mixed_attention.problems import (
     SCALE,

@@ -10,12 +10,11 @@ from tests.few import few
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-from mha2mla.kernels.compilation import PASS_CONFIGS, SMALL_PASS_CONFIGS
-from mha2mla.kernels.mla_decode.build import make_split
+from mha2mla.kernels.machine import PASS_CONFIGS, SMALL_PASS_CONFIGS
+from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
-from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.choice import KernelChoice, shared_memory_limit
 from mha2mla.kernels.split_kv.launch import MERGES, make_merge, merge_rows
-from mha2mla.kernels.split_kv.limits import shared_memory_limit
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
 from mha2mla.testing.compile_gate import compile_only, find_tool
 
@@ -68,7 +67,7 @@ def gate(shape: DecodeShape, choice: KernelChoice, capability: int):
     """Compiles a choice. The bytes of shared memory by which dispatch decides are an upper bound of what the compiler
     allocates, and not a loose one."""
     (report,) = compile_only(
-        make_split(shape, choice), "sm_90a" if capability == 90 else f"sm_{capability}", PASS_CONFIGS
+        MLA.make_split(shape, choice), "sm_90a" if capability == 90 else f"sm_{capability}", PASS_CONFIGS
     )
     assert report.complaints(shared_memory_limit(capability)) == [], choice.reason
     promised = int(re.search(r"(\d+) bytes of shared memory", choice.reason).group(1))

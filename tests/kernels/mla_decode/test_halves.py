@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
-from mha2mla.kernels.mla_decode.halves import CLUSTER, cluster_shared_memory, halve
-from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
-from mha2mla.kernels.split_kv.tiling import tile_rows
+from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, cluster_shared_memory, halve, list_kernels
+from mha2mla.kernels.split_kv.choice import tile_rows
 from mha2mla.testing.kernel_check import draw_cases
 
 TILES, PLACES = 7, 2  # places for the other's scores

@@ -88,8 +88,8 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_
     """What sm_80 and sm_89 would run (mma.sync, their shared memory), on this GPU: no wgmma, no TMA."""
     import tilelang
 
-    from mha2mla.kernels.compilation import PASS_CONFIGS, target_of
-    from mha2mla.kernels.mla_decode.build import make_split
+    from mha2mla.kernels.machine import PASS_CONFIGS, target_of
+    from mha2mla.kernels.mla_decode.api import MLA
     from mha2mla.kernels.mla_decode.selection import select_kernel
     from mha2mla.kernels.split_kv.launch import MERGES, make_merge
 
@@ -100,7 +100,7 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_
     split, merge = (
         tilelang.compile(function, target=target_of(capability()), pass_configs=older)
         for function in (
-            make_split(shape, choice),
+            MLA.make_split(shape, choice),
             make_merge(shape.heads, shape.kv_lora_rank, shape.dtype, max(MERGES)),
         )
     )

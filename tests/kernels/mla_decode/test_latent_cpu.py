@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -15,11 +16,12 @@ from tests.kernels.problems import assert_right, poison_unseen_pages, random_wor
 
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
-from mha2mla.kernels.mla_decode.build import make_latent_split
+from mha2mla.kernels.machine import Machine
+from mha2mla.kernels.mla_decode.latent_portable import make_latent_portable
 from mha2mla.kernels.mla_decode.latent_selection import list_latent_kernels
 from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.split_kv.choice import tile_rows
 from mha2mla.kernels.split_kv.launch import MERGES
-from mha2mla.kernels.split_kv.tiling import tile_rows
 from tests.kernels.mla_decode.test_swap_ab_cpu import compile_for_cpu, compiled_merge
 
 
@@ -28,7 +30,7 @@ def compiled_split(shape: DecodeShape, max_rows: int, block_tokens: int, variant
     choice = next(choice for choice in list_latent_kernels(shape, 90) if choice.kernel == "latent_portable")
     tiling = tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1)
     choice = dataclasses.replace(choice, tiling=tiling, block_tokens=block_tokens, threads=1, variant=variant)
-    return compile_for_cpu(make_latent_split(shape, choice, dtype="float32", on_cpu=True))
+    return compile_for_cpu(make_latent_portable(replace(shape, dtype="float32"), choice, Machine(True)))
 
 
 def run(

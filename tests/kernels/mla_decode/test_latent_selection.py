@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -21,8 +20,8 @@ from mha2mla.kernels.mla_decode.latent_selection import (
     select_latent_fp8,
 )
 from mha2mla.kernels.mla_decode.selection import DecodeShape
-from mha2mla.kernels.split_kv.limits import shared_memory_limit
-from mha2mla.kernels.split_kv.tiling import SEQLENS_Q
+from mha2mla.kernels.split_kv.choice import SEQLENS_Q, shared_memory_limit
+from mha2mla.kernels.split_kv.op import PagedOp
 from tests.few import few
 
 
@@ -160,24 +159,24 @@ def name(value) -> str:
 
 @few("shape", FP8, count=1, ids=name)
 def test_e4m3_compiles_without_spills(shape):
-    gate(LATENT_FP8.make_split, shape, select_latent_fp8(shape, 90), 90)
+    gate(LATENT_FP8, shape, select_latent_fp8(shape, 90), 90)
 
 
 @few("capability, shape", GATED, count=1, ids=name)
 def test_compiles_without_spills(capability, shape):
-    gate(LATENT.make_split, shape, select_latent(shape, capability), capability)
+    gate(LATENT, shape, select_latent(shape, capability), capability)
 
 
-def gate(make_split: str, shape: DecodeShape, choice: LatentChoice, capability: int) -> None:
+def gate(op: PagedOp, shape: DecodeShape, choice: LatentChoice, capability: int) -> None:
     """Compiles a choice and reads what the compiler says of it."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compilation import PASS_CONFIGS
+    from mha2mla.kernels.machine import PASS_CONFIGS
     from mha2mla.testing.compile_gate import compile_only, find_tool
 
     if find_tool("nvcc") is None:
         pytest.skip("nvcc is neither on PATH nor installed by pip")
     arch = "sm_90a" if capability == 90 else f"sm_{capability}"
-    (report,) = compile_only(resolve_name(make_split)(shape, choice), arch, PASS_CONFIGS)
+    (report,) = compile_only(op.make_split(shape, choice), arch, PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(capability)) == [], choice.reason
     promised = int(re.search(r"(\d+) bytes of shared memory", choice.reason).group(1))
     assert promised - 4096 <= report.shared_bytes <= promised, choice.reason

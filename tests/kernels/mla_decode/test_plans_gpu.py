@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import mla_decode, plan_mla_decode
-from mha2mla.kernels.split_kv.limits import MAX_SPLITS
+from mha2mla.kernels.split_kv.choice import MAX_SPLITS
 from mha2mla.kernels.split_kv.schedule import MAX_BATCH
 from tests.kernels.mla_decode.problems import capability, check, name
 from tests.kernels.problems import Problem, assert_right, errors, exact, random_schedule_call, same_schedule
@@ -44,7 +44,7 @@ def test_a_sequence_in_one_fragment_is_written_at_once():
 
 
 def test_the_planner_on_the_gpu_does_what_the_oracle_says():
-    from mha2mla.kernels.split_kv.launch import compile_planner
+    from mha2mla.kernels.split_kv.plan_kernel import compile_planner
 
     planner = compile_planner(capability())
     for seed in range(50):
@@ -164,7 +164,8 @@ def test_a_call_like_a_remembered_one_is_refused_by_name_where_it_differs(change
 
 
 def test_one_compilation_serves_all_lengths_and_batches():
-    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge, compile_planner
+    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge
+    from mha2mla.kernels.split_kv.plan_kernel import compile_planner
 
     def misses() -> list[int]:
         return [cached.cache_info().misses for cached in (compile_choice, compile_planner, compile_merge)]

@@ -85,12 +85,12 @@ def test_no_role_waits_for_ever_and_turns_are_given_up_only_where_one_would():
 @pytest.mark.parametrize("d_r, expected", [(216, False), (128, True)], ids=["chunks exceed the ring", "chunks fit"])
 def test_the_kernel_takes_turns_where_the_model_says(d_r, expected):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.mla_decode.build import make_split
+    from mha2mla.kernels.mla_decode.api import MLA
     from mha2mla.kernels.mla_decode.swap_ab_ws import TURN
 
     shape = DecodeShape(14, 1, 256, d_r, 64, 4, "bfloat16")
     choice = list_kernels(shape, 90)[0]
     rope = rope_blocks(choice.tiling, d_r)
     assert choice.warpgroups == 2 and takes_turns(choice.tiling, rope, choice.rope_stages) == expected
-    script = make_split(shape, choice).script()
+    script = MLA.make_split(shape, choice).script()
     assert any(f"named_barrier_arrive({turn}" in script for turn in (TURN, TURN + 1)) == expected

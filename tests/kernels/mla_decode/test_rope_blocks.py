@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from mha2mla.kernels.mla_decode.selection import RopeBlocks, rope_blocks
-from mha2mla.kernels.split_kv.tiling import RowTiling, tile_rows
+from mha2mla.kernels.split_kv.choice import RowTiling, tile_rows
 
 GEOMETRIES = [
     (32, 32, 16), (32, 8, 16), (32, 8, 64), (32, 4, 32), (32, 1, 64), (9, 3, 16), (9, 9, 72), (64, 4, 64), (48, 3, 16),

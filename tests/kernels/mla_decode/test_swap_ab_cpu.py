@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -19,11 +20,11 @@ pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 import tilelang
 
-from mha2mla.kernels.mla_decode.build import make_split
+from mha2mla.kernels.machine import Machine
+from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
+from mha2mla.kernels.split_kv.choice import MAX_SPLITS, tile_rows
 from mha2mla.kernels.split_kv.launch import MERGES, make_merge
-from mha2mla.kernels.split_kv.limits import MAX_SPLITS
-from mha2mla.kernels.split_kv.tiling import tile_rows
 
 PASS_CONFIGS = {"tirx.disable_vectorize": True}
 
@@ -39,7 +40,7 @@ def compiled_split(shape: DecodeShape, max_rows: int, max_groups: int, block_tok
     tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
     choice = next(choice for choice in list_kernels(shape, 90) if choice.kernel == "swap_ab")
     choice = dataclasses.replace(choice, tiling=tiling, block_tokens=block_tokens, threads=1)
-    return compile_for_cpu(make_split(shape, choice, dtype="float32", on_cpu=True))
+    return compile_for_cpu(MLA.make_split(replace(shape, dtype="float32"), choice, Machine(True)))
 
 
 @cache

@@ -23,7 +23,7 @@ def test_it_serves_few_rows_of_a_hopper_only():
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 def test_compile_gate():
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compilation import SMALL_PASS_CONFIGS
+    from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
     from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
 
     function = make_merge_maps(heads=32, maps=8, width=448, outputs=128, dtype="bfloat16")
@@ -35,15 +35,15 @@ def test_compile_gate():
 def test_no_block_of_a_cluster_reads_before_it_waits():
     """TileLang launches every cluster as a programmatic dependent: it may begin before the kernel before has ended."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.mla_decode.build import make_latent_split, make_split
+    from mha2mla.kernels.mla_decode.api import LATENT, MLA
     from mha2mla.kernels.mla_decode.latent_selection import latent_shape, select_latent
     from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
     from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
 
     wide, latent = DecodeShape(32, 8, 896, 16, 64, 1, "bfloat16"), latent_shape(32, 1024, 64, 64, 1, "bfloat16")
     for function, given in (
-        (make_split(wide, select_kernel(wide, 90)), "schedule"),
-        (make_latent_split(latent, select_latent(latent, 90)), "schedule"),
+        (MLA.make_split(wide, select_kernel(wide, 90)), "schedule"),
+        (LATENT.make_split(latent, select_latent(latent, 90)), "schedule"),
         (make_merge_maps(heads=4, maps=2, width=256, outputs=32, dtype="bfloat16"), "splits"),
     ):
         script = function.script()

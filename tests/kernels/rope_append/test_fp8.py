@@ -123,7 +123,7 @@ def test_quantising_kernel_on_the_cpu_target(width):
 @few("row_width", [80, 512], count=1)
 def test_quantising_kernel_compiles_for_hopper(row_width):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
+    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
     from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
     from mha2mla.testing.compile_gate import compile_only, find_tool
 

@@ -64,7 +64,7 @@ def test_kernel_on_the_cpu_target(shape, interleaved, vector):
 )
 def test_kernel_compiles_for_hopper(shape, interleaved):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
+    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
     from mha2mla.kernels.rope_append.kernel import make_rope_append
     from mha2mla.testing.compile_gate import compile_only, find_tool
 
@@ -128,8 +128,8 @@ def test_no_kernel_maps_beside_the_append_where_there_is_none():
 @few("shape, inner, maps", MAPPED, count=1)
 def test_append_and_map_compiles_for_hopper(shape, inner, maps):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
-    from mha2mla.kernels.rope_append.with_maps import make_append_and_map
+    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
+    from mha2mla.kernels.rope_append.kernel import make_append_and_map
     from mha2mla.testing.compile_gate import compile_only, find_tool
 
     if find_tool("nvcc") is None:

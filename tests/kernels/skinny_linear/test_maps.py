@@ -64,7 +64,7 @@ def test_kernel_on_cpu_target(tokens):
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 def test_compile_gate():
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
+    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.maps import make_skinny_maps
 
     function = make_skinny_maps(heads=32, maps=32, inner=112, outer=512, dtype="bfloat16")
@@ -98,8 +98,8 @@ def test_kernel_on_a_gpu(heads, count, inner, outer):
 def test_grouped_compile_gate(arch, maps, rows, transposed):
     """Of a width that is no power of two, whose indices may cost divisions for every 16 bytes."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compilation import PASS_CONFIGS
-    from mha2mla.kernels.skinny_linear.grouped import make_grouped_maps
+    from mha2mla.kernels.machine import PASS_CONFIGS
+    from mha2mla.kernels.skinny_linear.maps import make_grouped_maps
 
     function = make_grouped_maps(
         heads=32, maps=maps, inner=448, outer=128, dtype="bfloat16", transposed=transposed, dependent=arch != "sm_80",

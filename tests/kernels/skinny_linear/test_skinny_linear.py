@@ -97,7 +97,7 @@ def test_opcheck(gated):
 @cache
 def compiled_for_cpu():
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.skinny_linear.head_maps import make_head_maps
+    from mha2mla.kernels.skinny_linear.maps import make_head_maps
 
     function = make_head_maps(columns=32, outputs=48, groups=3, dtype="float32", on_cpu=True)
     configs = {"tirx.disable_vectorize": True}
@@ -123,7 +123,7 @@ def test_a_map_a_head_on_cpu_target(rows):
 def test_compile_gate(outputs, columns, rows, gated):
     """As many CTAs as are to fit a multiprocessor do, nothing spills, and products are the tensor cores'."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
+    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.streamed import make_streamed_linear
 
     how = cut(outputs, columns, rows, gated, sms=132)
@@ -141,8 +141,8 @@ def test_compile_gate(outputs, columns, rows, gated):
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 def test_compile_gate_of_a_map_a_head():
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.compilation import EXACT_PASS_CONFIGS
-    from mha2mla.kernels.skinny_linear.head_maps import make_head_maps
+    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
+    from mha2mla.kernels.skinny_linear.maps import make_head_maps
 
     function = make_head_maps(columns=512, outputs=4096, groups=32, dtype="bfloat16")
     (report,) = compile_gate.compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mha2mla.kernels.layouts import Argument
 from mha2mla.kernels.split_kv import launch as kernels
 from mha2mla.kernels.split_kv import op as frame
-from mha2mla.kernels.split_kv.arguments import Argument
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan import MOST_LAUNCHES, DecodePlan, allocate_plan
 
@@ -51,7 +51,7 @@ OP = PagedOp(
     static=("H", "d", "page", "S_q"),
     refusal=lambda shape: "dtype is float32" if shape.dtype == "float32" else None,
     select=select,
-    make_split="nowhere:nothing",
+    package="nowhere",
     reference=f"{__name__}:own_values",
 )
 

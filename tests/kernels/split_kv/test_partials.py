@@ -7,8 +7,7 @@ import torch
 
 from mha2mla.kernels import DecodePlan, plan_gqa_attention, plan_gqa_decode, plan_mla_attention, plan_mla_decode
 from mha2mla.kernels.gqa_decode.selection import list_kernels as list_gqa_kernels
-from mha2mla.kernels.mla_decode.fp8_selection import select_fp8
-from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_fp8
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.testing.problems import GQAProblem
 
@@ -55,23 +54,23 @@ def dtypes_of(function) -> dict[str, str]:
 def functions(dtype: str) -> dict:
     """Every kernel that writes or merges partials, as TileLang functions that nobody compiles."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.gqa_decode.build import make_split as make_gqa
-    from mha2mla.kernels.mla_decode.build import make_split
-    from mha2mla.kernels.mla_decode.fp8 import make_mla_decode_fp8
+    from mha2mla.kernels.gqa_decode.api import GQA
+    from mha2mla.kernels.mla_decode.api import MLA
+    from mha2mla.kernels.mla_decode.fp8 import make_fp8
     from mha2mla.kernels.split_kv.launch import MERGES, make_merge
 
     shape = DecodeShape(64, 1, 128, 64, 64, 1, dtype)
     made = {}
     for kernel in ("swap_ab", "swap_ab_ws", "heads_on_m"):
         choice = next(choice for choice in list_kernels(shape, 90) if choice.kernel == kernel)
-        made[kernel] = make_split(shape, choice)
+        made[kernel] = MLA.make_split(shape, choice)
     wide = DecodeShape(32, 1, 1024, 64, 64, 1, dtype)
-    made["swap_ab_cluster"] = make_split(wide, list_kernels(wide, 90)[0])
+    made["swap_ab_cluster"] = MLA.make_split(wide, list_kernels(wide, 90)[0])
     gqa = GQAProblem(8, 2, 64, 64, (1,)).shape(dtype)
     for kernel in ("streamed", "portable"):
         choice = next(choice for choice in list_gqa_kernels(gqa, 90) if choice.kernel == kernel)
-        made[f"gqa {kernel}"] = make_gqa(gqa, choice)
-    made["fp8"] = make_mla_decode_fp8(shape, select_fp8(shape))
+        made[f"gqa {kernel}"] = GQA.make_split(gqa, choice)
+    made["fp8"] = make_fp8(shape, select_fp8(shape))
     made["merge"] = make_merge(shape.heads, shape.kv_lora_rank, shape.dtype, max(MERGES))
     return made
 
