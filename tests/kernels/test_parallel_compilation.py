@@ -38,12 +38,13 @@ if __name__ == "__main__":
     sys.exit(main())
 """
 JOBS = """
-import os, signal, time
+import os, signal
 
 def work(job):
     masked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     print("masked" if masked else "open", os.getpid(), flush=True)
-    time.sleep(60)
+    while True:
+        signal.pause()
 """
 
 
@@ -62,7 +63,7 @@ def test_a_ctrl_c_showed_the_traceback_of_every_worker(tmp_path):
     signal.signal(signal.SIGINT, before)
     masks, workers = zip(*(process.stdout.readline().split() for _ in range(2)), strict=True)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert masks == ("masked", "masked")
     assert process.returncode == 130 and output == "mha2mla: interrupted\n"
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
@@ -100,9 +101,9 @@ def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
 
 
 def test_a_job_that_hangs_is_killed_and_the_others_run():
-    outcomes = list(run_in_workers(time.sleep, [0, 1000, 0.01], timeout=0.5))
+    outcomes = list(run_in_workers(time.sleep, [0, 1000, 0.01], timeout=3))
     assert [outcome.job for outcome in outcomes] == [0, 1000, 0.01]
-    assert [outcome.failure for outcome in outcomes] == [None, "hung: no answer within 0.5 s", None]
+    assert [outcome.failure for outcome in outcomes] == [None, "hung: no answer within 3 s", None]
 
 
 @pytest.mark.usefixtures("forked")
@@ -130,10 +131,9 @@ def test_later_jobs_may_depend_on_earlier_outcomes():
 @pytest.mark.usefixtures("forked")
 def test_processes_start_while_the_first_job_is_made(tmp_path):
     def jobs():
-        until = time.monotonic() + 60
-        while not (tmp_path / "ready").exists() and time.monotonic() < until:
+        while not (tmp_path / "ready").exists():
             time.sleep(0.05)
-        yield -1 if (tmp_path / "ready").exists() else 0
+        yield -1
 
     (outcome,) = run_in_workers(abs, jobs(), prepare=partial(os.mkdir, tmp_path / "ready"))
     assert outcome.value == 1
