@@ -67,7 +67,7 @@ EXACT_PASS_CONFIGS = {"tl.disable_warp_specialized": True, "tl.disable_safe_memo
 # For bodies that leave it to TileLang which warps load and which compute: TMA and barriers come with that pass.
 SPECIALISED_PASS_CONFIGS = {"tl.enable_fast_math": True}
 
-UNTOLD_WRITES = {"tl.disable_buffer_init_check": True}  # a warning for each such kernel else
+OPAQUE_SMEM_WRITES = {"tl.disable_buffer_init_check": True}  # a warning for each such kernel else
 
 
 def target_of(capability: int) -> dict[str, str]:

@@ -95,7 +95,7 @@ def find_place(shape, rows, block, x, bounds, cu_seqlens_q, cu_seqlens_k, row_ti
     return Place(shape, head, row0, span)
 
 
-def sees(shape: VarlenShape, key: Any, limit: Any, window: Any, sinks: Any):
+def is_visible(shape: VarlenShape, key: Any, limit: Any, window: Any, sinks: Any):
     """Whether a row that sees no key from ``limit`` on sees ``key``."""
     if not shape.windowed:
         return key < limit
@@ -103,49 +103,51 @@ def sees(shape: VarlenShape, key: Any, limit: Any, window: Any, sinks: Any):
 
 
 def new_rows(machine: Machine, rows: int, block: int, dtype: str) -> Buffers:
-    """Registers: scores ``s`` and weights ``p`` of a tile; of each row the maximum ``m``, the scaled maximum ``z``,
-    what weights are relative to (``use``), the factor ``al`` for what was summed before, and the denominator ``den``.
+    """Registers: scores ``s`` and weights ``p`` of a tile; of each row ``row_max``, ``scaled_max``,
+    ``subtracted`` from the scaled scores, the factor ``rescale`` for earlier sums, and ``row_sum``.
     """
     return Buffers(
         s=machine.alloc_fragment([rows, block], T.float32),
         p=machine.alloc_fragment([rows, block], dtype),
-        m=machine.alloc_fragment([rows], T.float32),
-        z=machine.alloc_fragment([rows], T.float32),
-        use=machine.alloc_fragment([rows], T.float32),
-        al=machine.alloc_fragment([rows], T.float32),
-        den=machine.alloc_fragment([rows], T.float32),
+        row_max=machine.alloc_fragment([rows], T.float32),
+        scaled_max=machine.alloc_fragment([rows], T.float32),
+        subtracted=machine.alloc_fragment([rows], T.float32),
+        rescale=machine.alloc_fragment([rows], T.float32),
+        row_sum=machine.alloc_fragment([rows], T.float32),
         total=machine.alloc_fragment([rows], T.float32),
     )
 
 
 @T.macro
 def begin(y):
-    T.fill(y.den, 0)
-    T.fill(y.m, -T.infinity(T.float32))
-    T.fill(y.z, -T.infinity(T.float32))
+    T.fill(y.row_sum, 0)
+    T.fill(y.row_max, -T.infinity(T.float32))
+    T.fill(y.scaled_max, -T.infinity(T.float32))
 
 
 @T.macro
 def find_weights(machine, y, scale):
-    """Online softmax over one tile (arXiv 1805.02867). ``z`` is the scaled maximum, rounded once: weights, denominator
+    """Online softmax over one tile (arXiv 1805.02867). ``scaled_max`` is rounded once: weights, denominator
     and rescaling subtract the same number, so that its rounding cancels."""
     rows, block = int(y.s.shape[0]), int(y.s.shape[1])
-    T.reduce_max(y.s, y.m, dim=1, clear=False)
+    T.reduce_max(y.s, y.row_max, dim=1, clear=False)
     for i in machine.parallel(rows):
-        y.al[i] = y.z[i]
-        y.z[i] = y.m[i] * scale
-        y.use[i] = T.if_then_else(y.m[i] == -T.infinity(T.float32), 0.0, y.z[i])
-        y.al[i] = T.exp2(y.al[i] - y.use[i])
+        y.rescale[i] = y.scaled_max[i]
+        y.scaled_max[i] = y.row_max[i] * scale
+        y.subtracted[i] = T.if_then_else(y.row_max[i] == -T.infinity(T.float32), 0.0, y.scaled_max[i])
+        y.rescale[i] = T.exp2(y.rescale[i] - y.subtracted[i])
     for i, j in machine.parallel(rows, block):
-        y.s[i, j] = T.exp2(y.s[i, j] * scale - y.use[i])
+        y.s[i, j] = T.exp2(y.s[i, j] * scale - y.subtracted[i])
     T.reduce_sum(y.s, y.total, dim=1)
     for i in machine.parallel(rows):
-        y.den[i] = y.den[i] * y.al[i] + y.total[i]
+        y.row_sum[i] = y.row_sum[i] * y.rescale[i] + y.total[i]
 
 
 @T.macro
 def finish(machine, y):
-    """``z`` becomes the log-sum-exp, -inf of nothing, ``den`` the factor for the output."""
+    """``scaled_max`` becomes the log-sum-exp, -inf of nothing, ``row_sum`` the factor for the output."""
     for i in machine.parallel(int(y.s.shape[0])):
-        y.z[i] = T.if_then_else(y.den[i] == 0, -T.infinity(T.float32), (T.log2(y.den[i]) + y.z[i]) * LN2)
-        y.den[i] = 1.0 / T.max(y.den[i], 1e-30)
+        y.scaled_max[i] = T.if_then_else(
+            y.row_sum[i] == 0, -T.infinity(T.float32), (T.log2(y.row_sum[i]) + y.scaled_max[i]) * LN2
+        )
+        y.row_sum[i] = 1.0 / T.max(y.row_sum[i], 1e-30)

@@ -13,8 +13,8 @@ from mha2mla.kernels.attention_varlen.rows import (
     find_place,
     find_weights,
     finish,
+    is_visible,
     new_rows,
-    sees,
 )
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape
 from mha2mla.kernels.machine import BY_ROW, Machine
@@ -95,19 +95,19 @@ def make_tiled(shape: VarlenShape, *, block_rows: int = 64, block_keys: int = 64
                         )
                     for i, j in parallel(rows, block):
                         y.s[i, j] = T.if_then_else(
-                            sees(shape, t0 + j, limit[i], window, sinks), y.s[i, j], -T.infinity(T.float32)
+                            is_visible(shape, t0 + j, limit[i], window, sinks), y.s[i, j], -T.infinity(T.float32)
                         )
                     find_weights(machine, y, scale)
                     for i, d in parallel(rows, v_columns):
-                        o[i, d] *= y.al[i]
+                        o[i, d] *= y.rescale[i]
                     T.copy(y.s, y.p)
                     T.gemm(y.p, v_tile, o, policy=BY_ROW)
                 finish(machine, y)
                 for i in parallel(rows):
                     if row0 + i < span[QUERIES]:
-                        lse[h, first + i] = y.z[i]
+                        lse[h, first + i] = y.scaled_max[i]
                 for i, d in parallel(rows, v_columns):
                     if (row0 + i < span[QUERIES]) & (d < shape.v_head_dim):
-                        out[first + i, h, d] = o[i, d] * y.den[i]
+                        out[first + i, h, d] = o[i, d] * y.row_sum[i]
 
     return attention_varlen_tiled

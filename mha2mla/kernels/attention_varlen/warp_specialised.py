@@ -27,8 +27,8 @@ from mha2mla.kernels.attention_varlen.rows import (
     find_place,
     find_weights,
     finish,
+    is_visible,
     new_rows,
-    sees,
 )
 from mha2mla.kernels.attention_varlen.tiled import make_tiled
 from mha2mla.kernels.attention_varlen.tiling import VarlenShape, VarlenTiling, chunks, hopper_tiling, portable_tiling
@@ -113,7 +113,7 @@ def weigh(k, masked, y, scale, t0, limits):
     if masked:
         for i, j in T.Parallel(k.rows, k.block):
             y.s[i, j] = T.if_then_else(
-                sees(k.shape, t0 + j, limits[0] + i if k.shape.causal else limits[0], limits[1], limits[2]),
+                is_visible(k.shape, t0 + j, limits[0] + i if k.shape.causal else limits[0], limits[1], limits[2]),
                 y.s[i, j],
                 -T.infinity(T.float32),
             )
@@ -144,7 +144,7 @@ def step(k, masked, thread, n, tiles, place, scale, memory, y, o, limits):
         T.barrier_arrive(memory.v_free[(n - 1) % k.stages])
     for c in list(range(len(k.outputs))):
         for i, d in T.Parallel(k.rows, k.outputs[c][1]):
-            o[c][i, d] *= y.al[i]
+            o[c][i, d] *= y.rescale[i]
     T.copy(y.s, y.p)
 
 
@@ -180,11 +180,11 @@ def store(k, memory, y, o, out, lse):
     later = memory.later
     for i in T.Parallel(k.rows):
         if i < later[1]:
-            lse[later[2], later[0] + i] = y.z[i]
+            lse[later[2], later[0] + i] = y.scaled_max[i]
     for c in list(range(len(k.outputs))):
         left, columns = k.outputs[c]
         for i, d in T.Parallel(k.rows, columns):
-            o[c][i, d] *= y.den[i]
+            o[c][i, d] *= y.row_sum[i]
         if columns <= k.pieces[0][2]:
             T.copy(o[c], memory.q_tiles[0][:, 0:columns])
             T.sync_threads(barrier_id=BARRIER, arrive_count=k.consumers)

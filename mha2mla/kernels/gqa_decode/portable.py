@@ -16,7 +16,7 @@ from mha2mla.kernels.split_kv.call import (
     Call,
     Types,
     first_token,
-    holds_unseen,
+    has_masked,
     locate,
     read_fragment,
     store,
@@ -24,7 +24,7 @@ from mha2mla.kernels.split_kv.call import (
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
-from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
+from mha2mla.kernels.split_kv.softmax import Softmax, write_columns, zero_masked
 from mha2mla.kernels.split_kv.stream import clear_holes, copy_tile, find_present_pages, load_queries
 
 
@@ -83,8 +83,8 @@ def load_step(k, t0, work, kv_head, k_cache, v_cache, num_pages, memory):
     copy_tile(work, t0, k_cache, (kv_head,), 0, memory.k_tile)
     copy_tile(work, t0, v_cache, (kv_head,), 0, memory.v_tile)
     T.sync_threads()
-    if holds_unseen(work.span, t0, k.choice.block_tokens):
-        clean(k.machine, work.span, t0, k.choice.block_tokens, range(0, k.v_cols, 64), memory.v_tile)
+    if has_masked(work.span, t0, k.choice.block_tokens):
+        zero_masked(k.machine, work.span, t0, k.choice.block_tokens, range(0, k.v_cols, 64), memory.v_tile)
         T.sync_threads()
     clear_holes(k.machine, work, memory.holes, [memory.k_tile, memory.v_tile])
 
@@ -93,10 +93,10 @@ def load_step(k, t0, work, kv_head, k_cache, v_cache, num_pages, memory):
 def attend(k, t0, work, memory, x):
     """Scores, softmax and output of one step."""
     T.gemm(memory.k_tile, memory.q_tile, x.s, transpose_B=True, clear_accum=True, policy=BY_ROW)
-    softmax.hide(x, work.span, t0)
-    softmax.find_tops(x, guarded=False)
-    softmax.find_factors(x)
-    T.copy(x.shrink, memory.factor)
+    softmax.apply_mask(x, work.span, t0)
+    softmax.reduce_row_max(x, guarded=False)
+    softmax.find_rescale(x)
+    T.copy(x.rescale, memory.factor)
     softmax.find_weights(x)
     T.copy(x.s, memory.p_tile)
     softmax.add_weights(x)
@@ -137,9 +137,9 @@ def make_portable(shape: GQAShape, choice: KernelChoice, machine: Machine = GPU)
                     t0 = first_token(work.span, i // steps) + i % steps * block
                     load_step(k, t0, work, tile.column, k_cache, v_cache, types.num_pages, memory)
                     attend(k, t0, work, memory, x)
-                softmax.finish(x, x.top)
-                T.copy(x.den, memory.factor)
+                softmax.finish(x, x.row_max)
+                T.copy(x.row_sum, memory.factor)
                 T.sync_threads()
-                store(call, work.span, write_columns, x, memory.o, memory.factor, x.top)
+                store(call, work.span, write_columns, x, memory.o, memory.factor, x.row_max)
 
     return gqa_decode_portable

@@ -2,7 +2,7 @@
 
 A CTA serves the query rows of one kv head (H / G * S_q of them, padded to 8, 16, 32 or 64). Scores are Kᵀ-major,
 Sᵀ[tokens, rows] = K Qᵀ, and Oᵀ[d_v, rows] += Vᵀ Pᵀ, so that 64 cached tokens, not the few query rows, fill the M of a
-product. The arithmetic is next to nothing beside the bytes: several small CTAs a multiprocessor hide each other's
+product. The arithmetic is next to nothing beside the bytes: several small CTAs a multiprocessor apply_mask each other's
 softmax, and keys and values wait in rings that run on into the next sequence of the CTA's schedule.
 """
 
@@ -19,7 +19,7 @@ from mha2mla.kernels.split_kv.call import (
     Call,
     find_pages,
     first_token,
-    holds_unseen,
+    has_masked,
     locate,
     read_fragment,
     store,
@@ -27,7 +27,7 @@ from mha2mla.kernels.split_kv.call import (
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.schedule import TILES
-from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
+from mha2mla.kernels.split_kv.softmax import Softmax, write_columns, zero_masked
 from mha2mla.kernels.split_kv.stream import fill_slot, load_queries
 
 CONSUMERS = WARPGROUP  # threads that compute
@@ -76,18 +76,18 @@ def attend(k, i, work, memory, x, o):
     T.wgmma_gemm(memory.k_ring[slot, :, :], memory.q_tile, x.s, transpose_B=True, clear_accum=True, policy=BY_ROW)
     T.wait_wgmma(0)
     T.barrier_arrive(memory.k_free[slot])
-    softmax.hide(x, work.span, t0)
-    softmax.find_tops(x)
-    softmax.find_factors(x)
+    softmax.apply_mask(x, work.span, t0)
+    softmax.reduce_row_max(x)
+    softmax.find_rescale(x)
     softmax.find_weights(x)
     for u, j in T.Parallel(BLOCK, k.rows):
         memory.p_tile[j, u] = x.s[u, j]
     softmax.add_weights(x)
     for d, j in T.Parallel(k.v_cols, k.rows):
-        o[d, j] *= x.shrink[j]
+        o[d, j] *= x.rescale[j]
     T.barrier_wait(memory.v_full[slot], phase)
-    if holds_unseen(work.span, t0, BLOCK):
-        clean(GPU, work.span, t0, BLOCK, range(0, k.v_cols, 64), memory.v_ring, slot)
+    if has_masked(work.span, t0, BLOCK):
+        zero_masked(GPU, work.span, t0, BLOCK, range(0, k.v_cols, 64), memory.v_ring, slot)
     T.fence_proxy_async()
     x.sync()
     T.wgmma_gemm(memory.v_ring[slot, :, :], memory.p_tile, o, transpose_A=True, transpose_B=True, policy=BY_ROW)
@@ -117,8 +117,8 @@ def consume(k, work, tile, memory, call, q):
         for i in T.serial(work.span[TILES]):
             attend(k, i, work, memory, x, o)
         work.state[DONE] += work.span[TILES]
-        softmax.finish(x, x.top)
-        store(call, work.span, write_columns, x, o, x.den, x.top)
+        softmax.finish(x, x.row_max)
+        store(call, work.span, write_columns, x, o, x.row_sum, x.row_max)
 
 
 def make_streamed(shape: GQAShape, choice: KernelChoice):

@@ -65,7 +65,7 @@ _LATENT_ALIKE = {
     "shape": latent_shape,
     "static": ("H", "d_c", "d_r", "page", "S_q"),
     "numbers": ("scaling",),
-    "untold_writes": True,
+    "opaque_smem_writes": True,
 }
 LATENT = PagedOp(
     name="mla_decode_latent",

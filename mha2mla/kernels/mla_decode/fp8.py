@@ -45,14 +45,14 @@ from mha2mla.kernels.split_kv.call import (
     Call,
     find_pages,
     first_token,
-    holds_unseen,
+    has_masked,
+    is_masked,
+    is_visible,
     locate,
     needs_mask,
     read_fragment,
-    sees,
     store,
     take_work,
-    unseen,
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.schedule import STOP, TILES
@@ -106,10 +106,10 @@ def stream(k, w, work, column, memory, latent_cache, latent_scale, rope_cache, t
 @T.macro
 def load_queries(k, c, work, tile, q_latent, q_pe):
     """All consumers: the queries of a fragment. A warp takes a row of latent queries at a time."""
-    x, top, memory = c.x, c.top, c.memory
+    x, row_max, memory = c.x, c.row_max, c.memory
     for i in T.serial(k.rows // 8):
         r = i * 8 + c.thread // 32
-        top[0] = 0.0
+        row_max[0] = 0.0
         for v in T.unroll(4 * k.panels):
             d = v // 4 * PANEL + 4 * c.lane + v % 4
             x[v] = T.if_then_else(
@@ -117,17 +117,19 @@ def load_queries(k, c, work, tile, q_latent, q_pe):
                 T.cast(q_latent[(*tile.query(work.span, r), T.min(d, k.d_c - 1))], T.float32),
                 0.0,
             )
-            top[0] = T.max(top[0], T.abs(x[v]))
+            row_max[0] = T.max(row_max[0], T.abs(x[v]))
         for v in list(range(5)):
-            top[0] = T.max(top[0], T.shfl_xor(top[0], 1 << v))
+            row_max[0] = T.max(row_max[0], T.shfl_xor(row_max[0], 1 << v))
         # the power of two below the largest, as bits of a float32; both factors are powers of two, hence exact
-        exponent = T.max(T.min(T.shift_right(T.reinterpret(top[0], "int32"), 23) - 127, 127), T.int32(SMALLEST_QUERY))
-        top[1] = T.reinterpret(T.shift_left(127 + LARGEST_EXPONENT - exponent, 23), T.float32)
+        exponent = T.max(
+            T.min(T.shift_right(T.reinterpret(row_max[0], "int32"), 23) - 127, 127), T.int32(SMALLEST_QUERY)
+        )
+        row_max[1] = T.reinterpret(T.shift_left(127 + LARGEST_EXPONENT - exponent, 23), T.float32)
         if c.lane == 0:
             memory.q_scale[r] = T.reinterpret(T.shift_left(127 - LARGEST_EXPONENT + exponent, 23), T.float32)
         for v in T.unroll(4 * k.panels):
             d = v // 4 * PANEL + 4 * c.lane + v % 4
-            memory.q_tile[d // WIDE, r, column_of_code(d) % WIDE] = T.cast(x[v] * top[1], "float16")
+            memory.q_tile[d // WIDE, r, column_of_code(d) % WIDE] = T.cast(x[v] * row_max[1], "float16")
     for i in T.serial(k.rows * k.rope_panels * WIDE // CONSUMERS):
         e = i * CONSUMERS + c.thread
         r = e // (k.rope_panels * WIDE)
@@ -141,12 +143,12 @@ def load_queries(k, c, work, tile, q_latent, q_pe):
 
 @T.macro
 def clean_codes(k, c, span, t0, slot):
-    """A weight of 0 does not clean a NaN."""
-    if holds_unseen(span, t0, BLOCK):
+    """Zero what no row sees: 0 times NaN is NaN."""
+    if has_masked(span, t0, BLOCK):
         for i in T.serial(k.panels * BLOCK * PANEL // 4 // WARPGROUP):
             for v in T.vectorized(4):
                 e = i * WARPGROUP + c.thread % WARPGROUP
-                if unseen(span, t0 + e // (PANEL // 4) % BLOCK):
+                if is_masked(span, t0 + e // (PANEL // 4) % BLOCK):
                     c.memory.c_ring[
                         c.w, slot, e // (PANEL // 4 * BLOCK), e // (PANEL // 4) % BLOCK, e % (PANEL // 4) * 4 + v
                     ] = T.cast(0, CODES)
@@ -163,8 +165,8 @@ def scale_scores(k, c, span, tile, call, t0, slot, scale, tail):
         c.scale_of[i] = c.memory.s_ring[c.w, slot, at // k.page_rows, at % k.page_rows]
         # 0 is what stands where a table has no page, with codes of 0
         c.scale_of[i] = T.if_then_else(c.scale_of[i] == 0, 1.0, c.scale_of[i])
-        if holds_unseen(span, t0, BLOCK):
-            c.scale_of[i] = T.if_then_else(unseen(span, first + 8 * i), 1.0, c.scale_of[i])
+        if has_masked(span, t0, BLOCK):
+            c.scale_of[i] = T.if_then_else(is_masked(span, first + 8 * i), 1.0, c.scale_of[i])
         c.log_of[i] = T.log2(c.scale_of[i])
     for e in T.unroll(k.held):
         c.s[e] = (c.s[e] * (c.memory.q_scale[c.row_of(e)] * c.scale_of[e // 2 % 2]) + c.turned[e]) * scale + c.log_of[
@@ -173,35 +175,37 @@ def scale_scores(k, c, span, tile, call, t0, slot, scale, tail):
     if needs_mask(span, t0, BLOCK, tail):
         for e in T.unroll(k.held):
             limit = span[STOP] - tail + T.min(tile.token(c.row_of(e)), tail)
-            c.s[e] = T.if_then_else(sees(span, first + e // 2 % 2 * 8, limit, call.window, call.sinks), c.s[e], MASKED)
+            c.s[e] = T.if_then_else(
+                is_visible(span, first + e // 2 % 2 * 8, limit, call.window, call.sinks), c.s[e], MASKED
+            )
 
 
 @T.macro
 def find_weights(k, c):
-    """Online softmax (arXiv 1805.02867): ``s`` becomes weights, which contain their scales; ``den`` sums without."""
+    """Online softmax (arXiv 1805.02867): ``s`` becomes weights with their scales; ``row_sum`` is without scales."""
     for h in T.unroll(k.mine):
-        c.top[h] = T.max(c.s[h // 2 * 4 + h % 2], c.s[h // 2 * 4 + h % 2 + 2])
+        c.row_max[h] = T.max(c.s[h // 2 * 4 + h % 2], c.s[h // 2 * 4 + h % 2 + 2])
     for v in list(range(3)):
         for h in T.unroll(k.mine):
-            c.top[h] = T.max(c.top[h], T.shfl_xor(c.top[h], 4 << v))
+            c.row_max[h] = T.max(c.row_max[h], T.shfl_xor(c.row_max[h], 4 << v))
     if c.g == 0:
         for h in T.unroll(k.mine):
-            c.memory.stage[c.w, c.warp, c.row(h)] = c.top[h]
+            c.memory.stage[c.w, c.warp, c.row(h)] = c.row_max[h]
     c.sync()
     c.flag[0] = 0
     for h in T.unroll(k.mine):
         for v in list(range(4)):
-            c.top[h] = T.max(c.top[h], c.memory.stage[c.w, v, c.row(h)])
-        if c.top[h] > c.m[h] + SLACK:
+            c.row_max[h] = T.max(c.row_max[h], c.memory.stage[c.w, v, c.row(h)])
+        if c.row_max[h] > c.m[h] + SLACK:
             c.flag[0] = 1
     if T.any_sync(c.flag[0]) != 0:
-        for h in T.unroll(k.mine):  # top becomes the factor for what is there
+        for h in T.unroll(k.mine):  # row_max becomes the factor for what is there
             c.x[0] = c.m[h]
-            c.m[h] = T.if_then_else(c.top[h] > c.m[h] + SLACK, c.top[h], c.m[h])
-            c.top[h] = T.exp2(c.x[0] - c.m[h])
-            c.den[h] *= c.top[h]
+            c.m[h] = T.if_then_else(c.row_max[h] > c.m[h] + SLACK, c.row_max[h], c.m[h])
+            c.row_max[h] = T.exp2(c.x[0] - c.m[h])
+            c.row_sum[h] *= c.row_max[h]
         for i in T.unroll(k.tiles * k.held):
-            c.o[i] *= c.top[i % k.held // 4 * 2 + i % 2]
+            c.o[i] *= c.row_max[i % k.held // 4 * 2 + i % 2]
     for e in T.unroll(k.held):
         c.s[e] = T.exp2(
             c.s[e] - T.if_then_else(c.m[e // 4 * 2 + e % 2] == MASKED, 0.0, c.m[e // 4 * 2 + e % 2])
@@ -209,31 +213,31 @@ def find_weights(k, c):
     for i in list(range(2)):
         c.scale_of[i] = 1.0 / c.scale_of[i]
     for h in T.unroll(k.mine):  # w / scale is the softmax's own weight
-        c.den[h] += c.s[h // 2 * 4 + h % 2] * c.scale_of[0] + c.s[h // 2 * 4 + h % 2 + 2] * c.scale_of[1]
+        c.row_sum[h] += c.s[h // 2 * 4 + h % 2] * c.scale_of[0] + c.s[h // 2 * 4 + h % 2 + 2] * c.scale_of[1]
 
 
 @T.macro
 def merge(k, c):
-    """Both warpgroups' denominators and maxima: ``den`` and ``top`` of both, ``o`` scaled to be added up."""
+    """Both warpgroups' denominators and maxima: ``row_sum`` and ``row_max`` of both, ``o`` scaled to be added up."""
     w, memory = c.w, c.memory
     for v in list(range(3)):
         for h in T.unroll(k.mine):
-            c.den[h] += T.shfl_xor(c.den[h], 4 << v)
+            c.row_sum[h] += T.shfl_xor(c.row_sum[h], 4 << v)
     c.sync()
     if c.g == 0:
         for h in T.unroll(k.mine):
-            memory.stage[w, c.warp, c.row(h)] = c.den[h]
+            memory.stage[w, c.warp, c.row(h)] = c.row_sum[h]
             memory.totals[w, c.row(h)] = c.m[h]  # the same in all warps
     T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
     for h in T.unroll(k.mine):
-        c.top[h] = T.max(c.m[h], memory.totals[1 - w, c.row(h)])
-        c.s[h] = T.if_then_else(c.top[h] == MASKED, 0.0, c.top[h])
-        c.den[h] = 0.0
+        c.row_max[h] = T.max(c.m[h], memory.totals[1 - w, c.row(h)])
+        c.s[h] = T.if_then_else(c.row_max[h] == MASKED, 0.0, c.row_max[h])
+        c.row_sum[h] = 0.0
         for v in list(range(4)):
-            c.den[h] += memory.stage[w, v, c.row(h)] * T.exp2(c.m[h] - c.s[h]) + memory.stage[
+            c.row_sum[h] += memory.stage[w, v, c.row(h)] * T.exp2(c.m[h] - c.s[h]) + memory.stage[
                 1 - w, v, c.row(h)
             ] * T.exp2(memory.totals[1 - w, c.row(h)] - c.s[h])
-        c.m[h] = T.exp2(c.m[h] - c.s[h]) * T.if_then_else(c.den[h] == 0, 0.0, 1.0 / c.den[h])
+        c.m[h] = T.exp2(c.m[h] - c.s[h]) * T.if_then_else(c.row_sum[h] == 0, 0.0, 1.0 / c.row_sum[h])
     for i in T.unroll(k.tiles * k.held):
         c.o[i] *= c.m[i % k.held // 4 * 2 + i % 2]
 
@@ -255,7 +259,9 @@ def finish(k, c, span, tile, call):
     if w == 0 and c.thread < 4:
         for h in T.unroll(k.mine):
             r = c.row(h)
-            c.s[h] = T.if_then_else(c.den[h] == 0, -T.infinity(T.float32), (T.log2(c.den[h]) + c.top[h]) * LN2)
+            c.s[h] = T.if_then_else(
+                c.row_sum[h] == 0, -T.infinity(T.float32), (T.log2(c.row_sum[h]) + c.row_max[h]) * LN2
+            )
             if tile.holds(r):
                 store(call, span, write_lse, tile, r, c.s, h)
     for u in list(range(half)):
@@ -292,7 +298,7 @@ def consume(k, w, work, tile, memory, call, q_latent, q_pe, thread):
         for i in T.unroll(k.tiles * k.held):
             c.o[i] = 0.0
         for h in T.unroll(k.mine):
-            c.den[h] = 0.0
+            c.row_sum[h] = 0.0
             c.m[h] = MASKED
         for i in T.serial((work.span[TILES] + 1 - w) // 2):
             t0 = first_token(work.span, 2 * i + w)

@@ -73,9 +73,9 @@ def allocate(k: Static) -> Buffers:
 class Thread(Buffers):
     """A computing thread: its place in the CTA, its registers, and operands of its warpgroup ``w``.
 
-    Attributes: ``o`` output, ``s`` scores, then weights, ``turned`` scores by rotary keys; of its heads ``den``, ``m``
-    (running maximum) and ``top``; ``word`` codes of one step and of the next ones, ``a`` register operands; of its two
-    tokens ``scale_of`` and ``log_of``; ``x`` a row of queries, at other times anything.
+    Attributes: ``o`` output, ``s`` scores, then weights, ``turned`` scores by rotary keys; of its heads
+    ``row_sum``, ``m`` (running maximum) and ``row_max``; ``word`` codes of one step and of the next ones, ``a``
+    register operands; of its two tokens ``scale_of`` and ``log_of``; ``x`` a row of queries, at other times anything.
     """
 
     def __init__(self, k: Static, w: int, thread, memory: Buffers):
@@ -84,9 +84,9 @@ class Thread(Buffers):
             o=T.alloc_local([k.tiles * k.held], T.float32),
             s=T.alloc_local(held, T.float32),
             turned=T.alloc_local(held, T.float32),
-            den=T.alloc_local(heads, T.float32),
+            row_sum=T.alloc_local(heads, T.float32),
             m=T.alloc_local(heads, T.float32),
-            top=T.alloc_local(heads, T.float32),
+            row_max=T.alloc_local(heads, T.float32),
             word=T.alloc_local([(AHEAD + 1) * 4], "uint32"),
             a=T.alloc_local([BUFFERS * 8], "uint32"),
             scale_of=T.alloc_local([2], T.float32),

@@ -30,17 +30,17 @@ from mha2mla.kernels.split_kv.call import (
     MASKED,
     Call,
     first_token,
-    holds_unseen,
+    has_masked,
+    is_visible,
     locate,
     needs_mask,
     read_fragment,
-    sees,
     store,
     take_work,
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.schedule import STOP, TILES
-from mha2mla.kernels.split_kv.softmax import clean
+from mha2mla.kernels.split_kv.softmax import zero_masked
 from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
 CONSUMERS = 3 * WARPGROUP
@@ -120,18 +120,18 @@ def multiply_scores(k, n, memory, s):
 
 @T.macro
 def find_weights(k, x, scale):
-    """Online softmax (arXiv 1805.02867): ``s`` becomes weights, ``shrink`` the factor for what was summed before."""
-    T.copy(x.top, x.new_top)
-    T.reduce_max(x.s, x.new_top, dim=1, clear=False)
+    """Online softmax (arXiv 1805.02867): ``s`` becomes weights, ``rescale`` the factor for what was summed before."""
+    T.copy(x.row_max, x.new_max)
+    T.reduce_max(x.s, x.new_max, dim=1, clear=False)
     if k.lazy:
         for i in T.Parallel(ROWS):
-            x.new_top[i] = T.if_then_else((x.new_top[i] - x.top[i]) * scale > GROWTH, x.new_top[i], x.top[i])
+            x.new_max[i] = T.if_then_else((x.new_max[i] - x.row_max[i]) * scale > GROWTH, x.new_max[i], x.row_max[i])
     for i in T.Parallel(ROWS):
-        x.shrink[i] = T.exp2((x.top[i] - x.new_top[i]) * scale)
-        x.top[i] = x.new_top[i]
-        x.new_top[i] = T.if_then_else(x.new_top[i] == MASKED, 0.0, x.new_top[i])  # so that masked scores weigh nothing
+        x.rescale[i] = T.exp2((x.row_max[i] - x.new_max[i]) * scale)
+        x.row_max[i] = x.new_max[i]
+        x.new_max[i] = T.if_then_else(x.new_max[i] == MASKED, 0.0, x.new_max[i])  # so that masked scores weigh nothing
     for i, j in T.Parallel(ROWS, BLOCK):
-        x.s[i, j] = T.exp2((x.s[i, j] - x.new_top[i]) * scale)
+        x.s[i, j] = T.exp2((x.s[i, j] - x.new_max[i]) * scale)
 
 
 @T.macro
@@ -140,10 +140,10 @@ def weigh(k, work, tile, memory, call, q_pe):
     T.set_max_nreg(SCORE_REGISTERS, 0)
     x = Buffers(
         s=T.alloc_fragment([ROWS, BLOCK], T.float32),
-        top=T.alloc_fragment([ROWS], T.float32),
-        new_top=T.alloc_fragment([ROWS], T.float32),
-        shrink=T.alloc_fragment([ROWS], T.float32),
-        den=T.alloc_fragment([ROWS], T.float32),
+        row_max=T.alloc_fragment([ROWS], T.float32),
+        new_max=T.alloc_fragment([ROWS], T.float32),
+        rescale=T.alloc_fragment([ROWS], T.float32),
+        row_sum=T.alloc_fragment([ROWS], T.float32),
         tile_sum=T.alloc_fragment([ROWS], T.float32),
         limit=T.alloc_fragment([ROWS], T.int32),  # first token that a row's query does not see
     )
@@ -156,8 +156,8 @@ def weigh(k, work, tile, memory, call, q_pe):
             load_rope_queries(k, GPU, work, tile, q_pe, memory.qp_tile, 0, ROWS, c * 16, 16)
         T.fence_proxy_async()
         T.sync_threads(barrier_id=BARRIER, arrive_count=WARPGROUP)
-        T.fill(x.den, 0)
-        T.fill(x.top, MASKED)
+        T.fill(x.row_sum, 0)
+        T.fill(x.row_max, MASKED)
         for i in T.Parallel(ROWS):
             x.limit[i] = span[STOP] - tail + T.min(tile.token(i), tail)
         T.barrier_wait(memory.q_full, f & 1)
@@ -168,29 +168,29 @@ def weigh(k, work, tile, memory, call, q_pe):
             if needs_mask(span, t0, BLOCK, tail):
                 for i, j in T.Parallel(ROWS, BLOCK):
                     x.s[i, j] = T.if_then_else(
-                        sees(span, t0 + j, x.limit[i], call.window, call.sinks), x.s[i, j], MASKED
+                        is_visible(span, t0 + j, x.limit[i], call.window, call.sinks), x.s[i, j], MASKED
                     )
             find_weights(k, x, scale)
             T.barrier_wait(memory.p_free, (n & 1) ^ 1)
             T.copy(x.s, memory.p_tile)
-            T.copy(x.shrink, memory.rescale)
+            T.copy(x.rescale, memory.rescale)
             T.fence_proxy_async()
             T.barrier_arrive(memory.p_full)
             T.reduce_sum(x.s, x.tile_sum, dim=1)
             for i in T.Parallel(ROWS):
-                x.den[i] = x.den[i] * x.shrink[i] + x.tile_sum[i]
+                x.row_sum[i] = x.row_sum[i] * x.rescale[i] + x.tile_sum[i]
         T.barrier_arrive(memory.q_free)
         work.state[DONE] += span[TILES]
         for i in T.Parallel(ROWS):
-            x.top[i] = T.if_then_else(
-                x.den[i] == 0, -T.infinity(T.float32), (T.log2(x.den[i]) + x.top[i] * scale) * LN2
+            x.row_max[i] = T.if_then_else(
+                x.row_sum[i] == 0, -T.infinity(T.float32), (T.log2(x.row_sum[i]) + x.row_max[i] * scale) * LN2
             )
-            x.den[i] = 1.0 / T.max(x.den[i], 1e-30)
-        T.copy(x.den, memory.inverses[f & 1, :])
+            x.row_sum[i] = 1.0 / T.max(x.row_sum[i], 1e-30)
+        T.copy(x.row_sum, memory.inverses[f & 1, :])
         T.barrier_arrive(memory.end)
         for i in T.Parallel(ROWS):
             if tile.holds(i):
-                store(call, span, write_lse, tile, i, x.top)
+                store(call, span, write_lse, tile, i, x.row_max)
 
 
 @T.macro
@@ -235,9 +235,9 @@ def multiply(k, w, work, tile, memory, call):
                 for u in list(range(2)):
                     for r, d in T.Parallel(ROWS, k.quarter):
                         o[u][r, d] *= factor[r]
-            if holds_unseen(work.span, t0, BLOCK):
+            if has_masked(work.span, t0, BLOCK):
                 for u in list(range(2)):
-                    clean(GPU, work.span, t0, BLOCK, range(0, k.quarter, 64), quarters[u], slot)
+                    zero_masked(GPU, work.span, t0, BLOCK, range(0, k.quarter, 64), quarters[u], slot)
                     T.fence_proxy_async()
                 T.sync_threads(barrier_id=BARRIER + 1 + w, arrive_count=WARPGROUP)
             for u in list(range(2)):

@@ -27,10 +27,10 @@ from mha2mla.kernels.split_kv.call import (
     Call,
     find_pages,
     first_token,
+    is_masked,
     locate,
     read_fragment,
     take_work,
-    unseen,
 )
 from mha2mla.kernels.split_kv.schedule import TILES
 from mha2mla.kernels.split_kv.stream import stream_queries
@@ -169,7 +169,7 @@ def widen(k, work, memory, unit, thread):
                         T.access_ptr(memory.scales[slot, 0, 0], UNTOLD, 3 * BLOCK),
                         T.access_ptr(memory.given[at, token // k.page_rows, token % k.page_rows], "r", 1),
                         thread,
-                        T.cast(unseen(work.span, first_token(work.span, i) + token), T.int32),
+                        T.cast(is_masked(work.span, first_token(work.span, i) + token), T.int32),
                         unit,
                     )
                 widen_piece(k, memory, slot, at, left, thread)

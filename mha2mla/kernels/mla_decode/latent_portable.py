@@ -29,14 +29,14 @@ from mha2mla.kernels.split_kv.call import (
     MASKED,
     Call,
     first_token,
-    holds_unseen,
+    has_masked,
     locate,
     read_fragment,
     store,
     take_work,
 )
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
-from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
+from mha2mla.kernels.split_kv.softmax import Softmax, write_columns, zero_masked
 from mha2mla.kernels.split_kv.stream import clear_holes, copy_tile, find_present_pages, load_queries
 
 
@@ -110,8 +110,8 @@ def load_step(k, t0, work, latent_cache, num_pages, memory):
     find_present_pages(work, t0, num_pages, memory.holes)
     copy_tile(work, t0, latent_cache, (), 0, memory.c_tile)
     T.sync_threads()
-    if holds_unseen(work.span, t0, k.block):
-        clean(k.machine, work.span, t0, k.block, range(0, k.latent_cols, 64), memory.c_tile)
+    if has_masked(work.span, t0, k.block):
+        zero_masked(k.machine, work.span, t0, k.block, range(0, k.latent_cols, 64), memory.c_tile)
         T.sync_threads()
     clear_holes(k.machine, work, memory.holes, [memory.c_tile])
 
@@ -193,6 +193,6 @@ def make_latent_portable(shape: DecodeShape, choice, machine: Machine = GPU):
                     make_keys(k, t0, work, keys, memory, turn)
                     swap_ab.attend(k, t0, work, memory, x)
                 softmax.finish(x, memory.o_top)
-                store(call, work.span, write_columns, x, memory.o, x.den, memory.o_top)
+                store(call, work.span, write_columns, x, memory.o, x.row_sum, memory.o_top)
 
     return mla_decode_latent_portable

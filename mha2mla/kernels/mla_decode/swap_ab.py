@@ -23,7 +23,7 @@ from mha2mla.kernels.split_kv.call import (
     MASKED,
     Call,
     first_token,
-    holds_unseen,
+    has_masked,
     locate,
     read_fragment,
     store,
@@ -31,7 +31,7 @@ from mha2mla.kernels.split_kv.call import (
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
-from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
+from mha2mla.kernels.split_kv.softmax import Softmax, write_columns, zero_masked
 from mha2mla.kernels.split_kv.stream import clear_holes, copy_tile, find_present_pages, load_queries
 
 BY_ROW, BY_COLUMN = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
@@ -77,8 +77,8 @@ def load_step(k, t0, work, tile, latent_cache, rope_cache, num_pages, memory):
     copy_tile(work, t0, latent_cache, (), 0, memory.c_tile)
     copy_tile(work, t0, rope_cache, (), tile.column, memory.k_tile)
     T.sync_threads()
-    if holds_unseen(work.span, t0, k.block):
-        clean(k.machine, work.span, t0, k.block, range(0, k.latent_cols, 64), memory.c_tile)
+    if has_masked(work.span, t0, k.block):
+        zero_masked(k.machine, work.span, t0, k.block, range(0, k.latent_cols, 64), memory.c_tile)
         T.sync_threads()
     clear_holes(k.machine, work, memory.holes, [memory.c_tile, memory.k_tile])
 
@@ -89,10 +89,10 @@ def attend(k, t0, work, memory, x):
     policy = BY_COLUMN if k.threads > 128 else BY_ROW
     T.gemm(memory.c_tile, memory.q_tile, x.s, transpose_B=True, clear_accum=True, policy=policy)
     T.gemm(memory.k_tile, memory.qp_tile, x.s, transpose_B=True, policy=policy)
-    softmax.hide(x, work.span, t0)
-    softmax.find_tops(x, guarded=False)
-    softmax.raise_top(x, memory.o_top, memory.o_new_top)
-    softmax.find_factors(x)
+    softmax.apply_mask(x, work.span, t0)
+    softmax.reduce_row_max(x, guarded=False)
+    softmax.update_row_max(x, memory.o_top, memory.o_new_top)
+    softmax.find_rescale(x)
     for j in x.parallel(k.tiling.rows):
         memory.o_shrink[j] = T.exp2((memory.o_top[j] - memory.o_new_top[j]) * x.scale)
         memory.o_top[j] = memory.o_new_top[j]
@@ -138,6 +138,6 @@ def make_swap_ab(shape: DecodeShape, choice: KernelChoice, machine: Machine = GP
                     load_step(k, t0, work, tile, latent_cache, rope_cache, types.num_pages, memory)
                     attend(k, t0, work, memory, x)
                 softmax.finish(x, memory.o_top)
-                store(call, work.span, write_columns, x, memory.o, x.den, memory.o_top)
+                store(call, work.span, write_columns, x, memory.o, x.row_sum, memory.o_top)
 
     return mla_decode_swap_ab

@@ -22,7 +22,7 @@ from mha2mla.kernels.split_kv.call import (
     LOG2E,
     Call,
     first_token,
-    holds_unseen,
+    has_masked,
     locate,
     read_fragment,
     store,
@@ -30,7 +30,7 @@ from mha2mla.kernels.split_kv.call import (
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.schedule import TILES
-from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
+from mha2mla.kernels.split_kv.softmax import Softmax, write_columns, zero_masked
 from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
@@ -192,14 +192,14 @@ def share_scores(k, w, n, half, thread, memory, s, held):
 
 
 @T.macro
-def clean_latent(k, w, work, t0, slots, memory):
+def zero_masked_latent(k, w, work, t0, slots, memory):
     """Warpgroups share the columns; another one may still be reading the tile for its scores."""
     warpgroups = k.choice.warpgroups
-    if holds_unseen(work.span, t0, BLOCK):
+    if has_masked(work.span, t0, BLOCK):
         if warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
         for u in list(range(w, k.cut.units, warpgroups)):
-            clean(GPU, work.span, t0, BLOCK, range(0, k.cut.unit, 64), memory.c_ring, slots[u])
+            zero_masked(GPU, work.span, t0, BLOCK, range(0, k.cut.unit, 64), memory.c_ring, slots[u])
         T.fence_proxy_async()
         if warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
@@ -216,10 +216,10 @@ def attend(k, w, i, work, half, thread, memory, x, o, held, slots, multiply_rope
     multiply_latent(k, w, n, slots, memory, x.s)
     multiply_rope(k, w, n, memory, x.s)
     share_scores(k, w, n, half, thread, memory, x.s, held)
-    softmax.hide(x, work.span, t0)
-    clean_latent(k, w, work, t0, slots, memory)
-    softmax.find_tops(x)
-    softmax.find_factors(x)
+    softmax.apply_mask(x, work.span, t0)
+    zero_masked_latent(k, w, work, t0, slots, memory)
+    softmax.reduce_row_max(x)
+    softmax.find_rescale(x)
     softmax.find_weights(x)
     T.copy(x.s, memory.p_tile[w, :, :])
     softmax.add_weights(x)
@@ -227,7 +227,7 @@ def attend(k, w, i, work, half, thread, memory, x, o, held, slots, multiply_rope
     x.sync()
     for u in list(range(units)):
         for d, j in T.Parallel(k.cut.unit, k.rows):
-            o[u][d, j] *= x.shrink[j]
+            o[u][d, j] *= x.rescale[j]
         T.wgmma_gemm(memory.c_ring[slots[u], :, :], memory.p_tile[w, :, :], o[u], transpose_A=True, policy=BY_ROW)
     for u in list(range(units)):
         T.wait_wgmma(units - 1 - u)
@@ -262,9 +262,9 @@ def consume(
             attend(k, w, i, work, half, thread, memory, x, o, held, slots, multiply_rope)
         T.barrier_arrive(memory.q_free)
         work.state[DONE] += work.span[TILES]
-        softmax.finish(x, x.top)
+        softmax.finish(x, x.row_max)
         for u in list(range(k.cut.units)):
-            store(call, work.span, write_columns, x, o[u], x.den, x.top, half * k.cut.columns + u * k.cut.unit)
+            store(call, work.span, write_columns, x, o[u], x.row_sum, x.row_max, half * k.cut.columns + u * k.cut.unit)
 
 
 def make_swap_ab_cluster(shape: DecodeShape, choice: KernelChoice):

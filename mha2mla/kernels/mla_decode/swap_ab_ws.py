@@ -27,7 +27,7 @@ from mha2mla.kernels.split_kv.call import (
     LOG2E,
     Call,
     first_token,
-    holds_unseen,
+    has_masked,
     locate,
     read_fragment,
     store,
@@ -35,7 +35,7 @@ from mha2mla.kernels.split_kv.call import (
 )
 from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.schedule import SEQUENCE, TILES
-from mha2mla.kernels.split_kv.softmax import Softmax, clean, write_columns
+from mha2mla.kernels.split_kv.softmax import Softmax, write_columns, zero_masked
 from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
 BLOCK = 64  # cached tokens per tile: the M of one wgmma
@@ -199,12 +199,14 @@ def multiply_rope(k, w, n, memory, s, parts):
 
 
 @T.macro
-def clean_latent(k, w, work, t0, memory, slot):
+def zero_masked_latent(k, w, work, t0, memory, slot):
     """Two warpgroups share the columns; the other one may still be reading the tile for its scores."""
-    if holds_unseen(work.span, t0, BLOCK):
+    if has_masked(work.span, t0, BLOCK):
         if k.choice.warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
-        clean(GPU, work.span, t0, BLOCK, range(w * 64, k.latent_cols, 64 * k.choice.warpgroups), memory.c_ring, slot)
+        zero_masked(
+            GPU, work.span, t0, BLOCK, range(w * 64, k.latent_cols, 64 * k.choice.warpgroups), memory.c_ring, slot
+        )
         T.fence_proxy_async()
         if k.choice.warpgroups > 1:
             T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
@@ -241,10 +243,10 @@ def attend(k, w, f, i, work, memory, x, o, parts):
     if k.scaled:  # weights shall contain their scales
         for h, j in T.Parallel(BLOCK, k.rows):
             x.s[h, j] += memory.scales[slot, LOG_SCALE, h]
-    softmax.hide(x, work.span, t0)
-    clean_latent(k, w, work, t0, memory, slot)
-    softmax.find_tops(x)
-    softmax.find_factors(x)
+    softmax.apply_mask(x, work.span, t0)
+    zero_masked_latent(k, w, work, t0, memory, slot)
+    softmax.reduce_row_max(x)
+    softmax.find_rescale(x)
     softmax.find_weights(x)
     T.copy(x.s, memory.p_tile[w, :, :])
     if k.scaled:  # the softmax's own weights are without
@@ -252,7 +254,7 @@ def attend(k, w, f, i, work, memory, x, o, parts):
             x.s[h, j] *= memory.scales[slot, INVERSE_SCALE, h]
     softmax.add_weights(x)
     for d, j in T.Parallel(k.latent_cols, k.rows):
-        o[d, j] *= x.shrink[j]
+        o[d, j] *= x.rescale[j]
     T.gemm(memory.c_ring[slot, :, :], memory.p_tile[w, :, :], o, transpose_A=True, policy=T.GemmWarpPolicy.FullRow)
     T.barrier_arrive(memory.c_free[slot])
 
@@ -285,8 +287,8 @@ def consume(k, w, work, tile, memory, call, q_pe):
             attend(k, w, f, i, work, memory, x, o, parts)
         T.barrier_arrive(memory.q_free)
         work.state[DONE] += work.span[TILES]
-        softmax.finish(x, x.top)
-        store(call, work.span, write_columns, x, o, x.den, x.top)
+        softmax.finish(x, x.row_max)
+        store(call, work.span, write_columns, x, o, x.row_sum, x.row_max)
 
 
 def make_swap_ab_ws(shape: DecodeShape, choice: KernelChoice):

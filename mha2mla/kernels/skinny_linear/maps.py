@@ -19,6 +19,25 @@ _WIDTH = COLUMNS + 1  # of a row of sums in shared memory: else threads that sto
 _PREFIX = {"bfloat16": "bf16", "float16": "fp16"}
 
 
+@T.macro
+def multiply_step(m, s, dtype):
+    """Two m16n8k16 products of 16 columns each, into ``m.sums``: a thread's 8 numbers of two rows, step ``s`` of
+    ``m.first`` and ``m.other``, by ``m.right``."""
+    for half in list(range(2)):
+        for v in T.vectorized(2):
+            m.left[v] = m.first[s * 8 + half * 4 + v]
+        for v in T.vectorized(2):
+            m.left[2 + v] = m.other[s * 8 + half * 4 + v]
+        for v in T.vectorized(2):
+            m.left[4 + v] = m.first[s * 8 + half * 4 + 2 + v]
+        for v in T.vectorized(2):
+            m.left[6 + v] = m.other[s * 8 + half * 4 + 2 + v]
+        T.ptx_mma(
+            "float32", "m16n8k16", "row", "col", _PREFIX[dtype], _PREFIX[dtype], "fp32",
+            m.left.data, 0, m.right.data, half * 4, m.sums.data, 0, T.bool(False),
+        )  # fmt: skip
+
+
 def map_blocks(tokens, heads: int, outer: int):
     """How many blocks take part."""
     return T.ceildiv(tokens, ROWS) * (heads * -(-outer // COLUMNS))
@@ -291,19 +310,7 @@ def make_head_maps(
         if thread() % 32 // 4 < rows:
             for v in T.vectorized(8):
                 m.right[v] = x[thread() % 32 // 4, x0 + step * STEP + thread() % 4 * 8 + v]
-        for half in list(range(2)):
-            for v in T.vectorized(2):
-                m.left[v] = m.first[slot * 8 + half * 4 + v]
-            for v in T.vectorized(2):
-                m.left[2 + v] = m.other[slot * 8 + half * 4 + v]
-            for v in T.vectorized(2):
-                m.left[4 + v] = m.first[slot * 8 + half * 4 + 2 + v]
-            for v in T.vectorized(2):
-                m.left[6 + v] = m.other[slot * 8 + half * 4 + 2 + v]
-            T.ptx_mma(
-                "float32", "m16n8k16", "row", "col", _PREFIX[dtype], _PREFIX[dtype], "fp32",
-                m.left.data, 0, m.right.data, half * 4, m.sums.data, 0, T.bool(False),
-            )  # fmt: skip
+        multiply_step(m, slot, dtype)
 
     @T.macro
     def add_plainly(x, weight, m, step, n0, x0):

@@ -60,7 +60,7 @@ def first_token(span, k):
     return tile * TILE_TOKENS
 
 
-def sees(span, t, limit, window, sinks):
+def is_visible(span, t, limit, window, sinks):
     """Whether the row whose first invisible token is ``limit`` sees token ``t`` of a tile that is read."""
     return (t < limit) & (t >= span[START]) & ((t >= limit - window) | (t < span[START] + sinks))
 
@@ -70,17 +70,17 @@ def needs_mask(span, t0, tokens, tail):
     return (t0 + tokens > span[STOP] - tail) | (t0 < span[LOW] + tail)
 
 
-def unseen(span, t):
+def is_masked(span, t):
     """Whether no row sees token ``t``: its cache entry may hold anything, NaN included."""
     return (t >= span[STOP]) | ((t < span[LOW]) & ((t >= span[SINK_STOP]) | (t < span[START])))
 
 
-def first_unseen(span, t0):
-    """The first token of a tile from ``t0``, counted from there, that :func:`unseen` may be true of."""
+def first_masked(span, t0):
+    """The first token of a tile from ``t0``, counted from there, that :func:`is_masked` may be true of."""
     return T.if_then_else(t0 < span[LOW], 0, T.max(0, span[STOP] - t0))
 
 
-def holds_unseen(span, t0, tokens):
+def has_masked(span, t0, tokens):
     """Whether a tile from ``t0`` holds a token that no row sees."""
     return (t0 + tokens > span[STOP]) | ((t0 < span[LOW]) & ((t0 + tokens > span[SINK_STOP]) | (t0 < span[START])))
 

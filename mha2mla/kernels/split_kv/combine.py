@@ -100,17 +100,17 @@ def make_combine(
         of the way for many: sums are in its order."""
         part = T.alloc_local([ahead, each], accum)
         weight = T.alloc_local([block_splits], accum)
-        top = T.alloc_local([1], accum)
+        row_max = T.alloc_local([1], accum)
         total = T.alloc_local([1], accum)
         merged = T.alloc_local([ways, each], accum)
         load(0, count, q, h, c0, lane, part, partial_out)
-        top[0] = -T.infinity(accum)
+        row_max[0] = -T.infinity(accum)
         for i in machine.rounds(block_splits):
             weight[i] = T.if_then_else(i < count[0], partial_lse[place(i, count, q, h)], -T.infinity(accum))
         for i in machine.rounds(block_splits):
-            top[0] = T.max(top[0], weight[i])
+            row_max[0] = T.max(row_max[0], weight[i])
         for i in machine.rounds(block_splits):
-            weight[i] = T.exp2((weight[i] - T.max(top[0], MASKED)) * LOG2E)
+            weight[i] = T.exp2((weight[i] - T.max(row_max[0], MASKED)) * LOG2E)
         total[0] = halved([weight[i] for i in range(block_splits)])
         for i in machine.rounds(ways):
             for j in machine.rounds(each):
@@ -126,7 +126,7 @@ def make_combine(
                     total[0] == 0, 0.0, halved([merged[i, j] for i in range(ways)]) / total[0]
                 )
         if (lane == 0) & (c0 == 0):
-            lse[b, h, q] = T.if_then_else(total[0] == 0, -T.infinity(accum), top[0] + T.log2(total[0]) * LN2)
+            lse[b, h, q] = T.if_then_else(total[0] == 0, -T.infinity(accum), row_max[0] + T.log2(total[0]) * LN2)
 
     @T.prim_func
     def mla_decode_combine(
@@ -141,7 +141,7 @@ def make_combine(
                 T.annotate_min_blocks_per_sm(room // threads)
             weight = machine.alloc_fragment([1, MAX_SPLITS], accum)
             weights = machine.alloc_shared([MAX_SPLITS], accum)
-            top = machine.alloc_fragment([1], accum)
+            row_max = machine.alloc_fragment([1], accum)
             total = machine.alloc_fragment([1], accum)
             sums = machine.alloc_shared([2], accum)
             part = machine.alloc_fragment([block_splits, columns], accum)
@@ -179,14 +179,14 @@ def make_combine(
                         partial_lse[place(k, count, q, h)],
                         -T.infinity(accum),
                     )
-                T.reduce_max(weight, top, dim=1)
+                T.reduce_max(weight, row_max, dim=1)
                 for i, k in parallel(1, MAX_SPLITS):
-                    weight[i, k] = T.exp2((weight[i, k] - T.max(top[i], MASKED)) * LOG2E)
+                    weight[i, k] = T.exp2((weight[i, k] - T.max(row_max[i], MASKED)) * LOG2E)
                 T.reduce_sum(weight, total, dim=1)
                 for i, k in parallel(1, MAX_SPLITS):
                     weights[k] = weight[i, k]
                 for i in parallel(1):
-                    sums[0] = top[i]
+                    sums[0] = row_max[i]
                     sums[1] = total[i]
                 T.sync_threads()
                 for i, c in parallel(block_splits, columns):

@@ -16,7 +16,7 @@ from tvm_ffi import from_dlpack
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import dtype_name, on_device
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_aligned
-from mha2mla.kernels.machine import PASS_CONFIGS, SMALL_PASS_CONFIGS, UNTOLD_WRITES, compile_for
+from mha2mla.kernels.machine import OPAQUE_SMEM_WRITES, PASS_CONFIGS, SMALL_PASS_CONFIGS, compile_for
 from mha2mla.kernels.split_kv.combine import FEW, make_combine
 from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
 
@@ -79,7 +79,7 @@ def compile_choice(op: Any, shape: Any, choice: Any, capability: int):
     """The compiled decode kernel of a choice. One compilation serves every batch, length, page count and plan."""
     function = op.make_split(shape, choice)
     configs = SMALL_PASS_CONFIGS if op.guards_indices else PASS_CONFIGS
-    return compile_for(function, capability, configs | UNTOLD_WRITES if op.untold_writes else configs)
+    return compile_for(function, capability, configs | OPAQUE_SMEM_WRITES if op.opaque_smem_writes else configs)
 
 
 def compile_kernels(

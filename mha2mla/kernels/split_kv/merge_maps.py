@@ -7,6 +7,7 @@ add up in each other's shared memory. Nothing that is merged is written, and no 
 import tilelang.language as T
 
 from mha2mla.kernels.machine import Buffers
+from mha2mla.kernels.skinny_linear.maps import multiply_step
 from mha2mla.kernels.split_kv.call import LOG2E, MASKED
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS as ROWS
 
@@ -16,7 +17,6 @@ THREADS = WARPS * 32
 _STEP = 32  # columns of two products: 16 bytes of a map's row for each of the four threads that share it
 _AHEAD = 9  # partials that a warp has under way: two rounds for the 17 of eight sequences on 132 multiprocessors
 _LANES = 32 // _AHEAD * _AHEAD  # threads of a warp that have the lse of a partial each
-_PREFIX = {"bfloat16": "bf16", "float16": "fp16"}
 # Of a warp: warps that share its row, which of them it is, the row's sequence and token; then of the sequence: how many
 # partials, the CTA of the first one, its place there; and which thread has the next one's weight. In memory, since
 # expressions are substituted into every index.
@@ -130,8 +130,8 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
         fetch_partials(partial_out, m, h, c, 0)  # on their way before their weights are known
         for k in T.serial(T.max(1, T.ceildiv(rounds * _AHEAD, _LANES))):  # the last that are fetched are the first
             fetch_lse(partial_lse, m, h, (T.max(1, T.ceildiv(rounds * _AHEAD, _LANES)) - 1 - k) * _LANES)
-            m.top[0] = T.max(m.top[0], m.weight[0])
-        m.top[0] = T.warp_reduce_max(m.top[0])
+            m.row_max[0] = T.max(m.row_max[0], m.weight[0])
+        m.row_max[0] = T.warp_reduce_max(m.row_max[0])
         for k in T.serial(T.max(1, rounds)):
             m.own[LANE] = k * _AHEAD % _LANES
             if k > 0:
@@ -139,7 +139,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
                 if m.own[LANE] == 0:
                     fetch_lse(partial_lse, m, h, k * _AHEAD)
             if m.own[LANE] == 0:
-                m.weight[0] = T.exp2((m.weight[0] - m.top[0]) * LOG2E)
+                m.weight[0] = T.exp2((m.weight[0] - m.row_max[0]) * LOG2E)
             add_partials(m)
 
     @T.macro
@@ -149,7 +149,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
         for v in T.unroll(4):
             m.sums[v] = 0.0
         m.total[0] = 0.0
-        m.top[0] = MASKED
+        m.row_max[0] = MASKED
         if m.own[COUNT] > 1:
             merge_own(partial_out, partial_lse, m, h, c)
         if (m.own[COUNT] == 1) & (m.own[PART] == 0):
@@ -162,19 +162,19 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
             m.parts[warp(), lane() * 4 + v] = m.sums[v]
         if lane() == 0:
             m.totals[warp()] = m.total[0]
-            m.tops[warp()] = m.top[0]
+            m.maxima[warp()] = m.row_max[0]
         T.sync_threads()
         for j in T.serial(T.ceildiv(rows * SLICE, THREADS)):
             e = j * THREADS + T.get_thread_binding()
             if e < rows * SLICE:
                 first = e // SLICE * m.own[SHARE]
-                m.top[0] = MASKED
+                m.row_max[0] = MASKED
                 for w in T.serial(m.own[SHARE]):
-                    m.top[0] = T.max(m.top[0], m.tops[T.min(first + w, WARPS - 1)])
+                    m.row_max[0] = T.max(m.row_max[0], m.maxima[T.min(first + w, WARPS - 1)])
                 for i in T.unroll(2):
                     m.weight[i] = 0.0
                 for w in T.serial(m.own[SHARE]):
-                    m.total[0] = T.exp2((m.tops[T.min(first + w, WARPS - 1)] - m.top[0]) * LOG2E)
+                    m.total[0] = T.exp2((m.maxima[T.min(first + w, WARPS - 1)] - m.row_max[0]) * LOG2E)
                     m.weight[0] += m.total[0] * m.parts[T.min(first + w, WARPS - 1), e % SLICE]
                     m.weight[1] += m.total[0] * m.totals[T.min(first + w, WARPS - 1)]
                 m.given[e // SLICE, e % SLICE] = T.if_then_else(
@@ -192,19 +192,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
         for s in T.unroll(steps):
             for v in T.vectorized(8):  # behind the last row that one again, for sums that nobody looks at
                 m.right[v] = m.given[T.min(lane() // 4, rows - 1), s * _STEP + lane() % 4 * 8 + v]
-            for half in list(range(2)):
-                for v in T.vectorized(2):
-                    m.left[v] = m.first[s * 8 + half * 4 + v]
-                for v in T.vectorized(2):
-                    m.left[2 + v] = m.other[s * 8 + half * 4 + v]
-                for v in T.vectorized(2):
-                    m.left[4 + v] = m.first[s * 8 + half * 4 + 2 + v]
-                for v in T.vectorized(2):
-                    m.left[6 + v] = m.other[s * 8 + half * 4 + 2 + v]
-                T.ptx_mma(
-                    "float32", "m16n8k16", "row", "col", _PREFIX[dtype], _PREFIX[dtype], "fp32",
-                    m.left.data, 0, m.right.data, half * 4, m.sums.data, 0, T.bool(False),
-                )  # fmt: skip
+            multiply_step(m, s, dtype)
 
     @T.prim_func
     def merge_maps(
@@ -227,11 +215,11 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
                 part=T.alloc_local([_AHEAD * 4], accum),
                 sums=T.alloc_local([4], accum),
                 weight=T.alloc_local([2], accum),
-                top=T.alloc_local([1], accum),
+                row_max=T.alloc_local([1], accum),
                 total=T.alloc_local([1], accum),
                 own=T.alloc_local([8], T.int32),
                 totals=T.alloc_shared([WARPS], accum),
-                tops=T.alloc_shared([WARPS], accum),
+                maxima=T.alloc_shared([WARPS], accum),
                 parts=T.alloc_shared([WARPS, SLICE], accum),
                 given=T.alloc_shared([ROWS, SLICE], dtype),
                 came=T.alloc_shared([cluster, written, 16, ROWS], accum),  # from each block of the cluster

@@ -63,8 +63,7 @@ class PagedOp:
         numbers: names of float arguments that follow the tensors. Kernels take them last; behind them, of each optional
             tensor, whether there is one (0 or 1).
         guards_indices: kernels guard their own indices, so that TileLang need not.
-        untold_writes: inline functions of which TileLang is not told fill shared memory, so that it cannot check that
-            anything does.
+        opaque_smem_writes: inline CUDA fills shared memory, which TileLang's check of initialised buffers cannot see.
     """
 
     name: str
@@ -78,7 +77,7 @@ class PagedOp:
     reference: str
     numbers: tuple[str, ...] = ()
     guards_indices: bool = False
-    untold_writes: bool = False
+    opaque_smem_writes: bool = False
     # Names of the arguments; where a size stands first; those whose last dimensions are one to kernels, with the first;
     # the optional ones.
     names: tuple[str, ...] = field(init=False)

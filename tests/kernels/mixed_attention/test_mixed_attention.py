@@ -67,7 +67,7 @@ def test_the_merges_run_where_the_caller_said(monkeypatch):
         asked.append(backend)
         return attention_combine(*tensors, backend=backend)
 
-    monkeypatch.setattr("mha2mla.kernels.mixed_attention.expanded.attention_combine", combine)
+    monkeypatch.setattr("mha2mla.kernels.mixed_attention.forms.attention_combine", combine)
     problem = Problem.make(WIDTHS["per group"])
     for backend in ("reference", None):
         problem.run(backend=backend, max_expanded_tokens=7)
