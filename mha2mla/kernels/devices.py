@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from mha2mla.kernels.split_kv.choice import HOPPER
+
 BACKENDS = ("tilelang", "reference")
 
 
@@ -37,9 +39,6 @@ def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtyp
             f"backend is 'tilelang' for {dtypes[0]} on {device}; expected float32, bfloat16 or float16 on CUDA"
         )
     return served and backend != "reference"
-
-
-HOPPER = 90
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from benchmarks.shapes import SpeedCase, Target, decode_case, decode_cases, fp8_
 from mha2mla.kernels.attention_varlen.tiling import hopper_tiling
 from mha2mla.kernels.mla_decode.api import FP8
 from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.testing.problems import Problem
+from mha2mla.testing.problems import LatentProblem, Problem
 
 
 def test_every_shape_has_a_name_and_a_kernel():
@@ -30,10 +30,15 @@ def test_every_shape_has_a_name_and_a_kernel():
         hopper_tiling(case.problem.shape())
 
 
-@pytest.mark.parametrize("measure", [decode.measure, decode.measure_fp8, latent_decode.measure])
-def test_measure_checks_and_times_one_shape(measure, monkeypatch):
+STORED, LATENT = Problem(4, 1, 48, 24, (130,) * 2, slack=0), LatentProblem(4, 1, 72, 32, (70,) * 2, slack=0)
+
+
+@pytest.mark.parametrize(
+    ("measure", "problem"), [(decode.measure, STORED), (decode.measure_fp8, STORED), (latent_decode.measure, LATENT)]
+)
+def test_measure_checks_and_times_one_shape(measure, problem, monkeypatch):
     monkeypatch.delenv("MHA2MLA_PEERS", raising=False)
-    row = measure(decode_case(Problem(4, 1, 48, 24, (130,) * 2, slack=0)), True, 0.01, "cpu")
+    row = measure(decode_case(problem), True, 0.01, "cpu")
     assert row["status"] == "ok" and 0 < row["us_p20"] <= row["us"] <= row["us_p80"]
     assert row["error"] <= 2 * row["torch_error"] + torch.finfo(torch.bfloat16).eps / 2
 

@@ -90,7 +90,8 @@ def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
 
     compiled = []
     # Caches of its own: what another test compiled counts for nothing here, nor this test's stand-ins for others.
-    for module, name in ((launch, "compile_choice"), (launch, "compile_merge"), (plan_kernel, "compile_planner")):
+    cached = [(launch, name) for name in ("compile_kernels", "compile_choice", "compile_merge")]
+    for module, name in (*cached, (plan_kernel, "compile_planner")):
         monkeypatch.setattr(module, "compile_for", lambda function, *_: compiled.append(function))
         monkeypatch.setattr(module, name, cache(getattr(module, name).__wrapped__))
     shape = Problem(7, 1, 72, 8, ()).shape()

@@ -7,8 +7,8 @@ from functools import lru_cache
 from itertools import product
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels.devices import HOPPER
 from mha2mla.kernels.split_kv.choice import (
+    HOPPER,
     KernelChoice,
     RowTiling,
     rank_choices,

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from mha2mla.kernels.devices import HOPPER
-from mha2mla.kernels.split_kv.choice import SHARED_MEMORY
+from mha2mla.kernels.split_kv.choice import HOPPER, SHARED_MEMORY
 
 ROW_BUCKETS = (8, 16, 64, 128)  # rows of x, at most, of each kernel
 BLOCK = 64  # rows of a weight in a product: the M of one wgmma

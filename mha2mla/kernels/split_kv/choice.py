@@ -100,6 +100,7 @@ def tile_rows(
 
 
 DTYPES = ("bfloat16", "float16")
+HOPPER = 90  # compute capability
 MAX_HEADS = 128
 MERGED_ROWS = 8  # B S_q at most, where the merge goes through a map a head: what a matrix instruction has
 MAX_SPLITS = 512  # partials of one sequence that the combine holds weights for; CTAs are never more

@@ -82,6 +82,7 @@ def compile_choice(op: Any, shape: Any, choice: Any, capability: int):
     return compile_for(function, capability, configs | OPAQUE_SMEM_WRITES if op.opaque_smem_writes else configs)
 
 
+@cache
 def compile_kernels(
     op: Any, shape: Any, choice: Any, capability: int, batch: int, width: int, num_ctas: int
 ) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -91,13 +92,6 @@ def compile_kernels(
     rows = merge_rows(shape.heads, shape.seqlen_q, splits, num_ctas // batch)
     merge = compile_merge(shape.heads, width, shape.dtype, splits, capability, rows)
     return compile_choice(op, shape, choice, capability), merge
-
-
-@cache
-def compile_chosen(op: Any, shape: Any, device: torch.device, batch: int, width: int, num_ctas: int):
-    """:func:`compile_kernels` of the choice that dispatch makes on a device."""
-    choice = op.choose(shape, device)
-    return compile_kernels(op, shape, choice, capability_of(device), batch, width, num_ctas)
 
 
 class Rows(dict):
@@ -202,6 +196,7 @@ class Launch:
 def launch(
     op: Any,
     shape: Any,
+    choice: Any,
     data: Sequence[Tensor | None],
     block_table: Tensor,
     softmax_scale: float,
@@ -215,16 +210,14 @@ def launch(
     out: Tensor,
     lse: Tensor,
     numbers: tuple[float, ...] = (),
-    kernels: tuple[Callable[..., None], Callable[..., None]] | None = None,
     through: tuple[Tensor, Tensor] | None = None,
 ) -> Launch | None:
     """Run decode and combine kernel; what ran is the answer, or None where there was nothing to run them on.
 
     Args:
-        op, shape: what to run, and what was compiled for it.
+        op, shape, choice: the op, the compiled shape and its kernel, of ``op.dispatch``.
         data: the op's arguments, checked.
         numbers: the op's.
-        kernels: of :func:`compile_kernels`, in place of the chosen ones.
         through: as :class:`Launch` takes it; there are pages then.
         block_table, softmax_scale, causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse: as in
             the op's schema.
@@ -240,7 +233,7 @@ def launch(
     with on_device(out.device):
         made = Launch(
             op,
-            *(kernels or compile_chosen(op, shape, out.device, batch, width, partial_lse.shape[0])),
+            *compile_kernels(op, shape, choice, capability_of(out.device), batch, width, partial_lse.shape[0]),
             shape=out.shape,
             absent=tuple(index for index in op.optional if data[index] is None),
             numbers=tail + tuple(int(data[index] is not None) for index in op.optional),

@@ -222,8 +222,8 @@ class PagedOp:
     def num_ctas(self, backend: str | None, *call: Any) -> int:
         """Blocks of the kernel per tile of query rows: what is resident at once; 0 where the reference serves. ``call``
         as in :func:`dispatch`. Dynamo takes the answer and does not trace how it was found."""
-        shape, device = dispatch(self, backend, *call), call[-1]
-        return 0 if shape is None else self.choose(shape, device).num_ctas(num_sms(device))
+        served = dispatch(self, backend, *call)
+        return 0 if served is None else served.choice.num_ctas(num_sms(call[-1]))
 
     def choose(self, shape: Any, device: torch.device) -> Any:
         """The choice of ``select`` for a device. Raises ValueError as it does."""
@@ -278,8 +278,8 @@ class PagedOp:
             partial_out, partial_lse, out, lse,
         ) = call  # fmt: skip
         query = data[0]
-        shape = dispatch(self, backend, *sizes.static, query.dtype, query.device)
-        if shape is None:
+        served = dispatch(self, backend, *sizes.static, query.dtype, query.device)
+        if served is None:
             check_spans(schedule, splits, cache_seqlens, cache_starts, block_table.shape[1] * sizes.page)
             made = resolve_name(self.reference)(
                 *data, *numbers, block_table, cache_seqlens, softmax_scale=softmax_scale, causal=causal,
@@ -297,7 +297,7 @@ class PagedOp:
                 "plan was made for the reference backend; expected one for TileLang, which serves this call"
             )
         return _launch()(
-            self, shape, data, block_table, softmax_scale, causal, window, sinks, schedule,
+            self, *served, data, block_table, softmax_scale, causal, window, sinks, schedule,
             splits, partial_out, partial_lse, out, lse, numbers, through=through,
         )  # fmt: skip
 
@@ -339,9 +339,16 @@ def compiled_shape(shape: Any) -> Any:
     return replace(shape, seqlen_q=next(size for size in SEQLENS_Q if size >= shape.seqlen_q))
 
 
+class Served(NamedTuple):
+    """The shape to compile for, and the kernel of ``PagedOp.select``."""
+
+    shape: Any
+    choice: Any
+
+
 @lru_cache(maxsize=4096)
-def dispatch(op: PagedOp, backend: str | None, *call: Any) -> Any | None:
-    """The shape to compile for, or None where the reference serves; remembered, since a decode loop asks every step.
+def dispatch(op: PagedOp, backend: str | None, *call: Any) -> Served | None:
+    """The one selection of a call's kernel, cached; None where the reference serves.
 
     Args:
         op: that is called.
@@ -357,7 +364,7 @@ def dispatch(op: PagedOp, backend: str | None, *call: Any) -> Any | None:
     shape = op.shape(*sizes, dtype_name(dtype))
     why = op.explain(shape, device)
     if why is None:
-        return compiled_shape(shape)
+        return Served(compiled_shape(shape), op.choose(compiled_shape(shape), device))
     if backend == "tilelang":
         raise ValueError(f"backend is 'tilelang', which refuses this call: {why}")
     return None

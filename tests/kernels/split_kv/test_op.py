@@ -147,8 +147,8 @@ def launched(monkeypatch):
     def chosen(*_):
         return split, lambda *tensors: calls.append(("merge", tensors))
 
-    monkeypatch.setattr(frame, "dispatch", lambda op, backend, *call: Shape(*call[:-2], "bfloat16"))
-    monkeypatch.setattr(kernels, "compile_chosen", chosen)
+    monkeypatch.setattr(frame, "dispatch", lambda op, backend, *call: frame.Served(Shape(*call[:-2], "bfloat16"), None))
+    monkeypatch.setattr(kernels, "compile_kernels", chosen)
     monkeypatch.setattr(kernels, "on_device", lambda _: nullcontext())
     return calls
 
