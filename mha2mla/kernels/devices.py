@@ -27,7 +27,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Whether an op whose kernels take any shape in float32, bfloat16 and float16 runs compiled, not as its reference.
+    """True where an op with kernels for any shape in float32, bfloat16 and float16 runs compiled, not as its reference.
 
     Raises:
         ValueError: ``backend`` is unknown, or TileLang is asked for and does not serve ``dtypes`` on ``device``.
@@ -74,7 +74,7 @@ LIBRARY = torch.library.Library("mha2mla", "FRAGMENT")
 
 
 def in_plain_eager_mode(tensor: Tensor) -> bool:
-    """Whether an op on a tensor needs no dispatcher, but for autograd."""
+    """True where an op on a tensor needs no dispatcher, but for autograd."""
     return not torch.compiler.is_compiling() and type(tensor) is Tensor and not is_in_torch_dispatch_mode()
 
 

@@ -13,7 +13,7 @@ from mha2mla.kernels.layouts import argument_error
 
 @dataclass(frozen=True, eq=False)
 class LatentRope:
-    """What turns a cached latent ``c[t]`` into its rotary key, ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``.
+    """Parameters that turn a cached latent ``c[t]`` into its rotary key, ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``.
 
     One rope head serves all query heads. R(t) turns the pairs (j, j + d_r / 2) by ``t * inv_freq[j]``; m is
     ``scaling``, and 1 for pairs whose frequency is zero (dims that the source does not rotate).

@@ -1,4 +1,4 @@
-"""What ops check of their arguments: of tensors dimensions by name, dtype, device and strides, addresses in time."""
+"""Checks of ops' arguments: dimensions by name, dtype, device, strides and addresses of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # that 
 
 
 class Layout(NamedTuple):
-    """What validation looks at of a tensor."""
+    """Properties of a tensor that validation reads."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -62,7 +62,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums over numbers of a dtype are kept in."""
+    """Dtype of sums over numbers of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import IRBuilder
 
 @dataclass(frozen=True)
 class Machine:
-    """What a body allocates and loops with. ``on_cpu``: TileLang's C target, where all memory is one thread's own."""
+    """Allocation and loops of a kernel body. ``on_cpu``: TileLang's C target, where all memory is one thread's own."""
 
     on_cpu: bool = False
 
@@ -29,7 +29,7 @@ class Machine:
         return T.grid if self.on_cpu else T.Parallel
 
     def rounds(self, count: int):
-        """Of a short loop, written out. On the C target each in a scope of its own: in one scope its ``max`` reads an
+        """Iterations of a short loop, unrolled. On the C target each has its own scope: in one scope its ``max`` reads an
         element once, whatever is written to it in between."""
         return T.unroll(count) if self.on_cpu else list(range(count))
 

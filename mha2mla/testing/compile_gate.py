@@ -26,7 +26,7 @@ SPILL_LIMIT = 16  # bytes; more costs more than it hides
 
 @dataclass(frozen=True)
 class GateReport:
-    """What was read of one kernel: registers a thread, spilled bytes, shared memory bytes a block, instructions."""
+    """Compiler's figures of a kernel: registers a thread, spilled bytes, shared memory bytes a block, instructions."""
 
     name: str
     registers: int
@@ -82,7 +82,7 @@ def compile_only(function, arch: str, pass_configs: dict | None = None) -> list[
 
 
 def _key(function, arch: str, pass_configs: dict) -> str:
-    """Of the function's text, what it is compiled with and for, and this file, which reads what the compiler says."""
+    """Hash of the function's text, target, settings and tools, and of this file, which reads the compiler's output."""
     import tilelang
 
     tools = [find_tool(tool) for tool in ("nvcc", "cuobjdump")]

@@ -81,7 +81,7 @@ def draw_geometry(rng: random.Random) -> tuple[Problem, str]:
 
 
 def draw_latent_geometry(rng: random.Random) -> tuple[LatentProblem, str]:
-    """As :func:`draw_geometry`, over a cache of the latent alone; every third one of e4m3 latents."""
+    """Same as :func:`draw_geometry`, over a cache of the latent alone; every third one of e4m3 latents."""
     problem = LatentProblem(
         rng.choice((1, 8, 9, 14, 16, 24, 32, 40, 64, 128, rng.randint(1, 128))),
         1,

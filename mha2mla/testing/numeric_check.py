@@ -19,7 +19,7 @@ ERROR_FACTOR = 2.0  # an output may be this many times as far from float64 as pl
 
 @dataclass(frozen=True)
 class Judgement:
-    """Whether an output is right, and the numbers that say so.
+    """Verdict on an output, with its numbers.
 
     Attributes:
         ok: whether it is.
@@ -108,14 +108,14 @@ def verdict(
 
 
 def _largest_of(rounding: Tensor) -> float:
-    """Of n normally distributed errors the largest is about sqrt(2 ln n) standard deviations."""
+    """Expected largest of n normally distributed errors: about sqrt(2 ln n) standard deviations."""
     return float(rounding.max()) * math.sqrt(2 * math.log(max(rounding.numel(), 2)))
 
 
 def _lse_distance(
     lse: Tensor, expected: Tensor, torch_lse: Tensor | None, rounding: Tensor | None, factor: float
 ) -> tuple[str, float]:
-    """What is wrong with a log-sum-exp, and its largest error over rows that see a token."""
+    """The fault of a log-sum-exp, and its largest error over rows that see a token."""
     seen = expected != -torch.inf
     if not torch.equal(lse != -torch.inf, seen):
         return "lse is -inf at the wrong rows", 0.0

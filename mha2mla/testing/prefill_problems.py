@@ -58,7 +58,7 @@ class PrefillProblem:
         return max((queries for queries, _ in self.lengths), default=0)
 
     def shape(self, dtype: str = "bfloat16") -> VarlenShape:
-        """What to compile for."""
+        """Shape to compile for."""
         return VarlenShape(
             self.heads, self.widths, self.key_heads, self.value_heads or self.key_heads[0], self.v_head_dim,
             self.causal, dtype, self.window is not None,

@@ -30,7 +30,7 @@ CHUNK_TOKENS = 2**17  # tokens that the float64 reference takes at a time: its g
 
 @dataclass(frozen=True, kw_only=True)
 class PagedProblem:
-    """What calls of all paged decode ops share.
+    """Fields shared by calls of all paged decode ops.
 
     A subclass has the sizes of its ``op`` as fields, then ``lengths``, cached tokens per sequence, the new ones
     included; and ``columns``, the static part of a call by the names of its sizes in the op's declaration.
@@ -70,12 +70,12 @@ class PagedProblem:
         return (longest + self.slack) * self.page_size
 
     def shape(self, dtype: str = "bfloat16", seqlen_q: int | None = None) -> Any:
-        """What to compile for; ``seqlen_q`` when the kernel has rows for more new tokens than the call brings."""
+        """Shape to compile for; ``seqlen_q`` when the kernel has rows for more new tokens than the call brings."""
         sizes = self.columns | {"S_q": seqlen_q or self.seqlen_q}
         return self.op.shape(*[sizes[name] for name in self.op.static], dtype)
 
     def spans(self) -> list[Span]:
-        """Which tokens and tiles of each sequence some query sees, from the planner's oracle."""
+        """Tokens and tiles of each sequence that some query sees, from the planner's oracle."""
         starts = self.starts or (0,) * len(self.lengths)
         return [
             attended_span(length, start, self.capacity, self.seqlen_q, self.causal, self.window, self.sinks)
@@ -242,7 +242,7 @@ class LatentProblem(Problem):
         return self.tokens_seen() * (read + 2 * self.kv_lora_rank * self.qk_rope_head_dim)
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """As :meth:`Problem.inputs`, with ``rope`` and without ``rope_cache``. The slowest pair does not turn."""
+        """Same as :meth:`Problem.inputs`, with ``rope`` and without ``rope_cache``. The slowest pair does not turn."""
         made = super().inputs(dtype, device)
         make = torch.Generator(device).manual_seed(self.seed + 1)
         width, pairs = self.qk_rope_head_dim, self.qk_rope_head_dim // 2
@@ -306,7 +306,7 @@ class GQAProblem(PagedProblem):
         return self.qk_head_dim**-0.5
 
     def shape(self, dtype: str = "bfloat16", seqlen_q: int | None = None) -> GQAShape:
-        """What is compiled for it."""
+        """Shape that is compiled for it."""
         return compiled_shape(super().shape(dtype, seqlen_q))
 
     def cache_bytes(self, itemsize: int = 2) -> int:
@@ -314,7 +314,7 @@ class GQAProblem(PagedProblem):
         return self.tokens_seen() * self.num_kv_heads * (self.qk_head_dim + self.v_head_dim) * itemsize
 
     def flops(self) -> int:
-        """As :meth:`Problem.flops`."""
+        """Same as :meth:`Problem.flops`."""
         return 2 * self.tokens_seen() * self.seqlen_q * self.heads * (self.qk_head_dim + self.v_head_dim)
 
     def inputs(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -464,7 +464,7 @@ def judge(
 def expected(
     inputs: dict[str, Any], window: int | None = None, sinks: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """What :func:`verdict` compares an output with: float64's out and lse, plain torch's out, expected rounding, the
+    """Arguments of :func:`verdict` behind out and lse: float64's out and lse, plain torch's out, expected rounding, the
     lse of rotary keys that torch makes at the queries' dtype, and what such keys are expected to put on it."""
     dtype = inputs[_op_of(inputs)[1][0]].dtype
     makes_keys = inputs.get("rope") is not None

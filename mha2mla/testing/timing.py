@@ -30,7 +30,7 @@ class Timing:
 
 
 def start_device(device: torch.device) -> None:
-    """What a process that launches kernels does once, before its jobs have a time-out: imports and CUDA's start."""
+    """Start-up of a process that launches kernels, before its jobs have a time-out: imports and CUDA's start."""
     if device.type == "cuda":
         import tilelang  # noqa: F401
         import triton.testing  # noqa: F401

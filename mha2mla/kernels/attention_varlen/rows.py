@@ -1,4 +1,4 @@
-"""What both varlen kernels share: their arguments, which query rows a CTA works on, and the softmax of a tile."""
+"""Shared by both varlen kernels: their arguments, the query rows of a CTA, and the softmax of a tile."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +34,8 @@ class VarlenTypes:
         self.lse = T.Tensor([shape.heads, tokens_q], T.float32)
 
 
-# Of a span; tiles that some row and that every row sees. Under a window the former are SINK_TILES and others, with GAP
-# tiles between them that are not read, and every row's window begins at or before key IN_WINDOW.
+# Fields of a span; TILES that some row sees, FULL that every row sees. Under a window the former are SINK_TILES and
+# others, with GAP tiles between them that are not read, and every row's window begins at or before key IN_WINDOW.
 FIRST_QUERY, QUERIES, FIRST_KEY, KEYS, TILES, FULL, SINK_TILES, GAP, IN_WINDOW = range(9)
 
 
@@ -96,7 +96,7 @@ def find_place(shape, rows, block, x, bounds, cu_seqlens_q, cu_seqlens_k, row_ti
 
 
 def is_visible(shape: VarlenShape, key: Any, limit: Any, window: Any, sinks: Any):
-    """Whether a row that sees no key from ``limit`` on sees ``key``."""
+    """True where a row that sees no key from ``limit`` on sees ``key``."""
     if not shape.windowed:
         return key < limit
     return (key < limit) & ((key >= limit - window) | (key < sinks))

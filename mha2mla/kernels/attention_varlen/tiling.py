@@ -1,4 +1,4 @@
-"""How one varlen attention problem is cut into tiles: arithmetic shared by kernels, launch and tests. No TileLang."""
+"""Tiles of a varlen attention problem: arithmetic shared by kernels, launch and tests. No TileLang."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ACCUMULATORS = {(2, False): 196, (2, True): 172, (3, False): 128, (3, True): 128
 
 @dataclass(frozen=True)
 class VarlenShape:
-    """What must be static of a call: H, widths, the heads that share keys and values, mask, dtype.
+    """Static part of a call: H, widths, the heads that share keys and values, mask, dtype.
 
     Attributes:
         heads: query heads H.

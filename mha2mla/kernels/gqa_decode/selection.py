@@ -1,4 +1,4 @@
-"""Which kernel, with which tiles, serves a GQA decode shape, and why one is refused. Arithmetic only, no TileLang."""
+"""Selection of the GQA decode kernel and its tiles for a shape, and the refusals. Arithmetic only, no TileLang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mha2mla.kernels.split_kv.choice import (
 MAX_HEAD_DIM = 256
 REGISTERS = 65536  # of a multiprocessor, and none that is served has fewer
 STREAMED_THREADS = 160
-# What one multiprocessor has in flight when it reads as fast as it can, and a little more: an H200 moves 36 bytes a
+# Bytes in flight of one multiprocessor that reads as fast as it can, and a little more: an H200 moves 36 bytes a
 # nanosecond and multiprocessor, and a load takes up to two microseconds when all of them do.
 ENOUGH_IN_FLIGHT = 128 * 1024
 

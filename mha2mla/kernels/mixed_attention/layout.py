@@ -1,4 +1,4 @@
-"""Which sequences of a ragged batch run together and in which form: decided on the host, from lengths. No tensors.
+"""Groups and forms of a ragged batch's sequences: decided on the host, from lengths. No tensors.
 
 Short queries run the *absorbed* form (the decode op), in groups of equal query length. Long ones run the *expanded*
 form: their cached latents are expanded to keys and values of every head, in *waves* that fit into a bounded workspace;
@@ -186,7 +186,7 @@ def lay_out(
 def _form(
     length: int, cached: int, span: tuple[int, int, int], short: int, max_expanded_tokens: int, window: int, sinks: int
 ) -> str:
-    """How a sequence's queries run."""
+    """Form of a sequence's queries: "none", "decode", "pieces" or "expanded"."""
     if length <= MAX_DECODE_QUERY_LENGTH:
         return "decode" if length else "none"
     seen = span[1]

@@ -42,7 +42,7 @@ class GroupPart(NamedTuple):
 
 
 class ChunkPart(NamedTuple):
-    """Of a chunk's tokens ``slots [T]`` in the cache, -1 where there is no page (of rows that pad the batch), and
+    """Tensors of a chunk's tokens: ``slots [T]`` in the cache, -1 without a page (rows that pad the batch), and
     ``positions [T]`` in their sequences; and ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
 
     slots: Tensor
@@ -121,7 +121,7 @@ def _aligned(numbers: int) -> int:
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """Which calls a ragged batch takes, and their index tensors and workspace.
+    """Calls of a ragged batch, with their index tensors and workspace.
 
     Made by :func:`plan_mla_attention` or :func:`plan_gqa_attention`. All layers that share lengths, page table, window
     and widths may share a plan, one after another. It holds as many tensors whatever the batch, so that one compiled or
@@ -155,7 +155,7 @@ class MixedPlan:
     num_splits: int = 0
 
     def fields(self) -> tuple:
-        """As the ops' schemas take them."""
+        """Tensors and numbers in the order of the ops' schemas."""
         return (
             self.lengths, self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace,
             self.shapes, self.short, self.max_expanded_tokens, self.window, self.sinks, self.page_size,

@@ -1,4 +1,4 @@
-"""What a ragged batch's attention needs beside queries and caches: made once per step, shared by the layers."""
+"""Plans of a ragged batch's attention: made once per step, shared by the layers."""
 
 from __future__ import annotations
 

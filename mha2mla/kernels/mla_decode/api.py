@@ -170,7 +170,7 @@ def _chosen(
     rope: LatentRope | None,
     latent_scale: Tensor | None,
 ) -> tuple[PagedOp, tuple[Tensor | None, ...], tuple[float, ...]]:
-    """Which op serves arguments of :func:`mla_decode`, and what it takes: its tensors and numbers."""
+    """The op that serves arguments of :func:`mla_decode`, its tensors and its numbers."""
     latent, codes = ((latent_cache,), None) if latent_scale is None else ((latent_cache, latent_scale), CODES)
     op = _op(codes, rope is not None)
     if rope is None:
@@ -210,8 +210,8 @@ def mla_decode_values(
 def serves_values(
     q_latent: Tensor, latent_cache: Tensor, v_up: Tensor, block_table: Tensor, plan: DecodePlan | None
 ) -> bool:
-    """Whether :func:`mla_decode_values` serves arguments of these shapes and this plan: few rows on a Hopper, and heads
-    that share maps; where each has its own, a merge and a product are faster (docs/notes/step.md)."""
+    """True where :func:`mla_decode_values` serves these shapes and this plan: few rows on a Hopper, heads that share
+    maps; where each has its own, a merge and a product are faster (docs/notes/step.md)."""
     batch, seqlen_q, heads, width = q_latent.shape
     return (
         plan is not None

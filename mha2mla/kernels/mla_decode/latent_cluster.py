@@ -63,7 +63,7 @@ def static_of(shape: DecodeShape, choice: LatentChoice) -> Static:
 
 
 def allocate(k: Static) -> Buffers:
-    """As ``swap_ab_cluster``; rotary keys as in ``latent_ws``."""
+    """Same as ``swap_ab_cluster``; rotary keys as in ``latent_ws``."""
     stages, rope_stages, warpgroups = k.choice.num_stages, k.choice.rope_stages, k.choice.warpgroups
     return Buffers(
         q_tile=T.alloc_shared([k.tiling.rows, k.cut.columns], k.dtype),

@@ -89,7 +89,7 @@ class Static(latent_ws.Static):
 
 
 def allocate(k: Static) -> Buffers:
-    """As ``swap_ab_ws``; ``codes`` and ``given`` (their scales) as they come, ``scales`` of the tiles."""
+    """Same as ``swap_ab_ws``; ``codes`` and ``given`` (their scales) as they come, ``scales`` of the tiles."""
     stages = k.choice.code_stages
     return Buffers(
         **vars(swap_ab_ws.allocate(k)),

@@ -64,7 +64,7 @@ def static_of(shape: DecodeShape, choice, machine: Machine) -> Static:
 
 
 def allocate(k: Static) -> Buffers:
-    """As ``swap_ab``, and what keys are made with: W_KR's rows, its bias, cos and sin of first tokens and places."""
+    """Same as ``swap_ab``, and the operands of keys: W_KR's rows, its bias, cos and sin of first tokens and places."""
     memory, shared = swap_ab.allocate(k), k.machine.alloc_shared
     return Buffers(
         **vars(memory),

@@ -1,4 +1,4 @@
-"""Which kernel serves a cache of the latent alone, and why one is refused. Arithmetic only, no TileLang."""
+"""Selection of the decode kernel over a cache of the latent alone, and the refusals. Arithmetic only, no TileLang."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Candidates = Iterator[tuple[Any, LatentChoice | None, int]]  # rank, where it fi
 def latent_shape(
     heads: int, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, seqlen_q: int, dtype: str
 ) -> DecodeShape:
-    """Of a call: one rope head."""
+    """Shape of a call; one rope head."""
     return DecodeShape(heads, 1, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype)
 
 
@@ -69,7 +69,7 @@ def refusal_latent(shape: DecodeShape) -> str | None:
 
 
 def refusal_latent_fp8(shape: DecodeShape) -> str | None:
-    """As :func:`refusal_latent`, of e4m3 latents."""
+    """Same as :func:`refusal_latent`, for e4m3 latents."""
     return refusal_codes(shape) or refusal_latent(shape)
 
 
@@ -102,7 +102,7 @@ def _portable(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int
 
 
 def key_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
-    """How ``latent_ws`` cuts rotary keys: one block of all rows, a chunk from each warpgroup that makes keys."""
+    """Rotary keys of ``latent_ws``: one block of all rows, a chunk from each warpgroup that makes keys."""
     chunks = -(-qk_rope_head_dim // KEY_TILE)
     return RopeBlocks(1, tiling.rows, chunks * KEY_TILE, chunks, KEY_TILE)
 
@@ -122,8 +122,8 @@ def _registers(
     lean: int = 0,
     streamers: int = 1,
 ) -> tuple[int, int, int] | None:
-    """Of a thread that computes (and holds ``held`` numbers more of the scores), makes keys of so many columns of the
-    latent, streams (in one of ``streamers`` warpgroups); None if they are not enough. ``lean``: who computes and
+    """Registers of a thread that computes (and holds ``held`` more numbers of the scores), makes keys of so many
+    columns of the latent, streams (in one of ``streamers`` warpgroups); None if they are not enough. ``lean``: who computes and
     streams has fewer."""
     makers = -(-qk_rope_head_dim // KEY_TILE)
     roles = warpgroups + makers + streamers
@@ -173,7 +173,7 @@ def _ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
 
 
 def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
-    """As ``latent_ws``; few tiles first, then two tiles and pieces of the next two, then what is in flight."""
+    """Same as ``latent_ws``; few tiles first, then two tiles and pieces of the next two, then what is in flight."""
     latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
     makers, pieces = blocks.chunks_per_block, -(-latent // CODE_PANEL)
     pages = max(1, 64 // shape.page_size)
@@ -198,7 +198,7 @@ def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
 
 
 def _cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
-    """As ``latent_ws``; a ring of 1.5 to 4 tiles."""
+    """Same as ``latent_ws``; a ring of 1.5 to 4 tiles."""
     cut, blocks = halve(tiling, shape.kv_lora_rank, 8), key_blocks(tiling, shape.qk_rope_head_dim)
     makers, warpgroups = blocks.chunks_per_block, 2 if tiling.rows == 64 else 1
     held = 64 * tiling.rows // warpgroups // 128

@@ -24,7 +24,7 @@ from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
 SUMS = BLOCK * KEY_TILE // WARPGROUP  # accumulators of a thread
 PANEL_BYTES = BLOCK * 128  # 64 columns of a tile
-# What an inline function is said to do with a tile that it writes. Where TileLang knows of writing, it puts a barrier
+# Access that an inline function declares for a tile that it writes. Where TileLang knows of writing, it puts a barrier
 # before it, for all the warpgroups of a role together; mbarriers hold writers and readers apart.
 UNTOLD = "r"
 
@@ -83,7 +83,7 @@ class Static(swap_ab_ws.Static):
 
     @staticmethod
     def pair(column):
-        """Which pair's number stands in a rope column: 8 first numbers, the same pairs' second ones, and so on."""
+        """Pair number of a rope column: 8 first numbers, the same pairs' second ones, and so on."""
         return column // 16 * 8 + column % 8
 
     def rope_dim(self, column):
@@ -145,7 +145,7 @@ class KeyMaker(Buffers):
 
 @T.macro
 def load_weight(k, c, keys, left=0):
-    """What stays in registers: rows ``pair`` and ``pairs + pair`` of W_KR (of A, rows g and g + 8), zeros beyond;
+    """Operands kept in registers: rows ``pair`` and ``pairs + pair`` of W_KR (of A, rows g and g + 8), zeros beyond;
     columns from ``left`` on."""
     own = T.min(c.pair, k.pairs - 1)
     for s in T.unroll(k.steps):
@@ -177,7 +177,7 @@ def begin_sums(k, c):
 
 @T.macro
 def scale_sums(c, memory, slot):
-    """Of codes: the scales of their tokens, and the bias."""
+    """Scales of the tokens of codes, and the bias."""
     for e in T.unroll(SUMS):
         c.sums[e] = c.sums[e] * memory.scales[slot, SCALE, e // 4 * 8 + 2 * c.q + e % 2] + c.bias[e // 2 % 2]
 
@@ -202,7 +202,7 @@ def multiply(k, c, slot):
 
 @T.macro
 def find_first_turns(c, work, keys, t0):
-    """Of the four lanes that share a pair each finds those of one 16 tokens."""
+    """Each of the four lanes that share a pair finds those of 16 tokens."""
     find_scaled_turn(c.turn, keys.position(work, t0 + c.q * GROUP), c.frequency[0], keys.scaling)
     for a in list(range(4)):
         c.first_cos[a] = T.shfl_sync(c.turn.cos[0], a, 4)

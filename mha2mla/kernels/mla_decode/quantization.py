@@ -16,7 +16,7 @@ SCALE_OF_LARGEST = 1 / LARGEST_CODE
 
 
 def holds_codes(latent_cache: Tensor, latent_scale: Tensor | None) -> bool:
-    """Whether a cache holds codes; raises ValueError unless scales are given exactly where it does."""
+    """True where a cache holds codes; raises ValueError unless scales are given exactly where it does."""
     codes = latent_cache.dtype == CODES
     if codes != (latent_scale is not None):
         was = f"{'None' if latent_scale is None else 'given'} for a latent_cache of {latent_cache.dtype}"

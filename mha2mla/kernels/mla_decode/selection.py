@@ -92,7 +92,7 @@ class DecodeShape:
 
     @classmethod
     def of(cls, geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int = 1) -> DecodeShape:
-        """Of a call over a layer of ``geometry``; ``seqlen_q`` is the call's own."""
+        """Shape of a call over a layer of ``geometry``; ``seqlen_q`` is the call's own."""
         return cls(
             geometry.num_attention_heads,
             geometry.num_rope_heads,
@@ -186,7 +186,7 @@ def rope_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
 
 
 def takes_turns(tiling: RowTiling, rope: RopeBlocks, rope_stages: int) -> bool:
-    """Whether two computing warpgroups of ``swap_ab_ws`` may take turns at their score products.
+    """True where two computing warpgroups of ``swap_ab_ws`` may take turns at their score products.
 
     Where both read the same chunks, the ring has to hold all of a tile's: the first one would wait for a chunk whose
     place the second one frees only in its turn, that is, for ever.
@@ -237,7 +237,7 @@ def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
 
 
 def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int):
-    """As ``swap_ab_ws``, which comes first where both take as many tiles; a ring of 1.5 to 3 tiles."""
+    """Same as ``swap_ab_ws``, which comes first where both take as many tiles; a ring of 1.5 to 3 tiles."""
     cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim)
     if shape.kv_lora_rank <= WIDE_LATENT or cut.rope_columns > MAX_ROPE_HALF:
         return

@@ -31,7 +31,7 @@ class MLAStatic:
 
     @property
     def dtype(self) -> str:
-        """Of queries, rotary keys and output."""
+        """Dtype of queries, rotary keys and output."""
         return self.shape.dtype
 
     @property
@@ -47,11 +47,11 @@ class MLAStatic:
         return self.shape.qk_rope_head_dim
 
     def rope_dim(self, column):
-        """Which number of its query stands in rope column ``column`` of the tile."""
+        """Index in its query of rope column ``column`` of the tile."""
         return column % self.d_r
 
     def meets(self, row, column):
-        """Whether rope column ``column`` of the tile belongs to the rope head of its ``row``."""
+        """True where rope column ``column`` of the tile belongs to the rope head of its ``row``."""
         owner = self.tiling.head(row) // self.tiling.heads_per_group % self.tiling.groups_per_tile
         return column // self.d_r == owner
 

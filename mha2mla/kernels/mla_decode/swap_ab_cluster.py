@@ -129,7 +129,7 @@ def load_own_rope_queries(k, w, work, tile, half, q_pe, qp_tile):
 
 @T.macro
 def multiply_latent(k, w, n, slots, memory, s):
-    """What this CTA's latent columns contribute to the scores of its n-th tile, whose pieces lie in ``slots``."""
+    """Contribution of this CTA's latent columns to the scores of its n-th tile, whose pieces lie in ``slots``."""
     stages, first, units = k.choice.num_stages, w * k.rows, k.cut.units
     for u in list(range(units)):
         T.barrier_wait(memory.c_full[slots[u]], T.truncdiv(n * units + u, stages) & 1)
@@ -145,7 +145,7 @@ def multiply_latent(k, w, n, slots, memory, s):
 
 @T.macro
 def multiply_rope(k, w, n, memory, s):
-    """What its cached rotary columns contribute."""
+    """Contribution of its cached rotary columns."""
     rope_stages, first = k.choice.rope_stages, w * k.rows
     T.barrier_wait(memory.k_full[n % rope_stages], (n // rope_stages) & 1)
     T.wgmma_gemm(
@@ -160,7 +160,7 @@ def multiply_rope(k, w, n, memory, s):
 
 
 def place_of(i, j):
-    """Of a score among those that its thread holds: the accumulators of a wgmma (PTX ISA, register fragments)."""
+    """Index of a score among those of its thread: the accumulators of a wgmma (PTX ISA, register fragments)."""
     return j // 8 * 4 + i % 16 // 8 * 2 + j % 2
 
 

@@ -1,1 +1,1 @@
-"""What lies between the products of a decoder layer: norms with their residuals, gated activations."""
+"""Ops between the products of a decoder layer: norms with their residuals, gated activations."""

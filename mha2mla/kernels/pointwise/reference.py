@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As :func:`mha2mla.kernels.rms_norm`, on any rows."""
+    """Oracle of :func:`mha2mla.kernels.rms_norm`, on any rows."""
     total = x if residual is None else residual + x
     wide = total.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -16,5 +16,5 @@ def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: 
 
 
 def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """As :func:`mha2mla.kernels.silu_mul`, on any rows."""
+    """Oracle of :func:`mha2mla.kernels.silu_mul`, on any rows."""
     return F.silu(gate) * up

@@ -29,7 +29,7 @@ def append_parts(
     threads: int,
     on_cpu: bool = False,
 ) -> SimpleNamespace:
-    """What a block does, for kernels that do it beside something else; arguments as of :func:`make_rope_append`.
+    """Body of a block, for kernels that do more beside it; arguments as of :func:`make_rope_append`.
 
     Returns:
         ``alloc()``: buffers by name; ``find_angles(positions, inv_freq, scaling, m, t0, tokens)`` and
@@ -66,7 +66,7 @@ def append_parts(
         return a * b if on_cpu else T.ieee_mul(a, b)
 
     def parts(p):
-        """Of pairs from ``p`` on: where they lie in a head, where in registers, and how many numbers."""
+        """Place in a head, place in registers and count of the numbers of pairs from ``p`` on."""
         return [(2 * p, 0, 2 * pairs)] if interleaved else [(p, 0, pairs), (half + p, pairs, pairs)]
 
     @T.macro

@@ -111,7 +111,7 @@ def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tenso
 
 
 def serves_maps(x: Tensor, maps: Tensor) -> bool:
-    """Whether the kernel serves x [..., H, i] through maps [k, i, o]: always where it can. cuBLAS takes 3.5 µs for the
+    """True where the kernel serves x [..., H, i] through maps [k, i, o]: wherever it can. cuBLAS takes 3.5 µs for the
     3.7 MB of a W_UK, of which one is reading."""
     (heads, inner), outer = x.shape[-2:], maps.shape[2]
     return (
@@ -147,7 +147,7 @@ def grouped_maps(x: Tensor, maps: Tensor, *, transposed: bool = False) -> Tensor
 
 
 def serves_groups(x: Tensor, maps: Tensor, transposed: bool = False) -> bool:
-    """Whether :func:`grouped_maps` serves these; of many tokens and a map a head cuBLAS is as fast."""
+    """True where :func:`grouped_maps` serves these; of many tokens and a map a head cuBLAS is as fast."""
     heads, inner = x.shape[-2:]
     outer = maps.shape[1 if transposed else 2]
     return (
@@ -168,7 +168,7 @@ def serves_groups(x: Tensor, maps: Tensor, transposed: bool = False) -> bool:
 
 
 def is_skinny(x: Tensor, weight: Tensor, groups: int = 1, gated: bool = False) -> bool:
-    """Whether a kernel serves the product of x [..., groups K] and weight [N, K] unasked: where it is faster.
+    """True where a kernel serves the product of x [..., groups K] and weight [N, K] unasked: where it is faster.
 
     Maps a head always: cuBLAS takes 4 µs for the 4 MB of W_UV, and cannot begin before attention ends.
     """
@@ -178,7 +178,7 @@ def is_skinny(x: Tensor, weight: Tensor, groups: int = 1, gated: bool = False) -
 
 
 def is_faster(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> bool:
-    """Whether ``rows`` rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200:
+    """True where ``rows`` rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200:
     where reading is what takes the time, 8 MiB and more, and of many rows where CTAs fill their waves."""
     return (
         outputs * columns >= 2**22

@@ -1,4 +1,4 @@
-"""How a product of few rows is cut into CTAs, which are to fill one wave, and what each of them has room for."""
+"""CTAs of a product of few rows, which are to fill one wave, and their stages."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class Cut:
 
 
 def cut(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> Cut:
-    """Of a weight [outputs, columns] for ``rows`` rows of x.
+    """The cut of a weight [outputs, columns] for ``rows`` rows of x.
 
     One CTA a multiprocessor where CTAs that share a tile's columns come to nearly all of them, or x has many rows: what
     a CTA costs beside its bytes is least then. Else two, and as many share a tile as come into one wave.

@@ -39,12 +39,12 @@ def multiply_step(m, s, dtype):
 
 
 def map_blocks(tokens, heads: int, outer: int):
-    """How many blocks take part."""
+    """Number of blocks."""
     return T.ceildiv(tokens, ROWS) * (heads * -(-outer // COLUMNS))
 
 
 def map_parts(*, heads: int, maps: int, inner: int, outer: int, dtype: str) -> SimpleNamespace:
-    """What a block of 256 threads does, for kernels that do it beside something else; arguments as below.
+    """Body of a block of 256 threads, for kernels that do more beside it; arguments as below.
 
     A thread's 16 bytes of a row of the map are 8 columns, of which an instruction takes two; its four rows of 16 are
     those numbers of x that lie side by side. So nothing is transposed but in registers.
@@ -72,11 +72,11 @@ def map_parts(*, heads: int, maps: int, inner: int, outer: int, dtype: str) -> S
         return T.get_thread_binding() // 32
 
     def row(s, j):
-        """Of the map: the j-th of the thread's four of the warp's s-th step."""
+        """Row of the map: the j-th of the thread's four of the warp's s-th step."""
         return (s * _SPLITS + warp() // 2) * _STEP + lane() % 4 * 4 + j
 
     def column(v):
-        """Of the block: the v-th of the thread's eight."""
+        """Column of the block: the v-th of the thread's eight."""
         return warp() % 2 * (COLUMNS // 2) + lane() // 4 * 8 + v
 
     @T.macro
@@ -290,7 +290,7 @@ def make_head_maps(
         return (i // 2 * count + thread() // 32) * 2 + i % 2
 
     def has(i):
-        """Whether a warp has an i-th step: a condition only where some have."""
+        """True where a warp has an i-th step: a condition only where some have."""
         first, last = (i // 2 * count + warp for warp in (0, count - 1))
         return True if last * 2 + i % 2 < steps else step_of(i) < steps if first * 2 + i % 2 < steps else False
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool) -> Tensor:
-    """As :func:`mha2mla.kernels.skinny_linear`, of any number of rows."""
+    """Oracle of :func:`mha2mla.kernels.skinny_linear`, for any number of rows."""
     if groups > 1:
         out = (x.unflatten(-1, (groups, 1, -1)) @ weight.unflatten(0, (groups, -1)).mT).flatten(-3)
         return out if bias is None else out + bias
@@ -19,5 +19,5 @@ def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, grou
 
 
 def skinny_maps_reference(x: Tensor, maps: Tensor) -> Tensor:
-    """As :func:`mha2mla.kernels.skinny_linear.api.skinny_maps`, of any number of tokens."""
+    """Oracle of :func:`mha2mla.kernels.skinny_linear.api.skinny_maps`, for any number of tokens."""
     return (x.unflatten(-2, (len(maps), -1)) @ maps).flatten(-3, -2)

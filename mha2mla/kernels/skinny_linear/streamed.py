@@ -124,7 +124,7 @@ def make_streamed_linear(
 
     @T.macro
     def read_bias(bias, m, n0):
-        """Of the 8 outputs that a thread writes, of each row the same."""
+        """First of the 8 outputs that a thread writes, the same in each row."""
         for v in T.unroll(8):
             m.shift[v] = 0.0
         if biased:

@@ -1,1 +1,1 @@
-"""What paged decode ops share: caches split over CTAs by a device-made plan, partial results merged afterwards."""
+"""Shared by paged decode ops: caches split over CTAs by a device-made plan, partial results merged afterwards."""

@@ -1,4 +1,4 @@
-"""What every decode kernel is called with, which part of it a CTA works on, and where its results go.
+"""Arguments of every decode kernel, the work of a CTA, its masks, and where its results go.
 
 Objects that hold TileLang buffers and expressions, and macros that make and use them: a device function takes two or
 three of them in place of thirty arguments.
@@ -38,7 +38,7 @@ SPAN_FIELDS = 13  # columns of a schedule row that kernels read
 
 
 def tile_origin(tiling: RowTiling, tile, heads: int, qk_rope_head_dim: int):
-    """Of a tile of query rows: its first new token, first head and first rope column, and how many heads it has."""
+    """First new token, first head, first rope column and number of heads of a tile of query rows."""
     several, group, share = tiling.token_tiles > 1, tiling.heads_per_group, tiling.tiles_per_group
     y = tile % tiling.head_tiles if several else tile
     token0 = tile // tiling.head_tiles * tiling.tokens_per_tile if several else 0
@@ -61,17 +61,17 @@ def first_token(span, k):
 
 
 def is_visible(span, t, limit, window, sinks):
-    """Whether the row whose first invisible token is ``limit`` sees token ``t`` of a tile that is read."""
+    """True where the row whose first invisible token is ``limit`` sees token ``t`` of a tile that is read."""
     return (t < limit) & (t >= span[START]) & ((t >= limit - window) | (t < span[START] + sinks))
 
 
 def needs_mask(span, t0, tokens, tail):
-    """Whether a tile from ``t0`` holds a token that some row does not see; ``tail`` is (S_q - 1) * causal."""
+    """True where a tile from ``t0`` holds a token that some row does not see; ``tail`` is (S_q - 1) * causal."""
     return (t0 + tokens > span[STOP] - tail) | (t0 < span[LOW] + tail)
 
 
 def is_masked(span, t):
-    """Whether no row sees token ``t``: its cache entry may hold anything, NaN included."""
+    """True where no row sees token ``t``: its cache entry may hold anything, NaN included."""
     return (t >= span[STOP]) | ((t < span[LOW]) & ((t >= span[SINK_STOP]) | (t < span[START])))
 
 
@@ -81,7 +81,7 @@ def first_masked(span, t0):
 
 
 def has_masked(span, t0, tokens):
-    """Whether a tile from ``t0`` holds a token that no row sees."""
+    """True where a tile from ``t0`` holds a token that no row sees."""
     return (t0 + tokens > span[STOP]) | ((t0 < span[LOW]) & ((t0 + tokens > span[SINK_STOP]) | (t0 < span[START])))
 
 
@@ -161,7 +161,7 @@ class Tile:
         return self.head0 + self.tiling.head(row)
 
     def holds(self, row):
-        """Whether a row is a head's of a new token that there is."""
+        """True where a row belongs to a head and to a new token of the call."""
         held = self.tiling.head(row) < self.valid
         if self.tiling.tokens_per_tile * self.tiling.token_tiles == 1:
             return held

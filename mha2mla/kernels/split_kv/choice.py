@@ -41,11 +41,11 @@ class RowTiling:
     head_tiles: int
 
     def token(self, row):
-        """Which of the tile's new tokens a row belongs to; ``row`` may be an expression."""
+        """The tile's new token of a row; ``row`` may be an expression."""
         return row // self.head_rows if self.tokens_per_tile > 1 else 0
 
     def head(self, row):
-        """Which of the tile's heads a row belongs to; ``row`` may be an expression."""
+        """The tile's head of a row; ``row`` may be an expression."""
         return row % self.head_rows if self.tokens_per_tile > 1 else row
 
     @property

@@ -64,7 +64,7 @@ def make_combine(
     room = 896 if few and ways > FEW // 4 else 1024  # threads of a multiprocessor: more sums take more registers
 
     def place(i, count, q, h):
-        """Of the i-th partial of a row."""
+        """Index of the i-th partial of a row."""
         return T.min(count[1] + i, num_ctas - 1), T.if_then_else(i == 0, count[2], 0), q, h
 
     def clamped(column):

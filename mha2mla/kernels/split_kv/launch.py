@@ -62,7 +62,7 @@ def compile_merge_maps(heads: int, maps: int, width: int, outputs: int, dtype: s
 
 
 def merge_splits(num_ctas: int, batch: int) -> int:
-    """Which combine kernel: by the partials a sequence has if all are equally long."""
+    """Size of the combine kernel, by the partials a sequence has if all are equally long."""
     return next((splits for splits in MERGES if num_ctas // batch <= splits), max(MERGES))
 
 

@@ -17,8 +17,8 @@ THREADS = WARPS * 32
 _STEP = 32  # columns of two products: 16 bytes of a map's row for each of the four threads that share it
 _AHEAD = 9  # partials that a warp has under way: two rounds for the 17 of eight sequences on 132 multiprocessors
 _LANES = 32 // _AHEAD * _AHEAD  # threads of a warp that have the lse of a partial each
-# Of a warp: warps that share its row, which of them it is, the row's sequence and token; then of the sequence: how many
-# partials, the CTA of the first one, its place there; and which thread has the next one's weight. In memory, since
+# State of a warp: warps that share its row, its number among them, the row's sequence and token; then of the sequence:
+# its partials, the CTA of the first one, its place there; and which thread has the next one's weight. In memory, since
 # expressions are substituted into every index.
 SHARE, PART, SEQUENCE, TOKEN, COUNT, FIRST, PLACE, LANE = range(8)
 
@@ -61,7 +61,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
         return T.get_thread_binding() % 32
 
     def place(m, i, h):
-        """Of the i-th partial of the warp's row."""
+        """Index of the i-th partial of the warp's row."""
         return T.min(m.own[FIRST] + i, num_ctas - 1), T.if_then_else(i == 0, m.own[PLACE], 0), m.own[TOKEN], h
 
     @T.macro
@@ -83,7 +83,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
 
     @T.macro
     def find_row(splits, m, rows):
-        """Of this warp."""
+        """Fills this warp's state."""
         m.own[SHARE] = T.if_then_else(rows == 1, 8, T.if_then_else(rows == 2, 4, T.if_then_else(rows <= 4, 2, 1)))
         m.own[PART] = warp() % m.own[SHARE]
         m.own[SEQUENCE] = T.min(warp() // m.own[SHARE], rows - 1) // seqlen_q

@@ -22,7 +22,7 @@ INDICES = (
     Argument("cache_seqlens", "(B)", torch.int32),
     Argument("cache_starts", "(B)", torch.int32),
 )
-# What every op takes behind its own tensors, and what its form that writes into given tensors takes behind that.
+# Schema of every op behind its own tensors, and of the form that writes into given tensors behind that.
 _CALL = "Tensor block_table, Tensor cache_seqlens, Tensor? cache_starts, float softmax_scale, bool causal, str? backend"
 _PLAN = (
     "int window, int sinks, Tensor? schedule, Tensor? splits, Tensor(a!)? partial_out, Tensor(b!)? partial_lse,"
@@ -33,7 +33,7 @@ _NO_PLAN = (-1, 0, None, None, None, None)
 
 
 class Sizes(NamedTuple):
-    """What a call's tensors say: the output's shape, those of a compiled kernel, tokens of a page, and all by name."""
+    """Sizes of a call's tensors: the output's shape, those of a compiled kernel, tokens of a page, and all by name."""
 
     out: tuple[int, ...]
     static: tuple[int, ...]
@@ -128,8 +128,8 @@ class PagedOp:
         like, indices = None, (block_table, cache_seqlens, cache_starts)
         if plan is not None and in_plain_eager_mode(data[0]):
             try:
-                # What two calls with a plan must share for the checks of one to hold for the other, but for what the
-                # kernels' host code checks of each in C: devices, dtypes, and the sizes that their signatures name.
+                # The checks of one call with a plan hold for another with the same properties; the kernels' host code
+                # checks the rest of each call in C: devices, dtypes, and the sizes that their signatures name.
                 shapes = [None if data[index] is None else data[index].shape for index in self.shaped]
                 strides = [None if x is None else x.is_contiguous() or x.stride() for x in (*data, out)]
                 like = (self, softmax_scale, bool(causal), backend, numbers, *shapes, *strides)

@@ -18,7 +18,7 @@ MAX_BLOCKS = 65535  # of CTAs in the dimension of a grid that counts them
 
 @dataclass
 class Memory:
-    """What eager calls with a plan were checked for, and what they launched.
+    """Eager calls with a plan: their checks and their launches.
 
     Attributes:
         indices: block_table, cache_seqlens and cache_starts of the last one: all layers of a step share these objects.
@@ -31,7 +31,7 @@ class Memory:
     launches: dict[Any, Any] = field(default_factory=dict)
 
     def find(self, like: Any, indices: tuple[Tensor | None, ...]) -> Any | None:
-        """What a call like this one launched, where what was checked of its indices holds for these."""
+        """The launch of a call like this one, where the checks of its indices hold for these."""
         launch = self.launches.get(like)
         if launch is None:
             return None
@@ -62,7 +62,7 @@ def _layout(block_table: Tensor, *lengths: Tensor | None) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Which tokens each block of the decode kernel reads, and the workspace for what it hands to the combine kernel.
+    """Tokens that each block of the decode kernel reads, and the workspace for its partial results.
 
     Made by :func:`plan_mla_decode` or :func:`mha2mla.kernels.plan_gqa_decode`. The lengths are read on the device when
     the plan is made or refreshed, and a call with the plan attends over those; refresh it once per step, inside the
@@ -105,7 +105,7 @@ class DecodePlan:
 
     @property
     def buffers(self) -> tuple[int, int, Tensor, Tensor, Tensor, Tensor]:
-        """What a decode op takes of a plan, as its schema has it; a window of -1 is none."""
+        """The plan's arguments in a decode op's schema; a window of -1 is none."""
         window = -1 if self.window is None else self.window
         return window, self.sinks, self.schedule, self.splits, self.partial_out, self.partial_lse
 
@@ -165,7 +165,7 @@ def check_spans(
     cache_starts: Tensor | None,
     capacity: int,
 ) -> None:
-    """What a reference asks of a plan that was made for it, since a kernel attends over the plan's lengths and not over
+    """Checks the lengths of a plan for the reference, since a kernel attends over the plan's lengths and not over
     the call's: that they are the same. On the CPU; on other devices, where nobody waits, by an assertion there.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a decode schedule is and how one is made: the format, and the planner in plain Python. No TileLang, no GPU.
+"""The decode schedule: its format, and the planner in plain Python. No TileLang, no GPU.
 
 The device planner (``plan_kernel.py``) computes the same numbers; this file is its oracle and its documentation.
 
@@ -39,7 +39,7 @@ WINDOW_TILE = 12
 
 @dataclass(frozen=True)
 class Span:
-    """Which tokens and tiles of one sequence some query sees; fields as the columns of a schedule."""
+    """Tokens and tiles of one sequence that some query sees; fields as the columns of a schedule."""
 
     start: int
     stop: int

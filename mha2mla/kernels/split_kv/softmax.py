@@ -92,7 +92,7 @@ def reduce_row_max(x, guarded=True):
 
 @T.macro
 def find_rescale(x):
-    """What was summed before is scaled by ``rescale``."""
+    """``rescale``: the factor for earlier sums."""
     for j in x.parallel(x.shape[1]):
         x.rescale[j] = T.exp2((x.row_max[j] - x.new_max[j]) * x.scale)
         x.row_max[j] = x.new_max[j]

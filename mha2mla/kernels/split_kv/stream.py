@@ -97,8 +97,8 @@ def load_queries(machine, work, tile, q, q_tile, left, columns):
 
 @T.macro
 def find_present_pages(work, t0, num_pages, holes):
-    """As ``find_pages``, where nobody checks addresses. Table entries may be anything, of pages that no query sees and
-    by mistake: some page stands in for what is none, and ``holes`` says so, the last one for all together."""
+    """Same as ``find_pages``, without the bounds that TMA checks. Entries of pages that no query sees may be anything:
+    some page stands in for one that is none, and is marked in ``holes``, whose last number is for all together."""
     find_pages(work, t0)
     holes[len(work.pieces)] = 0
     for u in work.pieces:
@@ -122,7 +122,7 @@ def copy_tile(work, t0, source, row, left, tile):
 
 @T.macro
 def clear_holes(machine, work, holes, tiles):
-    """What has no page must not show another sequence's."""
+    """Zero tokens without a page: they must not show another sequence's."""
     if holes[len(work.pieces)] > 0:
         for u in work.pieces:
             if holes[u] > 0:
