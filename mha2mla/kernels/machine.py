@@ -29,8 +29,8 @@ class Machine:
         return T.grid if self.on_cpu else T.Parallel
 
     def rounds(self, count: int):
-        """Iterations of a short loop, unrolled. On the C target each has its own scope: in one scope its ``max`` reads an
-        element once, whatever is written to it in between."""
+        """Iterations of a short loop, unrolled. On the C target each has its own scope: in one scope its ``max`` reads
+        an element once, whatever is written to it in between."""
         return T.unroll(count) if self.on_cpu else list(range(count))
 
     def strided(self, name: str, shape: list, dtype: str):

@@ -123,8 +123,8 @@ def _registers(
     streamers: int = 1,
 ) -> tuple[int, int, int] | None:
     """Registers of a thread that computes (and holds ``held`` more numbers of the scores), makes keys of so many
-    columns of the latent, streams (in one of ``streamers`` warpgroups); None if they are not enough. ``lean``: who computes and
-    streams has fewer."""
+    columns of the latent, and streams (in one of ``streamers`` warpgroups); None if they are not enough. ``lean``:
+    fewer for computing and streaming."""
     makers = -(-qk_rope_head_dim // KEY_TILE)
     roles = warpgroups + makers + streamers
     launched = 65536 // (resident * roles * 128) // 8 * 8
