@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tilelang.language as T
 
 from mha2mla.kernels.machine import BY_ROW, GPU, WARPGROUP, Machine
-from mha2mla.kernels.split_kv.fragment import LOG2E
+from mha2mla.kernels.split_kv.call import LOG2E
 
 ROWS = 128  # of a tile that a CTA owns: 64 for each of two warpgroups
 STAGES = 2  # tiles of the others that are in flight

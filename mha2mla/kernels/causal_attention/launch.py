@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.causal_attention.gradient_kernels import GradientShape, make_key_gradients, make_query_gradients
-from mha2mla.kernels.compilation import SPECIALISED_PASS_CONFIGS, compile_for
-from mha2mla.kernels.devices import HOPPER, dtype_name, on_device
+from mha2mla.kernels.devices import dtype_name, on_device
+from mha2mla.kernels.machine import SPECIALISED_PASS_CONFIGS, compile_for
+from mha2mla.kernels.split_kv.choice import HOPPER
 
 
 @cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.kernel_testing.compile_gate import compile_only, find_tool
 from mha2mla.kernels import causal_attention, explain_causal_attention
 from mha2mla.kernels.causal_attention.reference import gradients_reference
+from mha2mla.testing.compile_gate import compile_only, find_tool
 from tests.few import few
 
 
@@ -116,7 +116,7 @@ class TestGate:
         """No spills, no serialised wgmma, loads by TMA."""
         pytest.importorskip("tilelang", reason="TileLang is not installed")
         from mha2mla.kernels.causal_attention import gradient_kernels
-        from mha2mla.kernels.compilation import SPECIALISED_PASS_CONFIGS
+        from mha2mla.kernels.machine import SPECIALISED_PASS_CONFIGS
 
         shape = gradient_kernels.GradientShape(14, widths, "bfloat16")
         for make in (gradient_kernels.make_key_gradients, gradient_kernels.make_query_gradients):
