@@ -94,7 +94,15 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
         q: types.q, k: types.k, v: types.v, d_out: types.d_out, lse: types.lse, delta: types.delta,
         dk: types.dk, dv: types.dv, softmax_scale: T.float32, length: T.int32,
     ):  # fmt: skip
-        with T.Kernel(types.tokens // rows * shape.heads, threads=1 if machine.on_cpu else rows // 64 * WARPGROUP) as x:
+        with T.Kernel(
+            T.truncdiv(length, rows),
+            shape.heads,
+            T.truncdiv(types.tokens, length),
+            threads=1 if machine.on_cpu else rows // 64 * WARPGROUP,
+        ) as (x, h, window):
+            if not machine.on_cpu:  # addresses of wide tiles need more than 24; 384 threads have 168 each together
+                T.annotate_producer_reg_dealloc(40)
+                T.annotate_consumer_reg_alloc(232)
             k_tile = machine.alloc_shared([rows, d], shape.dtype)
             v_tile = machine.alloc_shared([rows, d_v], shape.dtype)
             q_tile = machine.alloc_shared([block, d], shape.dtype)
@@ -109,10 +117,7 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
             dk_sum = machine.alloc_fragment([rows, d], T.float32)
             dv_sum = machine.alloc_fragment([rows, d_v], T.float32)
             # The first keys have the most queries: heads one after another, of each the longest walk first.
-            tiles = length // rows
-            key0 = T.truncmod(x, tiles) * rows
-            h = T.truncmod(T.truncdiv(x, tiles), shape.heads)
-            first = T.truncdiv(x, tiles * shape.heads) * length
+            key0, first = x * rows, window * length
             load(machine, k, first + key0, h, k_tile)
             load(machine, v, first + key0, h, v_tile)
             T.fill(dk_sum, 0)
@@ -127,19 +132,21 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
                 for i, j in machine.parallel(rows, block):
                     s[i, j] = T.if_then_else(
                         key0 + i <= m * block + j,
-                        T.exp2(s[i, j] * (softmax_scale * LOG2E) - lse_tile[j] * LOG2E),
-                        T.float32(0),
+                        s[i, j] * (softmax_scale * LOG2E) - lse_tile[j] * LOG2E,
+                        -T.infinity(T.float32),
                     )
+                for i, j in machine.parallel(rows, block):
+                    s[i, j] = T.exp2(s[i, j])  # by itself: exponentials behind a condition are branches
                 T.copy(s, p)
                 T.gemm(p, d_out_tile, dv_sum, policy=BY_ROW)
                 for i, j in machine.parallel(rows, block):
                     ds[i, j] = s[i, j] * (ds[i, j] - delta_tile[j])
                 T.copy(ds, narrow)
                 T.gemm(narrow, q_tile, dk_sum, policy=BY_ROW)
+            store(machine, dv_sum, dv, first + key0, h)
             for i, c in machine.parallel(rows, d):
                 dk_sum[i, c] *= softmax_scale
             store(machine, dk_sum, dk, first + key0, h)
-            store(machine, dv_sum, dv, first + key0, h)
 
     return key_gradients
 
@@ -153,7 +160,12 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
         q: types.q, k: types.k, v: types.v, d_out: types.d_out, lse: types.lse, delta: types.delta,
         dq: types.dq, softmax_scale: T.float32, length: T.int32,
     ):  # fmt: skip
-        with T.Kernel(types.tokens // rows * shape.heads, threads=1 if machine.on_cpu else rows // 64 * WARPGROUP) as x:
+        with T.Kernel(
+            T.truncdiv(length, rows),
+            shape.heads,
+            T.truncdiv(types.tokens, length),
+            threads=1 if machine.on_cpu else rows // 64 * WARPGROUP,
+        ) as (x, h, window):
             q_tile = machine.alloc_shared([rows, d], shape.dtype)
             d_out_tile = machine.alloc_shared([rows, d_v], shape.dtype)
             k_tile = machine.alloc_shared([block, d], shape.dtype)
@@ -164,10 +176,8 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
             ds = machine.alloc_fragment([rows, block], T.float32)
             narrow = machine.alloc_fragment([rows, block], shape.dtype)
             dq_sum = machine.alloc_fragment([rows, d], T.float32)
-            tiles = length // rows
-            query0 = (tiles - 1 - T.truncmod(x, tiles)) * rows  # the last queries have the most keys
-            h = T.truncmod(T.truncdiv(x, tiles), shape.heads)
-            first = T.truncdiv(x, tiles * shape.heads) * length
+            # The last queries have the most keys.
+            query0, first = (T.truncdiv(length, rows) - 1 - x) * rows, window * length
             load(machine, q, first + query0, h, q_tile)
             load(machine, d_out, first + query0, h, d_out_tile)
             load_rows(machine, lse, first + query0, h, lse_tile)
@@ -181,9 +191,11 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
                 for i, j in machine.parallel(rows, block):
                     s[i, j] = T.if_then_else(
                         n * block + j <= query0 + i,
-                        T.exp2(s[i, j] * (softmax_scale * LOG2E) - lse_tile[i] * LOG2E),
-                        T.float32(0),
+                        s[i, j] * (softmax_scale * LOG2E) - lse_tile[i] * LOG2E,
+                        -T.infinity(T.float32),
                     )
+                for i, j in machine.parallel(rows, block):
+                    s[i, j] = T.exp2(s[i, j])  # by itself: exponentials behind a condition are branches
                 for i, j in machine.parallel(rows, block):
                     ds[i, j] = s[i, j] * (ds[i, j] - delta_tile[i])
                 T.copy(ds, narrow)
