@@ -27,7 +27,7 @@ from mha2mla.checkpoints import CheckpointError, NamedError, regular_file
 
 # safetensors' names of the dtypes that weights may have; others are quantised, or no numbers.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_FREQUENCIES = ".self_attn.inv_freq"
+FREQUENCIES = ".self_attn.inv_freq"  # of a converted layer
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def check_loaded_files(model: PreTrainedModel, folder: str | None, files: Sequen
             names = opened.keys()
             stored |= {name: StoredTensor.of(opened.get_slice(name), os.path.basename(file)) for name in names}
             for name in names:
-                if name.endswith(_FREQUENCIES) and stored[name].dtype in DTYPES:
+                if name.endswith(FREQUENCIES) and stored[name].dtype in DTYPES:
                     check_frequencies(name, opened.get_tensor(name))
     StoredParameters(model, stored).check(stored, str(root))
 
@@ -107,7 +107,7 @@ def check_loaded_state(model: PreTrainedModel, state: Mapping[str, torch.Tensor]
         for name, tensor in state.items()
     }
     for name, tensor in state.items():
-        if name.endswith(_FREQUENCIES):
+        if name.endswith(FREQUENCIES):
             check_frequencies(name, tensor)
     StoredParameters(model, stored).check(stored, "state_dict")
 

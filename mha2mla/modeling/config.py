@@ -147,8 +147,9 @@ class MHA2MLAConfig(PreTrainedConfig):
         if name == "attention_backend" and value not in names:
             raise ValueError(f"{name} is {value!r}; expected one of {names}")
         for limited, least in (("attention_window", 1), ("num_sink_tokens", 0)):
-            if name == limited and isinstance(value, int) and value < least:
-                raise ValueError(f"{name} is {value}; expected at least {least}")
+            is_none = value is None and limited == "attention_window"
+            if name == limited and not is_none and (type(value) is not int or value < least):
+                raise ValueError(f"{name} is {value!r:.80}; expected at least {least}")
         if name in _OLDER_KEYS:
             raise ValueError(f"{name} is no key any more; expected attention_backend, one of {names}")
         super().__setattr__(name, value)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mha2mla.checkpoints import CONFIG_FILE, find_converted, read_json
+from mha2mla.checkpoints import CONFIG_FILE, NamedError, find_converted, read_json
 from mha2mla.conversion.result.card import RECORD_FILE
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import ShardedWriter
@@ -19,6 +19,7 @@ from mha2mla.conversion.source.files import copy_files
 from mha2mla.conversion.source.opening import open_converted
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.serving import deepseek, remote_model
+from mha2mla.stored_tensors import check_frequencies
 
 FORMATS = ("deepseek-v3", "remote-code")
 CODE_FILE = "modeling_mha2mla.py"
@@ -83,8 +84,13 @@ def _frequencies(config: MHA2MLAConfig, reader: CheckpointReader) -> deepseek.Fr
         try:
             rope = config.source_config.get("rope_parameters") or config.source_config
             theta = float(rope.get("rope_theta") or 10000.0)
-            tables = [reader.tensor(_attention(index) + "inv_freq") for index in range(config.num_hidden_layers)]
+            names = [_attention(index) + "inv_freq" for index in range(config.num_hidden_layers)]
+            tables = [reader.tensor(name) for name in names]
+            for name, table in zip(names, tables, strict=True):
+                check_frequencies(name, table)
             return deepseek.place_frequencies(tables, theta, config.head_dim)
+        except NamedError:
+            raise
         except ValueError as error:
             reasons = [str(error)]
     raise ValueError(f"DeepSeek-V3's classes cannot express this checkpoint: {'; '.join(reasons)}")

@@ -170,6 +170,9 @@ def test_refusals_name_the_key():
         models.mla_config("some sliding", attention_window=8)
     config = models.mla_config("some sliding", attention_window=9, num_sink_tokens=4)
     assert [config.layer_attention_window(index) for index in range(2)] == [(9, 4), (9, 0)]
+    for value in ([4], "4", 4.0, True):
+        with pytest.raises(ValueError, match="attention_window is .*; expected at least 1"):
+            models.mla_config(attention_window=value)
     with pytest.raises(ValueError, match="num_sink_tokens is -1; expected at least 0"):
         config.num_sink_tokens = -1
     model = model_in_float64("per-group", 9, 4)

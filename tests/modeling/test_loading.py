@@ -114,13 +114,22 @@ def test_shards_outside_the_folder_are_not_read(folder, tmp_path):
 
 
 def test_links_of_a_hub_snapshot_are_followed(folder, tmp_path):
-    cache = tmp_path / "models--owner--name"
-    snapshot, blobs = cache / "snapshots" / "abcd", cache / "blobs"
-    snapshot.mkdir(parents=True), blobs.mkdir()
+    """By folder, and by hub id."""
+    cache, commit = tmp_path / "models--owner--name", "0123456789" * 4
+    snapshot, blobs = cache / "snapshots" / commit, cache / "blobs"
+    snapshot.mkdir(parents=True), blobs.mkdir(), (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
     for path in folder.iterdir():
         shutil.copyfile(path, blobs / path.name)
         (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    assert AutoModelForCausalLM.from_pretrained(snapshot).num_parameters() > 0
+    model = AutoModelForCausalLM.from_pretrained(snapshot)
+    in_cache = {"cache_dir": tmp_path, "local_files_only": True}
+    again = AutoModelForCausalLM.from_pretrained("owner/name", **in_cache)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    (snapshot / WEIGHTS).unlink()
+    (snapshot / WEIGHTS).symlink_to(folder / WEIGHTS)
+    with pytest.raises(CheckpointError, match="leads out of"):
+        AutoModelForCausalLM.from_pretrained("owner/name", **in_cache)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])

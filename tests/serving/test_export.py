@@ -28,6 +28,7 @@ from tests.modeling.models import (
     tokens,
 )
 
+FREQUENCIES = "model.layers.0.self_attn.inv_freq"
 BIAS_FREE = {"attention_q_bias": False, "attention_kv_bias": False, "attention_o_bias": False}
 SHARED = {"num_rope_heads": 1, "kv_lora_rank": 24, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8}
 
@@ -202,15 +203,17 @@ def test_an_export_keeps_the_digests_of_weights(format, tmp_path):
         assert not (folder / "conversion.json").exists()
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path):
-    mla_model("shared").save_pretrained(tmp_path / "mla")
+@pytest.mark.parametrize("format", ["remote-code", "deepseek-v3"])
+def test_a_damaged_checkpoint_is_not_exported(format, tmp_path):
+    shared_model().save_pretrained(tmp_path / "mla")
     tensors = load_file(tmp_path / "mla" / "model.safetensors")
     for change, message in (
         ({"model.norm.weight": torch.full((48,), torch.nan)}, r"model\.norm\.weight .* NaN"),
         ({"model.norm.weight": None}, r"model\.norm\.weight is absent"),
+        ({FREQUENCIES: -tensors[FREQUENCIES]}, r"inv_freq has a frequency of -"),
     ):
         left = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
         save_file(left, tmp_path / "mla" / "model.safetensors", {"format": "pt"})
         with pytest.raises(CheckpointError, match=message):
-            export(tmp_path / "mla", tmp_path / "out", "remote-code")
+            export(tmp_path / "mla", tmp_path / "out", format)
         assert not (tmp_path / "out").exists()

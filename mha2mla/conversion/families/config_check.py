@@ -30,6 +30,12 @@ _OBJECT = Rule("an object", lambda value: isinstance(value, Mapping)).or_none()
 _TYPE = Rule("a string", lambda value: isinstance(value, str)).or_none()
 _DTYPE = one_of("float32", "bfloat16", "float16", "float64", "auto").or_none()
 
+
+def _by_layer(rule: Rule) -> Rule:
+    """One value, or one per layer."""
+    return Rule(f"{rule.expected}, or a list of them", lambda value: rule.allows(value) or each_is(rule).allows(value))
+
+
 # A field that is absent has the architecture's default, which is looked at, too.
 FIELDS: Mapping[str, Rule] = MappingProxyType(
     {
@@ -82,6 +88,18 @@ FIELDS: Mapping[str, Rule] = MappingProxyType(
         "dtype": _DTYPE,
         "torch_dtype": _DTYPE,
         "quantization_config": _OBJECT,
+        # A converted checkpoint's own:
+        "num_rope_heads": _by_layer(_COUNT),
+        "kv_lora_rank": _by_layer(_WIDTH).or_none(),
+        "qk_rope_head_dim": _by_layer(_WIDTH).or_none(),
+        "qk_nope_head_dim": _by_layer(int_from(0, 1 << 20)).or_none(),
+        "v_head_dim": _WIDTH.or_none(),
+        "num_up_projection_heads": _COUNT.or_none(),
+        "softmax_scale": positive(1e6),
+        "rope_attention_scaling": _by_layer(positive(1e3)),
+        "attention_window": _LENGTH.or_none(),
+        "num_sink_tokens": int_from(0, 1 << 31),
+        "calibrated_length": _LENGTH.or_none(),
         "transformers_weights": Rule("null: model.safetensors or its index is read", lambda value: value is None),
     }
 )

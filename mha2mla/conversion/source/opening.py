@@ -22,7 +22,7 @@ from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE, Checkp
 from mha2mla.conversion.source.files import FileIdentity, companions, identify
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.progress import progress_bar
-from mha2mla.stored_tensors import StoredParameters
+from mha2mla.stored_tensors import FREQUENCIES, StoredParameters, check_frequencies
 
 _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -95,7 +95,8 @@ class OpenedFolder:
         """Reads every tensor once.
 
         Raises:
-            CheckpointError: a tensor is not of floating-point numbers, or has a NaN, infinite or absurdly large one.
+            CheckpointError: a tensor is not of floating-point numbers, or has a NaN, infinite or absurdly large one,
+                or a negative frequency.
             UnsupportedSourceError: the embedding is zero everywhere.
         """
         names, mapped = sorted(self.reader.names()), 0
@@ -104,6 +105,8 @@ class OpenedFolder:
                 tensor = self.reader.tensor(name)
                 mapped += tensor.nbytes
                 _check_magnitude(name, tensor)
+                if name.endswith(FREQUENCIES):
+                    check_frequencies(name, tensor)
             if mapped > _MAPPED_BYTES:
                 self.reader.release()
                 mapped = 0
