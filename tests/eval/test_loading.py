@@ -55,6 +55,33 @@ def test_links_out_of_the_folder_are_not_read(name, folder, tmp_path):
         mha2mla.load(folder, device="cpu")
 
 
+CONFIG_VALUES = (
+    ("softmax_scale", 10**30),
+    ("softmax_scale", True),
+    ("attention_window", [[4]]),
+    ("rope_attention_scaling", 10**30),
+    ("kv_lora_rank", "32"),
+    ("num_rope_heads", -1),
+    ("num_hidden_layers", 10**12),
+    ("source_config", None),
+    ("source_config", {"model_type": "llama", "num_hidden_layers": 10**12}),
+    ("schema_version", 10**9),
+    ("model_type", ["mha2mla"]),
+    ("attention_backend", "x" * 1_000_000),
+)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("key", "value"), CONFIG_VALUES, ids=[key for key, _ in CONFIG_VALUES])
+def test_a_config_that_no_model_has_is_refused_by_the_key(key, value, tiny_converted, tmp_path):
+    folder = shutil.copytree(tiny_converted, tmp_path / "mla")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, key: value}))
+    with pytest.raises(ValueError, match="num_hidden_layers|source_config" if key == "source_config" else key) as error:
+        load_model(folder, "checkpoint", device="cpu")
+    assert len(str(error.value)) <= LONGEST_MESSAGE
+
+
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "generation_config.json", "tokenizer.json", "chat_template.jinja"]
