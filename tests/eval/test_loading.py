@@ -125,5 +125,8 @@ def test_messages_are_short(folder, capsys):
     assert main(["generate", str(folder), "--prompt", "a", "--device", "cpu"]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert "is unknown to" in message and len(message) < LONGEST_MESSAGE + 60
+    assert main(["convert", "a", "b", "--recipe", "y" * 100_000]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "File name too long" in message and len(message) < LONGEST_MESSAGE + 60
     assert shorten("a  b\nc") == "a b c"
     assert len(shorten("y" * 1_000)) == LONGEST_MESSAGE and shorten("y" * LONGEST_MESSAGE) == "y" * LONGEST_MESSAGE
