@@ -65,6 +65,7 @@ CONFIG_VALUES = (
     ("num_hidden_layers", 10**12),
     ("source_config", None),
     ("source_config", {"model_type": "llama", "num_hidden_layers": 10**12}),
+    ("source_config", {"model_type": "llama", "output_hidden_states": "12"}),
     ("schema_version", 10**9),
     ("model_type", ["mha2mla"]),
     ("attention_backend", "x" * 1_000_000),
@@ -77,7 +78,9 @@ def test_a_config_that_no_model_has_is_refused_by_the_key(key, value, tiny_conve
     folder = shutil.copytree(tiny_converted, tmp_path / "mla")
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, key: value}))
-    with pytest.raises(ValueError, match="num_hidden_layers|source_config" if key == "source_config" else key) as error:
+    with pytest.raises(
+        ValueError, match="num_hidden_layers|output_hidden_states|source_config" if key == "source_config" else key
+    ) as error:
         load_model(folder, "checkpoint", device="cpu")
     assert len(str(error.value)) <= LONGEST_MESSAGE
 

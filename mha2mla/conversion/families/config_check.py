@@ -60,6 +60,11 @@ FIELDS: Mapping[str, Rule] = MappingProxyType(
         "qkv_bias": BOOL,
         "tie_word_embeddings": BOOL,
         "use_cache": BOOL.or_none(),
+        "output_attentions": BOOL.or_none(),
+        "output_hidden_states": Rule(
+            "true, false or a list of ints",
+            lambda value: value is None or BOOL.allows(value) or each_is(_TOKEN).allows(value),
+        ),
         "rope_theta": positive(1e15).or_none(),
         "rope_local_base_freq": positive(1e15).or_none(),
         "rope_scaling": _OBJECT,
