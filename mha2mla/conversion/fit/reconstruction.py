@@ -24,6 +24,7 @@ Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]
 _Batch = tuple[int, torch.Tensor]  # length of the windows, and numbers of their blocks
 
 _LEARNING_RATE = 0.006  # relative to the root mean square of each tensor; 0.003 and 0.03 lost more
+_LARGEST_BIAS = 16.0  # times its weight, that a bias counts as; SmolLM2's reach 12, and no step helped keys' of 700
 _NARROW = ("cuda",)  # where the products of a step are bfloat16
 _BETAS = (0.9, 0.98)
 _EPSILON = 1e-12  # the loss starts at one, but a gradient per weight is far below that
@@ -321,8 +322,14 @@ def _schedule(index: int, steps: int) -> float:
 
 
 def _rate(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """[1], what a learning rate of one means for a tensor: its root mean square. A bias may be zero: its weight's."""
-    scale = tensors[name].double().square().mean().sqrt()
+    """[1], what a learning rate of one means for a tensor: its root mean square; for a bias within bounds that its
+    weight's gives, since it may be zero, or hundreds of times what a step should change."""
+    scale = _root_mean_square(tensors[name])
     if name.endswith(".bias"):
-        scale = torch.maximum(scale, tensors[name.removesuffix("bias") + "weight"].double().square().mean().sqrt())
+        weight = _root_mean_square(tensors[name.removesuffix("bias") + "weight"])
+        scale = scale.clamp(weight, _LARGEST_BIAS * weight)
     return scale.float().view(1)
+
+
+def _root_mean_square(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double().square().mean().sqrt()

@@ -89,6 +89,14 @@ def test_the_result_is_never_worse_than_the_start(rate, tmp_path, monkeypatch):
         assert result.tensors == start and "no step helped" in result.note
 
 
+@pytest.mark.parametrize(("bias", "expected"), [(0.0, 0.5), (2.0, 2.0), (145.0, 8.0)])
+def test_a_bias_steps_within_bounds_of_its_weight(bias, expected):
+    """Steps of a bias of hundreds, at a rate relative to itself, would drown all others."""
+    tensors = {"k.weight": torch.full((3, 4), -0.5), "k.bias": torch.full((3,), bias)}
+    assert float(reconstruction._rate("k.bias", tensors)) == pytest.approx(expected)
+    assert float(reconstruction._rate("k.weight", tensors)) == pytest.approx(0.5)
+
+
 def test_the_same_arguments_give_the_same_bits(tmp_path):
     made, start = problem(tmp_path)
     results = [reconstruct(made, start, recipe(), seed=0, layer=layer) for layer in (3, 3, 4)]
