@@ -333,9 +333,10 @@ def all_cases(at: Path) -> list[Case]:
         found = damages[folder]
         for file in files:
             names = (file, "tokenizer") if "tokenizer" in file else (file,)
+            names += ("tensor model.", "model_type") if file == CONFIG else ()  # whose shapes it says; without it
             found += [(f"{file}: {what}", names, _content(file, text)) for what, text in TEXTS.items()]
             found += [(f"{file}: {what}", names, _in_place(file, what)) for what in PLACES]
-            if "tokenizer" in file or file == INDEX:
+            if "tokenizer" in file or file == INDEX:  # texts and places alone
                 continue
             for path in _paths(_read(at / folder / file)):
                 keys = tuple(str(key) for key in path if isinstance(key, str))
