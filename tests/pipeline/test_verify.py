@@ -3,14 +3,17 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors import safe_open
 
 import mha2mla
+from mha2mla.conversion.layer import finish_layer
+from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk
 from mha2mla.conversion.source.checkpoint import CheckpointError
-from mha2mla.pipeline import ParityError, verify, write
+from mha2mla.pipeline import ParityError, prepare, verify, write
 from mha2mla.texts import load_text, token_windows
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT, convert, relative
@@ -89,14 +92,11 @@ def left(folder):
 
 
 def test_predictions_worse_than_a_guess_are_an_error_and_not_a_number(source, tmp_path, monkeypatch):
-    from mha2mla.conversion import layer_walk
-
-    right = layer_walk.finish_layer
-
     def wrong(*arguments):
-        return {name: tensor * 1e3 if name == "o_proj.weight" else tensor for name, tensor in right(*arguments).items()}
+        tensors = finish_layer(*arguments)
+        return {name: tensor * 1e3 if name == "o_proj.weight" else tensor for name, tensor in tensors.items()}
 
-    monkeypatch.setattr(layer_walk, "finish_layer", wrong)
+    monkeypatch.setattr(prepare, "LayerWalk", partial(LayerWalk, steps=LayerSteps(finish=wrong)))
     with pytest.raises(ParityError, match=r"nats a token from the source's \(KL\); expected at most 5.58"):
         convert(source, tmp_path / "out")
     assert left(tmp_path) == KEPT
@@ -104,15 +104,12 @@ def test_predictions_worse_than_a_guess_are_an_error_and_not_a_number(source, tm
 
 def test_a_full_rank_conversion_that_is_not_exact_is_thrown_away(source, tmp_path, monkeypatch):
     """Loads, but talks nonsense."""
-    from mha2mla.conversion import layer_walk
-
-    right = layer_walk.finish_layer
 
     def wrong(*arguments):
-        tensors = right(*arguments)
+        tensors = finish_layer(*arguments)
         return {**tensors, "inv_freq": tensors["inv_freq"].flip(-1)}
 
-    monkeypatch.setattr(layer_walk, "finish_layer", wrong)
+    monkeypatch.setattr(prepare, "LayerWalk", partial(LayerWalk, steps=LayerSteps(finish=wrong)))
     with pytest.raises(ParityError, match="differ from the source's"):
         convert(source, tmp_path / "out", tiny.Recipe(cache_ratio=1.0, **SHORT))
     assert left(tmp_path) == KEPT
