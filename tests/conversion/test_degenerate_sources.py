@@ -1,5 +1,6 @@
 """Sources whose statistics have no variance, or far too much: all of conversion stays finite, and exact at ratio 1."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -270,3 +271,34 @@ def test_every_preset_converts_every_layer(name, preset, checkpoints, tmp_path):
     if walk.recipe.fit.steps:
         ranks, losses = choose_layer_ranks(walk)
         assert sum(ranks) <= 2 * geometries[0].kv_lora_rank and None not in itertools.chain(*losses.values())
+
+
+def test_biases_of_hundreds_cost_no_more_in_bfloat16_than_the_source_s(checkpoints):
+    """Of a layer's output, against float64: the converted one's rounding is at most twice the source's own."""
+    walk = tiny.walk_over(
+        checkpoints("biases of hundreds"), Recipe("latent", latent_ranks="uniform"), tiny.config("qwen2")
+    )
+    walk = dataclasses.replace(walk, geometries=walk.recipe.geometries(walk.spec))
+    (store,) = walk.new_stores(1)
+    walk.model.embed(store)
+    module, inputs, collector = walk.model.layer(0), walk.first_window(store), walk.collector(0)
+    walk.model.run_layer(module, 0, store, tokens=2048, observe=collector.add)
+    converted = copy.deepcopy(module)
+    converted.self_attn = walk.empty_attention(0)
+    converted.self_attn.load_state_dict(walk.convert(0, collector.finish())[0], assign=True)
+    errors = []
+    for layer in (module, converted):
+        exact, rounded = (
+            attention_output(walk.model, layer, inputs.to(dtype)) for dtype in (torch.float64, torch.bfloat16)
+        )
+        errors.append(float((rounded - exact).norm() / exact.norm()))
+    assert 0 < errors[1] <= 2 * errors[0]
+
+
+@torch.no_grad()
+def attention_output(model, layer, inputs) -> torch.Tensor:
+    """Of a decoder layer's attention alone, computed in the inputs' dtype."""
+    arguments = model.layer_arguments(0, inputs)
+    arguments["position_embeddings"] = tuple(table.to(inputs.dtype) for table in arguments["position_embeddings"])
+    layer = copy.deepcopy(layer).to(inputs.dtype)
+    return layer.self_attn(layer.input_layernorm(inputs), **arguments)[0].double()
