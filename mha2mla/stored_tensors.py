@@ -96,7 +96,7 @@ def check_loaded_files(model: PreTrainedModel, folder: str | None, files: Sequen
             for name in names:
                 if name.endswith(FREQUENCIES) and stored[name].dtype in DTYPES:
                     check_frequencies(name, opened.get_tensor(name))
-    StoredParameters(model, stored).check(stored, str(root))
+    _check_stored(model, stored, str(root))
 
 
 def check_loaded_state(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
@@ -109,7 +109,24 @@ def check_loaded_state(model: PreTrainedModel, state: Mapping[str, torch.Tensor]
     for name, tensor in state.items():
         if name.endswith(FREQUENCIES):
             check_frequencies(name, tensor)
-    StoredParameters(model, stored).check(stored, "state_dict")
+    _check_stored(model, stored, "state_dict")
+
+
+def _check_stored(model: PreTrainedModel, stored: Mapping[str, StoredTensor], where: str) -> None:
+    """Checks tensors against the model's; heads only where ``architectures`` of the checkpoint names the model's class.
+
+    transformers reports a head that is absent or left over: AutoModel of a causal checkpoint, a new classifier.
+    """
+    parameters, name = StoredParameters(model, stored), type(model).__name__
+    if name not in (model.config.architectures or [name]):
+        parameters.shapes = {key: shape for key, shape in parameters.shapes.items() if _is_base(key) or key in stored}
+        stored = {key: found for key, found in stored.items() if _is_base(key) or key in parameters.shapes}
+    parameters.check(stored, where)
+
+
+def _is_base(name: str) -> bool:
+    """Whether a tensor belongs to the base model, not to a head on it."""
+    return name.startswith("model.")
 
 
 def check_frequencies(name: str, frequencies: torch.Tensor) -> None:
