@@ -1,74 +1,185 @@
-"""What two language models predict at every position of the same tokens, and how far apart that is."""
+"""Two language models' predictions for the same tokens, and metrics of the difference."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-# The largest thing that a comparison makes is a float32 slice of logits: at most so many positions of it, and so many
-# numbers (128 MiB). Neither the length of a window nor the vocabulary decides how much memory it takes.
+# A comparison holds float32 slices of logits: at most this many positions, and this many elements (128 MiB). Neither
+# the length of a window nor the vocabulary decides how much memory it takes.
 POSITIONS_PER_SLICE = 512
 LOGITS_PER_SLICE = 2**25
 
 _TOKENS_AT_ONCE = 8192
+_STRETCH = 512  # tokens per sample of a standard error: neighbouring tokens are correlated
 
 LogitsOf = Callable[[slice], Tensor]
 Run = Callable[[torch.nn.Module, Tensor], Any]  # a model or its base model, ids [B, L] -> its output
 
 
 def windows_at_once(length: int) -> int:
-    """How many windows of ``length`` tokens a model is given at a time; none is ever cut."""
+    """Windows of ``length`` tokens per forward pass, at least one; none is cut."""
     return max(1, _TOKENS_AT_ONCE // length)
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Two models at N positions; all on the device of the source's logits.
+class Predictions:
+    """Predictions of source and converted model at n positions, all on the source's device.
 
     Attributes:
-        nll_source, nll_converted: [N] float32, negative log-likelihood of the token that follows.
-        kl: [N] float32, KL(source ‖ converted) in nats.
-        agrees: [N] bool, both put the same token first.
-        logits_difference, logits_energy: [N] float32, sums of squares over the vocabulary, of converted less source and
-            of source.
+        source_logits, converted_logits: [n, vocabulary] float32.
+        targets: [n] int64, the token that follows each position.
+        source_log_probs, converted_log_probs: [n, vocabulary] float32, in nats.
     """
 
-    nll_source: Tensor
-    nll_converted: Tensor
-    kl: Tensor
-    agrees: Tensor
-    logits_difference: Tensor
-    logits_energy: Tensor
+    source_logits: Tensor
+    converted_logits: Tensor
+    targets: Tensor
+
+    @cached_property
+    def source_log_probs(self) -> Tensor:
+        return self.source_logits.log_softmax(-1)
+
+    @cached_property
+    def converted_log_probs(self) -> Tensor:
+        return self.converted_logits.log_softmax(-1)
+
+
+class Metric(ABC):
+    """Metric of a conversion: values per predicted token, reduced to named columns.
+
+    Subclass it and pass instances as ``evaluate_quality(..., metrics=[MyMetric()])``::
+
+        class LostRank(Metric):
+            columns = {"rank": "rank of the source's first token"}
+
+            def measure(self, at):
+                first = at.source_logits.argmax(-1, keepdim=True)
+                return {"rank": (at.converted_logits > at.converted_logits.gather(1, first)).sum(-1)}
+
+    Attributes:
+        columns: key in rows and JSON → heading in tables, one for each value that :meth:`reduce` returns. No key of
+            another metric or of :class:`~mha2mla.eval.quality.QualityRow`.
+    """
+
+    columns: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def measure(self, at: Predictions) -> Mapping[str, Tensor]:
+        """Values at each position.
+
+        Called once per slice of at most :data:`POSITIONS_PER_SLICE` positions, whose bounds no value may depend on.
+
+        Args:
+            at: predictions at n positions, not to be changed in place.
+
+        Returns:
+            key → [n], any real dtype or bool, on any device; the same keys at every call.
+        """
+
+    def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, float | None]:
+        """One number per column; by default the mean over the scored positions.
+
+        Args:
+            values: what :meth:`measure` returned: key → [windows, positions] float64, on the CPU.
+
+        Returns:
+            Key of ``columns`` → number, or None where there is none.
+        """
+        return {key: value.mean().item() for key, value in values.items()}
+
+
+class Perplexity(Metric):
+    """exp of the mean negative log-likelihood of the next token, for both models."""
+
+    columns: ClassVar = {"perplexity_source": "perplexity source", "perplexity_converted": "converted"}
+
+    def measure(self, at: Predictions) -> Mapping[str, Tensor]:
+        log_probs = (at.source_log_probs, at.converted_log_probs)
+        nll = (-each.gather(-1, at.targets[:, None])[:, 0] for each in log_probs)
+        return dict(zip(self.columns, nll, strict=True))
+
+    def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, float | None]:
+        return {key: perplexity(value) for key, value in super().reduce(values).items()}
+
+
+class Divergence(Metric):
+    """Mean of KL(source ‖ converted) in nats, and its standard error (None for a single stretch)."""
+
+    columns: ClassVar = {"kl": "KL (nats)", "kl_stderr": "±"}
+
+    def measure(self, at: Predictions) -> Mapping[str, Tensor]:
+        return {"kl": kl_divergence(at.source_log_probs, at.converted_log_probs)}
+
+    def reduce(self, values: Mapping[str, Tensor]) -> Mapping[str, float | None]:
+        kl = values["kl"]
+        means = torch.cat([part.mean(1) for part in kl.tensor_split(-(-kl.shape[1] // _STRETCH), dim=1)])
+        error = (means.std() / len(means) ** 0.5).item() if len(means) > 1 else None
+        return {"kl": kl.mean().item(), "kl_stderr": error}
+
+
+class TopOneAgreement(Metric):
+    """Share of positions where both models rank the same token first."""
+
+    columns: ClassVar = {"top1_agreement": "top-1 agreement"}
+
+    def measure(self, at: Predictions) -> Mapping[str, Tensor]:
+        return {"top1_agreement": at.source_log_probs.argmax(-1) == at.converted_log_probs.argmax(-1)}
+
+
+QUALITY_METRICS: tuple[Metric, ...] = (Perplexity(), Divergence(), TopOneAgreement())
 
 
 @torch.inference_mode()
-def compare_predictions(source: LogitsOf, converted: LogitsOf, targets: Tensor) -> Comparison:
-    """Compares two models position by position, a slice of the positions at a time.
+def compare_predictions(
+    source: LogitsOf, converted: LogitsOf, targets: Tensor, metrics: Sequence[Metric]
+) -> list[dict[str, Tensor]]:
+    """Measures two models position by position, a slice of the positions at a time.
 
     Args:
         source, converted: logits [n, vocabulary] of a slice of the N positions, any floating dtype; one slice of each
             is alive at a time. Log-probabilities are taken in float32.
         targets: [N] int64, the token that follows each position.
+        metrics: what to measure.
+
+    Returns:
+        Per metric: key → values [N] float64 on the CPU.
+
+    Raises:
+        ValueError: a metric returned a value of another shape than [n].
     """
-    parts: list[tuple[Tensor, ...]] = []
-    step, start = 1, 0  # the first position tells how wide the vocabulary is
+    found: list[dict[str, list[Tensor]]] = [{} for _ in metrics]
+    step, start = 1, 0  # the first position tells the size of the vocabulary
     while start < len(targets):
         part = slice(start, min(start + step, len(targets)))
-        log_p = source(part).float()
-        log_q = converted(part).float().to(log_p.device)
-        squares = (log_q - log_p).square().sum(-1), log_p.square().sum(-1)
-        log_p, log_q = log_p.log_softmax(-1), log_q.log_softmax(-1)
-        target = targets[part, None].to(log_p.device)
-        nll = [-logs.gather(-1, target)[:, 0] for logs in (log_p, log_q)]
-        agrees = log_p.argmax(-1) == log_q.argmax(-1)
-        parts.append((*nll, kl_divergence(log_p, log_q), agrees, *squares))
-        start, step = part.stop, max(1, min(POSITIONS_PER_SLICE, LOGITS_PER_SLICE // log_p.shape[-1]))
-    return Comparison(*map(torch.cat, zip(*parts, strict=True)))
+        expected = source(part).float()
+        at = Predictions(expected, converted(part).float().to(expected.device), targets[part].to(expected.device))
+        for metric, values in zip(metrics, found, strict=True):
+            for key, value in metric.measure(at).items():
+                if value.shape != at.targets.shape:
+                    raise ValueError(
+                        f"{type(metric).__name__}.measure gave {key!r} of shape {list(value.shape)}; expected"
+                        f" {list(at.targets.shape)}, a value per position"
+                    )
+                values.setdefault(key, []).append(value.double().cpu())
+        start, step = part.stop, max(1, min(POSITIONS_PER_SLICE, LOGITS_PER_SLICE // expected.shape[-1]))
+    return [{key: torch.cat(parts) for key, parts in values.items()} for values in found]
+
+
+def join_windows(parts: Sequence[list[dict[str, Tensor]]], windows: int) -> list[dict[str, Tensor]]:
+    """Results of several calls of :func:`compare_predictions`, all together of so many windows, as
+    [windows, positions]."""
+    return [
+        {key: torch.cat([part[key] for part in metric]).view(windows, -1) for key in metric[0]}
+        for metric in zip(*parts, strict=True)
+    ]
 
 
 def perplexity(mean_nll: float) -> float:

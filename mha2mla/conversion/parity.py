@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel
-from mha2mla.predictions import LogitsOf, compare_predictions, perplexity
+from mha2mla.predictions import QUALITY_METRICS, LogitsOf, Metric, Predictions, compare_predictions, join_windows
 from mha2mla.progress import progress_bar
 
 _BLOCK = 1 << 23  # numbers of one block of scores
@@ -259,23 +259,31 @@ def _compare_logits(
         for window in range(len(tokens)):
             here = slice(window, window + 1)
             store.write(here, norm(store.read(here, model.device)))
-    found = []
+    metrics, found = (*QUALITY_METRICS, _LogitsError()), []
     for window, row in enumerate(tokens):
         hidden = [store.read(slice(window, window + 1), source.device)[0, :-1] for store in stores]
-        found.append(compare_predictions(*map(_logits_of, models, hidden), row[1:].to(source.device)))
+        found.append(compare_predictions(*map(_logits_of, models, hidden), row[1:].to(source.device), metrics))
         for model in models:
             model.source.release()
-    values = {name: torch.cat([getattr(each, name) for each in found]).double() for name in vars(found[0])}
-    error = _Error(float(values["logits_difference"].sum()), float(values["logits_energy"].sum()))
-    return ParityReport(
-        tokens=len(values["kl"]),
-        perplexity_source=perplexity(float(values["nll_source"].mean())),
-        perplexity_converted=perplexity(float(values["nll_converted"].mean())),
-        kl=float(values["kl"].mean()),
-        top1_agreement=float(values["agrees"].mean()),
-        logits_relative_error=error.value(),
-        layers=layers,
-    )
+    measured: dict[str, Any] = {}
+    for metric, values in zip(metrics, join_windows(found, len(tokens)), strict=True):
+        measured |= metric.reduce(values)
+    del measured["kl_stderr"]
+    return ParityReport(tokens=tokens[:, 1:].numel(), layers=layers, **measured)
+
+
+class _LogitsError(Metric):
+    """Norm of the logits' difference relative to the source's logits, over all positions."""
+
+    columns: ClassVar = {"logits_relative_error": "logits' error"}
+
+    def measure(self, at: Predictions) -> Mapping[str, torch.Tensor]:
+        difference = (at.converted_logits - at.source_logits).square().sum(-1)
+        return {"difference": difference, "energy": at.source_logits.square().sum(-1)}
+
+    def reduce(self, values: Mapping[str, torch.Tensor]) -> Mapping[str, float | None]:
+        error = _Error(*(float(values[key].sum()) for key in ("difference", "energy")))
+        return {"logits_relative_error": error.value()}
 
 
 def _logits_of(model: StreamedModel, hidden: torch.Tensor) -> LogitsOf:

@@ -1,10 +1,10 @@
-"""What a conversion cost: perplexity of source and converted by window length and by position in the window."""
+"""Quality of a conversion: metrics of source and converted model by window length and by position in the window."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +19,15 @@ from mha2mla.eval.quantized_kv import KVCodes, QuantizedKV
 from mha2mla.eval.quantized_latent import LatentCodes, QuantizedLatent
 from mha2mla.eval.report import html_table
 from mha2mla.modeling.config import cache_bytes_per_token
-from mha2mla.predictions import Predictor, compare_predictions, perplexity, run_without_cache, windows_at_once
+from mha2mla.predictions import (
+    QUALITY_METRICS,
+    Metric,
+    Predictor,
+    compare_predictions,
+    join_windows,
+    run_without_cache,
+    windows_at_once,
+)
 from mha2mla.progress import progress_bar
 from mha2mla.texts import load_text, plain_tokens, token_windows
 
@@ -27,7 +35,6 @@ TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # of three ki
 LENGTHS: tuple[int | None, ...] = (512, 2048, None)
 MAX_TOKENS = 3 * 8192
 POSITION_PARTS = 8
-STRETCH = 512  # tokens, of which the standard error is
 
 COLUMNS = {
     "text": "text",
@@ -64,9 +71,10 @@ class QualityRow:
             context and is never scored.
         num_tokens: tokens scored, all windows together.
         perplexity_source, perplexity_converted: exp of the mean negative log-likelihood per scored token.
-        kl: mean of KL(source ‖ converted), in nats; kl_stderr: its standard error, over stretches of at most
-            :data:`STRETCH` tokens; None where there is only one.
+        kl: mean of KL(source ‖ converted), in nats; kl_stderr: its standard error, over stretches of at most 512
+            tokens; None where there is only one.
         top1_agreement: share of scored tokens where both put the same token first.
+        metrics: columns of further metrics (``metrics`` of :func:`evaluate_quality`), by name.
         excess_over_mean: for a part of the window, its excess (ratio − 1) over the whole window's; None where the
             whole window has none.
         cache: what it is, such as "source, KV 4 bits, keys by channel"; cache_share: its bytes at the end of a window
@@ -87,6 +95,7 @@ class QualityRow:
     top1_agreement: float
     cache: str
     cache_share: float
+    metrics: Mapping[str, float | None]
     excess_over_mean: float | None = None
 
     @property
@@ -95,12 +104,13 @@ class QualityRow:
         return self.perplexity_converted / self.perplexity_source
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"perplexity_ratio": self.perplexity_ratio}
+        fields = asdict(self) | {"perplexity_ratio": self.perplexity_ratio}
+        return fields | fields.pop("metrics")
 
 
 @dataclass(frozen=True, repr=False)
 class QualityReport:
-    """What :func:`evaluate_quality` measured.
+    """Result of :func:`evaluate_quality`.
 
     Attributes:
         rows: per text and window length, whole windows.
@@ -108,6 +118,7 @@ class QualityReport:
         probes, generation: what was asked for of them.
         skipped: why something that was asked for has no row; one sentence each.
         dtype, device: what the models computed in, and on.
+        columns: key of a row → heading.
     """
 
     rows: tuple[QualityRow, ...]
@@ -117,10 +128,13 @@ class QualityReport:
     skipped: tuple[str, ...]
     dtype: str
     device: str
+    columns: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        of_rows = ("rows", "by_position", "probes", "generation")
-        return {**vars(self), **{name: [row.to_dict() for row in getattr(self, name)] for name in of_rows}}
+        rows = ("rows", "by_position", "probes", "generation")
+        found = {**vars(self), **{name: [row.to_dict() for row in getattr(self, name)] for name in rows}}
+        del found["columns"]
+        return found
 
     def __str__(self) -> str:
         rows = [
@@ -133,7 +147,7 @@ class QualityReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html_table([row.to_dict() for row in self.rows], COLUMNS, title=f"{self.dtype} on {self.device}")
+        return html_table([row.to_dict() for row in self.rows], self.columns, title=f"{self.dtype} on {self.device}")
 
 
 def evaluate_quality(
@@ -143,6 +157,7 @@ def evaluate_quality(
     texts: str | Sequence[str] = TEXTS,
     lengths: Sequence[int | None] = LENGTHS,
     max_tokens: int = MAX_TOKENS,
+    metrics: Sequence[Metric] = (),
     caches: Sequence[KVCodes | LatentCodes] = (),
     probes: bool | ProbeSettings = False,
     generation: bool | GenerationSettings = False,
@@ -151,7 +166,7 @@ def evaluate_quality(
     dtype: torch.dtype = torch.float32,
     progress: bool = True,
 ) -> QualityReport:
-    """Reads texts with both models, in windows of several lengths, and compares what they predict.
+    """Compares the predictions of both models over texts, in windows of several lengths.
 
     A text is cut into consecutive windows which do not overlap and do not see one another; every length reads the same
     first tokens of it, and all tokens of a window but the first are scored. Logits exist for a slice of the positions
@@ -164,6 +179,7 @@ def evaluate_quality(
         lengths: tokens of a window, at least 2; None stands for the most that both models take. What a model does not
             take, or a text does not fill, is left out and named in ``skipped``.
         max_tokens: tokens of each text to read at most, rounded down to whole windows, but to no less than one.
+        metrics: further metrics, measured beside perplexity, KL and agreement; their columns stand in every row.
         caches: also compare the source over a quantised KV cache (``KVCodes``), and the converted model over quantised
             latents (``LatentCodes``), whose basis is computed from :data:`~mha2mla.eval.latent_basis.CALIBRATION_TEXT`.
         probes: also ask what needs far context (:mod:`mha2mla.eval.probes`); True takes the window lengths that were
@@ -175,12 +191,15 @@ def evaluate_quality(
 
     Raises:
         FileNotFoundError: a folder that is not there.
-        ValueError: the two do not share one vocabulary or cut the text into different tokens; a bad length or
+        TypeError: an entry of ``metrics`` is no :class:`~mha2mla.predictions.Metric`.
+        ValueError: a metric's column exists already, or it returns other values than its base class asks for; source
+            and converted do not share one vocabulary or cut the text into different tokens; a bad length or
             ``max_tokens``; no text fills a window of any length; latents are to be quantised of a model that has none,
             or in a basis computed from one of ``texts``.
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     _check_amounts(texts, lengths, max_tokens)
+    columns = _with_metrics(metrics)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(source, "source")
     contents = {name: load_text(name) for name in texts}
     _check_same_tokens(tokenizer, converted, [content[:20_000] for content in contents.values()])
@@ -196,7 +215,7 @@ def evaluate_quality(
         raise ValueError(f"lengths is {list(lengths)}: nothing can be measured; {'; '.join(skipped)}")
     calibration = calibration_tokens(tokenizer, longest) if _need_latents(caches, texts, converted) else None
     compared = [plain_cache(converted), *quantized_caches(source, converted, caches, calibration)]
-    rows, by_position = _compare_windows(source, compared, contents, windows, progress)
+    rows, by_position = _compare_windows(source, compared, metrics, contents, windows, progress)
     settings = {"longest": longest, "progress": progress}
     asked: list[ProbeRow] = []
     if probes:
@@ -217,6 +236,7 @@ def evaluate_quality(
         skipped=tuple(skipped),
         dtype=str(converted.dtype).removeprefix("torch."),
         device=str(converted.device),
+        columns=columns,
     )
 
 
@@ -230,6 +250,20 @@ def _check_amounts(texts: Sequence[str], lengths: Sequence[int | None], max_toke
             raise ValueError(f"lengths has {length}; expected at least 2 (the first token of a window is not scored)")
     if max_tokens < 2:
         raise ValueError(f"max_tokens is {max_tokens}; expected at least 2, the shortest window")
+
+
+def _with_metrics(metrics: Sequence[Metric]) -> dict[str, str]:
+    """:data:`COLUMNS` and those of the metrics."""
+    columns = dict(COLUMNS)
+    taken = columns.keys() | {field.name for field in fields(QualityRow)}
+    for metric in metrics:
+        if not isinstance(metric, Metric):
+            raise TypeError(f"metrics has {metric!r}; expected instances of mha2mla.eval.Metric")
+        if twice := taken & metric.columns.keys():
+            raise ValueError(f"{type(metric).__name__} has column {min(twice)!r}, which exists; expected another name")
+        columns |= metric.columns
+        taken |= metric.columns.keys()
+    return columns
 
 
 class ComparedCache(Protocol):
@@ -300,6 +334,7 @@ def _need_latents(caches: Sequence[KVCodes | LatentCodes], texts: Sequence[str],
 def _compare_windows(
     source: torch.nn.Module,
     caches: Sequence[Callable[[], ComparedCache]],
+    metrics: Sequence[Metric],
     contents: dict[str, str],
     windows: dict[tuple[str, int], torch.Tensor],
     progress: bool,
@@ -312,7 +347,7 @@ def _compare_windows(
     with progress_bar(total=total, desc="quality", unit="token", unit_scale=True, show=progress) as bar:
         for (name, length), part in windows.items():
             digest = hashlib.sha256(contents[name].encode()).hexdigest()[:12]
-            found = compare_caches(predictor, caches, name, digest, part, bar)
+            found = compare_caches(predictor, caches, name, digest, part, metrics, bar)
             rows += [measured.row() for measured in found]
             if length == max(other for text, other in windows if text == name):
                 by_position += [found[0].row(first, stop, rows[-len(found)]) for first, stop in _parts(length)]
@@ -325,24 +360,25 @@ def compare_caches(
     text: str,
     digest: str,
     windows: torch.Tensor,
+    metrics: Sequence[Metric] = (),
     bar: tqdm | None = None,
 ) -> list[Measured]:
     """Compares the source with each of ``caches`` over windows int64 [N, length] of one text; ``source`` runs once."""
     length = windows.shape[1]
     compared = [make() for make in caches]
     predictors = [Predictor(each.model, each.run) for each in compared]
-    parts: list[list[torch.Tensor]] = [[] for _ in compared]
+    metrics = (*QUALITY_METRICS, *metrics)
+    found: list[list[Any]] = [[] for _ in compared]
     for ids in windows.split(windows_at_once(length)):
         expected, targets = source.next_tokens(ids), ids[:, 1:].flatten()
-        for predictor, found in zip(predictors, parts, strict=True):
-            comparison = compare_predictions(expected, predictor.next_tokens(ids), targets)
-            fields = (comparison.nll_source, comparison.nll_converted, comparison.kl, comparison.agrees)
-            found.append(torch.stack([field.double().cpu() for field in fields]).view(4, len(ids), length - 1))
+        for predictor, parts in zip(predictors, found, strict=True):
+            parts.append(compare_predictions(expected, predictor.next_tokens(ids), targets, metrics))
         if bar is not None:
             bar.update(ids.numel())
+    joined = (join_windows(parts, len(windows)) for parts in found)
     return [
-        Measured(text, digest, torch.cat(found, 1), each.name, each.share(length))
-        for each, found in zip(compared, parts, strict=True)
+        Measured(text, digest, each.name, each.share(length), list(zip(metrics, values, strict=True)))
+        for each, values in zip(compared, joined, strict=True)
     ]
 
 
@@ -412,52 +448,51 @@ def _parts(length: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cache compared with the source over all windows of one length of a text.
+    """Metrics of a model and its cache, over all windows of one length of a text.
 
     Attributes:
-        values: float64 [4, windows, length − 1] on the CPU, by position: log-likelihoods of source and compared
-            (negative), KL, agreement.
         name, share: of the cache.
+        values: each metric with key → float64 [windows, length − 1] on the CPU.
     """
 
     text: str
     digest: str
-    values: torch.Tensor
     name: str
     share: float
+    values: list[tuple[Metric, dict[str, torch.Tensor]]]
 
     def row(self, first: int = 0, stop: int | None = None, whole: QualityRow | None = None) -> QualityRow:
         """Tokens ``first`` … ``stop − 1`` of the windows; token t is what position t − 1 predicts."""
-        stop = stop or self.values.shape[2] + 1
-        scored = self.values[:, :, max(0, first - 1) : stop - 1]
-        nll_source, nll_converted, kl, agreeing = scored.mean((1, 2)).tolist()
-        perplexities = perplexity(nll_source), perplexity(nll_converted)
+        found: dict[str, float | None] = {}
+        windows, positions = next(iter(self.values[0][1].values())).shape
+        stop = stop or positions + 1
+        for metric, values in self.values:
+            reduced = metric.reduce({key: value[:, max(0, first - 1) : stop - 1] for key, value in values.items()})
+            if reduced.keys() != metric.columns.keys():
+                raise ValueError(
+                    f"{type(metric).__name__}.reduce gave {sorted(reduced)}; expected its columns"
+                    f" {sorted(metric.columns)}"
+                )
+            found |= reduced
+        own = {key: found.pop(key) for metric in QUALITY_METRICS for key in metric.columns}
         excess = None
         if whole is not None and whole.perplexity_ratio != 1:
-            excess = (perplexities[1] / perplexities[0] - 1) / (whole.perplexity_ratio - 1)
+            ratio = own["perplexity_converted"] / own["perplexity_source"]
+            excess = (ratio - 1) / (whole.perplexity_ratio - 1)
         return QualityRow(
             text=self.text,
             text_sha256=self.digest,
-            seqlen=self.values.shape[2] + 1,
-            num_windows=self.values.shape[1],
+            seqlen=positions + 1,
+            num_windows=windows,
             first=first,
             stop=stop,
-            num_tokens=scored[0].numel(),
-            perplexity_source=perplexities[0],
-            perplexity_converted=perplexities[1],
-            kl=kl,
-            kl_stderr=_standard_error(scored[2]),
-            top1_agreement=agreeing,
+            num_tokens=windows * (stop - max(1, first)),
             cache=self.name,
             cache_share=self.share,
+            metrics=found,
             excess_over_mean=excess,
+            **own,
         )
-
-
-def _standard_error(values: torch.Tensor) -> float | None:
-    """Of the mean of values [windows, positions], from the means of stretches of like length."""
-    means = torch.cat([part.mean(1) for part in values.tensor_split(-(-values.shape[1] // STRETCH), dim=1)])
-    return (means.std() / len(means) ** 0.5).item() if len(means) > 1 else None
 
 
 def _check_same_tokens(tokenizer: Any, converted: Any, samples: Sequence[str]) -> None:

@@ -1,6 +1,8 @@
 """Perplexity, KL and agreement of two models on one text."""
 
 import math
+from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import mha2mla
 from mha2mla import predictions
-from mha2mla.eval import evaluate_quality, quality
+from mha2mla.eval import Metric, evaluate_quality, quality
 from mha2mla.eval.generation import GenerationSettings
 from mha2mla.eval.probe_questions import QUESTIONS
 from mha2mla.eval.probes import ProbeSettings
@@ -290,3 +292,62 @@ def test_latents_that_cannot_be_coded_are_refused(tiny_source, settings, message
 def test_bits_are_refused_by_name(bits):
     with pytest.raises(ValueError, match=f"kv_bits has '{bits.split(',')[-1]}'; expected whole numbers from 1 to 8"):
         quality.parse_caches(bits, "")
+
+
+class TargetRank(Metric):
+    """Rank of the next token, by the converted model; and the largest."""
+
+    columns: ClassVar = {"rank": "rank", "worst": "worst rank"}
+
+    def __init__(self):
+        self.slices = []
+
+    def measure(self, at):
+        self.slices.append(len(at.targets))
+        logits = at.converted_logits
+        return {"rank": (logits > logits.gather(1, at.targets[:, None])).sum(-1)}
+
+    def reduce(self, values):
+        return super().reduce(values) | {"worst": values["rank"].max().item()}
+
+
+def test_own_metrics_are_columns_of_every_row(tiny_source, other):
+    metric, plain = TargetRank(), evaluate_quality(tiny_source, other, **SETTINGS)
+    report = evaluate_quality(tiny_source, other, metrics=[metric], **SETTINGS)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_source)
+    ids = tokenizer(load_text("builtin:prose"), add_special_tokens=False, return_tensors="pt")["input_ids"][0, :480]
+    with torch.inference_mode():
+        order = (
+            AutoModelForCausalLM.from_pretrained(other)(ids.view(10, 48)).logits[:, :-1].argsort(-1, descending=True)
+        )
+    ranks = (order == ids.view(10, 48)[:, 1:, None]).int().argmax(-1).double()
+    for row in (*report.rows, *report.by_position):
+        here = ranks[:, max(0, row.first - 1) : row.stop - 1]
+        assert row.metrics == {"rank": pytest.approx(here.mean().item()), "worst": here.max().item()}
+        assert row.to_dict()["rank"] == row.metrics["rank"] and "metrics" not in row.to_dict()
+    assert "worst rank" in report._repr_html_() and sum(metric.slices) == 470
+    assert [replace(row, metrics={}) for row in report.rows + report.by_position] == [*plain.rows, *plain.by_position]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"columns": {"kl": "KL"}}, ValueError, "Changed has column 'kl', which exists"),
+        ({"columns": {"num_tokens": ""}}, ValueError, "Changed has column 'num_tokens', which exists"),
+        (
+            {"measure": lambda self, at: {"rank": at.source_logits}},
+            ValueError,
+            r"measure gave 'rank' of shape \[1, 259\]",
+        ),
+        ({"reduce": lambda self, values: {"rank": 0.0}}, ValueError, r"reduce gave \['rank'\]; expected its columns"),
+    ],
+)
+def test_wrong_metrics_are_refused_by_name(tiny_source, changed, error, message):
+    metric = type("Changed", (TargetRank,), changed)()
+    with pytest.raises(error, match=message):
+        evaluate_quality(tiny_source, tiny_source, metrics=[metric], **SETTINGS)
+
+
+def test_a_metric_that_is_none_is_refused(tiny_source):
+    with pytest.raises(TypeError, match="metrics has 'kl'; expected instances of mha2mla.eval.Metric"):
+        evaluate_quality(tiny_source, tiny_source, metrics=["kl"], **SETTINGS)
