@@ -13,7 +13,7 @@ import torch
 
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import format_value, print_table, write_json
-from mha2mla.outputs import report_file
+from mha2mla.files import report_file
 
 
 class Recording:

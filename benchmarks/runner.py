@@ -24,8 +24,8 @@ from benchmarks.measuring import Row, read_rate, start_measuring
 from benchmarks.shapes import SpeedCase, choose, target_us
 from mha2mla.environment import collect_environment, describe_environment
 from mha2mla.eval.report import print_table, write_json
+from mha2mla.files import report_file
 from mha2mla.kernels.parallel_compilation import compile_in_processes, run_in_workers
-from mha2mla.outputs import report_file
 
 TIMEOUT = 240.0  # seconds for one case, peers included
 PIPE_WIDTH = 260  # of the table where no terminal says how wide it may be

@@ -23,8 +23,8 @@ from mha2mla.environment import collect_environment, compute_device, describe_en
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import decode_step_latency
+from mha2mla.files import report_file
 from mha2mla.modeling.config import cache_bytes_per_token
-from mha2mla.outputs import report_file
 from mha2mla.pipeline import ConversionReport, convert
 from mha2mla.trial_models import fetch_smollm2
 

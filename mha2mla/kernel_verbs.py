@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mha2mla.outputs import report_file
+from mha2mla.files import report_file
 from mha2mla.verbs import Device, show
 
 

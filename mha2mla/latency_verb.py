@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mha2mla.checkpoints import find_checkpoint, find_converted
 from mha2mla.conversion.target import LayoutName
-from mha2mla.outputs import report_file
+from mha2mla.files import report_file
 from mha2mla.random_models import ShapeName, random_pair
 from mha2mla.verbs import Device, Dtype, save, show
 

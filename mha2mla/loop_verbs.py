@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mha2mla.checkpoints import find_checkpoint
-from mha2mla.outputs import output_file, report_file
+from mha2mla.files import output_file, report_file
 from mha2mla.verbs import Device, Dtype, save
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mha2mla.outputs import Kind, output_file
+from mha2mla.files import Kind, output_file
 
 KEYS = ("id", "prompt", "messages")  # which say whether two lines ask for the same
 ANSWER_KEYS = ("answer", "finished", "prompt_tokens", "new_tokens")  # what an answer adds to its prompt

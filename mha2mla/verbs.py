@@ -13,7 +13,7 @@ from shutil import copyfile
 from typing import Any, Literal
 
 from mha2mla.checkpoints import damage_named, find_checkpoint, find_converted, find_pair, read_object
-from mha2mla.outputs import picture_file, report, report_file, write_output
+from mha2mla.files import picture_file, report, report_file, write_output
 
 Device = str | None
 Dtype = Literal["float32", "bfloat16", "float16"]

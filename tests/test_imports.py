@@ -18,7 +18,7 @@ BELOW = {
     "loop": {"modeling", "progress", "prompts"},
     "conversion": {
         "geometry", "modeling", "checkpoints", "stored_tensors", "environment", "predictions", "progress", "texts",
-        "whole_files",
+        "files",
     },
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mha2mla.conversion.result.writer import remove, save_tensors
-from mha2mla.whole_files import write_whole
+from mha2mla.files import atomic_write
 
 REQUEST_FILE = "request.json"
 _SUFFIX = ".safetensors"
@@ -113,12 +113,12 @@ class WorkFolder:
         path = self.folder / REQUEST_FILE
         if not path.exists():
             self.folder.mkdir(exist_ok=True)
-            write_whole(path, lambda temporary: temporary.write_text(self._text, encoding="utf-8"))
+            atomic_write(path, lambda temporary: temporary.write_text(self._text, encoding="utf-8"))
         # safetensors takes no two views of one storage.
         copies = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
         text = json.dumps(about)
         metadata = {"about": text, "sha256": self._hash(name, text, copies)}
-        write_whole(self.folder / (name + _SUFFIX), lambda temporary: save_tensors(copies, temporary, metadata))
+        atomic_write(self.folder / (name + _SUFFIX), lambda temporary: save_tensors(copies, temporary, metadata))
         self._known.add(name)
 
     def discard(self, prefix: str = "") -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mha2mla.eval.measurement import is_ours
-from mha2mla.outputs import picture, write_output
+from mha2mla.files import picture, write_output
 
 Row = Mapping[str, Any]
 Points = dict[str, list[tuple[float, float]]]  # name of a curve → (x, ratio)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mha2mla.outputs import SCHEMA, report, write_output
+from mha2mla.files import SCHEMA, report, write_output
 
 _LONGEST_CELL = 56
 _LONGEST_LIST = 6

@@ -12,7 +12,7 @@ from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.result.writer import DestinationError, save_tensors
 from mha2mla.conversion.resume import tensor_hash
-from mha2mla.whole_files import write_whole
+from mha2mla.files import atomic_write
 
 
 class KeptText:
@@ -45,6 +45,6 @@ class KeptText:
         about = {"lengths": json.dumps(windows.lengths), "sha256": tensor_hash(windows.tokens)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.path, lambda temporary: save_tensors({"windows": windows.tokens}, temporary, about))
+            atomic_write(self.path, lambda temporary: save_tensors({"windows": windows.tokens}, temporary, about))
         except (DestinationError, OSError) as error:
             return str(error)

@@ -14,7 +14,7 @@ from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE
 from mha2mla.conversion.result.writer import DestinationError, is_folder, remove
 from mha2mla.conversion.source.checkpoint import INDEX_FILE
 from mha2mla.conversion.source.files import is_companion
-from mha2mla.whole_files import sync, try_to_write
+from mha2mla.files import sync, try_to_write
 
 WORK_FOLDER = "work"
 _SHARD = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")

@@ -1,4 +1,4 @@
-"""Output paths of all verbs: nothing of the user's is replaced, and what cannot be written is refused before work."""
+"""Atomic writes, and output paths of all verbs: no file of the user's is replaced, a bad path is refused at once."""
 
 import json
 import os
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mha2mla import outputs
+from mha2mla import files
 from mha2mla.eval.plots import plot_layers
 from mha2mla.eval.report import write_json
-from mha2mla.outputs import picture_file, report_file
+from mha2mla.files import atomic_write, picture_file, report_file
 from tests.commands import run
 
 OUTPUTS = {
@@ -162,7 +162,7 @@ def test_a_report_does_not_replace_what_appeared_meanwhile(tmp_path):
 def test_names_inside_are_no_names_of_a_checkpoint():
     from mha2mla.conversion.result.destination import is_written_by_conversion
 
-    assert not any(map(is_written_by_conversion, outputs.INSIDE))
+    assert not any(map(is_written_by_conversion, files.INSIDE))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -174,3 +174,26 @@ def test_read_only_files_and_folders_are_refused(tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
     with pytest.raises(ValueError, match="cannot be written: .*Permission denied"):
         report_file(tmp_path / "closed" / "r.json", "quality")
+
+
+def test_atomic_write_is_synced_then_renamed(tmp_path, monkeypatch):
+    """A power cut after the rename must not find an empty file; one during the write must not find half of it."""
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def recorded(handle):
+        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("replace", str(a))), replace(a, b))[1])
+    atomic_write(tmp_path / "file", lambda temporary: temporary.write_text("x"))
+    (first, temporary), (second, replaced), (third, folder) = events
+    assert (first, second, third) == ("sync", "replace", "sync") and temporary == replaced and folder == str(tmp_path)
+
+    def fails(temporary):
+        temporary.write_text("half")
+        raise ValueError("full")
+
+    with pytest.raises(ValueError):
+        atomic_write(tmp_path / "file", fails)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "x"

@@ -1,4 +1,4 @@
-"""Where reports, pictures and answers may be written: one rule for every verb, checked before any work.
+"""Files that commands write: each atomically, and to a path that was checked before any work.
 
 An output path counts as the file that it names: ``~``, ``..`` and links are followed. It is refused where it names an
 input, lies in a checkpoint (but for :data:`INSIDE`), would replace a file of another kind, or cannot be written.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from mha2mla.whole_files import try_to_write, write_whole
 
 SCHEMA = "mha2mla.report/1"
 # Reports about a checkpoint that may lie beside its weights; none is a name that a checkpoint itself has.
@@ -31,9 +30,49 @@ _PICTURES: dict[str, Callable[[bytes], bool]] = {
 OutputPath = str | os.PathLike[str]
 
 
+def sync(path: Path) -> None:
+    """Returns when a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def try_to_write(target: Path) -> None:
+    """Makes, and removes again, a file beside ``target``, in the nearest folder above it that exists.
+
+    Raises:
+        OSError: that failed.
+    """
+    folder = next(each for each in target.parents if each.exists())
+    with tempfile.NamedTemporaryFile(prefix=f".{target.name}.", suffix=".part", dir=folder):
+        pass
+
+
+def atomic_write(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes a file under a temporary name, syncs it to the disk, then renames it.
+
+    Args:
+        write: writes to the temporary path that it is given.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o644)  # mkstemp's is for its owner only
+        sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
 @dataclass(frozen=True)
 class Kind:
-    """A kind of output: its name in messages, and how a file of that kind is told by its first bytes."""
+    """A kind of output: its name in messages, and a test of a file's first bytes."""
 
     name: str
     matches: Callable[[bytes], bool]
@@ -81,14 +120,17 @@ def picture_file(path: OutputPath | None, *inputs: OutputPath | None, name: str)
 def output_file(
     path: OutputPath | None, kind: Kind, *inputs: OutputPath | None, name: str, made: OutputPath | None = None
 ) -> Path | None:
-    """The file that an output path names, once it may be written; None stays None. Changes nothing.
+    """Checks that a file may be written at a path, and changes nothing.
 
     Args:
-        path: as the user gave it.
+        path: as the user gave it; None stays None.
         kind: of a file that may be replaced.
         inputs: files, checkpoint folders and other outputs of the same command; None and hub ids are left aside.
         name: of the argument, for messages.
         made: folder that the command makes; no output lies in it.
+
+    Returns:
+        The file that the path names.
 
     Raises:
         ValueError: the path may not or cannot be written, with the reason.
@@ -97,7 +139,7 @@ def output_file(
         return None
     try:
         target = resolved(path)
-        reason = _placed_badly(path, target, inputs, made) or _irreplaceable(target, kind)
+        reason = _misplaced(path, target, inputs, made) or _irreplaceable(target, kind)
         if reason is None:
             try_to_write(target)
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
@@ -123,7 +165,7 @@ def write_output(path: OutputPath, kind: Kind, write: Callable[[Path], None], na
     if reason := _irreplaceable(target, kind):
         raise ValueError(f"{_shown(name, path)}, {reason}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, write)
+    atomic_write(target, write)
     return target
 
 
@@ -136,10 +178,10 @@ def _shown(name: str, path: OutputPath) -> str:
     return f"{name} is {os.fspath(path)!r:.300}"
 
 
-def _placed_badly(
+def _misplaced(
     path: OutputPath, target: Path, inputs: tuple[OutputPath | None, ...], made: OutputPath | None
 ) -> str | None:
-    """Why nothing may be written under this name, whatever is there."""
+    """Reason against writing under this name, whatever file is there."""
     if os.fspath(path).endswith(("/", os.sep)) or target.is_dir():
         return "which names a folder; expected a file name"
     others = [resolved(each) for each in inputs if each is not None]
@@ -155,7 +197,7 @@ def _placed_badly(
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Whether two paths name one file; hard links do."""
+    """Paths of one file, by links or hard links too."""
     return one == other or (one.exists() and other.exists() and os.path.samefile(one, other))
 
 
@@ -165,7 +207,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _irreplaceable(target: Path, kind: Kind) -> str | None:
-    """Why the file that is there, if one is, may not be replaced. An empty file may."""
+    """Reason against replacing the file that is there. An empty one may be replaced."""
     if not target.exists():
         return None
     if not target.is_file():
