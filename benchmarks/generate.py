@@ -27,7 +27,7 @@ from benchmarks.recording import Recording, command
 from mha2mla.eval.generate_latency import greedy, median_seconds
 from mha2mla.eval.step_latency import weight_bytes
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.random_models import converted_config, random_model, source_config
+from mha2mla.trial_models import converted_config, random_model, source_config
 
 
 @torch.no_grad()

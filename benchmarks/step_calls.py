@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
 from benchmarks.recording import command
-from mha2mla.random_models import converted_config, random_model, source_config
+from mha2mla.trial_models import converted_config, random_model, source_config
 
 PACKAGE = Path(mha2mla.__file__).resolve().parent
 WARM_STEPS = 4  # the prompt, and steps that make what later ones reuse

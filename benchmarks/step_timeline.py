@@ -35,8 +35,8 @@ from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache
 from mha2mla.modeling.registry import GQAGeometry
-from mha2mla.random_models import ShapeName, converted_config, random_model, source_config
 from mha2mla.testing.numeric_check import ERROR_FACTOR
+from mha2mla.trial_models import ShapeName, converted_config, random_model, source_config
 
 SMALL = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 96, "vocab_size": 64, "head_dim": 16}
 # name -> source, its kv heads in a small model, layout, and widths at full size and of the small model.

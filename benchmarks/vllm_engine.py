@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
-from mha2mla.random_models import ShapeName, converted_config, source_config
+from mha2mla.trial_models import ShapeName, converted_config, source_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, ShapeName] = {"smollm2": "smollm2-135m", "llama-2-7b": "llama-2-7b", "llama-3-8b": "llama-3-8b"}

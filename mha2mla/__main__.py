@@ -34,7 +34,7 @@ def main() -> int:
             sys.__unraisablehook__(found)
 
     if sys.stderr is None or not sys.stderr.isatty():
-        # A log gets our bars as a line now and then (mha2mla.progress); others', as of lm-eval, would be hundreds.
+        # A log gets our bars as a line now and then (mha2mla.terminal); others', as of lm-eval, would be hundreds.
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_MININTERVAL", "30")  # seconds
     signal.signal(signal.SIGALRM, repeat)

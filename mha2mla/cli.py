@@ -19,7 +19,7 @@ from mha2mla import kernel_verbs, latency_verb, loop_verbs, verbs
 from mha2mla.checkpoints import shorten
 from mha2mla.conversion import presets, recipe
 from mha2mla.environment import installed_version
-from mha2mla.streams import forgiving_streams
+from mha2mla.terminal import forgiving_streams
 
 # What a user can put right: bad arguments, missing files, an extra that is not installed. Anything else is a fault of
 # ours and keeps its traceback.

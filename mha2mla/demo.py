@@ -14,12 +14,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from mha2mla.cache_folder import cache_folder
 from mha2mla.checkpoints import find_checkpoint
 from mha2mla.conversion.calibration.blocks import LENGTHS
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.result.destination import check_destination
-from mha2mla.environment import collect_environment, compute_device, describe_environment, usual_dtype
+from mha2mla.environment import cache_folder, collect_environment, compute_device, describe_environment, usual_dtype
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
 from mha2mla.eval.step_latency import decode_step_latency

@@ -1,7 +1,8 @@
-"""Which machine, driver, clocks, libraries and commit a number was measured on."""
+"""The machine: its record beside numbers, the device to compute on, its memory and cache folder."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_LARGEST_INT = 2**31 - 1
 LIBRARIES = ("mha2mla", "torch", "triton", "transformers", "tilelang", "apache-tvm-ffi", "safetensors", "numpy", "vllm")
 _SMI_FIELDS = {
     "gpu": "name",
@@ -111,6 +114,29 @@ def describe_environment(environment: dict[str, Any]) -> str:
     parts.append(f"commit {environment['commit'] or 'unknown'}")
     parts.append(environment["date"])
     return " · ".join(parts)
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: ``MHA2MLA_CACHE``, else ``XDG_CACHE_HOME/mha2mla``, else ``~/.cache/mha2mla``."""
+    if own := os.environ.get("MHA2MLA_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "mha2mla"
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep what is freed for what is allocated next. Where there is another C library, nothing happens.
+
+    Activations of a layer come and go with every batch. By itself glibc maps each from 32 MiB on anew, and the clearing
+    of their pages by the system was a fifth of a conversion's CPU time. Of the whole process, so only for one whose
+    work this is: what it once took stays its own until it ends.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mallopt(_M_MMAP_MAX, 0)
+    mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
 
 
 def _shown(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from mha2mla.checkpoints import find_checkpoint, find_converted
 from mha2mla.conversion.target import LayoutName
 from mha2mla.files import report_file
-from mha2mla.random_models import ShapeName, random_pair
+from mha2mla.trial_models import ShapeName, random_pair
 from mha2mla.verbs import Device, Dtype, save, show
 
 Level = Literal["op", "step", "prefill", "e2e"]
@@ -137,7 +137,7 @@ def _preset(
 ) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
     """Rows, and the columns of their table."""
     from mha2mla.eval import published
-    from mha2mla.progress import progress_bar
+    from mha2mla.terminal import progress_bar
 
     rows, total = [], len(published.PRESETS[name].published) * (len(published.BASELINES) + 1)
     for row in progress_bar(published.preset_latency(name, **options), show=True, total=total, desc=name, unit="row"):

@@ -52,8 +52,8 @@ def convert(
     import torch
 
     from mha2mla.conversion.result.card import RECORD_FILE
+    from mha2mla.environment import keep_freed_memory
     from mha2mla.pipeline import convert as run
-    from mha2mla.process_memory import keep_freed_memory
 
     keep_freed_memory()
     found = run(

@@ -13,8 +13,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mha2mla import trial_models
-from mha2mla.cache_folder import cache_folder
 from mha2mla.demo import RECIPES, DemoSettings, _conditions, run_demo
+from mha2mla.environment import cache_folder
 from mha2mla.trial_models import fetch_smollm2, tiny_checkpoint
 
 SETTINGS = DemoSettings(

@@ -13,11 +13,11 @@ ROOT = Path(mha2mla.__file__).parent
 BELOW = {
     "geometry": set(),
     "kernels": {"geometry"},
-    "testing": {"geometry", "kernels", "cache_folder", "progress"},
+    "testing": {"geometry", "kernels", "environment", "terminal"},
     "modeling": {"geometry", "kernels", "stored_tensors"},
-    "loop": {"modeling", "progress", "prompts"},
+    "loop": {"modeling", "prompts", "terminal"},
     "conversion": {
-        "geometry", "modeling", "checkpoints", "stored_tensors", "environment", "predictions", "progress", "texts",
+        "geometry", "modeling", "checkpoints", "stored_tensors", "environment", "predictions", "terminal", "texts",
         "files",
     },
 }  # fmt: skip

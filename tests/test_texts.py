@@ -142,7 +142,7 @@ def test_prompts_have_a_place_for_the_topic():
     assert not any(line.replace("{}", "") in prose for line in instructions + openings if len(line) > 20)
 
 
-def test_found_texts_are_long_and_of_one_kind_each():
+def test_texts_of_packages_are_long_and_of_one_kind_each():
     opticks, licences = load_text("builtin:opticks"), load_text("builtin:licences")
     assert "TREATISE" in opticks and len(opticks) > 500_000
     assert "You may convey verbatim copies of the Program" in licences and "Covered Software" in licences
@@ -159,11 +159,11 @@ def test_found_texts_are_long_and_of_one_kind_each():
 def test_a_found_text_that_is_not_there_or_another_one_is_refused(monkeypatch, tmp_path):
     from importlib.machinery import ModuleSpec
 
-    from mha2mla import found_texts
+    from mha2mla import texts
 
     spec = ModuleSpec("tvm_ffi", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr(found_texts.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(texts.importlib.util, "find_spec", lambda name: spec)
     with pytest.raises(ValueError, match="needs .*Opticks.txt of the package apache-tvm-ffi"):
         load_text("builtin:opticks")
     file = tmp_path / "3rdparty" / "libbacktrace" / "Isaac.Newton-Opticks.txt"

@@ -20,7 +20,7 @@ from mha2mla.conversion.families.spec import visible
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel
 from mha2mla.predictions import QUALITY_METRICS, LogitsOf, Metric, Predictions, compare_predictions, join_windows
-from mha2mla.progress import progress_bar
+from mha2mla.terminal import progress_bar
 
 _BLOCK = 1 << 23  # numbers of one block of scores
 _HEAD_BLOCK = 1 << 24  # numbers of one slice of the head

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mha2mla.predictions import Predictor
-from mha2mla.progress import progress_bar
+from mha2mla.terminal import progress_bar
 from mha2mla.texts import end_tokens, load_text, plain_tokens, start_tokens
 
 TAIL = 64  # tokens at the end of a continuation, where a loop shows

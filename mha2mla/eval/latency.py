@@ -24,7 +24,7 @@ from mha2mla.eval.report import html_table
 from mha2mla.eval.step_latency import forward_latency
 from mha2mla.modeling.backends import OF_OPS
 from mha2mla.modeling.config import cache_bytes
-from mha2mla.progress import progress_bar
+from mha2mla.terminal import progress_bar
 from mha2mla.testing.timing import copy_rate
 
 Level = Literal["op", "step", "prefill", "e2e"]

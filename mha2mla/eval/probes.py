@@ -17,7 +17,7 @@ import torch
 
 from mha2mla.eval.probe_questions import QUESTIONS, ProbeError, Question, Writer, depth_of
 from mha2mla.predictions import Predictor, windows_at_once
-from mha2mla.progress import progress_bar
+from mha2mla.terminal import progress_bar
 
 SPAN = 64  # tokens that are repeated
 _LEAD = 32  # tokens before the first occurrence: what stands first in a window is attended to for its place

@@ -28,7 +28,7 @@ from mha2mla.predictions import (
     run_without_cache,
     windows_at_once,
 )
-from mha2mla.progress import progress_bar
+from mha2mla.terminal import progress_bar
 from mha2mla.texts import load_text, plain_tokens, token_windows
 
 TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # of three kinds, and no preset calibrates on them

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mha2mla.loop.loop import Loop
 from mha2mla.loop.request import Request, Sampling
 from mha2mla.modeling import MHA2MLAForCausalLM
-from mha2mla.progress import progress_bar
 from mha2mla.prompts import Answers
+from mha2mla.terminal import progress_bar
 
 
 def served(model: PreTrainedModel) -> PreTrainedModel:

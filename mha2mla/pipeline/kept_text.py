@@ -8,10 +8,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.result.writer import DestinationError, save_tensors
 from mha2mla.conversion.resume import tensor_hash
+from mha2mla.environment import cache_folder
 from mha2mla.files import atomic_write
 
 

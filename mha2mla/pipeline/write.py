@@ -16,7 +16,7 @@ from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.pipeline.check import Arguments
 from mha2mla.pipeline.prepare import Prepared
-from mha2mla.progress import progress_bar
+from mha2mla.terminal import progress_bar
 
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig

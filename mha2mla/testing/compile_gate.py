@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from mha2mla.cache_folder import cache_folder
+from mha2mla.environment import cache_folder
 
 SPILL_LIMIT = 16  # bytes; more costs more than it hides
 

@@ -28,7 +28,7 @@ from mha2mla.kernels.parallel_compilation import (
 )
 from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.kernels.split_kv.schedule import COUNT, plan_fragments, write_schedule
-from mha2mla.progress import progress_bar
+from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import NOT_CHECKED
 from mha2mla.testing.problems import UNUSED_PAGE, LatentProblem, Problem, judge
 from mha2mla.testing.timing import start_device

@@ -11,13 +11,13 @@ import torch
 from torch.func import functional_call
 from transformers import AutoConfig, AutoTokenizer
 
-from mha2mla.cache_folder import cache_folder
 from mha2mla.conversion import recipe as recipes
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.layer_walk import LayerWalk, computed
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
+from mha2mla.environment import cache_folder
 from mha2mla.texts import load_text, token_windows
 from tests.conversion.tiny import Recipe
 

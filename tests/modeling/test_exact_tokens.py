@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mha2mla
-from mha2mla.cache_folder import cache_folder
+from mha2mla.environment import cache_folder
 from mha2mla.modeling.captured import StepCapture
 from tests.modeling import models
 from tests.modeling.tape import Tape

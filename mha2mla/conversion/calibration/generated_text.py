@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from mha2mla.conversion.calibration.batch_decoder import decoder, rows_at_once
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.environment import usual_dtype
-from mha2mla.progress import progress_bar
+from mha2mla.terminal import progress_bar
 from mha2mla.texts import end_tokens, plain_tokens, prompts, start_tokens
 
 _BLANK_SHARE = 1 / 3  # of the documents, that begin with any word

@@ -24,7 +24,7 @@ from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
 from mha2mla.geometry import MLAGeometry
 from mha2mla.predictions import kl_divergence
-from mha2mla.progress import progress_bar
+from mha2mla.terminal import progress_bar
 
 FACTORS = (0.6, 1.0, 1.5)  # of the uniform rank, at which layers are measured
 LEAST, MOST = 0.2, 2.0  # of the uniform rank that a layer may get

@@ -21,8 +21,8 @@ from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
 from mha2mla.conversion.source.checkpoint import INDEX_FILE, SINGLE_FILE, CheckpointReader
 from mha2mla.conversion.source.files import FileIdentity, companions, identify
 from mha2mla.conversion.source.streaming import StreamedModel
-from mha2mla.progress import progress_bar
 from mha2mla.stored_tensors import FREQUENCIES, StoredParameters, check_frequencies
+from mha2mla.terminal import progress_bar
 
 _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"

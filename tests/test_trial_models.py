@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mha2mla.random_models import SHAPES, converted_config, random_model, random_pair, source_config
+from mha2mla.trial_models import SHAPES, converted_config, random_model, random_pair, source_config
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""Commands whose output nobody can take: the work is done all the same, and the exit status says so."""
+"""Progress bars, and commands whose output nobody can take: the work is done, and the exit status says so."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,12 +10,46 @@ from pathlib import Path
 import pytest
 
 import mha2mla
+from mha2mla import terminal
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("interval", "count"), [(1e9, 0), (0.0, 502)])
+def test_a_log_gets_a_line_per_interval(interval, count, monkeypatch):
+    """Where the interval is 0, at the start, after every item and at the end."""
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    monkeypatch.setattr(terminal, "LINE_INTERVAL", interval)
+    assert sum(terminal.progress_bar([1] * 500, show=True, desc="convert", unit="layer")) == 500
+    lines = log.getvalue().splitlines()
+    assert len(lines) == count and "\r" not in log.getvalue()
+    assert all(line.startswith("convert: ") and " of 500 layers, " in line for line in lines)
+
+
+def test_a_terminal_has_a_bar(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    bar = terminal.progress_bar(total=2, show=True)
+    bar.update(2)
+    bar.close()
+    assert "\r100%|" in screen.getvalue()
+
+
+def test_nothing_is_shown_unless_asked_for(capsys):
+    assert list(terminal.progress_bar([1, 2], show=False)) == [1, 2]
+    assert capsys.readouterr().err == ""
+
 
 # The module by itself: importing the package takes longer than all that is tested here.
 PLACE = str(Path(mha2mla.__file__).parent)
 COMMAND = """
 import sys
-from streams import forgiving_streams
+from terminal import forgiving_streams
 def main():
     with forgiving_streams():
         print("π → " + "x" * {size})
@@ -65,7 +100,7 @@ def test_a_closed_standard_stream_does_not_become_a_file_of_the_checkpoint(tmp_p
     """The lowest free number goes to the next file, and what libraries print would be written into it."""
     script = f"""
 import os
-from streams import forgiving_streams
+from terminal import forgiving_streams
 with forgiving_streams():
     with open({str(tmp_path / "weights")!r}, "wb") as file:
         os.write(2, b"a warning of a library")

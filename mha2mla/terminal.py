@@ -1,12 +1,36 @@
-"""Standard streams that nothing fails over: a reader that went away, or one that knows no arrows, undoes no work."""
+"""Output of a command: progress bars, and standard streams that survive a closed pipe or an ASCII terminal."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any, TextIO
+
+from tqdm import tqdm
+
+LINE_INTERVAL = 30.0  # seconds between the lines of a log; what ends sooner leaves none
+_LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s, {elapsed}, {remaining} left, {rate_fmt}{postfix}"
+
+
+class _Lines:
+    """Standard error without carriage returns: every state of a bar is a line."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            sys.stderr.write(line + "\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def progress_bar(items: Iterable[Any] | None = None, *, show: bool, **keywords: Any) -> tqdm:
+    """``tqdm(items, **keywords)`` on standard error, nothing unless ``show``."""
+    if not show or (sys.stderr is not None and sys.stderr.isatty()):
+        return tqdm(items, disable=not show, **keywords)
+    rarely = {"mininterval": LINE_INTERVAL, "delay": LINE_INTERVAL, "miniters": 1, "bar_format": _LINE}
+    return tqdm(items, disable=sys.stderr is None, file=_Lines(), **rarely, **keywords)
 
 
 class ForgivingStream:
