@@ -227,7 +227,7 @@ def _size(model: torch.nn.Module) -> dict[str, Any]:
     geometries = Counter(config.layer_geometry(layer) for layer in range(config.num_hidden_layers))
     usual = geometries.most_common(1)[0][0]
     others = f" (+{len(geometries) - 1} more)" if len(geometries) > 1 else ""
-    rope = " from it" if usual.rope_from_latent else ""
+    rope = "" if usual.has_rope_cache else " from it"
     text = f"G={usual.num_rope_heads} d_c={usual.kv_lora_rank} d_r={usual.qk_rope_head_dim}{rope}{others}"
     return row | {"geometry": text}
 

@@ -72,9 +72,14 @@ class MLAGeometry:
             raise ValueError(f"num_rope_heads is {self.num_rope_heads}; expected 1 with rope_from_latent")
 
     @property
+    def has_rope_cache(self) -> bool:
+        """Rotary keys are cached, beside the latent; False where they are computed from it."""
+        return not self.rope_from_latent
+
+    @property
     def rope_width(self) -> int:
-        """Rotary numbers cached per token: G * d_r, or none with ``rope_from_latent``."""
-        return 0 if self.rope_from_latent else self.num_rope_heads * self.qk_rope_head_dim
+        """Rotary elements cached per token: G * d_r; 0 without a rotary cache."""
+        return self.num_rope_heads * self.qk_rope_head_dim if self.has_rope_cache else 0
 
     @property
     def cache_numel_per_token(self) -> int:

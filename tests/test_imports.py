@@ -67,3 +67,9 @@ def test_no_module_imports_one_of_its_room_that_imports_it(room):
     # RoPE rules take a Recipe, which imports them when it validates itself: a circle of deferred imports.
     graph = {name: imported(path, deferred=room != "conversion") & set(names) for name, path in names.items()}
     list(TopologicalSorter(graph).static_order())
+
+
+def test_few_files_know_how_a_layout_without_rotary_cache_is_written():
+    """Others ask ``has_rope_cache`` of the geometry or config."""
+    mentioned = [path for path in ROOT.rglob("*.py") if "rope_from_latent" in path.read_text(encoding="utf-8")]
+    assert len(mentioned) <= 10, mentioned

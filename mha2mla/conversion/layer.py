@@ -38,7 +38,7 @@ def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) ->
     """
     return (
         spec.q_bias,
-        spec.k_bias and (spec.qk_norm or not geometry.rope_from_latent),
+        spec.k_bias and (spec.qk_norm or geometry.has_rope_cache),
         spec.o_bias or spec.v_bias or (recipe.latent.centered and not is_exact(geometry)),
     )
 
@@ -114,12 +114,12 @@ def prepare_layer(
     basis = rotary_basis(spec, geometry, recipe, statistics, weights)
     basis = RotaryBasis(**{name: value.to(weights.q_weight.device) for name, value in vars(basis).items()})
     sample = None if statistics is None else statistics.sample
-    windows, from_latent = None, geometry.rope_from_latent
+    windows, has_rope_cache = None, geometry.has_rope_cache
     if recipe.refits_queries(geometry) and sample is not None:
-        windows = score_windows(spec, weights, sample, None if from_latent else basis)
-        if not from_latent:  # there it changed nothing: what the latent loses is more
+        windows = score_windows(spec, weights, sample, basis if has_rope_cache else None)
+        if has_rope_cache:  # without one this changed nothing: what the latent loses is more
             basis = _refitted(spec, windows, basis, KeyMaps(un_rotated_keys(spec, weights, basis)))
-    problem = latent_problem(spec, weights, basis, statistics, rope_from_latent=from_latent)
+    problem = latent_problem(spec, weights, basis, statistics, has_rope_cache=has_rope_cache)
     return PreparedLayer(weights, basis, problem, sample, windows)
 
 
@@ -184,19 +184,19 @@ def latent_problem(
     basis: RotaryBasis,
     statistics: LayerStatistics | None,
     *,
-    rope_from_latent: bool = False,
+    has_rope_cache: bool = True,
 ) -> LatentProblem:
-    """What the latent of this layer must hold, once the rotary part is chosen: that too with ``rope_from_latent``."""
+    """What the latent of this layer must hold, once the rotary part is chosen: that too without ``has_rope_cache``."""
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     key = un_rotated_keys(spec, weights, basis)
     value = weights.v_weight.view(kv_heads, d, -1)
     if spec.qk_norm:  # u = [normed keys | hidden state]
         value = torch.cat([value.new_zeros(kv_heads, d, kv_heads * d), value], -1)
-    rotary, rotary_bias = rotary_keys(spec, weights, basis) if rope_from_latent else (None, None)
+    rotary, rotary_bias = (None, None) if has_rope_cache else rotary_keys(spec, weights, basis)
     nope = basis.query_nope.shape[1]
-    if rope_from_latent and statistics is not None and statistics.distances is not None:
+    if not has_rope_cache and statistics is not None and statistics.distances is not None:
         metric = joint_key_metric(spec, basis, statistics.query_second_moment.to(key.device), statistics.distances)
-    elif rope_from_latent:
+    elif not has_rope_cache:
         metric = torch.eye(kv_heads * nope + len(rotary), dtype=key.dtype, device=key.device)
     elif statistics is None:
         metric = torch.eye(nope, dtype=key.dtype, device=key.device).expand(kv_heads, nope, nope)
@@ -254,7 +254,7 @@ def assemble(
     q_bias, kv_bias, o_bias = converted_biases(spec, geometry, recipe)
     query_map = torch.cat([basis.query_nope, basis.query_rope], 1)  # [H, d_n + d_r, d]
     # [G d_r, h_kv d]: what is cached of them
-    key_rope = basis.key_rope[:, : 0 if geometry.rope_from_latent else None].flatten(0, 1)
+    key_rope = basis.key_rope[:, : None if geometry.has_rope_cache else 0].flatten(0, 1)
     tensors: dict[str, torch.Tensor] = {}
     if spec.qk_norm:
         width = kv_heads * d
@@ -275,7 +275,7 @@ def assemble(
         if kv_bias:  # the latent has no bias: what it would add to a score is the same for every token
             latent = weights.k_bias.new_zeros(geometry.kv_lora_rank)
             tensors["kv_a_proj.bias"] = torch.cat([latent, key_rope @ weights.k_bias])
-    if geometry.rope_from_latent:
+    if not geometry.has_rope_cache:
         tensors["k_rope_proj.weight"], tensors["k_rope_proj.bias"] = factors.rope_decoder, factors.rope_offset
     copies = geometry.num_up_projection_heads // kv_heads
     if geometry.qk_nope_head_dim:

@@ -92,7 +92,7 @@ class Recipe:
                 f"rope.selection is {self.rope.selection!r} in the {self.target.layout} layout; expected one of"
                 f" {', '.join(map(repr, selections(self.target.layout)))}, or another layout"
             )
-        if self.rope.share is not None and LAYOUTS[self.target.layout].rope_from_latent:
+        if self.rope.share is not None and not LAYOUTS[self.target.layout].has_rope_cache:
             raise ValueError(
                 f"rope.share is {self.rope.share!r} in the {self.target.layout} layout; expected none, since it caches"
                 " nothing rotary, or layout: shared (or per-group) beside it"
@@ -179,14 +179,13 @@ class Recipe:
         return {
             "phases": geometry.qk_nope_head_dim > 0 and (self.rope.rule.reads_phases or self.fit.queries),
             "attended": lossy and (self.latent.centered or reads),
-            "distances": lossy and geometry.rope_from_latent and reads,
+            "distances": lossy and not geometry.has_rope_cache and reads,
         }
 
     def refits_queries(self, geometry: MLAGeometry) -> bool:
-        """Whether some of a query's keys are not the source's own, and queries are fitted to them."""
-        return (
-            self.fit.queries and not is_exact(geometry) and (geometry.qk_nope_head_dim > 0 or geometry.rope_from_latent)
-        )
+        """Whether queries are fitted to keys that are not all the source's own."""
+        lossy_keys = geometry.qk_nope_head_dim > 0 or not geometry.has_rope_cache
+        return self.fit.queries and lossy_keys and not is_exact(geometry)
 
     def needs_sample(self, geometry: MLAGeometry) -> bool:
         """Whether inputs themselves must be kept, besides their moments."""

@@ -39,12 +39,12 @@ class Layout:
         rope_share: of a budget that is rotary, where nobody says otherwise: the best of those tried.
         per_group: one rotary key per kv head (G = h_kv; MHA gives G = H), every head the same number of pairs; else one
             for all heads (G = 1), and un-rotated queries keep all their dims.
-        rope_from_latent: nothing rotary is cached: its one key is computed from the latent, which is all of a budget.
+        has_rope_cache: rotary keys are cached; else the one key is computed from the latent, which is all of a budget.
     """
 
     rope_share: float
     per_group: bool = False
-    rope_from_latent: bool = False
+    has_rope_cache: bool = True
 
     def rope_heads(self, spec: SourceSpec) -> int:
         """G."""
@@ -72,14 +72,14 @@ LAYOUTS: Mapping[LayoutName, Layout] = MappingProxyType(
     {
         "per-group": Layout(rope_share=0.25, per_group=True),
         "shared": Layout(rope_share=0.21),
-        "latent": Layout(rope_share=0.0, rope_from_latent=True),
+        "latent": Layout(rope_share=0.0, has_rope_cache=False),
     }
 )
 
 
 def fast_rank(geometry: MLAGeometry) -> int:
     """d_c up to which a layer with these rotary keys is decoded by a fast kernel."""
-    is_wide = geometry.rope_from_latent and geometry.qk_rope_head_dim > NARROW_ROTARY
+    is_wide = not geometry.has_rope_cache and geometry.qk_rope_head_dim > NARROW_ROTARY
     return WIDEST_LATENT_OF_WIDE_ROTARY if is_wide else WIDEST_LATENT
 
 
@@ -149,7 +149,7 @@ class Target(Stage):
                 f"qk_rope_head_dim is {rope}; expected at most {all_pairs}, all the pairs that {kv_heads} kv heads"
                 f" of width {head_dim} have in the {self.layout} layout"
             )
-        full = 2 * key_width - (0 if layout.rope_from_latent else rope * groups)
+        full = 2 * key_width - (rope * groups if layout.has_rope_cache else 0)
         if rank > full:
             raise ValueError(
                 f"kv_lora_rank is {rank}; expected at most {full}, which with {2 * key_width - full} rotary numbers is"
@@ -164,7 +164,7 @@ class Target(Stage):
             v_head_dim=head_dim,
             num_key_value_heads=kv_heads,
             num_up_projection_heads=spec.num_attention_heads if per_query_head else kv_heads,
-            rope_from_latent=layout.rope_from_latent,
+            rope_from_latent=not layout.has_rope_cache,
         )
 
     def _widths(self, key_width: int, head_dim: int, groups: int, rope_share: float | None) -> tuple[int, int]:
@@ -173,9 +173,9 @@ class Target(Stage):
             return self.qk_rope_head_dim, self.kv_lora_rank
         all_pairs, layout = key_width // groups, LAYOUTS[self.layout]
         if self.cache_ratio == 1.0:
-            return all_pairs, 2 * key_width if layout.rope_from_latent else key_width
+            return all_pairs, key_width if layout.has_rope_cache else 2 * key_width
         budget = math.floor(self.cache_ratio * 2 * key_width + 1e-9)
-        if layout.rope_from_latent:
+        if not layout.has_rope_cache:
             rank = self._rank(budget, 0, "nothing rotary")
             return layout.free_width(key_width, head_dim, rank), rank
         if rope_share is None:

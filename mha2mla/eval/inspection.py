@@ -232,7 +232,7 @@ def _geometries(config: MHA2MLAConfig, dtype: torch.dtype) -> list[dict[str, Any
             {
                 "layers": str(index),
                 **geometry.to_dict(),
-                "rotary_keys": "from the latent" if geometry.rope_from_latent else "cached",
+                "rotary_keys": "cached" if geometry.has_rope_cache else "from the latent",
                 "bytes_per_token_and_layer": geometry.cache_bytes_per_token(dtype.itemsize),
                 "decode_on_cuda": str(serving[index]),
                 "no_kernel_because": serving[index].why or None,

@@ -76,9 +76,9 @@ class LatentBasis:
 class LatentTap(Cache):
     """A cache of one forward pass, through which every layer's latent goes as ``seen`` hands it on."""
 
-    def __init__(self, num_layers: int, rope_from_latent: bool) -> None:
+    def __init__(self, num_layers: int, has_rope_cache: bool) -> None:
         super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
-        self._rope_from_latent = rope_from_latent
+        self._has_rope_cache = has_rope_cache
 
     def seen(self, latent: Tensor, layer_idx: int) -> Tensor:
         """Latents [B, S, d_c] of new tokens -> what attention reads of them."""
@@ -86,7 +86,7 @@ class LatentTap(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """As every cache; keys and values are halves of the latent, or the latent and rotary keys."""
-        if self._rope_from_latent:
+        if not self._has_rope_cache:
             halves = torch.cat((key_states, value_states), -1)[:, 0]
             halves = self.seen(halves, layer_idx)[:, None]
             key_states, value_states = halves.split((key_states.shape[-1], value_states.shape[-1]), -1)
@@ -98,8 +98,8 @@ class LatentTap(Cache):
 class _GradientTap(LatentTap):
     """Keeps latents, and a zero added to each whose gradient is the latent's."""
 
-    def __init__(self, num_layers: int, rope_from_latent: bool) -> None:
-        super().__init__(num_layers, rope_from_latent)
+    def __init__(self, num_layers: int, has_rope_cache: bool) -> None:
+        super().__init__(num_layers, has_rope_cache)
         self.latents: list[Tensor] = []
         self.zeros: list[Tensor] = []
 
@@ -131,7 +131,7 @@ def latent_statistics(model: nn.Module, windows: Tensor, seed: int = 0) -> list[
     latents: list[list[Tensor]] = [[] for _ in range(layers)]
     gradients: list[list[Tensor]] = [[] for _ in range(layers)]
     for ids in windows.to(model.device).split(1):
-        tap = _GradientTap(layers, config.rope_from_latent)
+        tap = _GradientTap(layers, config.has_rope_cache)
         with torch.enable_grad():
             logits = model(input_ids=ids, past_key_values=tap, use_cache=True).logits[0].float()
             with torch.no_grad():

@@ -161,7 +161,7 @@ def attention_latency(
             random = partial(AttentionInputs.random, geometry, batch, seqlen, scale, dtype, device, seed)
             for name, found in _source_rows(random, baselines, check, min_run_time).items():
                 rows.append(shape | {"implementation": name} | found)
-            made = LatentProblem if geometry.rope_from_latent else Problem
+            made = Problem if geometry.has_rope_cache else LatentProblem
             problem = made(
                 geometry.num_attention_heads, geometry.num_rope_heads, geometry.kv_lora_rank,
                 geometry.qk_rope_head_dim, (seqlen,) * batch, page_size=page_size, slack=0, seed=seed,

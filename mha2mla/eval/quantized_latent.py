@@ -115,7 +115,7 @@ class CodedLatents(LatentTap):
 
     def __init__(self, quantized: QuantizedLatent) -> None:
         config = quantized.model.config
-        super().__init__(config.num_hidden_layers, config.rope_from_latent)
+        super().__init__(config.num_hidden_layers, config.has_rope_cache)
         self._quantized = quantized
 
     def seen(self, latent: Tensor, layer_idx: int) -> Tensor:

@@ -35,8 +35,8 @@ _NO_TRAINING = (
 class MLAAttention(nn.Module):
     """MLA (DeepSeek-V2, arXiv 2405.04434, section 2.1) with G rotary keys per token and a table of frequencies.
 
-    With ``config.rope_from_latent`` the latent c is all that is cached, and the one rotary key is computed from it when
-    it is read: ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``, m the factor of ``config.layer_rope_scaling``. Cached rows then
+    Without ``config.has_rope_cache`` only the latent c is cached, and the one rotary key is computed from it when it is
+    read: ``k_pe[t] = m R(t) (W_KR c[t] + b_KR)``, m the factor of ``config.layer_rope_scaling``. Cached rows then
     carry no position, and t is a token's place in its cache row; without a cache, its ``position_ids``.
 
     With H query heads, h_up heads that the latent expands to, and the widths of :class:`mha2mla.geometry.MLAGeometry`::
@@ -59,7 +59,7 @@ class MLAAttention(nn.Module):
       ``k_proj.weight`` [h_kv * d_h, hidden], ``k_norm``, ``k_a_proj.weight`` [d_c + G * d_r, h_kv * d_h], and
       ``v_a_proj.weight`` [d_c, hidden]: the latent encodes normed keys, so that decoding it stays linear;
     * ``k_b_proj`` [h_up, d_n, d_c] W_UK (absent if d_n is 0), ``v_b_proj`` [h_up, d_v, d_c] W_UV, ``o_proj``;
-    * with ``config.rope_from_latent`` encoders end at the latent (``kv_a_proj``, ``k_a_proj`` [d_c, …], biases too),
+    * without ``config.has_rope_cache`` encoders end at the latent (``kv_a_proj``, ``k_a_proj`` [d_c, …], biases too),
       and ``k_rope_proj.weight`` [d_r, d_c] is W_KR, ``k_rope_proj.bias`` [d_r] b_KR;
     * ``inv_freq`` [G, d_r / 2] float32, a buffer that stays float32 whatever the module is cast to.
     """
@@ -90,7 +90,7 @@ class MLAAttention(nn.Module):
         else:
             self.q_proj = nn.Linear(hidden, heads * query_dim, bias=config.attention_q_bias)
             self.kv_a_proj = nn.Linear(hidden, cached_dim, bias=config.attention_kv_bias)
-        if geometry.rope_from_latent:
+        if not geometry.has_rope_cache:
             self.k_rope_proj = nn.Linear(geometry.kv_lora_rank, geometry.qk_rope_head_dim)
         if geometry.qk_nope_head_dim:
             self.k_b_proj = nn.Parameter(torch.empty(up_heads, geometry.qk_nope_head_dim, geometry.kv_lora_rank))
@@ -168,7 +168,7 @@ class MLAAttention(nn.Module):
             position_embeddings: the source architecture's; ignored, every layer has its own frequencies.
             attention_mask: 4-D mask of the expanded form; the absorbed form does not look at it.
             past_key_values: a :class:`~mha2mla.modeling.LatentCache`, or any transformers cache for the expanded form.
-            position_ids: [B or 1, S]; with ``config.rope_from_latent`` and a cache, places in it
+            position_ids: [B or 1, S]; without ``config.has_rope_cache`` and with a cache, places in it
                 (``positions.places``).
             mla_step: what the model's forward pass decided for a LatentCache, whose tokens it counts afterwards, or for
                 a ragged batch, whose N tokens come as [1, N, hidden]; without it the layer runs the expanded form,
@@ -246,7 +246,7 @@ class MLAAttention(nn.Module):
             "k_up": self._own("k_b_proj") if self.geometry.qk_nope_head_dim else None,
             "v_up": self._own("v_b_proj"),
         }
-        if self.geometry.rope_from_latent:
+        if not self.geometry.has_rope_cache:
             tensors["rope_weight"], tensors["rope_bias"] = affine_map(self.k_rope_proj, latent)
         device, layer = hidden_states.device.type, step.layers[self.layer_idx]
         no_autocast = nullcontext()
@@ -280,13 +280,13 @@ class MLAAttention(nn.Module):
         latent, k_pe = encoded.split((whole.kv_lora_rank, whole.rope_width), dim=-1)
         if self.config.qk_norm:
             latent = latent + value
-        if whole.rope_from_latent:
+        if not whole.has_rope_cache:
             return *queries, latent, None
         k_pe = k_pe.unflatten(-1, (whole.num_rope_heads, -1))
         return *queries, latent, k_pe if self.shard is None else k_pe[..., self.shard.rope_heads, :]
 
     def _rotary_keys(self, latent: Tensor, positions: Tensor) -> Tensor:
-        """k_pe [B, T, 1, d_r] of c [B, T, d_c] at ``positions`` [B or 1, T], with ``config.rope_from_latent``."""
+        """k_pe [B, T, 1, d_r] of c [B, T, d_c] at ``positions`` [B or 1, T], without ``config.has_rope_cache``."""
         scaling = self.config.layer_rope_scaling(self.layer_idx)
         if (own := own_map(self.k_rope_proj)) is None:
             return rotate_keys(self.k_rope_proj(latent), self.inv_freq[0], scaling, positions)[:, :, None]

@@ -95,7 +95,7 @@ def in_bytes(tensor: Tensor) -> Tensor:
 
 def latent_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch.bfloat16) -> CacheLayout:
     """``latent_cache`` [.., d_c] and ``rope_cache`` [.., G, d_r], as ``mla_decode`` takes them; the first alone with
-    ``rope_from_latent``."""
+    ``has_rope_cache`` False."""
     latent = CacheTensor("latent_cache", (geometry.kv_lora_rank,), dtype)
     return CacheLayout("mla", (latent, *_rope(geometry, dtype)), page_size)
 
@@ -112,7 +112,7 @@ def fp8_layout(geometry: MLAGeometry, page_size: int, dtype: torch.dtype = torch
 
 
 def _rope(geometry: MLAGeometry, dtype: torch.dtype) -> tuple[CacheTensor, ...]:
-    if geometry.rope_from_latent:
+    if not geometry.has_rope_cache:
         return ()
     return (CacheTensor("rope_cache", (geometry.num_rope_heads, geometry.qk_rope_head_dim), dtype),)
 

@@ -202,6 +202,11 @@ class MHA2MLAConfig(PreTrainedConfig):
         ]
         return widths[0] if len(set(widths)) == 1 else widths
 
+    @property
+    def has_rope_cache(self) -> bool:
+        """Rotary keys are cached, beside the latent; False where they are computed from it."""
+        return not self.rope_from_latent
+
     def layer_geometry(self, layer_idx: int) -> MLAGeometry:
         """Shape of layer ``layer_idx``."""
         values = {name: getattr(self, name) for name in PER_LAYER}

@@ -164,7 +164,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
                 source's model takes. The expanded form obeys every mask; the absorbed form all whose visible tokens lie
                 side by side in every sequence, see ``visibility.py``.
             position_ids: [B or 1, S]; default: count on from the cache. Over a cache of a model with
-                ``config.rope_from_latent`` they must count on from each row's first visible token, one by one.
+                ``config.has_rope_cache`` False they must count on from each row's first visible token, one by one.
             past_key_values: tokens before these; with ``use_cache`` and None a dynamic :class:`LatentCache` is made.
                 What this call raises leaves a LatentCache with the tokens that it had.
             inputs_embeds: [B, S, hidden] instead of ``input_ids``.
@@ -256,7 +256,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
         latent = cache if isinstance(cache, LatentCache) else None
         if is_padding_mask(attention_mask) and (cache is None or latent is not None):
             attention_mask = check_mask(attention_mask, batch, query_length, latent)
-        if self.config.rope_from_latent and cache is not None:
+        if not self.config.has_rope_cache and cache is not None:
             position_ids = places(cache, position_ids, attention_mask, query_length, tokens.device)
         elif latent is not None and position_ids is None:
             position_ids = latent.next_positions(query_length, tokens.device)

@@ -1,4 +1,4 @@
-"""Where the rotary positions of tokens come from if a cache holds none: ``config.rope_from_latent``.
+"""Rotary positions of tokens where the cache holds none (``config.has_rope_cache`` is False).
 
 A row of such a cache is turned, when it is read, by its place in the sequence's cache; so are queries. Scores depend on
 distances alone, so that is right for every numbering of tokens that counts on one by one, padding included or not, and
@@ -19,7 +19,7 @@ from mha2mla.modeling.visibility import first_shown, host_may_look, is_padding_m
 
 REFUSED_POSITIONS = (
     "position_ids do not count on from each row's first visible token; a cache that keeps no rotary keys "
-    "(config.rope_from_latent) expects them one by one without gaps: the place in the cache, padding counted or not "
+    "(has_rope_cache is False) expects them one by one without gaps: the place in the cache, padding counted or not "
     "(a batch that is padded on the right: set tokenizer.padding_side = 'left')"
 )
 

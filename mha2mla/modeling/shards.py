@@ -69,7 +69,7 @@ class HeadShard:
             tensor: as it is in the checkpoint.
         """
         geometry = self.whole
-        if name in _ENCODERS and not geometry.rope_from_latent:
+        if name in _ENCODERS and geometry.has_rope_cache:
             latent, rope = tensor.split((geometry.kv_lora_rank, geometry.rope_width))
             mine = rope.unflatten(0, (geometry.num_rope_heads, -1))[self.rope_heads].flatten(0, 1)
             return torch.cat((latent, mine))

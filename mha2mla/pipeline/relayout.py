@@ -42,7 +42,7 @@ def change_layout(arguments: Arguments, folder: Path, started: float) -> Convers
     device = compute_device(arguments.device)
     check_destination(arguments.destination, folder, overwrite=arguments.overwrite)
     opened = open_converted(folder)
-    if opened.config.rope_from_latent:
+    if not opened.config.has_rope_cache:
         raise UnsupportedSourceError(f"source {str(folder)!r} is in the layout 'latent' already; nothing is to be done")
     model = opened.model(device, arguments.compute_dtype)
     before, config = opened.config, latent_config(opened.config)

@@ -48,7 +48,7 @@ def refusals(config: MHA2MLAConfig) -> list[str]:
     scalings = {config.layer_rope_scaling(index) for index in range(config.num_hidden_layers)}
     checks = {
         "the layout is 'latent': they rotate a key that is cached, and compute none from the latent": (
-            config.rope_from_latent
+            not config.has_rope_cache
         ),
         f"num_rope_heads is {sorted({g.num_rope_heads for g in geometries})}: they have one rotary key for all heads": (
             any(g.num_rope_heads != 1 for g in geometries)

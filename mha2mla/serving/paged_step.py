@@ -34,7 +34,7 @@ def cache_views(rows: Tensor, geometry: MLAGeometry) -> dict[str, Tensor]:
     if rows.shape[-1] != (width := geometry.cache_numel_per_token):
         raise ValueError(f"rows.shape is {tuple(rows.shape)}; expected rows of {width} for {geometry}")
     latent = rows[..., : geometry.kv_lora_rank]
-    if geometry.rope_from_latent:
+    if not geometry.has_rope_cache:
         return {"latent_cache": latent}
     rope = rows[..., geometry.kv_lora_rank :].unflatten(-1, (geometry.num_rope_heads, geometry.qk_rope_head_dim))
     return {"latent_cache": latent, "rope_cache": rope}

@@ -175,12 +175,12 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
             "q_nope": q_nope,
             "q_pe": q_pe,
             "latent": key,
-            "k_pe": None if geometry.rope_from_latent else value,
+            "k_pe": value if geometry.has_rope_cache else None,
             "k_up": layer.k_b_proj if geometry.qk_nope_head_dim else None,
             "v_up": layer.v_b_proj,
             "inv_freq": layer.inv_freq,
         }
-        if geometry.rope_from_latent:
+        if not geometry.has_rope_cache:
             tensors["rope_weight"], tensors["rope_bias"] = layer.k_rope_proj.weight, layer.k_rope_proj.bias
         return tensors
 
@@ -241,7 +241,7 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         else:
             self.q_proj = _columns(hidden, heads * query_dim, config.attention_q_bias, f"{prefix}.q_proj")
             self.kv_a_proj = _replicated(hidden, cached, config.attention_kv_bias, f"{prefix}.kv_a_proj")
-        if geometry.rope_from_latent:
+        if not geometry.has_rope_cache:
             self.k_rope_proj = _replicated(
                 geometry.kv_lora_rank, geometry.qk_rope_head_dim, True, f"{prefix}.k_rope_proj"
             )
@@ -273,7 +273,7 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         latent, k_pe = encoded.split((geometry.kv_lora_rank, geometry.rope_width), dim=-1)
         if self.qk_norm:
             latent = latent + self.v_a_proj(hidden_states)[0]
-        value = latent if geometry.rope_from_latent else k_pe.unflatten(-1, (geometry.num_rope_heads, -1))
+        value = k_pe.unflatten(-1, (geometry.num_rope_heads, -1)) if geometry.has_rope_cache else latent
         output = query.new_empty(query.shape[0], self.num_heads, geometry.v_head_dim)
         torch.ops.vllm.unified_attention_with_output(query, latent, value, output, _encode_layer_name(self.layer_name))
         return self.o_proj(output.flatten(1))[0]

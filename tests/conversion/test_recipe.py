@@ -198,7 +198,7 @@ def test_rotary_keys_of_the_latent_are_as_wide_as_fast_kernels_go(kv_heads, head
     source = spec(**{**SMOLLM2, "num_attention_heads": 32, "num_key_value_heads": kv_heads, "head_dim": head_dim})
     for ratio, rope in ((0.5, half), (0.25, quarter)):
         geometry = MinimalRecipe(layout="latent", cache_ratio=ratio).geometry(source)
-        assert (geometry.qk_rope_head_dim, geometry.qk_nope_head_dim) == (rope, nope) and geometry.rope_from_latent
+        assert (geometry.qk_rope_head_dim, geometry.qk_nope_head_dim) == (rope, nope) and not geometry.has_rope_cache
         assert geometry.cache_numel_per_token == geometry.kv_lora_rank == ratio * 2 * kv_heads * head_dim
 
 

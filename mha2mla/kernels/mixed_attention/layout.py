@@ -96,7 +96,7 @@ def absorbs_up_to(geometry: MLAGeometry) -> int:
     absorbed = heads * (2 * latent + rope)
     expanded = heads * (geometry.qk_nope_head_dim + rope + geometry.v_head_dim)
     expansion = geometry.num_up_projection_heads * latent * (geometry.qk_nope_head_dim + geometry.v_head_dim)
-    if geometry.rope_from_latent:
+    if not geometry.has_rope_cache:
         absorbed += latent * rope // MAX_DECODE_QUERY_LENGTH
         expansion += latent * rope
     if absorbed <= expanded:

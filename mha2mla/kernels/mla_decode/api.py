@@ -85,8 +85,8 @@ LATENT_FP8 = PagedOp(
 )
 
 
-def _op(latent_dtype: torch.dtype | None, rope_from_latent: bool) -> PagedOp:
-    if rope_from_latent:
+def _op(latent_dtype: torch.dtype | None, has_rope_cache: bool) -> PagedOp:
+    if not has_rope_cache:
         return LATENT_FP8 if latent_dtype == CODES else LATENT
     return FP8 if latent_dtype == CODES else MLA
 
@@ -172,7 +172,7 @@ def _chosen(
 ) -> tuple[PagedOp, tuple[Tensor | None, ...], tuple[float, ...]]:
     """The op that serves arguments of :func:`mla_decode`, its tensors and its numbers."""
     latent, codes = ((latent_cache,), None) if latent_scale is None else ((latent_cache, latent_scale), CODES)
-    op = _op(codes, rope is not None)
+    op = _op(codes, rope is None)
     if rope is None:
         if rope_cache is None:
             raise argument_error("rope_cache", None, "a tensor, or rope in its place")
@@ -252,7 +252,7 @@ def explain_mla_decode(
         seqlen_q: new tokens per sequence.
         latent_dtype: float8_e4m3fn where the latent cache has scales; None: as ``dtype``.
     """
-    op = _op(latent_dtype, geometry.rope_from_latent)
+    op = _op(latent_dtype, geometry.has_rope_cache)
     return op.explain(DecodeShape.of(geometry, page_size, dtype_name(dtype), seqlen_q), device)
 
 
@@ -300,7 +300,7 @@ def plan_mla_decode(
         )
     sizes = dict(zip(MLA.out.names, q_latent.shape, strict=True))
     sizes |= {"page": rope_cache.shape[1], "G": rope_cache.shape[2], "d_r": qk_rope_head_dim}
-    return _op(latent_dtype, rope_cache.dim() == 3).plan(
+    return _op(latent_dtype, rope_cache.dim() != 3).plan(
         sizes, q_latent, block_table, cache_seqlens, cache_starts, causal, window, sinks, backend,
         num_splits,
     )  # fmt: skip

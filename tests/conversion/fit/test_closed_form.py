@@ -55,7 +55,7 @@ def maps_of(layer: Layer, layout: str):
             closed_form.KeyMaps(keys),
             closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis),
         )
-    problem = latent_problem(layer.spec, layer.weights, basis, layer.statistics, rope_from_latent=True)
+    problem = latent_problem(layer.spec, layer.weights, basis, layer.statistics, has_rope_cache=False)
     factors = factorise(LOW_RANKS["whitened-joint"], problem, rank, centered=True)
     maps = closed_form.KeyMaps(
         factors.key_decoder @ factors.encoder,
