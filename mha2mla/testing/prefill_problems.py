@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_varlen.reference import attention_varlen_reference
-from mha2mla.kernels.attention_varlen.tiling import VarlenShape
 from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
+
+if TYPE_CHECKING:  # TileLang
+    from mha2mla.kernels.attention_varlen.tiled import VarlenShape
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class PrefillProblem:
 
     def shape(self, dtype: str = "bfloat16") -> VarlenShape:
         """Shape to compile for."""
+        from mha2mla.kernels.attention_varlen.tiled import VarlenShape
+
         return VarlenShape(
             self.heads, self.widths, self.key_heads, self.value_heads or self.key_heads[0], self.v_head_dim,
             self.causal, dtype, self.window is not None,

@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 from benchmarks import decode, latent_decode, runner, sanitize
 from benchmarks.peers import checked
 from benchmarks.shapes import SpeedCase, Target, decode_case, decode_cases, fp8_cases, gqa_cases, prefill_cases
-from mha2mla.kernels.attention_varlen.tiling import hopper_tiling
+from mha2mla.kernels.attention_varlen.warp_specialised import hopper_tiling
 from mha2mla.kernels.mla_decode.api import FP8
 from mha2mla.kernels.split_kv.op import compiled_shape
 from mha2mla.testing.problems import LatentProblem, Problem

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.attention_varlen.tiling import MAX_WIDTH
 from mha2mla.kernels.devices import capability, check_backend, dtype_name, register
 from mha2mla.kernels.layouts import Argument, accumulator, argument_error, check_aligned, check_scale, check_tensors
 from mha2mla.kernels.split_kv.plan import check_window
 
+MAX_WIDTH = 256  # of d_qk in all, and of d_v
 _COMPILED_DTYPES = (torch.bfloat16, torch.float16)
 _TENSORS = {
     argument.name: argument
@@ -46,27 +46,27 @@ def attention_varlen(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention (FlashAttention, arXiv 2205.14135) of sequences that lie one behind the other, without padding.
+    """Softmax attention (FlashAttention, arXiv 2205.14135) of concatenated sequences, without padding.
 
     Args:
         q: [T_q, H, d_qk] of all sequences; like ``k`` and ``v`` with contiguous rows and otherwise any strides that are
             multiples of 16 bytes, as is where they begin (kernels only).
         k: [T_k, h_kv, d_qk]; query head h sees head h // (H / h_kv).
         v: [T_k, h_v, d_v]; h_v is usually h_kv.
-        cu_seqlens_q: [B+1] int32, where each sequence's queries begin, and where the last one's end; not read on the
-            host. Rows behind the last sequence (the padding of a CUDA graph) are not written.
+        cu_seqlens_q: [B+1] int32, first query of each sequence, then the end of the last one; not read on the host.
+            Rows behind the last sequence (the padding of a CUDA graph) are not written.
         cu_seqlens_k: [B+1] int32, the same for its keys and values.
         max_seqlen_q: queries of the longest sequence, or more. A host number: it bounds the grid.
         softmax_scale: on the scores; positive.
         causal: a query sees no later key. Aligned at the end: a sequence's last query sees all its keys, whether there
             are more keys than queries (a cache) or fewer.
-        window: a query sees only the last ``window`` keys up to its own place; None: all. With ``causal`` only. Keys
-            that no query of a tile sees are not read, so that time follows the keys that are seen.
+        window: a query sees only the last ``window`` keys up to its own position; None: all. With ``causal`` only.
+            Keys that no query of a tile sees are not read.
         sinks: the first ``sinks`` keys of a sequence stay visible (attention sinks, arXiv 2309.17453).
-        out: [T_q, H, d_v], contiguous; where to write the result.
+        out: [T_q, H, d_v], contiguous; written.
         return_lse: return the log-sum-exps too.
         backend: "tilelang" (bfloat16 and float16 on CUDA from sm_80 on, widths of multiples of 8 up to 256),
-            "reference", or None for whichever serves the tensors.
+            "reference", or None: TileLang where it serves the tensors.
 
     Returns:
         ``out`` [T_q, H, d_v]; with ``return_lse`` also ``lse`` [H, T_q] float32 (float64 for float64 inputs), natural
@@ -99,11 +99,11 @@ def mla_prefill_varlen(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same for MLA in its expanded form (DeepSeek-V2, arXiv 2405.04434, 2.1), whose keys come in two parts::
+    """:func:`attention_varlen` of MLA's expanded form (DeepSeek-V2, arXiv 2405.04434, 2.1): keys in two parts::
 
         score[h, t] = softmax_scale * (q_nope[h] . k_nope[t, h // (H / h_kv)] + q_pe[h] . k_pe[t, h // (H / G)])
 
-    The parts meet in the scores; nothing is concatenated or repeated in memory.
+    Nothing is concatenated or repeated in memory.
 
     Args:
         q_nope: [T_q, H, d_n]; d_n may be 0.
@@ -129,13 +129,13 @@ def mla_prefill_varlen(
 def explain_attention_varlen(
     widths: Sequence[int], v_head_dim: int, dtype: torch.dtype, device: torch.device | str
 ) -> str | None:
-    """Why TileLang does not serve calls on ``device``, or None.
+    """Reason that TileLang does not serve calls on ``device``, or None.
 
     Args:
-        widths: of the parts that queries and keys come in: (d_qk,), or d_n and d_r of MLA; a part of width 0 is none.
+        widths: of the parts of queries and keys: (d_qk,), or d_n and d_r of MLA; 0 is no part.
         v_head_dim: d_v.
         dtype: of all tensors.
-        device: a CUDA device that this machine lacks is taken to be a Hopper.
+        device: a CUDA device that this machine lacks counts as a Hopper.
     """
     device, widths = torch.device(device), [width for width in widths if width]
     if device.type != "cuda":
@@ -156,7 +156,7 @@ def _attend(
     max_seqlen_q: int, softmax_scale: float, causal: bool, window: int | None, sinks: int, out: Tensor | None,
     return_lse: bool, backend: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The checks and the call of both ops; ``queries`` and ``keys``: one or two parts, by their names."""
+    """Checks and call of both ops; ``queries`` and ``keys``: one or two parts by name."""
     named = queries | keys | {"v": v}
     tensors = named | {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     tensors |= {} if out is None else {"out": out}
@@ -197,7 +197,7 @@ def _runs_compiled(widths: Sequence[int], v: Tensor, backend: str | None) -> boo
 
 
 def _check_strides(name: str, x: Tensor) -> None:
-    """TMA's rules; a dimension of size one has no stride that matters."""
+    """TMA's rules; the stride of a dimension of size one does not matter."""
     if x.shape[2] > 1 and x.stride(2) != 1:
         raise ValueError(f"{name}.stride(2) is {x.stride(2)}; expected 1")
     for dim in (0, 1):
@@ -221,7 +221,7 @@ def _attention_varlen_out(
         )  # fmt: skip
         out.copy_(result)
         return lse
-    # Here and not beside the strides: what torch.compile traces has no addresses.
+    # Not beside the strides: tensors that torch.compile traces have no addresses.
     first = ("q", "k") if q_pe is None else ("q_nope", "k_nope")
     check_aligned(**{first[0]: q, "q_pe": q_pe, first[1]: k, "k_pe": k_pe, "v": v, "out": out})
     from mha2mla.kernels.attention_varlen.warp_specialised import launch_attention_varlen

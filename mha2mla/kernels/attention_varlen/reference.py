@@ -1,4 +1,4 @@
-"""The oracle of the varlen attention ops: plain torch, any device, float64-capable. Speed may not live here."""
+"""The oracle of the varlen attention ops: plain torch, any device, float64-capable."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def attention_varlen_reference(
     tokens_q, heads, _ = queries[0].shape
     tokens_k = v.shape[0]
     device = v.device
-    # Sequence, place in it and length, of every query and key; -1 behind the last sequence.
-    query_of, query_place, query_length = _places(cu_seqlens_q, tokens_q, device)
-    key_of, key_place, key_length = _places(cu_seqlens_k, tokens_k, device)
+    # Sequence (-1 behind the last one), position in it and length, of every query and key
+    query_of, query_position, query_length = _positions(cu_seqlens_q, tokens_q, device)
+    key_of, key_position, key_length = _positions(cu_seqlens_k, tokens_k, device)
     visible = (query_of[:, None] == key_of) & (query_of[:, None] >= 0)
     if causal:  # bottom-right aligned: the last query sees everything
-        behind = (query_place - query_length)[:, None] - (key_place - key_length)  # how far the key lies behind
+        behind = (query_position - query_length)[:, None] - (key_position - key_length)  # distance to the key
         visible = visible & (behind >= 0)
         if window is not None:
-            visible = visible & ((behind < window) | (key_place < sinks))
+            visible = visible & ((behind < window) | (key_position < sinks))
     used = visible.any(0)[:, None, None]
 
     def wide(x: Tensor) -> Tensor:  # of keys and values, for every query head
@@ -60,7 +60,7 @@ def attention_varlen_reference(
     return weighted_sum(weight, visible, wide(v)).to(v.dtype), lse
 
 
-def _places(bounds: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _positions(bounds: Tensor, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     token = torch.arange(tokens, device=device, dtype=bounds.dtype)
     if bounds.shape[0] < 2:
         return torch.full_like(token, -1), token, token

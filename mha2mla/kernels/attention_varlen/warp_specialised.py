@@ -6,14 +6,15 @@ cores. Tiles are walked from the last visible key to the first, so that only the
 causal triangle are started first.
 """
 
-from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import tilelang.language as T
 import torch
 from torch import Tensor
 
-from mha2mla.kernels.attention_varlen.rows import (
+from mha2mla.kernels.attention_varlen.tiled import (
     FIRST_KEY,
     FIRST_QUERY,
     FULL,
@@ -22,74 +23,104 @@ from mha2mla.kernels.attention_varlen.rows import (
     KEYS,
     QUERIES,
     TILES,
+    VarlenShape,
     VarlenTypes,
-    begin,
-    find_place,
-    find_weights,
-    finish,
+    alloc_softmax,
+    find_rows,
+    finish_softmax,
+    init_softmax,
     is_visible,
-    new_rows,
+    make_tiled,
+    portable_tiling,
+    update_softmax,
 )
-from mha2mla.kernels.attention_varlen.tiled import make_tiled
-from mha2mla.kernels.attention_varlen.tiling import VarlenShape, VarlenTiling, chunks, hopper_tiling, portable_tiling
 from mha2mla.kernels.devices import capability, dtype_name
 from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, SMALL_PASS_CONFIGS, WARPGROUP, Buffers, compile_for
 from mha2mla.kernels.split_kv.call import LOG2E
 
-TURN = 10  # and the next: whose turn it is at the score products
+ROWS = 64  # of one warpgroup: the M of wgmma
+STAGES = 2  # tiles of keys, and of values, in flight
+TURN = 10  # named barrier of warpgroup 0's turn at the score products; the next is warpgroup 1's
 REGISTERS = {1: 240, 2: 240, 3: 160}  # a thread, by computing warpgroups
 PRODUCER_REGISTERS = 24
+# (warpgroups, causal) -> most registers of accumulators at which ptxas was seen not to spill. A mask takes some as
+# well; with three warpgroups, which have 160 registers, so do the addresses of more than 128 columns of queries.
+ACCUMULATORS = {(2, False): 196, (2, True): 172, (3, False): 128, (3, True): 128}
 
 
-@dataclass(frozen=True)
-class Static:
-    shape: VarlenShape
-    tiling: VarlenTiling
-    pieces: list[tuple[int, int, int]]  # part, first column and columns of what queries and keys are cut into
-    outputs: list[tuple[int, int]]  # first column and columns of what values and the output are cut into
-    consumers: int  # threads that compute
-    turns: bool
-    extra_masked: int  # tiles after the first that only some rows see
+class VarlenTiling(NamedTuple):
+    """Computing warpgroups, of 64 query rows each, and keys of a tile."""
 
-    @property
-    def rows(self) -> int:
-        return self.tiling.block_rows
+    warpgroups: int
+    block_keys: int
 
     @property
-    def block(self) -> int:
-        return self.tiling.block_keys
-
-    @property
-    def stages(self) -> int:
-        return self.tiling.stages
+    def block_rows(self) -> int:
+        return self.warpgroups * ROWS
 
 
-def static_of(shape: VarlenShape, tiling: VarlenTiling) -> Static:
-    return Static(
-        shape,
-        tiling,
-        pieces=[(part, offset, columns) for part in shape.parts for offset, columns in chunks(shape.widths[part])],
-        outputs=chunks(shape.v_head_dim),
-        consumers=tiling.warpgroups * WARPGROUP,
-        turns=tiling.turns and tiling.warpgroups == 2,
-        extra_masked=-(-(tiling.block_rows - 1) // tiling.block_keys) if shape.causal else 0,
-    )
+def chunks(width: int) -> list[tuple[int, int]]:
+    """(offset, columns) of the pieces that ``width`` columns are cut into, padded: widths that wgmma and TMA swizzle.
+
+    Whole multiples of 64, then 32 and 16 for the rest; TMA fills the padding of the last piece with zeros.
+    """
+    rest = -(-width // 16) * 16 % 64
+    whole = -(-width // 16) * 16 - rest
+    pieces = [(0, whole)] if whole else []
+    for columns in (32, 16):
+        if rest & columns:
+            pieces.append((whole, columns))
+            whole += columns
+    return pieces
 
 
-def allocate(k: Static) -> Buffers:
-    """Shared memory and barriers of a CTA. ``later``: first row, how many are left, and head, for the end: registers
+def padded(width: int) -> int:
+    return sum(columns for _, columns in chunks(width))
+
+
+def shared_bytes(shape: VarlenShape, tiling: VarlenTiling) -> int:
+    """Upper bound of a block's shared memory."""
+    qk = sum(padded(width) for width in shape.widths)
+    keys = STAGES * tiling.block_keys
+    return 2 * (tiling.block_rows * qk + keys * (qk + padded(shape.v_head_dim))) + 2048
+
+
+def accumulators(shape: VarlenShape, tiling: VarlenTiling) -> int:
+    """Registers of a thread that hold tiles: scores and output in float32, weights in 16 bits."""
+    return tiling.block_keys // 2 + tiling.block_keys // 4 + padded(shape.v_head_dim) // 2
+
+
+def hopper_tiling(shape: VarlenShape, limit: int = 232448) -> VarlenTiling:
+    """Tiles for sm_90: the most query rows, then the most keys, that registers and ``limit`` of shared memory hold.
+
+    Three warpgroups where the tile keeps 128 keys: at narrow heads the exponentials bound the speed, and more threads
+    have more of them in flight (64/64 on an H200: 463 TFLOP/s against 418 with two). Without a mask the longest tile,
+    since what a tile costs once, rescaling and the waits, is then paid least often (128/128: 668 with 176 keys, 600
+    with 128). Causal, 128 keys are the most: the tile in which a row ends is worked on in whole.
+    """
+    candidates = [VarlenTiling(3, 128)] if sum(map(padded, shape.widths)) <= 128 else []
+    candidates += [VarlenTiling(2, keys) for keys in range(128 if shape.causal else 176, 16, -16)]
+    for tiling in candidates:
+        most = ACCUMULATORS[tiling.warpgroups, shape.causal]
+        if accumulators(shape, tiling) <= most and shared_bytes(shape, tiling) <= limit:
+            return tiling
+    raise ValueError(f"no tiling of {shape} fits {limit} bytes of shared memory")
+
+
+def allocate(k: SimpleNamespace) -> Buffers:
+    """Shared memory and barriers of a CTA. ``epilogue``: first row, how many are left, and head, for the end: registers
     are scarce."""
-    dtype, stages = k.shape.dtype, k.stages
+    dtype = k.shape.dtype
     return Buffers(
         q_tiles=[T.alloc_shared([k.rows, columns], dtype) for _, _, columns in k.pieces],
-        k_rings=[T.alloc_shared([stages, k.block, columns], dtype) for _, _, columns in k.pieces],
-        v_rings=[T.alloc_shared([stages, k.block, columns], dtype) for _, columns in k.outputs],
-        later=T.alloc_shared([4], T.int32),
+        k_rings=[T.alloc_shared([STAGES, k.block, columns], dtype) for _, _, columns in k.pieces],
+        v_rings=[T.alloc_shared([STAGES, k.block, columns], dtype) for _, columns in k.outputs],
+        epilogue=T.alloc_shared([4], T.int32),
         q_full=T.alloc_barrier(1),
-        k_full=T.alloc_barrier([1] * stages),
-        k_free=T.alloc_barrier([k.consumers // 32] * stages),
-        v_full=T.alloc_barrier([1] * stages),
-        v_free=T.alloc_barrier([k.consumers // 32] * stages),
+        k_full=T.alloc_barrier([1] * STAGES),
+        k_free=T.alloc_barrier([k.consumers // 32] * STAGES),
+        v_full=T.alloc_barrier([1] * STAGES),
+        v_free=T.alloc_barrier([k.consumers // 32] * STAGES),
     )
 
 
@@ -108,7 +139,7 @@ def multiply_values(k, memory, slot, p, o):
 
 
 @T.macro
-def weigh(k, masked, y, scale, t0, limits):
+def apply_softmax(k, masked, y, scale, t0, limits):
     """Scores become weights. ``limits``: the first key that row 0 does not see, window and sinks."""
     if masked:
         for i, j in T.Parallel(k.rows, k.block):
@@ -117,31 +148,31 @@ def weigh(k, masked, y, scale, t0, limits):
                 y.s[i, j],
                 -T.infinity(T.float32),
             )
-    find_weights(GPU, y, scale)
+    update_softmax(GPU, y, scale)
 
 
 @T.macro
-def step(k, masked, thread, n, tiles, place, scale, memory, y, o, limits):
+def step(k, masked, thread, n, tiles, here, scale, memory, y, o, limits):
     """Scores of tile ``n``, from the last, beside the output of the tile before it."""
     w = thread // WARPGROUP
-    T.barrier_wait(memory.k_full[n % k.stages], (n // k.stages) & 1)
-    if k.turns:
+    T.barrier_wait(memory.k_full[n % STAGES], (n // STAGES) & 1)
+    if k.ping_pong:
         T.sync_threads(barrier_id=TURN + w, arrive_count=k.consumers)
-    multiply_scores(k, memory, n % k.stages, y.s)
-    T.barrier_wait(memory.v_full[(n - 1) % k.stages], ((n - 1) // k.stages) & 1)
-    multiply_values(k, memory, (n - 1) % k.stages, y.p, o)
-    if k.turns:
+    multiply_scores(k, memory, n % STAGES, y.s)
+    T.barrier_wait(memory.v_full[(n - 1) % STAGES], ((n - 1) // STAGES) & 1)
+    multiply_values(k, memory, (n - 1) % STAGES, y.p, o)
+    if k.ping_pong:
         if w == 0 or n < tiles - 1:
             T.named_barrier_arrive(TURN + 1 - w, k.consumers)
     T.wait_wgmma(len(k.outputs))
     if thread % 32 == 0:
-        T.barrier_arrive(memory.k_free[n % k.stages])
-    weigh(k, masked, y, scale, place.tile(tiles - 1 - n) * k.block, limits)
+        T.barrier_arrive(memory.k_free[n % STAGES])
+    apply_softmax(k, masked, y, scale, here.tile(tiles - 1 - n) * k.block, limits)
     # Passed long ago. Without a branch here ptxas moves the exponentials behind the wait for the output.
-    T.barrier_wait(memory.v_full[(n - 1) % k.stages], ((n - 1) // k.stages) & 1)
+    T.barrier_wait(memory.v_full[(n - 1) % STAGES], ((n - 1) // STAGES) & 1)
     T.wait_wgmma(0)
     if thread % 32 == 0:
-        T.barrier_arrive(memory.v_free[(n - 1) % k.stages])
+        T.barrier_arrive(memory.v_free[(n - 1) % STAGES])
     for c in list(range(len(k.outputs))):
         for i, d in T.Parallel(k.rows, k.outputs[c][1]):
             o[c][i, d] *= y.rescale[i]
@@ -149,26 +180,26 @@ def step(k, masked, thread, n, tiles, place, scale, memory, y, o, limits):
 
 
 @T.macro
-def first_step(k, thread, tiles, place, scale, memory, y, limits):
+def first_step(k, thread, tiles, here, scale, memory, y, limits):
     """Scores and weights of the first tile; its values behind the sequence are cleaned: a weight of 0 does not clean a
     NaN."""
     w = thread // WARPGROUP
     T.barrier_wait(memory.q_full, 0)
     T.barrier_wait(memory.k_full[0], 0)
     multiply_scores(k, memory, 0, y.s)
-    if k.turns:
+    if k.ping_pong:
         if w == 1 and tiles > 1:
             T.named_barrier_arrive(TURN, k.consumers)
     T.wait_wgmma(0)
     if thread % 32 == 0:
         T.barrier_arrive(memory.k_free[0])
-    weigh(k, True, y, scale, place.tile(tiles - 1) * k.block, limits)
+    apply_softmax(k, True, y, scale, here.tile(tiles - 1) * k.block, limits)
     T.copy(y.s, y.p)
-    if (tiles + place.span[GAP] if k.shape.windowed else tiles) * k.block > place.span[KEYS]:
+    if (tiles + here.span[GAP] if k.shape.windowed else tiles) * k.block > here.span[KEYS]:
         T.barrier_wait(memory.v_full[0], 0)
         for c in list(range(len(k.outputs))):
             for i, d in T.Parallel(k.block, k.outputs[c][1]):
-                if place.tile(tiles - 1) * k.block + i >= place.span[KEYS]:
+                if here.tile(tiles - 1) * k.block + i >= here.span[KEYS]:
                     memory.v_rings[c][0, i, d] = T.cast(0, k.shape.dtype)
         T.fence_proxy_async()
         T.sync_threads(barrier_id=BARRIER, arrive_count=k.consumers)
@@ -177,10 +208,10 @@ def first_step(k, thread, tiles, place, scale, memory, y, limits):
 @T.macro
 def store(k, memory, y, o, out, lse):
     """The output goes through the queries' memory, which nobody reads any more, where it fits."""
-    later = memory.later
+    epilogue = memory.epilogue
     for i in T.Parallel(k.rows):
-        if i < later[1]:
-            lse[later[2], later[0] + i] = y.scaled_max[i]
+        if i < epilogue[1]:
+            lse[epilogue[2], epilogue[0] + i] = y.scaled_max[i]
     for c in list(range(len(k.outputs))):
         left, columns = k.outputs[c]
         for i, d in T.Parallel(k.rows, columns):
@@ -189,105 +220,118 @@ def store(k, memory, y, o, out, lse):
             T.copy(o[c], memory.q_tiles[0][:, 0:columns])
             T.sync_threads(barrier_id=BARRIER, arrive_count=k.consumers)
             for i, d in T.Parallel(k.rows, columns):
-                if i < later[1]:
+                if i < epilogue[1]:
                     if left + d < k.shape.v_head_dim:
-                        out[later[0] + i, later[2], left + d] = memory.q_tiles[0][i, d]
+                        out[epilogue[0] + i, epilogue[2], left + d] = memory.q_tiles[0][i, d]
             if c + 1 < len(k.outputs):
                 T.sync_threads(barrier_id=BARRIER, arrive_count=k.consumers)
         else:
             for i, d in T.Parallel(k.rows, columns):
-                if i < later[1]:
+                if i < epilogue[1]:
                     if left + d < k.shape.v_head_dim:
-                        out[later[0] + i, later[2], left + d] = o[c][i, d]
+                        out[epilogue[0] + i, epilogue[2], left + d] = o[c][i, d]
 
 
 @T.macro
-def consume(k, thread, place, memory, out, lse, softmax_scale, window, sinks):
+def consume(k, thread, here, memory, out, lse, softmax_scale, window, sinks):
     """One warpgroup: all tiles that some of its rows see."""
-    T.set_max_nreg(REGISTERS[k.tiling.warpgroups], 1)
-    y = new_rows(GPU, k.rows, k.block, k.shape.dtype)
+    T.set_max_nreg(REGISTERS[k.warpgroups], 1)
+    y = alloc_softmax(GPU, k.rows, k.block, k.shape.dtype)
     o = [T.alloc_fragment([k.rows, columns], T.float32) for _, columns in k.outputs]
-    span, scale = place.span, softmax_scale * LOG2E
+    span, scale = here.span, softmax_scale * LOG2E
     tiles, full = span[TILES], span[FULL]
-    begin(y)
+    init_softmax(y)
     for c in list(range(len(k.outputs))):
         T.fill(o[c], 0)
     # First key that row 0 does not see. Rows behind the sequence's last may see too much; they are dropped.
-    limit = span[KEYS] - span[QUERIES] + place.row0 + 1 if k.shape.causal else span[KEYS]
+    limit = span[KEYS] - span[QUERIES] + here.row0 + 1 if k.shape.causal else span[KEYS]
     limits = (limit, window, sinks)
     if tiles > 0:
-        first_step(k, thread, tiles, place, scale, memory, y, limits)
+        first_step(k, thread, tiles, here, scale, memory, y, limits)
         if k.shape.windowed:
             for n in T.serial(1, tiles):
-                first = place.tile(tiles - 1 - n) * k.block
+                first = here.tile(tiles - 1 - n) * k.block
                 if (first >= full * k.block) | ((first < span[IN_WINDOW]) & (first + k.block > sinks)):
-                    step(k, True, thread, n, tiles, place, scale, memory, y, o, limits)
+                    step(k, True, thread, n, tiles, here, scale, memory, y, o, limits)
                 else:
-                    step(k, False, thread, n, tiles, place, scale, memory, y, o, limits)
+                    step(k, False, thread, n, tiles, here, scale, memory, y, o, limits)
         else:
             masked = T.max(0, tiles - full - 1) if k.shape.causal else 0
-            for u in list(range(k.extra_masked)):  # no loop: its 32 column numbers would be kept in registers
+            for u in list(range(k.masked_tiles)):  # no loop: its 32 column numbers would be kept in registers
                 if u < masked:
-                    step(k, True, thread, u + 1, tiles, place, scale, memory, y, o, limits)
+                    step(k, True, thread, u + 1, tiles, here, scale, memory, y, o, limits)
             for n in T.serial(tiles - 1 - masked):
-                step(k, False, thread, masked + 1 + n, tiles, place, scale, memory, y, o, limits)
-        T.barrier_wait(memory.v_full[(tiles - 1) % k.stages], ((tiles - 1) // k.stages) & 1)
-        multiply_values(k, memory, (tiles - 1) % k.stages, y.p, o)
+                step(k, False, thread, masked + 1 + n, tiles, here, scale, memory, y, o, limits)
+        T.barrier_wait(memory.v_full[(tiles - 1) % STAGES], ((tiles - 1) // STAGES) & 1)
+        multiply_values(k, memory, (tiles - 1) % STAGES, y.p, o)
         T.wait_wgmma(0)
-    finish(GPU, y)
+    finish_softmax(GPU, y)
     store(k, memory, y, o, out, lse)
 
 
 @T.macro
-def stream_keys(k, place, sources, memory, thread, leader):
+def stream_keys(k, here, sources, memory, thread, leader):
     """One warp: the queries, then the keys of every tile."""
-    span = place.span
-    first = span[FIRST_QUERY] + place.row0
+    span = here.span
+    first = span[FIRST_QUERY] + here.row0
     if span[TILES] > 0:
         for c in list(range(len(k.pieces))):
             part, left, columns = k.pieces[c]
             T.tma_copy(
-                sources[part][0][first : first + k.rows, place.head, left : left + columns],
+                sources[part][0][first : first + k.rows, here.head, left : left + columns],
                 memory.q_tiles[c],
                 barrier=memory.q_full,
             )
         if thread == leader:
             T.barrier_arrive(memory.q_full)
     for n in T.serial(span[TILES]):
-        t0 = span[FIRST_KEY] + place.tile(span[TILES] - 1 - n) * k.block
-        T.barrier_wait(memory.k_free[n % k.stages], ((n // k.stages) & 1) ^ 1)
+        t0 = span[FIRST_KEY] + here.tile(span[TILES] - 1 - n) * k.block
+        T.barrier_wait(memory.k_free[n % STAGES], ((n // STAGES) & 1) ^ 1)
         for c in list(range(len(k.pieces))):
             part, left, columns = k.pieces[c]
             T.tma_copy(
-                sources[part][1][t0 : t0 + k.block, place.key_head(part), left : left + columns],
-                memory.k_rings[c][n % k.stages, :, :],
-                barrier=memory.k_full[n % k.stages],
+                sources[part][1][t0 : t0 + k.block, here.key_head(part), left : left + columns],
+                memory.k_rings[c][n % STAGES, :, :],
+                barrier=memory.k_full[n % STAGES],
             )
         if thread == leader:
-            T.barrier_arrive(memory.k_full[n % k.stages])
+            T.barrier_arrive(memory.k_full[n % STAGES])
 
 
 @T.macro
-def stream_values(k, place, v, memory, thread, leader):
+def stream_values(k, here, v, memory, thread, leader):
     """One warp: the values of every tile."""
-    span = place.span
+    span = here.span
     for n in T.serial(span[TILES]):
-        t0 = span[FIRST_KEY] + place.tile(span[TILES] - 1 - n) * k.block
-        T.barrier_wait(memory.v_free[n % k.stages], ((n // k.stages) & 1) ^ 1)
+        t0 = span[FIRST_KEY] + here.tile(span[TILES] - 1 - n) * k.block
+        T.barrier_wait(memory.v_free[n % STAGES], ((n // STAGES) & 1) ^ 1)
         for c in list(range(len(k.outputs))):
             left, columns = k.outputs[c]
             T.tma_copy(
-                v[t0 : t0 + k.block, place.value_head(), left : left + columns],
-                memory.v_rings[c][n % k.stages, :, :],
-                barrier=memory.v_full[n % k.stages],
+                v[t0 : t0 + k.block, here.value_head(), left : left + columns],
+                memory.v_rings[c][n % STAGES, :, :],
+                barrier=memory.v_full[n % STAGES],
             )
         if thread == leader:
-            T.barrier_arrive(memory.v_full[n % k.stages])
+            T.barrier_arrive(memory.v_full[n % STAGES])
 
 
 def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
     """A TileLang function ``attention_varlen_ws`` for one static shape; :class:`VarlenTypes` has its arguments."""
-    c, types = static_of(shape, tiling), VarlenTypes(shape)
+    types = VarlenTypes(shape)
+    c = SimpleNamespace(
+        shape=shape,
+        warpgroups=tiling.warpgroups,
+        rows=tiling.block_rows,
+        block=tiling.block_keys,
+        consumers=tiling.warpgroups * WARPGROUP,  # threads that compute
+        ping_pong=tiling.warpgroups == 2,
+        # part, first column and columns of each piece of queries and keys; then those of values and output
+        pieces=[(part, offset, columns) for part in shape.parts for offset, columns in chunks(shape.widths[part])],
+        outputs=chunks(shape.v_head_dim),
+        # tiles after the first that only some rows see
+        masked_tiles=-(-(tiling.block_rows - 1) // tiling.block_keys) if shape.causal else 0,
+    )
 
     @T.prim_func
     def attention_varlen_ws(
@@ -298,22 +342,22 @@ def make_warp_specialised(shape: VarlenShape, tiling: VarlenTiling):
         with T.Kernel(row_tiles * shape.heads * (types.bounds - 1), threads=c.consumers + WARPGROUP) as x:
             memory = allocate(c)
             thread = T.get_thread_binding()
-            place = find_place(
+            here = find_rows(
                 shape, c.rows, c.block, x, types.bounds, cu_seqlens_q, cu_seqlens_k, row_tiles, section, window, sinks
             )  # fmt: skip
-            memory.later[0] = place.span[FIRST_QUERY] + place.row0
-            memory.later[1] = place.span[QUERIES] - place.row0
-            memory.later[2] = place.head
+            memory.epilogue[0] = here.span[FIRST_QUERY] + here.row0
+            memory.epilogue[1] = here.span[QUERIES] - here.row0
+            memory.epilogue[2] = here.head
             T.sync_threads()
 
             if thread < c.consumers:
-                consume(c, thread, place, memory, out, lse, softmax_scale, window, sinks)
+                consume(c, thread, here, memory, out, lse, softmax_scale, window, sinks)
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < c.consumers + 32:
-                    stream_keys(c, place, [(q, k), (q_pe, k_pe)], memory, thread, c.consumers)
+                    stream_keys(c, here, [(q, k), (q_pe, k_pe)], memory, thread, c.consumers)
                 elif thread < c.consumers + 64:
-                    stream_values(c, place, v, memory, thread, c.consumers + 32)
+                    stream_values(c, here, v, memory, thread, c.consumers + 32)
 
     return attention_varlen_ws
 

@@ -1,4 +1,4 @@
-"""Small prefill problems, the op called for one of them, and its output judged."""
+"""Small prefill problems, the op and the kernels called for one of them, and the result judged."""
 
 from __future__ import annotations
 
@@ -32,16 +32,29 @@ def call(problem: PrefillProblem, inputs: dict, **further):
     """The public op for the problem's parts, with lse."""
     operands = [x for pair in zip(inputs["queries"], strict=True) for x in pair] + inputs["keys"] + [inputs["v"]]
     op = mla_prefill_varlen if len(problem.widths) == 2 else attention_varlen
-    further |= {"causal": problem.causal, "window": problem.window, "sinks": problem.sinks}
-    further = {"softmax_scale": problem.softmax_scale} | further
     return op(
-        *operands, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], problem.longest, return_lse=True, **further
+        *operands, inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], problem.longest, return_lse=True,
+        softmax_scale=problem.softmax_scale, causal=problem.causal, window=problem.window, sinks=problem.sinks,
+        **further,
     )  # fmt: skip
 
 
-def check(problem: PrefillProblem, dtype=torch.bfloat16, device="cpu", **further) -> torch.Tensor:
-    inputs = problem.inputs(dtype, device)
+def check(problem: PrefillProblem, dtype=torch.bfloat16, device="cpu", inputs=None, of=None, **further) -> torch.Tensor:
+    """The op's output, judged; ``of``: the inputs that ``inputs`` are a view of."""
+    inputs = inputs or problem.inputs(dtype, device)
     out, lse = call(problem, inputs, **further)
-    judgement = judge(problem, inputs, out, lse)
+    judgement = judge(problem, of or inputs, out, lse)
     assert judgement.ok, judgement.reason
     return out
+
+
+def launch(kernel, problem: PrefillProblem, inputs: dict, rows: int, section: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and lse of a compiled kernel of tiles of ``rows`` queries; what it does not write is NaN."""
+    queries, keys = ((inputs[name] * 2)[:2] for name in ("queries", "keys"))
+    out = inputs["v"].new_full((queries[0].shape[0], problem.heads, problem.v_head_dim), torch.nan)
+    lse = torch.full((problem.heads, out.shape[0]), torch.nan, device=out.device)
+    kernel(
+        *queries, *keys, inputs["v"], inputs["cu_seqlens_q"], inputs["cu_seqlens_k"], out, lse, problem.softmax_scale,
+        -(-problem.longest // rows), section, problem.window or 0, problem.sinks,
+    )  # fmt: skip
+    return out, lse

@@ -51,15 +51,6 @@ def test_reference_at_other_dtypes(dtype):
     check(SMALL[1], dtype)
 
 
-def test_parts_equal_their_concatenation():
-    problem = PrefillProblem(4, (8, 16), (4, 4), 24, ((5, 9), (3, 3)))
-    inputs = problem.inputs(torch.float64)
-    whole = dataclasses.replace(problem, widths=(24,), key_heads=(4,))
-    joined = inputs | {name: [torch.cat(inputs[name], -1)] for name in ("queries", "keys")}
-    for found, expected in zip(call(problem, inputs), call(whole, joined), strict=True):
-        assert torch.allclose(found, expected, rtol=0, atol=1e-13)
-
-
 def test_no_unrotated_part():
     problem = PrefillProblem(4, (16,), (2,), 24, ((5, 9), (3, 3)))
     inputs = problem.inputs(torch.float64)
@@ -69,7 +60,7 @@ def test_no_unrotated_part():
     assert torch.equal(out, attention_varlen(q, k, v, *bounds, softmax_scale=0.09))
 
 
-def test_a_window_as_long_as_the_sequences_is_none():
+def test_a_window_of_all_keys_is_none():
     problem = dataclasses.replace(SMALL[1], behind=0)
     inputs = problem.inputs(torch.float64)
     for window, sinks in ((130, 0), (1, 130), (2**31 - 1, 0)):
@@ -78,7 +69,7 @@ def test_a_window_as_long_as_the_sequences_is_none():
             assert torch.equal(found, expected)
 
 
-def test_nan_outside_window_and_sinks_reaches_nobody():
+def test_nan_outside_window_and_sinks_is_not_used():
     problem = PrefillProblem(2, (16,), (1,), 24, ((4, 40),), window=5, sinks=3, behind=0)
     inputs = problem.inputs(torch.float32)
     clean, clean_lse = call(problem, inputs)
@@ -116,7 +107,7 @@ def test_nan_does_not_cross_requests(causal, bad):
         assert not out[6].isfinite().all(), "the token that holds it sees it"
 
 
-def test_infinite_values_are_what_the_sum_says():
+def test_infinite_values_add_up_as_in_torch():
     """As torch adds them up: an infinity wins, two of different signs are NaN, and only where they are seen."""
     q, k = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8)
     v = torch.tensor([[1.0, torch.inf, 2.0], [torch.inf, -torch.inf, 3.0], [0.0, 1.0, torch.nan]])[:, None]
@@ -202,7 +193,7 @@ def test_schema_and_fake_do_not_drift(parts):
     torch.library.opcheck(torch.ops.mha2mla.attention_varlen_out.default, (*operands, out))
 
 
-def test_it_breaks_no_compiled_graph():
+def test_compiles_into_one_graph():
     compiled = torch.compile(attention_varlen, fullgraph=True, backend="eager")
     given = arguments(q=torch.randn(5, 4, 16), k=torch.randn(7, 2, 16), v=torch.randn(7, 2, 24))
     assert torch.equal(compiled(**given), attention_varlen(**given))
