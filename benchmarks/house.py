@@ -21,8 +21,7 @@ import networkx
 from rich.console import Console
 from rich.table import Table
 
-PACKAGE = "mha2mla"
-SMALL = 60  # lines
+PACKAGE, SMALL = "mha2mla", 60  # lines of a small file
 OPENERS = re.compile(r"(what|which|whether|of|as|how)\b", re.IGNORECASE)
 
 
@@ -33,7 +32,7 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def comments(text: str) -> Iterator[str]:
-    last = (0, 0)
+    last = (-1, 0)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
