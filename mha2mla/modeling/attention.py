@@ -19,10 +19,10 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from mha2mla.kernels import LatentRope, rotary_keys, rotate_keys
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.fused_projections import affine_map, own_map, project
 from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
 from mha2mla.modeling.shards import HeadShard
-from mha2mla.modeling.stacking import affine_map, own_map, project
 from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.visibility import under_window
 
@@ -87,9 +87,11 @@ class MLAAttention(nn.Module):
             self.k_norm = source.k_norm
             self.k_a_proj = nn.Linear(kv_heads * head_dim, cached_dim, bias=False)
             self.v_a_proj = nn.Linear(hidden, geometry.kv_lora_rank, bias=False)
+            self.input_projections = ("q_proj", "k_proj", "v_a_proj")  # whose weights are fused for decode
         else:
             self.q_proj = nn.Linear(hidden, heads * query_dim, bias=config.attention_q_bias)
             self.kv_a_proj = nn.Linear(hidden, cached_dim, bias=config.attention_kv_bias)
+            self.input_projections = ("q_proj", "kv_a_proj")
         if not geometry.has_rope_cache:
             self.k_rope_proj = nn.Linear(geometry.kv_lora_rank, geometry.qk_rope_head_dim)
         if geometry.qk_nope_head_dim:

@@ -25,6 +25,10 @@ class BatchModel:
         """Name of the attention backend or None, what each layer is told, and where all of them run."""
         raise NotImplementedError
 
+    def _prepare_decoder(self) -> None:
+        """Fuses weights and makes the :class:`~mha2mla.modeling.decoder.FusedDecoder` of later steps."""
+        raise NotImplementedError
+
     def _batch_logits(self, batch: SequenceBatch, arguments: dict[str, Any], kept: Tensor | None) -> Tensor:
         """[len(kept) or N, vocabulary] of tokens ``kept``, None: of all N; ``arguments`` are the base model's."""
         raise NotImplementedError
@@ -50,6 +54,7 @@ class BatchModel:
             UserWarning: on CUDA plain torch serves a layer, which nobody asked for by name, with the reason.
         """
         name, constants, device = self._batch_layers()
+        self._prepare_decoder()
         backends = batch_backends(name, constants, device, self.dtype, page_size)
         layers = list(zip(backends, constants, strict=True))
         return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=device)

@@ -134,7 +134,7 @@ class CapturedSteps:
 
     def _is_stale(self, cache: LatentCache) -> bool:
         """Whether pages or weights lie elsewhere by now. Also between the steps of a call: the first ones may put
-        weights side by side (``stacking.py``)."""
+        weights into one storage (``fused_projections.py``)."""
         if self._pages is None or self._pages.layers[0].cache_seqlens is not cache.layers[0].cache_seqlens:
             return True
         return self._where_weights_are() != self._addresses

@@ -20,7 +20,7 @@ from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.captured import CapturedSteps, StepCapture
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.decoder import run_base_model
+from mha2mla.modeling.decoder import FusedDecoder, run_base_model
 from mha2mla.modeling.generation import LatentGenerationMixin
 from mha2mla.modeling.outputs import load_balancing_loss, refuse_gradients
 from mha2mla.modeling.positions import places
@@ -30,7 +30,7 @@ from mha2mla.modeling.step import AttentionStep
 from mha2mla.modeling.step_choice import choose_step
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
 from mha2mla.modeling.valid_length import LengthWatch
-from mha2mla.modeling.visibility import check_mask, is_padding_mask
+from mha2mla.modeling.visibility import check_mask, is_padding_mask, is_recorded
 from mha2mla.stored_tensors import check_loaded_files, check_loaded_state
 
 
@@ -135,6 +135,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._length_watch = LengthWatch(config)
         self.step_capture = StepCapture()
+        self._decoder: FusedDecoder | None = None
         self.post_init()
 
     @can_return_tuple
@@ -263,11 +264,14 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
         of_new_tokens = _of_new_tokens(attention_mask, cache, query_length) if output_router_logits else None
         no_history = self._refuses_gradients(latent, inputs_embeds)
         with torch.no_grad() if no_history else nullcontext():
+            if latent is not None and latent.is_empty and not (torch.is_grad_enabled() or is_recorded(tokens.device)):
+                self._prepare_decoder()
             layers, shape = [layer.self_attn for layer in self.model.layers], (batch, query_length)
             step = choose_step(self.config, layers, cache, attention_mask, position_ids, shape, output_attentions)
             attentions: dict[int, Tensor] = {}
             outputs = run_base_model(
                 self.model,
+                self._decoder,
                 input_ids=input_ids,
                 attention_mask=self._mask_of_base_model(attention_mask, latent, step, query_length, tokens.device),
                 position_ids=position_ids,
@@ -357,6 +361,9 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
             return attention_mask.masked_fill(token >= length, 0)
         return attention_mask
 
+    def _prepare_decoder(self) -> None:
+        self._decoder = FusedDecoder.prepare(self.model)
+
     def _batch_layers(self) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
         device, *others = dict.fromkeys(map(self._execution_device, range(len(self.model.layers))))
         if others:
@@ -365,7 +372,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
 
     def _batch_logits(self, batch: SequenceBatch, arguments: dict[str, Any], kept: Tensor | None) -> Tensor:
         self._length_watch.see_batch(batch.lengths[:2].sum(0))
-        hidden = run_base_model(self.model, **arguments).last_hidden_state[0]
+        hidden = run_base_model(self.model, self._decoder, **arguments).last_hidden_state[0]
         return self.lm_head(hidden if kept is None else hidden.index_select(0, kept))
 
     def _execution_device(self, layer_idx: int = 0) -> torch.device:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.batch_model import BatchModel
-from mha2mla.modeling.decoder import run_source_model
+from mha2mla.modeling.decoder import FusedDecoder, run_source_model
 from mha2mla.modeling.model import MHA2MLAForCausalLM
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
 from mha2mla.modeling.shards import ranks_of
@@ -47,6 +47,7 @@ class PagedSource(BatchModel):
         if not layers or not all(hasattr(layer, "self_attn") for layer in layers):
             raise ValueError(f"model is a {type(model).__name__}; expected one whose layers all have a self_attn")
         self.model, self._backend_name = model, attention_backend
+        self._decoder: FusedDecoder | None = None
         self.constants = tuple(_constants(layer.self_attn, index) for index, layer in enumerate(layers))
 
     @property
@@ -68,11 +69,14 @@ class PagedSource(BatchModel):
         """Of the model."""
         return self.model.get_output_embeddings()
 
+    def _prepare_decoder(self) -> None:
+        self._decoder = FusedDecoder.prepare_source(self.model)
+
     def _batch_layers(self) -> tuple[str | None, Sequence[AttentionConstants], torch.device]:
         return self._backend_name, self.constants, self.device
 
     def _batch_logits(self, batch: SequenceBatch, arguments: dict[str, Any], kept: Tensor | None) -> Tensor:
-        hidden = run_source_model(self.model, arguments["input_ids"], arguments["mla_step"])
+        hidden = run_source_model(self._decoder, arguments["input_ids"], arguments["mla_step"])
         if hidden is not None:
             return self.model.lm_head(hidden[0] if kept is None else hidden[0].index_select(0, kept))
         return self.model(**arguments, logits_to_keep=0 if kept is None else kept).logits[0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, StaticCache
 
-from mha2mla.modeling.decoder import run_source_model
+from mha2mla.modeling.decoder import FusedDecoder, run_source_model
 from mha2mla.modeling.source_attention import attend, pages_of, warn_where_no_kernel_serves
 from mha2mla.modeling.source_model import PagedSource, paged_model
 from tests.conversion import tiny
@@ -170,7 +170,7 @@ def test_known_families_run_by_fewer_kernels_until_somebody_hooks_in(case):
         cache = paged.paged_cache(2, 16)
         batch = cache.extend({cache.open(): len(ids)})
         step = cache.step(batch)
-        states.append(run_source_model(model, ids[None], step))
+        states.append(run_source_model(FusedDecoder.prepare_source(model), ids[None], step))
         logits.append(paged.forward_batch(ids, step, all_logits=True))
     assert states[0] is not None and states[1] is None
     assert models.relative_error(logits[0], logits[1]) < models.TOLERANCE

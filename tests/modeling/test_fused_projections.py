@@ -1,4 +1,4 @@
-"""Projections that read one input are one product, and their parameters stay what they are to everybody else."""
+"""Projections of one input are one product, and their parameters stay what they are to everything else."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mha2mla.modeling import LatentCache
-from mha2mla.modeling.stacking import project, side_by_side
+from mha2mla.modeling.fused_projections import fuse_weights, fused_weight, project
 from tests.modeling import models
 
 WIDTHS = (12, 5, 8)
@@ -26,12 +26,13 @@ def are_one(parts) -> bool:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_one_product_is_as_right_as_the_parts(bias, mode):
+def test_fused_product_is_as_accurate_as_parts(bias, mode):
     parts, x = linears(bias), torch.randn(2, 3, 16)
     exact = [copy.deepcopy(part).double()(x.double()).detach() for part in parts]
     alone = [part(x).detach() for part in parts]
     names = [dict(part.named_parameters()) for part in parts]
     with mode():
+        fuse_weights(parts)
         made = project(x, parts)
     assert are_one(parts) and [dict(part.named_parameters()) for part in parts] == names
     for out, separate, right in zip(made, alone, exact, strict=True):
@@ -40,10 +41,12 @@ def test_one_product_is_as_right_as_the_parts(bias, mode):
         assert float((out - right).abs().max()) <= max(2 * float((separate - right).abs().max()), least)
 
 
-def test_where_somebody_differentiates_the_parts_are_called():
+def test_fused_parts_are_called_one_by_one_for_gradients():
     parts, x = linears(), torch.randn(1, 16)
+    fuse_weights(parts)
     out = project(x, parts)
-    assert not are_one(parts) and all(torch.equal(mine, part(x)) for mine, part in zip(out, parts, strict=True))
+    assert fused_weight(x, parts) is None
+    assert all(torch.equal(mine, part(x)) for mine, part in zip(out, parts, strict=True))
     sum(part.sum() for part in out).backward()
     assert all(part.weight.grad is not None for part in parts)
 
@@ -86,8 +89,9 @@ def changes():
 
 
 @pytest.mark.parametrize("change", changes(), ids=lambda change: change.__name__)
-def test_a_weight_that_changes_is_served_as_it_is(change):
+def test_changed_weight_is_used_at_once(change):
     parts, x = linears(), torch.randn(2, 16)
+    fuse_weights(parts)
     before = served(parts, x)
     assert are_one(parts)
     change(parts)
@@ -97,7 +101,7 @@ def test_a_weight_that_changes_is_served_as_it_is(change):
         torch.testing.assert_close(out, F.linear(x, part.weight.detach().clone()))
 
 
-def test_what_is_not_plain_keeps_its_parts():
+def test_parts_that_are_not_plain_are_not_fused():
     class Adapted(nn.Linear):
         pass
 
@@ -114,26 +118,39 @@ def test_what_is_not_plain_keeps_its_parts():
         parts = with_part(part)
         with torch.no_grad():
             expected = [each(x) for each in parts]
+            fuse_weights(parts)
+            assert not are_one(parts[:2]) and fused_weight(x, parts) is None, part
             made = project(x, parts)
-        assert not are_one(parts[:2]), part
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, expected, strict=True))
 
 
-def test_what_others_may_be_looking_at_is_not_moved():
-    whole = torch.randn(2, 12, 16)
+def of_weights(parameters) -> list[nn.Linear]:
+    parts = [nn.Linear(1, 1, bias=False) for _ in parameters]
+    for part, parameter in zip(parts, parameters, strict=True):
+        part.weight = parameter
+    return parts
+
+
+def test_weights_that_others_may_look_at_are_not_moved():
+    whole, x = torch.randn(2, 12, 16), torch.randn(1, 16)
     views = [nn.Parameter(whole[1]), nn.Parameter(torch.randn(5, 16))]
     shared = [nn.Parameter(torch.randn(4, 16).share_memory_()), nn.Parameter(torch.randn(5, 16))]
-    for parameters in (views, shared, [nn.Parameter(torch.empty(3, 16, device="meta"))] * 2):
-        addresses = [each.data_ptr() for each in parameters]
-        assert side_by_side(parameters) is None
-        assert [each.data_ptr() for each in parameters] == addresses
+    captured = [nn.Parameter(torch.randn(4, 16)), nn.Parameter(torch.randn(5, 16))]
+    captured[0].is_captured = True
     mixed = [nn.Parameter(torch.randn(4, 16)), nn.Parameter(torch.randn(4, 16, dtype=torch.bfloat16))]
-    assert side_by_side(mixed) is None
-    neighbours = [nn.Parameter(whole[0]), nn.Parameter(whole[1])]  # as a file that was mapped has them
-    assert side_by_side(neighbours).data_ptr() == whole.data_ptr()
+    for parameters in (views, shared, captured, mixed, [nn.Parameter(torch.empty(3, 16, device="meta"))] * 2):
+        addresses = [each.data_ptr() for each in parameters]
+        parts = of_weights(parameters)
+        fuse_weights(parts)
+        with torch.no_grad():
+            assert fused_weight(x, parts) is None
+        assert [each.data_ptr() for each in parameters] == addresses
+    neighbours = of_weights([nn.Parameter(whole[0]), nn.Parameter(whole[1])])  # as a file that was mapped has them
+    with torch.no_grad():
+        assert fused_weight(x, neighbours)[0].data_ptr() == whole.data_ptr()
 
 
-def stacked_model():
+def fused_model():
     """A model, and the same after it served a step."""
     model = models.mla_model("shared")
     plain = copy.deepcopy(model)
@@ -145,7 +162,7 @@ def stacked_model():
 
 
 def test_names_values_folders_and_files_are_as_before(tmp_path):
-    model, plain = stacked_model()
+    model, plain = fused_model()
     state, expected = model.state_dict(), plain.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -162,7 +179,7 @@ def test_names_values_folders_and_files_are_as_before(tmp_path):
 
 
 def test_training_after_serving_trains_as_before():
-    model, plain = stacked_model()
+    model, plain = fused_model()
     ids = models.tokens(2, 6)
     losses = []
     for trained in (model, plain):
@@ -192,7 +209,7 @@ class LowRank(nn.Module):
 
 @torch.no_grad()
 def test_adapters_take_the_place_of_parts_and_merge_into_them():
-    model, plain = stacked_model()
+    model, plain = fused_model()
     adapter = LowRank(plain.model.layers[0].self_attn.q_proj)
     plain.model.layers[0].self_attn.q_proj = adapter
     attention, ids = model.model.layers[0].self_attn, models.tokens(2, 6)
