@@ -9,11 +9,14 @@ from mha2mla.kernels.attention_varlen.api import (
 from mha2mla.kernels.causal_attention.api import causal_attention, explain_causal_attention
 from mha2mla.kernels.gqa_decode.api import explain_gqa_decode, gqa_decode, plan_gqa_decode
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys, rotate_keys
-from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_attention
-from mha2mla.kernels.mixed_attention.forms import mla_absorbed
+from mha2mla.kernels.mixed_attention.api import gqa_attention, mla_absorbed, mla_attention
 from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, absorbs_up_to, is_absorbed
-from mha2mla.kernels.mixed_attention.parts import MixedPlan
-from mha2mla.kernels.mixed_attention.plan import MAX_EXPANDED_TOKENS, plan_gqa_attention, plan_mla_attention
+from mha2mla.kernels.mixed_attention.plan import (
+    MAX_EXPANDED_TOKENS,
+    MixedPlan,
+    plan_gqa_attention,
+    plan_mla_attention,
+)
 from mha2mla.kernels.mla_decode.api import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.pointwise.api import rms_norm, silu_mul

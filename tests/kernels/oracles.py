@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.attention_varlen.reference import weighted_sum
-from mha2mla.kernels.mixed_attention.forms import expand
+from mha2mla.kernels.mixed_attention.api import expand
 
 
 def attend_sequences(

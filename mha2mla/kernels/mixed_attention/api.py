@@ -1,4 +1,4 @@
-"""The public mixed-batch ops: validation, and their torch.library schemas."""
+"""The public mixed-batch ops: validation, the two forms, and their torch.library schemas."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from mha2mla.kernels.attention_combine.api import attention_combine
 from mha2mla.kernels.attention_varlen.api import attention_varlen, mla_prefill_varlen
 from mha2mla.kernels.devices import check_backend, register
 from mha2mla.kernels.gqa_decode.api import gqa_decode
 from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.layouts import Argument, check_scale, check_tensors
-from mha2mla.kernels.mixed_attention.forms import Attend, attend_wave, expand, gather_rows, mla_absorbed
-from mha2mla.kernels.mixed_attention.layout import Group
-from mha2mla.kernels.mixed_attention.parts import ChunkPart, GroupPart, MixedPlan, Parts
+from mha2mla.kernels.mixed_attention.layout import Wave
+from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
+from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_values, serves_values
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
+from mha2mla.kernels.skinny_linear.api import (
+    grouped_maps,
+    is_skinny,
+    serves_groups,
+    serves_maps,
+    skinny_linear,
+    skinny_maps,
+)
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
+MAX_PARTIALS = 8  # partial results held before they are merged
 _MLA = (
     Argument("q_pe", "N H d_r"),
     Argument("q_nope", "N H d_n"),
@@ -62,10 +73,10 @@ def mla_attention(
         out[h]      = sum_t softmax_t(score[h, t]) v_up[kv(h)] c[t]
 
     Short queries run the absorbed form (the decode op), long ones the expanded form (``attention_varlen`` over keys and
-    values made of the cached latents, in bounded pieces); which is which follows from the plan's lengths.
+    values made of the cached latents, in bounded pieces); the plan's lengths decide.
 
     Args:
-        q_nope: [N, H, d_n] un-rotated queries of all sequences, one behind the other; d_n may be 0.
+        q_nope: [N, H, d_n] un-rotated queries of all sequences, concatenated; d_n may be 0.
         q_pe: [N, H, d_r] rotated queries. Tokens behind those of the plan's sequences pad the batch.
         latent_cache: [P, page, d_c]; float8_e4m3fn with ``latent_scale``.
         rope_cache: [P, page, G, d_r], rotated; G divides H. None with ``rope``.
@@ -75,7 +86,7 @@ def mla_attention(
             last refreshed for, and the reference refuses it where the batch's are others by now.
         softmax_scale: the source model's.
         latent_scale: [P, page] float32, of the latents where they are e4m3 numbers.
-        rope: what k_pe is computed from, in a cache of the latent alone: by the decode op, and for the expanded form
+        rope: parameters of k_pe in a cache of the latent alone: used by the decode op, and for the expanded form
             before it attends. Without ``page_offsets``.
         backend: "tilelang", "reference", or None: TileLang where it serves the call.
 
@@ -92,20 +103,19 @@ def mla_attention(
         given = "neither" if rope is None else "both"
         raise ValueError(f"rope_cache and rope: {given} given; expected exactly one of them")
     if rope is not None and rope.page_offsets is not None:
-        raise ValueError("rope.page_offsets is given; expected None: rows of a batch lie at their places")
-    turn = (None,) * 3 if rope is None else (rope.weight, rope.bias, rope.inv_freq)
+        raise ValueError("rope.page_offsets is given; expected None: rows of a batch lie at their positions")
+    rotation = (None,) * 3 if rope is None else (rope.weight, rope.bias, rope.inv_freq)
     sizes = check_tensors(
         (*_MLA, _LATENT[codes]),
-        (q_pe, q_nope, v_up, k_up, rope_cache, latent_scale, *turn, latent_cache),
+        (q_pe, q_nope, v_up, k_up, rope_cache, latent_scale, *rotation, latent_cache),
         page=plan.page_size,
     )
     if sizes["d_n"] > 0 if k_up is None else sizes["d_n"] == 0:
         was = None if k_up is None else f"of shape {tuple(k_up.shape)}"
         raise ValueError(f"k_up is {was}; expected None exactly where q_nope has no columns, and it has {sizes['d_n']}")
-    scaling = 1.0 if rope is None else rope.scaling
     return _mla_attention_op(
-        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *turn, scaling, *plan.fields(), softmax_scale,
-        backend,
+        q_nope, q_pe, latent_cache, latent_scale, rope_cache, k_up, v_up, *rotation,
+        1.0 if rope is None else rope.scaling, *plan.fields(), softmax_scale, backend,
     )  # fmt: skip
 
 
@@ -118,10 +128,11 @@ def gqa_attention(
     softmax_scale: float,
     backend: str | None = None,
 ) -> Tensor:
-    """The same for an MHA/GQA model: queries of at most 8 tokens by the decode op, longer ones by ``attention_varlen``.
+    """:func:`mla_attention` of an MHA/GQA model: queries of at most 8 tokens by the decode op, longer ones by
+    ``attention_varlen``.
 
     Args:
-        query: [N, H, d_k] rotated queries of all sequences, one behind the other.
+        query: [N, H, d_k] rotated queries of all sequences, concatenated.
         key_cache: [P, page, h_kv, d_k], rotated; holds the new tokens already (:func:`mha2mla.kernels.gqa_append`).
         value_cache: [P, page, h_kv, d_v].
         plan: of :func:`plan_gqa_attention`, for this step's lengths.
@@ -139,46 +150,186 @@ def gqa_attention(
     return _gqa_attention_op(query, key_cache, value_cache, *plan.fields(), softmax_scale, backend)
 
 
-def _output(query: Tensor, parts: Parts, width: int) -> Tensor:
-    """[N, H, width], zero where no sequence's tokens are."""
-    tokens, used = query.shape[0], parts.layout.tokens
-    if used > tokens:
-        raise ValueError(f"the query has {tokens} tokens; expected at least {used}, those of the plan's sequences")
-    out = query.new_empty(tokens, query.shape[1], width)
-    out[used:].zero_()
+def mla_absorbed(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    latent_cache: Tensor,
+    rope_cache: Tensor | None,
+    k_up: Tensor | None,
+    v_up: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    q_latent: Tensor | None = None,
+    cache_starts: Tensor | None = None,
+    latent_scale: Tensor | None = None,
+    rope: LatentRope | None = None,
+    plan: DecodePlan | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """:func:`mha2mla.kernels.mla_attention` of sequences that all bring S_q <= 8 new tokens, in the absorbed form.
+
+    W_UK goes to the query and W_UV to the output, so that attention runs over the cached latents themselves
+    (DeepSeek-V2, arXiv 2405.04434, 2.1).
+
+    Args:
+        q_nope: [B, S_q, H, d_n]; d_n may be 0.
+        q_pe: [B, S_q, H, d_r], rotated.
+        q_latent: [B, S_q, H, d_c], q_nope through W_UK; None: computed here.
+        latent_cache, rope_cache, k_up, v_up, latent_scale, rope: as in :func:`mha2mla.kernels.mla_attention`.
+        block_table, cache_seqlens, softmax_scale, cache_starts, plan, backend: as in
+            :func:`mha2mla.kernels.mla_decode`.
+
+    Returns:
+        [B, S_q, H, d_v].
+
+    Raises:
+        ValueError: as :func:`mha2mla.kernels.mla_decode`.
+    """
+    is_plain = backend != "reference" and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if k_up is None:
+        q_latent = q_pe.new_zeros(*q_pe.shape[:3], latent_cache.shape[-1])
+    elif q_latent is None and is_plain and serves_maps(q_nope, k_up):
+        q_latent = skinny_maps(q_nope, k_up)
+    elif q_latent is None:
+        q_latent = _up_project(q_nope, k_up)
+    if is_plain and serves_values(q_latent, latent_cache, v_up, block_table, plan):
+        return mla_decode_values(
+            q_latent, q_pe, latent_cache, rope_cache, v_up, block_table, cache_seqlens, softmax_scale=softmax_scale,
+            plan=plan, latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, backend=backend,
+        )  # fmt: skip
+    out = mla_decode(
+        q_latent, q_pe, latent_cache, rope_cache, block_table, cache_seqlens, softmax_scale=softmax_scale,
+        latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, plan=plan, backend=backend,
+    )  # fmt: skip
+    if is_plain and len(v_up) == out.shape[2] and v_up.is_contiguous():
+        x, weight = out.flatten(2), v_up.flatten(0, 1)
+        if is_skinny(x, weight, len(v_up)):
+            return skinny_linear(x, weight, groups=len(v_up)).unflatten(-1, v_up.shape[:2])
+    return _up_project(out, v_up, transposed=True)
+
+
+def _up_project(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+    """x [B, S, H, i] times weight [k, i, o], or [k, o, i], of H / k heads each: [B, S, H, o].
+
+    Products that need no gradient read x where it lies and write the result where it is to lie, heads side by side:
+    einsum copies both. Of many tokens, weights that heads share are repeated where no kernel serves them.
+    """
+    batch, tokens, heads, _ = x.shape
+    count = weight.shape[0]
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
+        return torch.einsum(equation, x.unflatten(2, (count, -1)), weight).flatten(2, 3)
+    if batch * tokens > 1 and serves_groups(x, weight, transposed):
+        return grouped_maps(x, weight, transposed=transposed)
+    if batch * tokens > 1 and count < heads:
+        weight = weight[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)
+    weight = weight.mT if transposed else weight
+    out = x.new_empty(batch, tokens, heads, weight.shape[2])
+    if weight.shape[0] < heads:
+        torch.bmm(x.view(count, heads // count, -1), weight, out=out.view(count, heads // count, -1))
+    else:
+        torch.bmm(x.flatten(0, 1).transpose(0, 1), weight, out=out.flatten(0, 1).transpose(0, 1))
     return out
 
 
+def expand(latent: Tensor, weight: Tensor) -> Tensor:
+    """latent [T, d_c] times weight [h_kv, width, d_c]: [T, h_kv, width] (DeepSeek-V2, arXiv 2405.04434, 2.1)."""
+    return F.linear(latent, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+
+
+def gather_rows(cache: Tensor, slots: Tensor) -> Tensor:
+    """cache [P, page, ...] at slots [T]: [T, ...]; zeros for a negative slot, whose token has no page: it must not see
+    another sequence's. Never copies the whole cache, whatever its strides."""
+    if cache.dtype == torch.float8_e4m3fn:  # some devices index its bytes only
+        return gather_rows(cache.view(torch.uint8), slots).view(cache.dtype)
+    page, known = cache.shape[1], slots.clamp_min(0)
+    if cache.stride(0) == page * cache.stride(1):  # consecutive pages
+        rows = cache.as_strided((cache.shape[0] * page, *cache.shape[2:]), cache.stride()[1:], cache.storage_offset())
+        rows = rows.index_select(0, known)
+    else:
+        rows = cache[known // page, known % page]
+    return rows.masked_fill_((slots < 0).view(-1, *[1] * (rows.ndim - 1)), 0)
+
+
 def _attention(
-    query: Tensor,
+    queries: tuple[Tensor, ...],
     width: int,
     decoded_width: int,
     call: tuple[Any, ...],
-    decode: Callable[[Callable[[Tensor], Tensor], GroupPart, DecodePlan], Tensor],
-    attend: Attend,
+    decode: Callable[..., Tensor],
+    attend: Callable[..., Any],
 ) -> Tensor:
     """A plan's calls, one after another.
 
     Args:
-        query: [N, H, ...].
-        width, decoded_width: of the output, and of what the decode op makes.
+        queries: [N, H, ...]; the first positional arguments of ``decode``.
+        width, decoded_width: of the output, and of the decode op's.
         call: fields of the plan, softmax_scale and backend.
-        decode: a group's values, given what takes its rows of a tensor [N, ...], its tensors and its plan.
-        attend: of :func:`attend_wave`.
+        decode: the decode op; takes a group's block_table, cache_seqlens, cache_starts and plan by name.
+        attend: (tokens of the batch, ChunkPart, cu_seqlens_q, cu_seqlens_k, longest query), and by name ``causal``,
+            ``out`` [tokens, H, d_v] and ``return_lse`` -> out, or out and lse [H, tokens].
+
+    Returns:
+        [N, H, width], zero where no sequence's tokens are.
     """
     *fields, _, backend = call
     plan = MixedPlan(*fields)
-    parts = plan.parts()
-    parts.check_lengths(plan.lengths, plan.cache_seqlens)
-    out = _output(query, parts, width)
-    for number, (group, part) in enumerate(zip(parts.layout.groups, parts.groups, strict=True)):
-        decode_plan = parts.decode_plan(number, query.shape[1], decoded_width)
-        _write_group(out, decode(partial(_of_group, group=group, part=part), part, decode_plan), group, part)
-    if parts.window >= 0:
-        attend = partial(attend, window=parts.window, sinks=parts.sinks)
-    for wave, (cu_seqlens_q, chunks) in zip(parts.layout.waves, parts.waves, strict=True):
-        attend_wave(attend, wave, cu_seqlens_q, chunks, out, backend)
+    layout, groups, waves = plan.parts()
+    check_lengths(layout, plan.lengths, plan.cache_seqlens)
+    tokens, heads, used = *queries[0].shape[:2], layout.tokens
+    if used > tokens:
+        raise ValueError(f"the query has {tokens} tokens; expected at least {used}, those of the plan's sequences")
+    out = queries[0].new_empty(tokens, heads, width)
+    out[used:].zero_()
+    limits = {"window": None if plan.window < 0 else plan.window, "sinks": plan.sinks}
+    for group, part in zip(layout.groups, groups, strict=True):
+        rows = (len(group.rows), group.seqlen_q)
+        own = slice(group.first_token, group.first_token + rows[0] * rows[1])  # tokens of whole queries
+        taken = [x[own] if part.tokens is None else x.index_select(0, part.tokens) for x in queries]
+        decode_plan = DecodePlan(
+            (*rows, heads, decoded_width), plan.capacity, True, **limits, schedule=part.schedule, splits=part.splits,
+            partial_out=part.partial_out, partial_lse=part.partial_lse,
+        )  # fmt: skip
+        values = decode(
+            *[x.unflatten(0, rows) for x in taken], block_table=part.block_table, cache_seqlens=part.cache_seqlens,
+            cache_starts=part.cache_starts, plan=decode_plan,
+        ).flatten(0, 1)  # fmt: skip
+        if part.tokens is None:
+            out[own] = values
+        else:  # pieces overlap; of two results always the same one is written
+            out.index_copy_(0, part.targets.long(), values.index_select(0, part.sources))
+    if plan.window >= 0:
+        attend = partial(attend, **limits)
+    for wave, (cu_seqlens_q, chunks) in zip(layout.waves, waves, strict=True):
+        _attend_wave(attend, wave, cu_seqlens_q, chunks, out, backend)
     return out
+
+
+def _attend_wave(
+    attend: Callable[..., Any], wave: Wave, cu_seqlens_q: Tensor, chunks: list[ChunkPart], out: Tensor,
+    backend: str | None,
+) -> None:  # fmt: skip
+    """Attention of the sequences of a wave; partial results over its chunks are merged into ``out`` [N, H, d_v]."""
+    tokens = slice(wave.first_token, wave.first_token + wave.tokens)
+    longest = max(wave.query_lengths)
+    if len(chunks) == 1:
+        attend(tokens, chunks[0], cu_seqlens_q, chunks[0].cu_seqlens_k, longest, causal=True, out=out[tokens])
+        return
+    partial_out = out.new_empty(min(MAX_PARTIALS, len(chunks)), 1, wave.tokens, *out.shape[1:])
+    lses: list[Tensor] = []
+    for chunk, part in zip(wave.chunks, chunks, strict=True):
+        if len(lses) == MAX_PARTIALS:
+            merged, lse = attention_combine(partial_out, torch.stack(lses), backend=backend)
+            partial_out[0].copy_(merged)
+            lses = [lse]
+        _, lse = attend(
+            tokens, part, cu_seqlens_q, part.cu_seqlens_k, longest, causal=chunk.causal,
+            out=partial_out[len(lses), 0], return_lse=True,
+        )  # fmt: skip
+        lses.append(lse[None])  # [1, H, tokens]
+    out[tokens] = attention_combine(partial_out[: len(lses)], torch.stack(lses), backend=backend)[0][0]
 
 
 def _mla_attention(
@@ -188,13 +339,10 @@ def _mla_attention(
 ) -> Tensor:  # fmt: skip
     *_, softmax_scale, backend = call
     rope = None if rope_weight is None else LatentRope(rope_weight, rope_bias, inv_freq, rope_scaling)
-
-    def decode(rows_of: Callable[[Tensor], Tensor], part: GroupPart, plan: DecodePlan) -> Tensor:
-        return mla_absorbed(
-            rows_of(q_nope), rows_of(q_pe), latent_cache, rope_cache, k_up, v_up, part.block_table, part.cache_seqlens,
-            softmax_scale=softmax_scale, cache_starts=part.cache_starts, latent_scale=latent_scale, rope=rope,
-            plan=plan, backend=backend,
-        )  # fmt: skip
+    decode = partial(
+        mla_absorbed, latent_cache=latent_cache, rope_cache=rope_cache, k_up=k_up, v_up=v_up,
+        softmax_scale=softmax_scale, latent_scale=latent_scale, rope=rope, backend=backend,
+    )  # fmt: skip
 
     def attend(tokens: slice, part: ChunkPart, *bounds: Tensor | int, **options: object) -> Any:
         latent = gather_rows(latent_cache, part.slots)
@@ -210,42 +358,19 @@ def _mla_attention(
             backend=backend, **options,
         )  # fmt: skip
 
-    return _attention(q_pe, v_up.shape[1], latent_cache.shape[-1], call, decode, attend)
+    return _attention((q_nope, q_pe), v_up.shape[1], latent_cache.shape[-1], call, decode, attend)
 
 
 def _gqa_attention(query: Tensor, key_cache: Tensor, value_cache: Tensor, *call: Any) -> Tensor:
-    *_, softmax_scale, backend = call
+    options = {"softmax_scale": call[-2], "backend": call[-1]}
+    decode = partial(gqa_decode, k_cache=key_cache, v_cache=value_cache, **options)
 
-    def decode(rows_of: Callable[[Tensor], Tensor], part: GroupPart, plan: DecodePlan) -> Tensor:
-        return gqa_decode(
-            rows_of(query), key_cache, value_cache, part.block_table, part.cache_seqlens, softmax_scale=softmax_scale,
-            cache_starts=part.cache_starts, plan=plan, backend=backend,
-        )  # fmt: skip
-
-    def attend(tokens: slice, part: ChunkPart, *bounds: Tensor | int, **options: object) -> Any:
+    def attend(tokens: slice, part: ChunkPart, *bounds: Tensor | int, **further: object) -> Any:
         keys, values = gather_rows(key_cache, part.slots), gather_rows(value_cache, part.slots)
-        return attention_varlen(
-            query[tokens], keys, values, *bounds, softmax_scale=softmax_scale, backend=backend, **options
-        )
+        return attention_varlen(query[tokens], keys, values, *bounds, **options, **further)
 
     width = value_cache.shape[3]
-    return _attention(query, width, width, call, decode, attend)
-
-
-def _of_group(x: Tensor, group: Group, part: GroupPart) -> Tensor:
-    """The group's rows of x [N, ...]: [B_g, S_q, ...]; a view where its tokens lie side by side."""
-    rows = (len(group.rows), group.seqlen_q)
-    if part.pieces is not None:
-        return x.index_select(0, part.pieces.tokens).unflatten(0, rows)
-    return x[group.first_token : group.first_token + rows[0] * rows[1]].unflatten(0, rows)
-
-
-def _write_group(out: Tensor, values: Tensor, group: Group, part: GroupPart) -> None:
-    values = values.flatten(0, 1)
-    if part.pieces is None:
-        out[group.first_token : group.first_token + len(values)] = values
-    else:  # pieces overlap; which of two results stays must not depend on the run
-        out.index_copy_(0, part.pieces.targets.long(), values.index_select(0, part.pieces.sources))
+    return _attention((query,), width, width, call, decode, attend)
 
 
 _PLAN = (

@@ -2,21 +2,188 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.export import Dim, ShapesCollection
+from torch.nn import functional as F
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.gqa_decode.api import plan_gqa_decode
-from mha2mla.kernels.mixed_attention.layout import MAX_DECODE_QUERY_LENGTH, Group, Wave, absorbs_up_to, lay_out
-from mha2mla.kernels.mixed_attention.parts import MixedPlan, Pieces
+from mha2mla.kernels.mixed_attention.layout import (
+    MAX_DECODE_QUERY_LENGTH,
+    BatchLayout,
+    Group,
+    Wave,
+    absorbs_up_to,
+    lay_out,
+)
 from mha2mla.kernels.mla_decode.api import plan_mla_decode
 from mha2mla.kernels.rope_append.api import slots_of
 from mha2mla.kernels.split_kv.plan import DecodePlan, check_window
 
 MAX_EXPANDED_TOKENS = 16384  # 256 MiB of keys and values at 32 heads of 128 + 128 in bfloat16
+ALIGNMENT = 32  # elements; tensors packed into one begin at multiples of it, 128 bytes
+
+
+class GroupPart(NamedTuple):
+    """Tensors of a :class:`Group` of B_g rows: ``block_table [B_g, max_pages]``, ``cache_seqlens [B_g]``,
+    ``cache_starts [B_g]`` or None; then the fields of a plan of the decode op.
+
+    Where rows are pieces of queries, ``tokens [B_g * S_q]`` of the batch are read; ``targets [n]`` are the same without
+    repetitions, and their results are rows ``sources [n]``; int32. Else they are None.
+    """
+
+    block_table: Tensor
+    cache_seqlens: Tensor
+    cache_starts: Tensor | None
+    tokens: Tensor | None
+    targets: Tensor | None
+    sources: Tensor | None
+    schedule: Tensor
+    splits: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+
+class ChunkPart(NamedTuple):
+    """Tensors of a chunk's tokens: ``slots [T]`` in the cache, -1 without a page (rows that pad the batch), and
+    ``positions [T]`` in their sequences; and ``cu_seqlens_k [sequences of the wave + 1]``. int32."""
+
+    slots: Tensor
+    positions: Tensor
+    cu_seqlens_k: Tensor
+
+
+class Parts(NamedTuple):
+    """A plan's calls and their tensors: per group, and per wave ``cu_seqlens_q`` and its chunks."""
+
+    layout: BatchLayout
+    groups: list[GroupPart]
+    waves: list[tuple[Tensor, list[ChunkPart]]]
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """Calls of a ragged batch, with their index tensors and workspace.
+
+    Made by :func:`plan_mla_attention` or :func:`plan_gqa_attention`. All layers that share lengths, page table, window
+    and widths may share a plan, one after another. It holds as many tensors whatever the batch, so that one compiled or
+    exported function takes any; tensors that the host reads lie on the CPU.
+
+    Attributes:
+        lengths: [3, B] int32 on the CPU: new tokens, tokens cached before them, first visible token, per sequence.
+        block_table, cache_seqlens, cache_starts: the batch's own.
+        index: int32, further tensors of the calls, packed.
+        workspace: float32, partial results of the decode op, packed; written by every call.
+        shapes: [tensors, 6] int64 on the CPU: number of dimensions and sizes of every packed tensor, those of ``index``
+            first.
+        short, max_expanded_tokens: as in :func:`mha2mla.kernels.mixed_attention.layout.lay_out`.
+        window, sinks: of the layers that share the plan; a window of -1 is none.
+        page_size: tokens per page.
+        num_splits: of the decode op's calls; 0: as many as balance best.
+    """
+
+    lengths: Tensor
+    block_table: Tensor
+    cache_seqlens: Tensor
+    cache_starts: Tensor | None
+    index: Tensor
+    workspace: Tensor
+    shapes: Tensor
+    short: int
+    max_expanded_tokens: int
+    window: int
+    sinks: int
+    page_size: int
+    num_splits: int = 0
+
+    def fields(self) -> tuple:
+        """Tensors and numbers in the order of the ops' schemas."""
+        return (
+            self.lengths, self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace,
+            self.shapes, self.short, self.max_expanded_tokens, self.window, self.sinks, self.page_size,
+        )  # fmt: skip
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row of the page table holds."""
+        return self.block_table.shape[1] * self.page_size
+
+    def parts(self) -> Parts:
+        """The plan's calls and their tensors. Reads nothing on the device."""
+        layout = lay_out(
+            *map(tuple, self.lengths.tolist()), self.short, self.max_expanded_tokens, self.window, self.sinks
+        )
+        shapes, groups = self.shapes.tolist(), []
+        of_index = len(shapes) - 2 * len(layout.groups)
+        index, workspace = _unpack(self.index, shapes[:of_index]), _unpack(self.workspace, shapes[of_index:])
+        batch, starts = (self.block_table, self.cache_seqlens, self.cache_starts), self.cache_starts is not None
+        for group in layout.groups:
+            if group.first_token >= 0:
+                rows = slice(group.rows[0], group.rows[-1] + 1)
+                mine = [*[None if tensor is None else tensor[rows] for tensor in batch], None, None, None]
+            else:
+                mine = [
+                    index.pop(),
+                    index.pop(),
+                    index.pop() if starts else None,
+                    index.pop(),
+                    index.pop(),
+                    index.pop(),
+                ]
+            groups.append(GroupPart(*mine, index.pop(), index.pop(), workspace.pop(), workspace.pop()))
+        waves = [
+            (index.pop(), [ChunkPart(index.pop(), index.pop(), index.pop()) for _ in wave.chunks])
+            for wave in layout.waves
+        ]
+        return Parts(layout, groups, waves)
+
+    def refresh(self) -> None:
+        """Plans again, in place, for the batch's own tensors as they are now: after :meth:`SequenceBatch.copy_`, inside
+        a CUDA graph or before its replay.
+
+        Raises:
+            ValueError: there are queries of more than 8 tokens, whose calls depend on lengths that the host must know.
+        """
+        layout, groups, waves = self.parts()
+        if waves or any(group.first_token < 0 for group in layout.groups):
+            raise ValueError(
+                f"lengths has queries of up to {int(self.lengths[0].max())} tokens; expected at most"
+                f" {MAX_DECODE_QUERY_LENGTH}, or a new plan"
+            )
+        for group, part in zip(layout.groups, groups, strict=True):
+            torch.ops.mha2mla.split_kv_plan(
+                part.cache_seqlens, part.cache_starts, self.capacity, group.seqlen_q, True, self.window, self.sinks,
+                part.schedule, part.splits, self.num_splits,
+            )  # fmt: skip
+
+    def dynamic_shapes(self, shapes: ShapesCollection) -> ShapesCollection:
+        """Declares for ``torch.export`` which sizes vary with the batch: adds them to ``shapes``."""
+        shapes[self.lengths] = {1: Dim.AUTO}
+        for tensor in (self.block_table, self.cache_seqlens, self.cache_starts, self.index, self.workspace):
+            if tensor is not None:
+                shapes[tensor] = dict.fromkeys(range(tensor.ndim), Dim.AUTO)
+        shapes[self.shapes] = {0: Dim.AUTO}
+        return shapes
+
+
+torch.export.register_dataclass(MixedPlan, serialized_type_name="mha2mla.kernels.MixedPlan")
+
+
+def _unpack(flat: Tensor, shapes: list[list[int]]) -> list[Tensor]:
+    """Tensors packed into ``flat``, the last one first."""
+    tensors, first = [], 0
+    for ndim, *sizes in shapes:
+        numel = math.prod(sizes[:ndim])
+        tensors.append(flat[first : first + numel].view(sizes[:ndim]))
+        first += numel + -numel % ALIGNMENT
+    return tensors[::-1]
 
 
 def plan_mla_attention(
@@ -42,12 +209,12 @@ def plan_mla_attention(
     """A plan for calls of :func:`mla_attention` over caches of these shapes and sequences of these lengths.
 
     Args:
-        latent_cache: [P, page, d_c]; only shape, dtype and device are looked at, here and in the next.
+        latent_cache: [P, page, d_c]; only its shape, dtype and device are read, as of ``rope_cache``.
         rope_cache: [P, page, G, d_r]; None where nothing rotary is cached.
         block_table: [B, max_pages] int32.
         cache_seqlens: [B] int32, tokens per sequence, the new ones included; 0 for rows that pad a batch.
         lengths: [3, B] int32 on the CPU: new tokens, tokens cached before them and the first visible token of each
-            sequence. Of sequences with at most 8 new tokens only the first is looked at.
+            sequence. Of sequences with at most 8 new tokens only the first is read.
         num_attention_heads, num_key_value_heads, qk_nope_head_dim, v_head_dim: H, h_kv, d_n, d_v.
         qk_rope_head_dim: d_r, to be given exactly where there is no ``rope_cache``.
         dtype: of the queries; None: as ``rope_cache``, or as ``latent_cache`` where there is none.
@@ -57,7 +224,7 @@ def plan_mla_attention(
         sinks: the first ``sinks`` tokens of each sequence, from its first visible one on, stay visible (attention
             sinks, arXiv 2309.17453).
         max_expanded_tokens: cached tokens that are expanded to keys and values at a time, which bounds the workspace
-            to ``max(max_expanded_tokens, longest query)`` tokens of ``lcm(h_kv, G) (d_n + d_r + d_v)`` numbers.
+            to ``max(max_expanded_tokens, longest query)`` tokens of ``lcm(h_kv, G) (d_n + d_r + d_v)`` elements.
         num_splits: pieces per sequence of the decode op's calls, as in :func:`plan_mla_decode`.
         backend: as in :func:`mla_attention`.
 
@@ -75,8 +242,7 @@ def plan_mla_attention(
         rope_from_latent=rope_cache is None,
     )  # fmt: skip
     pages = latent_cache if rope_cache is None else rope_cache
-    # A stand-in for queries, of which a plan looks at shape, dtype and device.
-    query = pages.new_empty((), dtype=dtype or pages.dtype)
+    query = pages.new_empty((), dtype=dtype or pages.dtype)  # has the queries' dtype and device
 
     def decode_plan(table: Tensor, seqlens: Tensor, starts: Tensor | None, seqlen_q: int) -> DecodePlan:
         return plan_mla_decode(
@@ -89,127 +255,6 @@ def plan_mla_attention(
         latent_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, sinks,
         absorbs_up_to(geometry), max_expanded_tokens, num_splits, decode_plan,
     )  # fmt: skip
-
-
-def _plan(
-    page_size: int,
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    lengths: Tensor,
-    cache_starts: Tensor | None,
-    window: int | None,
-    sinks: int,
-    short: int,
-    max_expanded_tokens: int,
-    num_splits: int | None,
-    decode_plan: Callable[[Tensor, Tensor, Tensor | None, int], DecodePlan],
-) -> MixedPlan:
-    batch = block_table.shape[0]
-    if lengths.shape != (3, batch) or lengths.dtype != torch.int32 or lengths.device.type != "cpu":
-        raise ValueError(
-            f"lengths is {lengths.dtype} {tuple(lengths.shape)} on {lengths.device}; expected torch.int32"
-            f" {(3, batch)} on the CPU"
-        )
-    if max_expanded_tokens < 1:
-        raise ValueError(f"max_expanded_tokens is {max_expanded_tokens}; expected at least 1")
-    for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_starts", cache_starts)):
-        if tensor is not None and (tensor.shape != (batch,) or tensor.dtype != torch.int32):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected torch.int32 {(batch,)}, [B]")
-    query_lengths, cached_lengths, starts = map(tuple, lengths.tolist())
-    limits = (-1 if window is None else window, sinks)
-    layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, *limits)
-    pieces = Pieces()
-    for group in layout.groups:
-        mine = _rows_of(group, query_lengths, block_table, cache_seqlens, cache_starts, pieces)
-        plan = decode_plan(*mine, group.seqlen_q)
-        pieces.put(plan.schedule, plan.splits)
-        pieces.reserve(plan.partial_out, plan.partial_lse)
-    for wave in layout.waves:
-        _put_wave(wave, block_table, cache_seqlens, page_size, sinks, pieces)
-    nothing = cache_seqlens.new_empty(0)
-    return MixedPlan(
-        lengths, block_table, cache_seqlens, cache_starts, torch.cat([nothing, *pieces.index]),
-        torch.empty(pieces.numbers, dtype=torch.float32, device=block_table.device),
-        torch.tensor(pieces.shapes, dtype=torch.int64).view(-1, 6), short, max_expanded_tokens,
-        *limits, page_size, num_splits or 0,
-    )  # fmt: skip
-
-
-def _rows_of(
-    group: Group,
-    query_lengths: tuple[int, ...],
-    block_table: Tensor,
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
-    pieces: Pieces,
-) -> list[Tensor | None]:
-    """The batch's own tensors for the rows of a group. Where these are pieces of queries, they are kept too, with what
-    is read and written in the batch."""
-    batch = (block_table, cache_seqlens, cache_starts)
-    if group.first_token >= 0:
-        rows = slice(group.rows[0], group.rows[-1] + 1)
-        return [None if tensor is None else tensor[rows] for tensor in batch]
-    device, offset = block_table.device, [0, *accumulate(query_lengths)]
-    begins = [(row, q, offset[row] + q) for row, q in zip(group.rows, group.first_query, strict=True)]
-    rows, behind, token = to_device(
-        [
-            group.rows,
-            [query_lengths[row] - q - group.seqlen_q for row, q, _ in begins],
-            [token for _, _, token in begins],
-        ],
-        device,
-    )
-    where = {
-        token + q: place * group.seqlen_q + q
-        for place, (_, _, token) in enumerate(begins)
-        for q in range(group.seqlen_q)
-    }
-    mine = [None if tensor is None else tensor.index_select(0, rows) for tensor in batch]
-    mine[1] = (mine[1] - behind).clamp_min(0)
-    pieces.put(*(tensor for tensor in mine if tensor is not None))
-    pieces.put((token[:, None] + torch.arange(group.seqlen_q, dtype=torch.int32, device=device)).flatten())
-    pieces.put(*to_device([list(where), list(where.values())], device))
-    return mine
-
-
-def _put_wave(
-    wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_size: int, sinks: int, pieces: Pieces
-) -> None:
-    """Where the queries and the cached tokens of a wave lie."""
-    device, table = block_table.device, block_table[wave.first : wave.stop]
-    pieces.put(*to_device([[0, *accumulate(wave.query_lengths)]], device))
-    for chunk in wave.chunks:
-        bounds, begins = to_device([[0, *accumulate(chunk.lengths)], [*chunk.first, 0]], device)
-        token = torch.arange(chunk.tokens, dtype=torch.int32, device=device)
-        sequence = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
-        position = token + (begins - bounds)[sequence.long()]
-        if chunk.gaps:
-            (gaps,) = to_device([chunk.gaps], device)
-            behind_sinks = token - bounds[sequence.long()] >= sinks
-            position = position + gaps[sequence.long()] * behind_sinks
-        slots = slots_of(table, sequence, position, page_size)
-        _check_pages(slots, wave.first + sequence, position, cache_seqlens)
-        pieces.put(slots, position, bounds)
-
-
-def _check_pages(slots: Tensor, sequence: Tensor, position: Tensor, cache_seqlens: Tensor) -> None:
-    """Raise ValueError, on the CPU, where a token of a sequence that is no padding has no page. Elsewhere, where nobody
-    waits to look, such tokens are read as zeros."""
-    if slots.device.type != "cpu":
-        return
-    lost = (slots < 0) & (cache_seqlens[sequence.long()] > 0)
-    if bool(lost.any()):
-        first = int(lost.nonzero()[0])
-        raise ValueError(
-            f"block_table has no page for token {int(position[first])} of sequence {int(sequence[first])}; expected one"
-            " for every cached and new token"
-        )
-
-
-def to_device(rows: list, device: torch.device) -> Tensor:
-    """int32 [rows, n] from lists, in one copy that the host does not wait for."""
-    tensor = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return tensor.to(device, non_blocking=True)
 
 
 def plan_gqa_attention(
@@ -230,7 +275,7 @@ def plan_gqa_attention(
     """A plan for calls of :func:`gqa_attention`.
 
     Args:
-        key_cache: [P, page, h_kv, d_k]; only shape, dtype and device are looked at, here and in the next.
+        key_cache: [P, page, h_kv, d_k]; only its shape, dtype and device are read, as of ``value_cache``.
         value_cache: [P, page, h_kv, d_v].
         max_expanded_tokens: cached tokens that are gathered at a time.
         block_table, cache_seqlens, lengths, num_attention_heads, cache_starts, window, sinks, num_splits, backend:
@@ -253,3 +298,125 @@ def plan_gqa_attention(
         key_cache.shape[1], block_table, cache_seqlens, lengths, cache_starts, window, sinks,
         MAX_DECODE_QUERY_LENGTH, max_expanded_tokens, num_splits, decode_plan,
     )  # fmt: skip
+
+
+def _plan(
+    page_size: int, block_table: Tensor, cache_seqlens: Tensor, lengths: Tensor, cache_starts: Tensor | None,
+    window: int | None, sinks: int, short: int, max_expanded_tokens: int, num_splits: int | None,
+    decode_plan: Callable[[Tensor, Tensor, Tensor | None, int], DecodePlan],
+) -> MixedPlan:  # fmt: skip
+    batch = block_table.shape[0]
+    if lengths.shape != (3, batch) or lengths.dtype != torch.int32 or lengths.device.type != "cpu":
+        raise ValueError(
+            f"lengths is {lengths.dtype} {tuple(lengths.shape)} on {lengths.device}; expected torch.int32"
+            f" {(3, batch)} on the CPU"
+        )
+    if max_expanded_tokens < 1:
+        raise ValueError(f"max_expanded_tokens is {max_expanded_tokens}; expected at least 1")
+    for name, tensor in (("cache_seqlens", cache_seqlens), ("cache_starts", cache_starts)):
+        if tensor is not None and (tensor.shape != (batch,) or tensor.dtype != torch.int32):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected torch.int32 {(batch,)}, [B]")
+    query_lengths, cached_lengths, starts = map(tuple, lengths.tolist())
+    limits = (-1 if window is None else window, sinks)
+    layout = lay_out(query_lengths, cached_lengths, starts, short, max_expanded_tokens, *limits)
+    index: list[Tensor] = []
+    workspace: list[Tensor] = []
+    for group in layout.groups:
+        if group.first_token >= 0:
+            rows = slice(group.rows[0], group.rows[-1] + 1)
+            mine = [None if x is None else x[rows] for x in (block_table, cache_seqlens, cache_starts)]
+        else:
+            mine, packed = _rows_of_pieces(group, query_lengths, block_table, cache_seqlens, cache_starts)
+            index += packed
+        plan = decode_plan(*mine, group.seqlen_q)
+        index += plan.schedule, plan.splits
+        workspace += plan.partial_out, plan.partial_lse
+    for wave in layout.waves:
+        index += _index_wave(wave, block_table, cache_seqlens, page_size, sinks)
+    flat = [F.pad(tensor.flatten(), (0, -tensor.numel() % ALIGNMENT)) for tensor in index]
+    shapes = [[tensor.ndim, *tensor.shape, *[0] * (5 - tensor.ndim)] for tensor in (*index, *workspace)]
+    return MixedPlan(
+        lengths, block_table, cache_seqlens, cache_starts, torch.cat([cache_seqlens.new_empty(0), *flat]),
+        block_table.new_empty(sum(x.numel() + -x.numel() % ALIGNMENT for x in workspace), dtype=torch.float32),
+        torch.tensor(shapes, dtype=torch.int64).view(-1, 6), short, max_expanded_tokens, *limits, page_size,
+        num_splits or 0,
+    )  # fmt: skip
+
+
+def _rows_of_pieces(
+    group: Group,
+    query_lengths: tuple[int, ...],
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Block table, lengths and starts of a group of pieces; and all its tensors that are packed."""
+    device, offset, size = block_table.device, [0, *accumulate(query_lengths)], group.seqlen_q
+    begins = [offset[row] + first for row, first in zip(group.rows, group.first_query, strict=True)]
+    behind = [query_lengths[row] - q - size for row, q in zip(group.rows, group.first_query, strict=True)]
+    rows, behind, token = _to_device([group.rows, behind, begins], device)
+    result_of = {first + q: piece * size + q for piece, first in enumerate(begins) for q in range(size)}
+    mine = [
+        None if tensor is None else tensor.index_select(0, rows)
+        for tensor in (block_table, cache_seqlens, cache_starts)
+    ]
+    mine[1] = (mine[1] - behind).clamp_min(0)
+    tokens = (token[:, None] + torch.arange(size, dtype=torch.int32, device=device)).flatten()
+    targets_and_sources = _to_device([list(result_of), list(result_of.values())], device)
+    return mine, [*(tensor for tensor in mine if tensor is not None), tokens, *targets_and_sources]
+
+
+def _index_wave(wave: Wave, block_table: Tensor, cache_seqlens: Tensor, page_size: int, sinks: int) -> list[Tensor]:
+    """``cu_seqlens_q`` of a wave, then the fields of each :class:`ChunkPart`."""
+    device, table = block_table.device, block_table[wave.first : wave.stop]
+    tensors = [*_to_device([[0, *accumulate(wave.query_lengths)]], device)]
+    for chunk in wave.chunks:
+        bounds, begins = _to_device([[0, *accumulate(chunk.lengths)], [*chunk.first, 0]], device)
+        token = torch.arange(chunk.tokens, dtype=torch.int32, device=device)
+        sequence = torch.searchsorted(bounds[1:], token, right=True, out_int32=True)
+        position = token + (begins - bounds)[sequence.long()]
+        if chunk.gaps:
+            (gaps,) = _to_device([chunk.gaps], device)
+            position = position + gaps[sequence.long()] * (token - bounds[sequence.long()] >= sinks)
+        slots = slots_of(table, sequence, position, page_size)
+        _check_pages(slots, wave.first + sequence, position, cache_seqlens)
+        tensors += slots, position, bounds
+    return tensors
+
+
+def _check_pages(slots: Tensor, sequence: Tensor, position: Tensor, cache_seqlens: Tensor) -> None:
+    """Raise ValueError, on the CPU, where a token of a sequence that is no padding has no page. On other devices, which
+    the host does not wait for, such tokens are read as zeros."""
+    if slots.device.type != "cpu":
+        return
+    lost = (slots < 0) & (cache_seqlens[sequence.long()] > 0)
+    if bool(lost.any()):
+        first = int(lost.nonzero()[0])
+        raise ValueError(
+            f"block_table has no page for token {int(position[first])} of sequence {int(sequence[first])}; expected one"
+            " for every cached and new token"
+        )
+
+
+def _to_device(rows: list, device: torch.device) -> Tensor:
+    """int32 [rows, n] from lists, in one copy that the host does not wait for."""
+    tensor = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return tensor.to(device, non_blocking=True)
+
+
+def check_lengths(layout: BatchLayout, lengths: Tensor, cache_seqlens: Tensor) -> None:
+    """Raise ValueError if sequences whose calls were made from ``lengths`` have other lengths on the device by now.
+
+    Only on the CPU, where reading costs nothing; the decode op checks the other sequences. 0 is a row of padding.
+    """
+    if cache_seqlens.device.type != "cpu":
+        return
+    rows = {row for group in layout.groups if group.first_token < 0 for row in group.rows}
+    rows.update(row for wave in layout.waves for row in range(wave.first, wave.stop))
+    for row in sorted(rows):
+        planned, is_now = int(lengths[:2, row].sum()), int(cache_seqlens[row])
+        if is_now not in (0, planned):
+            raise ValueError(
+                f"plan was made for {planned} tokens of sequence {row}; expected {is_now}, its cache_seqlens: make"
+                " a new plan"
+            )

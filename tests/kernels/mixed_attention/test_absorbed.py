@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha2mla.kernels.mixed_attention.forms import _through_maps
+from mha2mla.kernels.mixed_attention.api import _up_project
 
 
 class Calls(TorchDispatchMode):
@@ -35,14 +35,14 @@ def test_every_head_goes_through_its_map(batch, length, maps, transposed):
     given = weight.mT.contiguous() if transposed else weight
     expected = torch.einsum("bshi,hio->bsho", x, weight.repeat_interleave(6 // maps, 0))
     with torch.no_grad(), Calls() as calls:
-        out = _through_maps(x, given, transposed)
+        out = _up_project(x, given, transposed)
     torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
     copies = 1 if 1 < maps < 6 and batch * length > 1 else 0
     assert out.is_contiguous() and calls.names == ["aten::clone"] * copies + ["aten::bmm.out"]
-    torch.testing.assert_close(_through_maps(x.requires_grad_(), given, transposed), expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(_up_project(x.requires_grad_(), given, transposed), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_gradients_pass():
     x, weight = torch.randn(2, 1, 4, 3, requires_grad=True), torch.randn(4, 3, 5, requires_grad=True)
-    _through_maps(x, weight).square().sum().backward()
+    _up_project(x, weight).square().sum().backward()
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape

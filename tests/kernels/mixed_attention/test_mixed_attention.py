@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import attention_combine, gqa_attention, mla_attention, plan_gqa_attention
-from mha2mla.kernels.mixed_attention.forms import MAX_PARTIALS, gather_rows
+from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from tests.kernels.mixed_attention.problems import (
     SCALE,
@@ -67,7 +67,7 @@ def test_the_merges_run_where_the_caller_said(monkeypatch):
         asked.append(backend)
         return attention_combine(*tensors, backend=backend)
 
-    monkeypatch.setattr("mha2mla.kernels.mixed_attention.forms.attention_combine", combine)
+    monkeypatch.setattr("mha2mla.kernels.mixed_attention.api.attention_combine", combine)
     problem = Problem.make(WIDTHS["per group"])
     for backend in ("reference", None):
         problem.run(backend=backend, max_expanded_tokens=7)
