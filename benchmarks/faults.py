@@ -499,7 +499,7 @@ FAULTS = tuple(
 -return row | {"status": f"{WRONG}{check.reason}"}
 +row["status"] = f"{WRONG}{check.reason}"
 # the first token is counted among the further ones
-@ mha2mla/eval/generate_latency.py
+@ mha2mla/eval/latency.py
 ? tests/eval/test_latency.py -k further_token
 -(all_tokens - first) / (new_tokens - 1)
 +(all_tokens - first) / new_tokens

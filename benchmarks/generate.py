@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from transformers import PreTrainedModel
 
 from benchmarks.recording import Recording, command
-from mha2mla.eval.generate_latency import greedy, median_seconds
-from mha2mla.eval.step_latency import weight_bytes
+from mha2mla.eval.latency import greedy, median_seconds, weight_bytes
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.trial_models import converted_config, random_model, source_config
 

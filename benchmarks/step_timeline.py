@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recording import Recording, command
+from mha2mla.eval.latency import weight_bytes
 from mha2mla.eval.report import print_table
-from mha2mla.eval.step_latency import weight_bytes
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.paged_cache import BatchStep, PagedCache

@@ -19,9 +19,9 @@ from mha2mla.conversion.calibration.blocks import LENGTHS
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.result.destination import check_destination
 from mha2mla.environment import cache_folder, collect_environment, compute_device, describe_environment, usual_dtype
+from mha2mla.eval.latency import decode_step_latency
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.report import print_table, write_json
-from mha2mla.eval.step_latency import decode_step_latency
 from mha2mla.files import report_file
 from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.pipeline import ConversionReport, convert

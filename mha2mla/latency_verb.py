@@ -136,11 +136,11 @@ def _preset(
     name: PresetName, *, save: Callable[[list[dict[str, Any]]], None], **options: Any
 ) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
     """Rows, and the columns of their table."""
-    from mha2mla.eval import published
+    from mha2mla.eval import op_latency
     from mha2mla.terminal import progress_bar
 
-    rows, total = [], len(published.PRESETS[name].published) * (len(published.BASELINES) + 1)
-    for row in progress_bar(published.preset_latency(name, **options), show=True, total=total, desc=name, unit="row"):
+    rows, total = [], len(op_latency.PRESETS[name].published) * (len(op_latency.PRESET_BASELINES) + 1)
+    for row in progress_bar(op_latency.preset_latency(name, **options), show=True, total=total, desc=name, unit="row"):
         rows.append(row)
         save(rows)
-    return rows, published.COLUMNS
+    return rows, op_latency.PRESET_COLUMNS

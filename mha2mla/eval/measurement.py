@@ -1,16 +1,23 @@
-"""Rows of ``eval latency``: a time stands in one after, and only after, the same inputs passed their check."""
+"""Rows of ``eval latency``: a row has a time only after the same inputs passed their check, or says it was not checked.
+
+Time comes from a library: ``triton.testing`` on CUDA (cold L2 for each run; CUDA-graph time beside it),
+``torch.utils.benchmark`` on a CPU; that of ``generate`` is wall clock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
+from mha2mla.eval.report import html_table
 from mha2mla.testing.numeric_check import NOT_CHECKED, Judgement
 from mha2mla.testing.timing import time_callable
 
-WRONG = "wrong: "  # how the status of a row begins whose check failed
+WRONG = "wrong: "  # prefix of the status of a row whose check failed
 
 COLUMNS = {
     "op": "op",
@@ -37,6 +44,42 @@ COLUMNS = {
 }
 
 
+class LatencyRows(list[dict[str, Any]]):
+    """Rows of measurements: a line each where they are printed, a table in a notebook."""
+
+    def columns(self) -> dict[str, str]:
+        """Key → heading of the columns that any row has."""
+        return {key: head for key, head in COLUMNS.items() if any(row.get(key) is not None for row in self)}
+
+    def __repr__(self) -> str:
+        return "\n".join(map(_line, self))
+
+    def _repr_html_(self) -> str:
+        return html_table(self, self.columns())
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    us, speed_up = time_of(row), row.get("speed_up")
+    found = row["status"] if us is None else f"{us:,.1f} µs" + (f", {speed_up:.3g} x the source" if speed_up else "")
+    status = "" if us is None or row["status"] == "ok" else f" ({row['status']})"
+    return f"{row['op']}, {row['implementation']}, {row['batch']} x {row['seqlen']:,}: {found}{status}"
+
+
+def time_of(row: Mapping[str, Any]) -> float | None:
+    """µs of a row, in a CUDA graph where that was measured; None if it has no time."""
+    return row.get("us_p50") if row.get("us_graph") is None else row["us_graph"]
+
+
+def is_ours(row: Mapping[str, Any]) -> bool:
+    """True for rows of a converted model, False for its source's."""
+    return row["implementation"].startswith(("mla_decode", "converted"))
+
+
+def wrong_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Rows whose check failed; missing rows, with a reason, are not among them."""
+    return [row for row in rows if row["status"].startswith(WRONG)]
+
+
 def measured(
     call: Callable[[], Any],
     check: Judgement | None,
@@ -46,7 +89,7 @@ def measured(
     *,
     graph: bool = True,
 ) -> dict[str, Any]:
-    """The time of a call that passed its check, or was not asked to (None); the reason, and no time, otherwise.
+    """Time of a call that passed its check (None: not checked); otherwise the reason, and no time.
 
     Args:
         read: bytes of cache that a call reads, for its rate.
@@ -63,21 +106,58 @@ def measured(
 
 
 def unless_out_of_memory(measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What ``measure(*args)`` returns; where the device's memory does not suffice, a status that says so, and that
-    memory is free again."""
+    """``measure(*args)``, or a row whose status names the memory that was missing; that memory is free again."""
     try:
         return measure(*args)
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". ")[2].partition(". ")[0] or str(error)
-    torch.cuda.empty_cache()  # behind the handler, whose error holds the frames that hold the tensors
+    torch.cuda.empty_cache()  # after the handler, whose error holds the frames that hold the tensors
     return {"status": f"out of memory: {reason}"}
 
 
-def is_ours(row: Mapping[str, Any]) -> bool:
-    """Whether a row is of what a conversion gives, and not of its source."""
-    return row["implementation"].startswith(("mla_decode", "converted"))
+def add_speed_ups(rows: Sequence[dict[str, Any]], rate: float) -> None:
+    """Adds ``speed_up``, ``limit_us`` and ``of_limit`` to the rows that have a time.
+
+    Args:
+        rate: bytes a second that the device reads.
+    """
+    timed = [(row, us, (row["op"], row["batch"], row["seqlen"])) for row in rows if (us := time_of(row)) is not None]
+    fastest: dict[tuple[Any, ...], float] = {}
+    for row, us, shape in timed:
+        if not is_ours(row):
+            fastest[shape] = min(us, fastest.get(shape, us))
+    for row, us, shape in timed:
+        if is_ours(row) and shape in fastest:
+            row["speed_up"] = fastest[shape] / us
+        if row["op"] != "prefill":
+            read = row.get("read_bytes", row["cache_bytes"]) + (0 if row["op"] == "attention" else row["weight_bytes"])
+            row["limit_us"] = read / rate * 1e6
+            row["of_limit"] = row["limit_us"] / us
 
 
-def wrong_rows(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows whose check failed; those that are missing, with a reason, are not among them."""
-    return [row for row in rows if row["status"].startswith(WRONG)]
+@contextmanager
+def in_float64(model: nn.Module) -> Iterator[None]:
+    """While open, ``model`` computes in float64 without a copy; afterwards its parameters have the same bits.
+
+    Each module's own floating-point parameters are widened when its forward begins and put back when it ends: only the
+    modules on the way from the root to one leaf are wide at a time. What a model computes in float32 at any dtype
+    (norms, angles) stays so, as in ``model.double()``.
+    """
+    narrow: dict[nn.Module, dict[str, nn.Parameter]] = {}
+
+    def widen(module: nn.Module, *_: Any) -> None:
+        own = {name: each for name, each in module._parameters.items() if each is not None and each.is_floating_point()}
+        narrow[module] = own
+        for name, each in own.items():
+            module._parameters[name] = nn.Parameter(each.detach().double(), requires_grad=False)
+
+    def restore(module: nn.Module, *_: Any) -> None:
+        module._parameters.update(narrow.pop(module, {}))
+
+    with ExitStack() as hooks, torch.no_grad():
+        hooks.callback(lambda: [restore(module) for module in list(narrow)])
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                hooks.callback(module.register_forward_pre_hook(widen).remove)
+                hooks.callback(module.register_forward_hook(restore).remove)
+        yield

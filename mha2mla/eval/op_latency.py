@@ -1,11 +1,12 @@
-"""Time of the decode attention op of one layer: the source's over its KV cache, ours over the latent cache."""
+"""Latency of the decode attention op of one layer: the source's over its KV cache, ours over the latent cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,30 +46,42 @@ class AttentionInputs:
     ) -> AttentionInputs:
         """Normal numbers for the source of an MLA layer."""
         make = torch.Generator(device).manual_seed(seed)
-        heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
-        q, k, v = (
-            torch.randn(batch, *size, geometry.v_head_dim, generator=make, device=device).to(dtype)
-            for size in ((heads, 1), (kv_heads, seqlen), (kv_heads, seqlen))
-        )
-        return cls(q, k, v, softmax_scale)
+        cached = (geometry.num_key_value_heads, seqlen)
+        sizes = ((batch, *size, geometry.v_head_dim) for size in ((geometry.num_attention_heads, 1), cached, cached))
+        return cls(*(torch.randn(*size, generator=make, device=device).to(dtype) for size in sizes), softmax_scale)
 
 
+# From inputs: a call that gives [B, H, 1, d_h], or the reason why there is none here ("not installed", …).
 Baseline = Callable[[AttentionInputs], Callable[[], Tensor] | str]
-"""Given inputs, returns a call giving [B, H, 1, d_h], or the reason why there is none here ("not installed", …)."""
 
 
 def sdpa_baseline(inputs: AttentionInputs) -> Callable[[], Tensor]:
     """torch's scaled_dot_product_attention over the source's own KV cache, whichever kernel it picks."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    grouped = inputs.k.shape[1] != inputs.q.shape[1]
-    return lambda: scaled_dot_product_attention(
-        inputs.q, inputs.k, inputs.v, scale=inputs.softmax_scale, enable_gqa=grouped
-    )
+    options = {"scale": inputs.softmax_scale, "enable_gqa": inputs.k.shape[1] != inputs.q.shape[1]}
+    return lambda: scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, **options)
+
+
+def sdpa_flash_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
+    """FlashAttention-2 as torch's scaled_dot_product_attention has it."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    attend = sdpa_baseline(inputs)
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return attend()
+
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return call
 
 
 def flash_attention(inputs: AttentionInputs, package: str) -> Callable[[], Tensor] | str:
-    """The decode of a package that has ``flash_attn_with_kvcache``, over the source's KV cache."""
+    """Decode of a package that has ``flash_attn_with_kvcache``, over the source's KV cache."""
     if inputs.q.device.type != "cuda":
         return f"runs on CUDA devices; device is {inputs.q.device}"
     if inputs.q.dtype not in (torch.float16, torch.bfloat16):
@@ -84,7 +97,7 @@ def flash_attention(inputs: AttentionInputs, package: str) -> Callable[[], Tenso
 
 
 def gqa_decode_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
-    """This package's own decode op of the source's attention, for machines without FlashAttention. Planned once."""
+    """This package's own decode op of the source's attention, for machines without FlashAttention; planned once."""
     page_size = 64
     q = inputs.q.transpose(1, 2)  # [B, 1, H, d_h]
     batch, kv_heads, seqlen, head_dim = inputs.k.shape
@@ -101,9 +114,8 @@ def gqa_decode_baseline(inputs: AttentionInputs) -> Callable[[], Tensor] | str:
     table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
     seqlens = torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
     plan = plan_gqa_decode(q, k_cache, table, seqlens, v_head_dim=v_cache.shape[3])
-    return lambda: gqa_decode(
-        q, k_cache, v_cache, table, seqlens, softmax_scale=inputs.softmax_scale, plan=plan
-    ).transpose(1, 2)
+    options = {"softmax_scale": inputs.softmax_scale, "plan": plan}
+    return lambda: gqa_decode(q, k_cache, v_cache, table, seqlens, **options).transpose(1, 2)
 
 
 flash_attention_3_baseline = partial(flash_attention, package="flash_attn_interface")
@@ -112,6 +124,14 @@ BASELINES: Mapping[str, Baseline] = {
     "FlashAttention-3": flash_attention_3_baseline,
     "gqa_decode": gqa_decode_baseline,
 }
+PRESET_BASELINES: Mapping[str, Baseline] = MappingProxyType(
+    {
+        "FlashAttention-2": partial(flash_attention, package="flash_attn"),
+        "SDPA flash": sdpa_flash_baseline,
+        "FlashAttention-3": flash_attention_3_baseline,
+        "gqa_decode": gqa_decode_baseline,
+    }
+)
 
 
 @torch.inference_mode()
@@ -233,3 +253,75 @@ def _mla_row(
         return found
 
     return row | unless_out_of_memory(measure)
+
+
+@dataclass(frozen=True)
+class DecodePreset:
+    """A shape with published times.
+
+    Attributes:
+        geometry: of a layer. layers: of the model.
+        published: (batch, length) → ms of MHA by FlashAttention-2, and of the zero-padded MLA kernel.
+    """
+
+    geometry: MLAGeometry
+    layers: int
+    published: Mapping[tuple[int, int], tuple[float, float]]
+
+
+# MHA2MLA's authors asked for a decode kernel of the shapes that their conversions have, and gave the latency of
+# attention in milliseconds, hardware not named: of MHA by FlashAttention-2, and of an MLA kernel fed with zero-padded
+# heads.
+PRESETS: Mapping[str, DecodePreset] = MappingProxyType(
+    {
+        "llama-2-7b-decode": DecodePreset(
+            MLAGeometry(32, 32, 512, 16, 112, 128, 32),
+            32,
+            {(8, 2048): (5.95, 3.52), (8, 4096): (10.66, 6.08), (64, 2048): (43.74, 4.10)},
+        )
+    }
+)
+PRESET_COLUMNS = {
+    "batch": "batch",
+    "seqlen": "length",
+    "implementation": "implementation",
+    "us": "µs a layer",
+    "layers_ms": "ms, all layers",
+    "speed_up": "MLA's speed-up",
+    "published_ms": "published ms",
+    "status": "status",
+}
+
+
+def preset_latency(name: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """Rows of a preset: every implementation at each of its shapes, a layer and all layers, beside published times.
+
+    Args:
+        name: of the preset.
+        options: ``dtype``, ``device``, ``min_run_time``, ``check`` of :func:`attention_latency`.
+
+    Yields:
+        Rows with the keys of :data:`PRESET_COLUMNS` and those of :func:`attention_latency`. ``us`` is the device's time
+        with a cold L2. ``speed_up`` is a row's time over that of ``mla_decode``; ``published_ms`` stands beside the
+        implementations that the published figures are of, or of the same attention.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset is {name!r}; expected one of {', '.join(PRESETS)}")
+    preset = PRESETS[name]
+    for (batch, seqlen), (mha_ms, mla_ms) in preset.published.items():
+        shape = {"batch_sizes": (batch,), "seqlens": (seqlen,)}
+        rows = attention_latency(preset.geometry, baselines=PRESET_BASELINES, **shape, **options)
+        ours = rows[-1].get("us_p50")
+        for row in rows:
+            us = row.get("us_p50")
+            if us is not None:
+                row |= {"us": us, "layers_ms": us * preset.layers / 1e3}
+                row |= {"speed_up": us / ours} if ours is not None else {}
+            if row["implementation"] in ("FlashAttention-2", "SDPA flash"):
+                row["published_ms"] = mha_ms
+            elif row is rows[-1]:
+                row["published_ms"] = mla_ms
+            yield row

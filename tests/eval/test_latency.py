@@ -10,12 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import mha2mla
-from mha2mla.eval import attention_latency, decode_step_latency, model_latency, published
-from mha2mla.eval import generate_latency as generating
-from mha2mla.eval.float64 import in_float64
-from mha2mla.eval.generate_latency import generate_latency
-from mha2mla.eval.latency import compare, fitting_batches
-from mha2mla.eval.measurement import COLUMNS, NOT_CHECKED
+from mha2mla.eval import attention_latency, decode_step_latency, latency, model_latency, op_latency
+from mha2mla.eval.latency import _DecodeStep, fitting_batches, model_rows
+from mha2mla.eval.measurement import COLUMNS, NOT_CHECKED, add_speed_ups, in_float64
 from mha2mla.eval.op_latency import (
     AttentionInputs,
     _judge_source,
@@ -23,7 +20,6 @@ from mha2mla.eval.op_latency import (
     gqa_decode_baseline,
     sdpa_baseline,
 )
-from mha2mla.eval.step_latency import _DecodeStep, forward_latency
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import MHA2MLAForCausalLM
 from mha2mla.modeling.config import cache_bytes, layer_token_bytes
@@ -164,8 +160,10 @@ def test_a_sliding_sources_step_reads_its_windows(check):
     """And holds them in its static cache; ``generate`` holds a token less of each."""
     model = tiny.model("gemma3_text", **tiny.GEMMA3)  # two of three layers have a window of 9
     rows = decode_step_latency({"source": model}, batch_sizes=(2,), seqlens=(5, 40), check=check, **QUICK)
-    rows += generate_latency({"source": model}, batch_sizes=(2,), seqlens=(37,), new_tokens=4, check=check, runs=1)
-    compare(rows, rate=1e9)
+    rows += model_rows(
+        {"source": model}, levels=["e2e"], batch_sizes=(2,), seqlens=(37,), new_tokens=4, check=check, runs=1
+    )
+    add_speed_ups(rows, rate=1e9)
     token = 2 * 2 * 2 * 24 * 4  # of two sequences a token's keys and values of two heads in float32, one layer
     assert [row["read_bytes"] for row in rows] == [3 * 5 * token, (40 + 2 * 9) * token, (40 + 2 * 9) * token]
     assert [row["cache_bytes"] for row in rows] == [3 * 5 * token, (40 + 2 * 9) * token, (40 + 2 * 8) * token]
@@ -198,9 +196,9 @@ def test_batches_fit_by_what_is_cached(monkeypatch):
 def test_a_further_token_takes_what_is_left_of_a_call(tiny_converted, monkeypatch):
     """A call that makes n tokens takes n - 1 steps longer than one that makes one."""
     calls = {1: 2.0, 5: 2.0 + 4 * 0.25}  # seconds by new tokens
-    monkeypatch.setattr(generating, "median_seconds", lambda model, prompts, new_tokens, runs: calls[new_tokens])
+    monkeypatch.setattr(latency, "median_seconds", lambda model, prompts, new_tokens, runs: calls[new_tokens])
     model = MHA2MLAForCausalLM.from_pretrained(tiny_converted)
-    (row,) = generate_latency({"converted": model}, batch_sizes=(2,), seqlens=(9,), new_tokens=5)
+    (row,) = model_rows({"converted": model}, levels=["e2e"], batch_sizes=(2,), seqlens=(9,), new_tokens=5)
     assert (row["first_token_ms"], row["ms_per_token"], row["us_p50"]) == (2000.0, 250.0, 250_000.0)
     assert row["tokens_per_s"] == 2 / 0.25
 
@@ -247,7 +245,7 @@ def test_a_token_whose_yardstick_is_right_by_chance_makes_no_step_wrong(tiny_sou
     torch.manual_seed(0)
     model = {"source": RoundingLlama.from_pretrained(tiny_source)}
     levels = {"levels": ("step", "prefill"), "min_run_time": 1e-6}
-    rows = [row for seed in range(6) for row in forward_latency(model, seqlens=(40,), seed=seed, **levels)]
+    rows = [row for seed in range(6) for row in model_rows(model, seqlens=(40,), seed=seed, **levels)]
     assert {row["status"] for row in rows} == {"ok"} and len(rows) == 12
 
 
@@ -327,7 +325,7 @@ def test_too_little_memory_is_a_row(tiny_source, monkeypatch):
 
     monkeypatch.setattr(type(model), "forward", too_long)
     for level in ("step", "prefill"):
-        rows = list(forward_latency({"source": model}, levels=(level,), batch_sizes=(2, 3), seqlens=(9,), **QUICK))
+        rows = list(model_rows({"source": model}, levels=(level,), batch_sizes=(2, 3), seqlens=(9,), **QUICK))
         assert [row["status"].partition(":")[0] for row in rows] == ["ok", "out of memory"]
 
 
@@ -337,8 +335,8 @@ def test_weights_for_which_there_is_no_room_are_rows(tiny_converted):
 
     models = {"source": too_large, "converted": MHA2MLAForCausalLM.from_pretrained(tiny_converted)}
     grid = {"batch_sizes": (1, 2), "seqlens": (8,)}
-    rows = list(forward_latency(models, levels=("step", "prefill"), **grid, **QUICK))
-    rows += generate_latency(models, new_tokens=2, **grid)
+    rows = list(model_rows(models, levels=("step", "prefill"), **grid, **QUICK))
+    rows += model_rows(models, levels=["e2e"], new_tokens=2, **grid)
     refused = [row for row in rows if row["implementation"] == "source"]
     assert {row["status"] for row in refused} == {"out of memory: Tried to allocate 9.00 GiB, for weights"}
     assert [(row["op"], row["batch"]) for row in refused] == [
@@ -378,21 +376,21 @@ class Stubborn(LlamaForCausalLM):
 
 def test_generated_tokens_that_are_wrong_get_no_speed(tiny_source):
     model = Stubborn.from_pretrained(tiny_source)
-    (row,) = generate_latency({"source": model}, seqlens=(9,), new_tokens=3)
+    (row,) = model_rows({"source": model}, levels=["e2e"], seqlens=(9,), new_tokens=3)
     assert row["status"].startswith("wrong: token ") and "us_p50" not in row
 
 
 def test_published_rows_are_of_the_shapes_that_were_named(monkeypatch):
-    small = replace(published.PRESETS["llama-2-7b-decode"], published={(2, 16): (5.0, 3.0)})
-    monkeypatch.setattr(published, "PRESETS", {"llama-2-7b-decode": small})
-    rows = list(published.preset_latency("llama-2-7b-decode", dtype=torch.float32, device="cpu", **QUICK))
+    small = replace(op_latency.PRESETS["llama-2-7b-decode"], published={(2, 16): (5.0, 3.0)})
+    monkeypatch.setattr(op_latency, "PRESETS", {"llama-2-7b-decode": small})
+    rows = list(op_latency.preset_latency("llama-2-7b-decode", dtype=torch.float32, device="cpu", **QUICK))
     named = {row["implementation"]: row for row in rows}
     assert list(named) == ["FlashAttention-2", "SDPA flash", "FlashAttention-3", "gqa_decode", "mla_decode (reference)"]
     ours = named["mla_decode (reference)"]
     assert ours["layers_ms"] == pytest.approx(32 * ours["us"] / 1e3) and ours["published_ms"] == 3.0
     assert named["FlashAttention-2"]["status"].startswith("missing: ") and ours["speed_up"] == 1
     with pytest.raises(ValueError, match="preset is 'llama-9'"):
-        next(published.preset_latency("llama-9"))
+        next(op_latency.preset_latency("llama-9"))
 
 
 @pytest.mark.parametrize(
