@@ -32,7 +32,8 @@ def runs_compiled(backend: str | None, device: torch.device, *dtypes: torch.dtyp
     Raises:
         ValueError: ``backend`` is unknown, or TileLang is asked for and does not serve ``dtypes`` on ``device``.
     """
-    check_backend(backend)
+    if backend is not None:
+        check_backend(backend)
     served = device.type == "cuda" and torch.float64 not in dtypes
     if backend == "tilelang" and not served:
         raise ValueError(
@@ -88,7 +89,7 @@ def register(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) ->
     op = getattr(torch.ops.mha2mla, name)
 
     def run(first: Tensor, *others: Any) -> Any:
-        direct = in_plain_eager_mode(first) and not torch.is_grad_enabled()
-        return (call if direct else op)(first, *others)
+        traced = torch.is_grad_enabled() or torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+        return (op if traced or type(first) is not Tensor else call)(first, *others)
 
     return run

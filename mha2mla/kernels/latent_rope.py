@@ -78,6 +78,6 @@ def rotate_keys(raw: Tensor, inv_freq: Tensor, scaling: float, positions: Tensor
     frequency = inv_freq.to(torch.float64)
     angle = positions[..., None].to(torch.float64) * frequency
     factor = torch.ones_like(frequency).masked_fill(frequency != 0, scaling)
-    cos, sin = ((turn * factor).to(dtype) for turn in (angle.cos(), angle.sin()))
+    cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
     first, second = raw.to(dtype).chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(raw.dtype)

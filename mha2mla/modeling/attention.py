@@ -279,11 +279,11 @@ class MLAAttention(nn.Module):
             query, encoded = project(hidden_states, (self.q_proj, self.kv_a_proj))
             query = query.unflatten(-1, (geometry.num_attention_heads, -1))
         queries = query.split((geometry.qk_nope_head_dim, geometry.qk_rope_head_dim), dim=-1)
+        if not whole.has_rope_cache:
+            return *queries, encoded + value if self.config.qk_norm else encoded, None
         latent, k_pe = encoded.split((whole.kv_lora_rank, whole.rope_width), dim=-1)
         if self.config.qk_norm:
             latent = latent + value
-        if not whole.has_rope_cache:
-            return *queries, latent, None
         k_pe = k_pe.unflatten(-1, (whole.num_rope_heads, -1))
         return *queries, latent, k_pe if self.shard is None else k_pe[..., self.shard.rope_heads, :]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.kernels.devices import register, runs_compiled
-from mha2mla.kernels.layouts import check_float, check_like
+from mha2mla.kernels.layouts import check_float
 
 
 def rms_norm(
@@ -31,9 +31,9 @@ def rms_norm(
         ValueError: naming the argument, what it was and what it must be.
     """
     check_float("x.dtype", x.dtype)
-    for name, tensor, shape in (("weight", weight, x.shape[-1:]), ("residual", residual, x.shape)):
-        if tensor is not None:
-            _check_beside(name, tensor, x, "x", shape)
+    _check_beside("weight", weight, x, "x", x.shape[-1:])
+    if residual is not None:
+        _check_beside("residual", residual, x, "x", x.shape)
     compiled = runs_compiled(backend, x.device, x.dtype)
     normed, total = _rms_norm_op(x, residual, weight, eps, compiled)
     return normed, x if residual is None else total
@@ -60,7 +60,10 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
 def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, shape: torch.Size) -> None:
     if tensor.shape != shape:
         raise ValueError(f"{name}.shape is {tuple(tensor.shape)}; expected {tuple(shape)}, by {first_name}")
-    check_like(name, tensor, first, first_name)
+    if tensor.dtype != first.dtype or tensor.device != first.device:
+        raise ValueError(
+            f"{name} is {tensor.dtype} on {tensor.device}; expected {first.dtype} on {first.device}, as {first_name}"
+        )
 
 
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool) -> tuple[Tensor, Tensor]:

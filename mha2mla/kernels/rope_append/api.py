@@ -215,7 +215,7 @@ def _check(
 ) -> None:
     """Raises ValueError naming the argument; the last of ``others`` is the cache of rows."""
     sizes = check_tensors(arguments, (query, keys, inv_freq, *others))
-    query_name, key_name = (argument.name for argument in arguments[:2])
+    query_name, key_name = arguments[0].name, arguments[1].name
     _check_rotation(sizes, query_name, query, inv_freq)
     _check_rotation(sizes, key_name, keys, inv_freq)
     groups = keys.shape[1]

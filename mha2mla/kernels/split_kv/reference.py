@@ -93,10 +93,10 @@ def attend(
         ``out [B, S_q, H, d]`` in the dtype of the queries and ``lse [B, H, S_q]`` (natural log). A query that sees no
         token gives zeros and ``-inf``.
     """
-    score = sum(
-        torch.einsum("bsgrd,btgd->bgrst", query.to(tokens.dtype).unflatten(2, (key.shape[2], -1)), key).flatten(1, 2)
-        for query, key in zip(queries, keys, strict=True)
-    )
+    score = 0
+    for query, key in zip(queries, keys, strict=True):
+        grouped = query.to(tokens.dtype).unflatten(2, (key.shape[2], -1))
+        score = score + torch.einsum("bsgrd,btgd->bgrst", grouped, key).flatten(1, 2)
     score = torch.where(tokens.visible, score * softmax_scale, -torch.inf)
     lse = torch.logsumexp(score, dim=-1)
     # Not exp(score - lse): a log-sum-exp of 8 is rounded by up to 5e-7 in float32, and all weights with it.
