@@ -3,7 +3,7 @@
     python benchmarks/rank_and_bits.py MODEL,MODEL conversions --json benchmarks/results/h200-rank-and-bits.json
 
 Every rank is one conversion by the preset ``quick``, all of one calibration text. Quantisation is simulated in one
-forward pass (``mha2mla/eval/quantized_kv.py``, ``quantized_latent.py``); bytes count codes, scales, offsets, padding
+forward pass (``mha2mla/eval/quantized_caches.py``); bytes count codes, scales, offsets, padding
 and what stays in 16 bits. The file is written after every row.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ from mha2mla.conversion.recipe import Recipe
 from mha2mla.environment import compute_device, describe_environment
 from mha2mla.eval.latent_basis import calibration_tokens
 from mha2mla.eval.loading import load_model, load_tokenizer
-from mha2mla.eval.quality import TEXTS, QualityRow, compare_caches, plain_cache, quantized_caches
-from mha2mla.eval.quantized_kv import KVCodes
-from mha2mla.eval.quantized_latent import LatentCodes
+from mha2mla.eval.quality import TEXTS, QualityRow, compare_caches, quantized_caches
+from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes
 from mha2mla.eval.report import print_table
 from mha2mla.predictions import Predictor
 from mha2mla.texts import load_text, token_windows
@@ -139,7 +139,7 @@ def study_model(
             )
         converted = load_model(folder, "converted", device=device, dtype=torch.float32)
         caches = LATENT_CACHES + (ABLATIONS if rank == full // 2 // GROUP * GROUP else [])
-        rows = [({"cache": f"latent of {rank}, 16 bits", "rank": rank, "bits": 16}, plain_cache(converted))]
+        rows = [({"cache": f"latent of {rank}, 16 bits", "rank": rank, "bits": 16}, partial(ComparedCache, converted))]
         for codes, make in _paired(caches, source, converted, of_bases):
             rows.append(({"cache": _name(rank, codes), "rank": rank, **vars(codes)}, make))
         add(rows)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -15,17 +15,14 @@ from mha2mla.eval.generation import GenerationRow, GenerationSettings, compare_g
 from mha2mla.eval.latent_basis import CALIBRATION_TEXT, LatentBasis, calibration_tokens, latent_statistics
 from mha2mla.eval.loading import load_model, load_tokenizer
 from mha2mla.eval.probes import ProbeRow, ProbeSettings, run_probes
-from mha2mla.eval.quantized_kv import KVCodes, QuantizedKV
-from mha2mla.eval.quantized_latent import LatentCodes, QuantizedLatent
+from mha2mla.eval.quantized_caches import ComparedCache, KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
 from mha2mla.eval.report import html_table
-from mha2mla.modeling.config import cache_bytes_per_token
 from mha2mla.predictions import (
     QUALITY_METRICS,
     Metric,
     Predictor,
     compare_predictions,
     join_windows,
-    run_without_cache,
     windows_at_once,
 )
 from mha2mla.terminal import progress_bar
@@ -214,7 +211,7 @@ def evaluate_quality(
     if not windows:
         raise ValueError(f"lengths is {list(lengths)}: nothing can be measured; {'; '.join(skipped)}")
     calibration = calibration_tokens(tokenizer, longest) if _need_latents(caches, texts, converted) else None
-    compared = [plain_cache(converted), *quantized_caches(source, converted, caches, calibration)]
+    compared = [partial(ComparedCache, converted), *quantized_caches(source, converted, caches, calibration)]
     rows, by_position = _compare_windows(source, compared, metrics, contents, windows, progress)
     settings = {"longest": longest, "progress": progress}
     asked: list[ProbeRow] = []
@@ -266,47 +263,17 @@ def _with_metrics(metrics: Sequence[Metric]) -> dict[str, str]:
     return columns
 
 
-class ComparedCache(Protocol):
-    """A model with a cache, over one text in windows of one length."""
-
-    model: torch.nn.Module
-    name: str
-
-    def run(self, module: torch.nn.Module, ids: torch.Tensor) -> Any: ...
-
-    def share(self, length: int) -> float:
-        """Bytes of the cache at the end of a window over those of the source's in 16 bits; called after ``run``."""
-
-
-@dataclass(frozen=True)
-class PlainCache:
-    """A model whose cache is not quantised."""
-
-    model: torch.nn.Module
-    name: str = "16 bits"
-
-    def run(self, module: torch.nn.Module, ids: torch.Tensor) -> Any:
-        return run_without_cache(module, ids)
-
-    def share(self, length: int) -> float:
-        config = self.model.config
-        if not hasattr(config, "source_cache_bytes_per_token"):
-            return 1.0  # not converted
-        return cache_bytes_per_token(config, 2) / config.source_cache_bytes_per_token(2)
-
-
-def plain_cache(model: torch.nn.Module) -> Callable[[], ComparedCache]:
-    """What :func:`compare_caches` calls to measure a model as it is."""
-    return lambda: PlainCache(model)
-
-
 def quantized_caches(
     source: torch.nn.Module,
     converted: torch.nn.Module,
     caches: Sequence[KVCodes | LatentCodes],
     calibration: torch.Tensor | None,
 ) -> list[Callable[[], ComparedCache]]:
-    """What :func:`compare_caches` calls, for each of ``caches``; ``calibration``: windows, where latents are coded."""
+    """Constructors for :func:`compare_caches`, one for each of ``caches``.
+
+    Args:
+        calibration: int64 [windows, length], from which bases of latents are computed; None where none are coded.
+    """
     statistics = None if calibration is None else latent_statistics(converted, calibration)
     found: list[Callable[[], ComparedCache]] = []
     bases: dict[LatentCodes, Sequence[LatentBasis]] = {}  # which no bits change

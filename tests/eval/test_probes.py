@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_outputs import CausalLMOutput
 
 from mha2mla.eval import probes
-from mha2mla.eval.probe_questions import QUESTIONS, WORDS, Writer
-from mha2mla.eval.probes import REPEATED, ProbeSettings, run_probes
+from mha2mla.eval.probes import QUESTIONS, REPEATED, WORDS, ProbeSettings, Writer, run_probes
 from mha2mla.trial_models import tiny_checkpoint
 
 # A letter is a token here: contexts are short.

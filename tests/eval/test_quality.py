@@ -13,9 +13,8 @@ import mha2mla
 from mha2mla import predictions
 from mha2mla.eval import Metric, evaluate_quality, quality
 from mha2mla.eval.generation import GenerationSettings
-from mha2mla.eval.probe_questions import QUESTIONS
-from mha2mla.eval.probes import ProbeSettings
-from mha2mla.eval.quantized_latent import LatentCodes
+from mha2mla.eval.probes import QUESTIONS, ProbeSettings
+from mha2mla.eval.quantized_caches import LatentCodes
 from mha2mla.texts import load_text
 from mha2mla.trial_models import tiny_checkpoint
 

@@ -1,0 +1,410 @@
+"""Models over quantised caches, in one forward pass that is right token by token.
+
+Source (:class:`QuantizedKV`): each query sees the cache as it would be when its token is decoded: older tokens as codes
+give them back, the newest ones in 16 bits. Codes of a token or of a group of tokens never change, so one pass over a
+window computes both forms of every key and value and lets each query choose.
+
+Converted model (:class:`QuantizedLatent`): a row is quantised by itself when it is appended, and attention reads the
+codes of its own call's tokens too, so a forward pass over a window reads what decoding token by token reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from mha2mla.eval.latent_basis import BASES, BasisName, LatentBasis, LatentStatistics, LatentTap, latent_basis
+from mha2mla.modeling.config import cache_bytes_per_token
+from mha2mla.predictions import run_without_cache
+
+QUANTIZED_KV = "mha2mla_quantized_kv"  # attn_implementation
+_QUERIES_AT_ONCE = 512
+_GROUPINGS = ("channel", "token")
+_SCALE_BITS = (8, 16)
+_SINK_INDEX_BITS = 32  # index of a row that stays exact
+
+
+@dataclass(frozen=True)
+class GroupQuantizer:
+    """Asymmetric integer codes: a group of elements has one scale and one offset, from its minimum and maximum.
+
+    Args:
+        bits: of a code, 1 to 8.
+        group: elements that share a scale and an offset; None: the whole row. A row that is no multiple of it is
+            padded, and the padding is counted.
+        scale_bits: of a scale, and of an offset: 16 (float16), or 8 (integers, in units of the row's largest, of which
+            each row has two in bfloat16).
+
+    Raises:
+        ValueError: a value outside these.
+    """
+
+    bits: int
+    group: int | None = 32
+    scale_bits: int = 16
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise ValueError(f"bits is {self.bits}; expected 1 to 8")
+        if self.group is not None and self.group < 2:
+            raise ValueError(f"group is {self.group}; expected at least 2, or None for a whole row")
+        if self.scale_bits not in _SCALE_BITS:
+            raise ValueError(f"scale_bits is {self.scale_bits}; expected one of {_SCALE_BITS}")
+
+    def round(self, rows: Tensor) -> Tensor:
+        """``rows`` [..., width] dequantised from their codes: the same shape and dtype; computed in float32."""
+        width = rows.shape[-1]
+        group = width if self.group is None else self.group
+        padded = rows.float()
+        if padding := -width % group:  # by the last number, which leaves minimum and maximum alone
+            padded = torch.cat((padded, padded[..., -1:].expand(*padded.shape[:-1], padding)), -1)
+        groups = padded.unflatten(-1, (-1, group))
+        scale, offset = self._scale_and_offset(*groups.aminmax(dim=-1, keepdim=True))
+        levels = 2**self.bits - 1
+        codes = torch.where(scale > 0, (groups - offset) / scale, 0.0).round().clamp(0, levels)
+        return (codes * scale + offset).flatten(-2)[..., :width].to(rows.dtype)
+
+    def _scale_and_offset(self, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and offset of groups [..., groups, 1], rounded as they are stored."""
+        levels = 2**self.bits - 1
+        if self.scale_bits == 16:
+            offset = least.half().float()
+            return ((most - offset) / levels).clamp(min=0).half().float(), offset
+        unit = (least.abs().amax(-2, keepdim=True) / 127).bfloat16().float()
+        offset = torch.where(unit > 0, (least / unit).floor().clamp(-128, 127), 0.0) * unit
+        scale = ((most - offset) / levels).clamp(min=0)
+        unit = (scale.amax(-2, keepdim=True) / 254).bfloat16().float()  # not below 1/255 when it is rounded
+        return torch.where(unit > 0, (scale / unit).ceil().clamp(0, 255), 0.0) * unit, offset
+
+    def bits_per_row(self, width: int) -> int:
+        """Bits of a row of ``width`` elements: codes with their padding, scales and offsets."""
+        group = width if self.group is None else self.group
+        groups = -(-width // group)
+        return groups * (group * self.bits + 2 * self.scale_bits) + (32 if self.scale_bits == 8 else 0)
+
+
+class ComparedCache:
+    """A model with its cache, run over windows of a text; here the cache of 16 bits that every model has.
+
+    Args:
+        model: causal language model, ready to evaluate.
+        name: of the cache, as in :class:`~mha2mla.eval.quality.QualityRow`.
+    """
+
+    def __init__(self, model: nn.Module, name: str = "16 bits") -> None:
+        self.model, self.name = model, name
+
+    def run(self, module: nn.Module, ids: Tensor) -> Any:
+        """Output of ``module``, the model or its base model, over windows of ids [B, L] without padding."""
+        return run_without_cache(module, ids)
+
+    def share(self, length: int) -> float:
+        """Bytes of the cache at the end of a window relative to the source's in 16 bits; called after :meth:`run`."""
+        config = self.model.config
+        if not hasattr(config, "source_cache_bytes_per_token"):
+            return 1.0  # not converted
+        return cache_bytes_per_token(config, 2) / config.source_cache_bytes_per_token(2)
+
+
+@dataclass(frozen=True)
+class KVCodes:
+    """KV cache of integer codes, as in KIVI (arXiv 2402.02750).
+
+    Args:
+        bits: of a code of a key or a value.
+        keys: ``"channel"``: keys before RoPE, in groups of ``group`` tokens of one channel; ``"token"``: keys after
+            RoPE, in groups of ``group`` channels of one token and head, as values always are.
+        group: elements that share a scale and an offset, 16 bits each.
+        residual: newest tokens that stay in 16 bits, at least; by channel up to ``group`` − 1 more, which wait for
+            their group.
+
+    Raises:
+        ValueError: a value outside these.
+    """
+
+    bits: int
+    keys: Literal["channel", "token"] = "channel"
+    group: int = 32
+    residual: int = 32
+
+    def __post_init__(self) -> None:
+        if self.keys not in _GROUPINGS:
+            raise ValueError(f"keys is {self.keys!r}; expected one of {_GROUPINGS}")
+        if self.residual < 0:
+            raise ValueError(f"residual is {self.residual}; expected at least 0")
+        GroupQuantizer(self.bits, self.group)
+
+    @property
+    def name(self) -> str:
+        return f"source, KV {self.bits} bits, keys by {self.keys}"
+
+    def coded_tokens(self, length: Any) -> Any:
+        """Number of the first tokens of a cache of ``length`` (an int or a tensor) that are codes."""
+        step = self.group if self.keys == "channel" else 1
+        older = length - self.residual
+        older = older.clamp(min=0) if isinstance(older, Tensor) else max(older, 0)
+        return older // step * step
+
+    def share(self, length: int, head_dim: int) -> float:
+        """Bytes of a cache of ``length`` tokens (codes, scales, offsets, newest tokens) relative to one in 16 bits."""
+        quantizer = GroupQuantizer(self.bits, self.group)
+        values = quantizer.bits_per_row(head_dim) / head_dim
+        keys = quantizer.bits_per_row(self.group) / self.group if self.keys == "channel" else values
+        coded = self.coded_tokens(length)
+        return (coded * (keys + values) / 32 + length - coded) / length
+
+
+class QuantizedKV(ComparedCache):
+    """A source model whose attention reads a cache of codes.
+
+    Args:
+        model: causal language model of transformers whose attention is dispatched by ``AttentionInterface``.
+        codes: of its cache.
+    """
+
+    def __init__(self, model: nn.Module, codes: KVCodes) -> None:
+        super().__init__(model, codes.name)
+        self.codes, self._quantizer = codes, GroupQuantizer(codes.bits, codes.group)
+        self._cos_sin: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def share(self, length: int) -> float:
+        config = self.model.config.get_text_config(decoder=True)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return self.codes.share(length, head_dim)
+
+    def run(self, module: nn.Module, ids: Tensor) -> Any:
+        """As for every cache.
+
+        Raises:
+            ValueError: the family's attention cannot be served (see :meth:`attend`).
+        """
+        with self._attending():
+            return module(input_ids=ids, use_cache=False, quantized_kv=self)
+
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        """While open, the model's attention calls :meth:`attend`; each layer's cos and sin are kept for it."""
+        usual = self.model.config._attn_implementation
+        with ExitStack() as stack:
+            if self.codes.keys == "channel":
+                for layer in self.model.base_model.layers:
+                    handle = layer.self_attn.register_forward_pre_hook(self._keep_cos_sin, with_kwargs=True)
+                    stack.callback(handle.remove)
+            stack.callback(self._cos_sin.clear)
+            self.model.set_attn_implementation(QUANTIZED_KV)
+            stack.callback(self.model.set_attn_implementation, usual)
+            yield
+
+    def _keep_cos_sin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._cos_sin[module] = kwargs["position_embeddings"]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention of a whole window: [B, L, H, d_v].
+
+        Args:
+            module: the layer's attention.
+            query: [B, H, L, d_h] after RoPE; key [B, h_kv, L, d_h] after RoPE; value [B, h_kv, L, d_v].
+            mask: bool [B, 1, L, L], True where a query sees; None: all up to itself.
+
+        Raises:
+            ValueError: queries and keys are not of the same tokens; by channel, the family has no RoPE that its own
+                function can undo.
+        """
+        batch, heads, length, _ = query.shape
+        kv_heads = key.shape[1]
+        if key.shape[2] != length:
+            raise ValueError(f"key has {key.shape[2]} tokens; expected the {length} of the queries, a whole window")
+        coded_key, coded_value = self._coded(module, key, value)
+        value_error = value - coded_value  # which a query adds for the tokens that it sees in 16 bits
+        query = query.unflatten(1, (kv_heads, -1))
+        out = query.new_empty(batch, kv_heads, heads // kv_heads, length, value.shape[-1])
+        for start in range(0, length, _QUERIES_AT_ONCE):
+            stop = min(start + _QUERIES_AT_ONCE, length)
+            first = self.codes.coded_tokens(start + 1)  # tokens before it are codes to all of these queries
+            queries = query[:, :, :, start:stop]
+            token = torch.arange(stop, device=query.device)
+            length_seen = torch.arange(start + 1, stop + 1, device=query.device)[:, None]
+            is_exact = token[first:] >= self.codes.coded_tokens(length_seen)
+            scores = _by_kv_head(queries, coded_key[:, :, :stop].mT)
+            exact = _by_kv_head(queries, key[:, :, first:stop].mT)
+            scores[..., first:] = torch.where(is_exact, exact, scores[..., first:])
+            scores = scores * scaling
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            seen = token < length_seen if mask is None else mask[:, :, None, start:stop, :stop]
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            result = _by_kv_head(weights, coded_value[:, :, :stop])
+            out[:, :, :, start:stop] = result + _by_kv_head(
+                weights[..., first:] * is_exact, value_error[:, :, first:stop]
+            )
+        return out.flatten(1, 2).transpose(1, 2)
+
+    def _coded(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values dequantised from their codes; by channel, keys of whole groups of tokens only."""
+        if self.codes.keys == "token":
+            return self._quantizer.round(key), self._quantizer.round(value)
+        whole = key.shape[2] // self.codes.group * self.codes.group
+        if whole == 0:
+            return key, self._quantizer.round(value)
+        cos, sin = self._cos_sin[module]
+        squares = cos.square() + sin.square()  # square of the factor of YaRN and longrope
+        plain = _rotate(module, key, cos / squares, -sin / squares)[:, :, :whole]
+        plain = torch.cat((self._quantizer.round(plain.mT).mT, key[:, :, whole:]), 2)
+        return _rotate(module, plain, cos, sin), self._quantizer.round(value)
+
+
+def _by_kv_head(x: Tensor, of_kv_heads: Tensor) -> Tensor:
+    """x [B, h_kv, n, S, a] times [B, h_kv, a, b], without repeating the latter for the n heads."""
+    return (x.flatten(2, 3) @ of_kv_heads).unflatten(2, x.shape[2:4])
+
+
+def _rotate(module: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, heads, L, d_h] rotated by the family's own RoPE; dims that it leaves alone stay.
+
+    Raises:
+        ValueError: its module has no ``apply_rotary_pos_emb``.
+    """
+    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if apply is None:
+        raise ValueError(f"model has {type(module).__name__}, without apply_rotary_pos_emb; expected keys='token'")
+    rotary, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
+    return torch.cat((apply(rotary, rotary, cos, sin)[1], rest), -1)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    quantized_kv: QuantizedKV | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The ``attn_implementation`` of this name; only :meth:`QuantizedKV.run` sets it."""
+    if quantized_kv is None or s_aux is not None:
+        what = "attention sinks" if s_aux is not None else "layers that keep keyword arguments from attention"
+        raise ValueError(f"model has {what}, which no quantised KV cache is measured for; expected a Llama-like model")
+    return quantized_kv.attend(module, query, key, value, attention_mask, scaling, softcap), None
+
+
+@dataclass(frozen=True)
+class LatentCodes:
+    """Latent cache of integer codes; rotary keys that a layout caches beside it stay in 16 bits.
+
+    Args:
+        bits: of a code.
+        basis: to quantise in (:func:`~mha2mla.eval.latent_basis.latent_basis`).
+        group, scale_bits: of :class:`GroupQuantizer`.
+        exact_sinks: the first token of a text, and rows of outlying energy, stay in 16 bits, beside their codes.
+        power: of the basis ``"importance"``.
+
+    Raises:
+        ValueError: a value outside these.
+    """
+
+    bits: int
+    basis: BasisName = "importance"
+    group: int | None = 32
+    scale_bits: int = 16
+    exact_sinks: bool = True
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.basis not in BASES:
+            raise ValueError(f"basis is {self.basis!r}; expected one of {BASES}")
+        self.quantizer()
+
+    def quantizer(self) -> GroupQuantizer:
+        return GroupQuantizer(self.bits, self.group, self.scale_bits)
+
+    @property
+    def name(self) -> str:
+        return f"latent {self.bits} bits, {self.basis}"
+
+    def bases(self, statistics: Sequence[LatentStatistics]) -> list[LatentBasis]:
+        """The basis of every layer."""
+        return [latent_basis(self.basis, layer, group=self.group, power=self.power) for layer in statistics]
+
+
+class QuantizedLatent(ComparedCache):
+    """A converted model whose attention reads latents of codes.
+
+    Args:
+        model: a converted causal language model.
+        codes: of its cache.
+        bases: of every layer.
+    """
+
+    def __init__(self, model: nn.Module, codes: LatentCodes, bases: Sequence[LatentBasis]) -> None:
+        super().__init__(model, codes.name)
+        self.codes, self.bases = codes, bases
+        self._rows = 0
+        self._exact_bits = torch.zeros((), dtype=torch.int64, device=model.device)
+
+    def cache(self) -> CodedLatents:
+        """An empty cache, for any forward passes of one batch."""
+        return CodedLatents(self)
+
+    def run(self, module: nn.Module, ids: Tensor) -> Any:
+        self._rows += ids.numel()
+        return module(input_ids=ids, use_cache=True, past_key_values=self.cache())
+
+    def round(self, latent: Tensor, layer_idx: int, is_first: bool) -> Tensor:
+        """Latents [B, S, d_c] of a text's first or later tokens, as the cache of a layer gives them back."""
+        basis = self.bases[layer_idx]
+        encoded = basis.encode(latent)
+        rounded = basis.decode(self.codes.quantizer().round(encoded)).to(latent.dtype)
+        if not self.codes.exact_sinks:
+            return rounded
+        exact = basis.is_sink(encoded)
+        if is_first:
+            exact[:, 0] = True
+        self._exact_bits += exact.sum() * (16 * latent.shape[-1] + _SINK_INDEX_BITS)
+        return torch.where(exact[..., None], latent, rounded)
+
+    def share(self, length: int) -> float:
+        config, quantizer = self.model.config, self.codes.quantizer()
+        geometries = [config.layer_geometry(layer) for layer in range(config.num_hidden_layers)]
+        row = sum(
+            quantizer.bits_per_row(each.kv_lora_rank) + 16 * (each.cache_numel_per_token - each.kv_lora_rank)
+            for each in geometries
+        )
+        exact = self._exact_bits.item() / max(self._rows, 1)
+        return (row + exact) / (8 * config.source_cache_bytes_per_token(2))
+
+
+class CodedLatents(LatentTap):
+    """The cache of :class:`QuantizedLatent`: holds dequantised latents."""
+
+    def __init__(self, quantized: QuantizedLatent) -> None:
+        config = quantized.model.config
+        super().__init__(config.num_hidden_layers, config.has_rope_cache)
+        self._quantized = quantized
+
+    def seen(self, latent: Tensor, layer_idx: int) -> Tensor:
+        return self._quantized.round(latent, layer_idx, self.get_seq_length(layer_idx) == 0)
+
+
+AttentionInterface.register(QUANTIZED_KV, _attention)
+AttentionMaskInterface.register(QUANTIZED_KV, sdpa_mask)

@@ -1,0 +1,315 @@
+"""One forward pass over a quantised cache is decoding token by token, and bases are what they are computed to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from mha2mla.eval.latent_basis import (
+    BASES,
+    LatentStatistics,
+    LatentTap,
+    latent_basis,
+    latent_statistics,
+    predicted_loss,
+)
+from mha2mla.eval.quantized_caches import GroupQuantizer, KVCodes, LatentCodes, QuantizedKV, QuantizedLatent
+from tests.modeling import models
+
+LENGTH = 41
+
+
+def rounded(row: torch.Tensor, bits: int) -> torch.Tensor:
+    """What codes of one group [n] give back, by the definition."""
+    least, levels = row.float().min().half().float(), 2**bits - 1
+    scale = ((row.float().max() - least) / levels).half().float()
+    return (((row.float() - least) / scale).round().clamp(0, levels) * scale + least).to(row.dtype)
+
+
+class LoopLayer(DynamicLayer):
+    """Keeps keys before and after RoPE, and quantises anew at each step what is old enough by then."""
+
+    def __init__(self, codes: KVCodes, plain: list[torch.Tensor], cos_sin: list[tuple[torch.Tensor, torch.Tensor]]):
+        super().__init__()
+        self.codes, self.plain, self.cos_sin = codes, plain, cos_sin
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        keys, values = (each.clone() for each in super().update(key_states, value_states))
+        codes, length = self.codes, keys.shape[2]
+        by_channel = codes.keys == "channel"
+        step = codes.group if by_channel else 1
+        old = max(0, length - codes.residual) // step * step
+        plain = torch.cat(self.plain, 1).view(1, length, keys.shape[1], -1).transpose(1, 2)
+        for head in range(keys.shape[1]):
+            for token in range(old):
+                for start in range(0, keys.shape[3], codes.group):
+                    group = slice(start, start + codes.group)
+                    values[0, head, token, group] = rounded(values[0, head, token, group], codes.bits)
+                    if not by_channel:
+                        keys[0, head, token, group] = rounded(keys[0, head, token, group], codes.bits)
+            for start in range(0, old, codes.group) if by_channel else ():
+                tokens = slice(start, start + codes.group)
+                group = torch.stack([rounded(channel, codes.bits) for channel in plain[0, head, tokens].T], 1)
+                cos, sin = (torch.cat(each, 1)[:, tokens] for each in zip(*self.cos_sin, strict=True))
+                keys[0, head, tokens] = apply_rotary_pos_emb(group[None, None], group[None, None], cos, sin)[1][0, 0]
+        return keys, values
+
+
+@torch.no_grad()
+def by_loop(model, codes, ids):
+    layers = []
+    for layer in model.model.layers:
+        attention, plain, cos_sin = layer.self_attn, [], []
+        before_rope = getattr(attention, "k_norm", attention.k_proj)
+        before_rope.register_forward_hook(lambda module, args, out, plain=plain: plain.append(out.flatten(2)))
+        attention.register_forward_pre_hook(
+            lambda module, args, kwargs, cos_sin=cos_sin: cos_sin.append(kwargs["position_embeddings"]),
+            with_kwargs=True,
+        )
+        layers.append(LoopLayer(codes, plain, cos_sin))
+    cache = Cache(layers=layers)
+    return torch.cat([model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)], 1)
+
+
+def source(name):
+    """float64, so that no rounding of another order of sums moves a code."""
+    return models.source_model(name).double()
+
+
+@pytest.mark.parametrize("keys", ["channel", "token"])
+@pytest.mark.parametrize("name", ["llama", "llama-yarn-tied", "qwen2-sliding", "qwen3", "gemma3"])
+@torch.no_grad()
+def test_a_pass_over_a_coded_kv_cache_is_decoding(name, keys):
+    model, ids = source(name), models.tokens(1, LENGTH)
+    codes = KVCodes(bits=3, keys=keys, group=8, residual=5)
+    plain = model(ids, use_cache=False).logits
+    found = QuantizedKV(model, codes).run(model, ids).logits
+    assert torch.equal(model(ids, use_cache=False).logits, plain), "the model is left as it was"
+    assert models.relative_error(found, by_loop(model, codes, ids)) < 1e-6 < 1e-3 < models.relative_error(found, plain)
+
+
+class InPairs(KVCodes):
+    """Tokens become codes two at a time, as transformers' residual of two makes them."""
+
+    def coded_tokens(self, length):
+        return super().coded_tokens(length) // 2 * 2
+
+
+@torch.no_grad()
+def test_one_pass_is_transformers_quantized_layer():
+    """Called token by token after two, since its first update returns what it was given."""
+    model, ids = source("llama"), models.tokens(1, LENGTH)
+    quantized = QuantizedKV(model, InPairs(bits=4, keys="token", group=8, residual=1))
+
+    class Layer(QuantizedLayer):
+        def _quantize(self, tensor, axis):
+            return quantized._quantizer.round(tensor)
+
+        def _dequantize(self, q_tensor):
+            return q_tensor
+
+    cache = Cache(layers=[Layer(residual_length=2) for _ in model.model.layers])
+    parts = ids[:, :2], *ids[:, 2:].split(1, dim=1)
+    expected = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+    assert models.relative_error(quantized.run(model, ids).logits, expected) < 1e-6
+
+
+@torch.no_grad()
+def test_windows_of_a_batch_do_not_see_one_another():
+    model, ids = source("llama"), models.tokens(3, LENGTH)
+    quantized = QuantizedKV(model, KVCodes(bits=3, group=8, residual=5))
+    alone = torch.cat([quantized.run(model, window).logits for window in ids.split(1)])
+    assert models.relative_error(quantized.run(model, ids).logits, alone) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("codes", "length", "share"),
+    [
+        (KVCodes(4, residual=0), 512, 5 / 16),  # 4 bits and 32 / 32 of scale and offset
+        (KVCodes(8, "token", residual=0), 512, 9 / 16),
+        (KVCodes(4), 512, (480 * 5 / 16 + 32) / 512),
+        (KVCodes(4), 511, (448 * 5 / 16 + 63) / 511),
+        (KVCodes(4, "token"), 511, (479 * 5 / 16 + 32) / 511),
+        (KVCodes(2, "token", group=64), 32, 1.0),
+        (KVCodes(3, group=64, residual=0), 64, 3.5 / 16),
+    ],
+)
+def test_bytes_are_codes_scales_offsets_and_newest_tokens(codes, length, share):
+    assert codes.share(length, head_dim=64) == pytest.approx(share)
+
+
+CODES = LatentCodes(bits=4, group=8)
+
+
+def quantized_latent(case, codes=CODES):
+    model = models.mla_model(case).double()
+    return QuantizedLatent(model, codes, codes.bases(latent_statistics(model, models.tokens(2, 64))))
+
+
+@pytest.mark.parametrize("case", ["latent", "latent qk-norm", "latent per layer", "per-group"])
+@torch.no_grad()
+def test_a_pass_over_coded_latents_is_decoding(case):
+    found, ids = quantized_latent(case), models.tokens(2, 24)
+    model, cache = found.model, found.cache()
+    served = torch.cat([model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)], 1)
+    once = found.run(model, ids).logits
+    plain = model(ids, use_cache=False).logits
+    assert models.relative_error(once, served) < 1e-6 < 1e-3 < models.relative_error(once, plain)
+
+
+@torch.no_grad()
+def test_the_first_row_of_a_text_and_outliers_are_exact():
+    found = quantized_latent("latent")
+    basis = found.bases[0]
+    latent = basis.mean + 0.01 * torch.randn(1, 6, 24, dtype=torch.float64)
+    latent[0, 4] += 1e3
+    is_exact = (found.round(latent, 0, is_first=True) == latent).all(-1)[0]
+    assert is_exact.tolist() == [True, False, False, False, True, False]
+    assert (found.round(latent, 0, is_first=False) == latent).all(-1)[0].tolist() == [False] * 4 + [True, False]
+    all_coded = quantized_latent("latent", LatentCodes(bits=4, group=8, exact_sinks=False)).round(
+        latent, 0, is_first=True
+    )
+    assert not (all_coded == latent).all(-1).any()
+
+
+@torch.no_grad()
+def test_bytes_are_codes_scales_offsets_and_exact_rows():
+    found, ids = quantized_latent("latent per layer"), models.tokens(2, 24)
+    found.run(found.model, ids)
+    config = found.model.config
+    widths, rows = config.kv_lora_rank, ids.numel()
+    exact = found._exact_bits.item()
+    assert exact >= sum(2 * (16 * width + 32) for width in widths), "the first row of each window"
+    coded = sum(-(-width // 8) * (8 * 4 + 32) for width in widths)
+    assert found.share(24) == pytest.approx((coded + exact / rows) / (8 * config.source_cache_bytes_per_token(2)))
+
+
+@torch.no_grad()
+def test_rotary_keys_beside_a_latent_count_as_16_bits():
+    found = quantized_latent("per-group", LatentCodes(bits=8, group=8, exact_sinks=False))
+    geometry = found.model.config.layer_geometry(0)
+    coded = geometry.kv_lora_rank // 8 * (8 * 8 + 32) + 16 * geometry.rope_width
+    assert found.share(24) == pytest.approx(coded / (16 * geometry.source_cache_numel_per_token))
+
+
+def statistics(width=32, rows=4096):
+    """Latents whose large directions are not the ones that predictions feel."""
+    spread = torch.logspace(0, -2, width, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(width, width, dtype=torch.float64))[0]
+    latents = (torch.randn(rows, width, dtype=torch.float64) * spread.sqrt()) @ turn.mT + 1
+    mean = latents.mean(0)
+    importance = turn @ torch.diag(spread.flip(0).roll(5) ** 2) @ turn.mT
+    return LatentStatistics(latents.float(), mean, (latents - mean).mT @ (latents - mean) / rows, importance)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_basis_is_undone_and_bounded(name):
+    found = statistics()
+    basis = latent_basis(name, found, group=8)
+    encoded = basis.encode(found.rows)
+    assert models.relative_error(basis.decode(encoded), found.rows) < 1e-5
+    assert torch.linalg.cond(basis.encoder.double()) <= 64 * 1.001
+    if name == "plain":
+        assert torch.equal(encoded, found.rows)
+    else:
+        assert encoded.mean(0).abs().max() < 1e-5
+    median = encoded.square().sum(-1).median().item()
+    assert basis.sink_energy == pytest.approx(10 * median, rel=1e-4)
+
+
+def test_the_predicted_loss_is_what_is_lost():
+    """tr(F e eᵀ) of rounded latents, relative to the random rotation's; and ``balanced`` has the least."""
+    found, quantizer = statistics(), GroupQuantizer(4, 32)
+    predicted, lost = {}, {}
+    for name in ("rotation", "importance", "balanced"):
+        basis = latent_basis(name, found)
+        error = (basis.decode(quantizer.round(basis.encode(found.rows))) - found.rows).double()
+        lost[name] = ((error @ found.importance) * error).sum().item()
+        predicted[name] = predicted_loss(basis, found)
+    for name in predicted:
+        assert lost[name] / lost["rotation"] == pytest.approx(predicted[name] / predicted["rotation"], rel=0.1)
+    assert predicted["balanced"] < predicted["importance"] < predicted["rotation"]
+    assert predicted["balanced"] < 0.7 * predicted["rotation"]
+
+
+def test_importance_is_of_the_gradient_of_what_the_model_draws():
+    """The sum of squared gradients, from differences of the log-likelihood of the same drawn tokens."""
+    model, ids = models.mla_model("latent").double(), models.tokens(1, 6)
+    (first, _) = latent_statistics(model, ids, seed=3)
+
+    class Shifted(LatentTap):
+        shift = torch.zeros(6, 24, dtype=torch.float64)
+
+        def seen(self, latent, layer_idx):
+            return latent + self.shift if layer_idx == 0 else latent
+
+    @torch.no_grad()
+    def likelihood(shift=None):
+        tap = Shifted(2, has_rope_cache=False)
+        tap.shift = tap.shift if shift is None else shift
+        log_p = model(ids, past_key_values=tap, use_cache=True).logits[0].float().log_softmax(-1)
+        drawn = torch.multinomial(log_p.exp(), 1, generator=torch.Generator().manual_seed(3))
+        if shift is None:
+            likelihood.drawn = drawn
+        return log_p.double().gather(1, likelihood.drawn).sum().item()
+
+    likelihood()
+    squares = torch.zeros(24, dtype=torch.float64)
+    for token in range(1, 6):
+        for channel in range(24):
+            step = torch.zeros(6, 24, dtype=torch.float64)
+            step[token, channel] = 1e-3
+            squares[channel] += ((likelihood(step) - likelihood(-step)) / 2e-3) ** 2 / len(first.rows)
+    assert len(first.rows) == 5
+    assert models.relative_error(first.importance.diagonal(), squares) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "width", "bits"),
+    [
+        (GroupQuantizer(4), 192, 6 * (128 + 32)),
+        (GroupQuantizer(4), 168, 6 * (128 + 32)),  # padded to 192
+        (GroupQuantizer(3, 64), 192, 3 * (192 + 32)),
+        (GroupQuantizer(8, None), 168, 168 * 8 + 32),
+        (GroupQuantizer(4, 32, 8), 192, 6 * (128 + 16) + 32),
+    ],
+)
+def test_bits_of_a_row(quantizer, width, bits):
+    assert quantizer.bits_per_row(width) == bits
+
+
+@pytest.mark.parametrize("scale_bits", [8, 16])
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_rounding_errs_by_half_a_step(bits, scale_bits):
+    rows = torch.randn(64, 72) * torch.logspace(-3, 2, 64)[:, None] + 0.3
+    rounded = GroupQuantizer(bits, 32, scale_bits).round(rows)
+    groups = torch.cat((rows, rows[:, -1:].expand(-1, 24)), 1).unflatten(1, (-1, 32))
+    span = groups.amax(-1) - groups.amin(-1)
+    error = torch.cat((rounded - rows, rows.new_zeros(64, 24)), 1).unflatten(1, (-1, 32)).abs().amax(-1)
+    # A stored offset is off by 2⁻¹¹ of itself, or by 1/127 of the row's largest.
+    slack = rows.abs().amax(1, keepdim=True) * (2**-10 if scale_bits == 16 else 2 / 127 / (2**bits - 1))
+    largest_span = span.amax(1, keepdim=True) / 255 / (2**bits - 1) if scale_bits == 8 else 0
+    assert (error <= 0.51 * span / (2**bits - 1) + slack + largest_span).all()
+
+
+def test_a_constant_group_is_its_offset():
+    assert torch.equal(GroupQuantizer(4, 4).round(torch.full((2, 8), 0.5)), torch.full((2, 8), 0.5))
+
+
+@pytest.mark.parametrize(
+    ("codes", "wrong", "message"),
+    [
+        (KVCodes, {"bits": 9}, "bits is 9; expected 1 to 8"),
+        (KVCodes, {"bits": 4, "keys": "head"}, "keys is 'head'; expected one of"),
+        (KVCodes, {"bits": 4, "residual": -1}, "residual is -1; expected at least 0"),
+        (KVCodes, {"bits": 4, "group": 1}, "group is 1; expected at least 2"),
+        (LatentCodes, {"bits": 0}, "bits is 0"),
+        (LatentCodes, {"bits": 4, "basis": "fourier"}, "basis is 'fourier'; expected one of"),
+        (LatentCodes, {"bits": 4, "scale_bits": 12}, "scale_bits is 12; expected one of"),
+    ],
+)
+def test_bad_codes_are_refused_by_name(codes, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        codes(**wrong)
