@@ -20,8 +20,9 @@ from mha2mla.kernels.mixed_attention.plan import (
 from mha2mla.kernels.mla_decode.api import explain_mla_decode, mla_decode, plan_mla_decode
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
-from mha2mla.kernels.rope_append.api import MAX_SLOTS, append_and_map, gqa_append, mla_append, slots_of
-from mha2mla.kernels.skinny_linear.api import is_skinny, skinny_linear
+from mha2mla.kernels.rope_append.api import MAX_SLOTS, append_w_uk, gqa_append, mla_append, slots_of
+from mha2mla.kernels.skinny_linear.api import skinny_linear
+from mha2mla.kernels.skinny_linear.selection import is_skinny
 from mha2mla.kernels.split_kv.plan import DecodePlan
 from mha2mla.kernels.split_kv.schedule import MAX_BATCH
 
@@ -34,7 +35,7 @@ __all__ = [
     "LatentRope",
     "MixedPlan",
     "absorbs_up_to",
-    "append_and_map",
+    "append_w_uk",
     "attention_combine",
     "attention_varlen",
     "causal_attention",

@@ -15,7 +15,7 @@ from mha2mla.kernels import (
     DecodePlan,
     LatentRope,
     MixedPlan,
-    append_and_map,
+    append_w_uk,
     explain_attention_varlen,
     explain_gqa_decode,
     explain_mla_decode,
@@ -109,7 +109,7 @@ def _mla_append(
         tensors["inv_freq"],
     )
     scaling, query = constants.attention_scaling, (tensors.get("q_nope"), tensors.get("k_up"))
-    both = None if backend == "reference" else append_and_map(*given, *query, attention_scaling=scaling)
+    both = None if backend == "reference" else append_w_uk(*given, *query, attention_scaling=scaling)
     if both is not None:
         return dict(zip(("q_pe", "q_latent"), both, strict=True))
     scale = cache.get("latent_scale")

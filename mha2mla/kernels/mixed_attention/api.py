@@ -20,14 +20,8 @@ from mha2mla.kernels.mixed_attention.layout import Wave
 from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
 from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_values, serves_values
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
-from mha2mla.kernels.skinny_linear.api import (
-    grouped_maps,
-    is_skinny,
-    serves_groups,
-    serves_maps,
-    skinny_linear,
-    skinny_maps,
-)
+from mha2mla.kernels.skinny_linear.api import project_w_uk, skinny_linear, up_project
+from mha2mla.kernels.skinny_linear.selection import is_skinny, serves_up_project, serves_w_uk
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
 MAX_PARTIALS = 8  # partial results held before they are merged
@@ -190,8 +184,8 @@ def mla_absorbed(
     is_plain = backend != "reference" and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if k_up is None:
         q_latent = q_pe.new_zeros(*q_pe.shape[:3], latent_cache.shape[-1])
-    elif q_latent is None and is_plain and serves_maps(q_nope, k_up):
-        q_latent = skinny_maps(q_nope, k_up)
+    elif q_latent is None and is_plain and serves_w_uk(q_nope, k_up):
+        q_latent = project_w_uk(q_nope, k_up)
     elif q_latent is None:
         q_latent = _up_project(q_nope, k_up)
     if is_plain and serves_values(q_latent, latent_cache, v_up, block_table, plan):
@@ -221,8 +215,8 @@ def _up_project(x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         equation = "bskri,koi->bskro" if transposed else "bskri,kio->bskro"
         return torch.einsum(equation, x.unflatten(2, (count, -1)), weight).flatten(2, 3)
-    if batch * tokens > 1 and serves_groups(x, weight, transposed):
-        return grouped_maps(x, weight, transposed=transposed)
+    if batch * tokens > 1 and serves_up_project(x, weight, transposed):
+        return up_project(x, weight, transposed=transposed)
     if batch * tokens > 1 and count < heads:
         weight = weight[:, None].expand(-1, heads // count, -1, -1).flatten(0, 1)
     weight = weight.mT if transposed else weight

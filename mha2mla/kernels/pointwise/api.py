@@ -1,9 +1,10 @@
-"""The public ops between a decoder layer's products: validation, dispatch, and their torch.library schemas."""
+"""The public ops between a decoder layer's products: validation, dispatch, plain torch, torch.library schemas."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mha2mla.kernels.devices import register, runs_compiled
 from mha2mla.kernels.layouts import check_float
@@ -57,6 +58,19 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: str | None = None) -> Tensor:
     return _silu_mul_op(gate, up, runs_compiled(backend, gate.device, gate.dtype))
 
 
+def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Oracle of :func:`rms_norm`, on any rows."""
+    total = x if residual is None else residual + x
+    wide = total.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype), total
+
+
+def silu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """Oracle of :func:`silu_mul`, on any rows."""
+    return F.silu(gate) * up
+
+
 def _check_beside(name: str, tensor: Tensor, first: Tensor, first_name: str, shape: torch.Size) -> None:
     if tensor.shape != shape:
         raise ValueError(f"{name}.shape is {tuple(tensor.shape)}; expected {tuple(shape)}, by {first_name}")
@@ -76,8 +90,6 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, co
         launch_rms_norm(x.reshape(rows), flat, weight, eps, out.view(rows), total if flat is None else total.view(rows))
         return out, total
 
-    from mha2mla.kernels.pointwise.reference import rms_norm_reference
-
     normed, total = rms_norm_reference(x, residual, weight, eps)
     return normed, x.new_empty(0) if residual is None else total
 
@@ -90,8 +102,6 @@ def _silu_mul(gate: Tensor, up: Tensor, compiled: bool) -> Tensor:
         rows = (-1, gate.shape[-1])
         launch_silu_mul(gate.reshape(rows), up.reshape(rows), out.view(rows))
         return out
-
-    from mha2mla.kernels.pointwise.reference import silu_mul_reference
 
     return silu_mul_reference(gate, up).contiguous()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import vector_of, with_dense_rows
 from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compile_for
-from mha2mla.kernels.skinny_linear.cut import ROW_BUCKETS
+from mha2mla.kernels.skinny_linear.selection import ROW_BUCKETS
 
 
 def make_rms_norm(

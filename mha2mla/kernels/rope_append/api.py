@@ -1,4 +1,4 @@
-"""The public append ops: validation, dispatch, and their torch.library schema."""
+"""The public append ops: validation, dispatch, plain torch, and their torch.library schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from mha2mla.kernels.devices import capability, register, runs_compiled
 from mha2mla.kernels.layouts import Argument, argument_error, check_tensors
 from mha2mla.kernels.mla_decode.quantization import CODES, holds_codes, quantize_latent
-from mha2mla.kernels.skinny_linear.api import serves_maps
+from mha2mla.kernels.skinny_linear.selection import serves_w_uk
 
 MAX_SLOTS = 2**31 - 1  # slots are int32, and so is their number in kernels
 
@@ -56,7 +56,7 @@ def mla_append(
     """Rotates k_pe and q_pe of new tokens, and writes latent and rotated k_pe into the paged cache.
 
     Args:
-        latent: [N, d_c] of the new tokens of all sequences, one behind the other.
+        latent: [N, d_c] of the new tokens of all sequences, concatenated.
         k_pe: [N, G, d_r] before RoPE; G or d_r may be 0, and then only latents are written. None, with ``rope_cache``,
             where nothing rotary is cached (:class:`mha2mla.kernels.LatentRope`).
         q_pe: [N, H, d_r] before RoPE; head h turns by the frequencies of rope head h // (H / G).
@@ -97,7 +97,7 @@ def mla_append(
     )
 
 
-def append_and_map(
+def append_w_uk(
     latent: Tensor,
     k_pe: Tensor | None,
     q_pe: Tensor,
@@ -111,7 +111,7 @@ def append_and_map(
     *,
     attention_scaling: float = 1.0,
 ) -> tuple[Tensor, Tensor] | None:
-    """:func:`mla_append`, and W_UK's product beside it, by one kernel: of few tokens, where there is one for them.
+    """:func:`mla_append` and queries through W_UK by one kernel, of few tokens.
 
     Args:
         inv_freq: as of :func:`mla_append`; as ``k_up`` not written by the kernel that is launched before, which may
@@ -122,7 +122,8 @@ def append_and_map(
 
     Returns:
         Rotated q_pe [N, H, d_r] and q_nope through W_UK [N, H, d_c]; None, and nothing is written, where no kernel does
-        both: on a GPU before sm_90, for e4m3 latents, gradients or a compiler, or where :func:`serves_maps` does not.
+        both: on a GPU before sm_90, for e4m3 latents, with gradients, under a compiler, or where not
+        :func:`serves_w_uk`.
 
     Raises:
         ValueError: as :func:`mla_append`.
@@ -131,7 +132,7 @@ def append_and_map(
         k_up is None
         or torch.compiler.is_compiling()
         or torch.is_grad_enabled()
-        or not serves_maps(q_nope, k_up)
+        or not serves_w_uk(q_nope, k_up)
         or capability(q_nope.device) < 90
         or latent_cache.dtype != q_nope.dtype
         or not (q_pe.numel() and latent.numel() and latent_cache.numel())
@@ -146,11 +147,11 @@ def append_and_map(
     if q_nope.shape[:2] != q_pe.shape[:2]:
         raise argument_error("q_nope.shape", tuple(q_nope.shape), f"[{q_pe.shape[0]}, {q_pe.shape[1]}, d_n], by q_pe")
 
-    from mha2mla.kernels.rope_append.kernel import launch_append_and_map
+    from mha2mla.kernels.rope_append.kernel import launch_append_w_uk
 
     out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
     mapped = q_nope.new_empty(*q_nope.shape[:2], k_up.shape[2])
-    launch_append_and_map(
+    launch_append_w_uk(
         latent, k_pe, q_pe, latent_cache, rope_cache, positions, slots, inv_freq, out, attention_scaling, q_nope, k_up,
         mapped,
     )  # fmt: skip
@@ -171,7 +172,7 @@ def gqa_append(
     interleaved: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """The same for an MHA/GQA model: rotates query and key, writes rotated key and value into the paged cache.
+    """:func:`mla_append` of an MHA/GQA model: rotates query and key, writes rotated key and value into the paged cache.
 
     Args:
         query: [N, H, d_k] before RoPE.
@@ -237,6 +238,47 @@ def _check_rotation(sizes: dict[str, int], name: str, x: Tensor, inv_freq: Tenso
         raise argument_error("inv_freq.shape", tuple(inv_freq.shape), f"[a divisor of {heads}, {width // 2}]")
 
 
+def rotate_reference(
+    x: Tensor, positions: Tensor, inv_freq: Tensor, *, attention_scaling: float = 1.0, interleaved: bool = False
+) -> Tensor:
+    """RoPE (arXiv 2104.09864) of x [N, heads, d_r] at positions [N] by inv_freq [G, d_r / 2], G dividing heads.
+
+    Angles are float32 products of position and frequency, as transformers' (float64 for float64 inputs); the result is
+    rounded once, to the dtype of x. ``attention_scaling`` (YaRN, longrope) leaves pairs of frequency zero alone.
+    """
+    if not x.numel():
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    arithmetic = torch.float64 if x.dtype == torch.float64 else torch.float32
+    angle = positions.to(arithmetic)[:, None, None] * inv_freq.to(arithmetic)  # [N, G, d_r / 2]
+    angle = angle.repeat_interleave(x.shape[1] // inv_freq.shape[0], dim=1)
+    factor = torch.where(inv_freq == 0, 1.0, attention_scaling).to(arithmetic)
+    factor = factor.repeat_interleave(x.shape[1] // inv_freq.shape[0], dim=0)
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    wide = x.to(arithmetic)
+    first, second = (wide[..., 0::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return (torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)).to(x.dtype)
+
+
+def write_rows(pairs: tuple[tuple[Tensor, Tensor], ...], slots: Tensor) -> None:
+    """Writes new rows [N, ...] of each pair (cache [P, page, ...], rows) to slots [N]; a slot outside 0 … P · page − 1
+    writes nothing. Reads no tensor on the host."""
+    page = pairs[0][0].shape[1]
+    capacity = pairs[0][0].shape[0] * page
+    if capacity == 0 or not len(slots):
+        return
+    slots = slots.long()
+    valid = (slots >= 0) & (slots < capacity)
+    # Tokens without a slot rewrite what the first token with one writes; if there is none, what is there already.
+    chosen = valid.long().argmax()
+    source = torch.where(valid, torch.arange(len(slots), device=slots.device), chosen)
+    slot = torch.where(valid, slots, slots.index_select(0, chosen[None]).clamp(0, capacity - 1))
+    for cache, new in pairs:
+        where = slot // page, slot % page
+        keep = valid.any().expand(len(slots)).view(-1, *[1] * (new.ndim - 1))
+        cache[where] = torch.where(keep, new[source], cache[where])
+
+
 def _rope_append(
     rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor, slots: Tensor,
     inv_freq: Tensor, attention_scaling: float, interleaved: bool, compiled: bool,
@@ -250,25 +292,20 @@ def _rope_append(
         )
         return out
 
-    from mha2mla.kernels.rope_append.reference import append_reference, rotate_reference
-
-    def rotate(x: Tensor) -> Tensor:
-        return rotate_reference(x, positions, inv_freq, attention_scaling=attention_scaling, interleaved=interleaved)
-
-    append_reference(rows, rotate(keys), row_cache, rope_cache, slots)
-    return rotate(query)
+    rotation = {"attention_scaling": attention_scaling, "interleaved": interleaved}
+    keys = rotate_reference(keys, positions, inv_freq, **rotation)
+    write_rows(((row_cache, rows), (rope_cache, keys)), slots)
+    return rotate_reference(query, positions, inv_freq, **rotation)
 
 
 def _quantize_append(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor, compiled: bool) -> None:
     if compiled:
-        from mha2mla.kernels.rope_append.quantize_kernel import launch_quantize_rows
+        from mha2mla.kernels.rope_append.kernel import launch_quantize_rows
 
         launch_quantize_rows(rows, row_cache, row_scale, slots)
     elif rows.numel():
-        from mha2mla.kernels.rope_append.reference import write_rows
-
         codes, scale = quantize_latent(rows)
-        # index and where know no e4m3: its bytes do
+        # index and where take no e4m3, but its bytes
         write_rows(((row_cache.view(torch.uint8), codes.view(torch.uint8)), (row_scale, scale)), slots)
 
 

@@ -1,4 +1,4 @@
-"""Rotates queries and keys of new tokens and writes keys, and rows beside them, into a paged cache, in one pass."""
+"""RoPE of new tokens fused with writing into a paged cache, alone or with W_UK; and rows written in 8 bits."""
 
 from functools import cache
 from math import gcd
@@ -9,9 +9,13 @@ from torch import Tensor
 
 from mha2mla.kernels.devices import capability, dtype_name, on_device
 from mha2mla.kernels.layouts import vector_of, with_dense_rows
-from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compile_for
-from mha2mla.kernels.skinny_linear.maps import THREADS as MAP_THREADS
-from mha2mla.kernels.skinny_linear.maps import map_blocks, map_parts
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, GPU, Buffers, Machine, compile_for
+from mha2mla.kernels.mla_decode.quantization import SCALE_OF_LARGEST, SMALLEST_SCALE
+from mha2mla.kernels.skinny_linear.up_projections import THREADS as W_UK_THREADS
+from mha2mla.kernels.skinny_linear.up_projections import w_uk_blocks, w_uk_parts
+
+BLOCK_THREADS = 128  # of rope_append
+LARGEST_FLOAT = 3.4028234663852886e38
 
 
 def append_parts(
@@ -29,7 +33,7 @@ def append_parts(
     threads: int,
     on_cpu: bool = False,
 ) -> SimpleNamespace:
-    """Body of a block, for kernels that do more beside it; arguments as of :func:`make_rope_append`.
+    """Body of a block; arguments as of :func:`make_rope_append`.
 
     Returns:
         ``alloc()``: buffers by name; ``find_angles(positions, inv_freq, scaling, m, t0, tokens)`` and
@@ -144,6 +148,11 @@ def append_parts(
     return SimpleNamespace(alloc=alloc, find_angles=find_angles, find_slots=find_slots, write=write)
 
 
+def stride(i, *tensors):
+    """The i-th run-time stride of tensors. A loop over tensors or strides in a kernel would give them all one name."""
+    return [stride for tensor in tensors for stride in list(tensor.strides)[:-1]][i]
+
+
 def make_rope_append(
     *,
     heads: int,
@@ -192,9 +201,6 @@ def make_rope_append(
         block_tokens=block_tokens, threads=threads, on_cpu=on_cpu,
     )  # fmt: skip
 
-    def stride(i, *tensors):  # a loop over tensors or strides in the kernel would give them all one name
-        return [stride for tensor in tensors for stride in list(tensor.strides)[:-1]][i]
-
     @T.prim_func
     def rope_append(
         rows: machine.strided("rows", [tokens, width], dtype),
@@ -225,7 +231,7 @@ def make_rope_append(
     return rope_append
 
 
-def make_append_and_map(
+def make_append_w_uk(
     *,
     heads: int,
     num_rope_heads: int,
@@ -233,23 +239,23 @@ def make_append_and_map(
     qk_rope_head_dim: int,
     num_tables: int,
     page_size: int,
-    maps: int,
+    kv_heads: int,
     inner: int,
     dtype: str,
     vector: int = 1,
 ):
-    """A TileLang function ``append_and_map`` for sm_90: a block for each token as of ``rope_append``, then those of
-    ``skinny_maps``; tokens and pages are run-time values.
+    """A TileLang function ``append_w_uk`` for sm_90: a block for each token as of ``rope_append``, then those of
+    ``w_uk``; tokens and pages are run-time values.
 
-    What the kernel before does not write is read before that has ended: the maps, and angles by the positions that are
-    there, which are made again where they are others once it has.
+    Before the previous kernel ends, W_UK is read and angles are made of the positions in memory; angles are made again
+    where these have changed once it has ended.
 
     Args:
         heads, num_rope_heads, row_width, qk_rope_head_dim, num_tables, page_size, dtype, vector: as of
-            ``make_rope_append``, with ``row_width`` columns of a map; halves are pairs.
-        maps, inner: as of ``make_skinny_maps``.
+            ``make_rope_append``, with ``row_width`` columns of a weight; halves are pairs.
+        kv_heads, inner: number of weights, and their rows, as ``groups`` and ``inner`` of ``make_w_uk``.
 
-    The function's arguments: those of ``rope_append``; then x, up and mapped, as of ``skinny_maps``.
+    The function's arguments: those of ``rope_append``; then x, up and mapped, as of ``w_uk``.
     """
     accum = T.float32
     half = qk_rope_head_dim // 2
@@ -258,34 +264,27 @@ def make_append_and_map(
     append = append_parts(
         heads=heads, num_rope_heads=num_rope_heads, row_width=row_width, qk_rope_head_dim=qk_rope_head_dim,
         num_tables=num_tables, page_size=page_size, dtype=dtype, interleaved=False, vector=vector, block_tokens=1,
-        threads=MAP_THREADS,
+        threads=W_UK_THREADS,
     )  # fmt: skip
-    product = map_parts(heads=heads, maps=maps, inner=inner, outer=row_width, dtype=dtype)
-
-    def stride(i, *tensors):  # a loop over tensors or strides in the kernel would give them all one name
-        return [stride for tensor in tensors for stride in list(tensor.strides)[:-1]][i]
+    product = w_uk_parts(heads=heads, groups=kv_heads, inner=inner, outer=row_width, dtype=dtype)
 
     @T.prim_func
-    def append_and_map(
-        rows: T.StridedTensor([tokens, row_width], [T.dynamic("rows_0"), 1], dtype),
-        keys: T.StridedTensor([tokens, groups, qk_rope_head_dim], [T.dynamic("keys_0"), T.dynamic("keys_1"), 1], dtype),
-        query: T.StridedTensor(
-            [tokens, heads, qk_rope_head_dim], [T.dynamic("query_0"), T.dynamic("query_1"), 1], dtype
-        ),
+    def append_w_uk(
+        rows: GPU.strided("rows", [tokens, row_width], dtype),
+        keys: GPU.strided("keys", [tokens, groups, qk_rope_head_dim], dtype),
+        query: GPU.strided("query", [tokens, heads, qk_rope_head_dim], dtype),
         positions: T.Tensor([tokens], T.int32),
         slots: T.Tensor([tokens], T.int32),
         inv_freq: T.Tensor([num_tables, half], accum),
-        row_cache: T.StridedTensor([pages, page_size, row_width], [T.dynamic("row_0"), T.dynamic("row_1"), 1], dtype),
-        rope_cache: T.StridedTensor(
-            [pages, page_size, groups * qk_rope_head_dim], [T.dynamic("key_0"), T.dynamic("key_1"), 1], dtype
-        ),
+        row_cache: GPU.strided("row", [pages, page_size, row_width], dtype),
+        rope_cache: GPU.strided("key", [pages, page_size, groups * qk_rope_head_dim], dtype),
         out: T.Tensor([tokens, heads, qk_rope_head_dim], dtype),
         scaling: T.float32,
-        x: T.StridedTensor([tokens, heads, inner], [T.dynamic("x_0"), T.dynamic("x_1"), 1], dtype),
-        up: T.Tensor([maps, inner, row_width], dtype),
+        x: GPU.strided("x", [tokens, heads, inner], dtype),
+        up: T.Tensor([kv_heads, inner, row_width], dtype),
         mapped: T.Tensor([tokens, heads, row_width], dtype),
     ):
-        with T.Kernel(map_blocks(tokens, heads, row_width) + tokens, threads=MAP_THREADS) as block:
+        with T.Kernel(w_uk_blocks(tokens, heads, row_width) + tokens, threads=W_UK_THREADS) as block:
             if vector > 1:  # else stores are not known to be aligned, and stay scalar
                 for i in list(range(9)):
                     T.assume(stride(i, rows, keys, query, row_cache, rope_cache) % vector == 0)
@@ -307,10 +306,87 @@ def make_append_and_map(
                 T.pdl_trigger()
                 product.apply(x, mapped, m, block - tokens, tokens)
 
-    return append_and_map
+    return append_w_uk
 
 
-BLOCK_THREADS = 128  # of a block
+def make_quantize_rows(
+    *,
+    row_width: int,
+    page_size: int,
+    dtype: str,
+    code_dtype: str = "float8_e4m3fn",
+    block_tokens: int = 8,
+    on_cpu: bool = False,
+):
+    """A TileLang function ``quantize_rows``; tokens and pages are run-time values.
+
+    Args:
+        row_width: elements of a row.
+        page_size: tokens per page.
+        dtype: of the rows.
+        code_dtype: of the cache; "float32" shows the quotients before they are rounded.
+        block_tokens: tokens, and warps, of a block.
+        on_cpu: compile for TileLang's C target.
+
+    The function's arguments: rows [N,width] (contiguous), slots [N] int32, row_cache [P,page,width] and row_scale
+    [P,page] float32 (run-time strides). A slot outside the cache writes nothing. ``quantize_latent`` has the format.
+    """
+    accum = T.float32
+    machine = Machine(on_cpu)
+    lanes = 1 if on_cpu else 32
+    rounds = -(-row_width // lanes)
+    tokens, pages = T.dynamic("tokens"), T.dynamic("pages")
+
+    @T.macro
+    def quantize(token, lane, rows, slots, row_cache, row_scale, x, most, scale):
+        """One row. ``most``: its largest magnitude, and 1 if it has an infinity or a NaN, which a maximum may miss."""
+        most[0] = 0.0
+        most[1] = 0.0
+        for v in T.unroll(rounds):
+            x[v] = T.if_then_else(
+                v * lanes + lane < row_width, T.cast(rows[token, T.min(v * lanes + lane, row_width - 1)], accum), 0.0
+            )
+            most[0] = T.max(most[0], T.max(x[v], -x[v]))
+            most[1] = T.if_then_else(T.max(x[v], -x[v]) <= LARGEST_FLOAT, most[1], 1.0)  # not for NaN
+        if not on_cpu:
+            for v in list(range(5)):
+                most[0] = T.max(most[0], T.shfl_xor(most[0], 1 << v))
+                most[1] = T.max(most[1], T.shfl_xor(most[1], 1 << v))
+        scale[0] = T.max(most[0] * T.float32(SCALE_OF_LARGEST), T.float32(SMALLEST_SCALE))
+        scale[0] = T.if_then_else(most[0] == 0, 1.0, scale[0])
+        if most[1] > 0:
+            scale[0] = T.sqrt(-most[1])  # NaN; TileLang takes x == x, x * 0 and inf - inf for what they are of numbers
+        if (slots[token] >= 0) & (slots[token] < pages * page_size):
+            for v in T.unroll(rounds):
+                if v * lanes + lane < row_width:
+                    row_cache[slots[token] // page_size, slots[token] % page_size, v * lanes + lane] = T.cast(
+                        x[v] / scale[0], code_dtype
+                    )
+            if lane == 0:
+                row_scale[slots[token] // page_size, slots[token] % page_size] = scale[0]
+
+    @T.prim_func
+    def quantize_rows(
+        rows: T.Tensor([tokens, row_width], dtype),
+        slots: T.Tensor([tokens], T.int32),
+        row_cache: machine.strided("row", [pages, page_size, row_width], code_dtype),
+        row_scale: machine.strided("scale", [pages, page_size], accum),
+    ):
+        with T.Kernel(T.ceildiv(tokens, block_tokens), threads=1 if on_cpu else block_tokens * lanes) as b:
+            x = T.alloc_local([rounds], accum)
+            most = T.alloc_local([2], accum)
+            scale = T.alloc_local([1], accum)
+            if on_cpu:
+                for i in T.serial(block_tokens):
+                    if b * block_tokens + i < tokens:
+                        quantize(b * block_tokens + i, 0, rows, slots, row_cache, row_scale, x, most, scale)
+            else:
+                thread = T.get_thread_binding()
+                token = b * block_tokens + thread // lanes
+                if token < tokens:
+                    quantize(token, thread % lanes, rows, slots, row_cache, row_scale, x, most, scale)
+
+    return quantize_rows
 
 
 @cache
@@ -320,9 +396,9 @@ def compile_rope_append(major_minor: int, **static):
 
 
 @cache
-def compile_append_and_map(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_append_and_map``'s."""
-    return compile_for(make_append_and_map(**static), major_minor, EXACT_PASS_CONFIGS)
+def compile_append_w_uk(major_minor: int, **static):
+    """The compiled kernel; arguments as ``make_append_w_uk``'s."""
+    return compile_for(make_append_w_uk(**static), major_minor, EXACT_PASS_CONFIGS)
 
 
 def launch_rope_append(
@@ -382,7 +458,7 @@ def launch_rope_append(
         )  # fmt: skip
 
 
-def launch_append_and_map(
+def launch_append_w_uk(
     rows: Tensor,
     keys: Tensor,
     query: Tensor,
@@ -394,10 +470,10 @@ def launch_append_and_map(
     out: Tensor,
     attention_scaling: float,
     x: Tensor,
-    maps: Tensor,
+    k_up: Tensor,
     mapped: Tensor,
 ) -> None:
-    """Run the kernel; shapes as in :func:`mha2mla.kernels.rope_append.api.append_and_map`. Without keys, or a cache of
+    """Run the kernel; shapes as in :func:`mha2mla.kernels.rope_append.api.append_w_uk`. Without keys, or a cache of
     them, rows and queries are all."""
     _, heads, rope = query.shape
     groups = keys.shape[1] if keys.numel() and rope_cache.numel() else 0
@@ -406,7 +482,7 @@ def launch_append_and_map(
         query, rows = with_dense_rows(query), with_dense_rows(rows)
         keys = with_dense_rows(keys) if groups else query[:, :1]
         rope_cache = rope_cache.flatten(2) if groups else query.as_strided((pages, page_size, rope), (0, 0, 1))
-        kernel = compile_append_and_map(
+        kernel = compile_append_w_uk(
             capability(query.device),
             heads=heads,
             num_rope_heads=groups,
@@ -414,12 +490,29 @@ def launch_append_and_map(
             qk_rope_head_dim=rope,
             num_tables=inv_freq.shape[0],
             page_size=page_size,
-            maps=len(maps),
+            kv_heads=len(k_up),
             inner=x.shape[2],
             dtype=dtype_name(query.dtype),
             vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
         )
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
-            out, attention_scaling, with_dense_rows(x), maps, mapped,
+            out, attention_scaling, with_dense_rows(x), k_up, mapped,
         )  # fmt: skip
+
+
+@cache
+def compile_quantize_rows(major_minor: int, **static):
+    """The compiled kernel; arguments as ``make_quantize_rows``'s."""
+    return compile_for(make_quantize_rows(**static), major_minor, EXACT_PASS_CONFIGS)
+
+
+def launch_quantize_rows(rows: Tensor, row_cache: Tensor, row_scale: Tensor, slots: Tensor) -> None:
+    """Run the kernel: rows [N, width] to slots [N] of row_cache [P, page, width] (e4m3) and row_scale [P, page]."""
+    if rows.numel() == 0 or row_cache.numel() == 0:
+        return
+    with on_device(rows.device):
+        kernel = compile_quantize_rows(
+            capability(rows.device), row_width=rows.shape[1], page_size=row_cache.shape[1], dtype=dtype_name(rows.dtype)
+        )
+        kernel(rows.contiguous(), slots.contiguous(), row_cache, row_scale)

@@ -1,23 +1,25 @@
-"""The public op of products of few rows: validation, dispatch, and its torch.library schema."""
+"""The public ops of products of few rows: validation, dispatch, plain torch, and their torch.library schemas."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from mha2mla.kernels.devices import capability, check_backend, num_sms, register
+from mha2mla.kernels.devices import check_backend, register
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error
-from mha2mla.kernels.skinny_linear.cut import ROW_BUCKETS, filled
-from mha2mla.kernels.split_kv.choice import shared_memory_limit
-
-_MAX_GROUP_ROWS, _MAX_GROUP_COLUMNS = 8, 2048  # of a map a head, by kernels that take every weight at once
-_MAX_TOKENS = 16  # through a map a head
-_COLUMNS, _OUTPUTS = 32, 16  # what the kernel takes multiples of
-_INNER, _OUTER = 256, 8  # rows of a map at most, and what its columns are a multiple of
-_GROUP = 64  # heads that share a map, at most, and the columns of a block
-_MANY_COLUMNS = 2048  # whose products are worth a kernel of their own
-_FILLED = 0.62  # of the room for CTAs, from which on more rows than 64 are
-_DTYPES = (torch.bfloat16, torch.float16)
+from mha2mla.kernels.skinny_linear.selection import (
+    COLUMN_STEP,
+    HEAD_COLUMNS,
+    HEAD_ROWS,
+    OUTPUT_STEP,
+    ROW_BUCKETS,
+    W_UK_ROWS,
+    W_UK_TOKENS,
+    WIDTH_STEP,
+    is_skinny,
+    serves_linear,
+    serves_w_uk,
+)
 
 
 def skinny_linear(
@@ -35,7 +37,7 @@ def skinny_linear(
         x: [..., groups K].
         weight: [N, K], contiguous; read before the kernel that is launched before has ended, so not one that it writes.
         bias: [N]; with neither ``gated`` nor more groups than one.
-        groups: of the weight's rows, as many in each, and each for K columns of x of its own: a map a head.
+        groups: of the weight's rows, as many in each, and each for K columns of x of its own: a weight a head.
         gated: the first half of the weight's rows is W_gate, the second W_up; of one group.
         backend: "tilelang", "reference", or None: TileLang where :func:`is_skinny`.
 
@@ -63,188 +65,116 @@ def skinny_linear(
             f"{bias.dtype} {tuple(bias.shape)} on {bias.device} with gated={gated}, groups={groups}",
             f"None, or without gated and groups {x.dtype} {tuple(weight.shape[:1])} on {x.device}",
         )
-    served = (
-        _is_served(x, weight, groups)
-        if backend == "tilelang"
-        else backend is None and is_skinny(x, weight, groups, gated)
-    )
-    if backend == "tilelang" and not served:
+    asked = backend == "tilelang"
+    served = serves_linear(x, weight, groups) if asked else backend is None and is_skinny(x, weight, groups, gated)
+    if asked and not served:
         raise argument_error(
             "backend",
             f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(weight.shape)} on {x.device}",
-            f"1 to {ROW_BUCKETS[-1]} rows of bfloat16 or float16 on an sm_90 (with groups 1 to {_MAX_GROUP_ROWS}, K at"
-            f" most {_MAX_GROUP_COLUMNS}, from sm_80 on), K a multiple of {_COLUMNS}, N / groups of {_OUTPUTS}, and a"
+            f"1 to {ROW_BUCKETS[-1]} rows of bfloat16 or float16 on an sm_90 (with groups 1 to {HEAD_ROWS}, K at"
+            f" most {HEAD_COLUMNS}, from sm_80 on), K a multiple of {COLUMN_STEP}, N / groups of {OUTPUT_STEP}, and a"
             f" contiguous weight that begins at a multiple of {ALIGNMENT} bytes",
         )
     return _skinny_linear_op(x, weight, bias, groups, gated, served)
 
 
-def skinny_maps(x: Tensor, maps: Tensor, *, backend: str | None = None) -> Tensor:
-    """x through a map for each H / k heads, rounded once.
+def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool) -> Tensor:
+    """Oracle of :func:`skinny_linear`, for any number of rows."""
+    if groups > 1:
+        return (x.unflatten(-1, (groups, 1, -1)) @ weight.unflatten(0, (groups, -1)).mT).flatten(-3)
+    out = F.linear(x, weight, bias)
+    if not gated:
+        return out
+    gate, up = out.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def project_w_uk(x: Tensor, k_up: Tensor, *, backend: str | None = None) -> Tensor:
+    """Queries through W_UK (DeepSeek-V2, arXiv 2405.04434, 2.1), a weight for each H / h_kv heads, rounded once.
 
     Args:
-        x: [..., tokens, H, i], read where it lies; by TileLang of at most 16 tokens.
-        maps: [k, i, o], contiguous; k divides H.
-        backend: "tilelang", "reference", or None: TileLang where :func:`serves_maps`.
+        x: [..., tokens, H, d_n], read where it lies; by TileLang of at most 16 tokens.
+        k_up: [h_kv, d_n, d_c], contiguous; h_kv divides H.
+        backend: "tilelang", "reference", or None: TileLang where :func:`serves_w_uk`.
 
     Returns:
-        [..., H, o].
+        [..., H, d_c].
 
     Raises:
         ValueError: naming the argument, what it was and what it must be.
     """
     check_backend(backend)
-    if maps.ndim != 3 or x.ndim < 3 or maps.shape[1] != x.shape[-1] or not len(maps) or x.shape[-2] % len(maps):
-        heads, inner = x.shape[-2:] if x.ndim > 1 else ("H", "i")
-        raise argument_error("maps.shape", tuple(maps.shape), f"[a divisor of {heads}, {inner}, o], by x")
-    if maps.dtype != x.dtype or maps.device != x.device:
-        raise argument_error("maps", f"{maps.dtype} on {maps.device}", f"{x.dtype} on {x.device}, as x")
-    served = backend != "reference" and serves_maps(x, maps)
+    if k_up.ndim != 3 or x.ndim < 3 or k_up.shape[1] != x.shape[-1] or not len(k_up) or x.shape[-2] % len(k_up):
+        heads, inner = x.shape[-2:] if x.ndim > 1 else ("H", "d_n")
+        raise argument_error("k_up.shape", tuple(k_up.shape), f"[a divisor of {heads}, {inner}, d_c], by x")
+    if k_up.dtype != x.dtype or k_up.device != x.device:
+        raise argument_error("k_up", f"{k_up.dtype} on {k_up.device}", f"{x.dtype} on {x.device}, as x")
+    served = backend != "reference" and serves_w_uk(x, k_up)
     if backend == "tilelang" and not served:
         raise argument_error(
             "backend",
-            f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(maps.shape)} on {x.device}",
-            f"1 to {_MAX_TOKENS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, i at most {_INNER}, o a"
-            f" multiple of {_OUTER}, and contiguous maps that begin at a multiple of {ALIGNMENT} bytes",
+            f"'tilelang' for {x.dtype} {tuple(x.shape)} by {tuple(k_up.shape)} on {x.device}",
+            f"1 to {W_UK_TOKENS} tokens of bfloat16 or float16 on a CUDA device from sm_80 on, d_n at most {W_UK_ROWS},"
+            f" d_c a multiple of {WIDTH_STEP}, and a contiguous k_up that begins at a multiple of {ALIGNMENT} bytes",
         )
-    return _skinny_maps_op(x, maps, served)
+    return _project_w_uk_op(x, k_up, served)
 
 
-def serves_maps(x: Tensor, maps: Tensor) -> bool:
-    """True where the kernel serves x [..., H, i] through maps [k, i, o]: wherever it can. cuBLAS takes 3.5 µs for the
-    3.7 MB of a W_UK, of which one is reading."""
-    (heads, inner), outer = x.shape[-2:], maps.shape[2]
-    return (
-        x.is_cuda
-        and x.dtype in _DTYPES
-        and 0 < x.numel() <= _MAX_TOKENS * heads * inner
-        and len(maps) > 0
-        and heads % len(maps) == 0
-        and inner <= _INNER
-        and outer % _OUTER == 0
-        and maps.is_contiguous()
-        and maps.data_ptr() % ALIGNMENT == 0
-        and capability(x.device) >= 80
-    )
-
-
-def grouped_maps(x: Tensor, maps: Tensor, *, transposed: bool = False) -> Tensor:
-    """x through a map for each H / k heads, rounded once, where :func:`serves_groups`: without a copy of a map a head,
-    and begun while the kernel before ends.
+def up_project(x: Tensor, weight: Tensor, *, transposed: bool = False) -> Tensor:
+    """x through W_UK, or transposed W_UV, a weight for each H / k heads, rounded once, where
+    :func:`serves_up_project`: weights are not repeated, and the kernel begins while the one before ends.
 
     Args:
         x: [..., tokens, H, i], read where it lies.
-        maps: [k, i, o], or with ``transposed`` [k, o, i].
+        weight: [k, i, o], or with ``transposed`` [k, o, i].
 
     Returns:
         [..., H, o].
     """
-    from mha2mla.kernels.skinny_linear.maps import launch_grouped_maps
+    from mha2mla.kernels.skinny_linear.up_projections import launch_up_projection
 
-    out = x.new_empty(*x.shape[:-1], maps.shape[1 if transposed else 2])
-    launch_grouped_maps(x.flatten(0, -3), maps, out.view(-1, *out.shape[-2:]), transposed)
+    out = x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 2])
+    launch_up_projection(x.flatten(0, -3), weight, out.view(-1, *out.shape[-2:]), transposed)
     return out
 
 
-def serves_groups(x: Tensor, maps: Tensor, transposed: bool = False) -> bool:
-    """True where :func:`grouped_maps` serves these; of many tokens and a map a head cuBLAS is as fast."""
-    heads, inner = x.shape[-2:]
-    outer = maps.shape[1 if transposed else 2]
-    return (
-        x.is_cuda
-        and x.dtype in _DTYPES
-        and x.numel() > 0
-        and x.stride(-1) == 1
-        and not any(stride % 8 for stride in x.stride()[:-1])
-        and x.data_ptr() % ALIGNMENT == 0
-        and heads // len(maps) <= _GROUP
-        and (len(maps) < heads or x.numel() <= _GROUP * heads * inner)
-        and inner % 16 == 0
-        and outer % _OUTER == 0
-        and maps.is_contiguous()
-        and maps.data_ptr() % ALIGNMENT == 0
-        and 2 * _GROUP * inner * x.itemsize <= shared_memory_limit(capability(x.device))
-    )
-
-
-def is_skinny(x: Tensor, weight: Tensor, groups: int = 1, gated: bool = False) -> bool:
-    """True where a kernel serves the product of x [..., groups K] and weight [N, K] unasked: where it is faster.
-
-    Maps a head always: cuBLAS takes 4 µs for the 4 MB of W_UV, and cannot begin before attention ends.
-    """
-    return _is_served(x, weight, groups) and (
-        groups > 1 or is_faster(*weight.shape, x.numel() // weight.shape[1], gated, num_sms(x.device))
-    )
-
-
-def is_faster(outputs: int, columns: int, rows: int, gated: bool, sms: int) -> bool:
-    """True where ``rows`` rows times a weight [outputs, columns] take less time than cuBLAS's, as measured on an H200:
-    where reading is what takes the time, 8 MiB and more, and of many rows where CTAs fill their waves."""
-    return (
-        outputs * columns >= 2**22
-        and columns >= _MANY_COLUMNS
-        and (rows <= ROW_BUCKETS[-2] or filled(outputs, columns, ROW_BUCKETS[-1], gated, sms) >= _FILLED)
-    )
-
-
-def _is_served(x: Tensor, weight: Tensor, groups: int) -> bool:
-    outputs, columns = weight.shape
-    return (
-        x.is_cuda
-        and x.dtype in _DTYPES
-        and 0 < x.numel() <= (_MAX_GROUP_ROWS if groups > 1 else ROW_BUCKETS[-1]) * columns * groups
-        and (groups == 1 or columns <= _MAX_GROUP_COLUMNS)
-        and columns % _COLUMNS == 0
-        and outputs % (_OUTPUTS * groups) == 0
-        and weight.is_contiguous()
-        and weight.data_ptr() % ALIGNMENT == 0
-        and (capability(x.device) == 90 if groups == 1 else capability(x.device) >= 80)
-    )
-
-
 def _skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool, compiled: bool) -> Tensor:
-    if compiled:
-        out = _empty(x, weight, bias, groups, gated)
-        rows, into = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-        if groups > 1:
-            from mha2mla.kernels.skinny_linear.maps import launch_head_maps
+    if not compiled:
+        return skinny_linear_reference(x, weight, bias, groups, gated)
+    out = _empty_linear(x, weight, bias, groups, gated)
+    rows, out_rows = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    if groups > 1:
+        from mha2mla.kernels.skinny_linear.up_projections import launch_w_uv
 
-            launch_head_maps(rows, weight, into, groups)
-        else:
-            from mha2mla.kernels.skinny_linear.streamed import launch_streamed_linear
+        launch_w_uv(rows, weight, out_rows, groups)
+    else:
+        from mha2mla.kernels.skinny_linear.streamed import launch_streamed_linear
 
-            launch_streamed_linear(rows, weight, bias, into, gated)
-        return out
-
-    from mha2mla.kernels.skinny_linear.reference import skinny_linear_reference
-
-    return skinny_linear_reference(x, weight, bias, groups, gated)
+        launch_streamed_linear(rows, weight, bias, out_rows, gated)
+    return out
 
 
-def _empty(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool, *_: object) -> Tensor:
+def _empty_linear(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, gated: bool, *_: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 + gated))
 
 
-def _skinny_maps(x: Tensor, maps: Tensor, compiled: bool) -> Tensor:
-    if compiled:
-        from mha2mla.kernels.skinny_linear.maps import launch_skinny_maps
+def _project_w_uk(x: Tensor, k_up: Tensor, compiled: bool) -> Tensor:
+    if not compiled:
+        return (x.unflatten(-2, (len(k_up), -1)) @ k_up).flatten(-3, -2)
+    from mha2mla.kernels.skinny_linear.up_projections import launch_w_uk
 
-        out = _empty_mapped(x, maps)
-        launch_skinny_maps(x.flatten(0, -3), maps, out.view(-1, *out.shape[-2:]))
-        return out
-
-    from mha2mla.kernels.skinny_linear.reference import skinny_maps_reference
-
-    return skinny_maps_reference(x, maps)
-
-
-def _empty_mapped(x: Tensor, maps: Tensor, *_: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], maps.shape[2])
+    out = x.new_empty(*x.shape[:-1], k_up.shape[2])
+    launch_w_uk(x.flatten(0, -3), k_up, out.view(-1, *out.shape[-2:]))
+    return out
 
 
 _skinny_linear_op = register(
     "skinny_linear(Tensor x, Tensor weight, Tensor? bias, int groups, bool gated, bool compiled) -> Tensor",
     _skinny_linear,
-    _empty,
+    _empty_linear,
 )
-_skinny_maps_op = register("skinny_maps(Tensor x, Tensor maps, bool compiled) -> Tensor", _skinny_maps, _empty_mapped)
+_project_w_uk_op = register(
+    "project_w_uk(Tensor x, Tensor k_up, bool compiled) -> Tensor",
+    _project_w_uk,
+    lambda x, k_up, *_: x.new_empty(*x.shape[:-1], k_up.shape[2]),
+)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mha2mla.kernels.devices import dtype_name, num_sms, on_device
 from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.machine import BARRIER, BY_ROW, EXACT_PASS_CONFIGS, WARPGROUP, Buffers, compile_for
-from mha2mla.kernels.skinny_linear.cut import BLOCK, ROW_BUCKETS, cut
+from mha2mla.kernels.skinny_linear.selection import BLOCK, ROW_BUCKETS, linear_tiling
 
 THREADS = WARPGROUP + 32
 # A CTA's first step and how many. In memory: a loop of a number that is known to be 0 or 1 is taken for one of 1.
@@ -226,8 +226,8 @@ def make_streamed_linear(
 @cache
 def compile_streamed_linear(sms: int, *, outputs: int, columns: int, rows: int, gated: bool, **static):
     """The compiled kernel for at most ``rows`` rows; arguments as ``make_streamed_linear``'s."""
-    how = asdict(cut(outputs, columns, rows, gated, sms))
-    function = make_streamed_linear(outputs=outputs, columns=columns, rows=rows, gated=gated, **static, **how)
+    tiling = asdict(linear_tiling(outputs, columns, rows, gated, sms))
+    function = make_streamed_linear(outputs=outputs, columns=columns, rows=rows, gated=gated, **static, **tiling)
     return compile_for(function, 90, EXACT_PASS_CONFIGS)
 
 

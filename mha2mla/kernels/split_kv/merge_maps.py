@@ -7,7 +7,7 @@ add up in each other's shared memory. Nothing that is merged is written, and no 
 import tilelang.language as T
 
 from mha2mla.kernels.machine import Buffers
-from mha2mla.kernels.skinny_linear.maps import multiply_step
+from mha2mla.kernels.skinny_linear.up_projections import multiply_step
 from mha2mla.kernels.split_kv.call import LOG2E, MASKED
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS as ROWS
 

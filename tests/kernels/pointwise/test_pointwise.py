@@ -1,13 +1,15 @@
 """Norm with residual and gated activation: transformers' own modules, their roundings; the kernels on CPU target."""
 
-from functools import cache
-
 import pytest
 import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+pytest.importorskip("tilelang", reason="TileLang is not installed")
+
 from mha2mla.kernels import rms_norm, silu_mul
+from mha2mla.kernels.pointwise.kernel import make_rms_norm, make_silu_mul
+from tests.kernels.compiled import for_cpu
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,22 +63,12 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.mha2mla.silu_mul.default, (x, other, False))
 
 
-@cache
-def compiled_for_cpu(name, **static):
-    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.pointwise import kernel
-
-    function = getattr(kernel, f"make_{name}")(**static, dtype="float32", on_cpu=True)
-    configs = {"tirx.disable_vectorize": True}
-    return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
-
-
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize(("width", "vector"), [(48, 8), (20, 4), (7, 1)])
 def test_norm_on_cpu_target(width, vector, residual):
     x, base, _, weight = given(width, torch.float32)
     out, total = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
-    kernel = compiled_for_cpu("rms_norm", width=width, vector=vector, residual=residual)
+    kernel = for_cpu(make_rms_norm(width=width, dtype="float32", residual=residual, vector=vector, on_cpu=True))
     kernel(x, base, weight, out, total, 1e-5)
     expected = rms_norm(x, weight, 1e-5, residual=base if residual else None)
     assert torch.equal(total, expected[1]) if residual else total.isnan().all()
@@ -88,7 +80,7 @@ def test_activation_on_cpu_target(width, vector):
     gate, up, _, _ = given(width, torch.float32)
     gate[0, :4] = torch.tensor([100.0, -100.0, 0.0, -90.0])
     out = torch.full_like(gate, torch.nan)
-    compiled_for_cpu("silu_mul", width=width, vector=vector)(gate, up, out)
+    for_cpu(make_silu_mul(width=width, dtype="float32", vector=vector, on_cpu=True))(gate, up, out)
     assert torch.allclose(out, silu_mul(gate, up), rtol=8 * torch.finfo(torch.float32).eps, atol=1e-37)
 
 

@@ -5,30 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("tilelang", reason="TileLang is not installed")
+
 from mha2mla.kernels import mla_append, quantize_latent
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
+from mha2mla.kernels.rope_append.kernel import make_quantize_rows
 from tests.few import few
+from tests.kernels.compiled import for_cpu, gate
+from tests.kernels.rope_append.problems import PAGE, PAGES, tensors
 
 
-def append_arguments(
-    tokens=11, heads=9, groups=3, width=48, rope=16, page=4, pages=5, dtype=torch.float32, device="cpu"
-):
-    make = torch.Generator().manual_seed(0)
-
-    def normal(*size):
-        return torch.randn(*size, generator=make).to(device, dtype)
-
-    slots = torch.randperm(pages * page, generator=make)[:tokens].int()
-    slots[::3] = torch.tensor([-1, pages * page, -7, 2**30])[: len(slots[::3])]
-    return {
-        "latent": normal(tokens, width),
-        "k_pe": normal(tokens, groups, rope),
-        "q_pe": normal(tokens, heads, rope),
-        "latent_cache": torch.full((pages, page, width), 7.0).to(torch.float8_e4m3fn).to(device),
-        "rope_cache": normal(pages, page, groups, rope),
-        "positions": torch.randint(0, 1000, (tokens,), generator=make).int().to(device),
-        "slots": slots.to(device),
-        "inv_freq": torch.rand(groups, rope // 2, generator=make).to(device),
-        "latent_scale": torch.full((pages, page), 3.0, device=device),
+def append_arguments(tokens=11, width=48, dtype=torch.float32, device="cpu"):
+    """Those of ``mla_append``, with a cache of e4m3 latents and their scales."""
+    return tensors((9, 3, width, 16, 3), tokens, dtype, device) | {
+        "latent_cache": torch.full((PAGES, PAGE, width), 7.0).to(torch.float8_e4m3fn).to(device),
+        "latent_scale": torch.full((PAGES, PAGE), 3.0, device=device),
     }
 
 
@@ -90,14 +81,9 @@ def test_append_opcheck():
 @pytest.mark.parametrize("width", [48, 33, 1])
 def test_quantising_kernel_on_the_cpu_target(width):
     """Quotients before they are rounded to e4m3, which the C target does not know."""
-    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
-
-    function = make_quantize_rows(row_width=width, page_size=4, dtype="float32", code_dtype="float32", on_cpu=True)
-    kernel = tilelang.compile(
-        function, target="c", target_host="c", execution_backend="cython",
-        pass_configs={"tirx.disable_vectorize": True},
-    )  # fmt: skip
+    kernel = for_cpu(
+        make_quantize_rows(row_width=width, page_size=4, dtype="float32", code_dtype="float32", on_cpu=True)
+    )
     for tokens in (1, 11):
         make = torch.Generator().manual_seed(tokens)
         rows = torch.randn(tokens, width, generator=make)
@@ -122,16 +108,8 @@ def test_quantising_kernel_on_the_cpu_target(width):
 
 @few("row_width", [80, 512], count=1)
 def test_quantising_kernel_compiles_for_hopper(row_width):
-    pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
-    from mha2mla.kernels.rope_append.quantize_kernel import make_quantize_rows
-    from mha2mla.testing.compile_gate import compile_only, find_tool
-
-    if find_tool("nvcc") is None:
-        pytest.skip("there is no nvcc")
     function = make_quantize_rows(row_width=row_width, page_size=64, dtype="bfloat16")
-    (report,) = compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
-    assert not report.complaints(48 * 1024)
+    gate(function, EXACT_PASS_CONFIGS, limit=48 * 1024)
 
 
 @pytest.mark.gpu

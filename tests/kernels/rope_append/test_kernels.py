@@ -1,4 +1,4 @@
-"""The append kernels: on the CPU target, compiled for Hopper, on a GPU, and with maps beside them."""
+"""The append kernels: on the CPU target, compiled for Hopper, on a GPU, and with W_UK."""
 
 from __future__ import annotations
 
@@ -8,31 +8,27 @@ from functools import cache
 import pytest
 import torch
 
-from mha2mla.kernels import append_and_map, mla_append
+pytest.importorskip("tilelang", reason="TileLang is not installed")
+
+from mha2mla.kernels import append_w_uk, mla_append
+from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
+from mha2mla.kernels.rope_append.kernel import make_append_w_uk, make_rope_append
+from mha2mla.kernels.skinny_linear.api import project_w_uk
 from tests.few import few
+from tests.kernels.compiled import for_cpu, gate
 from tests.kernels.rope_append.problems import PAGE, PAGES, SHAPES, WITHOUT_KEYS, assert_right, copied, tensors
 
 
 @cache
 def compiled_for_cpu(shape, interleaved, vector):
-    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.rope_append.kernel import make_rope_append
-
-    function = make_rope_append(**static(shape), dtype="float32", interleaved=interleaved, vector=vector, on_cpu=True)
-    configs = {"tirx.disable_vectorize": True}
-    return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
+    return for_cpu(
+        make_rope_append(**static(shape), dtype="float32", interleaved=interleaved, vector=vector, on_cpu=True)
+    )
 
 
 def static(shape):
-    heads, groups, width, rope, tables = shape
-    return {
-        "heads": heads,
-        "num_rope_heads": groups,
-        "row_width": width,
-        "qk_rope_head_dim": rope,
-        "num_tables": tables,
-        "page_size": PAGE,
-    }
+    names = ("heads", "num_rope_heads", "row_width", "qk_rope_head_dim", "num_tables")
+    return dict(zip(names, shape, strict=True)) | {"page_size": PAGE}
 
 
 @few(
@@ -63,24 +59,12 @@ def test_kernel_on_the_cpu_target(shape, interleaved, vector):
     count=3,
 )
 def test_kernel_compiles_for_hopper(shape, interleaved):
-    pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
-    from mha2mla.kernels.rope_append.kernel import make_rope_append
-    from mha2mla.testing.compile_gate import compile_only, find_tool
-
-    if find_tool("nvcc") is None:
-        pytest.skip("there is no nvcc")
     alone = shape[4] == 32  # as launched with a table a head
     function = make_rope_append(
-        **static(shape),
-        dtype="bfloat16",
-        interleaved=interleaved,
-        vector=8,
-        block_tokens=1 if alone else 4,
+        **static(shape), dtype="bfloat16", interleaved=interleaved, vector=8, block_tokens=1 if alone else 4,
         dependent=alone,
-    )
-    (report,) = compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
-    assert not report.complaints(48 * 1024)
+    )  # fmt: skip
+    gate(function, EXACT_PASS_CONFIGS, limit=48 * 1024)
 
 
 @pytest.mark.gpu
@@ -104,60 +88,50 @@ def test_kernel_on_the_gpu(shape, dtype, combined, interleaved, scaling):
         assert_right(before, after, out.cpu(), scaling, interleaved)
 
 
-# A shape, columns of q_nope, maps.
-MAPPED = [((32, 32, 512, 16, 32), 112, 32), ((32, 1, 448, 64, 1), 64, 8), ((9, 3, 80, 16, 1), 24, 3)]
+# A shape, columns of q_nope, kv heads
+WITH_W_UK = [((32, 32, 512, 16, 32), 112, 32), ((32, 1, 448, 64, 1), 64, 8), ((9, 3, 80, 16, 1), 24, 3)]
 
 
-def queries(shape, tokens, inner, maps, device):
+def queries(shape, tokens, inner, kv_heads, device):
     """q_nope, part of a wider projection, and W_UK."""
     make = torch.Generator().manual_seed(tokens)
     wide = torch.randn(tokens, shape[0], inner + 16, generator=make).to(device, torch.bfloat16)
-    return wide[..., :inner], torch.randn(maps, inner, shape[2], generator=make).to(device, torch.bfloat16)
+    return wide[..., :inner], torch.randn(kv_heads, inner, shape[2], generator=make).to(device, torch.bfloat16)
 
 
 @torch.no_grad()
-def test_no_kernel_maps_beside_the_append_where_there_is_none():
+def test_append_w_uk_writes_nothing_without_a_kernel():
     given = tensors(SHAPES[1], dtype=torch.bfloat16)
     before = copied(given)
-    assert append_and_map(**given, q_nope=torch.zeros(11, 9, 24).bfloat16(), k_up=None) is None
-    query, maps = queries(SHAPES[1], 11, 24, 3, "cpu")
-    assert append_and_map(**given, q_nope=query, k_up=maps) is None
+    assert append_w_uk(**given, q_nope=torch.zeros(11, 9, 24).bfloat16(), k_up=None) is None
+    query, k_up = queries(SHAPES[1], 11, 24, 3, "cpu")
+    assert append_w_uk(**given, q_nope=query, k_up=k_up) is None
     assert torch.equal(given["latent_cache"], before["latent_cache"])
 
 
-@few("shape, inner, maps", MAPPED, count=1)
-def test_append_and_map_compiles_for_hopper(shape, inner, maps):
-    pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
-    from mha2mla.kernels.rope_append.kernel import make_append_and_map
-    from mha2mla.testing.compile_gate import compile_only, find_tool
-
-    if find_tool("nvcc") is None:
-        pytest.skip("there is no nvcc")
-    function = make_append_and_map(**static(shape), maps=maps, inner=inner, dtype="bfloat16", vector=8)
-    (report,) = compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
-    assert report.complaints(232_448) == [] and report.spill_bytes == 0
+@few("shape, inner, kv_heads", WITH_W_UK, count=1)
+def test_append_w_uk_compiles_for_hopper(shape, inner, kv_heads):
+    function = make_append_w_uk(**static(shape), kv_heads=kv_heads, inner=inner, dtype="bfloat16", vector=8)
+    assert gate(function, EXACT_PASS_CONFIGS).spill_bytes == 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "inner", "maps"), MAPPED)
+@pytest.mark.parametrize(("shape", "inner", "kv_heads"), WITH_W_UK)
 @torch.no_grad()
-def test_append_and_map_is_both_to_the_bit(shape, inner, maps):
+def test_append_w_uk_equals_both_ops_to_the_bit(shape, inner, kv_heads):
     """Also with positions that the kernel before writes, without rotary keys, and twice."""
-    from mha2mla.kernels.skinny_linear.api import skinny_maps
-
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("there is no dependent launch before sm_90")
     for tokens, keys in ((1, True), (8, True), (12, True), (3, False)):
         given = {name: each.cuda() for name, each in tensors(shape, tokens, torch.bfloat16).items()}
         if not keys:
             given |= {"k_pe": None, "rope_cache": None}
-        query, up = queries(shape, tokens, inner, maps, "cuda")
+        query, up = queries(shape, tokens, inner, kv_heads, "cuda")
         plain = {name: each if each is None else each.clone() for name, each in given.items()}
-        expected = mla_append(**plain), skinny_maps(query, up, backend="tilelang")
+        expected = mla_append(**plain), project_w_uk(query, up, backend="tilelang")
         for _ in range(2):
             given["positions"] = plain["positions"] + torch.zeros_like(plain["positions"])
-            out = append_and_map(**given, q_nope=query, k_up=up)
+            out = append_w_uk(**given, q_nope=query, k_up=up)
             assert all(torch.equal(*pair) for pair in zip(out, expected, strict=True))
             assert torch.equal(given["latent_cache"], plain["latent_cache"])
             assert not keys or torch.equal(given["rope_cache"], plain["rope_cache"])

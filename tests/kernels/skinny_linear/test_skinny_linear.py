@@ -1,16 +1,15 @@
 """Products of few rows: torch's as reference, the kernel on the CPU target, what the compiler says, and on a GPU."""
 
 from dataclasses import asdict
-from functools import cache
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from mha2mla.kernels import is_skinny, skinny_linear
-from mha2mla.kernels.skinny_linear.api import is_faster
-from mha2mla.kernels.skinny_linear.cut import Cut, cut, filled
-from mha2mla.testing import compile_gate
+from mha2mla.kernels.skinny_linear.selection import LinearTiling, is_faster, linear_tiling, occupancy
+from tests.kernels.compiled import gate
+from tests.kernels.skinny_linear.problems import assert_as_near_as_torch
 
 
 def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):
@@ -20,7 +19,7 @@ def given(rows, columns, outputs, dtype=torch.float32, device="cpu", seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_reference_is_torchs_product(dtype):
+def test_reference_is_torchs_product(dtype):
     x, weight = given(6, 20, 14, dtype)
     assert torch.equal(skinny_linear(x.view(2, 3, 20), weight), F.linear(x, weight).view(2, 3, 14))
     assert torch.equal(skinny_linear(x, weight, x[0, :14]), F.linear(x, weight, x[0, :14]))
@@ -61,23 +60,25 @@ def test_refusals():
 @pytest.mark.parametrize(("rows", "stages"), [(8, 12), (16, 11), (64, 6), (128, 4)])
 def test_one_wave_of_ctas(rows, stages):
     """One CTA a multiprocessor where they fill the machine, else two; shared memory is used and never exceeded."""
-    assert cut(4096, 14336, rows, gated=False, sms=132) == Cut(1, split=2, depth=128, stages=stages, resident=1)
+    assert linear_tiling(4096, 14336, rows, gated=False, sms=132) == LinearTiling(
+        1, split=2, depth=128, stages=stages, resident=1
+    )
     for outputs, columns, gated in (
         (5120, 4096, False), (22016, 4096, True), (576, 576, False), (32000, 2048, False), (2048, 8192, False),
         (128256, 4096, False), (57344, 8192, True), (16, 32, False),
     ):  # fmt: skip
         for sms in (78, 114, 132):
-            it = cut(outputs, columns, rows, gated, sms)
+            it = linear_tiling(outputs, columns, rows, gated, sms)
             own = 64 if gated else 64 * it.blocks
             ctas = -(-outputs // (1 + gated) // own) * it.split
             # Clusters of four and more: 30 of one CTA a multiprocessor were resident on an H200, not 33.
             assert ctas <= it.resident * sms * (1 if it.split <= 2 else 120 / 132) or it.split == 1
-            assert 0 < filled(outputs, columns, rows, gated, sms) <= 1
+            assert 0 < occupancy(outputs, columns, rows, gated, sms) <= 1
             used = it.stages * (64 * it.blocks + rows) * it.depth * 2 + (rows * own * 4 if it.split > 1 else 0)
             assert it.resident * (used + 1024) <= 227 * 1024 and it.stages >= 1
 
 
-def test_where_it_serves_unasked():
+def test_is_faster_as_measured():
     few = {"rows": 8, "gated": False, "sms": 132}
     assert is_faster(4096, 4096, **few) and is_faster(2048, 2048, **few)
     assert not is_faster(576, 576, **few) and not is_faster(8192, 1024, **few)
@@ -94,61 +95,26 @@ def test_opcheck(gated):
     torch.library.opcheck(torch.ops.mha2mla.skinny_linear.default, (x, weight[:, :8], None, 4, False, False))
 
 
-@cache
-def compiled_for_cpu():
-    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.skinny_linear.maps import make_head_maps
-
-    function = make_head_maps(columns=32, outputs=48, groups=3, dtype="float32", on_cpu=True)
-    configs = {"tirx.disable_vectorize": True}
-    return tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
-
-
-@pytest.mark.parametrize("rows", [1, 5, 8])
-def test_a_map_a_head_on_cpu_target(rows):
-    x, weight = given(rows, 96, 48)
-    weight, out = weight[:, :32].contiguous(), torch.full((rows, 48), torch.nan)
-    compiled_for_cpu()(x, weight, out)
-    exact = skinny_linear(x.double(), weight.double(), groups=3)
-    # Each of two sums, in units of float32's last place at the largest number.
-    bound = 32 * torch.finfo(torch.float32).eps * float((x.double().abs() @ weight.double().abs().repeat(1, 3).T).max())
-    assert float((out - exact).abs().max()) <= bound
-
-
-@pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 @pytest.mark.parametrize(
     ("outputs", "columns", "rows", "gated"),
     [(4096, 11008, 16, False), (22016, 4096, 64, True), (6656, 4096, 8, False), (28672, 4096, 128, True)],
 )
-def test_compile_gate(outputs, columns, rows, gated):
+def test_streamed_linear_fits_a_hopper(outputs, columns, rows, gated):
     """As many CTAs as are to fit a multiprocessor do, nothing spills, and products are the tensor cores'."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.streamed import make_streamed_linear
 
-    how = cut(outputs, columns, rows, gated, sms=132)
+    how = linear_tiling(outputs, columns, rows, gated, sms=132)
     function = make_streamed_linear(
         outputs=outputs, columns=columns, rows=rows, gated=gated, biased=not gated, dtype="bfloat16", **asdict(how)
     )
-    (report,) = compile_gate.compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
-    assert report.complaints(232_448) == [] and report.spill_bytes == 0
+    report = gate(function, EXACT_PASS_CONFIGS)
+    assert report.spill_bytes == 0
     assert how.resident * report.registers * (128 + 32) <= 65_536
     assert how.resident * (report.shared_bytes + 1024) <= 232_448
     if report.instructions is not None:
         assert report.instructions["HGMMA"] % (how.blocks * how.depth // 16) == 0
-
-
-@pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
-def test_compile_gate_of_a_map_a_head():
-    pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
-    from mha2mla.kernels.skinny_linear.maps import make_head_maps
-
-    function = make_head_maps(columns=512, outputs=4096, groups=32, dtype="bfloat16")
-    (report,) = compile_gate.compile_only(function, "sm_90a", EXACT_PASS_CONFIGS)
-    assert report.complaints(232_448) == [] and report.spill_bytes == 0 and report.registers <= 128
-    if report.instructions is not None:
-        assert report.instructions["HMMA"] == 2 * 2
 
 
 @pytest.mark.gpu
@@ -166,19 +132,17 @@ def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
         out = skinny_linear(wide[:rows], weight, gated=gated, backend="tilelang")
         exact = skinny_linear(x.double(), weight.double(), gated=gated, backend="reference")
         plain = skinny_linear(x, weight, gated=gated, backend="reference")
-        error, torchs = (float((each.double() - exact).norm() / exact.norm()) for each in (out, plain))
-        assert error <= 2 * torchs
+        assert_as_near_as_torch(out, plain, exact)
         assert torch.equal(out, skinny_linear(x, weight, gated=gated, backend="tilelang"))
         if not gated:
             bias = weight[:, 0] * columns**0.5
             out = skinny_linear(x, weight, bias, backend="tilelang")
             exact, plain = F.linear(x.double(), weight.double(), bias.double()), F.linear(x, weight, bias)
-            error, torchs = (float((each.double() - exact).norm() / exact.norm()) for each in (out, plain))
-            assert error <= 2 * torchs
+            assert_as_near_as_torch(out, plain, exact)
 
 
 @pytest.mark.gpu
-def test_what_is_served_on_a_gpu():
+def test_calls_served_on_a_gpu():
     x, weight = given(1, 4096, 4096, torch.bfloat16, "cuda")
     assert is_skinny(x, weight) and is_skinny(x[0], weight) and not is_skinny(x, weight[:16])
     assert is_skinny(x.repeat(128, 1), weight) and not is_skinny(x.repeat(129, 1), weight)
@@ -187,18 +151,3 @@ def test_what_is_served_on_a_gpu():
     small, few = given(8, 48, 32, torch.bfloat16, "cuda")
     with pytest.raises(ValueError, match="K a multiple of 32"):
         skinny_linear(small, few, backend="tilelang")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "width", "columns"), [(32, 128, 512), (32, 128, 448), (3, 16, 96)])
-def test_a_map_a_head_on_a_gpu(heads, width, columns):
-    """As near to float64 as twice torch's batched product."""
-    for rows in (1, 8):
-        x, weight = given(rows, heads * columns, 1, torch.bfloat16, "cuda")[0], given(1, columns, heads * width)[1]
-        weight = weight.to("cuda", torch.bfloat16)
-        out = skinny_linear(x, weight, groups=heads, backend="tilelang")
-        exact = skinny_linear(x.double(), weight.double(), groups=heads, backend="reference")
-        plain = skinny_linear(x, weight, groups=heads, backend="reference")
-        error, torchs = (float((each.double() - exact).norm() / exact.norm()) for each in (out, plain))
-        assert error <= 2 * torchs
-    assert is_skinny(x, weight, heads) and not is_skinny(x.repeat(2, 1), weight, heads)

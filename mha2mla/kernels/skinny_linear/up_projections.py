@@ -1,4 +1,4 @@
-"""A map for each head or each group of heads: of few tokens, of any number of tokens, and of a weight of all heads."""
+"""W_UK and W_UV, a weight for each head or group of heads: both of few tokens, and either of any number."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from mha2mla.kernels.machine import EXACT_PASS_CONFIGS, Buffers, Machine, compil
 ROWS = 8  # tokens of a block
 COLUMNS = 128  # of a block
 THREADS = 256
-_SPLITS = 4  # of the warps by rows of the map; two share a split, with half of the columns each
-_STEP = 16  # rows of a map that an m16n8k16 instruction takes
+_SPLITS = 4  # of the warps by rows of the weight; two share a split, with half of the columns each
+_STEP = 16  # rows of a weight that an m16n8k16 instruction takes
 _WIDTH = COLUMNS + 1  # of a row of sums in shared memory: else threads that store at a time would take one bank
 _PREFIX = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -38,19 +38,19 @@ def multiply_step(m, s, dtype):
         )  # fmt: skip
 
 
-def map_blocks(tokens, heads: int, outer: int):
+def w_uk_blocks(tokens, heads: int, outer: int):
     """Number of blocks."""
     return T.ceildiv(tokens, ROWS) * (heads * -(-outer // COLUMNS))
 
 
-def map_parts(*, heads: int, maps: int, inner: int, outer: int, dtype: str) -> SimpleNamespace:
+def w_uk_parts(*, heads: int, groups: int, inner: int, outer: int, dtype: str) -> SimpleNamespace:
     """Body of a block of 256 threads, for kernels that do more beside it; arguments as below.
 
-    A thread's 16 bytes of a row of the map are 8 columns, of which an instruction takes two; its four rows of 16 are
+    A thread's 16 bytes of a row of the weight are 8 columns, of which an instruction takes two; its four rows of 16 are
     those numbers of x that lie side by side. So nothing is transposed but in registers.
 
     Returns:
-        ``alloc()``: buffers by name; ``ask(up, m, block)``: fetches the block's part of the map; ``apply(x, out, m,
+        ``alloc()``: buffers by name; ``ask(up, m, block)``: fetches the block's part of the weight; ``apply(x, out, m,
         block, tokens)``: multiplies, and writes the result.
     """
     accum = T.float32
@@ -72,7 +72,7 @@ def map_parts(*, heads: int, maps: int, inner: int, outer: int, dtype: str) -> S
         return T.get_thread_binding() // 32
 
     def row(s, j):
-        """Row of the map: the j-th of the thread's four of the warp's s-th step."""
+        """Row of the weight: the j-th of the thread's four of the warp's s-th step."""
         return (s * _SPLITS + warp() // 2) * _STEP + lane() % 4 * 4 + j
 
     def column(v):
@@ -86,7 +86,7 @@ def map_parts(*, heads: int, maps: int, inner: int, outer: int, dtype: str) -> S
             for j in T.unroll(4):  # behind the last row, or column, another is read, and not looked at
                 for v in T.vectorized(8):
                     m.read[s * 32 + j * 8 + v] = up[
-                        h // (heads // maps), T.min(row(s, j), inner - 1), T.min(c0 + column(0), outer - 8) + v
+                        h // (heads // groups), T.min(row(s, j), inner - 1), T.min(c0 + column(0), outer - 8) + v
                     ]
 
     @T.macro
@@ -125,42 +125,42 @@ def map_parts(*, heads: int, maps: int, inner: int, outer: int, dtype: str) -> S
     return SimpleNamespace(alloc=alloc, ask=ask, apply=apply)
 
 
-def make_skinny_maps(
-    *, heads: int, maps: int, inner: int, outer: int, dtype: str, dependent: bool = True, on_cpu: bool = False
+def make_w_uk(
+    *, heads: int, groups: int, inner: int, outer: int, dtype: str, dependent: bool = True, on_cpu: bool = False
 ):
-    """A TileLang function ``skinny_maps``, a block for 128 columns of a head and 8 tokens; tokens are a run-time value.
+    """A TileLang function ``w_uk``, a block for 128 columns of a head and 8 tokens; tokens are a run-time value.
 
     Args:
-        heads, maps: H, and how many maps there are, each for H / maps heads.
-        inner, outer: of the maps; ``outer`` is a multiple of 8.
+        heads, groups: H, and the number of weights, each for H / groups heads.
+        inner, outer: rows and columns of a weight; ``outer`` is a multiple of 8.
         dtype: of all tensors.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer): it waits for x after it
-            asked for its map, which nobody writes.
+            asked for its weight, which no kernel writes.
         on_cpu: compile for TileLang's C target.
 
-    The function's arguments: x [tokens, heads, inner] (run-time strides), up (the maps) [maps, inner, outer] and out
+    The function's arguments: x [tokens, heads, inner] (run-time strides), up [groups, inner, outer] and out
     [tokens, heads, outer] (contiguous).
     """
     machine = Machine(on_cpu)
-    body = None if on_cpu else map_parts(heads=heads, maps=maps, inner=inner, outer=outer, dtype=dtype)
+    body = None if on_cpu else w_uk_parts(heads=heads, groups=groups, inner=inner, outer=outer, dtype=dtype)
     tokens = T.dynamic("tokens")
 
     @T.macro
     def add_plainly(x, up, out, total):
-        """On the C target: all that there is to do."""
+        """The product on the C target."""
         for r, h, c in T.grid(tokens, heads, outer):
             total[0] = 0.0
             for k in T.serial(inner):
-                total[0] += x[r, h, k] * up[h // (heads // maps), k, c]
+                total[0] += x[r, h, k] * up[h // (heads // groups), k, c]
             out[r, h, c] = total[0]
 
     @T.prim_func
-    def skinny_maps(
+    def w_uk(
         x: machine.strided("x", [tokens, heads, inner], dtype),
-        up: T.Tensor([maps, inner, outer], dtype),
+        up: T.Tensor([groups, inner, outer], dtype),
         out: T.Tensor([tokens, heads, outer], dtype),
     ):
-        with T.Kernel(1 if on_cpu else map_blocks(tokens, heads, outer), threads=1 if on_cpu else THREADS) as block:
+        with T.Kernel(1 if on_cpu else w_uk_blocks(tokens, heads, outer), threads=1 if on_cpu else THREADS) as block:
             if on_cpu:
                 add_plainly(x, up, out, T.alloc_local([1], T.float32))
             else:
@@ -170,7 +170,7 @@ def make_skinny_maps(
                     T.pdl_sync()
                 body.apply(x, out, m, block, tokens)
 
-    return skinny_maps
+    return w_uk
 
 
 FEW_ROWS, GROUP_ROWS = 16, 64  # of a block: heads of a group, for as many tokens as fit
@@ -178,10 +178,10 @@ GROUP_THREADS = 128
 VECTOR = 8  # numbers that strides of x are a multiple of
 
 
-def make_grouped_maps(
+def make_up_projection(
     *,
     heads: int,
-    maps: int,
+    groups: int,
     inner: int,
     outer: int,
     dtype: str,
@@ -189,33 +189,33 @@ def make_grouped_maps(
     dependent: bool,
     rows: int = GROUP_ROWS,
 ):
-    """A TileLang function ``grouped_maps``; tokens are a run-time value.
+    """A TileLang function ``up_projection``; tokens are a run-time value.
 
     Args:
-        heads, maps: H, and how many maps there are, each for H / maps <= 64 heads.
-        inner, outer: of the maps; multiples of 16 and 8.
+        heads, groups: H, and the number of weights, each for H / groups <= 64 heads.
+        inner, outer: sizes of a weight; multiples of 16 and 8.
         dtype: of all tensors.
-        transposed: maps are [maps, outer, inner], else [maps, inner, outer].
+        transposed: weights are [groups, outer, inner], else [groups, inner, outer].
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
-        rows: of a block, FEW_ROWS or GROUP_ROWS; at least H / maps.
+        rows: of a block, FEW_ROWS or GROUP_ROWS; at least H / groups.
 
-    The function's arguments: x [tokens, heads, inner] (run-time strides, multiples of 8), up (the maps) and out
+    The function's arguments: x [tokens, heads, inner] (run-time strides, multiples of 8), up (the weights) and out
     [tokens, heads, outer] (contiguous).
     """
     tokens = T.dynamic("tokens")
-    group = heads // maps
+    group = heads // groups
     columns = 64 if inner <= 128 else 32  # of a block: long rows are shared among more
     some, blocks = rows // group, -(-outer // columns)  # tokens of a block
     panel = min(inner & -inner, 64)  # columns copied at a time: else 16 bytes cost divisions where inner is 7 * 64
-    shape = [maps, outer, inner] if transposed else [maps, inner, outer]
+    shape = [groups, outer, inner] if transposed else [groups, inner, outer]
 
     @T.prim_func
-    def grouped_maps(
+    def up_projection(
         x: T.StridedTensor([tokens, heads, inner], [T.dynamic("x_0"), T.dynamic("x_1"), 1], dtype),
         up: T.Tensor(shape, dtype),
         out: T.Tensor([tokens, heads, outer], dtype),
     ):
-        with T.Kernel(maps * blocks, T.ceildiv(tokens, some), threads=GROUP_THREADS) as (at, y):
+        with T.Kernel(groups * blocks, T.ceildiv(tokens, some), threads=GROUP_THREADS) as (at, y):
             T.assume(tokens >= 1)
             for stride in list(x.strides)[:-1]:  # else loads are not known to be aligned, and stay scalar
                 T.assume(stride % VECTOR == 0)
@@ -245,19 +245,17 @@ def make_grouped_maps(
                 if (i < some * group) & (t0 + i // group < tokens) & (c0 + c < outer):
                     out[t0 + i // group, k * group + i % group, c0 + c] = T.cast(m.sums[i, c], dtype)
 
-    return grouped_maps
+    return up_projection
 
 
-HEAD_ROWS = 8  # of x: what an m16n8k16 instruction has of its second operand
+HEAD_ROWS = 8  # of x: columns of an m16n8k16 instruction's second operand
 TILE = 16  # rows of the weight in a block
 HEAD_WARPS = 8  # of a block
 STEP = 32  # columns of a step: 16 bytes of a weight row for each of the four threads that share it
 
 
-def make_head_maps(
-    *, columns: int, outputs: int, dtype: str, groups: int, dependent: bool = True, on_cpu: bool = False
-):
-    """A TileLang function ``head_maps``, a block for 16 rows of a map, whose warps share the columns; the number of
+def make_w_uv(*, columns: int, outputs: int, dtype: str, groups: int, dependent: bool = True, on_cpu: bool = False):
+    """A TileLang function ``w_uv``, a block for 16 rows of a weight, whose warps share the columns; the number of
     rows of x is a run-time value, at most 8.
 
     A warp's two products of a step take 32 columns in any order, as long as it is the same for both operands: thread
@@ -265,11 +263,11 @@ def make_head_maps(
 
     Args:
         columns: K, a multiple of 32 up to 2048.
-        outputs: N of all maps, a multiple of 16 in each.
+        outputs: N of all weights, a multiple of 16 in each.
         dtype: of all tensors.
-        groups: of rows of the weight, a map each, for its own K columns of x.
+        groups: of the weight's rows, one a head, each for its own K columns of x.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer): it waits for x after
-            it asked for its first weights, which nobody writes.
+            it asked for its first weights, which no kernel writes.
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: x [rows, groups K], weight [N, K] and out [rows, N], all contiguous.
@@ -314,12 +312,12 @@ def make_head_maps(
 
     @T.macro
     def add_plainly(x, weight, m, step, n0, x0):
-        """A step on the C target: all that a block has of it."""
+        """A block's step on the C target."""
         for i, r, k in T.grid(TILE, rows, STEP):
             m.parts[i * HEAD_ROWS + r] += weight[n0 + i, step * STEP + k] * x[r, x0 + step * STEP + k]
 
     @T.prim_func
-    def head_maps(
+    def w_uv(
         x: T.Tensor([rows, groups * columns], dtype),
         weight: T.Tensor([outputs, columns], dtype),
         out: T.Tensor([rows, outputs], dtype),
@@ -371,55 +369,55 @@ def make_head_maps(
                         m.total[0] += m.parts[w * (TILE * HEAD_ROWS) + at % TILE * HEAD_ROWS + at // TILE]
                     out[at // TILE, n0 + at % TILE] = T.cast(m.total[0], dtype)
 
-    return head_maps
+    return w_uv
 
 
 @cache
-def compile_skinny_maps(major_minor: int, **static):
-    """The compiled kernel, for any number of tokens; arguments as ``make_skinny_maps``'s."""
-    return compile_for(make_skinny_maps(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
+def compile_w_uk(major_minor: int, **static):
+    """The compiled kernel, for any number of tokens; arguments as ``make_w_uk``'s."""
+    return compile_for(make_w_uk(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
 
 
 @cache
-def compile_grouped_maps(major_minor: int, **static):
-    """The compiled kernel, for any number of tokens; arguments as ``make_grouped_maps``'s."""
-    return compile_for(make_grouped_maps(**static, dependent=major_minor >= 90), major_minor)
+def compile_up_projection(major_minor: int, **static):
+    """The compiled kernel, for any number of tokens; arguments as ``make_up_projection``'s."""
+    return compile_for(make_up_projection(**static, dependent=major_minor >= 90), major_minor)
 
 
-def launch_grouped_maps(x: Tensor, maps: Tensor, out: Tensor, transposed: bool) -> None:
+def launch_up_projection(x: Tensor, weight: Tensor, out: Tensor, transposed: bool) -> None:
     """Run the kernel over tokens [N, H, inner]."""
     tokens, heads, inner = x.shape
     with on_device(x.device):
-        kernel = compile_grouped_maps(
-            capability(x.device), heads=heads, maps=len(maps), inner=inner, outer=out.shape[2],
+        kernel = compile_up_projection(
+            capability(x.device), heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
             dtype=dtype_name(x.dtype), transposed=transposed,
-            rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(maps) else GROUP_ROWS,
+            rows=FEW_ROWS if tokens * heads <= FEW_ROWS * len(weight) else GROUP_ROWS,
         )  # fmt: skip
-        kernel(x, maps, out)
+        kernel(x, weight, out)
 
 
-def launch_skinny_maps(x: Tensor, maps: Tensor, out: Tensor) -> None:
+def launch_w_uk(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Run the kernel over tokens [N, H, inner]."""
     _, heads, inner = x.shape
     with on_device(x.device):
-        kernel = compile_skinny_maps(
-            capability(x.device), heads=heads, maps=len(maps), inner=inner, outer=out.shape[2],
+        kernel = compile_w_uk(
+            capability(x.device), heads=heads, groups=len(weight), inner=inner, outer=out.shape[2],
             dtype=dtype_name(x.dtype),
         )  # fmt: skip
-        kernel(with_dense_rows(x), maps, out)
+        kernel(with_dense_rows(x), weight, out)
 
 
 @cache
-def compile_head_maps(major_minor: int, **static):
-    """The compiled kernel; arguments as ``make_head_maps``'s."""
-    return compile_for(make_head_maps(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
+def compile_w_uv(major_minor: int, **static):
+    """The compiled kernel; arguments as ``make_w_uv``'s."""
+    return compile_for(make_w_uv(**static, dependent=major_minor >= 90), major_minor, EXACT_PASS_CONFIGS)
 
 
-def launch_head_maps(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> None:
+def launch_w_uv(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> None:
     """Run the kernel over rows [N, groups K]."""
     outputs, columns = weight.shape
     with on_device(x.device):
-        kernel = compile_head_maps(
+        kernel = compile_w_uv(
             capability(x.device), outputs=outputs, columns=columns, dtype=dtype_name(x.dtype), groups=groups
         )
         kernel(aligned(x), weight, out)
