@@ -7,11 +7,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 import mha2mla
 from mha2mla.checkpoints import LONGEST_MESSAGE, CheckpointError, shorten
 from mha2mla.cli import main
-from mha2mla.eval.loading import load_model, load_tokenizer
+from mha2mla.eval.loading import UNGROUPED_SDPA, load_model, load_tokenizer
 
 NORM = "model.norm.weight"
 
@@ -133,3 +134,44 @@ def test_messages_are_short(folder, capsys):
     assert "File name too long" in message and len(message) < LONGEST_MESSAGE + 60
     assert shorten("a  b\nc") == "a b c"
     assert len(shorten("y" * 1_000)) == LONGEST_MESSAGE and shorten("y" * LONGEST_MESSAGE) == "y" * LONGEST_MESSAGE
+
+
+class SdpaCalls(TorchFunctionMode):
+    """Heads of query and key of each call of PyTorch's SDPA, and whether they are grouped."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.calls.append((args[0].shape[1], args[1].shape[1], kwargs.get("enable_gqa", False)))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["causal", "left padded"])
+def test_ungrouped_sdpa_equals_transformers(tiny_source, padded):
+    model = load_model(tiny_source, "source", device="cpu", dtype=torch.float64)
+    ids = torch.randint(5, 200, (2, 40), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, : 7 if padded else 0] = 0
+    expected = model(ids, attention_mask=mask).logits
+    model.set_attn_implementation(UNGROUPED_SDPA)
+    with SdpaCalls() as sdpa:
+        found = model(ids, attention_mask=mask).logits
+    heads = model.config.num_attention_heads
+    assert model.config.num_key_value_heads < heads
+    assert set(sdpa.calls) == {(heads, heads, False)}
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+def test_float32_source_holds_no_square_of_its_length(tiny_source):
+    model = load_model(tiny_source, "source", device="cuda", dtype=torch.float32)
+    length, heads = 8192, model.config.num_attention_heads
+    ids = torch.randint(5, 200, (1, length), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.inference_mode():
+        model.base_model(ids, use_cache=False)
+    assert torch.cuda.max_memory_allocated() - before < heads * length**2 * 4 / 4
