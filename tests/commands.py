@@ -4,14 +4,27 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from mha2mla.cli import main
+from mha2mla.cli import app, main
 
+# Words of every verb: its parser is app[words[0]][words[1]]….
+VERBS = [
+    (*group, name)
+    for group, parent in (((), app), (("eval",), app["eval"]), (("check",), app["check"]))
+    for name in parent
+    if not name.startswith("-") and name not in ("eval", "check")
+]
 ROOT = Path(__file__).parents[1]
 
 
 def run(*argv) -> int:
     return main([str(argument) for argument in argv])
+
+
+def parse(*argv: str) -> dict[str, Any]:
+    """Arguments that a command line gives its verb. Raises CycloptsError."""
+    return app.parse_args(argv, exit_on_error=False, print_error=False)[1].arguments
 
 
 def command(*argv: str, **environment: str) -> subprocess.CompletedProcess:

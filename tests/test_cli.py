@@ -1,52 +1,51 @@
-"""Flags, files and help: what the parsers take, what they say of themselves, and how soon."""
+"""Flags, files and help: accepted words, their explanation, and no torch for either."""
 
-import os
-import shlex
-import subprocess
-import sys
+from functools import reduce
 from typing import get_args
 
 import pytest
 import yaml
 
-from mha2mla.cli import VERBS, parsers
+from mha2mla.cli import app
 from mha2mla.conversion.latent.rules import LOW_RANKS
 from mha2mla.conversion.latent.stage import LowRank
 from mha2mla.conversion.presets import AUTO, PRESETS, PresetName
-from mha2mla.conversion.recipe import KEYS, Recipe
+from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.rope.rules import SELECTIONS
 from mha2mla.conversion.rope.stage import Selection
 from mha2mla.conversion.target import LAYOUTS, LayoutName
-from mha2mla.verbs import asked_recipe
-from tests.commands import ROOT, command, run
+from mha2mla.flags import RecipeFlags, load_recipe
+from tests.commands import VERBS, command, parse, run
 
 
 def parsed_recipe(*flags: str) -> dict:
-    given = vars(parsers()[""].parse_args(["convert", "from", "to", *flags]))
-    return asked_recipe(given["recipe"], {key: given[key] for key in ("preset", *KEYS)})
+    given = parse("convert", "from", "to", *flags)
+    return load_recipe(given.get("recipe"), given.get("keys", RecipeFlags()))
 
 
 def test_help_names_every_verb(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run("--help")
-    assert stopped.value.code == 0
+    assert run("--help") == 0
     text = capsys.readouterr().out
-    assert all(verb.split()[0] in text for verb in VERBS)
+    assert len(VERBS) == 12 and all(verb[0] in text for verb in VERBS)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_option_is_explained(verb, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run(*verb.split(), "--help")
-    assert stopped.value.code == 0
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_every_option_is_explained(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run(*verb, "--help") == 0
     out = capsys.readouterr().out
-    for action in parsers()[verb]._actions:
-        shown = action.option_strings[0] if action.option_strings else action.metavar
-        assert action.help and shown in out, action.dest
-    example = next(line for line in out.splitlines() if line.startswith("  mha2mla "))
-    words = shlex.split(example)
-    assert words[1 : 1 + len(verb.split())] == verb.split()
-    parsers()[""].parse_args(words[1:])
+    arguments = [
+        each
+        for each in reduce(lambda at, word: at[word], verb, app).assemble_argument_collection(parse_docstring=True)
+        if each.show
+    ]
+    for argument in arguments:
+        shown = argument.name if argument.name.startswith("-") else argument.name.upper()
+        assert argument.parameter.help and f"{shown} " in out, argument.name
+    examples = [line.split() for line in out.splitlines() if line.strip().startswith(f"mha2mla {' '.join(verb)}")]
+    assert arguments and examples
+    for example in examples:
+        parse(*example[1:])
 
 
 ALLOWED = {
@@ -60,13 +59,15 @@ ALLOWED = {
 }
 
 
-def test_allowed_values_were_not_in_the_help_of_convert():
-    """--layout LAYOUT, --rope.selection SELECTION: what may stand there was to be looked up in the code."""
-    help_text = " ".join(parsers()["convert"].format_help().split())
+def test_help_of_convert_lists_allowed_values(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert run("convert", "--help") == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for flag, values in ALLOWED.items():
-        assert f"{flag} {{{','.join(values)}}}" in help_text
-    assert "--device DEVICE cpu, cuda, cuda:1" in help_text
-    assert "--calibration.lengths N|N,N,…|{auto}" in help_text
+        line = next(line for line in lines if f" {flag} " in line)
+        assert f"{flag} {{{','.join(values)}}}" in line or f"[choices: {', '.join(values)}]" in line
+    assert any("--device DEVICE cpu, cuda, cuda:1" in line for line in lines)
+    assert any("--calibration.lengths N|N,N,…|{auto}" in line for line in lines)
 
 
 def test_literal_types_name_what_there_is():
@@ -92,13 +93,6 @@ def test_every_recipe_key_is_a_flag():
     assert parsed_recipe() == {}
 
 
-def test_presets_are_listed_by_help(capsys):
-    with pytest.raises(SystemExit):
-        run("convert", "--help")
-    text = "".join(capsys.readouterr().out.split())  # lines break at hyphens, too
-    assert f"--preset{{auto,{','.join(PRESETS)}}}" in text and "[auto]" in text
-
-
 def test_flags_win_over_the_file(tmp_path):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({"target": {"cache_ratio": 0.25}, "layout": "shared", "calibration": {"seed": 3}}))
@@ -113,44 +107,20 @@ def test_flags_win_over_the_file(tmp_path):
 
 
 def test_lists_need_no_brackets():
-    """--batch-sizes 1,8 was refused: it had to be [1,8], which some shells take for a pattern."""
+    """Some shells take [1,8] for a pattern."""
     for text in ("1,8", "[1,8]", "1, 8"):
-        given = parsers()[""].parse_args(["eval", "latency", "a", "b", "--batch-sizes", text])
-        assert given.batch_sizes == [1, 8]
+        assert parse("eval", "latency", "a", "b", "--batch-sizes", text)["batch_sizes"] == [1, 8]
     assert parsed_recipe("--calibration.lengths", "512,1024") == {"calibration.lengths": [512, 1024]}
     assert parsed_recipe("--calibration.lengths", "[512]") == {"calibration.lengths": [512]}
     assert parsed_recipe("--latent.ranks", "8,16") == {"latent.ranks": [8, 16]}
 
 
-# Prints which of the slow libraries a command has imported by the time it ends.
-IMPORTED = """
-import sys
-sys.argv = ["mha2mla", *sys.argv[1:]]
-from mha2mla.cli import main
-try:
-    main()
-except SystemExit:
-    pass
-print("imported:", *({"torch", "transformers", "numpy", "rich", "tilelang"} & set(sys.modules)))
-"""
+@pytest.mark.parametrize("words", [(), *VERBS], ids=" ".join)
+def test_help_imports_no_torch(words):
+    """``command`` asserts it by the modules that Python imported."""
+    assert command(*words, "--help").returncode == 0
 
 
-@pytest.mark.parametrize(
-    "argv", [["--version"], ["--help"], *([*verb.split(), "--help"] for verb in VERBS)], ids=" ".join
-)
-def test_help_took_as_long_as_importing_torch(argv):
-    """4.5 s for --version, since importing the package registered the model."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    code = [sys.executable, "-c", IMPORTED, *argv]
-    done = subprocess.run(code, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("imported:\n"), done.stdout[-80:]
-
-
-def test_python_dash_m_imports_no_more_for_help():
-    for flag in ("--help", "--version"):
-        assert command(flag).returncode == 0
-
-
-def test_python_dash_m_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "mha2mla", "--version"], capture_output=True, text=True, check=False)
+def test_version_imports_no_torch():
+    done = command("--version")
     assert done.returncode == 0 and done.stdout.startswith("mha2mla ")

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import jsonargparse
 import pytest
+from cyclopts import CycloptsError
 
 import mha2mla
-from mha2mla.cli import VERBS, parsers
 from mha2mla.conversion.recipe import recipe_file
 from mha2mla.eval import plots
+from tests.commands import VERBS, parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -110,7 +111,7 @@ def check(words: list[str]) -> None:
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         case ["mha2mla", *arguments]:
-            parsers()[""].parse_args(arguments)
+            parse(*arguments)
         case ["python", "-c", code, ">", _]:
             compile(code, "-c", "exec")
         case ["python", script, *arguments]:
@@ -141,13 +142,13 @@ def check(words: list[str]) -> None:
 def test_command_line_parses(words, block):
     try:
         check(words)
-    except SystemExit as refused:
-        pytest.fail(f"{block}: {shlex.join(words)}: exit code {refused.code}")
+    except (SystemExit, CycloptsError) as refused:
+        pytest.fail(f"{block}: {shlex.join(words)}: {refused}")
 
 
 def test_every_verb_is_described():
     for verb in VERBS:
-        assert f"mha2mla {verb}" in TEXTS["docs/command-line.md"]
+        assert f"mha2mla {' '.join(verb)}" in TEXTS["docs/command-line.md"]
 
 
 def test_ci_runs_the_readmes_test_command():

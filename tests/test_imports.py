@@ -53,7 +53,7 @@ def test_no_room_imports_one_that_imports_it():
 
 
 def test_nothing_but_the_command_line_knows_what_serves():
-    assert {room for room in ROOMS if "serving" in GRAPH[room]} == {"verbs"}
+    assert {room for room in ROOMS if "serving" in GRAPH[room]} == {"cli"}
 
 
 def test_modeling_imports_nothing_inside_kernels():

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import mha2mla
+from mha2mla.cli import kernels_dtype
 from mha2mla.loop import Loop, Sampling
 from mha2mla.loop.answering import Conversation, answer_all, served, token_ids
-from mha2mla.loop_verbs import kernels_dtype
 from mha2mla.prompts import Answers, checkpoint_digest, read_prompts
 from tests.commands import run
 

@@ -1,0 +1,107 @@
+"""Flags of the command line, by cyclopts: shared types, and a recipe's keys. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import field, fields, make_dataclass
+from typing import Annotated, Any, Literal
+
+import yaml
+from cyclopts import Group, Parameter, Token
+from docstring_parser import parse
+
+from mha2mla.conversion import presets, recipe
+
+
+def _whole_numbers(hint: Any, tokens: Sequence[Token]) -> list[int]:
+    """Reads ``1,8``, ``1, 8`` and ``[1,8]``."""
+    text = tokens[0].value
+    try:
+        return [int(part) for part in text.strip("[]").split(",")]
+    except ValueError as error:
+        raise ValueError(f"expected whole numbers joined by commas, such as 1,8, and not {text!r}") from error
+
+
+SEVERAL = Parameter(consume_multiple=1)  # --text A B, or --text A --text B
+Texts = Annotated[list[str] | None, SEVERAL]
+Numbers = Annotated[list[int] | None, Parameter(converter=_whole_numbers, n_tokens=1, json_list=False, metavar="N,N,…")]
+Device = Annotated[
+    str | None, Parameter(metavar="DEVICE", help="cpu, cuda, cuda:1, …; default CUDA when there is one.")
+]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Json = Annotated[str | None, Parameter(metavar="FILE", help="also write what is printed to this JSON file.")]
+
+
+def flag(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _shown(name: str, hint: Any) -> str:
+    """Placeholder of a value: the allowed words, or its kind."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = {int: "N", float: "NUMBER", list[int]: "N,N,…", bool: "{true,false}"}
+    return "|".join(
+        "{" + ",".join(map(str, typing.get_args(kind))) + "}"
+        if typing.get_origin(kind) is Literal
+        else kinds.get(kind, name.upper())
+        for kind in (typing.get_args(hint) if is_union else [hint])
+        if kind is not type(None)
+    )
+
+
+def _number_or_word(hint: Any, tokens: Sequence[Token]) -> Any:
+    """Reads a value as YAML does; lists need no brackets."""
+    text = tokens[0].value
+    if re.fullmatch(r"\d+e[+-]?\d+", text):  # a word in YAML
+        return float(text)
+    try:
+        return yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
+    except yaml.YAMLError:
+        return text
+
+
+def _recipe_flag(key: str, metavar: str, text: str, default: Any, **how: Any) -> tuple[str, Any, Any]:
+    # None stands for "not given", so that only given flags override the file.
+    sentence = re.split(r"(?<=[.)])\s+(?=[A-Z*])", " ".join(text.replace("``", "").split()))[0]
+    shown = sentence + ("" if default is None else f" [default: {default}]")
+    parameter = Parameter(name=flag(key), metavar=metavar, help=shown, n_tokens=1, **how)
+    return key.replace(".", "__"), Annotated[str | None, parameter], field(default=None)
+
+
+def _recipe_flags() -> list[tuple[str, Any, Any]]:
+    found = [_recipe_flag("preset", _shown("preset", presets.PresetName), "source of all other keys", presets.AUTO)]
+    for stage in recipe.STAGES.values():
+        texts, hints = (
+            {each.arg_name: each.description for each in parse(stage.__doc__).params},
+            typing.get_type_hints(stage),
+        )
+        for each in fields(stage):
+            key, hint = stage.prefix + each.name, hints[each.name]
+            how = {} if hint is str else {"converter": _number_or_word}
+            default = None if presets.sets(key) else each.default
+            found.append(_recipe_flag(key, _shown(each.name, hint), texts[each.name], default, **how))
+    return found
+
+
+# One field for each key of a recipe. Without __module__ cyclopts takes it for a class of the standard library.
+RecipeFlags = make_dataclass("RecipeFlags", _recipe_flags(), namespace={"__module__": __name__})
+RECIPE = Group(
+    "Recipe", help="Flags win over --recipe, the file over the preset; defaults as auto takes them on any machine."
+)
+
+
+def load_recipe(file: str | None, flags: Any) -> dict[str, Any]:
+    """The keys of a YAML file and of :class:`RecipeFlags`, as ``mha2mla.convert`` takes them.
+
+    Raises:
+        ValueError: a bad key or value, or no such preset.
+    """
+    given = {key.replace("__", "."): value for key, value in vars(flags).items() if value is not None}
+    asked = presets.with_keys(recipe.recipe_file(file) if file else {}, given)
+    preset = asked.get("preset", presets.AUTO)
+    keys = {key: value for key, value in asked.items() if key != "preset"}
+    recipe.stages_of(presets.NO_PRESET if preset == presets.AUTO else preset, keys)
+    return asked
