@@ -28,7 +28,9 @@ SHARED: dict[str, Any] = {
     "help_format": "markdown",
     "suppress_keyboard_interrupt": False,  # __main__ handles it
     "default_parameter": Parameter(
-        negative=(), show_default=lambda value: None if value is None or value is False else f"{value}"
+        negative=(),
+        allow_repeating=True,
+        show_default=lambda value: None if value is None or value is False else f"{value}",
     ),
 }
 app = App(

@@ -18,7 +18,7 @@ from mha2mla.conversion import presets, recipe
 
 def _whole_numbers(hint: Any, tokens: Sequence[Token]) -> list[int]:
     """Reads ``1,8``, ``1, 8`` and ``[1,8]``."""
-    text = tokens[0].value
+    text = tokens[-1].value  # of a flag that is repeated, the last counts
     try:
         return [int(part) for part in text.strip("[]").split(",")]
     except ValueError as error:
@@ -54,7 +54,7 @@ def _shown(name: str, hint: Any) -> str:
 
 def _number_or_word(hint: Any, tokens: Sequence[Token]) -> Any:
     """Reads a value as YAML does; lists need no brackets."""
-    text = tokens[0].value
+    text = tokens[-1].value  # of a flag that is repeated, the last counts
     if re.fullmatch(r"\d+e[+-]?\d+", text):  # a word in YAML
         return float(text)
     try:

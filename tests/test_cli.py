@@ -115,6 +115,13 @@ def test_lists_need_no_brackets():
     assert parsed_recipe("--latent.ranks", "8,16") == {"latent.ranks": [8, 16]}
 
 
+def test_a_repeated_flag_extends_words_and_replaces_values():
+    given = parse("generate", "m", "--seed", "3", "--prompt", "a", "b", "--seed", "4", "--prompt", "c")
+    assert given == {"model": "m", "seed": 4, "prompt": ["a", "b", "c"]}
+    given = parse("eval", "latency", "a", "b", "--seqlens", "1", "--seqlens", "2,3", "--level", "op", "--level=step")
+    assert given["seqlens"] == [2, 3] and given["level"] == ["op", "step"]
+
+
 @pytest.mark.parametrize("words", [(), *VERBS], ids=" ".join)
 def test_help_imports_no_torch(words):
     """``command`` asserts it by the modules that Python imported."""
