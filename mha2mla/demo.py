@@ -54,7 +54,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """How much the demo looks at: a table within minutes on two CPU cores.
+    """Amounts of text and time of the demo: a table within minutes on two CPU cores.
 
     Attributes:
         preset: of recipes that name none. No gradient steps, on any machine.
@@ -208,7 +208,7 @@ def _describe(recipe: Recipe) -> str:
 
 
 def _generate(model: torch.nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
-    """What the model answers, greedily; as a chat where the tokenizer has a template for one."""
+    """The model's greedy answer; as a chat where the tokenizer has a template for one."""
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -233,7 +233,7 @@ def _size(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _served_by(model: torch.nn.Module) -> dict[str, Any]:
-    """Which form and backend serve decode, in how many layers, and why."""
+    """Form and backend of decode, the number of layers each serves, and why."""
     if model.config.model_type != "mha2mla":
         return {"decode": f"transformers, {model.config._attn_implementation}", "decode_reason": None}
     layers = model.attention_report()
@@ -245,7 +245,7 @@ def _served_by(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _conditions(row: dict[str, Any], settings: DemoSettings) -> Iterator[str]:
-    """What the figures of a lossy row were measured on, and what it was calibrated on."""
+    """Conditions that the figures of a lossy row were measured and calibrated under."""
     text, tokens, length = settings.evaluation, row["evaluated_tokens"], row["evaluation_length"]
     yield f"perplexity … logits error: {text}, {tokens:,} predicted tokens in windows of {length:,}, float32"
     if row["long_evaluation_length"]:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 class MLAGeometry:
     """Static shape of one MLA layer (symbols as in DeepSeek-V2, arXiv 2405.04434, extended by G rope heads).
 
-    A cached token is ``c`` of ``kv_lora_rank`` numbers and ``k_pe`` of ``num_rope_heads * qk_rope_head_dim`` numbers;
+    A cached token is ``c`` of ``kv_lora_rank`` elements and ``k_pe`` of ``num_rope_heads * qk_rope_head_dim`` elements;
     query head ``h`` reads rope head ``h // (num_attention_heads // num_rope_heads)``. With ``rope_from_latent`` it is
     ``c`` alone, and ``k_pe`` of the one rope head is computed from it when it is read.
 
@@ -17,7 +17,7 @@ class MLAGeometry:
         num_attention_heads: H, query heads.
         num_rope_heads: G, rotary keys per token; divides H. 1 is DeepSeek's shared ``k_pe``.
         kv_lora_rank: d_c, width of the cached latent.
-        qk_rope_head_dim: d_r, rotary width per rope head; even, since RoPE turns pairs.
+        qk_rope_head_dim: d_r, rotary width per rope head; even, since RoPE rotates pairs.
         qk_nope_head_dim: un-rotated width of a query head in the expanded form; 0 when every pair is rotated.
         v_head_dim: value width of a head in the expanded form; ``None`` means ``kv_lora_rank`` (absorbed view).
         num_key_value_heads: kv heads of the source; divides H. ``None`` means H.

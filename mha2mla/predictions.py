@@ -214,7 +214,7 @@ class Predictor:
 
     @torch.inference_mode()
     def next_tokens(self, ids: Tensor) -> LogitsOf:
-        """What the model says of the tokens that follow, all but the last one of each window.
+        """Predictions at all positions but the last one of each window.
 
         Args:
             ids: [B, L] int64, windows that do not see one another; no padding.

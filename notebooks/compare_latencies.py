@@ -136,7 +136,7 @@ shown.style.format(precision=1, thousands=",", na_rep="").format("{:.1e}", subse
 
 # %%
 STYLES = dict(zip(BATCH_SIZES, ["-", "--", ":", "-."], strict=False))
-OURS = ("mla_decode", "MLA (converted)")  # how the names of our implementations begin
+OURS = ("mla_decode", "MLA (converted)")  # prefix of our implementations' names
 
 
 def over_lengths(axes, title: str, ylabel: str) -> None:

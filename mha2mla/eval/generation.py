@@ -1,7 +1,8 @@
-"""Greedy generation: how far a converted model says what its source says, and how often either of them degenerates."""
+"""Greedy continuations of source and converted model: tokens in common, and how often either ends in a loop."""
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ COLUMNS = {
     "num_prompts": "prompts",
     "same_tokens": "same tokens before the first difference",
     "identical": "identical",
-    "agreement": "agreement, told the source's",
+    "agreement": "agreement, given the source's",
     "degenerate_source": "loops, source",
     "degenerate_converted": "loops, converted",
 }
@@ -32,7 +33,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What is generated.
+    """Amount of generation.
 
     Attributes:
         prompt_lengths: tokens of running text that are continued.
@@ -63,12 +64,11 @@ class GenerationRow:
     """Greedy continuations of prompts of one length.
 
     Attributes:
-        text, prompt_tokens, new_tokens, num_prompts, seed: what was asked for. A continuation that ends itself is
-            shorter.
+        text, prompt_tokens, new_tokens, num_prompts, seed: the settings. A continuation that ends itself is shorter.
         same_tokens: mean number of tokens before the first that differs.
         identical: share of prompts where none differs.
-        agreement: share of the source's tokens that the converted model would also have chosen, had it said the same so
-            far: one difference is counted once, not for all that follows from it.
+        agreement: share of the source's tokens that the converted model ranks first after the source's tokens before:
+            one difference is counted once, not for all that follows from it.
         degenerate_source, degenerate_converted: share of continuations that end in a loop (:func:`is_loop`).
     """
 
@@ -83,8 +83,7 @@ class GenerationRow:
     degenerate_source: float
     degenerate_converted: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    to_dict = asdict
 
 
 @torch.inference_mode()
@@ -122,11 +121,9 @@ def compare_generation(
 
 
 def is_loop(tokens: Sequence[int]) -> bool:
-    """Whether the last ``TAIL`` tokens repeat with a period of at most ``LONGEST_PERIOD``. Shorter texts do not."""
+    """True if the last ``TAIL`` tokens repeat with a period of at most ``LONGEST_PERIOD``; False for shorter texts."""
     tail = list(tokens[-TAIL:])
-    if len(tail) < TAIL:
-        return False
-    return any(tail[period:] == tail[:-period] for period in range(1, LONGEST_PERIOD + 1))
+    return len(tail) == TAIL and any(tail[period:] == tail[:-period] for period in range(1, LONGEST_PERIOD + 1))
 
 
 def _prompts(tokens: Sequence[int], start: Sequence[int], length: int, settings: GenerationSettings) -> torch.Tensor:
@@ -145,8 +142,8 @@ def _prompts(tokens: Sequence[int], start: Sequence[int], length: int, settings:
 def _row(
     prompts: torch.Tensor, settings: GenerationSettings, source: torch.nn.Module, converted: torch.nn.Module
 ) -> GenerationRow:
-    said = [_continuations(model, prompts, settings.new_tokens) for model in (source, converted)]
-    same = [_same_tokens(*pair) for pair in zip(*said, strict=True)]
+    ours = [_continuations(model, prompts, settings.new_tokens) for model in (source, converted)]
+    same = [_same_tokens(*pair) for pair in zip(*ours, strict=True)]
     return GenerationRow(
         text=settings.text,
         prompt_tokens=prompts.shape[1],
@@ -154,17 +151,17 @@ def _row(
         num_prompts=len(prompts),
         seed=settings.seed,
         same_tokens=sum(same) / len(same),
-        identical=sum(first == second for first, second in zip(*said, strict=True)) / len(said[0]),
-        agreement=_agreement(prompts, said[0], converted),
-        degenerate_source=sum(map(is_loop, said[0])) / len(prompts),
-        degenerate_converted=sum(map(is_loop, said[1])) / len(prompts),
+        identical=sum(map(operator.eq, *ours)) / len(prompts),
+        agreement=_agreement(prompts, ours[0], converted),
+        degenerate_source=sum(map(is_loop, ours[0])) / len(prompts),
+        degenerate_converted=sum(map(is_loop, ours[1])) / len(prompts),
     )
 
 
 def _continuations(model: torch.nn.Module, prompts: torch.Tensor, new_tokens: int) -> list[list[int]]:
-    """What ``generate`` adds to each prompt, up to and with the token that ends it."""
+    """Tokens that ``generate`` adds to each prompt, up to and with the token that ends it."""
     ends = set(end_tokens(model))
-    said = []
+    found = []
     for part in prompts.split(_PROMPTS_AT_ONCE):
         ids = part.to(model.device)
         made = model.generate(
@@ -181,21 +178,21 @@ def _continuations(model: torch.nn.Module, prompts: torch.Tensor, new_tokens: in
             top_k=None,
         )
         for row in made[:, part.shape[1] :].tolist():
-            end = next((place for place, token in enumerate(row) if token in ends), len(row) - 1)
-            said.append(row[: end + 1])
-    return said
+            end = next((index for index, token in enumerate(row) if token in ends), len(row) - 1)
+            found.append(row[: end + 1])
+    return found
 
 
 def _same_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     pairs = zip(first, second, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _agreement(prompts: torch.Tensor, said: Sequence[Sequence[int]], converted: torch.nn.Module) -> float:
-    """Share of the tokens ``said`` that ``converted`` puts first, given the prompt and what was said before."""
+def _agreement(prompts: torch.Tensor, continuations: Sequence[Sequence[int]], converted: torch.nn.Module) -> float:
+    """Share of the continuations' tokens that ``converted`` ranks first, given all tokens before."""
     predictor = Predictor(converted)
     agreeing = total = 0
-    for prompt, tokens in zip(prompts, said, strict=True):
+    for prompt, tokens in zip(prompts, continuations, strict=True):
         tokens = torch.tensor(tokens)
         logits_of = predictor.next_tokens(torch.cat([prompt, tokens])[None])
         chosen = logits_of(slice(len(prompt) - 1, len(prompt) - 1 + len(tokens))).argmax(-1).cpu()

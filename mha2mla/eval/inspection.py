@@ -1,4 +1,4 @@
-"""What a converted checkpoint is and lost, read from its config and from the record of its conversion."""
+"""Geometry, sizes and measured losses of a converted checkpoint, from its config and the record of its conversion."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LOSS_COLUMNS = {
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """Everything as rows and values of JSON.
+    """A converted checkpoint as rows and values of JSON.
 
     Attributes:
         summary: source, layers, bytes per token, parameters and bytes of weights, schema, recipe.
@@ -172,7 +172,7 @@ def inspect_checkpoint(
 
 
 def verify_weights(checkpoint: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads every file of weights of a converted folder and holds it against the record of its conversion.
+    """Compares every file of weights of a converted folder with the digests that its conversion recorded.
 
     Returns:
         A row per file: ``file``, ``bytes``, ``sha256``.
@@ -201,7 +201,7 @@ def verify_weights(checkpoint: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _stored_bytes(config: MHA2MLAConfig, folder: str) -> int | None:
-    """Of the tensors of a folder, whose headers are held against the config; None of a hub id."""
+    """Bytes of a folder's tensors, whose headers are checked against the config; None for a hub id."""
     if not Path(folder).is_dir() or config.to_dict().get("quantization_config"):
         return None
     opened = open_converted(Path(folder))
@@ -212,7 +212,7 @@ def _stored_bytes(config: MHA2MLAConfig, folder: str) -> int | None:
 def _calibrated_length(config: MHA2MLAConfig, record: dict[str, Any]) -> str:
     if config.calibrated_length is not None:
         return f"up to {config.calibrated_length} tokens"
-    # Checkpoints of earlier versions say nothing of it, which is not the same as nothing that bounds it.
+    # Checkpoints of earlier versions have no such key, which is not the same as no bound.
     return "any that the source takes" if "calibrated_length" in record else "not recorded"
 
 
@@ -274,16 +274,13 @@ def measured_rows(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         KeyError, TypeError, ValueError: it is no such record.
     """
-    return [
-        {
-            "text": record[f"{kind}evaluation_text"],
-            "length": record[f"{kind}evaluation_length"],
-            **lost,
-            **{key: float(lost[key]) for key in LOSS_COLUMNS if key not in ("text", "length", "tokens")},
-        }
-        for kind in ("", "long_")
-        if (lost := record.get(f"{kind}parity"))
-    ]
+    rows = []
+    for kind in ("", "long_"):
+        if lost := record.get(f"{kind}parity"):
+            where = {"text": record[f"{kind}evaluation_text"], "length": record[f"{kind}evaluation_length"]}
+            numbers = {key: float(lost[key]) for key in LOSS_COLUMNS if key not in (*where, "tokens")}
+            rows.append(where | lost | numbers)
+    return rows
 
 
 def _run(record: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Bases that a latent may be quantised in, computed from what it is and what predictions feel over calibration text.
+"""Bases to quantise a latent in, from its covariance and its importance for predictions over calibration text.
 
 A latent has no basis of its own: c' = M (c - m) costs nothing, since M joins the encoder's rows and M⁻¹ the maps that
 read the latent. With the covariance C of c and the importance F = E[g gᵀ] (g the gradient of the log-likelihood with
@@ -23,14 +23,14 @@ CALIBRATION_TEXT = "builtin:pydoc"
 CALIBRATION_LENGTH = 1024
 CALIBRATION_TOKENS = 4096
 
-RIDGE = 1e-3  # of the mean eigenvalue
-MAX_CONDITION = 64.0  # of M: a basis amplifies 16-bit rounding by as much
+RIDGE = 1e-3  # relative to the mean eigenvalue
+MAX_CONDITION = 64.0  # condition of M, by which a basis amplifies 16-bit rounding
 SINK_ENERGY = 10.0  # times the median of calibration rows
 
 
 @dataclass(frozen=True)
 class LatentStatistics:
-    """What calibration says of one layer's latent.
+    """Calibration statistics of one layer's latent.
 
     Attributes:
         rows: [N, d_c] float32, latents of all calibration tokens but sinks.
@@ -74,7 +74,7 @@ class LatentBasis:
 
 
 class LatentTap(Cache):
-    """A cache of one forward pass, through which every layer's latent goes as ``seen`` hands it on."""
+    """Cache of one forward pass that lets :meth:`seen` replace every layer's latent."""
 
     def __init__(self, num_layers: int, has_rope_cache: bool) -> None:
         super().__init__(layers=[DynamicLayer() for _ in range(num_layers)])
@@ -85,7 +85,7 @@ class LatentTap(Cache):
         raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As every cache; keys and values are halves of the latent, or the latent and rotary keys."""
+        """Keys and values are halves of the latent, or the latent and rotary keys."""
         if not self._has_rope_cache:
             halves = torch.cat((key_states, value_states), -1)[:, 0]
             halves = self.seen(halves, layer_idx)[:, None]
@@ -144,7 +144,7 @@ def latent_statistics(model: nn.Module, windows: Tensor, seed: int = 0) -> list[
 
 
 def _statistics(latents: Tensor, gradients: Tensor) -> LatentStatistics:
-    """Of latents and gradients [N, d_c], without rows of outlying energy."""
+    """Statistics of latents and gradients [N, d_c], without rows of outlying energy."""
     energy = (latents - latents.mean(0)).square().sum(-1)
     kept = energy <= SINK_ENERGY * energy.median()
     rows, gradients = latents[kept].float(), gradients[kept].double()
@@ -178,8 +178,8 @@ def latent_basis(
     if name == "components":
         directions = torch.linalg.eigh(statistics.covariance)[1].flip(-1)
         groups = range(0, width, group or width)
-        turns = [_rotation(min(group or width, width - first), seed + first, device) for first in groups]
-        encoder = torch.block_diag(*turns) @ directions.mT
+        rotations = [_rotation(min(group or width, width - first), seed + first, device) for first in groups]
+        encoder = torch.block_diag(*rotations) @ directions.mT
         decoder = encoder.mT
     elif name == "rotation":
         encoder = _rotation(width, seed, device)
@@ -192,9 +192,9 @@ def latent_basis(
         values = values.clamp(min=values[-1] * 1e-15) ** power
         values = values.clamp(min=values[-1] / MAX_CONDITION**2)
         stretch = (values / values.mean()).sqrt()
-        turn = _rotation(width, seed, device)
-        encoder = turn @ (stretch[:, None] * directions.mT)
-        decoder = (directions / stretch) @ turn.mT
+        rotation = _rotation(width, seed, device)
+        encoder = rotation @ (stretch[:, None] * directions.mT)
+        decoder = (directions / stretch) @ rotation.mT
     energy = ((statistics.rows.double() - mean) @ encoder.mT).square().sum(-1)
     return LatentBasis(mean.float(), encoder.float(), decoder.float(), SINK_ENERGY * energy.median().item())
 

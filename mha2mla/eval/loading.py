@@ -1,4 +1,4 @@
-"""Models and tokenizers by folder, hub id, or as they come: the one way in for every evaluation."""
+"""Loading of models and tokenizers for every evaluation: folder, hub id, or a loaded model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def load_model(
         loaded, info = AutoModelForCausalLM.from_pretrained(
             found, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
         )
-        if missing := sorted(info["missing_keys"]):  # of which transformers made random numbers
+        if missing := sorted(info["missing_keys"]):  # transformers fills them with random numbers
             raise CheckpointError(f"tensor {missing[0]} is absent from {found} ({len(missing)} absent in all)")
     loaded = loaded.to(device).eval()
     grouped = loaded.config.model_type != "mha2mla" and loaded.config._attn_implementation == "sdpa"

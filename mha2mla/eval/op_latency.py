@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -174,19 +175,18 @@ def attention_latency(
     device = torch.device(device)
     scale = geometry.v_head_dim**-0.5 if softmax_scale is None else softmax_scale
     rows = []
-    for batch in batch_sizes:
-        for seqlen in seqlens:
-            shape = {"op": "attention", "batch": batch, "seqlen": seqlen}
-            shape |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type}
-            random = partial(AttentionInputs.random, geometry, batch, seqlen, scale, dtype, device, seed)
-            for name, found in _source_rows(random, baselines, check, min_run_time).items():
-                rows.append(shape | {"implementation": name} | found)
-            made = Problem if geometry.has_rope_cache else LatentProblem
-            problem = made(
-                geometry.num_attention_heads, geometry.num_rope_heads, geometry.kv_lora_rank,
-                geometry.qk_rope_head_dim, (seqlen,) * batch, page_size=page_size, slack=0, seed=seed,
-            )  # fmt: skip
-            rows.append(shape | _mla_row(problem, geometry, scale, dtype, device, backend, check, min_run_time))
+    for batch, seqlen in product(batch_sizes, seqlens):
+        shape = {"op": "attention", "batch": batch, "seqlen": seqlen}
+        shape |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type}
+        random = partial(AttentionInputs.random, geometry, batch, seqlen, scale, dtype, device, seed)
+        for name, found in _source_rows(random, baselines, check, min_run_time).items():
+            rows.append(shape | {"implementation": name} | found)
+        problem_type = Problem if geometry.has_rope_cache else LatentProblem
+        problem = problem_type(
+            geometry.num_attention_heads, geometry.num_rope_heads, geometry.kv_lora_rank,
+            geometry.qk_rope_head_dim, (seqlen,) * batch, page_size=page_size, slack=0, seed=seed,
+        )  # fmt: skip
+        rows.append(shape | _mla_row(problem, geometry, scale, dtype, device, backend, check, min_run_time))
     return rows
 
 
@@ -194,12 +194,12 @@ def _source_rows(
     random: Callable[[], AttentionInputs], baselines: Mapping[str, Baseline], check: bool, min_run_time: float
 ) -> dict[str, dict[str, Any]]:
     """A row per baseline, all on the same inputs."""
-    made: dict[str, Any] = unless_out_of_memory(lambda: {"inputs": random()}) if baselines else {}
-    if "status" in made:
-        return dict.fromkeys(baselines, made)
+    drawn: dict[str, Any] = unless_out_of_memory(lambda: {"inputs": random()}) if baselines else {}
+    if "status" in drawn:
+        return dict.fromkeys(baselines, drawn)
 
     def measure(baseline: Baseline) -> dict[str, Any]:
-        inputs = made["inputs"]
+        inputs = drawn["inputs"]
         row = {"cache_bytes": inputs.k.nbytes + inputs.v.nbytes}
         call = baseline(inputs)
         if isinstance(call, str):

@@ -1,4 +1,4 @@
-"""Pictures of what conversions cost, drawn from rows as they were measured or as their JSON files hold them."""
+"""Plots of losses and latencies, from rows as they were measured or from their JSON files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYER_CURVES = {
     "hidden_error": "hidden states after the layer",
 }
 _RATIO = "perplexity ÷ source's"
-_BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}  # of a legend
+_BESIDE = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "fontsize": 8, "frameon": False}  # legend beside the axes
 _TICKS = (1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 4, 10, 100)
 
 
@@ -125,7 +125,7 @@ def _name(report: Mapping[str, Any]) -> str:
 
 
 def _timed_models(report: Mapping[str, Any]) -> str:
-    """What a report of ``eval latency`` is about, and on which device."""
+    """Models and device of a report of ``eval latency``."""
     gpu = report.get("environment", {}).get("gpu")
     what = f"{Path(report['source']).name} → {_name(report)}" if report.get("source") else None
     what = what or f"{report['random_weights']}, random weights → {report['geometry']}"
@@ -137,8 +137,8 @@ def _generated(report: Mapping[str, Any]) -> list[Row]:
 
 
 def speeds_and_batches(rows: Sequence[Row]) -> tuple[Points, Points]:
-    """Of ``generate``: implementation and batch → (context, tokens a second); implementation → (context, largest
-    batch), as the largest batch that was measured there lets expect."""
+    """Implementation and batch → (context, tokens/s) of ``generate``; implementation → (context, largest batch), as
+    estimated from the largest batch measured there."""
     speeds: Points = {}
     largest: dict[str, dict[float, tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: (row["implementation"] != "source", row["batch"], row["seqlen"])):
@@ -187,8 +187,8 @@ def _bytes_and_losses(rows: Sequence[Row]) -> Points:
 def _times_and_losses(
     quality: Sequence[Mapping[str, Any]], latency: Sequence[Mapping[str, Any]], timed: Sequence[Row] = ()
 ) -> dict[str, Points]:
-    """What was timed → checkpoint, or preset of ``timed`` rows → (µs, ratio in its longest windows, the text that
-    loses most)."""
+    """Timed op → checkpoint, or preset of ``timed`` rows → (µs, ratio in its longest windows, the text that loses
+    most)."""
     losses: dict[str, float] = {}
     for report in quality if latency else ():
         longest = max(row["seqlen"] for row in report["rows"])

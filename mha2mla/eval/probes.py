@@ -1,4 +1,4 @@
-"""Probes that need far context, made here from words and a text: does a converted model find what its source finds?
+"""Probes that need far context, made from words and a text: does a converted model find what its source finds?
 
 Most are choices: a context of some length ends in a question whose answer stands far above, and the model prefers one
 of several words by the probability of the first token that tells them apart. One is a difference: how much more likely
@@ -59,7 +59,7 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """How much is probed.
+    """Amount of probing.
 
     Attributes:
         lengths: tokens of the contexts that end in a question.
@@ -88,17 +88,17 @@ class ProbeRow:
     """One probe at one length, source beside converted.
 
     Attributes:
-        probe: what is asked.
+        probe: name of the probe.
         length: tokens of the context, or of the gap between two occurrences.
         measure: "accuracy", the share of right choices, or "gain", nats per token of the repeated span.
-        num_items: questions or spans; text, seed: what they were made of.
-        chance: what guessing gives.
-        source, converted: what the models reach.
+        num_items: questions or spans; text, seed: sources of them.
+        chance: result of guessing.
+        source, converted: results of the models.
         source_by_depth, converted_by_depth: the same for the first, middle and last third of the depths at which the
             answer stands; empty where there are fewer than three items or no depth.
         nll_source, nll_converted: mean negative log-likelihood of the right answer among all tokens, which moves before
             a choice changes; None for a gain.
-        counts: whether the source is beyond chance; if not, the row says nothing of the conversion.
+        counts: the source is beyond chance; if not, the row says nothing about the conversion.
     """
 
     probe: str
@@ -135,7 +135,7 @@ def run_probes(
     longest: int | None = None,
     progress: bool = True,
 ) -> tuple[list[ProbeRow], list[str]]:
-    """Puts the same probes to both models.
+    """Runs the same probes on both models.
 
     Args:
         source, converted: loaded causal language models of one vocabulary.
@@ -198,8 +198,7 @@ def _choice_row(
         offered = logs.gather(1, candidates)
         right.append((offered.argmax(1) == answers).double())
         nll.append(-float(offered.gather(1, answers[:, None]).double().mean()))
-    chance = 1 / candidates.shape[1]
-    deep = [question.depth for question in questions]
+    chance, depths = 1 / candidates.shape[1], [question.depth for question in questions]
     return ProbeRow(
         probe=name,
         length=length,
@@ -208,8 +207,8 @@ def _choice_row(
         chance=chance,
         source=float(right[0].mean()),
         converted=float(right[1].mean()),
-        source_by_depth=_thirds(right[0], deep),
-        converted_by_depth=_thirds(right[1], deep),
+        source_by_depth=_thirds(right[0], depths),
+        converted_by_depth=_thirds(right[1], depths),
         nll_source=nll[0],
         nll_converted=nll[1],
         counts=_by_chance(int(right[0].sum()), len(questions), chance) < _SIGNIFICANCE,
@@ -228,7 +227,7 @@ def _thirds(right: torch.Tensor, depths: Sequence[float | None]) -> tuple[float,
 
 
 def _by_chance(right: int, items: int, chance: float) -> float:
-    """How often guessing is right at least so often."""
+    """Probability that guessing gives at least ``right`` right answers."""
     return sum(math.comb(items, k) * chance**k * (1 - chance) ** (items - k) for k in range(right, items + 1))
 
 

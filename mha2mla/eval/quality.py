@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from mha2mla.predictions import (
 from mha2mla.terminal import progress_bar
 from mha2mla.texts import load_text, plain_tokens, token_windows
 
-TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # of three kinds, and no preset calibrates on them
+TEXTS = ("builtin:stdlib", "builtin:licences", "builtin:opticks")  # three kinds; no preset calibrates on them
 LENGTHS: tuple[int | None, ...] = (512, 2048, None)
 MAX_TOKENS = 3 * 8192
 POSITION_PARTS = 8
@@ -58,7 +59,7 @@ POSITION_COLUMNS = {
 
 @dataclass(frozen=True)
 class QualityRow:
-    """Source against converted, or either with a quantised cache, on the same tokens of one text, in equal windows.
+    """Source and converted model, or either with a quantised cache, on the same tokens of one text in equal windows.
 
     Attributes:
         text: its name; text_sha256: first 12 digits of the hash of its content (builtin texts are those of the
@@ -74,8 +75,8 @@ class QualityRow:
         metrics: columns of further metrics (``metrics`` of :func:`evaluate_quality`), by name.
         excess_over_mean: for a part of the window, its excess (ratio − 1) over the whole window's; None where the
             whole window has none.
-        cache: what it is, such as "source, KV 4 bits, keys by channel"; cache_share: its bytes at the end of a window
-            over those of the source's in 16 bits.
+        cache: its name, such as "source, KV 4 bits, keys by channel"; cache_share: its bytes at the end of a window
+            relative to the source's in 16 bits.
     """
 
     text: str
@@ -97,7 +98,7 @@ class QualityRow:
 
     @property
     def perplexity_ratio(self) -> float:
-        """Perplexity of the converted model over the source's; 1 means nothing was lost."""
+        """Perplexity relative to the source model (1.00 = no loss)."""
         return self.perplexity_converted / self.perplexity_source
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,9 +113,9 @@ class QualityReport:
     Attributes:
         rows: per text and window length, whole windows.
         by_position: per text, the eighths of the longest windows that it fills.
-        probes, generation: what was asked for of them.
-        skipped: why something that was asked for has no row; one sentence each.
-        dtype, device: what the models computed in, and on.
+        probes, generation: their rows, where requested.
+        skipped: why something requested has no row; one sentence each.
+        dtype, device: of the models.
         columns: key of a row → heading.
     """
 
@@ -202,39 +203,28 @@ def evaluate_quality(
     _check_same_tokens(tokenizer, converted, [content[:20_000] for content in contents.values()])
     source = load_model(source, "source", device=device, dtype=dtype)
     converted = load_model(converted, "converted", device=device, dtype=dtype)
-    sizes = [model.config.vocab_size for model in (source, converted)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"converted has vocab_size {sizes[1]}; expected the source's {sizes[0]}")
+    if (size := converted.config.vocab_size) != (expected := source.config.vocab_size):
+        raise ValueError(f"converted has vocab_size {size}; expected the source's {expected}")
 
     longest = longest_window(source, converted)
     windows, skipped = _all_windows(tokenizer, contents, lengths, longest, max_tokens)
     if not windows:
         raise ValueError(f"lengths is {list(lengths)}: nothing can be measured; {'; '.join(skipped)}")
-    calibration = calibration_tokens(tokenizer, longest) if _need_latents(caches, texts, converted) else None
+    calibration = calibration_tokens(tokenizer, longest) if _codes_latents(caches, texts, converted) else None
     compared = [partial(ComparedCache, converted), *quantized_caches(source, converted, caches, calibration)]
     rows, by_position = _compare_windows(source, compared, metrics, contents, windows, progress)
-    settings = {"longest": longest, "progress": progress}
-    asked: list[ProbeRow] = []
-    if probes:
-        if probes is True:
-            probes = ProbeSettings(lengths=tuple(sorted({row.seqlen for row in rows})), text=texts[-1])
-        asked, missing = run_probes(source, converted, tokenizer, probes, **settings)
+    if probes is True:
+        probes = ProbeSettings(lengths=tuple(sorted({row.seqlen for row in rows})), text=texts[-1])
+    if generation is True:
+        generation = GenerationSettings(text=texts[-1])
+    found: list[tuple[Any, ...]] = []
+    for compare, settings in ((run_probes, probes), (compare_generation, generation)):
+        models = (source, converted, tokenizer)
+        more, missing = compare(*models, settings, longest=longest, progress=progress) if settings else ([], [])
+        found.append(tuple(more))
         skipped += missing
-    said: list[GenerationRow] = []
-    if generation:
-        generation = GenerationSettings(text=texts[-1]) if generation is True else generation
-        said, missing = compare_generation(source, converted, tokenizer, generation, **settings)
-        skipped += missing
-    return QualityReport(
-        rows=tuple(rows),
-        by_position=tuple(by_position),
-        probes=tuple(asked),
-        generation=tuple(said),
-        skipped=tuple(skipped),
-        dtype=str(converted.dtype).removeprefix("torch."),
-        device=str(converted.device),
-        columns=columns,
-    )
+    dtype, device = str(converted.dtype).removeprefix("torch."), str(converted.device)
+    return QualityReport(tuple(rows), tuple(by_position), *found, tuple(skipped), dtype, device, columns)
 
 
 def _check_amounts(texts: Sequence[str], lengths: Sequence[int | None], max_tokens: int) -> None:
@@ -276,7 +266,7 @@ def quantized_caches(
     """
     statistics = None if calibration is None else latent_statistics(converted, calibration)
     found: list[Callable[[], ComparedCache]] = []
-    bases: dict[LatentCodes, Sequence[LatentBasis]] = {}  # which no bits change
+    bases: dict[LatentCodes, Sequence[LatentBasis]] = {}  # the same for all bits
     for codes in caches:
         if isinstance(codes, KVCodes):
             found.append(partial(QuantizedKV, source, codes))
@@ -288,7 +278,7 @@ def quantized_caches(
     return found
 
 
-def _need_latents(caches: Sequence[KVCodes | LatentCodes], texts: Sequence[str], converted: torch.nn.Module) -> bool:
+def _codes_latents(caches: Sequence[KVCodes | LatentCodes], texts: Sequence[str], converted: torch.nn.Module) -> bool:
     if not any(isinstance(codes, LatentCodes) for codes in caches):
         return False
     if CALIBRATION_TEXT in texts:
@@ -391,18 +381,16 @@ def _all_windows(
     """(text, length) -> its windows int64 [windows, length], and why others are missing."""
     if longest is None and None in lengths:
         raise ValueError("lengths has None, and neither model's config has max_position_embeddings; expected numbers")
-    windows, skipped = {}, []
-    asked = sorted({longest if length is None else length for length in lengths})
-    for length in asked:
-        if longest is not None and length > longest:
-            skipped.append(f"windows of {length}: the models take at most {longest} tokens")
-    asked = [length for length in asked if longest is None or length <= longest]
-    for name, content in contents.items():
-        for length in asked:
-            try:
-                windows[name, length] = token_windows(tokenizer, content, length, max(1, max_tokens // length))
-            except ValueError as error:  # the text is too short
-                skipped.append(f"{name} in windows of {length}: {error}")
+    windows: dict[tuple[str, int], torch.Tensor] = {}
+    skipped: list[str] = []
+    numbers = sorted({longest if length is None else length for length in lengths})
+    too_long = [length for length in numbers if longest is not None and length > longest]
+    skipped += [f"windows of {length}: the models take at most {longest} tokens" for length in too_long]
+    for name, length in product(contents, [length for length in numbers if length not in too_long]):
+        try:
+            windows[name, length] = token_windows(tokenizer, contents[name], length, max(1, max_tokens // length))
+        except ValueError as error:  # the text is too short
+            skipped.append(f"{name} in windows of {length}: {error}")
     return windows, skipped
 
 
@@ -468,12 +456,8 @@ def _check_same_tokens(tokenizer: Any, converted: Any, samples: Sequence[str]) -
         return
     theirs = load_tokenizer(converted, "converted")
     if theirs.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"converted has a tokenizer of {len(theirs)} tokens whose vocabulary is not the source's "
-            f"({len(tokenizer)} tokens); expected the same tokenizer"
-        )
-    for sample in samples:
-        if plain_tokens(tokenizer, sample) != plain_tokens(theirs, sample):
-            raise ValueError(
-                "converted has a tokenizer that cuts the text into other tokens than the source's; expected the same"
-            )
+        found = f"a tokenizer of {len(theirs)} tokens whose vocabulary is not the source's ({len(tokenizer)} tokens)"
+        raise ValueError(f"converted has {found}; expected the same tokenizer")
+    if any(plain_tokens(tokenizer, sample) != plain_tokens(theirs, sample) for sample in samples):
+        found = "a tokenizer that cuts the text into other tokens than the source's"
+        raise ValueError(f"converted has {found}; expected the same")

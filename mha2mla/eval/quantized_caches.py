@@ -181,7 +181,7 @@ class QuantizedKV(ComparedCache):
         return self.codes.share(length, head_dim)
 
     def run(self, module: nn.Module, ids: Tensor) -> Any:
-        """As for every cache.
+        """Output over the codes.
 
         Raises:
             ValueError: the family's attention cannot be served (see :meth:`attend`).
@@ -232,7 +232,7 @@ class QuantizedKV(ComparedCache):
         if key.shape[2] != length:
             raise ValueError(f"key has {key.shape[2]} tokens; expected the {length} of the queries, a whole window")
         coded_key, coded_value = self._coded(module, key, value)
-        value_error = value - coded_value  # which a query adds for the tokens that it sees in 16 bits
+        value_error = value - coded_value  # added for the tokens that a query sees in 16 bits
         query = query.unflatten(1, (kv_heads, -1))
         out = query.new_empty(batch, kv_heads, heads // kv_heads, length, value.shape[-1])
         for start in range(0, length, _QUERIES_AT_ONCE):

@@ -1,4 +1,4 @@
-"""The one place where measured rows become a table on the terminal or a file on disk."""
+"""Tables of measured rows, for terminals and notebooks, and their JSON files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def print_table(
     notes: dict[str, int] = {}
     cells = [{key: _cell(row.get(key), notes) for key in headings} for row in rows]
     numeric = {key for key in headings if any(isinstance(row.get(key), int | float) for row in rows)}
-    # A pipe or a file has no width: whoever reads it takes lines, not what 80 columns would leave of them.
+    # A pipe or a file has no width: its reader needs whole lines, not lines folded at 80 columns.
     console = console or Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     for part in _parts(list(headings), lambda keys: _table(cells, headings, keys, numeric), console):
         table = _table(cells, headings, part, numeric)
@@ -136,15 +136,12 @@ def format_value(value: Any) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            return str(value)
-        if value != 0 and not 1e-3 <= abs(value) < 1e6:
+    if isinstance(value, int) or value == 0:
+        return f"{value:,.0f}"
+    if isinstance(value, float) and math.isfinite(value):
+        if not 1e-3 <= abs(value) < 1e6:
             return f"{value:.2e}"
-        digits = 0 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
-        return f"{value:,.{digits}f}"
+        return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
     if isinstance(value, list | tuple):
         if len(value) > _LONGEST_LIST and all(isinstance(each, int | float) for each in value):
             return f"{format_value(min(value))} to {format_value(max(value))} ({len(value)} values)"
@@ -176,7 +173,7 @@ def write_json(path: str | os.PathLike[str], *, kind: str, rows: Sequence[Row], 
 
 
 def _json_numbers(value: Any) -> Any:
-    """JSON has no infinity and no NaN; the strings say which it was instead of turning into null."""
+    """JSON has no infinity and no NaN: strings keep them apart."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, on a converted model and its source: how much of each score is kept.
+"""Tasks of lm-evaluation-harness on a converted model and its source: the share of each score that is kept.
 
 lm-eval has no hook by which a package could announce a model, so :func:`register` does it when it is asked to; after
 that, lm-eval's own functions know the model ``mha2mla`` as well.
@@ -64,7 +64,7 @@ class TaskRow:
 
 
 def register() -> type:
-    """Makes lm-eval know the model ``mha2mla``: ``simple_evaluate(model="mha2mla", model_args={"pretrained": …})``.
+    """Registers the model ``mha2mla`` with lm-eval: ``simple_evaluate(model="mha2mla", model_args={"pretrained": …})``.
 
     Its argument ``pretrained`` is a folder, a hub id or a loaded model, source or converted; the others are those of
     lm-eval's model ``hf``.
@@ -173,7 +173,7 @@ def evaluate_tasks(
 
 
 def _set_fewshot(task: Any, count: int | None) -> None:
-    """As ``simple_evaluate`` does: the same examples for both models, and none where a task rules them out."""
+    """Sets few-shot examples like ``simple_evaluate``: the same for both models, none where a task rules them out."""
     own = task.get_config("num_fewshot")
     task.set_config(key="num_fewshot", value=own if own == 0 or count is None else count)
     if task.get_config("num_fewshot") is None:
