@@ -135,8 +135,8 @@ FAULTS = tuple(
 # plans outlive the pages that they were made for
 @ mha2mla/modeling/cache.py
 ? tests/modeling/test_decode_step.py
--if self.plans_for != pages:
-+if self.plans_for is None:
+-if self.planned_for != pages:
++if self.planned_for is None:
 # layers of other windows share a schedule
 @ mha2mla/modeling/step.py
 ? tests/modeling/test_decode_step.py
@@ -198,10 +198,10 @@ FAULTS = tuple(
 -torch.ones_like(frequency).masked_fill(frequency != 0, self.rope_scaling)
 +torch.full_like(frequency, self.rope_scaling)
 # a decode plan is kept whatever the width of the table
-@ mha2mla/serving/paged_step.py
+@ mha2mla/modeling/step.py
 ? tests/serving/test_paged_step.py -k tables_width
--shape = (block_table.shape[0], length, block_table.shape[1])
-+shape = (block_table.shape[0], length)
+-key = (batches[0].block_table.shape, query_length, attends)
++key = (batches[0].block_table.shape[0], query_length, attends)
 # left padding is attended to in the absorbed form
 @ mha2mla/modeling/latent_layer.py
 ? tests/modeling/test_forms.py tests/modeling/test_host_syncs.py

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,8 +34,9 @@ from mha2mla.eval.latency import weight_bytes
 from mha2mla.eval.report import print_table
 from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
-from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.paged_cache import PagedCache
 from mha2mla.modeling.registry import GQAGeometry
+from mha2mla.modeling.step import AttentionStep
 from mha2mla.testing.numeric_check import ERROR_FACTOR
 from mha2mla.trial_models import ShapeName, converted_config, random_model, source_config
 
@@ -84,7 +86,7 @@ def _nothing(*_: object) -> None:
     """A hook that leaves everything as it is."""
 
 
-def prepared(cache: PagedCache, batch: int, context: int) -> tuple[BatchStep, list[int]]:
+def prepared(cache: PagedCache, batch: int, context: int) -> tuple[AttentionStep, list[int]]:
     """A step of one new token in each of ``batch`` sequences, which have ``context`` tokens with it."""
     sequences = [cache.open() for _ in range(batch)]
     cache.extend(dict.fromkeys(sequences, context - 1))
@@ -152,7 +154,7 @@ def by_plain_torch(cache: PagedCache) -> PagedCache:
     """The same pages, over which the ops' references attend."""
     kind = "gqa" if isinstance(cache.layers[0].constants.geometry, GQAGeometry) else "mla"
     plain, found = ATTENTION_BACKENDS.get(f"{kind}_reference"), copy.copy(cache)
-    found.layers = tuple(layer._replace(backend=plain) for layer in cache.layers)
+    found.layers = tuple(replace(layer, backend=plain) for layer in cache.layers)
     return found
 
 
@@ -164,7 +166,7 @@ def distances(expected: Tensor, new: Tensor, old: Tensor, name: str, dtype: torc
     return {"error": here, name: there, "status": "ok" if right else f"wrong: {here:.2g} against {there:.2g}"}
 
 
-def judge(model: MHA2MLAForCausalLM, cache: PagedCache, step: BatchStep, ids: Tensor) -> dict[str, Any]:
+def judge(model: MHA2MLAForCausalLM, cache: PagedCache, step: AttentionStep, ids: Tensor) -> dict[str, Any]:
     """Distances of both ways' logits from those of plain torch on the same cache, relative, and whether all is well."""
     reference = by_plain_torch(cache)
     with in_parts(model):

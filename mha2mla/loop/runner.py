@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mha2mla.loop.scheduler import Chunk
-from mha2mla.modeling import BatchModel, BatchStep, PagedCache, SequenceBatch
+from mha2mla.modeling import AttentionStep, BatchModel, PagedCache, SequenceBatch
 from mha2mla.modeling.batch import to_device
 from mha2mla.modeling.recorders import Recorder
 
@@ -18,7 +18,7 @@ from mha2mla.modeling.recorders import Recorder
 class Graph:
     """A recorded step of so many rows, one token each, and what it reads and writes."""
 
-    step: BatchStep
+    step: AttentionStep
     tokens: Tensor
     logits: Tensor
     replay: Callable[[], None]

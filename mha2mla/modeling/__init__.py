@@ -11,11 +11,12 @@ from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.heads import MHA2MLAForSequenceClassification, MHA2MLAModel
 from mha2mla.modeling.model import MHA2MLAForCausalLM, MHA2MLAPreTrainedModel
-from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.paged_cache import PagedCache
 from mha2mla.modeling.pages import StaleBatchError
 from mha2mla.modeling.registry import AttentionBackend, AttentionRegistry
 from mha2mla.modeling.served import LayerAttention, what_serves
 from mha2mla.modeling.source_model import PagedSource, paged_model
+from mha2mla.modeling.step import AttentionStep
 
 source_attention.register()
 tensor_parallel.register()
@@ -28,8 +29,8 @@ __all__ = [
     "ATTENTION_BACKENDS",
     "AttentionBackend",
     "AttentionRegistry",
+    "AttentionStep",
     "BatchModel",
-    "BatchStep",
     "CacheCapacityError",
     "LatentCache",
     "LayerAttention",

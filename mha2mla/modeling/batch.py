@@ -52,7 +52,7 @@ class SequenceBatch:
         slots: [N] int32, page · page_size + offset of each token; -1: none.
         lengths: [3, B] int32 on the CPU: new tokens, cached tokens, first visible token. What the host decides by.
         order: [B] int64 on the CPU, which of the caller's sequences each row is; -1 for rows that pad the batch.
-        tickets: [2, B] int64 on the CPU: the sequence of each row and its generation, by which a
+        sequence_versions: [2, B] int64 on the CPU: the sequence of each row and its generation, by which a
             :class:`~mha2mla.modeling.pages.PageAllocator` knows whether the row's pages are still its own; -1 for rows
             that pad the batch, and in batches that no allocator vouches for.
         page_size: tokens per page.
@@ -66,7 +66,7 @@ class SequenceBatch:
     slots: Tensor
     lengths: Tensor
     order: Tensor
-    tickets: Tensor
+    sequence_versions: Tensor
     page_size: int
 
     @classmethod
@@ -81,7 +81,7 @@ class SequenceBatch:
         cache_starts: Sequence[int] | None = None,
         max_pages: int | None = None,
         num_sequences: int | None = None,
-        tickets: Sequence[tuple[int, int]] | None = None,
+        sequence_versions: Sequence[tuple[int, int]] | None = None,
         device: torch.device | str = "cpu",
     ) -> SequenceBatch:
         """A batch from what the host knows. Two small copies to the device, and nothing read from it.
@@ -96,7 +96,7 @@ class SequenceBatch:
             max_pages: columns of the page table; default the most that a sequence has, at least one.
             num_sequences: rows to pad the batch to, for a CUDA graph of that size; they have as many new tokens as the
                 shortest sequence (one, if there is none: what to capture a graph over), cache nothing and see nothing.
-            tickets: sequence and generation of each.
+            sequence_versions: sequence and generation of each.
             device: of the tensors.
 
         Raises:
@@ -106,9 +106,9 @@ class SequenceBatch:
         """
         count = len(query_lengths)
         starts = [0] * count if cache_starts is None else list(cache_starts)
-        tickets = [(-1, -1)] * count if tickets is None else list(tickets)
+        sequence_versions = [(-1, -1)] * count if sequence_versions is None else list(sequence_versions)
         lengths = {"query_lengths": query_lengths, "cached_lengths": cached_lengths, "cache_starts": starts}
-        _check_lists(count, lengths, {"pages": pages, "tickets": tickets})
+        _check_lists(count, lengths, {"pages": pages, "sequence_versions": sequence_versions})
         width = max(1, *(len(row) for row in pages)) if pages else 1
         _check_capacity(query_lengths, cached_lengths, pages, page_size, num_pages)
         if max_pages is not None and max_pages < width:
@@ -132,6 +132,7 @@ class SequenceBatch:
         packed, table = to_device(packed, device), to_device(table, device)
         boundaries, cached_on, seqlens_on, starts_on = (row.clone() for row in packed)
         positions, slots = token_places(boundaries, cached_on[:-1], table, cu_seqlens[-1], page_size)
+        versions = torch.tensor(in_order(sequence_versions, (-1, -1)), dtype=torch.int64)
         return cls(
             cu_seqlens_q=boundaries,
             cache_seqlens=seqlens_on[:-1],
@@ -141,7 +142,7 @@ class SequenceBatch:
             slots=slots,
             lengths=torch.tensor([queries, cached, starts], dtype=torch.int32).view(3, -1),
             order=torch.tensor(order, dtype=torch.int64),
-            tickets=torch.tensor(in_order(tickets, (-1, -1)), dtype=torch.int64).view(-1, 2).T.contiguous(),
+            sequence_versions=versions.view(-1, 2).T.contiguous(),
             page_size=page_size,
         )
 
@@ -173,7 +174,7 @@ class SequenceBatch:
     def copy_(self, other: SequenceBatch) -> SequenceBatch:
         """Puts another batch into this one's tensors, which stay where they are: for replaying a CUDA graph.
 
-        :meth:`BatchStep.load` does so for the batch of a step, and refuses a stale one.
+        :meth:`AttentionStep.load` does so for the batch of a step, and refuses a stale one.
 
         Raises:
             ValueError: shapes or numbers of new tokens differ, or there are long queries, whose launches depend on
@@ -231,7 +232,7 @@ class SequenceBatch:
         for field in fields(self):
             tensor = getattr(self, field.name)
             if isinstance(tensor, Tensor):
-                first = 1 if field.name in ("lengths", "tickets") else 0
+                first = 1 if field.name in ("lengths", "sequence_versions") else 0
                 shapes[tensor] = dict.fromkeys(range(first, tensor.ndim), Dim.AUTO)
         return shapes
 

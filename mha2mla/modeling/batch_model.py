@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from mha2mla.modeling.batch import SequenceBatch
 from mha2mla.modeling.cache_layout import PAGE_SIZE
-from mha2mla.modeling.paged_cache import BatchStep, PagedCache
+from mha2mla.modeling.paged_cache import PagedCache
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.served import batch_backends
+from mha2mla.modeling.step import AttentionStep
 
 
 class BatchModel:
@@ -60,7 +61,7 @@ class BatchModel:
         return PagedCache(layers, num_pages, page_size, dtype=self.dtype, device=device)
 
     @torch.no_grad()
-    def forward_batch(self, input_ids: Tensor, step: BatchStep, *, all_logits: bool = False) -> Tensor:
+    def forward_batch(self, input_ids: Tensor, step: AttentionStep, *, all_logits: bool = False) -> Tensor:
         """One step over sequences that bring different numbers of new tokens: decodes and (chunks of) prompts alike.
 
         Args:

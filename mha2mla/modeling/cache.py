@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
@@ -16,8 +16,17 @@ from mha2mla.modeling.batch import UniformBatch
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.latent_layer import LatentLayer
-from mha2mla.modeling.registry import AttentionConstants, Plan
-from mha2mla.modeling.step import DecodePlans, mixed_plans
+from mha2mla.modeling.registry import AttentionConstants
+from mha2mla.modeling.step import AttentionStep, StepPlanner
+from mha2mla.modeling.visibility import (
+    REFUSED_MASK,
+    are_side_by_side,
+    are_to_the_end,
+    host_may_look,
+    is_padding_mask,
+    is_recorded,
+    visible_tokens,
+)
 
 
 class LatentCache(Cache):
@@ -38,8 +47,8 @@ class LatentCache(Cache):
         padding_is_left: whether the last attention mask that the host looked at was zeros, then ones
             (``visibility.py``). Steps whose mask the host does not look at go by it.
         captured: recorded decode steps over the pages, which ``generate`` replays (``captured.py``); None: none are.
-        plans: of the decode op, with their workspace, which steps reuse; by what they were made for, beside
-            ``plans_for``, the batch size, capacity, dtype and device of the pages.
+        planner: keeps plans of the decode op for the pages ``planned_for``: batch size, pages per sequence, dtype and
+            device.
 
     Raises:
         ValueError: naming the argument.
@@ -55,8 +64,7 @@ class LatentCache(Cache):
         self.page_size = page_size
         self.padding_is_left = True
         self.captured: Any = None
-        self.plans: dict[tuple, DecodePlans] = {}
-        self.plans_for: tuple | None = None
+        self.planner, self.planned_for = StepPlanner(), None
         # Under a window of the user's a mask of the expanded form would be as large as queries times keys.
         served = (config.attention_backend, config.attention_window is not None)
         super().__init__(
@@ -141,66 +149,85 @@ class LatentCache(Cache):
             layer.serve_by(chosen)
         for layer in self.layers:
             layer.backend_name = name
-        self.plans = {}
+        self.planner = StepPlanner()
 
-    def attends(self, query_length: int, obeys_mask: bool) -> tuple[bool, ...]:
-        """Per layer, whether its backend attends in a step that brings so many tokens: :meth:`LatentLayer.attends`."""
-        return tuple([obeys_mask and layer.attends(query_length) for layer in self.layers])
-
-    def place(self, position_ids: Tensor, starts: Tensor | None) -> tuple[UniformBatch, ...]:
-        """Per layer, where it puts the new tokens: one object per device, since all layers cache the same tokens.
-
-        Args:
-            position_ids: [B or 1, S].
-            starts: [B] int32, first visible token of each sequence; None: all are.
-        """
-        on_device: dict[torch.device, UniformBatch] = {}
-        for layer in self.layers:
-            if layer.device not in on_device:
-                on_device[layer.device] = layer.place(position_ids, starts)
-        return tuple([on_device[layer.device] for layer in self.layers])
-
-    def plan(
+    def step(
         self,
-        attends: tuple[bool, ...],
-        batches: Sequence[UniformBatch],
-        query_length: int,
-        starts: Sequence[int] | None = None,
-    ) -> tuple[Plan | None, ...]:
-        """Per layer a plan for its backend, None where it does not attend; call before any layer appends its tokens.
+        attentions: Sequence[nn.Module],
+        attention_mask: Any,
+        position_ids: Tensor | None,
+        shape: tuple[int, int],
+        output_attentions: bool,
+    ) -> AttentionStep | None:
+        """A step that appends new tokens to all sequences; None: layers append one by one, and keep gradients.
 
-        Of up to 8 tokens the cache keeps the plans' buffers from step to step, so that a captured CUDA graph finds them
-        where they were. Inside ``torch.compile`` they are temporaries of the compiled step instead, which places (and
-        captures) them itself.
+        Depends on shapes, on what the host knows of the cache, and on the mask's values where the host may look at them
+        (``visibility.py``).
 
         Args:
-            attends: per layer.
-            batches: of :meth:`place`.
-            query_length: S.
-            starts: first visible tokens as the host knows them; looked at for longer queries, None: 0.
+            attentions: the model's :class:`~mha2mla.modeling.MLAAttention`, whose weights say where layers run.
+            attention_mask: [B, T] with T >= cached + S, or what the source's model takes.
+            position_ids: [B or 1, S].
+            shape: new tokens, [B, S].
         """
-        if not any(attends):
-            return (None,) * len(attends)
-        if query_length > MAX_DECODE_QUERY_LENGTH:
-            cached, batch = self.layers[0].get_seq_length(), self.batch_size
+        batch, query_length = shape
+        padded = is_padding_mask(attention_mask)
+        shown, starts, obeys = None, None, attention_mask is None
+        if padded:
+            obeys = self.padding_is_left and query_length <= MAX_DECODE_QUERY_LENGTH
+            if host_may_look(attention_mask, query_length):
+                shown = visible_tokens(attention_mask, self.get_seq_length() + query_length)
+                found = torch.stack((are_side_by_side(shown), are_to_the_end(shown)))
+                side_by_side, to_the_end, *starts = torch.cat((found, shown.starts)).tolist()
+                self.padding_is_left = bool(to_the_end)
+                # A prompt's last logits are looked at, also those of padding.
+                obeys = bool(to_the_end if self.is_empty else side_by_side)
+        if query_length > MAX_DECODE_QUERY_LENGTH and is_recorded(position_ids.device):
+            obeys = False  # their plans are the host's work, from lengths that a replay does not have
+        # A plan is for pages that do not grow under it.
+        if (self.is_empty and torch.is_grad_enabled()) or not self._open_for(attentions, batch, query_length):
+            return None
+        obeys = obeys and not output_attentions
+        attends = tuple([obeys and layer.attends(query_length) for layer in self.layers])
+        if padded and shown is None and True in attends:
+            shown = visible_tokens(attention_mask, self.get_seq_length() + query_length)
+            torch._assert_async(are_side_by_side(shown), REFUSED_MASK)
+        first_visible = shown.starts if shown is not None and True in attends else None
+        on_device: dict[torch.device, UniformBatch] = {}
+        for layer in self.layers:  # all cache the same tokens
+            if layer.device not in on_device:
+                on_device[layer.device] = layer.append_to(position_ids, first_visible)
+        batches = tuple([on_device[layer.device] for layer in self.layers])
+        if query_length > MAX_DECODE_QUERY_LENGTH and True in attends:
+            cached = self.layers[0].get_seq_length()
             lengths = torch.tensor([[query_length] * batch, [cached] * batch, starts or [0] * batch], dtype=torch.int32)
-            return mixed_plans(self.layers, attends, [batch._replace(lengths=lengths) for batch in batches])
-        tables = [layer.block_table for layer in self.layers]
-        if torch.compiler.is_compiling():
-            plans = DecodePlans.allocate(self.layers, attends, tables, query_length)
-        else:
+            batches = tuple([batch._replace(lengths=lengths) for batch in batches])
+        if not torch.compiler.is_compiling():
             first = self.layers[0]
-            pages, key = (first.batch_size, first.capacity, first.dtype, first.device), (query_length, attends)
-            if self.plans_for != pages:
+            pages = (first.batch_size, first.max_pages, first.dtype, first.device)
+            if self.planned_for != pages:
                 # The pages have moved, so no CUDA graph that was captured over them is of use any more.
-                self.plans_for, self.plans = pages, {}
-            if key not in self.plans:
-                # Not inference tensors, which could not be refreshed outside inference_mode.
-                with torch.inference_mode(False):
-                    self.plans[key] = DecodePlans.allocate(self.layers, attends, tables, query_length)
-            plans = self.plans[key]
-        plans.refresh(batches)
-        return plans.of_layer
+                self.planned_for, self.planner = pages, StepPlanner()
+        return self.planner.step(self.layers, batches, query_length, attends)
+
+    def _open_for(self, attentions: Sequence[nn.Module], batch: int, query_length: int) -> bool:
+        """Makes room in all layers; False where an empty cache cannot know where its layers will run (offloading)."""
+        first = self.layers[0]
+        if first.is_initialized and not first.is_empty and first.has_room(batch, query_length):
+            return True  # layers hold the same tokens
+        kinds = []
+        for layer, attention in zip(self.layers, attentions, strict=True):
+            weight = attention.v_b_proj
+            if layer.is_initialized:
+                kinds.append((layer.dtype, layer.device))
+            elif weight.device.type == "meta":
+                return False
+            else:
+                autocast = torch.is_autocast_enabled(weight.device.type)
+                dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
+                kinds.append((dtype, weight.device))
+        self.open(batch, query_length, kinds)
+        return True
 
     def next_positions(self, new_tokens: int, device: torch.device) -> Tensor:
         """[1, S] int64, positions of ``new_tokens`` more tokens; padding counts."""

@@ -170,7 +170,7 @@ class CapturedSteps:
         """The step, recorded over what it is now called with; None where it cannot be. Tokens and lengths stay."""
         input_ids, _, attention_mask = inputs
         query_length, pages = input_ids.shape[1], self._pages
-        if self._recorder.explain(pages) is not None or not all(pages.attends(query_length, True)):
+        if self._recorder.explain(pages) is not None or not all(layer.attends(query_length) for layer in pages.layers):
             return None
         try:
             buffers = _Buffers.over(pages, input_ids, attention_mask)

@@ -185,6 +185,11 @@ class LatentLayer(CacheLayerMixin):
             return self.max_pages
         return max(pages, 2 * self.max_pages)
 
+    def has_room(self, batch: int, new_tokens: int) -> bool:
+        """True where the pages of ``batch`` sequences take ``new_tokens`` more."""
+        fits = self.is_compileable or self._length + new_tokens <= self.max_pages * self.page_size
+        return fits and batch == self.batch_size
+
     def open(
         self, batch: int, new_tokens: int, dtype: torch.dtype, device: torch.device, max_pages: int | None = None
     ) -> None:
@@ -227,7 +232,7 @@ class LatentLayer(CacheLayerMixin):
             return False  # plans for more are made on the host, which does not know the length
         return self._prefills or is_absorbed(query_length, self._length, self._absorbs_up_to)
 
-    def place(self, position_ids: Tensor, starts: Tensor | None = None) -> UniformBatch:
+    def append_to(self, position_ids: Tensor, starts: Tensor | None = None) -> UniformBatch:
         """Where S new tokens of every sequence go, once :meth:`open` has made room; on the device.
 
         Args:
@@ -299,7 +304,7 @@ class LatentLayer(CacheLayerMixin):
         latent, rotated = (states.detach()[:, 0].flatten(0, 1).to(self.dtype) for states in (key_states, value_states))
         rope_cache = self.tensors.get("rope_cache")
         heads = rotated.unflatten(-1, (1, 0) if rope_cache is None else rope_cache.shape[2:])
-        places = self.place(torch.zeros(1, new_tokens, dtype=torch.int32, device=self.device))
+        new = self.append_to(torch.zeros(1, new_tokens, dtype=torch.int32, device=self.device))
         # Keys are rotated already: frequencies of zero leave them alone, exactly in plain torch.
         mla_append(
             latent,
@@ -307,8 +312,8 @@ class LatentLayer(CacheLayerMixin):
             heads[:, :0],
             self.tensors["latent_cache"],
             rope_cache,
-            places.positions,
-            places.slots,
+            new.positions,
+            new.slots,
             heads.new_zeros(1, heads.shape[-1] // 2, dtype=torch.float32),
             latent_scale=self.tensors.get("latent_scale"),
             backend="reference",

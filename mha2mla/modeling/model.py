@@ -27,7 +27,6 @@ from mha2mla.modeling.positions import places
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.served import LayerAttention, what_serves
 from mha2mla.modeling.step import AttentionStep
-from mha2mla.modeling.step_choice import choose_step
 from mha2mla.modeling.tensor_parallel import tensor_parallel_plan
 from mha2mla.modeling.valid_length import LengthWatch
 from mha2mla.modeling.visibility import check_mask, is_padding_mask, is_recorded
@@ -267,7 +266,10 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
             if latent is not None and latent.is_empty and not (torch.is_grad_enabled() or is_recorded(tokens.device)):
                 self._prepare_decoder()
             layers, shape = [layer.self_attn for layer in self.model.layers], (batch, query_length)
-            step = choose_step(self.config, layers, cache, attention_mask, position_ids, shape, output_attentions)
+            step = None
+            if latent is not None:
+                latent.serve_by(self.config.attention_backend)
+                step = latent.step(layers, attention_mask, position_ids, shape, output_attentions)
             attentions: dict[int, Tensor] = {}
             outputs = run_base_model(
                 self.model,

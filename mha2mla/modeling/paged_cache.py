@@ -3,92 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from mha2mla.kernels import MAX_BATCH
 from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
-from mha2mla.modeling.cache_layout import PAGE_SIZE, CacheLayout
-from mha2mla.modeling.pages import NO_PAGE, OutOfPagesError, PageAllocator, StaleBatchError
+from mha2mla.modeling.cache_layout import PAGE_SIZE
+from mha2mla.modeling.pages import NO_PAGE, OutOfPagesError, PageAllocator
 from mha2mla.modeling.registry import AttentionBackend, AttentionConstants
-from mha2mla.modeling.step import AttentionStep, DecodePlans, mixed_plans
-
-
-class PagedLayer(NamedTuple):
-    """One layer of a PagedCache: what serves it, what its cache is made of, that by the layout's names, each tensor
-    [num_pages, page_size, ...], and the model's dtype."""
-
-    backend: AttentionBackend
-    constants: AttentionConstants
-    layout: CacheLayout
-    tensors: dict[str, Tensor]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class BatchStep(AttentionStep):
-    """What a forward pass over a ragged batch hands to its layers.
-
-    Attributes:
-        batch: the step's sequences, the same for all layers.
-        allocator: of the cache, which knows whether the batch's sequences are still what they were.
-        planned_for: [2, B] int64 on the CPU, the batch's tickets when the plans were made.
-        prepared: the plans, where all sequences bring as many tokens and one call of the decode op serves them.
-    """
-
-    batch: SequenceBatch
-    allocator: PageAllocator
-    planned_for: Tensor
-    prepared: DecodePlans | None
-
-    def check(self) -> None:
-        """Raise StaleBatchError if a sequence of the batch ended or changed, or the plans are for another batch.
-
-        By what the host knows: nothing is read on the device. Replays of a CUDA graph run no host code, so there
-        :meth:`load` is what refuses.
-        """
-        self.allocator.check_generations(*self.batch.tickets.tolist())
-        if not torch.equal(self.planned_for, self.batch.tickets):
-            raise StaleBatchError("batch was replaced after the plans were made; expected a call of refresh() between")
-
-    def load(self, batch: SequenceBatch) -> None:
-        """Puts another batch in the place of the step's own (:meth:`SequenceBatch.copy_`); then :meth:`refresh`, or
-        replay the CUDA graph that does.
-
-        Raises:
-            StaleBatchError: a sequence of ``batch`` ended or changed since it was made; nothing is changed.
-            ValueError: its shapes or numbers of new tokens are others.
-        """
-        self.allocator.check_generations(*batch.tickets.tolist())
-        self.batch.copy_(batch)
-
-    def refresh(self) -> None:
-        """Plans again, in place, for what the batch's tensors now say (:meth:`load`); for CUDA graphs.
-
-        Raises:
-            StaleBatchError: a sequence of the batch ended or changed since it was made.
-            ValueError: the batch has queries of more than 8 tokens.
-        """
-        self.allocator.check_generations(*self.batch.tickets.tolist())
-        if self.prepared is not None:
-            self.prepared.refresh(self.batches)
-        else:
-            for plan in {id(plan): plan for plan in self.plans}.values():
-                plan.refresh()
-        self.planned_for.copy_(self.batch.tickets)
-
-    def run(self, layer_idx: int, tensors: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor], Tensor | None]:
-        """As of any step.
-
-        Raises:
-            StaleBatchError: as :meth:`check`, which the first layer asks.
-        """
-        if layer_idx == 0 and not torch.compiler.is_compiling():
-            self.check()
-        return super().run(layer_idx, tensors)
+from mha2mla.modeling.step import AttentionStep, CacheLayer, StepPlanner
 
 
 class PagedCache:
@@ -119,7 +44,7 @@ class PagedCache:
         self.device = torch.device(device)
         layouts = [backend.cache_layout(constants.geometry, page_size, dtype) for backend, constants in layers]
         self.layers = tuple(
-            PagedLayer(*served, layout, layout.make(num_pages, self.device), dtype)
+            CacheLayer(*served, layout.make(num_pages, self.device), dtype, layout)
             for served, layout in zip(layers, layouts, strict=True)
         )
 
@@ -219,7 +144,7 @@ class PagedCache:
             num_pages=allocator.num_pages,
             max_pages=max_pages,
             num_sequences=num_sequences,
-            tickets=[(sequence, growth.generation) for sequence in new_tokens],
+            sequence_versions=[(sequence, growth.generation) for sequence in new_tokens],
             device=self.device,
         )
         for layer in self.layers:
@@ -227,18 +152,14 @@ class PagedCache:
         allocator.commit(growth)
         return batch
 
-    def step(self, batch: SequenceBatch) -> BatchStep:
-        """Plans for a batch of :meth:`extend`: one for all layers of the same backend, geometry and window.
+    def step(self, batch: SequenceBatch) -> AttentionStep:
+        """A step over a batch of :meth:`extend`, with plans of its own, which a CUDA graph may refresh.
 
         Raises:
             StaleBatchError: a sequence of the batch was closed, extended, cropped or forked since.
         """
-        self.allocator.check_generations(*batch.tickets.tolist())
-        count, length, prepared = len(self.layers), batch.uniform_length, None
-        batches, everyone = (batch,) * count, (True,) * count
-        fits = length is not None and batch.num_sequences <= MAX_BATCH
-        if fits and all(layer.backend.plan_decode is not None for layer in self.layers):
-            prepared = DecodePlans.allocate(self.layers, everyone, (batch.block_table,) * count, length)
-            prepared.refresh(batches)
-        plans = mixed_plans(self.layers, everyone, batches) if prepared is None else prepared.of_layer
-        return BatchStep(self.layers, batches, plans, batch, self.allocator, batch.tickets.clone(), prepared)
+        self.allocator.check_generations(*batch.sequence_versions.tolist())
+        decodes = batch.num_sequences <= MAX_BATCH and all(layer.backend.plan_decode for layer in self.layers)
+        length = batch.uniform_length if decodes else None
+        step = StepPlanner().step(self.layers, (batch,) * len(self.layers), length)
+        return replace(step, allocator=self.allocator, planned_for=batch.sequence_versions.clone())

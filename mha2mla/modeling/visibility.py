@@ -12,12 +12,13 @@ else the absorbed one, and the device asserts that there is no hole.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mha2mla.modeling.cache import LatentCache
+if TYPE_CHECKING:
+    from mha2mla.modeling.cache import LatentCache
 
 REFUSED_MASK = (
     "attention_mask hides tokens between visible ones, and the absorbed form cannot; expected left padding at most "

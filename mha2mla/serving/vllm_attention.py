@@ -30,16 +30,18 @@ from mha2mla.modeling.batch import token_places
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.shards import HeadShard
-from mha2mla.serving.paged_step import PagedStep, StepPlanner, rehearse
+from mha2mla.modeling.step import AttentionStep
+from mha2mla.serving.paged_step import EngineSteps, warm_up
 
 SERVED_BY = "mla_paged"
 
 
 @dataclass
 class LatentMetadata(AttentionMetadata):
-    """A step as :class:`PagedStep` has it, for the layers of one builder."""
+    """A step, and what runs the layers of one builder over it."""
 
-    step: PagedStep
+    step: AttentionStep
+    steps: EngineSteps
 
 
 class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
@@ -62,7 +64,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         context = vllm_config.compilation_config.static_forward_context
         self._layers = [context[name] for name in layer_names]
-        self._planner = StepPlanner(
+        self._steps = EngineSteps(
             [layer.constants for layer in self._layers],
             self._layers[0].impl.backend,
             vllm_config.model_config.dtype,
@@ -80,7 +82,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
         totals = common.seq_lens_cpu_upper_bound
         # Exact where it must be: of sequences that bring a part of their prompt.
         totals = (common.seq_lens.cpu() if totals is None else totals)[: common.num_reqs].tolist()
-        step = self._planner.step(
+        step = self._steps.step(
             self._layers[0].kv_cache,
             query_lengths,
             totals,
@@ -89,7 +91,7 @@ class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
             common.block_table_tensor[: common.num_reqs],
             common.seq_lens[: common.num_reqs],
         )
-        return LatentMetadata(step)
+        return LatentMetadata(step, self._steps)
 
     def _positions(self, common: CommonAttentionMetadata) -> Tensor:
         if common.positions is not None:
@@ -127,8 +129,8 @@ class LatentBackend(AttentionBackend):
 class LatentImpl(AttentionImplBase[LatentMetadata]):
     """Runs an attention backend of this package over vLLM's pages."""
 
-    def __init__(self, layer: MLAParallelAttention, rehearsed_length: int | None) -> None:
-        self._rehearsed_length = rehearsed_length  # of the longest sequence; None where there is nothing to rehearse
+    def __init__(self, layer: MLAParallelAttention, warm_up_length: int | None) -> None:
+        self._warm_up_length = warm_up_length  # of the longest sequence; None where there is nothing to warm up
         geometry = layer.shard.geometry
         self.num_heads, self.head_size = geometry.num_attention_heads, geometry.cache_numel_per_token
         self.num_kv_heads, self.scale = 1, layer.constants.softmax_scale
@@ -154,17 +156,17 @@ class LatentImpl(AttentionImplBase[LatentMetadata]):
             value: [N, G, d_r] rotary keys before RoPE; anything where they are computed from the latent.
             kv_cache: [P, page, row].
             attn_metadata: None while vLLM measures memory, with the largest step's tokens: the first of layers that are
-                alike rehearses then, once, and the output is zero.
+                alike warms up then, once, and the output is zero.
         """
         if attn_metadata is None:
-            if self._rehearsed_length is not None:
+            if self._warm_up_length is not None:
                 tensors = self._tensors(layer, query, key, value)
-                rehearse(tensors, self.backend, layer.constants, self._rehearsed_length)
-                self._rehearsed_length = None
+                warm_up(tensors, self.backend, layer.constants, self._warm_up_length)
+                self._warm_up_length = None
             return output.zero_()
-        tokens = slice(0, attn_metadata.step.num_tokens)
+        tokens = slice(0, len(attn_metadata.step.batch.positions))
         tensors = self._tensors(layer, query[tokens], key[tokens], value[tokens])
-        output[tokens] = attn_metadata.step.run(tensors, kv_cache, self.backend, layer.constants)
+        output[tokens] = attn_metadata.steps.run(attn_metadata.step, layer.constants, tensors, kv_cache)
         return output
 
     @staticmethod

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GenerationConfig, StoppingCriteria
 
-from mha2mla.modeling import LatentCache, positions, step_choice
+from mha2mla.modeling import LatentCache, positions
+from mha2mla.modeling import cache as cache_module
 from mha2mla.modeling.captured import StepCapture
 from mha2mla.modeling.recorders import CudaGraphs
 from tests.modeling import models
@@ -51,7 +52,7 @@ def as_on_a_gpu(monkeypatch):
     def host_may_look(mask, query_length):
         return query_length > 1 and not isinstance(_get_current_dispatch_mode(), Tape)
 
-    for room in (step_choice, positions):
+    for room in (cache_module, positions):
         monkeypatch.setattr(room, "host_may_look", host_may_look)
 
 

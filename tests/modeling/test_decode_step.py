@@ -113,7 +113,7 @@ def test_plans_follow_the_pages(refreshed, used):
     model(models.tokens(3, 1), past_key_values=cache)
     assert [plan.capacity for plan in used[::2]] == [16, 32, 32]
     assert [plan.shape[0] for plan in used[::2]] == [2, 2, 3]
-    assert len(cache.plans) == 1
+    assert len(cache.planner.plans) == 1
     before = addresses(used[-1])
     cache.reset()
     model(models.tokens(3, 9), past_key_values=cache)
@@ -129,7 +129,7 @@ def test_the_backend_may_change_between_steps(used):
     model(models.tokens(2, 1), past_key_values=cache)
     model.config.attention_backend = "mla_reference"
     model(models.tokens(2, 1), past_key_values=cache)
-    assert used[0] is not used[2] and len(cache.plans) == 1
+    assert used[0] is not used[2] and len(cache.planner.plans) == 1
     model.config.attention_backend = "mla_fp8_reference"
     with pytest.raises(ValueError, match="'mla_fp8_reference' has a cache of layout 'mla_fp8'; expected 'mla'"):
         model(models.tokens(2, 1), past_key_values=cache)

@@ -8,8 +8,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mha2mla.kernels.mla_decode import reference
-from mha2mla.modeling import LatentCache, positions, step_choice
-from mha2mla.modeling.paged_cache import BatchStep
+from mha2mla.modeling import LatentCache, positions
+from mha2mla.modeling import cache as cache_module
+from mha2mla.modeling.step import AttentionStep
 from tests.modeling import models
 
 READS = ("item", "tolist", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__", "__contains__")
@@ -42,7 +43,7 @@ class _Ops(TorchDispatchMode):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """What looks at values on a CPU, since it costs nothing there, does not: masks, and references, which are kernels
-    elsewhere. And what the host keeps for itself (a batch's tickets) is no tensor of the device."""
+    elsewhere. And what the host keeps for itself (a batch's sequence versions) is no tensor of the device."""
 
     def unwatched(function):
         def call(*args, **keys):
@@ -51,10 +52,10 @@ def as_on_a_gpu(monkeypatch):
 
         return call
 
-    for room in (step_choice, positions):
+    for room in (cache_module, positions):
         monkeypatch.setattr(room, "host_may_look", lambda mask, query_length: query_length > 1)
     monkeypatch.setattr(reference, "mla_decode_reference", unwatched(reference.mla_decode_reference))
-    monkeypatch.setattr(BatchStep, "check", unwatched(BatchStep.check))
+    monkeypatch.setattr(AttentionStep, "check", unwatched(AttentionStep.check))
 
 
 class NoHostReads:

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from mha2mla.modeling import LatentCache, step_choice
+from mha2mla.modeling import LatentCache
+from mha2mla.modeling import cache as cache_module
 from tests.few import few
 from tests.modeling import models
 from tests.modeling.models import TOLERANCE
@@ -79,7 +80,7 @@ def test_fuzz_against_the_uncached_forward(seed, monkeypatch):
     expected = uncached(model, ids, mask)
     host_looks = rng.random() < 0.7
     if not host_looks:
-        monkeypatch.setattr(step_choice, "host_may_look", lambda mask, query_length: False)
+        monkeypatch.setattr(cache_module, "host_may_look", lambda mask, query_length: False)
     form = rng.choice(["auto", "auto", "absorbed", "expanded"])
     cache = LatentCache(model.config, max_cache_len=rng.choice([None, 32]), page_size=16)
     for start, stop in pieces(rng, length):
@@ -136,7 +137,7 @@ def test_what_a_look_found_serves_steps_that_do_not_look(monkeypatch):
     ids, mask = models.tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
     mask[1, 5:9] = 0
     expected = uncached(model, ids, mask)
-    monkeypatch.setattr(step_choice, "host_may_look", lambda mask, query_length: query_length > 1)
+    monkeypatch.setattr(cache_module, "host_may_look", lambda mask, query_length: query_length > 1)
     cache = LatentCache(model.config)
     for start, stop in ((0, 9), (9, 10), (10, 11), (11, 12)):
         logits = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits

@@ -266,6 +266,6 @@ def test_layers_of_other_ranks_share_a_workspace():
     plans = [
         replace(plan, workspace=torch.zeros(size)) for size, plan in zip(sizes, cache.step(batch).plans, strict=True)
     ]
-    first, second = with_one_workspace(plans, ["workspace"])
+    first, second = with_one_workspace(plans, ["workspace"], {})
     assert (first.workspace.numel(), second.workspace.numel()) == sizes
     assert first.workspace.data_ptr() == second.workspace.data_ptr() == plans[1].workspace.data_ptr()

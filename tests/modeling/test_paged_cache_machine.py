@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import CacheCapacityError, PagedCache, SequenceBatch, StaleBatchError
 from mha2mla.modeling.backends import BUILT_IN
-from mha2mla.modeling.paged_cache import BatchStep
 from mha2mla.modeling.registry import AttentionConstants, GQAGeometry
+from mha2mla.modeling.step import AttentionStep
 from tests.modeling.test_pages import slots_of
 
 PAGES, PAGE = 12, 4
@@ -54,7 +54,7 @@ def state_of(cache: PagedCache) -> tuple:
     return copy.deepcopy(vars(cache.allocator)), repr(data)  # as text, NaN equals NaN
 
 
-def attend(step: BatchStep, values: torch.Tensor) -> torch.Tensor:
+def attend(step: AttentionStep, values: torch.Tensor) -> torch.Tensor:
     """Runs both layers; the new tokens' values are ``values`` [N] and keys and queries zero. [N]."""
     zero, one = torch.zeros(len(values), 1, 2), torch.ones(1, 1, 1)
     tensors = {"query": zero, "key": zero, "value": values[:, None, None], "inv_freq": torch.zeros(1, 1)}

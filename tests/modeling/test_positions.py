@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 
-from mha2mla.modeling import LatentCache, positions, step_choice
+from mha2mla.modeling import LatentCache, positions
+from mha2mla.modeling import cache as cache_module
 from tests.few import few
 from tests.modeling import models
 from tests.modeling.models import TOLERANCE
@@ -110,7 +111,7 @@ def test_a_prompt_is_looked_at_once(static, monkeypatch):
     for name in ("tolist", "__bool__"):
         read = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda x, name=name, read=read: (reads.append(name), read(x))[1])
-    monkeypatch.setattr(step_choice, "host_may_look", lambda given, query_length: query_length > 1)
+    monkeypatch.setattr(cache_module, "host_may_look", lambda given, query_length: query_length > 1)
     monkeypatch.setattr(positions, "host_may_look", lambda given, query_length: query_length > 1)
     ids, numbers = models.tokens(2, 9), torch.arange(9)[None]
     for given, expected in (({}, []), ({"position_ids": numbers}, ["__bool__"])):

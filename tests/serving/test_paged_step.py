@@ -11,11 +11,11 @@ from mha2mla.kernels.split_kv.choice import SEQLENS_Q
 from mha2mla.modeling import ATTENTION_BACKENDS, MLAAttention
 from mha2mla.modeling.batch import uniform_length
 from mha2mla.serving.paged_step import (
-    StepPlanner,
+    EngineSteps,
     cache_views,
     host_lengths,
-    rehearsals,
-    rehearse,
+    warm_up,
+    warm_up_batches,
 )
 from tests.modeling.models import GEOMETRIES, TOLERANCE, mla_model, relative_error, tokens
 
@@ -68,7 +68,7 @@ class Engine:
         self.rows = [torch.full((num_pages, PAGE, c.geometry.cache_numel_per_token), float("nan")) for c in constants]
         for rows in self.rows:
             rows.zero_()
-        self.planners = [StepPlanner([c], BACKEND, torch.float32, 64, torch.device("cpu")) for c in constants]
+        self.steps = [EngineSteps([c], BACKEND, torch.float32, 64, torch.device("cpu")) for c in constants]
 
     def step(self, ids, cached, tables, pad=0):
         """Logits of every new token, per sequence; ``pad`` rows of padding behind them as in a CUDA graph."""
@@ -89,8 +89,8 @@ class Engine:
         slots = torch.cat([slots, torch.full((extra,), -1)])
         flat = torch.cat([*ids, torch.zeros(extra, dtype=torch.long)])
         steps = [
-            planner.step(rows, [*queries, *[0] * pad], [*totals, *[0] * pad], positions, slots, table, seqlens)
-            for planner, rows in zip(self.planners, self.rows, strict=True)
+            steps.step(rows, [*queries, *[0] * pad], [*totals, *[0] * pad], positions, slots, table, seqlens)
+            for steps, rows in zip(self.steps, self.rows, strict=True)
         ]
         hidden = self.model.model.embed_tokens(flat)
         for index, layer in enumerate(self.model.model.layers):
@@ -112,7 +112,7 @@ class Engine:
         }
         if self.config.rope_from_latent:
             tensors["rope_weight"], tensors["rope_bias"] = attention.k_rope_proj.weight, attention.k_rope_proj.bias
-        out = step.run(tensors, self.rows[index], BACKEND, self.constants[index])
+        out = self.steps[index].run(step, self.constants[index], tensors, self.rows[index])
         return attention.o_proj(out.flatten(1))
 
 
@@ -152,13 +152,13 @@ def test_decode_plans_stay_where_they_are():
     layers = config.attention_constants()
     widths = {layer.geometry.cache_numel_per_token for layer in layers}
     assert len(widths) == 2  # so each has a planner of its own
-    planner = StepPlanner(layers[:1], BACKEND, torch.float32, 8, torch.device("cpu"))
+    planner = EngineSteps(layers[:1], BACKEND, torch.float32, 8, torch.device("cpu"))
     rows = torch.zeros(4, PAGE, layers[0].geometry.cache_numel_per_token)
     table, seqlens = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
     where = torch.tensor([2, 4])
     first = planner.step(rows, [1, 1], [3, 5], where, where, table, seqlens)
     second = planner.step(rows, [1, 1], [4, 6], where + 1, where + 1, table, seqlens + 1)
-    (a,), (b,) = first.plans.values(), second.plans.values()
+    (a,), (b,) = first.plans, second.plans
     assert a is b
     assert a.splits[:, 1].tolist() == [4, 6]
     assert first.batch.positions.data_ptr() == second.batch.positions.data_ptr()
@@ -181,18 +181,18 @@ def test_decode_plans_follow_the_tables_width(case):
                 assert relative_error(row, theirs[at : at + 1]) < TOLERANCE
 
 
-def test_every_kernel_that_a_step_may_need_is_rehearsed():
-    steps = [tuple(queries) for queries, totals in rehearsals(512, 100) if queries == totals]
+def test_warm_up_batches_need_every_kernel():
+    steps = [tuple(queries) for queries, totals in warm_up_batches(512, 100) if queries == totals]
     decode = {(uniform_length(queries, sum(queries)), len(queries)) for queries in steps}
     assert decode >= {(length, batch) for length in SEQLENS_Q for batch in (1, 2, 4, 8, 16, 32, 64)}
     for most, longest, totals in ((300, 10**6, [1, 299 + MAX_EXPANDED_TOKENS]), (300, 200, [1, 200, 99]), (1, 9, [1])):
-        assert rehearsals(most, longest)[-1][1] == totals
-        assert all(sum(queries) <= most for queries, _ in rehearsals(most, longest))
-        assert sum(rehearsals(most, longest)[-1][0]) == most
+        assert warm_up_batches(most, longest)[-1][1] == totals
+        assert all(sum(queries) <= most for queries, _ in warm_up_batches(most, longest))
+        assert sum(warm_up_batches(most, longest)[-1][0]) == most
 
 
 @pytest.mark.parametrize("case", ["per-group", "latent"])
-def test_a_layer_rehearses_in_both_forms(case):
+def test_warm_up_runs_both_forms(case):
     (layer, *_), tokens = mla_model(case).config.attention_constants(), 40
     geometry, ran = layer.geometry, []
 
@@ -214,7 +214,7 @@ def test_a_layer_rehearses_in_both_forms(case):
     }
     if geometry.rope_from_latent:
         tensors |= {"rope_weight": torch.ones(rope[1], geometry.kv_lora_rank), "rope_bias": torch.ones(rope[1])}
-    rehearse(tensors, replace(BACKEND, attend=attend), layer, 100)
+    warm_up(tensors, replace(BACKEND, attend=attend), layer, 100)
     assert all(finite for *_, finite in ran)
     assert {(batch, count) for kind, batch, count, _ in ran if kind is DecodePlan} >= {(1, 8), (4, 32), (32, 32)}
     assert [(batch, count) for kind, batch, count, _ in ran if kind is not DecodePlan] == [(2, tokens)]

@@ -167,10 +167,10 @@ def steps_on_a_cpu(name: str, folder: str, rank: int, size: int) -> None:
     engine, ids = Engine(folder, model, rank, size), [tokens(1, 150)[0], tokens(1, 90)[0]]
     tables, got = [[5, 2, 7], [3, 6, 0]], [[], []]
     layers = [engine.config.compilation_config.static_forward_context[name].impl for name in engine.specs]
-    lengths = [layer._rehearsed_length for layer in layers]
+    lengths = [layer._warm_up_length for layer in layers]
     assert lengths[0] == 256 and lengths.count(256) == len({*model.config.attention_constants()})
     engine.profile(40)
-    assert {layer._rehearsed_length for layer in layers} == {None}
+    assert {layer._warm_up_length for layer in layers} == {None}
     for parts, pad in (
         ({0: (0, 100)}, 0),
         ({0: (100, 148), 1: (0, 88)}, 0),  # a chunk beside a prompt
