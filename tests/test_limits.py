@@ -11,7 +11,7 @@ from mha2mla.conversion import target
 from mha2mla.conversion.families import ADAPTERS
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.kernels.attention_varlen import api as varlen
-from mha2mla.kernels.mla_decode import latent_selection, selection
+from mha2mla.kernels.mla_decode import selection
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from tests.conversion import tiny
 
@@ -40,8 +40,8 @@ def test_the_page_names_every_limit_of_the_kernels():
 
 def test_conversion_aims_at_what_kernels_take():
     """It knows nothing of kernels, and so has their widths by numbers of its own."""
-    assert target.WIDEST_LATENT == latent_selection.MAX_LATENT_ALONE <= selection.MAX_LATENT
-    assert target.WIDEST_ROTARY == latent_selection.MAX_ROPE_ALONE
+    assert target.WIDEST_LATENT == selection.MAX_LATENT
+    assert target.WIDEST_ROTARY == selection.MAX_ROPE_ALONE
     assert target.FUSED_WIDTH == varlen.MAX_WIDTH
 
 

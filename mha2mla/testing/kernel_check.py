@@ -27,7 +27,8 @@ from mha2mla.kernels.parallel_compilation import (
     run_in_workers,
 )
 from mha2mla.kernels.split_kv.op import compiled_shape
-from mha2mla.kernels.split_kv.schedule import COUNT, plan_fragments, write_schedule
+from mha2mla.kernels.split_kv.plan import Column
+from mha2mla.kernels.split_kv.reference import plan_fragments, write_schedule
 from mha2mla.terminal import progress_bar
 from mha2mla.testing.numeric_check import NOT_CHECKED
 from mha2mla.testing.problems import UNUSED_PAGE, LatentProblem, Problem, judge
@@ -225,7 +226,8 @@ def plan_error(problem: Problem, plan: DecodePlan) -> str:
         row, field = differs.nonzero()[0].tolist()
         return (
             f"the plan's row {row}, field {field} is {int(plan.schedule[row, field])}; "
-            f"the oracle has {int(schedule[row, field])} ({int(schedule[: plan.num_ctas, COUNT].sum())} fragments)"
+            f"the oracle has {int(schedule[row, field])}"
+            f" ({int(schedule[: plan.num_ctas, Column.COUNT].sum())} fragments)"
         )
     got = plan.splits.cpu()
     if not torch.equal(got[:, 0], splits[:, 0]) or not torch.equal(got[splits[:, 0] > 0], splits[splits[:, 0] > 0]):
@@ -246,8 +248,8 @@ def check_kernels(
     """Checks the decode op on ``count`` random geometries, ``calls`` random calls and plans each.
 
     A call is right when :func:`mha2mla.testing.problems.judge` says so, its plan is the one that the oracle in
-    ``schedule.py`` makes, and repeating plan and call gives the same bits. Unused cache, page table, workspace and rows
-    of the schedule are poisoned.
+    ``split_kv/reference.py`` makes, and repeating plan and call gives the same bits. Unused cache, page table,
+    workspace and rows of the schedule are poisoned.
 
     Args:
         count: geometries; each is one compilation.

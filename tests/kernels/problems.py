@@ -8,22 +8,8 @@ import random
 
 import torch
 
-from mha2mla.kernels.split_kv.schedule import (
-    COUNT,
-    FIELDS,
-    FIRST,
-    NEXT,
-    SEQUENCE,
-    SLOT,
-    START,
-    TILES,
-    WINDOW_TILE,
-    Fragment,
-    Span,
-    attended_span,
-    plan_fragments,
-    write_schedule,
-)
+from mha2mla.kernels.split_kv.plan import FIELDS, Column
+from mha2mla.kernels.split_kv.reference import Fragment, Span, attended_span, plan_fragments, write_schedule
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import UNUSED_PAGE, Problem, exact, judge, sequences
 
@@ -109,14 +95,14 @@ def write_work(
     rows, later = [[-(2**31)] * FIELDS for _ in work], []
     splits = [[0, -1] for _ in spans]
     for cta, mine in enumerate(work):
-        rows[cta][COUNT] = len(mine)
+        rows[cta][Column.COUNT] = len(mine)
         start = len(work) + len(later) - 1
         for f, fragment in enumerate(mine):
             span, row = spans[fragment.sequence], rows[cta] if f == 0 else [-(2**31)] * FIELDS
-            row[SEQUENCE], row[FIRST], row[TILES], row[SLOT] = dataclasses.astuple(fragment)
-            row[START : WINDOW_TILE + 1] = dataclasses.astuple(span)[:-1]
+            row[Column.SEQUENCE], row[Column.FIRST], row[Column.TILES], row[Column.SLOT] = dataclasses.astuple(fragment)
+            row[Column.START : Column.WINDOW_TILE + 1] = dataclasses.astuple(span)[:-1]
             if f == 0:
-                row[NEXT] = start
+                row[Column.NEXT] = start
             else:
                 later.append(row)
             splits[fragment.sequence][0] += 1

@@ -71,14 +71,14 @@ def test_a_ctrl_c_showed_the_traceback_of_every_worker(tmp_path):
 
 def test_only_combine_kernels_that_are_launched_are_compiled(monkeypatch):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.split_kv.launch import merge_splits
+    from mha2mla.kernels.split_kv.combine import combine_splits
 
     monkeypatch.setattr(parallel_compilation, "num_sms", lambda _: 132)
     problem = Problem(4, 1, 32, 8, (70,))
 
     def merges(*calls):
         job = compile_job(problem.op, problem.shape(), torch.device("cpu"), calls)
-        return {merge_splits(num_ctas, batch) for _, num_ctas, batch in job.launches}
+        return {combine_splits(num_ctas, batch) for _, num_ctas, batch in job.launches}
 
     assert merges((64, lambda resident: resident)) == {4}
     assert merges((64, lambda resident: resident), (1, lambda _: 1), (1, lambda resident: resident)) == {4, 64}
@@ -86,14 +86,16 @@ def test_only_combine_kernels_that_are_launched_are_compiled(monkeypatch):
 
 def test_everything_a_call_launches_is_compiled_beforehand(monkeypatch):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
-    from mha2mla.kernels.split_kv import launch, plan_kernel
+    from mha2mla.kernels.split_kv import combine, launch, plan_kernel
 
     compiled = []
     # Caches of its own: what another test compiled counts for nothing here, nor this test's stand-ins for others.
-    cached = [(launch, name) for name in ("compile_kernels", "compile_choice", "compile_merge")]
-    for module, name in (*cached, (plan_kernel, "compile_planner")):
+    cached = ((combine, "compile_combine"), (plan_kernel, "compile_planner"))
+    for module, name in ((launch, "compile_kernels"), (launch, "compile_choice"), *cached):
         monkeypatch.setattr(module, "compile_for", lambda function, *_: compiled.append(function))
-        monkeypatch.setattr(module, name, cache(getattr(module, name).__wrapped__))
+        fresh = cache(getattr(module, name).__wrapped__)
+        for holder in {module, launch} if hasattr(launch, name) else {module}:
+            monkeypatch.setattr(holder, name, fresh)
     shape = Problem(7, 1, 72, 8, ()).shape()
     compile_launches(CompileJob("mla_decode", shape, 90, ((select_kernel(shape, 90), 132, 64),)))
     names = {function.attrs["global_symbol"] for function in compiled}

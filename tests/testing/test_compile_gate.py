@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 from mha2mla.kernels.machine import PASS_CONFIGS, SMALL_PASS_CONFIGS
-from mha2mla.kernels.split_kv.launch import make_merge
+from mha2mla.kernels.split_kv.combine import make_combine
 from mha2mla.testing import compile_gate
 
 pytestmark = pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
@@ -21,7 +21,7 @@ def test_a_report_outlives_no_change_of_what_it_is_of(tmp_path, monkeypatch):
     monkeypatch.setenv("MHA2MLA_CACHE", str(tmp_path))
     monkeypatch.setattr(compile_gate, "_compile", compile)
     calls = [
-        (make_merge(12, columns, "bfloat16", 64, dependent=False), arch, configs)
+        (make_combine(12, columns, "bfloat16", 64, dependent=False), arch, configs)
         for columns, arch, configs in (
             (200, "sm_80", PASS_CONFIGS), (208, "sm_80", PASS_CONFIGS), (200, "sm_90a", PASS_CONFIGS),
             (200, "sm_80", SMALL_PASS_CONFIGS),

@@ -9,7 +9,7 @@ from torch import Tensor
 from mha2mla.kernels.devices import capability, dtype_name
 from mha2mla.kernels.layouts import aligned
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Machine, compile_for
-from mha2mla.kernels.split_kv.call import LN2, LOG2E, MASKED
+from mha2mla.kernels.split_kv.device import LN2, LOG2E, MASKED
 
 
 def make_attention_combine(*, v_head_dim: int, partial_dtype: str, dtype: str, on_cpu: bool = False):

@@ -9,7 +9,7 @@ from typing import Any
 import tilelang.language as T
 
 from mha2mla.kernels.machine import BY_ROW, GPU, Buffers, Machine
-from mha2mla.kernels.split_kv.call import LN2, LOG2E
+from mha2mla.kernels.split_kv.device import LN2, LOG2E
 
 
 @dataclass(frozen=True)

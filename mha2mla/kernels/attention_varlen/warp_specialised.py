@@ -36,7 +36,7 @@ from mha2mla.kernels.attention_varlen.tiled import (
 )
 from mha2mla.kernels.devices import capability, dtype_name
 from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, SMALL_PASS_CONFIGS, WARPGROUP, Buffers, compile_for
-from mha2mla.kernels.split_kv.call import LOG2E
+from mha2mla.kernels.split_kv.device import LOG2E
 
 ROWS = 64  # of one warpgroup: the M of wgmma
 STAGES = 2  # tiles of keys, and of values, in flight

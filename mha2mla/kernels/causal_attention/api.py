@@ -75,13 +75,26 @@ def explain_causal_attention(
 @cache
 def _compilation_failure(heads: int, widths: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Why kernels could not be compiled, or None; a machine may lack nvcc."""
-    from mha2mla.kernels.causal_attention.launch import compile_gradients
+    from mha2mla.kernels.causal_attention.gradients import compile_gradients
 
     try:
         compile_gradients(heads, widths, dtype)
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         return f"its kernels could not be compiled: {str(error).splitlines()[0]:.200}"
     return None
+
+
+def gradients_reference(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, softmax_scale: float, length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v: as ``gradients.launch_gradients``; float32 inside, float64 of float64 tensors."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q_w, k_w, v_w, d_out_w = (x.to(dtype).unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v, d_out))
+    lse, delta = (x.to(dtype).unflatten(1, (-1, length)).transpose(0, 1)[..., None] for x in (lse, delta))
+    weight = (q_w @ k_w.mT * softmax_scale - lse).exp().tril()  # [B, H, queries, keys]
+    d_score = weight * (d_out_w @ v_w.mT - delta) * softmax_scale
+    found = d_score @ k_w, d_score.mT @ q_w, weight.mT @ d_out_w
+    return tuple(x.transpose(1, 2).flatten(0, 1).to(q.dtype) for x in found)
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -107,11 +120,9 @@ class _CausalAttention(torch.autograd.Function):
         delta = (d_out.to(lse.dtype) * out).sum(-1).T.contiguous()  # [H, T]
         operands = (q, k, v, d_out, lse, delta, ctx.softmax_scale, length)
         if explain_causal_attention(length, q.shape[1], (q.shape[2], v.shape[2]), q.dtype, q.device) is None:
-            from mha2mla.kernels.causal_attention.launch import launch_gradients
+            from mha2mla.kernels.causal_attention.gradients import launch_gradients
 
             found = launch_gradients(*operands)
         else:
-            from mha2mla.kernels.causal_attention.reference import gradients_reference
-
             found = gradients_reference(*operands)
         return *(x.unflatten(0, ctx.shape) for x in found), None

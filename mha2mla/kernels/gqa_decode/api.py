@@ -24,7 +24,8 @@ GQA = PagedOp(
     refusal=refusal,
     select=select_kernel,
     package="mha2mla.kernels.gqa_decode",
-    reference="mha2mla.kernels.gqa_decode.reference:gqa_decode_reference",
+    modules={"streamed": "kernels", "portable": "kernels"},
+    reference="mha2mla.kernels.split_kv.reference:gqa_decode_reference",
 )
 
 

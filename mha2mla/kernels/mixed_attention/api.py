@@ -18,7 +18,7 @@ from mha2mla.kernels.latent_rope import LatentRope, rotary_keys
 from mha2mla.kernels.layouts import Argument, check_scale, check_tensors
 from mha2mla.kernels.mixed_attention.layout import Wave
 from mha2mla.kernels.mixed_attention.plan import ChunkPart, MixedPlan, check_lengths
-from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_values, serves_values
+from mha2mla.kernels.mla_decode.api import mla_decode, mla_decode_w_uv, serves_w_uv
 from mha2mla.kernels.mla_decode.quantization import CODES, dequantize_latent, holds_codes
 from mha2mla.kernels.skinny_linear.api import project_w_uk, skinny_linear, up_project
 from mha2mla.kernels.skinny_linear.selection import is_skinny, serves_up_project, serves_w_uk
@@ -188,8 +188,8 @@ def mla_absorbed(
         q_latent = project_w_uk(q_nope, k_up)
     elif q_latent is None:
         q_latent = _up_project(q_nope, k_up)
-    if is_plain and serves_values(q_latent, latent_cache, v_up, block_table, plan):
-        return mla_decode_values(
+    if is_plain and serves_w_uv(q_latent, latent_cache, v_up, block_table, plan):
+        return mla_decode_w_uv(
             q_latent, q_pe, latent_cache, rope_cache, v_up, block_table, cache_seqlens, softmax_scale=softmax_scale,
             plan=plan, latent_scale=latent_scale, rope=rope, cache_starts=cache_starts, backend=backend,
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,80 +11,46 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.devices import capability, dtype_name, in_plain_eager_mode
 from mha2mla.kernels.latent_rope import LatentRope
 from mha2mla.kernels.layouts import ALIGNMENT, Argument, argument_error
-from mha2mla.kernels.mla_decode.latent_selection import (
-    latent_shape,
-    refusal_latent,
-    refusal_latent_fp8,
-    select_latent,
-    select_latent_fp8,
-)
 from mha2mla.kernels.mla_decode.quantization import CODES
-from mha2mla.kernels.mla_decode.selection import DecodeShape, refusal, refusal_fp8, select_fp8, select_kernel
+from mha2mla.kernels.mla_decode.selection import DecodeShape, latent_shape, refusal, select_kernel
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.kernels.split_kv.plan import DecodePlan
 
-_QUERIES = (Argument("q_latent", "B S_q H d_c"), Argument("q_pe", "B S_q H d_r"))
-_LATENT_SCALE = Argument("latent_scale", "P page", torch.float32)
-_ROPE_CACHE = Argument("rope_cache", "P page (G d_r)")
-_ALIKE = {
-    "package": "mha2mla.kernels.mla_decode",
-    "out": Argument("out", "B S_q H d_c"),
-    "shape": DecodeShape,
-    "static": ("H", "G", "d_c", "d_r", "page", "S_q"),
-}
-MLA = PagedOp(
-    name="mla_decode",
-    arguments=(*_QUERIES, Argument("latent_cache", "P page d_c"), _ROPE_CACHE),
-    **_ALIKE,
-    refusal=refusal,
-    select=select_kernel,
-    reference="mha2mla.kernels.mla_decode.reference:mla_decode_reference",
-)
-FP8 = PagedOp(
-    name="mla_decode_fp8",
-    arguments=(
-        *_QUERIES,
-        Argument("latent_cache", "P page d_c", CODES),
-        _LATENT_SCALE,
-        _ROPE_CACHE,
-    ),
-    **_ALIKE,
-    refusal=refusal_fp8,
-    select=select_fp8,
-    reference="mha2mla.kernels.mla_decode.reference:mla_decode_fp8_reference",
-    guards_indices=True,
-)
 _KEYS = (  # the fields of LatentRope
     Argument("rope_weight", "d_r d_c"),
     Argument("rope_bias", "(d_r)"),
     Argument("inv_freq", "(pairs)", torch.float32),
     Argument("page_offsets", "(B max_pages)", torch.int32, optional=True),
 )
-_LATENT_ALIKE = {
-    "package": _ALIKE["package"],
-    "out": _ALIKE["out"],
-    "shape": latent_shape,
-    "static": ("H", "d_c", "d_r", "page", "S_q"),
-    "numbers": ("scaling",),
-    "opaque_smem_writes": True,
-}
-LATENT = PagedOp(
-    name="mla_decode_latent",
-    arguments=(*_QUERIES, Argument("latent_cache", "P page d_c"), *_KEYS),
-    **_LATENT_ALIKE,
-    refusal=refusal_latent,
-    select=select_latent,
-    reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_reference",
-)
-LATENT_FP8 = PagedOp(
-    name="mla_decode_latent_fp8",
-    arguments=(*_QUERIES, Argument("latent_cache", "P page d_c", CODES), _LATENT_SCALE, *_KEYS),
-    **_LATENT_ALIKE,
-    refusal=refusal_latent_fp8,
-    select=select_latent_fp8,
-    reference="mha2mla.kernels.mla_decode.reference:mla_decode_latent_fp8_reference",
-)
+
+
+def _declare(suffix: str, latent_alone: bool, codes: bool) -> PagedOp:
+    name = "mla_decode" + suffix
+    latent = [Argument("latent_cache", "P page d_c", CODES if codes else None)]
+    scale = [Argument("latent_scale", "P page", torch.float32)] if codes else []
+    keys = _KEYS if latent_alone else (Argument("rope_cache", "P page (G d_r)"),)
+    return PagedOp(
+        name=name,
+        arguments=(Argument("q_latent", "B S_q H d_c"), Argument("q_pe", "B S_q H d_r"), *latent, *scale, *keys),
+        out=Argument("out", "B S_q H d_c"),
+        shape=latent_shape if latent_alone else DecodeShape,
+        static=("H", *(() if latent_alone else ("G",)), "d_c", "d_r", "page", "S_q"),
+        refusal=partial(refusal, latent_alone=latent_alone, codes=codes),
+        select=partial(select_kernel, latent_alone=latent_alone, codes=codes),
+        package="mha2mla.kernels.mla_decode",
+        modules={"latent_portable": "swap_ab", "latent_fp8": "latent_ws", "latent_cluster": "swap_ab_cluster"},
+        reference=f"mha2mla.kernels.mla_decode.reference:{name}_reference",
+        numbers=("scaling",) if latent_alone else (),
+        guards_indices=codes and not latent_alone,
+        opaque_smem_writes=latent_alone,
+    )
+
+
+MLA = _declare("", latent_alone=False, codes=False)
+FP8 = _declare("_fp8", latent_alone=False, codes=True)
+LATENT = _declare("_latent", latent_alone=True, codes=False)
+LATENT_FP8 = _declare("_latent_fp8", latent_alone=True, codes=True)
 
 
 def _op(latent_dtype: torch.dtype | None, has_rope_cache: bool) -> PagedOp:
@@ -182,7 +150,7 @@ def _chosen(
     return op, (q_latent, q_pe, *latent, rope.weight, rope.bias, rope.inv_freq, rope.page_offsets), (rope.scaling,)
 
 
-def mla_decode_values(
+def mla_decode_w_uv(
     q_latent: Tensor,
     q_pe: Tensor,
     latent_cache: Tensor,
@@ -199,7 +167,7 @@ def mla_decode_values(
     backend: str | None = None,
 ) -> Tensor:
     """:func:`mla_decode`, and W_UV [k, d_v, d_c] of what it gives, in the kernel that merges its partials: [B, S_q, H,
-    d_v]. Arguments and errors as there; only where :func:`serves_values`."""
+    d_v]. Arguments and errors as there; only where :func:`serves_w_uv`."""
     op, data, numbers = _chosen(q_latent, q_pe, latent_cache, rope_cache, rope, latent_scale)
     values = q_latent.new_empty(*q_latent.shape[:3], v_up.shape[1])
     call = (block_table, cache_seqlens, cache_starts, softmax_scale, True, backend, plan, None, False)
@@ -207,10 +175,10 @@ def mla_decode_values(
     return values
 
 
-def serves_values(
+def serves_w_uv(
     q_latent: Tensor, latent_cache: Tensor, v_up: Tensor, block_table: Tensor, plan: DecodePlan | None
 ) -> bool:
-    """True where :func:`mla_decode_values` serves these shapes and this plan: few rows on a Hopper, heads that share
+    """True where :func:`mla_decode_w_uv` serves these shapes and this plan: few rows on a Hopper, heads that share
     maps; where each has its own, a merge and a product are faster (docs/notes/step.md)."""
     batch, seqlen_q, heads, width = q_latent.shape
     return (

@@ -26,36 +26,29 @@ from mha2mla.kernels.mla_decode.fp8_products import (
     INLINE,
     PANEL,
     WIDE,
+    Static,
     Thread,
     allocate,
     describe,
     multiply_output,
     multiply_scores,
-    static_of,
     store_weights,
 )  # fmt: skip
 from mha2mla.kernels.mla_decode.selection import DecodeShape, column_of_code
 from mha2mla.kernels.mla_decode.static import MLATypes
-from mha2mla.kernels.split_kv.call import (
-    DONE,
-    FRAGMENTS,
+from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.device import (
     LN2,
     LOG2E,
     MASKED,
     Call,
     find_pages,
-    first_token,
-    has_masked,
-    is_masked,
-    is_visible,
     locate,
-    needs_mask,
     read_fragment,
+    restart,
     store,
     take_work,
 )
-from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.schedule import STOP, TILES
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
 SLACK = 6.0  # the maximum may fall behind by this many powers of two before the output is scaled down: 2**6 in float16
@@ -66,11 +59,11 @@ SMALLEST_QUERY = -40  # exponent below which a query row is not scaled up any fu
 @T.macro
 def stream(k, w, work, column, memory, latent_cache, latent_scale, rope_cache, thread, leader):
     """One warp: the tiles of warpgroup ``w``, codes, scales and rotary keys."""
-    for f in T.serial(work.state[FRAGMENTS]):
+    for f in T.serial(work.fragments):
         read_fragment(work, f)
-        for i in T.serial((work.span[TILES] + 1 - w) // 2):
-            t0 = first_token(work.span, 2 * i + w)
-            n = work.state[DONE] + i
+        for i in T.serial((work.tiles + 1 - w) // 2):
+            t0 = work.first_token(2 * i + w)
+            n = work.done + i
             slot = n % k.stages
             full = w * k.stages + slot
             find_pages(work, t0)
@@ -100,7 +93,7 @@ def stream(k, w, work, column, memory, latent_cache, latent_scale, rope_cache, t
                 )
             if thread == leader:
                 T.barrier_arrive(memory.full[full])
-        work.state[DONE] += (work.span[TILES] + 1 - w) // 2
+        work.state[2] += (work.tiles + 1 - w) // 2
 
 
 @T.macro
@@ -114,7 +107,7 @@ def load_queries(k, c, work, tile, q_latent, q_pe):
             d = v // 4 * PANEL + 4 * c.lane + v % 4
             x[v] = T.if_then_else(
                 tvm.tirx.And(tile.holds(r), d < k.d_c),
-                T.cast(q_latent[(*tile.query(work.span, r), T.min(d, k.d_c - 1))], T.float32),
+                T.cast(q_latent[(*tile.query(work, r), T.min(d, k.d_c - 1))], T.float32),
                 0.0,
             )
             row_max[0] = T.max(row_max[0], T.abs(x[v]))
@@ -136,19 +129,19 @@ def load_queries(k, c, work, tile, q_latent, q_pe):
         d = e % (k.rope_panels * WIDE)
         memory.qp_tile[d // WIDE, r, d % WIDE] = T.if_then_else(
             tvm.tirx.And(tvm.tirx.And(tile.holds(r), k.meets(r, d)), d < k.tiling.groups_per_tile * k.d_r),
-            q_pe[(*tile.query(work.span, r), d % k.d_r)],
+            q_pe[(*tile.query(work, r), d % k.d_r)],
             T.cast(0, k.dtype),
         )
 
 
 @T.macro
-def clean_codes(k, c, span, t0, slot):
+def clean_codes(k, c, work, t0, slot):
     """Zero what no row sees: 0 times NaN is NaN."""
-    if has_masked(span, t0, BLOCK):
+    if work.has_masked(t0, BLOCK):
         for i in T.serial(k.panels * BLOCK * PANEL // 4 // WARPGROUP):
             for v in T.vectorized(4):
                 e = i * WARPGROUP + c.thread % WARPGROUP
-                if is_masked(span, t0 + e // (PANEL // 4) % BLOCK):
+                if work.is_masked(t0 + e // (PANEL // 4) % BLOCK):
                     c.memory.c_ring[
                         c.w, slot, e // (PANEL // 4 * BLOCK), e // (PANEL // 4) % BLOCK, e % (PANEL // 4) * 4 + v
                     ] = T.cast(0, CODES)
@@ -157,7 +150,7 @@ def clean_codes(k, c, span, t0, slot):
 
 
 @T.macro
-def scale_scores(k, c, span, tile, call, t0, slot, scale, tail):
+def scale_scores(k, c, work, tile, call, t0, slot, scale, tail):
     """``s`` becomes score + log2(scale of its token), in powers of two; what a row does not see is masked."""
     first = t0 + c.warp * 16 + c.g
     for i in list(range(2)):
@@ -165,18 +158,18 @@ def scale_scores(k, c, span, tile, call, t0, slot, scale, tail):
         c.scale_of[i] = c.memory.s_ring[c.w, slot, at // k.page_rows, at % k.page_rows]
         # 0 is what stands where a table has no page, with codes of 0
         c.scale_of[i] = T.if_then_else(c.scale_of[i] == 0, 1.0, c.scale_of[i])
-        if has_masked(span, t0, BLOCK):
-            c.scale_of[i] = T.if_then_else(is_masked(span, first + 8 * i), 1.0, c.scale_of[i])
+        if work.has_masked(t0, BLOCK):
+            c.scale_of[i] = T.if_then_else(work.is_masked(first + 8 * i), 1.0, c.scale_of[i])
         c.log_of[i] = T.log2(c.scale_of[i])
     for e in T.unroll(k.held):
         c.s[e] = (c.s[e] * (c.memory.q_scale[c.row_of(e)] * c.scale_of[e // 2 % 2]) + c.turned[e]) * scale + c.log_of[
             e // 2 % 2
         ]
-    if needs_mask(span, t0, BLOCK, tail):
+    if work.needs_mask(t0, BLOCK, tail):
         for e in T.unroll(k.held):
-            limit = span[STOP] - tail + T.min(tile.token(c.row_of(e)), tail)
+            limit = work.stop - tail + T.min(tile.token(c.row_of(e)), tail)
             c.s[e] = T.if_then_else(
-                is_visible(span, first + e // 2 % 2 * 8, limit, call.window, call.sinks), c.s[e], MASKED
+                work.is_visible(first + e // 2 % 2 * 8, limit, call.window, call.sinks), c.s[e], MASKED
             )
 
 
@@ -253,7 +246,7 @@ def write_number(target, tile, row, column, o, i):
 
 
 @T.macro
-def finish(k, c, span, tile, call):
+def finish(k, c, work, tile, call):
     """The end of a fragment: each warpgroup adds up and stores one half of the columns."""
     w, memory, half = c.w, c.memory, -(-k.tiles // 2)
     if w == 0 and c.thread < 4:
@@ -263,7 +256,7 @@ def finish(k, c, span, tile, call):
                 c.row_sum[h] == 0, -T.infinity(T.float32), (T.log2(c.row_sum[h]) + c.row_max[h]) * LN2
             )
             if tile.holds(r):
-                store(call, span, write_lse, tile, r, c.s, h)
+                store(call, work, write_lse, tile, r, c.s, h)
     for u in list(range(half)):
         kept, given = u + w * half, u + (1 - w) * half
         if given < k.tiles:
@@ -277,7 +270,7 @@ def finish(k, c, span, tile, call):
                 r = c.row_of(e)
                 d = kept * 64 + c.warp * 16 + (2 * c.g + e // 2 % 2)
                 if tvm.tirx.And(tile.holds(r), d < k.d_c):
-                    store(call, span, write_number, tile, r, d, c.o, kept * k.held + e)
+                    store(call, work, write_number, tile, r, d, c.o, kept * k.held + e)
         T.sync_threads(barrier_id=BARRIER + 2, arrive_count=CONSUMERS)
 
 
@@ -289,8 +282,8 @@ def consume(k, w, work, tile, memory, call, q_latent, q_pe, thread):
     describe(c)
     scale = call.softmax_scale * LOG2E
     tail = (tile.seqlen_q - 1) * call.causal
-    work.state[DONE] = 0
-    for f in T.serial(work.state[FRAGMENTS]):
+    restart(work)
+    for f in T.serial(work.fragments):
         read_fragment(work, f)
         load_queries(k, c, work, tile, q_latent, q_pe)
         T.fence_proxy_async()
@@ -300,27 +293,27 @@ def consume(k, w, work, tile, memory, call, q_latent, q_pe, thread):
         for h in T.unroll(k.mine):
             c.row_sum[h] = 0.0
             c.m[h] = MASKED
-        for i in T.serial((work.span[TILES] + 1 - w) // 2):
-            t0 = first_token(work.span, 2 * i + w)
-            n = work.state[DONE] + i
+        for i in T.serial((work.tiles + 1 - w) // 2):
+            t0 = work.first_token(2 * i + w)
+            n = work.done + i
             slot = n % k.stages
             T.barrier_wait(memory.full[w * k.stages + slot], (n // k.stages) & 1)
-            clean_codes(k, c, work.span, t0, slot)
+            clean_codes(k, c, work, t0, slot)
             multiply_scores(k, c, slot)
-            scale_scores(k, c, work.span, tile, call, t0, slot, scale, tail)
+            scale_scores(k, c, work, tile, call, t0, slot, scale, tail)
             find_weights(k, c)
             store_weights(k, c)
             multiply_output(k, c, slot)
             T.barrier_arrive(memory.free[w * k.stages + slot])
-        work.state[DONE] += (work.span[TILES] + 1 - w) // 2
+        work.state[2] += (work.tiles + 1 - w) // 2
         merge(k, c)
-        finish(k, c, work.span, tile, call)
+        finish(k, c, work, tile, call)
 
 
 def make_fp8(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_fp8`` for sm_90; :class:`MLATypes` has its arguments, of which latent_cache is
     e4m3 and followed by latent_scale [P,page] (float32)."""
-    k, types = static_of(shape, choice), MLATypes(shape, latent_dtype=CODES)
+    k, types = Static(shape, choice), MLATypes(shape, latent_dtype=CODES)
 
     @T.prim_func
     def mla_decode_fp8(

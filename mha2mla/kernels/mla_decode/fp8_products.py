@@ -3,14 +3,10 @@
 ``c`` is a :class:`Thread`, ``k`` the kernel's :class:`Static`.
 """
 
-from dataclasses import dataclass
-
 import tilelang.language as T
 
 from mha2mla.kernels.machine import BARRIER, ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
-from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.mla_decode.static import MLAStatic
-from mha2mla.kernels.split_kv.choice import KernelChoice
 
 CONSUMERS = 2 * WARPGROUP
 CODES = T.float8_e4m3fn
@@ -21,34 +17,17 @@ BUFFERS = 2  # register operands in flight, 8 registers for two products each
 AHEAD = 2  # steps by which codes are fetched before they are converted
 
 
-@dataclass(frozen=True)
 class Static(MLAStatic):
-    stages: int  # tiles in flight for each of the two warpgroups
-    rows: int
-    page_rows: int  # rows of a tile that lie in one page
-    pieces: int  # pages that a tile lies in
-    tiles: int  # 64 columns each: rows of one product with the weights, depth of four with the queries
-    panels: int
-    rope_panels: int
-    held: int  # accumulators of a thread for 64 rows
-    mine: int  # heads that a thread has accumulators for
-
-
-def static_of(shape: DecodeShape, choice: KernelChoice) -> Static:
-    rows = choice.tiling.rows
-    return Static(
-        shape,
-        choice,
-        stages=choice.num_stages,
-        rows=rows,
-        page_rows=min(BLOCK, shape.page_size),
-        pieces=max(1, BLOCK // shape.page_size),
-        tiles=-(-shape.kv_lora_rank // 64),
-        panels=-(-shape.kv_lora_rank // PANEL),
-        rope_panels=-(-(choice.tiling.groups_per_tile * shape.qk_rope_head_dim) // WIDE),
-        held=rows // 2,
-        mine=rows // 4,
-    )
+    stages = property(lambda k: k.choice.num_stages)  # tiles in flight for each of the two warpgroups
+    rows = property(lambda k: k.tiling.rows)
+    page_rows = property(lambda k: min(BLOCK, k.page_size))  # rows of a tile that lie in one page
+    pieces = property(lambda k: max(1, BLOCK // k.page_size))  # pages that a tile lies in
+    # 64 columns each: rows of one product with the weights, depth of four with the queries
+    tiles = property(lambda k: -(-k.d_c // 64))
+    panels = property(lambda k: -(-k.d_c // PANEL))
+    rope_panels = property(lambda k: -(-(k.tiling.groups_per_tile * k.d_r) // WIDE))
+    held = property(lambda k: k.rows // 2)  # accumulators of a thread for 64 rows
+    mine = property(lambda k: k.rows // 4)  # heads that a thread has accumulators for
 
 
 def allocate(k: Static) -> Buffers:

@@ -10,8 +10,6 @@ Variants: ``lazy`` rescales the output only when a row's maximum has grown by mo
 are taken relative to the older maximum, which is exact: sum and logsumexp are relative to it too. ``plain``: always.
 """
 
-from dataclasses import dataclass
-
 import tilelang.language as T
 
 from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
@@ -22,26 +20,21 @@ from mha2mla.kernels.mla_decode.selection import (
     padded_rope_columns,
 )
 from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes, load_rope_queries
-from mha2mla.kernels.split_kv.call import (
-    DONE,
-    FRAGMENTS,
+from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.device import (
     LN2,
     LOG2E,
     MASKED,
     Call,
-    first_token,
-    has_masked,
-    is_visible,
+    end_fragment,
     locate,
-    needs_mask,
     read_fragment,
     store,
+    stream,
+    stream_queries,
     take_work,
+    zero_masked,
 )
-from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.schedule import STOP, TILES
-from mha2mla.kernels.split_kv.softmax import zero_masked
-from mha2mla.kernels.split_kv.stream import stream, stream_queries
 
 CONSUMERS = 3 * WARPGROUP
 BLOCK = 64  # cached tokens per tile
@@ -51,27 +44,12 @@ SCORE_REGISTERS, OUTPUT_REGISTERS, PRODUCER_REGISTERS = 120, 168, 56
 GROWTH = 8.0  # of a maximum, in powers of 2, that weights may exceed 1 by: 256 is exact in every dtype
 
 
-@dataclass(frozen=True)
 class Static(MLAStatic):
-    latent_cols: int
-    quarter: int  # of the latent's columns: an instruction over a half would not fit the registers
-    rope_cols: int
-    stages: int  # tiles in flight
-    lazy: bool
-
-
-def static_of(shape: DecodeShape, choice: KernelChoice) -> Static:
-    latent_cols = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS)
-    rope_cols = padded_rope_columns(choice.tiling.groups_per_tile * shape.qk_rope_head_dim)
-    return Static(
-        shape,
-        choice,
-        latent_cols,
-        latent_cols // 4,
-        rope_cols,
-        choice.num_stages,
-        choice.variant == "lazy",
-    )
+    latent_cols = property(lambda k: padded_latent_columns(k.d_c, HEADS_ON_M_THREADS))
+    quarter = property(lambda k: k.latent_cols // 4)  # of its columns: an instruction over half has too few registers
+    rope_cols = property(lambda k: padded_rope_columns(k.tiling.groups_per_tile * k.d_r))
+    stages = property(lambda k: k.choice.num_stages)  # tiles in flight
+    lazy = property(lambda k: k.choice.variant == "lazy")
 
 
 def allocate(k: Static) -> Buffers:
@@ -149,8 +127,7 @@ def weigh(k, work, tile, memory, call, q_pe):
     )
     scale = call.softmax_scale * LOG2E
     tail = (tile.seqlen_q - 1) * call.causal
-    span = work.span
-    for f in T.serial(work.state[FRAGMENTS]):
+    for f in T.serial(work.fragments):
         read_fragment(work, f)
         for c in T.serial(k.rope_cols // 16):  # in pieces: loads of a whole row at once cost registers
             load_rope_queries(k, GPU, work, tile, q_pe, memory.qp_tile, 0, ROWS, c * 16, 16)
@@ -159,16 +136,16 @@ def weigh(k, work, tile, memory, call, q_pe):
         T.fill(x.row_sum, 0)
         T.fill(x.row_max, MASKED)
         for i in T.Parallel(ROWS):
-            x.limit[i] = span[STOP] - tail + T.min(tile.token(i), tail)
+            x.limit[i] = work.stop - tail + T.min(tile.token(i), tail)
         T.barrier_wait(memory.q_full, f & 1)
-        for u in T.serial(span[TILES]):
-            t0 = first_token(span, u)
-            n = work.state[DONE] + u
+        for u in T.serial(work.tiles):
+            t0 = work.first_token(u)
+            n = work.done + u
             multiply_scores(k, n, memory, x.s)
-            if needs_mask(span, t0, BLOCK, tail):
+            if work.needs_mask(t0, BLOCK, tail):
                 for i, j in T.Parallel(ROWS, BLOCK):
                     x.s[i, j] = T.if_then_else(
-                        is_visible(span, t0 + j, x.limit[i], call.window, call.sinks), x.s[i, j], MASKED
+                        work.is_visible(t0 + j, x.limit[i], call.window, call.sinks), x.s[i, j], MASKED
                     )
             find_weights(k, x, scale)
             T.barrier_wait(memory.p_free, (n & 1) ^ 1)
@@ -180,7 +157,7 @@ def weigh(k, work, tile, memory, call, q_pe):
             for i in T.Parallel(ROWS):
                 x.row_sum[i] = x.row_sum[i] * x.rescale[i] + x.tile_sum[i]
         T.barrier_arrive(memory.q_free)
-        work.state[DONE] += span[TILES]
+        end_fragment(work)
         for i in T.Parallel(ROWS):
             x.row_max[i] = T.if_then_else(
                 x.row_sum[i] == 0, -T.infinity(T.float32), (T.log2(x.row_sum[i]) + x.row_max[i] * scale) * LN2
@@ -190,7 +167,7 @@ def weigh(k, work, tile, memory, call, q_pe):
         T.barrier_arrive(memory.end)
         for i in T.Parallel(ROWS):
             if tile.holds(i):
-                store(call, span, write_lse, tile, i, x.row_max)
+                store(call, work, write_lse, tile, i, x.row_max)
 
 
 @T.macro
@@ -215,13 +192,13 @@ def multiply(k, w, work, tile, memory, call):
     o = [T.alloc_fragment([ROWS, k.quarter], T.float32) for _ in range(2)]
     factor = T.alloc_fragment([ROWS], T.float32)
     grown = T.alloc_local([1], T.int32)
-    for f in T.serial(work.state[FRAGMENTS]):
+    for f in T.serial(work.fragments):
         read_fragment(work, f)
         for u in list(range(2)):
             T.fill(o[u], 0)
-        for i in T.serial(work.span[TILES]):
-            t0 = first_token(work.span, i)
-            n = work.state[DONE] + i
+        for i in T.serial(work.tiles):
+            t0 = work.first_token(i)
+            n = work.done + i
             slot = n % k.stages
             T.barrier_wait(memory.half_full[w][slot], (n // k.stages) & 1)
             T.barrier_wait(memory.p_full, n & 1)
@@ -235,9 +212,9 @@ def multiply(k, w, work, tile, memory, call):
                 for u in list(range(2)):
                     for r, d in T.Parallel(ROWS, k.quarter):
                         o[u][r, d] *= factor[r]
-            if has_masked(work.span, t0, BLOCK):
+            if work.has_masked(t0, BLOCK):
                 for u in list(range(2)):
-                    zero_masked(GPU, work.span, t0, BLOCK, range(0, k.quarter, 64), quarters[u], slot)
+                    zero_masked(GPU, work, t0, BLOCK, range(0, k.quarter, 64), quarters[u], slot)
                     T.fence_proxy_async()
                 T.sync_threads(barrier_id=BARRIER + 1 + w, arrive_count=WARPGROUP)
             for u in list(range(2)):
@@ -245,16 +222,16 @@ def multiply(k, w, work, tile, memory, call):
             T.wait_wgmma(0)
             T.barrier_arrive(memory.p_free)
             T.barrier_arrive(memory.half_free[w][slot])
-        work.state[DONE] += work.span[TILES]
+        end_fragment(work)
         T.barrier_wait(memory.end, f & 1)
         T.copy(memory.inverses[f & 1, :], factor)
         for u in list(range(2)):
-            store(call, work.span, write_rows, tile, o[u], factor, (2 * w + u) * k.quarter)
+            store(call, work, write_rows, tile, o[u], factor, (2 * w + u) * k.quarter)
 
 
 def make_heads_on_m(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_heads_on_m`` for sm_90; :class:`MLATypes` has its arguments."""
-    k, types = static_of(shape, choice), MLATypes(shape)
+    k, types = Static(shape, choice), MLATypes(shape)
 
     @T.prim_func
     def mla_decode_heads_on_m(

@@ -1,32 +1,51 @@
 """MLA decode over a cache of the latent alone, for Hopper: ``swap_ab_ws`` with warpgroups that make the rotary keys.
 
-Between the streaming warps and the computing warpgroups stand one or two more. Each holds 64 rows of W_KR in registers
-for the kernel's whole life, as the first operand of ``K^T[64, tokens] = W_KR C^T``, which reads the same tile of the
-latent as scores and output do; adds b_KR (that is where the sums begin), rotates the sums and hands them over in
-shared memory, where ``swap_ab_ws`` has its cached rotary keys. Rows of W_KR are ordered so that a thread holds both
-numbers of a pair: rows r and r + 8 of a warp's 16; so one frequency is all that a thread deals with.
-"""
+``latent_ws``: between the streaming warps and the computing warpgroups stand one or two more. Each holds 64 rows of
+W_KR in registers for the kernel's whole life, as the first operand of ``K^T[64, tokens] = W_KR C^T``, which reads the
+same tile of the latent as scores and output do; adds b_KR (that is where the sums begin), rotates the sums and hands
+them over in shared memory, where ``swap_ab_ws`` has its cached rotary keys. Rows of W_KR are ordered so that a thread
+holds both elements of a pair: rows r and r + 8 of a warp's 16; so one frequency is all that a thread deals with.
 
-from dataclasses import dataclass
+``latent_fp8``, over e4m3 latents: TMA brings codes by pieces of 128 columns, each with the scales of its tokens. One
+more warpgroup widens codes, not multiplied, into the ring from which scores, keys and output are computed: both 16-bit
+types hold every e4m3 number, so nothing is rounded. Scales leave the products, as in ``fp8``: scores by the latent and
+the sums of the keys are multiplied by them afterwards; with log2(scale) added to a score its weight contains the scale,
+so that weights are at most 1, whatever the scales; and the denominator sums ``weight / scale``.
+"""
 
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from mha2mla.kernels.machine import ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
 from mha2mla.kernels.mla_decode import swap_ab_ws
-from mha2mla.kernels.mla_decode.latent_selection import KEY_TILE, LatentChoice, key_blocks, key_steps
-from mha2mla.kernels.mla_decode.selection import DecodeShape, padded_latent_columns
+from mha2mla.kernels.mla_decode.fp8_products import CODES
+from mha2mla.kernels.mla_decode.selection import (
+    CODE_PANEL,
+    KEY_TILE,
+    DecodeShape,
+    key_blocks,
+    key_steps,
+)
 from mha2mla.kernels.mla_decode.static import GROUP, Keys, LatentTypes, Turn, find_scaled_turn, find_turn
-from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, SCALE, allocate, consume
-from mha2mla.kernels.split_kv.call import DONE, FRAGMENTS, Call, first_token, locate, read_fragment, take_work
-from mha2mla.kernels.split_kv.schedule import TILES
-from mha2mla.kernels.split_kv.stream import stream, stream_queries
+from mha2mla.kernels.mla_decode.swap_ab_ws import BLOCK, SCALE, allocate_barriers, allocate_tiles, consume
+from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.device import (
+    LOG2E,
+    Call,
+    end_fragment,
+    find_pages,
+    locate,
+    read_fragment,
+    stream,
+    stream_queries,
+    take_work,
+)
 
 SUMS = BLOCK * KEY_TILE // WARPGROUP  # accumulators of a thread
 PANEL_BYTES = BLOCK * 128  # 64 columns of a tile
 # Access that an inline function declares for a tile that it writes. Where TileLang knows of writing, it puts a barrier
 # before it, for all the warpgroups of a role together; mbarriers hold writers and readers apart.
-UNTOLD = "r"
+OPAQUE = "r"
 
 # Where TileLang has no call, or one before each of which it would put a barrier or a proxy fence.
 INLINE = """
@@ -58,32 +77,19 @@ static __device__ __forceinline__ void store_keys(void* place, const float* sums
 """
 
 
-@dataclass(frozen=True)
 class Static(swap_ab_ws.Static):
-    key_warpgroups: int
-    key_registers: int  # of a thread that makes keys
-    steps: int  # products of depth 16 that a tile of keys takes
-
-    @property
-    def pairs(self) -> int:
-        return self.d_r // 2
-
-    @property
-    def half(self) -> str:
-        """A C++ bool: the cache is float16."""
-        return "true" if self.dtype == "float16" else "false"
-
-    @property
-    def latent_readers(self) -> int:
-        return self.consumers + self.key_warpgroups * WARPGROUP
-
-    @property
-    def rope_writers(self) -> int:
-        return WARPGROUP
+    rope = property(lambda k: key_blocks(k.tiling, k.d_r))
+    key_warpgroups = property(lambda k: k.chunks)
+    registers = property(lambda k: k.choice.registers[0])
+    steps = property(lambda k: key_steps(k.d_c))  # products of depth 16 that a tile of keys takes
+    pairs = property(lambda k: k.d_r // 2)
+    half = property(lambda k: "true" if k.dtype == "float16" else "false")  # a C++ bool: the cache is float16
+    latent_readers = property(lambda k: k.consumers + k.key_warpgroups * WARPGROUP)
+    rope_writers = WARPGROUP
 
     @staticmethod
     def pair(column):
-        """Pair number of a rope column: 8 first numbers, the same pairs' second ones, and so on."""
+        """Pair number of a rope column: 8 first elements, the same pairs' second ones, and so on."""
         return column // 16 * 8 + column % 8
 
     def rope_dim(self, column):
@@ -91,28 +97,6 @@ class Static(swap_ab_ws.Static):
 
     def meets(self, row, column):
         return self.pair(column) < self.pairs
-
-
-def static_of(shape: DecodeShape, choice: LatentChoice, kind: type[Static] = Static) -> Static:
-    blocks = key_blocks(choice.tiling, shape.qk_rope_head_dim)
-    chunks = blocks.chunks_per_block
-    return kind(
-        shape,
-        choice,
-        blocks,
-        by_block=False,
-        rows=choice.tiling.rows // choice.warpgroups,
-        latent_cols=padded_latent_columns(shape.kv_lora_rank, WARPGROUP),
-        rope_cols=chunks * KEY_TILE,
-        consumers=choice.warpgroups * WARPGROUP,
-        registers=choice.registers[0],
-        turns=choice.warpgroups > 1 and chunks <= choice.rope_stages,
-        chunks=chunks,
-        rope_phases=chunks * -(-choice.rope_stages // chunks),
-        key_warpgroups=chunks,
-        key_registers=choice.registers[1],
-        steps=key_steps(shape.kv_lora_rank),
-    )
 
 
 class KeyMaker(Buffers):
@@ -226,7 +210,7 @@ def hand_over(k, c, memory, slot):
     T.call_extern(
         "handle",
         f"store_keys<{k.half}>",
-        T.access_ptr(memory.k_ring[slot, c.lane // 16 * 8 + c.lane % 8, c.warp * 16 + c.lane // 8 % 2 * 8], UNTOLD, 8),
+        T.access_ptr(memory.k_ring[slot, c.lane // 16 * 8 + c.lane % 8, c.warp * 16 + c.lane // 8 % 2 * 8], OPAQUE, 8),
         T.access_ptr(c.sums[0], "r", SUMS),
     )
     T.fence_proxy_async()
@@ -235,19 +219,19 @@ def hand_over(k, c, memory, slot):
 @T.macro
 def make_keys(k, work, memory, keys, thread):
     """One warpgroup: its 64 columns of the keys of all tiles of this CTA."""
-    T.set_max_nreg(k.key_registers, 1)
+    T.set_max_nreg(k.choice.registers[1], 1)
     c = KeyMaker(k, thread)
     T.initialize_wgmma_descriptor(c.tile_desc, memory.c_ring.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
     load_weight(k, c, keys)
     stages, rope_stages = k.choice.num_stages, k.choice.rope_stages
-    for f in T.serial(work.state[FRAGMENTS]):
+    for f in T.serial(work.fragments):
         read_fragment(work, f)
-        for i in T.serial(work.span[TILES]):
-            n = work.state[DONE] + i
+        for i in T.serial(work.tiles):
+            n = work.done + i
             u = n * k.chunks + c.v
             T.barrier_wait(memory.c_full[n % stages], (n // stages) & 1)
             multiply(k, c, n % stages)
-            find_first_turns(c, work, keys, first_token(work.span, i))
+            find_first_turns(c, work, keys, work.first_token(i))
             T.warpgroup_wait(0)
             T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
             if k.scaled:
@@ -257,14 +241,13 @@ def make_keys(k, work, memory, keys, thread):
             T.barrier_wait(memory.k_free[u % rope_stages], ((u // rope_stages) & 1) ^ 1)
             hand_over(k, c, memory, u % rope_stages)
             T.barrier_arrive(memory.k_full[u % k.rope_phases])
-        work.state[DONE] += work.span[TILES]
+        end_fragment(work)
 
 
-def make_latent_ws(shape: DecodeShape, choice: LatentChoice):
+def make_latent_ws(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_latent_ws`` for sm_90; :class:`LatentTypes` has its arguments."""
-    k, types = static_of(shape, choice), LatentTypes(shape)
-    makers = k.key_warpgroups * WARPGROUP
-    first_streaming = k.consumers + makers
+    k, types = Static(shape, choice), LatentTypes(shape)
+    first_streaming = k.latent_readers
 
     @T.prim_func
     def mla_decode_latent_ws(
@@ -280,7 +263,7 @@ def make_latent_ws(shape: DecodeShape, choice: LatentChoice):
                 T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
             call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             keys = Keys(rope_weight, rope_bias, inv_freq, page_offsets, scaling, has_offsets)
-            memory = allocate(k)
+            memory = Buffers(**allocate_tiles(k), **allocate_barriers(k))
             T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (memory.c_ring, memory.k_ring)})
             thread = T.get_thread_binding()
             tile = locate(types, k.tiling, y, k.d_r)
@@ -305,3 +288,182 @@ def make_latent_ws(shape: DecodeShape, choice: LatentChoice):
                     )
 
     return mla_decode_latent_ws
+
+
+WIDENED = 8  # codes that a thread takes at a time: 16 bytes of the tile
+
+# Where TileLang has no call, or one around which it would put a barrier.
+INLINE_CODES = """
+template <bool half>
+static __device__ __forceinline__ void widen_codes(void* place, const void* codes) {
+  const uint2 word = *static_cast<const uint2*>(codes);
+  unsigned wide[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned short two = (i < 2 ? word.x : word.y) >> (16 * (i % 2));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide[i]) : "h"(two));
+    if constexpr (!half)
+      asm("{.reg .b16 a, b; .reg .f32 x, y; mov.b32 {a, b}, %0; cvt.f32.f16 x, a; cvt.f32.f16 y, b;"
+          " cvt.rn.bf16x2.f32 %0, y, x;}" : "+r"(wide[i]));
+  }
+  *static_cast<uint4*>(place) = make_uint4(wide[0], wide[1], wide[2], wide[3]);
+}
+// What has no page has the scale 0, and what no row sees any.
+static __device__ __forceinline__ void write_scales(float* scales, const float* given, int token, int hidden,
+                                                    float unit) {
+  if (token < 64) {
+    float scale = *given;
+    if (hidden || scale == 0) scale = 1;
+    scales[token] = scale;
+    scales[64 + token] = log2f(scale) * unit;
+    scales[128 + token] = 1 / scale;
+  }
+}
+"""
+
+
+class CodeStatic(Static):
+    scaled, latent_writers = True, WARPGROUP
+    pieces = property(lambda k: list(range(0, k.latent_cols, CODE_PANEL)))  # first columns of a tile's pieces
+    page_rows = property(lambda k: min(BLOCK, k.page_size))  # of a tile, that lie in one page
+
+
+def allocate_codes(k: CodeStatic) -> Buffers:
+    """Memory of ``latent_ws``; ``codes`` and ``given`` (their scales) as they come, ``scales`` of the tiles."""
+    stages = k.choice.code_stages
+    return Buffers(
+        **allocate_tiles(k),
+        **allocate_barriers(k),
+        codes=T.alloc_shared([stages, BLOCK, CODE_PANEL], CODES),
+        given=T.alloc_shared([stages, BLOCK // k.page_rows, max(32, k.page_rows)], T.float32),
+        scales=T.alloc_shared([k.choice.num_stages, 3, BLOCK], T.float32),
+        codes_full=T.alloc_barrier([1] * stages),
+        codes_free=T.alloc_barrier([WARPGROUP] * stages),
+    )
+
+
+@T.macro
+def stream_codes(k, work, latent_cache, latent_scale, memory, thread, leader):
+    """One warp: the pieces of every tile of this CTA's fragments."""
+    stages = k.choice.code_stages
+    for f in T.serial(work.fragments):
+        read_fragment(work, f)
+        for i in T.serial(work.tiles):
+            t0 = work.first_token(i)
+            in_page = t0 % k.page_size
+            find_pages(work, t0)
+            for u, left in list(enumerate(k.pieces)):
+                n = (work.done + i) * len(k.pieces) + u
+                slot = n % stages
+                T.barrier_wait(memory.codes_free[slot], ((n // stages) & 1) ^ 1)
+                for v in work.pieces:
+                    first = v * k.page_rows
+                    T.tma_copy(
+                        latent_cache[work.pages[v], in_page : in_page + k.page_rows, left : left + CODE_PANEL],
+                        memory.codes[slot, first : first + k.page_rows, :],
+                        barrier=memory.codes_full[slot],
+                    )
+                    T.tma_copy(
+                        latent_scale[work.pages[v], in_page : in_page + k.page_rows],
+                        memory.given[slot, v, 0 : k.page_rows],
+                        barrier=memory.codes_full[slot],
+                    )
+                if thread == leader:
+                    T.barrier_arrive(memory.codes_full[slot])
+        end_fragment(work)
+
+
+@T.macro
+def widen_piece(k, memory, slot, at, left, thread):
+    """A piece of a tile; neighbouring threads take neighbouring codes."""
+    columns = min(CODE_PANEL, k.latent_cols - left) // WIDENED
+    rows = WARPGROUP // columns
+    for i in T.unroll(BLOCK // rows):
+        row, column = i * rows + thread // columns, thread % columns * WIDENED
+        T.call_extern(
+            "handle",
+            f"widen_codes<{k.half}>",
+            T.access_ptr(memory.c_ring[slot, row, left + column], OPAQUE, WIDENED),
+            T.access_ptr(memory.codes[at, row, column], "r", WIDENED),
+        )
+
+
+@T.macro
+def widen(k, work, memory, unit, thread):
+    """One warpgroup: codes of every tile of this CTA's fragments; ``unit``: of scores, in powers of two."""
+    T.set_max_nreg(k.choice.registers[2], 0)
+    stages, code_stages, token = k.choice.num_stages, k.choice.code_stages, thread % BLOCK
+    for f in T.serial(work.fragments):
+        read_fragment(work, f)
+        for i in T.serial(work.tiles):
+            n = work.done + i
+            slot = n % stages
+            T.barrier_wait(memory.c_free[slot], ((n // stages) & 1) ^ 1)
+            for u, left in list(enumerate(k.pieces)):
+                m = n * len(k.pieces) + u
+                at = m % code_stages
+                T.barrier_wait(memory.codes_full[at], (m // code_stages) & 1)
+                if u == 0:
+                    T.call_extern(
+                        "handle",
+                        "write_scales",
+                        T.access_ptr(memory.scales[slot, 0, 0], OPAQUE, 3 * BLOCK),
+                        T.access_ptr(memory.given[at, token // k.page_rows, token % k.page_rows], "r", 1),
+                        thread,
+                        T.cast(work.is_masked(work.first_token(i) + token), T.int32),
+                        unit,
+                    )
+                widen_piece(k, memory, slot, at, left, thread)
+                T.barrier_arrive(memory.codes_free[at])
+            T.fence_proxy_async()
+            T.barrier_arrive(memory.c_full[slot])
+        end_fragment(work)
+
+
+def make_latent_fp8(shape: DecodeShape, choice: KernelChoice):
+    """A TileLang function ``mla_decode_latent_fp8`` for sm_90; :class:`LatentTypes` has its arguments."""
+    k, types = CodeStatic(shape, choice), LatentTypes(shape, latent_dtype=CODES)
+    first_widening = k.latent_readers
+    first_streaming = first_widening + WARPGROUP
+
+    @T.prim_func
+    def mla_decode_latent_fp8(
+        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, latent_scale: types.latent_scale,
+        rope_weight: types.rope_weight, rope_bias: types.rope_bias, inv_freq: types.inv_freq,
+        page_offsets: types.page_offsets, block_table: types.block_table, schedule: types.schedule,
+        partial_out: types.partial_out, partial_lse: types.partial_lse, out: types.out, lse: types.lse,
+        softmax_scale: T.float32, causal: T.int32, window: T.int32, sinks: T.int32, scaling: T.float32,
+        has_offsets: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
+            T.import_source(INLINE + INLINE_CODES)
+            if k.choice.ctas_per_sm > 1:
+                T.annotate_min_blocks_per_sm(k.choice.ctas_per_sm)
+            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
+            keys = Keys(rope_weight, rope_bias, inv_freq, page_offsets, scaling, has_offsets)
+            memory = allocate_codes(k)
+            swizzled = (memory.c_ring, memory.k_ring, memory.codes)
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in swizzled})
+            thread = T.get_thread_binding()
+            tile = locate(types, k.tiling, y, k.d_r)
+            work = take_work(call, cta, k.page_size, BLOCK)
+            T.pdl_trigger()
+
+            if thread < WARPGROUP:
+                consume(k, 0, work, tile, memory, call, q_pe)
+            elif k.choice.warpgroups == 2 and thread < 2 * WARPGROUP:
+                consume(k, k.choice.warpgroups - 1, work, tile, memory, call, q_pe)
+            elif thread < first_widening:
+                make_keys(k, work, memory, keys, thread)
+            elif thread < first_streaming:
+                widen(k, work, memory, 1.0 / (softmax_scale * LOG2E), thread - first_widening)
+            else:
+                T.set_max_nreg(k.choice.registers[2], 0)
+                if thread < first_streaming + 32:
+                    stream_codes(k, work, latent_cache, latent_scale, memory, thread, first_streaming)
+                elif thread < first_streaming + 64:
+                    stream_queries(
+                        work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread, first_streaming + 32
+                    )
+
+    return mla_decode_latent_fp8

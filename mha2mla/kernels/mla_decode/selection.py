@@ -1,10 +1,15 @@
-"""Selection of the decode kernel and its tiles for a geometry, and the refusals. Arithmetic only, no TileLang."""
+"""Selection of a decode kernel and its tiles for a shape, and refusals. Arithmetic only, no TileLang.
+
+Four ops have kernels: over stored rotary keys or over the latent alone, each of 16-bit latents or of e4m3 codes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels.split_kv.choice import (
@@ -17,8 +22,132 @@ from mha2mla.kernels.split_kv.choice import (
     tile_rows,
 )
 
+MAX_LATENT = 1024
+WIDE_LATENT = 512  # wider ones are what two CTAs share
+MAX_ROPE_SHARED = 256
+MAX_ROPE_PER_HEAD = 128
+MAX_ROPE_WIDTH = 2048
+MAX_ROPE_ALONE = 128  # d_r of a cache of the latent alone
+MAX_CODES = 512  # of a token
 CLUSTER = 2  # CTAs that share a tile
-MAX_ROPE_HALF = 128  # rotary columns that a CTA keeps of a tile
+MAX_ROPE_HALF = 128  # rotary columns that a CTA of a cluster keeps of a tile
+HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
+FP8_THREADS = 384  # two warpgroups that compute, one that loads
+PANEL_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
+CODE_PANEL = 128  # e4m3 codes of a token in a piece of a tile: a row of swizzled shared memory
+SCALE_BYTES = 128  # where the scales of each page of a tile start
+KEY_TILE = 64  # rows of W_KR that a warpgroup of ``latent_ws`` holds: the M of one wgmma
+KEY_OVERHEAD = 72  # registers of such a thread beside W_KR: 32 sums, and whatever else
+STREAMING_REGISTERS = 40
+LEAN = 16  # registers fewer of a computing thread, and 8 of a streaming one, to have two CTAs on a multiprocessor
+CONSUMER_OVERHEAD = 60  # of a computing thread, beside its accumulators
+
+Candidates = Iterator[tuple[Any, KernelChoice | None, int]]  # rank, choice where it fits, bytes of shared memory
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """The static part of a decode call: what one compilation is for.
+
+    Attributes: ``heads`` H, ``num_rope_heads`` G, ``kv_lora_rank`` d_c, ``qk_rope_head_dim`` d_r, ``page_size`` tokens,
+    ``seqlen_q`` one of 1, 2, 4, 8 (the call's S_q rounded up), ``dtype`` "bfloat16" or "float16".
+    """
+
+    heads: int
+    num_rope_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    page_size: int
+    seqlen_q: int
+    dtype: str
+
+    @classmethod
+    def of(cls, geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int = 1) -> DecodeShape:
+        """Shape of a call over a layer of ``geometry``; ``seqlen_q`` is the call's own."""
+        return cls(
+            geometry.num_attention_heads,
+            geometry.num_rope_heads,
+            geometry.kv_lora_rank,
+            geometry.qk_rope_head_dim,
+            page_size,
+            seqlen_q,
+            dtype,
+        )
+
+
+def latent_shape(
+    heads: int, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, seqlen_q: int, dtype: str
+) -> DecodeShape:
+    """Shape of a call over a cache of the latent alone: one rope head."""
+    return DecodeShape(heads, 1, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype)
+
+
+def refusal(shape: DecodeShape, *, latent_alone: bool = False, codes: bool = False) -> str | None:
+    """Why no TileLang kernel serves a shape on any GPU, or None.
+
+    Args:
+        shape: of the call.
+        latent_alone: kernels make the rotary keys.
+        codes: latents are e4m3.
+    """
+    width, rope = shape.kv_lora_rank, shape.qk_rope_head_dim
+    rope_limit = MAX_ROPE_SHARED if shape.num_rope_heads == 1 else MAX_ROPE_PER_HEAD
+    rope_width = shape.num_rope_heads * rope
+    checks = (
+        (
+            not codes or width % 16 == 0,
+            f"kv_lora_rank is {width}; rows of e4m3 numbers must be multiples of 16 bytes",
+        ),
+        (
+            not codes or width <= MAX_CODES,
+            f"kv_lora_rank is {width}; kernels over e4m3 latents take at most {MAX_CODES}",
+        ),
+        (
+            not latent_alone or rope <= MAX_ROPE_ALONE,
+            f"qk_rope_head_dim is {rope}; TileLang kernels that make rotary keys take at most {MAX_ROPE_ALONE}",
+        ),
+        *refusals(shape),
+        (
+            width % 8 == 0 and width <= MAX_LATENT,
+            f"kv_lora_rank is {width}; TileLang kernels take multiples of 8 up to {MAX_LATENT}",
+        ),
+        (
+            rope % 8 == 0 and rope <= rope_limit,
+            f"qk_rope_head_dim is {rope}; TileLang kernels take multiples of 8 up to {rope_limit}"
+            f" for num_rope_heads={shape.num_rope_heads}",
+        ),
+        (
+            rope_width <= MAX_ROPE_WIDTH,
+            f"num_rope_heads * qk_rope_head_dim is {rope_width}; TileLang kernels take at most {MAX_ROPE_WIDTH}",
+        ),
+    )
+    return next((why for fits, why in checks if not fits), None)
+
+
+def padded_rope_columns(columns: int) -> int:
+    """Shared-memory width of ``columns`` rope columns: a power of two from 16 to 64, then multiples of 64."""
+    width = 16
+    while width < min(columns, 64):
+        width *= 2
+    return width if columns <= 64 else -(-columns // 64) * 64
+
+
+def padded_latent_columns(kv_lora_rank: int, threads: int) -> int:
+    """Shared-memory width of the latent: every warpgroup owns whole 64-row pieces of the transposed output."""
+    piece = 64 * max(1, threads // 128)
+    return -(-kv_lora_rank // piece) * piece
+
+
+def swap_ab_shared_memory(
+    tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, block_tokens: int, threads: int
+) -> int:
+    """Bytes of shared memory that ``swap_ab`` allocates for 16-bit elements, with 2 KiB for alignment and barriers."""
+    latent = padded_latent_columns(kv_lora_rank, threads)
+    rope = padded_rope_columns(tiling.groups_per_tile * qk_rope_head_dim)
+    queries = tiling.rows * (latent + rope) * 2
+    tiles = block_tokens * (latent + rope) * 2
+    weights = block_tokens * tiling.rows * 2 + block_tokens // 16 * tiling.rows * 4
+    return queries + tiles + weights + 2048
 
 
 @dataclass(frozen=True)
@@ -64,93 +193,6 @@ def cluster_shared_memory(
     rings = 64 * (num_stages * cut.unit + rope_stages * of_keys)
     scores = 2 * 64 * tiling.rows * 4  # of the other CTA, for this tile and the next
     return 2 * (queries + rings + 64 * tiling.rows) + scores + 16 * tiling.rows + 1024
-
-
-MAX_LATENT = 1024
-WIDE_LATENT = 512  # wider ones are what two CTAs share
-HEADS_ON_M_THREADS = 512  # its latent is padded to four panels of 64 columns, one piece for each warpgroup's share
-MAX_ROPE_SHARED = 256
-MAX_ROPE_PER_HEAD = 128
-MAX_ROPE_WIDTH = 2048
-
-
-@dataclass(frozen=True)
-class DecodeShape:
-    """The static part of a decode call: what one compilation is for.
-
-    Attributes: ``heads`` H, ``num_rope_heads`` G, ``kv_lora_rank`` d_c, ``qk_rope_head_dim`` d_r, ``page_size`` tokens,
-    ``seqlen_q`` one of 1, 2, 4, 8 (the call's S_q rounded up), ``dtype`` "bfloat16" or "float16".
-    """
-
-    heads: int
-    num_rope_heads: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    page_size: int
-    seqlen_q: int
-    dtype: str
-
-    @classmethod
-    def of(cls, geometry: MLAGeometry, page_size: int, dtype: str, seqlen_q: int = 1) -> DecodeShape:
-        """Shape of a call over a layer of ``geometry``; ``seqlen_q`` is the call's own."""
-        return cls(
-            geometry.num_attention_heads,
-            geometry.num_rope_heads,
-            geometry.kv_lora_rank,
-            geometry.qk_rope_head_dim,
-            page_size,
-            seqlen_q,
-            dtype,
-        )
-
-
-def refusal(shape: DecodeShape) -> str | None:
-    """Why no TileLang kernel serves a shape on any GPU, or None."""
-    rope_limit = MAX_ROPE_SHARED if shape.num_rope_heads == 1 else MAX_ROPE_PER_HEAD
-    rope_width = shape.num_rope_heads * shape.qk_rope_head_dim
-    checks = (
-        *refusals(shape),
-        (
-            shape.kv_lora_rank % 8 == 0 and shape.kv_lora_rank <= MAX_LATENT,
-            f"kv_lora_rank is {shape.kv_lora_rank}; TileLang kernels take multiples of 8 up to {MAX_LATENT}",
-        ),
-        (
-            shape.qk_rope_head_dim % 8 == 0 and shape.qk_rope_head_dim <= rope_limit,
-            f"qk_rope_head_dim is {shape.qk_rope_head_dim}; TileLang kernels take multiples of 8 up to {rope_limit}"
-            f" for num_rope_heads={shape.num_rope_heads}",
-        ),
-        (
-            rope_width <= MAX_ROPE_WIDTH,
-            f"num_rope_heads * qk_rope_head_dim is {rope_width}; TileLang kernels take at most {MAX_ROPE_WIDTH}",
-        ),
-    )
-    return next((why for fits, why in checks if not fits), None)
-
-
-def padded_rope_columns(columns: int) -> int:
-    """Shared-memory width of ``columns`` rope columns: a power of two from 16 to 64, then multiples of 64."""
-    width = 16
-    while width < min(columns, 64):
-        width *= 2
-    return width if columns <= 64 else -(-columns // 64) * 64
-
-
-def padded_latent_columns(kv_lora_rank: int, threads: int) -> int:
-    """Shared-memory width of the latent: every warpgroup owns whole 64-row pieces of the transposed output."""
-    piece = 64 * max(1, threads // 128)
-    return -(-kv_lora_rank // piece) * piece
-
-
-def swap_ab_shared_memory(
-    tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, block_tokens: int, threads: int
-) -> int:
-    """Bytes of shared memory that ``swap_ab`` allocates for 16-bit elements, with 2 KiB for alignment and barriers."""
-    latent = padded_latent_columns(kv_lora_rank, threads)
-    rope = padded_rope_columns(tiling.groups_per_tile * qk_rope_head_dim)
-    queries = tiling.rows * (latent + rope) * 2
-    tiles = block_tokens * (latent + rope) * 2
-    weights = block_tokens * tiling.rows * 2 + block_tokens // 16 * tiling.rows * 4
-    return queries + tiles + weights + 2048
 
 
 @dataclass(frozen=True)
@@ -211,123 +253,17 @@ def heads_on_m_shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_
     return 2 * ((tiling.rows + num_stages * 64) * (latent + rope) + tiling.rows * 64) + 12 * tiling.rows + 1024
 
 
-def _accumulators(latent_columns: int, rows: int, block: int, threads: int) -> int:
-    """Registers a thread needs for the output, the scores and the denominators."""
-    return (latent_columns + 2 * block) * rows // threads
-
-
-def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int):
-    """(rank, choice or None, bytes); few tiles first (each reads the cache again), then CTAs, then bytes in flight."""
-    latent = padded_latent_columns(shape.kv_lora_rank, 128)
-    rope = rope_blocks(tiling, shape.qk_rope_head_dim)
-    for warpgroups, num_stages, rope_stages in product((1, 2) if tiling.rows == 64 else (1,), (4, 3, 2), (6, 4, 3, 2)):
-        used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
-        registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
-        fits = used <= limit and registers <= 160
-        resident = 2 if 2 * (used + 1024) <= limit + 1024 and registers <= 120 and warpgroups == 1 else 1
-        in_flight = min(num_stages * latent + rope_stages * rope.chunk_columns, 2048 // resident)
-        choice = KernelChoice(
-            "swap_ab_ws", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, resident,
-            f"swap_ab_ws: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {warpgroups} warpgroup(s), "
-            f"{num_stages} latent and {rope_stages} rope stages, rope scores by {rope.num_blocks} product(s), "
-            f"{resident} CTA(s) a multiprocessor, {used} bytes of shared memory each",
-        )  # fmt: skip
-        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups)
-        yield rank, choice if fits else None, used
-
-
-def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int):
-    """Same as ``swap_ab_ws``, which comes first where both take as many tiles; a ring of 1.5 to 3 tiles."""
-    cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim)
-    if shape.kv_lora_rank <= WIDE_LATENT or cut.rope_columns > MAX_ROPE_HALF:
-        return
-    warpgroups = 2 if tiling.rows == 64 else 1
-    for halves, rope_stages in product((6, 5, 4, 3), (3, 2)):
-        num_stages = halves * cut.units // 2
-        used = cluster_shared_memory(tiling, cut, num_stages, rope_stages)
-        choice = KernelChoice(
-            "swap_ab_cluster", tiling, 64, num_stages, rope_stages, 128 * (warpgroups + 1), warpgroups, 1,
-            f"swap_ab_cluster: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {CLUSTER} x {cut.columns} columns, "
-            f"{warpgroups} warpgroup(s), {num_stages} pieces of {cut.unit} columns and {rope_stages} rope stages, "
-            f"{used} bytes of shared memory a CTA",
-            cluster_size=CLUSTER,
-        )  # fmt: skip
-        rank = (0, tiling.num_tiles, tiling.rows, 0, -num_stages, -rope_stages)
-        yield rank, choice if used <= limit else None, used
-
-
-def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int):
-    """For full tiles of 64 rows only: below, most of its work would be on padding.
-
-    ``lazy`` with two tiles and more, which is where the matrix instructions bind and not the memory: on an H200 it took
-    6.1 % less time than ``plain`` at H=128 d_c=512 d_r=64 128 x 8192, 1.7 at 16 x 8192, 0.5 at 1 x 8192.
-    """
-    columns = tiling.groups_per_tile * shape.qk_rope_head_dim
-    if tiling.rows != 64 or columns > 64:
-        return
-    variant = "lazy" if tiling.num_tiles > 1 else "plain"
-    # The latent is padded to 256 columns; where others pad to fewer, this kernel comes after them.
-    padded = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS) > shape.kv_lora_rank + 63
-    for num_stages in (3, 2):
-        used = heads_on_m_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages)
-        choice = KernelChoice(
-            "heads_on_m", tiling, 64, num_stages, num_stages, HEADS_ON_M_THREADS, 3, 1,
-            f"heads_on_m ({variant}): {tiling.num_tiles} tile(s) of 64 rows, {num_stages} stages, "
-            f"{used} bytes of shared memory",
-            variant,
-        )  # fmt: skip
-        yield (1 if padded else -1, tiling.num_tiles, -num_stages), choice if used <= limit else None, used
-
-
-def _swap_ab(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int):
-    threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
-    latent = padded_latent_columns(shape.kv_lora_rank, threads)
-    for block in (64,) if capability == 90 else (64, 32):
-        used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, threads)
-        fits = used <= limit and _accumulators(latent, tiling.rows, block, threads) <= 144
-        choice = KernelChoice(
-            "swap_ab", tiling, block, 1, 0, threads, threads // 128, 1,
-            f"swap_ab: {tiling.num_tiles} tile(s) of {tiling.rows} rows, {block} tokens a step, "
-            f"{used} bytes of shared memory",
-        )  # fmt: skip
-        yield (2, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
-
-
-def _candidates(shape: DecodeShape, capability: int, limit: int):
-    """(rank, choice or None, bytes) of every configuration; smaller ranks are expected to be faster."""
-    tilings = dict.fromkeys(
-        tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
-        for max_rows in (64, 32, 16)
-        for max_groups in (128, 64, 32, 16, 8, 4, 2, 1)
-    )
-    for tiling in tilings:
-        if capability == 90:
-            yield from _swap_ab_ws(shape, tiling, limit)
-            yield from _swap_ab_cluster(shape, tiling, limit)
-            yield from _heads_on_m(shape, tiling, limit)
-        yield from _swap_ab(shape, tiling, capability, limit)
-
-
-def list_kernels(shape: DecodeShape, capability: int) -> list[KernelChoice]:
-    """Every configuration that fits the device, the one that the rule would choose first.
-
-    Raises:
-        ValueError: with the numbers, if no configuration fits into the device's shared memory.
-    """
-    limit = shared_memory_limit(capability)
-    return rank_choices(shape, capability, _candidates(shape, capability, limit))
-
-
-@lru_cache(maxsize=4096)
-def select_kernel(shape: DecodeShape, capability: int) -> KernelChoice:
-    """The kernel and tiles for ``shape`` on a compute capability (90 for Hopper); raises as :func:`list_kernels`."""
-    return list_kernels(shape, capability)[0]
-
-
-THREADS = 384  # two warpgroups that compute, one that loads
-TILE_BYTES = 64 * 128  # one panel: 64 tokens of 128 bytes
-MAX_CODES = 512  # of a token
-SCALE_ALIGNMENT = 128  # bytes: where the scales of each page of a tile start
+def fp8_shared_memory(
+    tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, num_stages: int
+) -> int:
+    """Bytes of shared memory that ``fp8`` allocates, with the 1 KiB before its tiles that barriers are in."""
+    panels = -(-kv_lora_rank // 128)
+    rope_panels = -(-(tiling.groups_per_tile * qk_rope_head_dim) // 64)
+    scales = max(1, 64 // page_size) * max(SCALE_BYTES, min(64, page_size) * 4)
+    rings = 2 * num_stages * ((panels + rope_panels) * PANEL_BYTES + scales)
+    queries = tiling.rows * 128 * (2 * panels + rope_panels)
+    weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
+    return rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
 
 
 def column_of_code(d):
@@ -340,59 +276,299 @@ def column_of_code(d):
     return d // 16 * 16 + d % 16 // 4 * 2 + d % 4 // 2 * 8 + d % 2
 
 
-def shared_memory(tiling: RowTiling, kv_lora_rank: int, qk_rope_head_dim: int, page_size: int, num_stages: int) -> int:
-    """Bytes of shared memory that the kernel allocates, with the 1 KiB before its tiles that barriers are in."""
-    panels = -(-kv_lora_rank // 128)
-    rope_panels = -(-(tiling.groups_per_tile * qk_rope_head_dim) // 64)
-    scales = max(1, 64 // page_size) * max(SCALE_ALIGNMENT, min(64, page_size) * 4)
-    rings = 2 * num_stages * ((panels + rope_panels) * TILE_BYTES + scales)
-    queries = tiling.rows * 128 * (2 * panels + rope_panels)
-    weights_and_exchange = 2 * tiling.rows * 128 + tiling.rows * 512
-    return rings + queries + weights_and_exchange + 44 * tiling.rows + 1024
+def portable_shared_memory(
+    tiling: RowTiling, shape: DecodeShape, block_tokens: int, threads: int, weight_columns: int
+) -> int:
+    """Bytes of shared memory that ``latent_portable`` allocates for 16-bit elements."""
+    half = padded_rope_columns(shape.qk_rope_head_dim // 2)
+    shared = swap_ab_shared_memory(tiling, shape.kv_lora_rank, 2 * half, block_tokens, threads)
+    return shared + 4 * half * weight_columns + 8 * half * (1 + block_tokens // 16 + 16)
 
 
-def refusal_codes(shape: DecodeShape) -> str | None:
-    """Why no kernel over e4m3 latents serves a shape on any GPU, or None."""
-    if shape.kv_lora_rank % 16:
-        return f"kv_lora_rank is {shape.kv_lora_rank}; rows of e4m3 numbers must be multiples of 16 bytes"
-    if shape.kv_lora_rank > MAX_CODES:
-        return f"kv_lora_rank is {shape.kv_lora_rank}; kernels over e4m3 latents take at most {MAX_CODES}"
-    return None
+def _choice(kernel: str, tiling: RowTiling, used: int, words: str, **fields: Any) -> KernelChoice:
+    """A choice, and the reason with its numbers."""
+    name = f"{kernel} ({fields['variant']})" if kernel == "heads_on_m" else kernel
+    tiles = f"{tiling.num_tiles} tile(s) of {tiling.rows} rows"
+    return KernelChoice(
+        kernel, tiling, reason=f"{name}: {tiles}, {words}, {used} bytes of shared memory a CTA", **fields
+    )
 
 
-def refusal_fp8(shape: DecodeShape) -> str | None:
-    """Why the kernel serves a shape on no GPU, or None."""
-    return refusal_codes(shape) or refusal(shape)
+def _accumulators(latent_columns: int, rows: int, block: int, threads: int) -> int:
+    """Registers a thread needs for the output, the scores and the denominators."""
+    return (latent_columns + 2 * block) * rows // threads
 
 
-def check_hopper(capability: int) -> None:
-    """Raise ValueError for another compute capability: kernels over e4m3 latents multiply with register operands."""
-    if capability != HOPPER:
+def _swap_ab(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int) -> Candidates:
+    threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
+    latent = padded_latent_columns(shape.kv_lora_rank, threads)
+    for block in (64,) if capability == 90 else (64, 32):
+        used = swap_ab_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, block, threads)
+        choice = _choice(
+            "swap_ab", tiling, used, f"{block} tokens a step",
+            block_tokens=block, threads=threads, warpgroups=threads // 128,
+        )  # fmt: skip
+        fits = used <= limit and _accumulators(latent, tiling.rows, block, threads) <= 144
+        yield (2, tiling.num_tiles, -block, tiling.rows), choice if fits else None, used
+
+
+def _latent_portable(shape: DecodeShape, tiling: RowTiling, capability: int, limit: int) -> Candidates:
+    threads = 256 if capability == 90 and shape.kv_lora_rank > 128 else 128
+    latent = padded_latent_columns(shape.kv_lora_rank, threads)
+    half = padded_rope_columns(shape.qk_rope_head_dim // 2)
+    for block in (64,) if capability == 90 else (64, 32):
+        for variant, columns in (("resident", latent), ("streamed", 64)):
+            used = portable_shared_memory(tiling, shape, block, threads, columns)
+            registers = _accumulators(latent, tiling.rows, block, threads) + 2 * block * half // threads
+            choice = _choice(
+                "latent_portable", tiling, used, f"{block} tokens a step, W_KR {variant}",
+                block_tokens=block, threads=threads, warpgroups=threads // 128, variant=variant,
+            )  # fmt: skip
+            rank = (2, tiling.num_tiles, variant == "streamed", -block, tiling.rows)
+            yield rank, choice if used <= limit and registers <= 160 else None, used
+
+
+def _swap_ab_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """Few tiles first (each reads the cache again), then CTAs, then bytes in flight."""
+    latent = padded_latent_columns(shape.kv_lora_rank, 128)
+    rope = rope_blocks(tiling, shape.qk_rope_head_dim)
+    for warpgroups, num_stages, rope_stages in product((1, 2) if tiling.rows == 64 else (1,), (4, 3, 2), (6, 4, 3, 2)):
+        used = swap_ab_ws_shared_memory(tiling, rope, shape.kv_lora_rank, num_stages, rope_stages)
+        registers = _accumulators(latent, tiling.rows // warpgroups, 64, 128)
+        resident = 2 if 2 * (used + 1024) <= limit + 1024 and registers <= 120 and warpgroups == 1 else 1
+        in_flight = min(num_stages * latent + rope_stages * rope.chunk_columns, 2048 // resident)
+        choice = _choice(
+            "swap_ab_ws", tiling, used,
+            f"{warpgroups} warpgroup(s), {num_stages} latent and {rope_stages} rope stages, rope scores by "
+            f"{rope.num_blocks} product(s), {resident} CTA(s) a multiprocessor",
+            num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 1), warpgroups=warpgroups,
+            ctas_per_sm=resident,
+        )  # fmt: skip
+        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups)
+        yield rank, choice if used <= limit and registers <= 160 else None, used
+
+
+def _swap_ab_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """Behind ``swap_ab_ws`` where both take as many tiles; a ring of 1.5 to 3 tiles."""
+    cut = halve(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim)
+    if shape.kv_lora_rank <= WIDE_LATENT or cut.rope_columns > MAX_ROPE_HALF:
+        return
+    warpgroups = 2 if tiling.rows == 64 else 1
+    for halves, rope_stages in product((6, 5, 4, 3), (3, 2)):
+        num_stages = halves * cut.units // 2
+        used = cluster_shared_memory(tiling, cut, num_stages, rope_stages)
+        choice = _choice(
+            "swap_ab_cluster", tiling, used,
+            f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s), {num_stages} pieces of {cut.unit} columns"
+            f" and {rope_stages} rope stages",
+            num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + 1), warpgroups=warpgroups,
+            cluster_size=CLUSTER,
+        )  # fmt: skip
+        rank = (0, tiling.num_tiles, tiling.rows, 0, -num_stages, -rope_stages)
+        yield rank, choice if used <= limit else None, used
+
+
+def _heads_on_m(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """For full tiles of 64 rows only: below, most of its work would be on padding.
+
+    ``lazy`` with two tiles and more, which is where the matrix instructions bind and not the memory: on an H200 it took
+    6.1 % less time than ``plain`` at H=128 d_c=512 d_r=64 128 x 8192, 1.7 at 16 x 8192, 0.5 at 1 x 8192.
+    """
+    columns = tiling.groups_per_tile * shape.qk_rope_head_dim
+    if tiling.rows != 64 or columns > 64:
+        return
+    # The latent is padded to 256 columns; where others pad to fewer, this kernel comes after them.
+    padded = padded_latent_columns(shape.kv_lora_rank, HEADS_ON_M_THREADS) > shape.kv_lora_rank + 63
+    for num_stages in (3, 2):
+        used = heads_on_m_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, num_stages)
+        choice = _choice(
+            "heads_on_m", tiling, used, f"{num_stages} stages", variant="lazy" if tiling.num_tiles > 1 else "plain",
+            num_stages=num_stages, rope_stages=num_stages, threads=HEADS_ON_M_THREADS, warpgroups=3,
+        )  # fmt: skip
+        yield (1 if padded else -1, tiling.num_tiles, -num_stages), choice if used <= limit else None, used
+
+
+def _fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """Fewest tiles of rows first, then most stages."""
+    tiling = replace(tiling, rows=max(16, tiling.rows))  # weights are stored in pairs of 8 rows
+    for num_stages in (4, 3, 2, 1):
+        used = fp8_shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, num_stages)
+        choice = _choice(
+            "fp8", tiling, used, f"2 x {num_stages} stages", num_stages=num_stages, threads=FP8_THREADS, warpgroups=2
+        )
+        rank = (num_stages == 1, tiling.num_tiles, -num_stages, tiling.rows)  # of one stage, nothing is read ahead
+        yield rank, choice if used <= limit else None, used
+
+
+def key_blocks(tiling: RowTiling, qk_rope_head_dim: int) -> RopeBlocks:
+    """Rotary keys of ``latent_ws``: one block of all rows, a chunk from each warpgroup that makes keys."""
+    chunks = -(-qk_rope_head_dim // KEY_TILE)
+    return RopeBlocks(1, tiling.rows, chunks * KEY_TILE, chunks, KEY_TILE)
+
+
+def key_steps(kv_lora_rank: int) -> int:
+    """Products of depth 16 between W_KR and a tile; 4 registers of W_KR each."""
+    return -(-kv_lora_rank // 16)
+
+
+def _registers(
+    columns: int,
+    qk_rope_head_dim: int,
+    tiling: RowTiling,
+    warpgroups: int,
+    resident: int,
+    held: int = 0,
+    lean: int = 0,
+    streamers: int = 1,
+) -> tuple[int, int, int] | None:
+    """Registers of a thread that computes (and holds ``held`` more numbers of the scores), makes keys of so many
+    columns of the latent, and streams (in one of ``streamers`` warpgroups); None if they are not enough. ``lean``:
+    fewer for computing and streaming."""
+    makers = -(-qk_rope_head_dim // KEY_TILE)
+    roles = warpgroups + makers + streamers
+    launched = 65536 // (resident * roles * 128) // 8 * 8
+    key = max(launched, -(-(4 * key_steps(columns) + KEY_OVERHEAD) // 8) * 8)
+    streaming = STREAMING_REGISTERS - min(lean, 8)
+    computing = min(240, (launched * roles - streamers * streaming - makers * key) // warpgroups // 8 * 8)
+    latent = padded_latent_columns(columns, 128)
+    needed = (latent + 2 * 64) * tiling.rows // warpgroups // 128 + held + CONSUMER_OVERHEAD - lean
+    if streamers > 1:  # who widens codes takes what is left over
+        spare = launched * roles - warpgroups * computing - makers * key - streamers * streaming
+        streaming = min(launched, streaming + max(0, spare) // streamers // 8 * 8)
+    return (computing, key, streaming) if computing >= max(launched, needed) and key <= 240 else None
+
+
+def _registers_of(
+    shape: DecodeShape, tiling: RowTiling, warpgroups: int, resident: int, lean: int, streamers: int = 1
+) -> tuple[int, int, int] | None:
+    """Those of :func:`_registers` for all columns; where they are not enough, ``lean`` ones if a tile is one load:
+    several addresses at a time take their registers."""
+    call = (shape.kv_lora_rank, shape.qk_rope_head_dim, tiling, warpgroups, resident)
+    registers = _registers(*call, streamers=streamers)
+    if registers is None and lean and shape.page_size >= 64 and shape.seqlen_q == 1:
+        registers = _registers(*call, lean=lean, streamers=streamers)
+    return registers
+
+
+def _latent_ws(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """Few tiles first (each reads the cache again), then bytes in flight."""
+    latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
+    makers = blocks.chunks_per_block
+    sizes = product((1, 2) if tiling.rows == 64 else (1,), (2, 1), (6, 4, 3, 2), (3 * makers, 2 * makers))
+    for warpgroups, resident, num_stages, rope_stages in sizes:
+        used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
+        registers = _registers_of(shape, tiling, warpgroups, resident, LEAN if resident > 1 else 0)
+        choice = _choice(
+            "latent_ws", tiling, used,
+            f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} latent and {rope_stages} rope stages,"
+            f" {resident} CTA(s) a multiprocessor",
+            num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 1),
+            warpgroups=warpgroups, ctas_per_sm=resident, registers=registers or (0, 0, 0),
+        )  # fmt: skip
+        fits = registers is not None and resident * (used + 1024) <= limit + 1024
+        in_flight = min(num_stages * latent, 2048 // resident)
+        rank = (0, tiling.num_tiles, tiling.rows, -resident * in_flight, -resident, warpgroups, rope_stages)
+        yield rank, choice if fits else None, used
+
+
+def _latent_fp8(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """Few tiles first, then two tiles and pieces of the next two, then what is in flight."""
+    latent, blocks = padded_latent_columns(shape.kv_lora_rank, 128), key_blocks(tiling, shape.qk_rope_head_dim)
+    makers, pieces = blocks.chunks_per_block, -(-latent // CODE_PANEL)
+    pages = max(1, 64 // shape.page_size)
+    piece = 64 * CODE_PANEL + pages * max(SCALE_BYTES, 256 // pages)
+    rope_stages = 2 * makers
+    sizes = product((1, 2) if tiling.rows == 64 else (1,), (3, 2), range(12, 1, -1))
+    for warpgroups, num_stages, code_stages in sizes:
+        used = swap_ab_ws_shared_memory(tiling, blocks, shape.kv_lora_rank, num_stages, rope_stages)
+        used += code_stages * piece + num_stages * 3 * 64 * 4
+        registers = _registers_of(shape, tiling, warpgroups, 1, 8, streamers=2)  # two CTAs: not tried
+        choice = _choice(
+            "latent_fp8", tiling, used,
+            f"{warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages} latent and {rope_stages} rope stages,"
+            f" {code_stages} pieces of {CODE_PANEL} codes",
+            num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 2),
+            warpgroups=warpgroups, registers=registers or (0, 0, 0), code_stages=code_stages,
+        )  # fmt: skip
+        in_flight = min(code_stages, 8, 4 * pieces)
+        rank = (tiling.num_tiles, tiling.rows, -in_flight, warpgroups, -num_stages, code_stages)
+        yield rank, choice if used <= limit and registers is not None else None, used
+
+
+def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candidates:
+    """A ring of 1.5 to 4 tiles."""
+    cut, blocks = halve(tiling, shape.kv_lora_rank, 8), key_blocks(tiling, shape.qk_rope_head_dim)
+    makers, warpgroups = blocks.chunks_per_block, 2 if tiling.rows == 64 else 1
+    held = 64 * tiling.rows // warpgroups // 128
+    registers = _registers(cut.columns, shape.qk_rope_head_dim, tiling, warpgroups, 1, held)
+    for halves, rope_stages in product((8, 6, 5, 4, 3), (3 * makers, 2 * makers)):
+        num_stages = max(cut.units + 1, halves * cut.units // 2)
+        used = cluster_shared_memory(tiling, cut, num_stages, rope_stages, (makers * KEY_TILE, KEY_TILE))
+        choice = _choice(
+            "latent_cluster", tiling, used,
+            f"{CLUSTER} x {cut.columns} columns, {warpgroups} warpgroup(s) compute, {makers} make keys, {num_stages}"
+            f" pieces of {cut.unit} columns and {rope_stages} rope stages",
+            num_stages=num_stages, rope_stages=rope_stages, threads=128 * (warpgroups + makers + 1),
+            warpgroups=warpgroups, cluster_size=CLUSTER, registers=registers or (0, 0, 0),
+        )  # fmt: skip
+        rank = (1, tiling.num_tiles, tiling.rows, -num_stages, -rope_stages)
+        yield rank, choice if used <= limit and registers is not None else None, used
+
+
+def _candidates(shape: DecodeShape, capability: int, limit: int, latent_alone: bool, codes: bool) -> Candidates:
+    """Every configuration; smaller ranks are expected to be faster."""
+    hopper, packed = capability == HOPPER, codes and not latent_alone
+    if codes and not hopper:
         raise ValueError(
             f"the GPU has compute capability {capability / 10}; kernels over e4m3 latents need {HOPPER / 10} (Hopper)"
         )
+    tilings = dict.fromkeys(
+        tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=packed)
+        for max_rows in ((32, 16) if packed else (64, 32, 16))
+        for max_groups in ((1,) if latent_alone else (128, 64, 32, 16, 8, 4, 2, 1))
+    )
+    # Two CTAs share columns of a latent alone only where one takes them with no tiling: halves of a key are rounded
+    # each.
+    fits_one = hopper and shape.kv_lora_rank <= WIDE_LATENT
+    alone = [entry for tiling in tilings if fits_one and latent_alone for entry in _latent_ws(shape, tiling, limit)]
+    if latent_alone and not codes:
+        yield from alone
+    for tiling in tilings:
+        if codes:
+            yield from (_latent_fp8 if latent_alone else _fp8)(shape, tiling, limit)
+        elif latent_alone:
+            if hopper and not any(choice for _, choice, _ in alone):
+                yield from _latent_cluster(shape, tiling, limit)
+            yield from _latent_portable(shape, tiling, capability, limit)
+        else:
+            if hopper:
+                yield from _swap_ab_ws(shape, tiling, limit)
+                yield from _swap_ab_cluster(shape, tiling, limit)
+                yield from _heads_on_m(shape, tiling, limit)
+            yield from _swap_ab(shape, tiling, capability, limit)
 
 
-@lru_cache(maxsize=1024)
-def select_fp8(shape: DecodeShape, capability: int = HOPPER) -> KernelChoice:
-    """Fewest tiles of rows (each reads the cache again), then most stages.
+def list_kernels(
+    shape: DecodeShape, capability: int, *, latent_alone: bool = False, codes: bool = False
+) -> list[KernelChoice]:
+    """Every configuration that fits the device, the one that the rule would choose first.
+
+    Args:
+        shape: of the call.
+        capability: compute capability, 90 for Hopper.
+        latent_alone, codes: as in :func:`refusal`.
 
     Raises:
-        ValueError: with the numbers, if nothing fits into shared memory; or it is no Hopper.
+        ValueError: with the numbers, if no configuration fits into shared memory or registers; or codes on another GPU
+            than a Hopper.
     """
-    check_hopper(capability)
-    limit, candidates = shared_memory_limit(capability), []
-    for max_rows, max_groups in product((32, 16), (128, 64, 32, 16, 8, 4, 2, 1)):
-        tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=True)
-        tiling = replace(tiling, rows=max(16, tiling.rows))  # weights are stored in pairs of 8 rows
-        for num_stages in (4, 3, 2, 1):
-            used = shared_memory(tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, num_stages)
-            reason = (
-                f"{tiling.num_tiles} tile(s) of {tiling.rows} rows, 2 x {num_stages} stages, {used} bytes of shared"
-                " memory"
-            )
-            single = num_stages == 1  # nothing is read ahead
-            choice = KernelChoice("fp8", tiling, num_stages=num_stages, threads=THREADS, warpgroups=2, reason=reason)
-            rank = (single, tiling.num_tiles, -num_stages, tiling.rows)
-            candidates.append((rank, choice if used <= limit else None, used))
-    return rank_choices(shape, capability, candidates)[0]
+    limit = shared_memory_limit(capability)
+    return rank_choices(shape, capability, _candidates(shape, capability, limit, latent_alone, codes))
+
+
+@lru_cache(maxsize=4096)
+def select_kernel(
+    shape: DecodeShape, capability: int, *, latent_alone: bool = False, codes: bool = False
+) -> KernelChoice:
+    """The kernel and tiles for ``shape``; arguments and errors as :func:`list_kernels`."""
+    return list_kernels(shape, capability, latent_alone=latent_alone, codes=codes)[0]

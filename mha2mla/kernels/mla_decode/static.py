@@ -1,8 +1,8 @@
-"""Static parameters and tensor types of MLA decode kernels; cos and sin of rotary positions for those of the latent.
+"""Static parameters and tensor types of MLA decode kernels; rotation of keys made of the latent.
 
 R(t) of a token is R(first of its 16 tokens) R(place among them): one cos and sin per frequency and 16 tokens, by a
-range reduction in float64, turned on by a table of 16 places. Pages hold a multiple of 16 tokens, so each 16 lie in
-one page, whatever offset that has.
+range reduction in float64, multiplied with a table of 16 places. Pages hold a multiple of 16 tokens, so each 16 lie in
+one page and share its offset.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,8 @@ from tilelang import tvm
 
 from mha2mla.kernels.machine import GPU, Buffers, Machine
 from mha2mla.kernels.mla_decode.selection import DecodeShape
-from mha2mla.kernels.split_kv.call import Types, last_page
 from mha2mla.kernels.split_kv.choice import KernelChoice, RowTiling
-from mha2mla.kernels.split_kv.schedule import SEQUENCE
+from mha2mla.kernels.split_kv.device import Types
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def load_rope_queries(k, machine, work, tile, q_pe, qp_tile, first_row, rows, le
     for i, d in machine.parallel(rows, columns):
         qp_tile[first_row + i, left + d] = T.if_then_else(
             tvm.tirx.And(tile.holds(first_row + i), k.meets(first_row + i, left + d)),
-            q_pe[(*tile.query(work.span, first_row + i), k.rope_dim(left + d))],
+            q_pe[(*tile.query(work, first_row + i), k.rope_dim(left + d))],
             T.cast(0, k.dtype),
         )
 
@@ -112,8 +111,8 @@ class Keys:
 
     def position(self, work, t):
         """The rotary position of token ``t`` of the sequence at hand."""
-        page = T.min(t // work.page_size, last_page(work.span, work.page_size))
-        return t + T.if_then_else(self.has_offsets != 0, self.page_offsets[work.span[SEQUENCE], page], 0)
+        page = T.min(t // work.page_size, work.last_page())
+        return t + T.if_then_else(self.has_offsets != 0, self.page_offsets[work.sequence, page], 0)
 
 
 class Turn(Buffers):

@@ -1,55 +1,70 @@
-"""MLA decode, heads on the N side of the matrix instruction, pipelined by the compiler: the path that runs everywhere.
+"""MLA decode kernels that run everywhere, pipelined by the compiler: heads on the N side of the matrix instruction.
 
 ``S^T[tokens, rows] = C Q^T`` (+ rope scores) and ``O^T[d_c, rows] += C^T P^T`` take both operands from one tile of the
 latent cache, so a handful of heads needs no padding to the 64 rows of a Hopper matrix instruction. The same body is
 compiled for sm_90 (wgmma, TMA), for sm_80 and newer (mma, cp.async) and, unpipelined on one thread, for the CPU.
+
+``latent_portable`` makes rotary keys of each tile of a cache of the latent alone: ``K = C W_KR^T + b_KR`` in two
+products, for the first and the second elements of all pairs, which lie alike in registers and are rotated there. W_KR
+stays in shared memory where it fits ("resident"), and is else fetched by 64 columns, every step again ("streamed").
 """
 
 from dataclasses import dataclass
 
 import tilelang.language as T
+from tilelang import tvm
 
-from mha2mla.kernels.machine import GPU, Buffers, Machine
-from mha2mla.kernels.mla_decode.selection import (
-    DecodeShape,
-    padded_latent_columns,
-    padded_rope_columns,
+from mha2mla.kernels.machine import BY_ROW, GPU, Buffers, Machine
+from mha2mla.kernels.mla_decode.selection import DecodeShape, padded_latent_columns, padded_rope_columns
+from mha2mla.kernels.mla_decode.static import (
+    GROUP,
+    Keys,
+    LatentTypes,
+    MLAStatic,
+    MLATypes,
+    Turn,
+    find_scaled_turn,
+    find_turn,
+    load_rope_queries,
 )
-from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes, load_rope_queries
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.call import (
-    FRAGMENTS,
-    LOG2E,
+from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.device import (
     MASKED,
     Call,
-    first_token,
-    has_masked,
+    load_queries,
+    load_tiles,
     locate,
     read_fragment,
     store,
     take_work,
 )
-from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.schedule import TILE_TOKENS, TILES
-from mha2mla.kernels.split_kv.softmax import Softmax, write_columns, zero_masked
-from mha2mla.kernels.split_kv.stream import clear_holes, copy_tile, find_present_pages, load_queries
+from mha2mla.kernels.split_kv.plan import TILE_TOKENS
 
-BY_ROW, BY_COLUMN = T.GemmWarpPolicy.FullRow, T.GemmWarpPolicy.FullCol
+BY_COLUMN = T.GemmWarpPolicy.FullCol
 
 
 @dataclass(frozen=True)
 class Static(MLAStatic):
-    machine: Machine
-    block: int  # cached tokens a step
-    threads: int  # 256 split heads (scores) and d_c (output) over two warpgroups
-    latent_cols: int
-    rope_cols: int
+    machine: Machine = GPU
 
+    @property
+    def block(self) -> int:
+        """Cached tokens a step."""
+        return self.choice.block_tokens
 
-def static_of(shape: DecodeShape, choice: KernelChoice, machine: Machine) -> Static:
-    latent_cols = padded_latent_columns(shape.kv_lora_rank, choice.threads)
-    rope_cols = padded_rope_columns(choice.tiling.groups_per_tile * shape.qk_rope_head_dim)
-    return Static(shape, choice, machine, choice.block_tokens, choice.threads, latent_cols, rope_cols)
+    @property
+    def latent_cols(self) -> int:
+        return padded_latent_columns(self.d_c, self.choice.threads)
+
+    @property
+    def rope_cols(self) -> int:
+        return padded_rope_columns(self.tiling.groups_per_tile * self.d_r)
+
+    @property
+    def policy(self):
+        """Warps of score products; 256 threads split heads over two warpgroups (and d_c in output products)."""
+        return BY_COLUMN if self.choice.threads > 128 else BY_ROW
 
 
 def allocate(k: Static) -> Buffers:
@@ -63,51 +78,67 @@ def allocate(k: Static) -> Buffers:
         p_tile=shared([k.block, rows], k.dtype),
         stage=shared([k.block // 16, rows], T.float32),
         o=fragment([k.latent_cols, rows], T.float32),
-        o_top=fragment([rows], T.float32),
-        o_new_top=fragment([rows], T.float32),
-        o_shrink=fragment([rows], T.float32),
+        o_row_max=fragment([rows], T.float32),
+        o_new_max=fragment([rows], T.float32),
+        o_rescale=fragment([rows], T.float32),
         holes=T.alloc_local([max(1, k.block // k.page_size) + 1], T.int32),
     )
 
 
 @T.macro
-def load_step(k, t0, work, tile, latent_cache, rope_cache, num_pages, memory):
-    T.sync_threads()
-    find_present_pages(work, t0, num_pages, memory.holes)
-    copy_tile(work, t0, latent_cache, (), 0, memory.c_tile)
-    copy_tile(work, t0, rope_cache, (), tile.column, memory.k_tile)
-    T.sync_threads()
-    if has_masked(work.span, t0, k.block):
-        zero_masked(k.machine, work.span, t0, k.block, range(0, k.latent_cols, 64), memory.c_tile)
-        T.sync_threads()
-    clear_holes(k.machine, work, memory.holes, [memory.c_tile, memory.k_tile])
-
-
-@T.macro
 def attend(k, t0, work, memory, x):
     """Scores, softmax and output of one step."""
-    policy = BY_COLUMN if k.threads > 128 else BY_ROW
-    T.gemm(memory.c_tile, memory.q_tile, x.s, transpose_B=True, clear_accum=True, policy=policy)
-    T.gemm(memory.k_tile, memory.qp_tile, x.s, transpose_B=True, policy=policy)
-    softmax.apply_mask(x, work.span, t0)
+    T.gemm(memory.c_tile, memory.q_tile, x.s, transpose_B=True, clear_accum=True, policy=k.policy)
+    T.gemm(memory.k_tile, memory.qp_tile, x.s, transpose_B=True, policy=k.policy)
+    softmax.apply_mask(x, work, t0)
     softmax.reduce_row_max(x, guarded=False)
-    softmax.update_row_max(x, memory.o_top, memory.o_new_top)
+    softmax.update_row_max(x, memory.o_row_max, memory.o_new_max)
     softmax.find_rescale(x)
     for j in x.parallel(k.tiling.rows):
-        memory.o_shrink[j] = T.exp2((memory.o_top[j] - memory.o_new_top[j]) * x.scale)
-        memory.o_top[j] = memory.o_new_top[j]
+        memory.o_rescale[j] = T.exp2((memory.o_row_max[j] - memory.o_new_max[j]) * x.scale)
+        memory.o_row_max[j] = memory.o_new_max[j]
     softmax.find_weights(x)
     T.copy(x.s, memory.p_tile)
     softmax.add_weights(x)
     for d, j in x.parallel(k.latent_cols, k.tiling.rows):
-        memory.o[d, j] *= memory.o_shrink[j]
+        memory.o[d, j] *= memory.o_rescale[j]
     T.gemm(memory.c_tile, memory.p_tile, memory.o, transpose_A=True, policy=BY_ROW)
+
+
+@T.macro
+def decode(k, types, call, memory, y, cta, q_latent, q_pe, latent_cache, rope_cache, keys):
+    """All fragments of a CTA. Rotary keys are those of ``rope_cache``, or are made by ``keys``."""
+    tile = locate(types, k.tiling, y, k.d_r)
+    work = take_work(call, cta, k.page_size, k.block)  # no pdl_trigger: there is none before sm_90
+    x = softmax.make_softmax(k.machine, call, tile, k.block, k.tiling.rows, memory.stage, (), T.sync_threads)
+    sources = [(latent_cache, (), 0, memory.c_tile)]
+    if keys is None:
+        sources.append((rope_cache, (), tile.column, memory.k_tile))
+    else:
+        prepare_keys(k, keys, memory)
+    steps = TILE_TOKENS // k.block  # per tile of the schedule
+    for f in T.serial(work.fragments):
+        read_fragment(work, f)
+        T.sync_threads()
+        for c in list(range(0, k.latent_cols, 64)):
+            load_queries(k.machine, work, tile, q_latent, memory.q_tile, c, 64)
+        load_rope_queries(k, k.machine, work, tile, q_pe, memory.qp_tile, 0, k.tiling.rows, 0, k.rope_cols)
+        T.fill(memory.o, 0)
+        T.fill(memory.o_row_max, MASKED)
+        softmax.begin(x, work)
+        for i in T.serial(work.tiles * steps):
+            t0 = work.first_token(i // steps) + i % steps * k.block
+            load_tiles(k.machine, work, t0, sources, memory.c_tile, memory.holes, types.num_pages)
+            if keys is not None:
+                make_keys(k, t0, work, keys, memory)
+            attend(k, t0, work, memory, x)
+        softmax.finish(x, memory.o_row_max)
+        store(call, work, softmax.write_columns, x, memory.o, x.row_sum, memory.o_row_max)
 
 
 def make_swap_ab(shape: DecodeShape, choice: KernelChoice, machine: Machine = GPU):
     """A TileLang function ``mla_decode_swap_ab``; :class:`MLATypes` has its arguments."""
-    k, types = static_of(shape, choice, machine), MLATypes(shape, machine)
-    steps = TILE_TOKENS // k.block  # per tile of the schedule
+    k, types = Static(shape, choice, machine), MLATypes(shape, machine)
 
     @T.prim_func
     def mla_decode_swap_ab(
@@ -116,28 +147,139 @@ def make_swap_ab(shape: DecodeShape, choice: KernelChoice, machine: Machine = GP
         partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
         window: T.int32, sinks: T.int32,
     ):  # fmt: skip
-        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=k.threads) as (y, cta):
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
             call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
             memory = allocate(k)
-            tile = locate(types, k.tiling, y, k.d_r)
-            work = take_work(call, cta, k.page_size, k.block)  # no pdl_trigger: there is none before sm_90
-            scale = softmax_scale * LOG2E
-            tail = (types.seqlen_q - 1) * causal
-            x = Softmax(machine, call, tile, k.block, k.tiling.rows, memory.stage, (), T.sync_threads, scale, tail)
-            for f in T.serial(work.state[FRAGMENTS]):
-                read_fragment(work, f)
-                T.sync_threads()
-                for c in list(range(0, k.latent_cols, 64)):
-                    load_queries(machine, work, tile, q_latent, memory.q_tile, c, 64)
-                load_rope_queries(k, machine, work, tile, q_pe, memory.qp_tile, 0, k.tiling.rows, 0, k.rope_cols)
-                T.fill(memory.o, 0)
-                T.fill(memory.o_top, MASKED)
-                softmax.begin(x, work.span)
-                for i in T.serial(work.span[TILES] * steps):
-                    t0 = first_token(work.span, i // steps) + i % steps * k.block
-                    load_step(k, t0, work, tile, latent_cache, rope_cache, types.num_pages, memory)
-                    attend(k, t0, work, memory, x)
-                softmax.finish(x, memory.o_top)
-                store(call, work.span, write_columns, x, memory.o, x.row_sum, memory.o_top)
+            decode(k, types, call, memory, y, cta, q_latent, q_pe, latent_cache, rope_cache, None)
 
     return mla_decode_swap_ab
+
+
+@dataclass(frozen=True)
+class LatentStatic(Static):
+    @property
+    def half(self) -> int:
+        """Columns of the first elements of all pairs; the second ones follow."""
+        return padded_rope_columns(self.pairs)
+
+    @property
+    def rope_cols(self) -> int:
+        return 2 * self.half
+
+    @property
+    def weight_cols(self) -> int:
+        """Columns of W_KR in shared memory at a time."""
+        return self.latent_cols if self.choice.variant == "resident" else 64
+
+    @property
+    def pairs(self) -> int:
+        return self.d_r // 2
+
+    def rope_dim(self, column):
+        return column // self.half * self.pairs + T.min(column % self.half, self.pairs - 1)
+
+    def meets(self, row, column):
+        return column % self.half < self.pairs
+
+
+def allocate_latent(k: LatentStatic) -> Buffers:
+    """:func:`allocate`, and operands of keys: W_KR's rows, its bias, cos and sin of first tokens and places."""
+    memory, shared = allocate(k), k.machine.alloc_shared
+    memory = Buffers(
+        **vars(memory),
+        w_tile=[shared([k.half, k.weight_cols], k.dtype) for _ in range(2)],
+        bias=shared([2, k.half], T.float32),
+        first=shared([2, k.block // GROUP, k.half], T.float32),
+        place=shared([2, GROUP, k.half], T.float32),
+        raw=[k.machine.alloc_fragment([k.block, k.half], T.float32) for _ in range(2)],
+    )
+    memory.turn = Turn()
+    return memory
+
+
+@T.macro
+def load_weight(k, keys, memory, left):
+    """``weight_cols`` columns of W_KR from ``left`` on, zeros behind its width and for pairs that there are not."""
+    for u in list(range(2)):
+        for j, d in k.machine.parallel(k.half, k.weight_cols):
+            memory.w_tile[u][j, d] = T.if_then_else(
+                tvm.tirx.And(j < k.pairs, left + d < k.d_c),
+                keys.weight[u * k.pairs + T.min(j, k.pairs - 1), T.min(left + d, k.d_c - 1)],
+                T.cast(0, k.dtype),
+            )
+
+
+@T.macro
+def prepare_keys(k, keys, memory):
+    """Once for all tiles: the bias, cos and sin of places, W_KR where it is resident."""
+    turn = memory.turn
+    for u in list(range(2)):
+        for j in k.machine.parallel(k.half):
+            memory.bias[u, j] = T.if_then_else(
+                j < k.pairs, T.cast(keys.bias[u * k.pairs + T.min(j, k.pairs - 1)], T.float32), 0.0
+            )
+    for i, j in k.machine.parallel(GROUP, k.half):
+        find_turn(turn, i, keys.inv_freq[T.min(j, k.pairs - 1)])
+        memory.place[0, i, j] = turn.cos[0]
+        memory.place[1, i, j] = turn.sin[0]
+    if k.weight_cols == k.latent_cols:
+        load_weight(k, keys, memory, 0)
+
+
+@T.macro
+def make_keys(k, t0, work, keys, memory):
+    """The rotary keys of the tile, as ``k_tile``."""
+    turn = memory.turn
+    for a, j in k.machine.parallel(k.block // GROUP, k.half):
+        find_scaled_turn(turn, keys.position(work, t0 + a * GROUP), keys.inv_freq[T.min(j, k.pairs - 1)], keys.scaling)
+        memory.first[0, a, j] = turn.cos[0]
+        memory.first[1, a, j] = turn.sin[0]
+    for u in list(range(2)):
+        T.fill(memory.raw[u], 0)
+    if k.weight_cols == k.latent_cols:
+        for u in list(range(2)):
+            T.gemm(memory.c_tile, memory.w_tile[u], memory.raw[u], transpose_B=True, policy=k.policy)
+    else:
+        for c in list(range(0, k.latent_cols, k.weight_cols)):
+            T.sync_threads()
+            load_weight(k, keys, memory, c)
+            T.sync_threads()
+            for u in list(range(2)):
+                T.gemm(
+                    memory.c_tile[:, c : c + k.weight_cols], memory.w_tile[u], memory.raw[u], transpose_B=True,
+                    policy=k.policy,
+                )  # fmt: skip
+    T.sync_threads()
+    for i, j in k.machine.parallel(k.block, k.half):
+        cos = memory.first[0, i // GROUP, j] * memory.place[0, i % GROUP, j] - (
+            memory.first[1, i // GROUP, j] * memory.place[1, i % GROUP, j]
+        )
+        sin = memory.first[1, i // GROUP, j] * memory.place[0, i % GROUP, j] + (
+            memory.first[0, i // GROUP, j] * memory.place[1, i % GROUP, j]
+        )
+        one = memory.raw[0][i, j] + memory.bias[0, j]
+        two = memory.raw[1][i, j] + memory.bias[1, j]
+        memory.k_tile[i, j] = one * cos - two * sin
+        memory.k_tile[i, k.half + j] = two * cos + one * sin
+    T.sync_threads()
+
+
+def make_latent_portable(shape: DecodeShape, choice: KernelChoice, machine: Machine = GPU):
+    """A TileLang function ``mla_decode_latent_portable``; :class:`LatentTypes` has its arguments."""
+    k, types = LatentStatic(shape, choice, machine), LatentTypes(shape, machine)
+
+    @T.prim_func
+    def mla_decode_latent_portable(
+        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, rope_weight: types.rope_weight,
+        rope_bias: types.rope_bias, inv_freq: types.inv_freq, page_offsets: types.page_offsets,
+        block_table: types.block_table, schedule: types.schedule, partial_out: types.partial_out,
+        partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
+        window: T.int32, sinks: T.int32, scaling: T.float32, has_offsets: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(k.tiling.num_tiles, types.num_ctas, threads=choice.threads) as (y, cta):
+            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
+            keys = Keys(rope_weight, rope_bias, inv_freq, page_offsets, scaling, has_offsets)
+            memory = allocate_latent(k)
+            decode(k, types, call, memory, y, cta, q_latent, q_pe, latent_cache, None, keys)
+
+    return mla_decode_latent_portable

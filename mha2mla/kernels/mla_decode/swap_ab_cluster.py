@@ -1,40 +1,57 @@
 """MLA decode for Hopper over latents too wide for one CTA: two of a cluster own half of the columns each.
 
 Each computes what its columns contribute to the scores of a tile, Sᵀ[tokens, rows], and stores it into the other's
-shared memory; both add the same two numbers, so both have the same weights, and each multiplies its own columns of the
-output with them. So every number of the cache is read once, by one multiprocessor. Otherwise as in ``swap_ab_ws``; a
+shared memory; both add the same two parts, so both have the same weights, and each multiplies its own columns of the
+output with them. So every element of the cache is read once, by one multiprocessor. Otherwise as in ``swap_ab_ws``; a
 tile's columns are streamed in pieces, each free again as soon as its part of the output is computed, so that a ring may
 hold two and a half tiles.
-"""
 
-from dataclasses import dataclass
+``latent_cluster``, over a cache of the latent alone: each CTA makes keys of its own columns, as in ``latent_ws``.
+K = R(t)(W_KR c + b_KR) is a sum over columns, and so is the score. What a CTA's part of the keys adds to the scores
+goes to the other one with what its part of the latent adds; b_KR is in the first one's. So W_KR too is cut in halves,
+which fit into registers.
+"""
 
 import tilelang.language as T
 from tilelang import tvm
+from tilelang.layout import make_full_bank_swizzled_layout
 
-from mha2mla.kernels.machine import BARRIER, BY_ROW, GPU, WARPGROUP, Buffers
-from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, Halves, halve
-from mha2mla.kernels.mla_decode.static import MLAStatic, MLATypes
+from mha2mla.kernels.machine import BY_ROW, ROW_GROUP, SWIZZLE_128, WARPGROUP, Buffers
+from mha2mla.kernels.mla_decode import latent_ws, swap_ab_ws
+from mha2mla.kernels.mla_decode.latent_ws import (
+    PANEL_BYTES,
+    SUMS,
+    KeyMaker,
+    begin_sums,
+    find_first_turns,
+    hand_over,
+    load_weight,
+    rotate,
+)
+from mha2mla.kernels.mla_decode.selection import CLUSTER, DecodeShape, RopeBlocks, halve, key_steps
+from mha2mla.kernels.mla_decode.static import Keys, LatentTypes, MLATypes
+from mha2mla.kernels.mla_decode.swap_ab_ws import (
+    BLOCK,
+    PRODUCER_REGISTERS,
+    allocate_barriers,
+    allocate_tiles,
+    make_own_softmax,
+    multiply_rope,
+    weigh,
+)
 from mha2mla.kernels.split_kv import softmax
-from mha2mla.kernels.split_kv.call import (
-    DONE,
-    FRAGMENTS,
-    LOG2E,
+from mha2mla.kernels.split_kv.choice import KernelChoice
+from mha2mla.kernels.split_kv.device import (
     Call,
-    first_token,
-    has_masked,
+    end_fragment,
     locate,
     read_fragment,
+    restart,
     store,
+    stream,
+    stream_queries,
     take_work,
 )
-from mha2mla.kernels.split_kv.choice import KernelChoice
-from mha2mla.kernels.split_kv.schedule import TILES
-from mha2mla.kernels.split_kv.softmax import Softmax, write_columns, zero_masked
-from mha2mla.kernels.split_kv.stream import stream, stream_queries
-
-BLOCK = 64  # cached tokens per tile: the M of one wgmma
-PRODUCER_REGISTERS = 56
 
 # A thread's scores go to the thread of the same number in the other CTA, which holds the same places of the tile: four
 # at a time, which the receiving CTA's barrier counts (PTX ISA, st.async). There are two places for them: nobody sends a
@@ -66,47 +83,30 @@ static __device__ __forceinline__ void add_scores(float* scores, const float* pl
 """
 
 
-@dataclass(frozen=True)
-class Static(MLAStatic):
-    cut: Halves
-    rows: int  # of one warpgroup
-    held: int  # scores of a tile that a thread holds
-    consumers: int  # threads that compute
-    registers: int  # of one of these
+class Columns:
+    """Columns of a CTA of the cluster, beside those of ``swap_ab_ws``."""
+
+    latent_cols = property(lambda k: k.cut.columns)
+    slot_cols = property(lambda k: k.cut.unit)
+    held = property(lambda k: BLOCK * k.rows // WARPGROUP)  # scores of a tile that a thread holds
+
+    def lefts(self, half) -> list:
+        """First columns of the pieces of a tile of CTA ``half``."""
+        return [half * self.cut.columns + u * self.cut.unit for u in range(self.cut.units)]
 
 
-def static_of(shape: DecodeShape, choice: KernelChoice) -> Static:
-    consumers, rows = choice.warpgroups * WARPGROUP, choice.tiling.rows // choice.warpgroups
-    threads = consumers + WARPGROUP
-    pool = 65536 // threads // 8 * 8 * threads  # registers of a CTA at launch
-    return Static(
-        shape,
-        choice,
-        halve(choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim),
-        rows,
-        BLOCK * rows // WARPGROUP,
-        consumers,
-        registers=min(240, (pool - PRODUCER_REGISTERS * WARPGROUP) // consumers // 8 * 8),
-    )
+class Static(Columns, swap_ab_ws.Static):
+    cut = property(lambda k: halve(k.tiling, k.d_c, k.d_r))
+    rope = property(lambda k: RopeBlocks(1, k.tiling.rows, k.cut.rope_columns, 1, k.cut.rope_columns))
 
 
 def allocate(k: Static) -> Buffers:
     """Shared memory and barriers of a CTA; ``scores``: the other's, for even and odd tiles."""
-    stages, rope_stages, warpgroups = k.choice.num_stages, k.choice.rope_stages, k.choice.warpgroups
+    warpgroups = k.choice.warpgroups
     return Buffers(
-        q_tile=T.alloc_shared([k.tiling.rows, k.cut.columns], k.dtype),
-        qp_tile=T.alloc_shared([k.tiling.rows, k.cut.rope_columns], k.dtype),
-        c_ring=T.alloc_shared([stages, BLOCK, k.cut.unit], k.dtype),
-        k_ring=T.alloc_shared([rope_stages, BLOCK, k.cut.rope_columns], k.dtype),
-        p_tile=T.alloc_shared([warpgroups, BLOCK, k.rows], k.dtype),
-        stage=T.alloc_shared([warpgroups, BLOCK // 16, k.rows], T.float32),
+        **allocate_tiles(k),
         scores=T.alloc_shared([warpgroups, 2, k.held // 4, WARPGROUP, 4], T.float32),
-        q_full=T.alloc_barrier(1),
-        q_free=T.alloc_barrier(k.consumers),
-        c_full=T.alloc_barrier([1] * stages),
-        c_free=T.alloc_barrier([k.consumers] * stages),
-        k_full=T.alloc_barrier([1] * rope_stages),
-        k_free=T.alloc_barrier([k.consumers] * rope_stages),
+        **allocate_barriers(k),
         s_full=T.alloc_cluster_barrier([1] * (2 * warpgroups)),
     )
 
@@ -122,7 +122,7 @@ def load_own_rope_queries(k, w, work, tile, half, q_pe, qp_tile):
                 tvm.tirx.all(
                     tile.holds(w * k.rows + i), c * piece + d < k.cut.rope_own, k.meets(w * k.rows + i, column)
                 ),
-                q_pe[(*tile.query(work.span, w * k.rows + i), column % k.d_r)],
+                q_pe[(*tile.query(work, w * k.rows + i), column % k.d_r)],
                 T.cast(0, k.dtype),
             )
 
@@ -141,22 +141,6 @@ def multiply_latent(k, w, n, slots, memory, s):
             clear_accum=u == 0,
             policy=BY_ROW,
         )
-
-
-@T.macro
-def multiply_rope(k, w, n, memory, s):
-    """Contribution of its cached rotary columns."""
-    rope_stages, first = k.choice.rope_stages, w * k.rows
-    T.barrier_wait(memory.k_full[n % rope_stages], (n // rope_stages) & 1)
-    T.wgmma_gemm(
-        memory.k_ring[n % rope_stages, :, :],
-        memory.qp_tile[first : first + k.rows, :],
-        s,
-        transpose_B=True,
-        policy=BY_ROW,
-    )
-    T.wait_wgmma(0)
-    T.barrier_arrive(memory.k_free[n % rope_stages])
 
 
 def place_of(i, j):
@@ -192,36 +176,18 @@ def share_scores(k, w, n, half, thread, memory, s, held):
 
 
 @T.macro
-def zero_masked_latent(k, w, work, t0, slots, memory):
-    """Warpgroups share the columns; another one may still be reading the tile for its scores."""
-    warpgroups = k.choice.warpgroups
-    if has_masked(work.span, t0, BLOCK):
-        if warpgroups > 1:
-            T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
-        for u in list(range(w, k.cut.units, warpgroups)):
-            zero_masked(GPU, work.span, t0, BLOCK, range(0, k.cut.unit, 64), memory.c_ring, slots[u])
-        T.fence_proxy_async()
-        if warpgroups > 1:
-            T.sync_threads(barrier_id=BARRIER + 2, arrive_count=k.consumers)
-
-
-@T.macro
-def attend(k, w, i, work, half, thread, memory, x, o, held, slots, multiply_rope):
+def attend(k, w, i, work, half, thread, memory, x, o, held, slots):
     """The i-th tile of the fragment at hand, for the rows of warpgroup ``w``: scores, softmax, output."""
-    t0 = first_token(work.span, i)
-    n = work.state[DONE] + i
+    t0 = work.first_token(i)
+    n = work.done + i
     units = k.cut.units
     for u in list(range(units)):
         slots[u] = T.truncmod(n * units + u, k.choice.num_stages)
     multiply_latent(k, w, n, slots, memory, x.s)
-    multiply_rope(k, w, n, memory, x.s)
+    multiply_rope(k, w, n, memory, x.s, [])
     share_scores(k, w, n, half, thread, memory, x.s, held)
-    softmax.apply_mask(x, work.span, t0)
-    zero_masked_latent(k, w, work, t0, slots, memory)
-    softmax.reduce_row_max(x)
-    softmax.find_rescale(x)
-    softmax.find_weights(x)
-    T.copy(x.s, memory.p_tile[w, :, :])
+    own = range(w, units, k.choice.warpgroups)  # warpgroups share the columns
+    weigh(k, w, work, t0, memory, x, [(slots[u], range(0, k.cut.unit, 64)) for u in own])
     softmax.add_weights(x)
     T.fence_proxy_async()
     x.sync()
@@ -235,41 +201,34 @@ def attend(k, w, i, work, half, thread, memory, x, o, held, slots, multiply_rope
 
 
 @T.macro
-def consume(
-    k, w, work, tile, half, memory, call, q_pe, thread, load_queries=load_own_rope_queries, multiply_rope=multiply_rope
-):
+def consume(k, w, work, tile, half, memory, call, q_pe, thread, load_queries):
     """One warpgroup: all fragments of this CTA, for rows ``w * rows ...`` of its tile."""
     T.set_max_nreg(k.registers, 1)
-    scale = call.softmax_scale * LOG2E
-    tail = (tile.seqlen_q - 1) * call.causal
-    x = Softmax(
-        GPU, call, tile, BLOCK, k.rows, memory.stage, (w,),
-        lambda: T.sync_threads(barrier_id=BARRIER + w, arrive_count=WARPGROUP), scale, tail, w * k.rows,
-    )  # fmt: skip
+    x = make_own_softmax(k, w, tile, memory, call)
     o = [T.alloc_fragment([k.cut.unit, k.rows], T.float32) for _ in range(k.cut.units)]
     held, slots = T.alloc_local([k.held], T.float32), T.alloc_local([k.cut.units], T.int32)
-    work.state[DONE] = 0
-    for f in T.serial(work.state[FRAGMENTS]):
+    restart(work)
+    for f in T.serial(work.fragments):
         read_fragment(work, f)
         load_queries(k, w, work, tile, half, q_pe, memory.qp_tile)
         T.fence_proxy_async()
         x.sync()
         for u in list(range(k.cut.units)):
             T.fill(o[u], 0)
-        softmax.begin(x, work.span)
+        softmax.begin(x, work)
         T.barrier_wait(memory.q_full, f & 1)
-        for i in T.serial(work.span[TILES]):
-            attend(k, w, i, work, half, thread, memory, x, o, held, slots, multiply_rope)
+        for i in T.serial(work.tiles):
+            attend(k, w, i, work, half, thread, memory, x, o, held, slots)
         T.barrier_arrive(memory.q_free)
-        work.state[DONE] += work.span[TILES]
+        end_fragment(work)
         softmax.finish(x, x.row_max)
         for u in list(range(k.cut.units)):
-            store(call, work.span, write_columns, x, o[u], x.row_sum, x.row_max, half * k.cut.columns + u * k.cut.unit)
+            store(call, work, softmax.write_columns, x, o[u], x.row_sum, x.row_max, k.lefts(half)[u])
 
 
 def make_swap_ab_cluster(shape: DecodeShape, choice: KernelChoice):
     """A TileLang function ``mla_decode_swap_ab_cluster`` for sm_90; :class:`MLATypes` has its arguments."""
-    k, types = static_of(shape, choice), MLATypes(shape)
+    k, types = Static(shape, choice), MLATypes(shape)
 
     @T.prim_func
     def mla_decode_swap_ab_cluster(
@@ -292,16 +251,16 @@ def make_swap_ab_cluster(shape: DecodeShape, choice: KernelChoice):
             T.pdl_trigger()
 
             if thread < WARPGROUP:
-                consume(k, 0, work, tile, half, memory, call, q_pe, thread)
+                consume(k, 0, work, tile, half, memory, call, q_pe, thread, load_own_rope_queries)
             elif k.choice.warpgroups == 2 and thread < 2 * WARPGROUP:
-                consume(k, k.choice.warpgroups - 1, work, tile, half, memory, call, q_pe, thread)
+                consume(k, k.choice.warpgroups - 1, work, tile, half, memory, call, q_pe, thread, load_own_rope_queries)
             else:
                 T.set_max_nreg(PRODUCER_REGISTERS, 0)
                 if thread < k.consumers + 32:
-                    lefts = [half * k.cut.columns + u * k.cut.unit for u in range(k.cut.units)]
                     stream(
-                        work, latent_cache, lefts, [memory.c_ring], memory.c_full, memory.c_free, thread, k.consumers
-                    )
+                        work, latent_cache, k.lefts(half), [memory.c_ring], memory.c_full, memory.c_free, thread,
+                        k.consumers,
+                    )  # fmt: skip
                 elif thread < k.consumers + 64:
                     stream(
                         work, rope_cache, [tile.column + half * k.cut.rope_own], [memory.k_ring], memory.k_full,
@@ -315,3 +274,117 @@ def make_swap_ab_cluster(shape: DecodeShape, choice: KernelChoice):
             T.cluster_sync()  # what this CTA sent may still be on its way
 
     return mla_decode_swap_ab_cluster
+
+
+class LatentStatic(Columns, latent_ws.Static):
+    cut = property(lambda k: halve(k.tiling, k.d_c, 8))
+    steps = property(lambda k: key_steps(k.cut.columns))
+
+
+@T.macro
+def load_all_rope_queries(k, w, work, tile, half, q_pe, qp_tile):
+    swap_ab_ws.load_own_rope_queries(k, w, work, tile, q_pe, qp_tile)
+
+
+@T.macro
+def multiply(k, c, n, slots, memory):
+    """The sums of the n-th tile's columns: under way, not awaited."""
+    units, stages = k.cut.units, k.choice.num_stages
+    begin_sums(k, c)
+    for u in list(range(units)):
+        slots[u] = T.truncmod(n * units + u, stages)
+        T.barrier_wait(memory.c_full[slots[u]], T.truncdiv(n * units + u, stages) & 1)
+        if u == 0:
+            T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
+            T.warpgroup_arrive()
+        for s in T.unroll(k.cut.unit // 16):
+            T.call_extern(
+                "handle",
+                f"multiply_weight<{k.half}>",
+                T.access_ptr(c.w[4 * (u * (k.cut.unit // 16) + s)], "r", 4),
+                c.tile_desc.data,
+                (slots[u] * (BLOCK * k.cut.unit * 2) + s // 4 * PANEL_BYTES + s % 4 * 32) >> 4,
+                T.access_ptr(c.sums[0], "rw", SUMS),
+            )
+    T.warpgroup_commit_batch()
+
+
+@T.macro
+def make_keys(k, half, work, memory, keys, thread):
+    """One warpgroup: what this CTA's columns contribute to its 64 columns of the keys of all tiles."""
+    T.set_max_nreg(k.choice.registers[1], 1)
+    c, slots = KeyMaker(k, thread), T.alloc_local([k.cut.units], T.int32)
+    T.initialize_wgmma_descriptor(c.tile_desc, memory.c_ring.access_ptr("r"), SWIZZLE_128, 1, ROW_GROUP)
+    load_weight(k, c, keys, half * k.cut.columns)
+    for e in list(range(2)):
+        c.bias[e] = T.if_then_else(half == 0, c.bias[e], 0.0)
+    rope_stages = k.choice.rope_stages
+    for f in T.serial(work.fragments):
+        read_fragment(work, f)
+        for i in T.serial(work.tiles):
+            n = work.done + i
+            at = n * k.chunks + c.v
+            multiply(k, c, n, slots, memory)
+            find_first_turns(c, work, keys, work.first_token(i))
+            T.warpgroup_wait(0)
+            T.warpgroup_fence_operand(c.sums, num_regs=SUMS)
+            for u in list(range(k.cut.units)):
+                T.barrier_arrive(memory.c_free[slots[u]])
+            rotate(c)
+            T.barrier_wait(memory.k_free[at % rope_stages], ((at // rope_stages) & 1) ^ 1)
+            hand_over(k, c, memory, at % rope_stages)
+            T.barrier_arrive(memory.k_full[at % k.rope_phases])
+        end_fragment(work)
+
+
+def make_latent_cluster(shape: DecodeShape, choice: KernelChoice):
+    """A TileLang function ``mla_decode_latent_cluster`` for sm_90; :class:`LatentTypes` has its arguments."""
+    k, types = LatentStatic(shape, choice), LatentTypes(shape)
+    first_streaming = k.latent_readers
+
+    @T.prim_func
+    def mla_decode_latent_cluster(
+        q_latent: types.q_latent, q_pe: types.q_pe, latent_cache: types.latent_cache, rope_weight: types.rope_weight,
+        rope_bias: types.rope_bias, inv_freq: types.inv_freq, page_offsets: types.page_offsets,
+        block_table: types.block_table, schedule: types.schedule, partial_out: types.partial_out,
+        partial_lse: types.partial_lse, out: types.out, lse: types.lse, softmax_scale: T.float32, causal: T.int32,
+        window: T.int32, sinks: T.int32, scaling: T.float32, has_offsets: T.int32,
+    ):  # fmt: skip
+        with T.Kernel(
+            k.tiling.num_tiles * CLUSTER, types.num_ctas, threads=first_streaming + WARPGROUP, cluster_dims=CLUSTER
+        ) as (y, cta):
+            T.import_source(latent_ws.INLINE + INLINE)
+            call = Call(block_table, schedule, partial_out, partial_lse, out, lse, softmax_scale, causal, window, sinks)
+            keys = Keys(rope_weight, rope_bias, inv_freq, page_offsets, scaling, has_offsets)
+            memory = allocate(k)
+            T.annotate_layout({x: make_full_bank_swizzled_layout(x) for x in (memory.c_ring, memory.k_ring)})
+            thread = T.get_thread_binding()
+            half = y % CLUSTER
+            tile = locate(types, k.tiling, y // CLUSTER, k.d_r)
+            T.pdl_sync()  # TileLang launches clusters as programmatic dependents
+            work = take_work(call, cta, k.page_size, BLOCK)
+            T.pdl_trigger()
+
+            if thread < WARPGROUP:
+                consume(k, 0, work, tile, half, memory, call, q_pe, thread, load_all_rope_queries)
+            elif k.choice.warpgroups == 2 and thread < 2 * WARPGROUP:
+                consume(
+                    k, k.choice.warpgroups - 1, work, tile, half, memory, call, q_pe, thread, load_all_rope_queries
+                )  # fmt: skip
+            elif thread < first_streaming:
+                make_keys(k, half, work, memory, keys, thread)
+            else:
+                T.set_max_nreg(k.choice.registers[2], 0)
+                if thread < first_streaming + 32:
+                    stream(
+                        work, latent_cache, k.lefts(half), [memory.c_ring], memory.c_full, memory.c_free, thread,
+                        first_streaming,
+                    )  # fmt: skip
+                elif thread < first_streaming + 64:
+                    stream_queries(
+                        work, tile, q_latent, memory.q_tile, memory.q_full, memory.q_free, thread,
+                        first_streaming + 32, half * k.cut.columns,
+                    )  # fmt: skip
+            T.cluster_sync()  # what this CTA sent may still be on its way
+
+    return mla_decode_latent_cluster

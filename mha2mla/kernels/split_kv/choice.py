@@ -194,6 +194,8 @@ class KernelChoice:
         reason: in words, with the numbers.
         variant: of the kernel where it has several.
         cluster_size: CTAs that share the columns of a tile of query rows.
+        registers: of a thread that computes, makes keys, streams, where a kernel makes keys on sm_90.
+        code_stages: pieces of 128 e4m3 codes in flight.
     """
 
     kernel: str
@@ -207,6 +209,8 @@ class KernelChoice:
     reason: str = field(default="", compare=False)  # the same kernel is compiled once, whatever it was chosen for
     variant: str = ""
     cluster_size: int = 1
+    registers: tuple[int, int, int] = (0, 0, 0)
+    code_stages: int = 0
 
     def configuration(self) -> dict[str, str | int]:
         """The columns :data:`CONFIGURATION` of a benchmark's row."""

@@ -1,60 +1,74 @@
-"""MLA decode, second kernel: merges the partials of sequences that several CTAs read, by their log-sum-exps."""
+"""Combine kernel of split decoding: merges partials of sequences that several CTAs read, by their log-sum-exps."""
+
+from functools import cache
 
 import tilelang.language as T
 
-from mha2mla.kernels.machine import Machine
-from mha2mla.kernels.split_kv.call import LN2, LOG2E, MASKED
+from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Machine, compile_for
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS
+from mha2mla.kernels.split_kv.device import LN2, LOG2E, MASKED
 
 FEW = 16  # partials that a thread weighs by itself
+SIZES = {4: (512, 128), 16: (128, 128), 64: (128, 512)}  # partials in flight: columns and threads of a block
+
+
+def combine_splits(num_ctas: int, batch: int) -> int:
+    """Size of the kernel (one of SIZES), by the partials a sequence has if all are equally long."""
+    return next((splits for splits in SIZES if num_ctas // batch <= splits), max(SIZES))
+
+
+def combine_rows(heads: int, seqlen_q: int, splits: int, partials: int = 0) -> int:
+    """Heads that a block serves. With few partials a sequence there are many sequences, and as many blocks of each as
+    16 rows had have room at a time. Where ``partials`` and one that lies at an end are more than a thread weighs by
+    itself, a block would merge its heads one after the other."""
+    each = [rows for rows in (4, 2) if heads % rows == 0 and heads * seqlen_q >= 16 * rows]
+    return next((rows for rows in each if splits * rows <= 2 * FEW and partials < splits), 1)
+
+
+@cache
+def compile_combine(heads: int, width: int, dtype: str, splits: int, capability: int, rows: int = 1):
+    """The compiled kernel; arguments as :func:`make_combine`'s."""
+    function = make_combine(heads, width, dtype, splits, rows, dependent=capability >= 90)
+    return compile_for(function, capability, SMALL_PASS_CONFIGS)
 
 
 def make_combine(
-    *,
-    heads: int,
-    kv_lora_rank: int,
-    dtype: str,
-    block_columns: int = 128,
-    block_splits: int = 8,
-    threads: int = 128,
-    rows: int = 1,
-    dependent: bool = False,
-    on_cpu: bool = False,
+    heads: int, width: int, dtype: str, splits: int, rows: int = 1, *, dependent: bool = True, on_cpu: bool = False
 ):
     """A TileLang function ``mla_decode_combine``; batch, new tokens and CTAs (<= MAX_SPLITS) are run-time values.
 
     Sequences that one CTA read are left alone: their output is written. Partials whose lse is -inf get no weight, so
-    they may hold anything (flash-decoding).
+    they may hold anything (flash-decoding). A thread holds 16 elements of a row of partials.
 
     Args:
-        heads, kv_lora_rank: H, d_c.
+        heads, width: H, elements of an output row.
         dtype: of the output.
-        block_columns: columns of a row that a block merges; half or a quarter where that divides a longer row, and then
-            of more rows or by fewer threads.
-        block_splits: partials in flight per step.
-        threads: of a block.
-        rows: heads that a block serves, a divisor of H: as many as leave all blocks room at a time.
+        splits: partials in flight per step, one of SIZES. A block takes its columns of a row, half or a quarter where
+            that divides a longer row, and then more rows or fewer threads.
+        rows: heads that a block serves, a divisor of H, as :func:`combine_rows` says.
         dependent: launched before the decode kernel ends, and waits for it (programmatic dependent launch, sm_90).
         on_cpu: compile for TileLang's C target.
 
-    The function's arguments: splits [B,2] (``schedule.py``), partial_out [num_ctas,2,S_q,H,d_c] and partial_lse
-    [num_ctas,2,S_q,H] (float32, natural log), and the outputs out [B,S_q,H,d_c] (run-time strides, ``dtype``) and lse
+    The function's arguments: splits [B,2] (:class:`DecodePlan`), partial_out [num_ctas,2,S_q,H,width] and partial_lse
+    [num_ctas,2,S_q,H] (float32, natural log), and the outputs out [B,S_q,H,width] (run-time strides, ``dtype``) and lse
     [B,H,S_q] (float32). A sequence without tokens gets zeros and -inf.
     """
+    (block_columns, threads), block_splits = SIZES[splits], splits
+    dependent = dependent and not on_cpu
     accum = T.float32
     batch, seqlen_q, num_ctas = T.dynamic("batch"), T.dynamic("seqlen_q"), T.dynamic("num_ctas")
     machine = Machine(on_cpu)
     parallel = machine.parallel
-    columns = min(block_columns, 1 << (kv_lora_rank - 1).bit_length())  # a power of two: others find no layout
+    columns = min(block_columns, 1 << (width - 1).bit_length())  # a power of two: others find no layout
     few = block_splits <= FEW
-    if kv_lora_rank > columns and kv_lora_rank % (columns // 4) == 0:
-        columns = min(columns, kv_lora_rank & -kv_lora_rank)
+    if width > columns and width % (columns // 4) == 0:
+        columns = min(columns, width & -width)
         if not few:
             threads = threads * columns // block_columns
         elif columns < block_columns and heads % (2 * rows) == 0:
             rows *= 2
-    column_blocks = -(-kv_lora_rank // columns)
-    whole = kv_lora_rank % columns == 0  # then no column needs a guard, and loads vectorise
+    column_blocks = -(-width // columns)
+    whole = width % columns == 0  # then no column needs a guard, and loads vectorise
     lanes = 1 if on_cpu else threads // rows  # of the way for few: threads of a head, and a thread's columns
     each = -(-columns // lanes)
     in_step = whole and columns % lanes == 0  # then no column needs a guard there
@@ -68,7 +82,7 @@ def make_combine(
         return T.min(count[1] + i, num_ctas - 1), T.if_then_else(i == 0, count[2], 0), q, h
 
     def clamped(column):
-        return column if whole else T.min(column, kv_lora_rank - 1)
+        return column if whole else T.min(column, width - 1)
 
     def halved(values):
         """Their sum, in the order of threads that add up."""
@@ -81,7 +95,7 @@ def make_combine(
         for i in machine.rounds(ahead):
             for j in machine.rounds(each):
                 part[i, j] = T.if_then_else(
-                    (first + i < count[0]) & (in_step or c0 + j * lanes + lane < kv_lora_rank),
+                    (first + i < count[0]) & (in_step or c0 + j * lanes + lane < width),
                     partial_out[(*place(first + i, count, q, h), c0 + j * lanes + lane)],
                     0.0,
                 )
@@ -121,7 +135,7 @@ def make_combine(
                 load(k, count, q, h, c0, lane, part, partial_out)
                 add(k, weight, part, merged)
         for j in machine.rounds(each):
-            if in_step or c0 + j * lanes + lane < kv_lora_rank:
+            if in_step or c0 + j * lanes + lane < width:
                 out[b, q, h, c0 + j * lanes + lane] = T.if_then_else(
                     total[0] == 0, 0.0, halved([merged[i, j] for i in range(ways)]) / total[0]
                 )
@@ -131,9 +145,9 @@ def make_combine(
     @T.prim_func
     def mla_decode_combine(
         splits: T.Tensor([batch, 2], T.int32),
-        partial_out: T.Tensor([num_ctas, 2, seqlen_q, heads, kv_lora_rank], accum),
+        partial_out: T.Tensor([num_ctas, 2, seqlen_q, heads, width], accum),
         partial_lse: T.Tensor([num_ctas, 2, seqlen_q, heads], accum),
-        out: machine.strided("o", [batch, seqlen_q, heads, kv_lora_rank], dtype),
+        out: machine.strided("o", [batch, seqlen_q, heads, width], dtype),
         lse: T.Tensor([batch, heads, seqlen_q], accum),
     ):
         with T.Kernel(heads // rows * column_blocks, seqlen_q, batch, threads=threads) as (x, q, b):
@@ -169,7 +183,7 @@ def make_combine(
                 # The first partials are on their way before their weights are known.
                 for i, c in parallel(block_splits, columns):
                     part[i, c] = T.if_then_else(
-                        (few or i < count[0]) & (whole or c0 + c < kv_lora_rank),
+                        (few or i < count[0]) & (whole or c0 + c < width),
                         partial_out[(*place(i, count, q, h), clamped(c0 + c))],
                         0.0,
                     )
@@ -194,7 +208,7 @@ def make_combine(
                 for k in T.serial(1, T.ceildiv(T.max(count[0], 1), block_splits)):
                     for i, c in parallel(block_splits, columns):
                         part[i, c] += T.if_then_else(
-                            (k * block_splits + i < count[0]) & (whole or c0 + c < kv_lora_rank),
+                            (k * block_splits + i < count[0]) & (whole or c0 + c < width),
                             T.if_then_else(
                                 weights[k * block_splits + i] == 0,
                                 0.0,
@@ -207,7 +221,7 @@ def make_combine(
                         )
                 T.reduce_sum(part, merged, dim=0)
                 for c in parallel(columns):
-                    if c0 + c < kv_lora_rank:
+                    if c0 + c < width:
                         out[b, q, h, c0 + c] = T.if_then_else(sums[1] == 0, 0.0, merged[c] / sums[1])
                 for i in parallel(1):
                     if x % column_blocks == 0:

@@ -17,61 +17,10 @@ from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import dtype_name, on_device
 from mha2mla.kernels.layouts import ALIGNMENT, argument_error, check_aligned
 from mha2mla.kernels.machine import OPAQUE_SMEM_WRITES, PASS_CONFIGS, SMALL_PASS_CONFIGS, compile_for
-from mha2mla.kernels.split_kv.combine import FEW, make_combine
-from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
+from mha2mla.kernels.split_kv.combine import combine_rows, combine_splits, compile_combine
+from mha2mla.kernels.split_kv.combine_w_uv import compile_combine_w_uv
 
 NO_WINDOW = 2**30  # longer than any sequence
-MERGES = {4: (512, 128), 16: (128, 128), 64: (128, 512)}  # partials in flight: columns and threads of a block
-
-
-def make_merge(
-    heads: int, width: int, dtype: str, splits: int, rows: int = 1, *, dependent: bool = True, on_cpu: bool = False
-):
-    """The TileLang function that merges partials of rows of ``width`` numbers (not compiled).
-
-    ``splits``: one of MERGES, about the number of partials; it decides how much of a row a block takes, so that a
-    thread holds 16 numbers. ``rows``: as :func:`merge_rows` says.
-    ``dependent``: launch it as a programmatic dependent of the decode kernel (sm_90 and newer).
-    """
-    columns, threads = MERGES[splits]
-    return make_combine(
-        heads=heads,
-        kv_lora_rank=width,
-        dtype=dtype,
-        block_columns=columns,
-        block_splits=splits,
-        threads=threads,
-        rows=rows,
-        dependent=dependent and not on_cpu,
-        on_cpu=on_cpu,
-    )
-
-
-@cache
-def compile_merge(heads: int, width: int, dtype: str, splits: int, capability: int, rows: int = 1):
-    """The compiled combine kernel for about ``splits`` partials a sequence (one of MERGES)."""
-    function = make_merge(heads, width, dtype, splits, rows, dependent=capability >= 90)
-    return compile_for(function, capability, SMALL_PASS_CONFIGS)
-
-
-@cache
-def compile_merge_maps(heads: int, maps: int, width: int, outputs: int, dtype: str):
-    """The compiled kernel that merges and goes through a map a head; arguments as ``make_merge_maps``'s."""
-    function = make_merge_maps(heads=heads, maps=maps, width=width, outputs=outputs, dtype=dtype)
-    return compile_for(function, 90, SMALL_PASS_CONFIGS)
-
-
-def merge_splits(num_ctas: int, batch: int) -> int:
-    """Size of the combine kernel, by the partials a sequence has if all are equally long."""
-    return next((splits for splits in MERGES if num_ctas // batch <= splits), max(MERGES))
-
-
-def merge_rows(heads: int, seqlen_q: int, splits: int, partials: int = 0) -> int:
-    """Heads that a block of the combine kernel serves. With few partials a sequence there are many sequences, and as
-    many blocks of each as 16 rows had have room at a time. Where ``partials`` and one that lies at an end are more than
-    a thread weighs by itself, a block would merge its heads one after the other."""
-    each = [rows for rows in (4, 2) if heads % rows == 0 and heads * seqlen_q >= 16 * rows]
-    return next((rows for rows in each if splits * rows <= 2 * FEW and partials < splits), 1)
 
 
 @cache
@@ -88,10 +37,10 @@ def compile_kernels(
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """The compiled decode kernel of a choice, and the combine kernel for rows of ``width`` numbers by a plan for
     ``batch`` sequences and ``num_ctas`` blocks."""
-    splits = merge_splits(num_ctas, batch)
-    rows = merge_rows(shape.heads, shape.seqlen_q, splits, num_ctas // batch)
-    merge = compile_merge(shape.heads, width, shape.dtype, splits, capability, rows)
-    return compile_choice(op, shape, choice, capability), merge
+    splits = combine_splits(num_ctas, batch)
+    rows = combine_rows(shape.heads, shape.seqlen_q, splits, num_ctas // batch)
+    combine = compile_combine(shape.heads, width, shape.dtype, splits, capability, rows)
+    return compile_choice(op, shape, choice, capability), combine
 
 
 class Rows(dict):
@@ -117,7 +66,7 @@ class Launch:
 
     Attributes:
         op: what it was a call of.
-        split, merge: of :func:`compile_kernels`.
+        split, combine: of :func:`compile_kernels`.
         shape: of the output.
         absent: which arguments were left out; kernels get the block table there.
         numbers: softmax_scale, causal, window, sinks, the op's own, and of each optional argument whether there is one.
@@ -130,7 +79,7 @@ class Launch:
 
     op: Any
     split: Callable[..., None]
-    merge: Callable[..., None]
+    combine: Callable[..., None]
     shape: torch.Size
     absent: tuple[int, ...]
     numbers: tuple[float, ...]
@@ -185,11 +134,11 @@ class Launch:
         with on_device(out.device):
             self.split(*data, block_table, self.schedule, self.partial_out, self.partial_lse, out, lse, *self.numbers)
             if through is None:
-                self.merge(self.splits, self.partial_out, self.partial_lse, out, lse)
+                self.combine(self.splits, self.partial_out, self.partial_lse, out, lse)
             else:
                 up, values = through
-                merge = compile_merge_maps(out.shape[2], *up.shape[::2], up.shape[1], dtype_name(out.dtype))
-                merge(self.splits, self.partial_out, self.partial_lse, out, up, values)
+                combine = compile_combine_w_uv(out.shape[2], *up.shape[::2], up.shape[1], dtype_name(out.dtype))
+                combine(self.splits, self.partial_out, self.partial_lse, out, up, values)
         return out, lse
 
 

@@ -59,6 +59,7 @@ class PagedOp:
         select: the kernel, and its static arguments, for a shape and a compute capability; raises ValueError where
             there is none. The choice has ``num_ctas(number of multiprocessors)``.
         package: of the kernels; ``make_<kernel>`` in its module ``<kernel>`` makes the TileLang function of a choice.
+        modules: of kernels whose module has another name.
         reference: "module:function", the oracle. Both are imported when they are needed.
         numbers: names of float arguments that follow the tensors. Kernels take them last; behind them, of each optional
             tensor, whether there is one (0 or 1).
@@ -75,6 +76,7 @@ class PagedOp:
     select: Callable[[Any, int], Any]
     package: str
     reference: str
+    modules: dict[str, str] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()
     guards_indices: bool = False
     opaque_smem_writes: bool = False
@@ -231,7 +233,8 @@ class PagedOp:
 
     def make_split(self, shape: Any, choice: Any, *machine: Any) -> Any:
         """The TileLang function of a choice, not compiled; ``machine`` for kernels that also run on the C target."""
-        return resolve_name(f"{self.package}.{choice.kernel}:make_{choice.kernel}")(shape, choice, *machine)
+        module = self.modules.get(choice.kernel, choice.kernel)
+        return resolve_name(f"{self.package}.{module}:make_{choice.kernel}")(shape, choice, *machine)
 
     def explain(self, shape: Any, device: torch.device | str) -> str | None:
         """Why TileLang would refuse a shape on a device, or None. A CUDA device that this machine lacks is taken to be

@@ -1,4 +1,4 @@
-"""Plans a decode step on the device: one CTA computes what ``schedule.plan_fragments`` does, from lengths in memory."""
+"""Plans a decode step on the device: one CTA computes as ``reference.plan_fragments`` does, from lengths in memory."""
 
 from functools import cache
 
@@ -8,25 +8,7 @@ from torch import Tensor
 from mha2mla.kernels.devices import capability as capability_of
 from mha2mla.kernels.devices import on_device
 from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, compile_for
-from mha2mla.kernels.split_kv.schedule import (
-    COUNT,
-    FIELDS,
-    FIRST,
-    FRAGMENT_TILES,
-    LOW,
-    MAX_BATCH,
-    NEXT,
-    SEQUENCE,
-    SINK_STOP,
-    SINK_TILES,
-    SLOT,
-    START,
-    STOP,
-    TILE0,
-    TILE_TOKENS,
-    TILES,
-    WINDOW_TILE,
-)
+from mha2mla.kernels.split_kv.plan import FIELDS, FRAGMENT_TILES, MAX_BATCH, TILE_TOKENS, Column
 
 PIECES = 8  # sizes of the aligned way of cutting that are tried at once
 
@@ -39,7 +21,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
         on_cpu: compile for TileLang's C target.
 
     The function's arguments: cache_seqlens [B], cache_starts [B] (int32), the outputs schedule [num_ctas+B,FIELDS] and
-    splits [B,2] (``schedule.py``), num_ctas, capacity (tokens a page table holds), seqlen_q, causal and use_starts (0
+    splits [B,2] (``plan.Column``), num_ctas, capacity (tokens a page table holds), seqlen_q, causal and use_starts (0
     or 1), window (negative: none), sinks and num_splits (0: what balances best).
     """
     batch, fragments = T.dynamic("batch"), T.dynamic("fragments")
@@ -50,7 +32,7 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
 
     @T.macro
     def attended(b, cache_seqlens, cache_starts, capacity, seqlen_q, causal, use_starts, window, sinks, x):
-        """``schedule.attended_span``: x = [start, stop, low, sink_stop, tile0, sink_tiles, window_tile, tiles, -]."""
+        """``reference.attended_span``: x = [start, stop, low, sink_stop, tile0, sink_tiles, window_tile, tiles, -]."""
         x[1] = T.max(0, T.min(cache_seqlens[b], capacity))
         x[0] = T.max(0, T.min(cache_starts[b] * use_starts, x[1]))
         x[2] = T.if_then_else(window < 0, x[0], T.max(x[0], x[1] - (seqlen_q - 1) * causal - window))
@@ -218,22 +200,22 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
                                 cut[0] + j, cache_seqlens, cache_starts, capacity, seqlen_q, causal, use_starts,
                                 window, sinks, x,
                             )  # fmt: skip
-                            schedule[cut[6], SEQUENCE] = cut[0] + j
-                            schedule[cut[6], FIRST] = cut[4]
-                            schedule[cut[6], TILES] = cut[5] - cut[4]
-                            schedule[cut[6], START] = x[0]
-                            schedule[cut[6], STOP] = x[1]
-                            schedule[cut[6], LOW] = x[2]
-                            schedule[cut[6], SINK_STOP] = x[3]
-                            schedule[cut[6], TILE0] = x[4]
-                            schedule[cut[6], SINK_TILES] = x[5]
-                            schedule[cut[6], WINDOW_TILE] = x[6]
+                            schedule[cut[6], Column.SEQUENCE] = cut[0] + j
+                            schedule[cut[6], Column.FIRST] = cut[4]
+                            schedule[cut[6], Column.TILES] = cut[5] - cut[4]
+                            schedule[cut[6], Column.START] = x[0]
+                            schedule[cut[6], Column.STOP] = x[1]
+                            schedule[cut[6], Column.LOW] = x[2]
+                            schedule[cut[6], Column.SINK_STOP] = x[3]
+                            schedule[cut[6], Column.TILE0] = x[4]
+                            schedule[cut[6], Column.SINK_TILES] = x[5]
+                            schedule[cut[6], Column.WINDOW_TILE] = x[6]
                             run[0] = T.if_then_else(
                                 (cut[4] == 0) & (cut[5] == x[7]),
                                 -1,
                                 2 * (tx + i * threads) + T.if_then_else(base[3] > 0, 1, 0),
                             )
-                            schedule[cut[6], SLOT] = run[0]
+                            schedule[cut[6], Column.SLOT] = run[0]
                             if cut[4] == 0:
                                 splits[cut[0] + j, 1] = run[0]
                             if cut[5] == x[7]:  # the last CTA of a sequence knows the number of all
@@ -248,8 +230,8 @@ def make_plan(*, threads: int = 256, on_cpu: bool = False):
                                     )
                                 splits[cut[0] + j, 0] = tx + i * threads - T.min(run[1], num_ctas - 1) + 1
                             base[3] += 1
-                    schedule[tx + i * threads, COUNT] = base[3]
-                    schedule[tx + i * threads, NEXT] = num_ctas + rank[T.min(cut[0], batch - 1)]
+                    schedule[tx + i * threads, Column.COUNT] = base[3]
+                    schedule[tx + i * threads, Column.NEXT] = num_ctas + rank[T.min(cut[0], batch - 1)]
 
     return mla_decode_plan
 
@@ -260,34 +242,13 @@ def compile_planner(capability: int):
     return compile_for(make_plan(), capability, SMALL_PASS_CONFIGS)
 
 
-def launch_plan(
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
-    capacity: int,
-    seqlen_q: int,
-    causal: bool,
-    window: int,
-    sinks: int,
-    schedule: Tensor,
-    splits: Tensor,
-    num_splits: int,
-) -> None:
-    """Run the planner; arguments as ``plan_kernel`` describes them."""
-    batch = splits.shape[0]
-    if batch == 0:
-        return
-    with on_device(splits.device):
-        compile_planner(capability_of(splits.device))(
-            cache_seqlens,
-            cache_seqlens if cache_starts is None else cache_starts,
-            schedule,
-            splits,
-            schedule.shape[0] - batch,
-            capacity,
-            seqlen_q,
-            int(causal),
-            int(cache_starts is not None),
-            window,
-            sinks,
-            num_splits,
-        )
+def launch_plan(cache_seqlens: Tensor, cache_starts: Tensor | None, *call) -> None:
+    """Runs the planner; arguments as the op ``split_kv_plan`` takes them."""
+    capacity, seqlen_q, causal, window, sinks, schedule, splits, num_splits = call
+    batch, use_starts = splits.shape[0], cache_starts is not None
+    if batch:
+        with on_device(splits.device):
+            compile_planner(capability_of(splits.device))(
+                cache_seqlens, cache_starts if use_starts else cache_seqlens, schedule, splits,
+                schedule.shape[0] - batch, capacity, seqlen_q, int(causal), int(use_starts), window, sinks, num_splits,
+            )  # fmt: skip

@@ -1,14 +1,16 @@
-"""The oracle of paged decode ops: which tokens a query sees, where they lie, and attention over them. Plain torch, any
-device, float64-capable. Speed may not live here."""
+"""Oracles of paged decode ops, float64-capable: visible tokens, attention over them, and the planner."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mha2mla.kernels.layouts import accumulator
+from mha2mla.kernels.split_kv.plan import FRAGMENT_TILES, TILE_TOKENS, Column
 
 
 @dataclass(frozen=True)
@@ -103,3 +105,149 @@ def attend(
     weight = torch.where((lse == -torch.inf)[..., None], 0, torch.softmax(score, dim=-1))
     out = torch.einsum("bgrst,btgd->bsgrd", weight.unflatten(1, (values.shape[2], -1)), values)
     return out.flatten(2, 3).to(queries[0].dtype), lse
+
+
+def gqa_decode_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    **visibility: Any,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(softmax_scale * q K^T) V`` over each sequence's pages, one kv head for every H / G query heads.
+
+    Shapes as in :func:`mha2mla.kernels.gqa_decode`; ``visibility``, arithmetic and results as of
+    ``mla_decode_reference``.
+    """
+    tokens = find_tokens(q, k_cache, block_table, cache_seqlens, **visibility)
+    return attend((q,), (tokens.read(k_cache),), tokens.read(v_cache), tokens, softmax_scale)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens and tiles of one sequence that some query sees; fields as ``Column``, in its order."""
+
+    start: int
+    stop: int
+    low: int
+    sink_stop: int
+    tile0: int
+    sink_tiles: int
+    window_tile: int
+    tiles: int
+
+    def tile(self, attended: int) -> int:
+        """Tile of the cache that is the ``attended``-th of those read."""
+        if attended < self.sink_tiles:
+            return self.tile0 + attended
+        return self.window_tile + attended - self.sink_tiles
+
+
+def attended_span(
+    seqlen: int, start: int, capacity: int, seqlen_q: int, causal: bool, window: int | None, sinks: int
+) -> Span:
+    """The attended part of one sequence.
+
+    Query s of S_q sits at position ``p = seqlen - 1 - (S_q - 1 - s)`` (causal) or ``seqlen - 1`` and sees tokens
+    ``start <= t <= p`` with ``t > p - window`` or ``t < start + sinks`` (streaming attention, arXiv 2309.17453).
+    """
+    stop = max(0, min(seqlen, capacity))
+    start = max(0, min(start, stop))
+    low = start if window is None else max(start, stop - (seqlen_q - 1) * causal - window)
+    sink_stop = min(start + sinks, low)
+    tile0 = (start if sink_stop > start else low) // TILE_TOKENS
+    sink_end = max(tile0, -(-sink_stop // TILE_TOKENS)) if sink_stop > start else tile0
+    window_tile = max(low // TILE_TOKENS, sink_end)
+    sink_tiles = sink_end - tile0
+    tiles = sink_tiles + -(-stop // TILE_TOKENS) - window_tile if stop > start else 0
+    return Span(start, stop, low, sink_stop, tile0, sink_tiles, window_tile, tiles)
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Tiles ``first`` ... ``first + tiles - 1`` of those that sequence ``sequence`` reads; ``slot`` as in Column."""
+
+    sequence: int
+    first: int
+    tiles: int
+    slot: int
+
+
+def plan_fragments(tiles: list[int], num_ctas: int, num_splits: int = 0) -> list[list[Fragment]]:
+    """The fragments of each CTA for sequences that read so many tiles each.
+
+    ``num_splits``: that many even pieces of each sequence, or as many as it has tiles, each in a CTA of its own, of
+    which there are enough; 0: what balances best.
+
+    Two ways to cut. *Aligned*: every CTA gets one piece of one sequence, sequences being cut evenly; taken when its
+    longest piece costs at most one tile more than a perfect balance. *Stream*: the concatenation of all sequences, each
+    lengthened by the fixed cost FRAGMENT_TILES, is cut evenly; a cut inside the fixed cost falls on the sequence's
+    beginning. (FlashMLA's and FlashInfer's schedulers are of the second kind.)
+    """
+    total, nonempty = sum(tiles), sum(n > 0 for n in tiles)
+    cost = total + FRAGMENT_TILES * nonempty
+    if total == 0:
+        return [[] for _ in range(num_ctas)]
+    piece = None if num_splits else aligned_piece(tiles, num_ctas)
+    if num_splits or piece is not None:
+        counts = [min(n, num_splits) if num_splits else -(-n // piece) for n in tiles]
+        cuts = [(b, tiles[b] * j // count) for b, count in enumerate(counts) for j in range(count)]
+        cuts += [(len(tiles), 0)] * (num_ctas + 1 - len(cuts))
+    else:
+        begin, cuts, b = 0, [], 0
+        for i in range(num_ctas):
+            position = cost * i // num_ctas
+            while tiles[b] == 0 or position >= begin + tiles[b] + FRAGMENT_TILES:
+                begin += tiles[b] + FRAGMENT_TILES * (tiles[b] > 0)
+                b += 1
+            cuts.append((b, max(0, position - begin - FRAGMENT_TILES)))
+        cuts.append((len(tiles), 0))
+    work: list[list[Fragment]] = []
+    for i, ((b, first), end) in enumerate(pairwise(cuts)):
+        mine: list[Fragment] = []
+        while (b, first) < end and b < len(tiles):
+            stop = end[1] if b == end[0] else tiles[b]
+            if stop > first:
+                whole = first == 0 and stop == tiles[b]
+                mine.append(Fragment(b, first, stop - first, -1 if whole else 2 * i + (len(mine) > 0)))
+            b, first = b + 1, 0
+        work.append(mine)
+    return work
+
+
+def aligned_piece(tiles: list[int], num_ctas: int) -> int | None:
+    """Largest piece, in tiles, of the aligned way of cutting; None if it needs too many CTAs or balances badly."""
+    total = sum(tiles)
+    least = -(-total // num_ctas)
+    most = -(-(total + FRAGMENT_TILES * sum(n > 0 for n in tiles)) // num_ctas) + 1
+    for piece in range(max(1, least), most + 1):
+        if sum(-(-n // piece) for n in tiles) <= num_ctas:
+            return piece
+    return None
+
+
+def splits_of(work: list[list[Fragment]], batch: int) -> list[tuple[int, int]]:
+    """(number of fragments, slot of the first one) per sequence; the k-th one's slot is ``2 * (slot // 2 + k)``."""
+    splits = [(0, -1)] * batch
+    for fragment in (fragment for mine in work for fragment in mine):
+        count, slot = splits[fragment.sequence]
+        splits[fragment.sequence] = (count + 1, fragment.slot if count == 0 else slot)
+    return splits
+
+
+def write_schedule(spans: list[Span], work: list[list[Fragment]], schedule: Tensor, splits: Tensor) -> None:
+    """Fills ``schedule`` [num_ctas + B, FIELDS] and ``splits`` [B, 2] (int32) in place, as the device planner does."""
+    schedule.fill_(-(2**31))
+    rank = [0, *accumulate(span.tiles > 0 for span in spans)]
+    for cta, mine in enumerate(work):
+        schedule[cta, Column.COUNT] = len(mine)
+        for f, fragment in enumerate(mine):
+            row = schedule[cta if f == 0 else len(work) + rank[mine[0].sequence] + f]
+            row[: Column.NEXT] = torch.tensor(astuple(fragment))
+            row[Column.START : Column.WINDOW_TILE + 1] = torch.tensor(astuple(spans[fragment.sequence])[:-1])
+            if f == 0:
+                row[Column.NEXT] = len(work) + rank[fragment.sequence]
+    splits.copy_(torch.tensor(splits_of(work, len(spans))).view_as(splits))

@@ -7,8 +7,7 @@ of 16 tokens each meet in ``stage``. The denominator stays per position until th
 import tilelang.language as T
 
 from mha2mla.kernels.machine import Buffers
-from mha2mla.kernels.split_kv.call import LN2, MASKED, first_masked, is_masked, is_visible, needs_mask
-from mha2mla.kernels.split_kv.schedule import STOP
+from mha2mla.kernels.split_kv.device import LN2, LOG2E, MASKED
 
 
 class Softmax(Buffers):
@@ -21,48 +20,54 @@ class Softmax(Buffers):
     ``scale`` of scores to powers of two; ``tail``: so many last tokens are hidden from some queries.
     """
 
-    def __init__(
-        self, machine, call, tile, tokens, rows, stage, part, sync, scale, tail, first_row=0, keeps_limit=True
-    ):
-        row = [rows]
+    def __init__(self, machine, call, tile, tokens, rows, stage, part, sync, scale, tail, first_row, keeps_limit):
+        def alloc(*shape, dtype=T.float32):
+            return machine.alloc_fragment(list(shape), dtype)
+
         super().__init__(
-            s=machine.alloc_fragment([tokens, rows], T.float32),
-            p=machine.alloc_fragment([tokens, rows], T.float32),
-            r=machine.alloc_fragment([tokens // 16, rows], T.float32),
-            row_max=machine.alloc_fragment(row, T.float32),
-            new_max=machine.alloc_fragment(row, T.float32),
-            rescale=machine.alloc_fragment(row, T.float32),
-            row_sum=machine.alloc_fragment(row, T.float32),
-            limit=machine.alloc_fragment(row, T.int32) if keeps_limit else [],
+            s=alloc(tokens, rows),
+            p=alloc(tokens, rows),
+            r=alloc(tokens // 16, rows),
+            row_max=alloc(rows),
+            new_max=alloc(rows),
+            rescale=alloc(rows),
+            row_sum=alloc(rows),
+            limit=alloc(rows, dtype=T.int32) if keeps_limit else [],
         )
         self.call, self.tile, self.machine, self.parallel, self.sync = call, tile, machine, machine.parallel, sync
         self.shape, self.warps, self.first_row = (tokens, rows), tokens // 16, first_row
         self.stage, self.part, self.staged = stage, part, stage[(*part, slice(None), slice(None))]
         self.scale, self.tail, self.keeps_limit = scale, tail, keeps_limit
 
+    def limit_of(self, work, j):
+        """First token that the query of row ``j`` does not see."""
+        return work.stop - self.tail + T.min(self.tile.token(self.first_row + j), self.tail)
+
 
 @T.macro
-def begin(x, span):
+def make_softmax(machine, call, tile, tokens, rows, stage, part, sync, first_row=0, keeps_limit=True):
+    scale = call.softmax_scale * LOG2E
+    tail = (tile.seqlen_q - 1) * call.causal
+    return Softmax(machine, call, tile, tokens, rows, stage, part, sync, scale, tail, first_row, keeps_limit)
+
+
+@T.macro
+def begin(x, work):
     """The start of a fragment."""
     T.fill(x.p, 0)
     T.fill(x.row_max, MASKED)
     if x.keeps_limit:
         for j in x.parallel(x.shape[1]):
-            x.limit[j] = find_limit(x, span, j)
-
-
-def find_limit(x, span, j):
-    return span[STOP] - x.tail + T.min(x.tile.token(x.first_row + j), x.tail)
+            x.limit[j] = x.limit_of(work, j)
 
 
 @T.macro
-def apply_mask(x, span, t0):
-    """Scores of tokens that a row does not see."""
-    if needs_mask(span, t0, x.shape[0], x.tail):
+def apply_mask(x, work, t0):
+    if work.needs_mask(t0, x.shape[0], x.tail):
         for i, j in x.parallel(*x.shape):
             x.s[i, j] = T.if_then_else(
-                is_visible(
-                    span, t0 + i, x.limit[j] if x.keeps_limit else find_limit(x, span, j), x.call.window, x.call.sinks
+                work.is_visible(
+                    t0 + i, x.limit[j] if x.keeps_limit else x.limit_of(work, j), x.call.window, x.call.sinks
                 ),
                 x.s[i, j],
                 MASKED,
@@ -128,17 +133,6 @@ def finish(x, row_max):
             x.row_sum[j] == 0, -T.infinity(T.float32), (T.log2(x.row_sum[j]) + row_max[j] * x.scale) * LN2
         )
         x.row_sum[j] = 1.0 / T.max(x.row_sum[j], 1e-30)
-
-
-@T.macro
-def zero_masked(machine, span, t0, tokens, panels, tile, *slot):
-    """Zeroes in ``tile[*slot]`` what no row sees: 0 times NaN is NaN. ``panels``: where 64 columns each
-    begin, a Python range; other widths cost registers for divisions by 3, 5 or 7. One token after another, since
-    TileLang asks an SMT solver about every condition inside a parallel loop: 25 of a kernel's 30 seconds."""
-    for i in T.serial(first_masked(span, t0), tokens):
-        if is_masked(span, t0 + i):
-            for c, d in machine.parallel(len(panels), 64):
-                tile[(*slot, i, panels.start + c * panels.step + d)] = T.cast(0, tile.dtype)
 
 
 @T.macro

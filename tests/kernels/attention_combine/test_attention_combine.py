@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import attention_combine, mla_decode
-from mha2mla.kernels.attention_combine.reference import attention_combine_reference
+from mha2mla.kernels.attention_combine.api import attention_combine_reference
 from tests.few import few
 from tests.kernels.problems import Problem
 

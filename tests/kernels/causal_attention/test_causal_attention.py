@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import causal_attention, explain_causal_attention
-from mha2mla.kernels.causal_attention.reference import gradients_reference
+from mha2mla.kernels.causal_attention.api import gradients_reference
 from mha2mla.testing.compile_gate import compile_only, find_tool
 from tests.few import few
 
@@ -82,7 +82,7 @@ class TestOnCPU:
     @pytest.mark.parametrize("widths", [(32, 16)])
     def test_kernels_are_the_reference(self, widths):
         tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-        from mha2mla.kernels.causal_attention import gradient_kernels
+        from mha2mla.kernels.causal_attention import gradients as kernels
         from mha2mla.kernels.machine import Machine
 
         windows, length, heads = 2, 96, 3
@@ -93,11 +93,11 @@ class TestOnCPU:
         lse = lse + 4  # weights need not add up to one
         operands = (q, k, v, d_out, lse, delta)
         expected = gradients_reference(*operands, 0.3, length)
-        shape = gradient_kernels.GradientShape(heads, widths, "float32")
+        shape = kernels.GradientShape(heads, widths, "float32")
         found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
         for make, outputs in (
-            (gradient_kernels.make_key_gradients, found[1:]),
-            (gradient_kernels.make_query_gradients, found[:1]),
+            (kernels.make_key_gradients, found[1:]),
+            (kernels.make_query_gradients, found[:1]),
         ):
             function = make(shape, rows=32, machine=Machine(on_cpu=True))
             configs = {"tirx.disable_vectorize": True}
@@ -115,11 +115,11 @@ class TestGate:
     def test_kernels_fit_a_hopper(self, widths):
         """No spills, no serialised wgmma, loads by TMA."""
         pytest.importorskip("tilelang", reason="TileLang is not installed")
-        from mha2mla.kernels.causal_attention import gradient_kernels
+        from mha2mla.kernels.causal_attention import gradients as kernels
         from mha2mla.kernels.machine import SPECIALISED_PASS_CONFIGS
 
-        shape = gradient_kernels.GradientShape(14, widths, "bfloat16")
-        for make in (gradient_kernels.make_key_gradients, gradient_kernels.make_query_gradients):
+        shape = kernels.GradientShape(14, widths, "bfloat16")
+        for make in (kernels.make_key_gradients, kernels.make_query_gradients):
             (report,) = compile_only(make(shape), "sm_90a", SPECIALISED_PASS_CONFIGS)
             assert report.complaints(232448) == []
             if report.instructions is not None:

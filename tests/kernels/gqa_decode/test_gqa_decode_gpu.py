@@ -97,12 +97,12 @@ def varied(problem: GQAProblem) -> list[KernelChoice]:
 
 def compile_rules_merge(problem: GQAProblem):
     """The combine that a call launches; a plan with more partials than it was made for makes it loop."""
-    from mha2mla.kernels.split_kv.launch import compile_merge, merge_rows, merge_splits
+    from mha2mla.kernels.split_kv.combine import combine_rows, combine_splits, compile_combine
 
     num_ctas = select_kernel(problem.shape(), capability()).num_ctas(num_sms(torch.device("cuda")))
-    splits = merge_splits(num_ctas, len(problem.lengths))
-    rows = merge_rows(problem.heads, problem.seqlen_q, splits)
-    return compile_merge(problem.heads, problem.v_head_dim, "bfloat16", splits, capability(), rows)
+    splits = combine_splits(num_ctas, len(problem.lengths))
+    rows = combine_rows(problem.heads, problem.seqlen_q, splits)
+    return compile_combine(problem.heads, problem.v_head_dim, "bfloat16", splits, capability(), rows)
 
 
 @pytest.mark.parametrize("problem", SHAPES[1:3], ids=name)

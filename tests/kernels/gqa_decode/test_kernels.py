@@ -66,12 +66,12 @@ def compiled_for_cpu(shape: GQAShape, max_rows: int, block_tokens: int, splits: 
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.gqa_decode.api import GQA
     from mha2mla.kernels.machine import Machine
-    from mha2mla.kernels.split_kv.launch import make_merge
+    from mha2mla.kernels.split_kv.combine import make_combine
 
     tiling = tile_rows(shape.heads, shape.num_kv_heads, shape.seqlen_q, max_rows, 1, packed=True)
     choice = next(choice for choice in list_kernels(shape, 80) if choice.kernel == "portable")
     choice = dataclasses.replace(choice, tiling=tiling, block_tokens=block_tokens)
-    merge = make_merge(shape.heads, shape.v_head_dim, "float32", splits, on_cpu=True)
+    merge = make_combine(shape.heads, shape.v_head_dim, "float32", splits, on_cpu=True)
     return [
         tilelang.compile(
             function, target="c", target_host="c", execution_backend="cython",

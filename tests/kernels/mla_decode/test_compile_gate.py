@@ -14,7 +14,7 @@ from mha2mla.kernels.machine import PASS_CONFIGS, SMALL_PASS_CONFIGS
 from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
 from mha2mla.kernels.split_kv.choice import KernelChoice, shared_memory_limit
-from mha2mla.kernels.split_kv.launch import MERGES, make_merge, merge_rows
+from mha2mla.kernels.split_kv.combine import SIZES, combine_rows, make_combine
 from mha2mla.kernels.split_kv.plan_kernel import make_plan
 from mha2mla.testing.compile_gate import compile_only, find_tool
 
@@ -104,11 +104,11 @@ def test_before_hopper(capability, shape):
 
 @few(
     "splits, kv_lora_rank",
-    [(16, 448), *((splits, d_c) for d_c in (200, 512, 1024, 960) for splits in reversed(MERGES))],
+    [(16, 448), *((splits, d_c) for d_c in (200, 512, 1024, 960) for splits in reversed(SIZES))],
     count=1,
 )
 def test_combine(splits, kv_lora_rank):
-    function = make_merge(12, kv_lora_rank, "bfloat16", splits, merge_rows(12, 8, splits))
+    function = make_combine(12, kv_lora_rank, "bfloat16", splits, combine_rows(12, 8, splits))
     (report,) = compile_only(function, "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == []
 
@@ -122,6 +122,6 @@ def test_planner(arch):
 
 def test_combine_before_hopper():
     """There is no programmatic dependent launch before sm_90."""
-    function = make_merge(CHOSEN[0].heads, CHOSEN[0].kv_lora_rank, CHOSEN[0].dtype, max(MERGES), dependent=False)
+    function = make_combine(CHOSEN[0].heads, CHOSEN[0].kv_lora_rank, CHOSEN[0].dtype, max(SIZES), dependent=False)
     (report,) = compile_only(function, "sm_80", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(80)) == []

@@ -50,7 +50,8 @@ def test_lazy_rescaling_is_right_for_large_scores(scale):
 
 def check_choice(problem: Problem, choice) -> None:
     """A configuration by plans of the planner and by plans no planner makes, twice, with and without a window."""
-    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge, merge_rows
+    from mha2mla.kernels.split_kv.combine import SIZES, combine_rows, compile_combine
+    from mha2mla.kernels.split_kv.launch import compile_choice
 
     shape = problem.shape()
     split = compile_choice(MLA, shape, choice, capability())
@@ -62,9 +63,9 @@ def check_choice(problem: Problem, choice) -> None:
             work = random_work([span.tiles for span in case.spans()], num_ctas, random.Random(seed))
             plans.append((num_ctas, work))
         for i, (num_ctas, work) in enumerate(plans):
-            splits = sorted(MERGES)[i % len(MERGES)]
-            rows = merge_rows(shape.heads, shape.seqlen_q, splits)
-            merge = compile_merge(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability(), rows)
+            splits = sorted(SIZES)[i % len(SIZES)]
+            rows = combine_rows(shape.heads, shape.seqlen_q, splits)
+            merge = compile_combine(shape.heads, shape.kv_lora_rank, shape.dtype, splits, capability(), rows)
             first = run_kernels(split, merge, inputs, num_ctas, work, **case.visibility)
             try:
                 assert_right(inputs, *first, torch.bfloat16, **case.visibility)
@@ -91,7 +92,7 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_
     from mha2mla.kernels.machine import PASS_CONFIGS, target_of
     from mha2mla.kernels.mla_decode.api import MLA
     from mha2mla.kernels.mla_decode.selection import select_kernel
-    from mha2mla.kernels.split_kv.launch import MERGES, make_merge
+    from mha2mla.kernels.split_kv.combine import SIZES, make_combine
 
     shape = problem.shape()
     choice = select_kernel(shape, older_capability)
@@ -101,7 +102,7 @@ def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_
         tilelang.compile(function, target=target_of(capability()), pass_configs=older)
         for function in (
             MLA.make_split(shape, choice),
-            make_merge(shape.heads, shape.kv_lora_rank, shape.dtype, max(MERGES)),
+            make_combine(shape.heads, shape.kv_lora_rank, shape.dtype, max(SIZES)),
         )
     )
     assert "wgmma" not in split.get_kernel_source()

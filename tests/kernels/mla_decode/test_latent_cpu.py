@@ -17,17 +17,16 @@ from tests.kernels.problems import assert_right, poison_unseen_pages, random_wor
 pytest.importorskip("tilelang", reason="TileLang is not installed")
 
 from mha2mla.kernels.machine import Machine
-from mha2mla.kernels.mla_decode.latent_portable import make_latent_portable
-from mha2mla.kernels.mla_decode.latent_selection import list_latent_kernels
-from mha2mla.kernels.mla_decode.selection import DecodeShape
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
+from mha2mla.kernels.mla_decode.swap_ab import make_latent_portable
 from mha2mla.kernels.split_kv.choice import tile_rows
-from mha2mla.kernels.split_kv.launch import MERGES
+from mha2mla.kernels.split_kv.combine import SIZES
 from tests.kernels.mla_decode.test_swap_ab_cpu import compile_for_cpu, compiled_merge
 
 
 @cache
 def compiled_split(shape: DecodeShape, max_rows: int, block_tokens: int, variant: str):
-    choice = next(choice for choice in list_latent_kernels(shape, 90) if choice.kernel == "latent_portable")
+    choice = next(choice for choice in list_kernels(shape, 90, latent_alone=True) if choice.kernel == "latent_portable")
     tiling = tile_rows(shape.heads, 1, shape.seqlen_q, max_rows, 1)
     choice = dataclasses.replace(choice, tiling=tiling, block_tokens=block_tokens, threads=1, variant=variant)
     return compile_for_cpu(make_latent_portable(replace(shape, dtype="float32"), choice, Machine(True)))
@@ -43,7 +42,7 @@ def run(
     compiled_seqlen_q: int | None = None,
 ):
     split = compiled_split(problem.shape("float32", compiled_seqlen_q), max_rows, block_tokens, variant)
-    merge = compiled_merge(problem.heads, problem.kv_lora_rank, max(MERGES))
+    merge = compiled_merge(problem.heads, problem.kv_lora_rank, max(SIZES))
     inputs = poison_unseen_pages(problem, problem.inputs(torch.float32))
     out, lse = run_kernels(split, merge, inputs, num_ctas, work, **problem.visibility)
     assert_right(inputs, out, lse, torch.float32, **problem.visibility)
@@ -115,5 +114,5 @@ def test_no_page_is_zeros(page_size):
     zeros = torch.cat([inputs["latent_cache"], *[torch.zeros_like(inputs["latent_cache"][:1])] * 3])
     for number, (row, entry) in enumerate(((0, 0), (1, 1), (1, 64 // page_size + 1))):
         filled[row, entry] += number  # a page of zeros each: a page belongs to one place
-    out, lse = run_kernels(split, compiled_merge(6, 64, max(MERGES)), inputs | {"block_table": holes}, 3)
+    out, lse = run_kernels(split, compiled_merge(6, 64, max(SIZES)), inputs | {"block_table": holes}, 3)
     assert_right(inputs | {"latent_cache": zeros, "block_table": filled}, out, lse, torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,19 +11,20 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import explain_mla_decode
 from mha2mla.kernels.mla_decode.api import LATENT, LATENT_FP8
-from mha2mla.kernels.mla_decode.latent_selection import (
-    LatentChoice,
+from mha2mla.kernels.mla_decode.selection import (
+    DecodeShape,
+    KernelChoice,
     key_blocks,
-    list_latent_kernels,
-    refusal_latent,
-    refusal_latent_fp8,
-    select_latent,
-    select_latent_fp8,
+    list_kernels,
+    refusal,
+    select_kernel,
 )
-from mha2mla.kernels.mla_decode.selection import DecodeShape
 from mha2mla.kernels.split_kv.choice import SEQLENS_Q, shared_memory_limit
 from mha2mla.kernels.split_kv.op import PagedOp
 from tests.few import few
+
+select, listed = partial(select_kernel, latent_alone=True), partial(list_kernels, latent_alone=True)
+refuse = partial(refusal, latent_alone=True)
 
 
 def shape(heads: int, d_c: int, d_r: int, page: int = 64, seqlen_q: int = 1, dtype: str = "bfloat16") -> DecodeShape:
@@ -38,7 +40,7 @@ def test_every_width_and_head_count_has_a_kernel(d_r, capability):
     for heads in (1, 9, 32, 64, 128):
         for d_c in (8, 72, 200, 384, 512, *((640, 1000, 1024) if capability == 90 else ())):
             for seqlen_q in SEQLENS_Q:
-                choice = select_latent(shape(heads, d_c, d_r, 16, seqlen_q), capability)
+                choice = select(shape(heads, d_c, d_r, 16, seqlen_q), capability)
                 assert choice.tiling.rows >= 16
                 assert capability == 90 or choice.kernel == "latent_portable"
 
@@ -46,7 +48,7 @@ def test_every_width_and_head_count_has_a_kernel(d_r, capability):
 def test_registers_and_memory_of_every_choice_fit_a_multiprocessor():
     narrow = ((32, 512, 64), (16, 72, 32), (16, 72, 96), (9, 192, 96), (64, 256, 64), (16, 384, 128))
     for heads, d_c, d_r in (*narrow, *WIDE):
-        for choice in list_latent_kernels(shape(heads, d_c, d_r), 90):
+        for choice in listed(shape(heads, d_c, d_r), 90):
             if choice.kernel == "latent_portable":
                 continue
             computing, making, streaming = choice.registers
@@ -72,45 +74,45 @@ def test_registers_and_memory_of_every_choice_fit_a_multiprocessor():
     ],
 )
 def test_the_rule(heads, d_c, d_r, kernel):
-    assert select_latent(shape(heads, d_c, d_r), 90).kernel == kernel
+    assert select(shape(heads, d_c, d_r), 90).kernel == kernel
 
 
 def test_two_ctas_on_a_multiprocessor_where_their_registers_fit():
     """104 against 117 µs of one at H=16, 192 + 64."""
-    resident = {d_c: select_latent(shape(16, d_c, 64), 90).ctas_per_sm for d_c in (72, 120, 192, 256)}
+    resident = {d_c: select(shape(16, d_c, 64), 90).ctas_per_sm for d_c in (72, 120, 192, 256)}
     assert resident == {72: 2, 120: 2, 192: 2, 256: 1}
-    assert select_latent(shape(16, 192, 64, page=16), 90).ctas_per_sm == 1, "four addresses spill"
-    assert select_latent(shape(9, 192, 128), 90).ctas_per_sm == 1, "two warpgroups that make keys leave none"
+    assert select(shape(16, 192, 64, page=16), 90).ctas_per_sm == 1, "four addresses spill"
+    assert select(shape(9, 192, 128), 90).ctas_per_sm == 1, "two warpgroups that make keys leave none"
 
 
 def test_refusals_name_the_argument():
-    assert refusal_latent(shape(32, 512, 136)).startswith("qk_rope_head_dim is 136; ")
-    assert refusal_latent(shape(32, 1032, 64)).startswith("kv_lora_rank is 1032; ")
-    assert refusal_latent(shape(32, 500, 64)).startswith("kv_lora_rank is 500; ")
-    assert refusal_latent(shape(32, 512, 64, page=24)).startswith("page_size is 24; ")
+    assert refuse(shape(32, 512, 136)).startswith("qk_rope_head_dim is 136; ")
+    assert refuse(shape(32, 1032, 64)).startswith("kv_lora_rank is 1032; ")
+    assert refuse(shape(32, 500, 64)).startswith("kv_lora_rank is 500; ")
+    assert refuse(shape(32, 512, 64, page=24)).startswith("page_size is 24; ")
     with pytest.raises(ValueError, match="shared memory a block; sm_89 has 101376"):
-        select_latent(shape(32, 1024, 64), 89)
+        select(shape(32, 1024, 64), 89)
     with pytest.raises(ValueError, match="more registers than a thread has"):
-        select_latent(shape(32, 1024, 128), 80)
+        select(shape(32, 1024, 128), 80)
     geometry = MLAGeometry(32, 1, 512, 64, rope_from_latent=True)
     assert explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0") is None
     assert explain_mla_decode(geometry, 64, torch.bfloat16, "cuda:0", latent_dtype=torch.float8_e4m3fn) is None
-    assert refusal_latent_fp8(shape(9, 120, 64)).startswith("kv_lora_rank is 120; rows of e4m3 numbers")
-    assert refusal_latent_fp8(shape(32, 528, 64)).startswith("kv_lora_rank is 528; ")
+    assert refuse(shape(9, 120, 64), codes=True).startswith("kv_lora_rank is 120; rows of e4m3 numbers")
+    assert refuse(shape(32, 528, 64), codes=True).startswith("kv_lora_rank is 528; ")
     with pytest.raises(ValueError, match="e4m3 latents need 9.0"):
-        select_latent_fp8(shape(32, 512, 64), 89)
+        select(shape(32, 512, 64), 89, codes=True)
 
 
 @pytest.mark.parametrize(("d_r", "page", "seqlen_q", "most"), [(64, 16, 8, 512), (128, 64, 1, 320), (128, 16, 8, 256)])
 def test_e4m3_latents_of_every_width_up_to_the_limit_have_a_kernel(d_r, page, seqlen_q, most):
     for heads in (1, 9, 32, 128):
         for d_c in range(16, most + 1, 16):
-            assert select_latent_fp8(shape(heads, d_c, d_r, page, seqlen_q), 90).kernel == "latent_fp8"
+            assert select(shape(heads, d_c, d_r, page, seqlen_q), 90, codes=True).kernel == "latent_fp8"
     with pytest.raises(ValueError, match="kv_lora_rank is 528|more registers than a thread has"):
         wider = shape(32, most + 16, d_r, page, seqlen_q)
-        if why := refusal_latent_fp8(wider):
+        if why := refuse(wider, codes=True):
             raise ValueError(why)
-        select_latent_fp8(wider, 90)
+        select(wider, 90, codes=True)
 
 
 FP8 = [
@@ -124,7 +126,7 @@ FP8 = [
 
 def test_registers_of_e4m3_choices_fit_a_multiprocessor():
     for each in FP8:
-        choice = select_latent_fp8(each, 90)
+        choice = select(each, 90, codes=True)
         computing, making, streaming = choice.registers
         makers = key_blocks(choice.tiling, each.qk_rope_head_dim).chunks_per_block
         held = choice.warpgroups * computing + makers * making + 2 * streaming
@@ -159,15 +161,15 @@ def name(value) -> str:
 
 @few("shape", FP8, count=1, ids=name)
 def test_e4m3_compiles_without_spills(shape):
-    gate(LATENT_FP8, shape, select_latent_fp8(shape, 90), 90)
+    gate(LATENT_FP8, shape, select(shape, 90, codes=True), 90)
 
 
 @few("capability, shape", GATED, count=1, ids=name)
 def test_compiles_without_spills(capability, shape):
-    gate(LATENT, shape, select_latent(shape, capability), capability)
+    gate(LATENT, shape, select(shape, capability), capability)
 
 
-def gate(op: PagedOp, shape: DecodeShape, choice: LatentChoice, capability: int) -> None:
+def gate(op: PagedOp, shape: DecodeShape, choice: KernelChoice, capability: int) -> None:
     """Compiles a choice and reads what the compiler says of it."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.machine import PASS_CONFIGS

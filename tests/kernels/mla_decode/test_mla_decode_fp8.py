@@ -8,7 +8,7 @@ import torch
 from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import dequantize_latent, explain_mla_decode, mla_decode, plan_mla_decode, quantize_latent
 from mha2mla.kernels.mla_decode.quantization import CODES, SMALLEST_SCALE
-from mha2mla.kernels.mla_decode.selection import DecodeShape, column_of_code, select_fp8
+from mha2mla.kernels.mla_decode.selection import DecodeShape, column_of_code, select_kernel
 from mha2mla.kernels.split_kv.choice import shared_memory_limit
 from mha2mla.testing.problems import Problem, exact
 from tests.few import few
@@ -189,15 +189,15 @@ def test_kernels_fit_a_hopper(shape):
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
     from mha2mla.kernels.mla_decode.fp8 import make_fp8
-    from mha2mla.kernels.mla_decode.selection import shared_memory
+    from mha2mla.kernels.mla_decode.selection import fp8_shared_memory
     from mha2mla.testing.compile_gate import compile_only, find_tool
 
     if find_tool("nvcc") is None:
         pytest.skip("there is no nvcc")
-    choice = select_fp8(shape)
+    choice = select_kernel(shape, 90, codes=True)
     (report,) = compile_only(make_fp8(shape, choice), "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(shared_memory_limit(90)) == [], choice.reason
-    promised = shared_memory(
+    promised = fp8_shared_memory(
         choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, choice.num_stages
     )
     assert promised - 1024 <= report.shared_bytes <= promised, choice.reason

@@ -10,7 +10,7 @@ import torch
 
 from mha2mla.kernels import mla_decode, rotary_keys
 from mha2mla.kernels.mla_decode.api import LATENT
-from mha2mla.kernels.mla_decode.latent_selection import list_latent_kernels
+from mha2mla.kernels.mla_decode.selection import list_kernels
 from mha2mla.testing.problems import LatentProblem, judge
 from tests.few import few
 from tests.kernels.mla_decode.problems import capability, check
@@ -155,11 +155,12 @@ def test_windows_and_sinks_over_poisoned_pages(window, sinks):
 
 @few("problem", [SHAPES[1], SHAPES[3], SHAPES[0], SHAPES[2]], count=2, ids=name)
 def test_every_kernel_under_plans_that_no_planner_makes(problem):
-    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge
+    from mha2mla.kernels.split_kv.combine import SIZES, compile_combine
+    from mha2mla.kernels.split_kv.launch import compile_choice
 
     draw, here = random.Random(0), capability()
-    merge = compile_merge(problem.heads, problem.kv_lora_rank, "bfloat16", max(MERGES), here)
-    every = reversed(list_latent_kernels(problem.shape(), here))
+    merge = compile_combine(problem.heads, problem.kv_lora_rank, "bfloat16", max(SIZES), here)
+    every = reversed(list_kernels(problem.shape(), here, latent_alone=True))
     by_kernel = {(choice.kernel, choice.variant, choice.ctas_per_sm): choice for choice in every}
     inputs, tiles = problem.inputs(torch.bfloat16, "cuda"), [span.tiles for span in problem.spans()]
     for choice in by_kernel.values():

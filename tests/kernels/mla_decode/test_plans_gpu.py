@@ -10,7 +10,7 @@ import torch
 
 from mha2mla.kernels import mla_decode, plan_mla_decode
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS
-from mha2mla.kernels.split_kv.schedule import MAX_BATCH
+from mha2mla.kernels.split_kv.plan import MAX_BATCH
 from tests.kernels.mla_decode.problems import capability, check, name
 from tests.kernels.problems import Problem, assert_right, errors, exact, random_schedule_call, same_schedule
 
@@ -164,11 +164,12 @@ def test_a_call_like_a_remembered_one_is_refused_by_name_where_it_differs(change
 
 
 def test_one_compilation_serves_all_lengths_and_batches():
-    from mha2mla.kernels.split_kv.launch import MERGES, compile_choice, compile_merge
+    from mha2mla.kernels.split_kv.combine import SIZES, compile_combine
+    from mha2mla.kernels.split_kv.launch import compile_choice
     from mha2mla.kernels.split_kv.plan_kernel import compile_planner
 
     def misses() -> list[int]:
-        return [cached.cache_info().misses for cached in (compile_choice, compile_planner, compile_merge)]
+        return [cached.cache_info().misses for cached in (compile_choice, compile_planner, compile_combine)]
 
     before = misses()
     for i in range(1, 51):
@@ -178,7 +179,7 @@ def test_one_compilation_serves_all_lengths_and_batches():
     split, planner, merge = (after - b for after, b in zip(misses(), before, strict=True))
     assert split == 1
     assert planner <= 1
-    assert merge <= len(MERGES)
+    assert merge <= len(SIZES)
 
 
 def test_it_runs_on_the_current_stream():

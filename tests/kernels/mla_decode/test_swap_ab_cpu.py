@@ -24,7 +24,7 @@ from mha2mla.kernels.machine import Machine
 from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS, tile_rows
-from mha2mla.kernels.split_kv.launch import MERGES, make_merge
+from mha2mla.kernels.split_kv.combine import SIZES, make_combine
 
 PASS_CONFIGS = {"tirx.disable_vectorize": True}
 
@@ -45,7 +45,7 @@ def compiled_split(shape: DecodeShape, max_rows: int, max_groups: int, block_tok
 
 @cache
 def compiled_merge(heads: int, kv_lora_rank: int, splits: int):
-    return compile_for_cpu(make_merge(heads, kv_lora_rank, "float32", splits, 2 - heads % 2, on_cpu=True))
+    return compile_for_cpu(make_combine(heads, kv_lora_rank, "float32", splits, 2 - heads % 2, on_cpu=True))
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
     max_rows: int = 32,
     max_groups: int = 8,
     block_tokens: int = 64,
-    splits: int = max(MERGES),
+    splits: int = max(SIZES),
     compiled_seqlen_q: int | None = None,
 ):
     split = compiled_split(problem.shape("float32", compiled_seqlen_q), max_rows, max_groups, block_tokens)
@@ -100,7 +100,7 @@ LENGTHS = [(0, 1, 64, 200, 321), (0, 0, 0, 0, 0), (0, 0, 900, 0, 0), (1, 1, 1, 1
 @pytest.mark.parametrize("num_ctas", [1, 2, 3, 7, 17, 132])
 def test_any_number_of_ctas_serves_any_lengths(num_ctas):
     for lengths in LENGTHS:
-        run(Problem(4, 2, 64, 8, lengths), num_ctas, splits=sorted(MERGES)[num_ctas % len(MERGES)])
+        run(Problem(4, 2, 64, 8, lengths), num_ctas, splits=sorted(SIZES)[num_ctas % len(SIZES)])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -154,13 +154,13 @@ def test_random_plans(block_tokens):
             num_ctas,
             work,
             block_tokens=block_tokens,
-            splits=sorted(MERGES)[seed % len(MERGES)],
+            splits=sorted(SIZES)[seed % len(SIZES)],
             compiled_seqlen_q=2,
         )
 
 
 def test_as_many_partials_as_the_combine_holds():
-    for splits in MERGES:
+    for splits in SIZES:
         run(Problem(2, 1, 8, 8, (64 * MAX_SPLITS,)), MAX_SPLITS, splits=splits)
 
 
@@ -178,7 +178,7 @@ def test_no_page_inside_a_length_reads_no_other_page(page_size):
     """Such tokens are zeros, whatever lies on the page that stands in for theirs."""
     problem = Problem(6, 2, 64, 8, (70, 200), page_size=page_size)
     inputs = problem.inputs(torch.float32)
-    split, merge = compiled_split(problem.shape("float32"), 32, 8, 64), compiled_merge(6, 64, max(MERGES))
+    split, merge = compiled_split(problem.shape("float32"), 32, 8, 64), compiled_merge(6, 64, max(SIZES))
     filled, holes = inputs["block_table"].clone(), inputs["block_table"].clone()
     for (row, entry), hole in {(0, 0): -1, (1, 1): 10**6, (1, 64 // page_size + 1): -(2**31)}.items():
         holes[row, entry], filled[row, entry] = hole, len(inputs["latent_cache"])

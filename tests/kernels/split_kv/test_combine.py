@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha2mla.kernels.split_kv.launch import MERGES, compile_merge, make_merge, merge_rows
+from mha2mla.kernels.split_kv.combine import SIZES, combine_rows, compile_combine, make_combine
 
 COUNTS = (0, 1, 2, 5, 9, 16, 17, 70)
 
@@ -55,15 +55,15 @@ def check(kernel, heads: int, width: int, device: str, dtype: torch.dtype) -> No
 def test_on_cpu_target():
     """A width that no block of the merge takes whole; a quarter of a block divides it."""
     tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    function = make_merge(3, 160, "float32", 16, on_cpu=True)
+    function = make_combine(3, 160, "float32", 16, on_cpu=True)
     configs = {"tirx.disable_vectorize": True}
     kernel = tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
     check(kernel, 3, 160, "cpu", torch.float32)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("splits", MERGES)
+@pytest.mark.parametrize("splits", SIZES)
 @pytest.mark.parametrize("width", [448, 192, 320, 512, 200])
 def test_on_a_gpu(width, splits):
-    kernel = compile_merge(32, width, "bfloat16", splits, 90, merge_rows(32, 1, splits))
+    kernel = compile_combine(32, width, "bfloat16", splits, 90, combine_rows(32, 1, splits))
     check(kernel, 32, width, "cuda", torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 
 from mha2mla.kernels import DecodePlan, plan_gqa_attention, plan_gqa_decode, plan_mla_attention, plan_mla_decode
 from mha2mla.kernels.gqa_decode.selection import list_kernels as list_gqa_kernels
-from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_fp8
+from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
 from mha2mla.kernels.split_kv.op import PagedOp
 from mha2mla.testing.problems import GQAProblem
 
@@ -57,7 +57,7 @@ def functions(dtype: str) -> dict:
     from mha2mla.kernels.gqa_decode.api import GQA
     from mha2mla.kernels.mla_decode.api import MLA
     from mha2mla.kernels.mla_decode.fp8 import make_fp8
-    from mha2mla.kernels.split_kv.launch import MERGES, make_merge
+    from mha2mla.kernels.split_kv.combine import SIZES, make_combine
 
     shape = DecodeShape(64, 1, 128, 64, 64, 1, dtype)
     made = {}
@@ -70,8 +70,8 @@ def functions(dtype: str) -> dict:
     for kernel in ("streamed", "portable"):
         choice = next(choice for choice in list_gqa_kernels(gqa, 90) if choice.kernel == kernel)
         made[f"gqa {kernel}"] = GQA.make_split(gqa, choice)
-    made["fp8"] = make_fp8(shape, select_fp8(shape))
-    made["merge"] = make_merge(shape.heads, shape.kv_lora_rank, shape.dtype, max(MERGES))
+    made["fp8"] = make_fp8(shape, select_kernel(shape, 90, codes=True))
+    made["merge"] = make_combine(shape.heads, shape.kv_lora_rank, shape.dtype, max(SIZES))
     return made
 
 

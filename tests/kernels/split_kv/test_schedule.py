@@ -9,23 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mha2mla.kernels.split_kv.schedule import (
-    COUNT,
-    FIELDS,
-    FIRST,
-    FRAGMENT_TILES,
-    NEXT,
-    SEQUENCE,
-    SLOT,
-    START,
-    STOP,
-    TILE_TOKENS,
-    TILES,
-    attended_span,
-    plan_fragments,
-    splits_of,
-    write_schedule,
-)
+from mha2mla.kernels.split_kv.plan import FIELDS, FRAGMENT_TILES, TILE_TOKENS, Column
+from mha2mla.kernels.split_kv.reference import attended_span, plan_fragments, splits_of, write_schedule
 from tests.kernels.problems import random_schedule_call, same_schedule
 
 CALLS = {
@@ -137,15 +122,15 @@ def test_rows_hold_the_fragments(tiles, num_ctas, num_splits):
     assert splits.tolist() == [list(pair) for pair in splits_of(work, len(tiles))]
     used = []
     for cta, mine in enumerate(work):
-        assert schedule[cta, COUNT] == len(mine)
-        rows = [cta] + [int(schedule[cta, NEXT]) + f for f in range(1, len(mine))]
+        assert schedule[cta, Column.COUNT] == len(mine)
+        rows = [cta] + [int(schedule[cta, Column.NEXT]) + f for f in range(1, len(mine))]
         used += rows[: len(mine)]
         for row, fragment in zip(rows, mine, strict=False):
             said = schedule[row]
-            assert [int(said[i]) for i in (SEQUENCE, FIRST, TILES, SLOT)] == [
+            assert [int(said[i]) for i in (Column.SEQUENCE, Column.FIRST, Column.TILES, Column.SLOT)] == [
                 fragment.sequence, fragment.first, fragment.tiles, fragment.slot,
             ]  # fmt: skip
-            assert (int(said[START]), int(said[STOP])) == (0, tiles[fragment.sequence] * TILE_TOKENS)
+            assert (int(said[Column.START]), int(said[Column.STOP])) == (0, tiles[fragment.sequence] * TILE_TOKENS)
     assert len(used) == len(set(used))
 
 

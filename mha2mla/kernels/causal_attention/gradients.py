@@ -8,11 +8,16 @@ both, 7 products in place of 5, and each sum has one order. With P the weights, 
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import tilelang.language as T
+import torch
+from torch import Tensor
 
-from mha2mla.kernels.machine import BY_ROW, GPU, WARPGROUP, Machine
-from mha2mla.kernels.split_kv.call import LOG2E
+from mha2mla.kernels.devices import dtype_name, on_device
+from mha2mla.kernels.machine import BY_ROW, GPU, SPECIALISED_PASS_CONFIGS, WARPGROUP, Machine, compile_for
+from mha2mla.kernels.split_kv.choice import HOPPER
+from mha2mla.kernels.split_kv.device import LOG2E
 
 ROWS = 128  # of a tile that a CTA owns: 64 for each of two warpgroups
 STAGES = 2  # tiles of the others that are in flight
@@ -75,6 +80,26 @@ def load_rows(machine, source, first, head, tile):
 
 
 @T.macro
+def find_weights(machine, s, ds, own, others, is_visible, lse_of, softmax_scale):
+    """``s`` becomes weights P and ``ds`` dP, of products of ``own`` operands by ``others``."""
+    T.gemm(own[0], others[0], s, transpose_B=True, clear_accum=True, policy=BY_ROW)
+    T.gemm(own[1], others[1], ds, transpose_B=True, clear_accum=True, policy=BY_ROW)
+    for i, j in machine.parallel(int(s.shape[0]), int(s.shape[1])):
+        s[i, j] = T.if_then_else(
+            is_visible(i, j), s[i, j] * (softmax_scale * LOG2E) - lse_of(i, j) * LOG2E, -T.infinity(T.float32)
+        )
+    for i, j in machine.parallel(int(s.shape[0]), int(s.shape[1])):
+        s[i, j] = T.exp2(s[i, j])  # by itself: exponentials behind a condition are branches
+
+
+@T.macro
+def find_score_gradient(machine, s, ds, delta_of):
+    """``ds`` = P * (dP - D)."""
+    for i, j in machine.parallel(int(s.shape[0]), int(s.shape[1])):
+        ds[i, j] = s[i, j] * (ds[i, j] - delta_of(i, j))
+
+
+@T.macro
 def store(machine, tile, target, first, head):
     """A sum to rows ``first ...`` of a head."""
     rows, width = int(tile.shape[0]), int(tile.shape[1])
@@ -127,20 +152,13 @@ def make_key_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Machi
                 load(machine, d_out, first + m * block, h, d_out_tile)
                 load_rows(machine, lse, first + m * block, h, lse_tile)
                 load_rows(machine, delta, first + m * block, h, delta_tile)
-                T.gemm(k_tile, q_tile, s, transpose_B=True, clear_accum=True, policy=BY_ROW)
-                T.gemm(v_tile, d_out_tile, ds, transpose_B=True, clear_accum=True, policy=BY_ROW)
-                for i, j in machine.parallel(rows, block):
-                    s[i, j] = T.if_then_else(
-                        key0 + i <= m * block + j,
-                        s[i, j] * (softmax_scale * LOG2E) - lse_tile[j] * LOG2E,
-                        -T.infinity(T.float32),
-                    )
-                for i, j in machine.parallel(rows, block):
-                    s[i, j] = T.exp2(s[i, j])  # by itself: exponentials behind a condition are branches
+                find_weights(
+                    machine, s, ds, (k_tile, v_tile), (q_tile, d_out_tile),
+                    lambda i, j, m=m: key0 + i <= m * block + j, lambda i, j: lse_tile[j], softmax_scale,
+                )  # fmt: skip
                 T.copy(s, p)
                 T.gemm(p, d_out_tile, dv_sum, policy=BY_ROW)
-                for i, j in machine.parallel(rows, block):
-                    ds[i, j] = s[i, j] * (ds[i, j] - delta_tile[j])
+                find_score_gradient(machine, s, ds, lambda i, j: delta_tile[j])
                 T.copy(ds, narrow)
                 T.gemm(narrow, q_tile, dk_sum, policy=BY_ROW)
             store(machine, dv_sum, dv, first + key0, h)
@@ -186,18 +204,11 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
             for n in walk(machine, 0, (query0 + rows) // block):
                 load(machine, k, first + n * block, h, k_tile)
                 load(machine, v, first + n * block, h, v_tile)
-                T.gemm(q_tile, k_tile, s, transpose_B=True, clear_accum=True, policy=BY_ROW)
-                T.gemm(d_out_tile, v_tile, ds, transpose_B=True, clear_accum=True, policy=BY_ROW)
-                for i, j in machine.parallel(rows, block):
-                    s[i, j] = T.if_then_else(
-                        n * block + j <= query0 + i,
-                        s[i, j] * (softmax_scale * LOG2E) - lse_tile[i] * LOG2E,
-                        -T.infinity(T.float32),
-                    )
-                for i, j in machine.parallel(rows, block):
-                    s[i, j] = T.exp2(s[i, j])  # by itself: exponentials behind a condition are branches
-                for i, j in machine.parallel(rows, block):
-                    ds[i, j] = s[i, j] * (ds[i, j] - delta_tile[i])
+                find_weights(
+                    machine, s, ds, (q_tile, d_out_tile), (k_tile, v_tile),
+                    lambda i, j, n=n: n * block + j <= query0 + i, lambda i, j: lse_tile[i], softmax_scale,
+                )  # fmt: skip
+                find_score_gradient(machine, s, ds, lambda i, j: delta_tile[i])
                 T.copy(ds, narrow)
                 T.gemm(narrow, k_tile, dq_sum, policy=BY_ROW)
             for i, c in machine.parallel(rows, d):
@@ -205,3 +216,31 @@ def make_query_gradients(shape: GradientShape, *, rows: int = ROWS, machine: Mac
             store(machine, dq_sum, dq, first + query0, h)
 
     return query_gradients
+
+
+@cache
+def compile_gradients(heads: int, widths: tuple[int, int], dtype: torch.dtype):
+    """Both compiled kernels; they serve all batches and lengths."""
+    shape = GradientShape(heads, widths, dtype_name(dtype))
+    return tuple(
+        compile_for(make(shape), HOPPER, SPECIALISED_PASS_CONFIGS)
+        for make in (make_key_gradients, make_query_gradients)
+    )
+
+
+def launch_gradients(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, softmax_scale: float, length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v.
+
+    Args:
+        q, k: [T, H, d_qk] of windows of ``length`` tokens one behind the other; v, d_out: [T, H, d_v]. Contiguous.
+        lse: [H, T] float32, log-sum-exps of the scores.
+        delta: [H, T] float32, of each query and head the sum over d_v of d_out times the output.
+    """
+    of_keys, of_queries = compile_gradients(q.shape[1], (q.shape[2], v.shape[2]), q.dtype)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    with on_device(q.device):
+        of_keys(q, k, v, d_out, lse, delta, dk, dv, softmax_scale, length)
+        of_queries(q, k, v, d_out, lse, delta, dq, softmax_scale, length)
+    return dq, dk, dv

@@ -1,15 +1,17 @@
-"""The merge of partials and a map a head in one kernel: W_UV reads partials, in place of latents merged before.
+"""Combine and W_UV in one kernel: W_UV reads partials, in place of latents merged before.
 
 A cluster of blocks has a head. Each merges 128 columns of all rows and multiplies them with its columns of the map; all
 add up in each other's shared memory. Nothing that is merged is written, and no kernel ends and begins in between.
 """
 
+from functools import cache
+
 import tilelang.language as T
 
-from mha2mla.kernels.machine import Buffers
+from mha2mla.kernels.machine import SMALL_PASS_CONFIGS, Buffers, compile_for
 from mha2mla.kernels.skinny_linear.up_projections import multiply_step
-from mha2mla.kernels.split_kv.call import LOG2E, MASKED
 from mha2mla.kernels.split_kv.choice import MERGED_ROWS as ROWS
+from mha2mla.kernels.split_kv.device import LOG2E, MASKED
 
 SLICE = 128  # columns of a latent in a block
 WARPS = 8  # of a block, each for 16 outputs
@@ -33,19 +35,26 @@ static __device__ __forceinline__ void put_pair(float first, float second, const
 """
 
 
-def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: str):
-    """A TileLang function ``merge_maps`` for sm_90, of B S_q <= 8 rows; B, S_q and CTAs are run-time values.
+@cache
+def compile_combine_w_uv(heads: int, maps: int, width: int, outputs: int, dtype: str):
+    """The compiled kernel; arguments as :func:`make_combine_w_uv`'s."""
+    function = make_combine_w_uv(heads=heads, maps=maps, width=width, outputs=outputs, dtype=dtype)
+    return compile_for(function, 90, SMALL_PASS_CONFIGS)
+
+
+def make_combine_w_uv(*, heads: int, maps: int, width: int, outputs: int, dtype: str):
+    """A TileLang function ``combine_w_uv`` for sm_90, of B S_q <= 8 rows; B, S_q and CTAs are run-time values.
 
     A merged row is rounded to ``dtype`` before it is multiplied, and the sum once after, as by a merge and a product.
 
     Args:
         heads, maps: H, and how many maps there are, each for H / maps heads.
         width: of a latent, a multiple of 32 up to 1024.
-        outputs: numbers that a map makes of it, a multiple of 16 up to 128.
+        outputs: elements that a map makes of it, a multiple of 16 up to 128.
         dtype: of maps, latents and result.
 
     The function's arguments: splits [B,2], partial_out [num_ctas,2,S_q,H,width] and partial_lse [num_ctas,2,S_q,H] as
-    ``combine.make_combine`` has them; merged [B,S_q,H,width], what sequences that one CTA read have; up [maps,outputs,
+    ``make_combine`` has them; merged [B,S_q,H,width], what sequences that one CTA read have; up [maps,outputs,
     width] and out [B,S_q,H,outputs] (contiguous). A sequence without tokens gets zeros.
     """
     accum = T.float32
@@ -195,7 +204,7 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
             multiply_step(m, s, dtype)
 
     @T.prim_func
-    def merge_maps(
+    def combine_w_uv(
         splits: T.Tensor([batch, 2], T.int32),
         partial_out: T.Tensor([num_ctas, 2, seqlen_q, heads, width], accum),
         partial_lse: T.Tensor([num_ctas, 2, seqlen_q, heads], accum),
@@ -258,4 +267,4 @@ def make_merge_maps(*, heads: int, maps: int, width: int, outputs: int, dtype: s
                         m.weight[0] += m.came[s, T.min(w, written - 1), o, r]
                     out[r // seqlen_q, r % seqlen_q, h, (w * cluster + rank) * 16 + o] = T.cast(m.weight[0], dtype)
 
-    return merge_maps
+    return combine_w_uv

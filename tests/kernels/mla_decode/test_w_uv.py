@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import mla_decode
-from mha2mla.kernels.mla_decode.api import mla_decode_values, serves_values
+from mha2mla.kernels.mla_decode.api import mla_decode_w_uv, serves_w_uv
 from mha2mla.testing import compile_gate
 from mha2mla.testing.problems import Problem
 
@@ -16,17 +16,17 @@ def test_it_serves_few_rows_of_a_hopper_only():
     inputs = problem.inputs(torch.bfloat16)
     v_up = torch.zeros(4, 16, 64, dtype=torch.bfloat16)
     plan = problem.plan(inputs)
-    assert not serves_values(inputs["q_latent"], inputs["latent_cache"], v_up, inputs["block_table"], plan)
-    assert not serves_values(inputs["q_latent"], inputs["latent_cache"], v_up, inputs["block_table"], None)
+    assert not serves_w_uv(inputs["q_latent"], inputs["latent_cache"], v_up, inputs["block_table"], plan)
+    assert not serves_w_uv(inputs["q_latent"], inputs["latent_cache"], v_up, inputs["block_table"], None)
 
 
 @pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 def test_compile_gate():
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
-    from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
+    from mha2mla.kernels.split_kv.combine_w_uv import make_combine_w_uv
 
-    function = make_merge_maps(heads=32, maps=8, width=448, outputs=128, dtype="bfloat16")
+    function = make_combine_w_uv(heads=32, maps=8, width=448, outputs=128, dtype="bfloat16")
     (report,) = compile_gate.compile_only(function, "sm_90a", SMALL_PASS_CONFIGS)
     assert report.complaints(232_448) == [] and report.spill_bytes == 0
     assert report.registers <= 128  # two blocks a multiprocessor
@@ -36,15 +36,14 @@ def test_no_block_of_a_cluster_reads_before_it_waits():
     """TileLang launches every cluster as a programmatic dependent: it may begin before the kernel before has ended."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.mla_decode.api import LATENT, MLA
-    from mha2mla.kernels.mla_decode.latent_selection import latent_shape, select_latent
-    from mha2mla.kernels.mla_decode.selection import DecodeShape, select_kernel
-    from mha2mla.kernels.split_kv.merge_maps import make_merge_maps
+    from mha2mla.kernels.mla_decode.selection import DecodeShape, latent_shape, select_kernel
+    from mha2mla.kernels.split_kv.combine_w_uv import make_combine_w_uv
 
     wide, latent = DecodeShape(32, 8, 896, 16, 64, 1, "bfloat16"), latent_shape(32, 1024, 64, 64, 1, "bfloat16")
     for function, given in (
         (MLA.make_split(wide, select_kernel(wide, 90)), "schedule"),
-        (LATENT.make_split(latent, select_latent(latent, 90)), "schedule"),
-        (make_merge_maps(heads=4, maps=2, width=256, outputs=32, dtype="bfloat16"), "splits"),
+        (LATENT.make_split(latent, select_kernel(latent, 90, latent_alone=True)), "schedule"),
+        (make_combine_w_uv(heads=4, maps=2, width=256, outputs=32, dtype="bfloat16"), "splits"),
     ):
         script = function.script()
         body = script[script.index("launch_thread") :]
@@ -76,10 +75,10 @@ def test_right_beside_the_merge_and_the_product(problem, maps, outputs):
     make = torch.Generator("cuda").manual_seed(maps)
     v_up = torch.randn(maps, outputs, problem.kv_lora_rank, generator=make, device="cuda") * problem.kv_lora_rank**-0.5
     call, v_up = {name: value for name, value in inputs.items() if name != "causal"}, v_up.bfloat16()
-    served = serves_values(call["q_latent"], call["latent_cache"], v_up, call["block_table"], plan)
+    served = serves_w_uv(call["q_latent"], call["latent_cache"], v_up, call["block_table"], plan)
     assert served == (maps < problem.heads)  # else it could, and others are faster
     plan.partial_out.fill_(torch.nan)
-    values = mla_decode_values(**call, v_up=v_up, plan=plan)
+    values = mla_decode_w_uv(**call, v_up=v_up, plan=plan)
     latents = mla_decode(**call, plan=plan)
     heads = v_up.repeat_interleave(problem.heads // maps, 0)
     plain = torch.einsum("bshi,hoi->bsho", latents, heads)
@@ -91,10 +90,10 @@ def test_right_beside_the_merge_and_the_product(problem, maps, outputs):
     assert not values.isnan().any()
     error, apart = (float((x.double() - exact).norm() / exact.norm()) for x in (values, plain))
     assert error <= 2 * apart
-    assert torch.equal(values, mla_decode_values(**call, v_up=v_up, plan=plan))
+    assert torch.equal(values, mla_decode_w_uv(**call, v_up=v_up, plan=plan))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        again = mla_decode_values(**call, v_up=v_up, plan=plan)
+        again = mla_decode_w_uv(**call, v_up=v_up, plan=plan)
     again.zero_()
     graph.replay()
     assert torch.equal(values, again)
