@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import transformers
 
 from mha2mla.checkpoints import find_checkpoint
 from mha2mla.cli import main
@@ -58,6 +59,32 @@ def test_an_unconverted_checkpoint_is_refused(verb, tiny_source, tmp_path):
     done = command(*map(str, [*verb, tiny_source, *places]))
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "has model_type 'llama'; expected 'mha2mla'" in done.stderr
+
+
+@pytest.fixture(scope="module", params=["AutoModel", "AutoModelForSequenceClassification"])
+def headless(request, tiny_converted, tmp_path_factory):
+    """Folder of the converted model without its lm_head, and the tokenizer."""
+    folder = tmp_path_factory.mktemp("headless") / request.param
+    getattr(transformers, request.param).from_pretrained(tiny_converted).save_pretrained(folder)
+    for file in tiny_converted.glob("*token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def test_a_checkpoint_without_lm_head_is_refused_by_name(headless, tiny_source, tmp_path, capsys):
+    """transformers puts a random head on it, with a warning."""
+    for argv in (
+        ("generate", headless, "--prompt", "a"),
+        ("chat", headless),
+        ("eval", "quality", tiny_source, headless, "--lengths", "32", "--max-tokens", "64"),
+        ("eval", "latency", tiny_source, headless, "--level", "step", "--batch-sizes", "1", "--seqlens", "8"),
+        ("convert", headless, tmp_path / "out", "--layout", "latent"),
+        ("inspect", headless),
+        ("export", headless, tmp_path / "out"),
+    ):
+        device = () if argv[0] in ("inspect", "export") else ("--device", "cpu")
+        assert run(*argv, *device) == 2, argv
+        assert f"tensor lm_head.weight is absent from {headless}" in capsys.readouterr().err, argv
 
 
 @pytest.mark.parametrize("kind", ["quality", "tasks"])
