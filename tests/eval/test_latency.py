@@ -27,6 +27,10 @@ from tests.conversion import tiny
 from tests.modeling import models
 
 QUICK = {"min_run_time": 0.002}
+ALL_LEVELS = {
+    "levels": ("op", "step", "prefill", "e2e"), "batch_sizes": [2], "seqlens": [33], "new_tokens": 3, "device": "cpu",
+    **QUICK,
+}  # fmt: skip
 GEOMETRY = MLAGeometry(6, 3, 24, 8, 8, 16, 3)
 LATENT_GEOMETRY = MLAGeometry(6, 1, 24, 32, 16, 16, 3, rope_from_latent=True)
 
@@ -52,39 +56,30 @@ def test_attention_rows(geometry, cached, dtype):
 
 
 def test_a_wrong_baseline_gets_no_speed():
-    def wrong(inputs: AttentionInputs):
-        right = sdpa_baseline(inputs)
-        return lambda: right() * 1.01
+    def wrong(change):
+        return lambda inputs: lambda: change(sdpa_baseline(inputs)())
 
-    def not_a_number(inputs: AttentionInputs):
-        right = sdpa_baseline(inputs)
-        return lambda: torch.full_like(right(), math.nan)
-
-    def absent(inputs: AttentionInputs):
-        return "not built for this machine"
-
-    rows = attention_latency(
-        GEOMETRY,
-        seqlens=(64,),
-        dtype=torch.float32,
-        baselines={"wrong": wrong, "nan": not_a_number, "absent": absent},
-        **QUICK,
-    )
+    baselines = {
+        "wrong": wrong(lambda right: right * 1.01),
+        "nan": wrong(lambda right: torch.full_like(right, math.nan)),
+        "absent": lambda inputs: "not built for this machine",
+    }
+    rows = attention_latency(GEOMETRY, seqlens=(64,), dtype=torch.float32, baselines=baselines, **QUICK)
     by_name = {row["implementation"]: row for row in rows}
     assert by_name["wrong"]["status"].startswith("wrong: relative error ")
     assert "are NaN or inf where float64 is finite" in by_name["nan"]["status"]
     assert by_name["absent"]["status"] == "missing: not built for this machine"
-    for name in ("wrong", "nan", "absent"):
+    for name in baselines:
         assert "us_p50" not in by_name[name] and "gb_per_s" not in by_name[name]
 
 
-def test_a_backend_that_refuses_is_missing_with_its_reason():
+def test_a_refusing_backend_is_missing_with_its_reason():
     rows = attention_latency(GEOMETRY, dtype=torch.float32, backend="tilelang", baselines={}, **QUICK)
     assert [row["implementation"] for row in rows] == ["mla_decode (tilelang)"]
     assert rows[0]["status"].startswith("missing: ") and len(rows[0]["status"]) > len("missing: ")
 
 
-def test_flash_attention_and_our_kernel_say_why_they_are_not_here():
+def test_absent_baselines_say_why():
     inputs = AttentionInputs(*(torch.zeros(1, 1, 1, 8) for _ in range(3)), 1.0)
     assert "CUDA" in flash_attention_3_baseline(inputs)
     assert "float32" in gqa_decode_baseline(inputs)
@@ -92,7 +87,7 @@ def test_flash_attention_and_our_kernel_say_why_they_are_not_here():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlen", [1, 64, 129])
-def test_our_own_baseline_is_the_sources_attention(seqlen):
+def test_gqa_baseline_is_the_sources_attention(seqlen):
     geometry = MLAGeometry(6, 2, 24, 8, 8, 64, 2)
     inputs = AttentionInputs.random(geometry, 2, seqlen, 0.125, torch.bfloat16, torch.device("cuda"), seed=0)
     assert _judge_source(gqa_decode_baseline(inputs)(), inputs).ok
@@ -107,7 +102,7 @@ def test_our_own_baseline_is_the_sources_attention(seqlen):
     ],
     ids=["8x2048", "large-scores", "2x2048"],
 )
-def test_rounding_in_float32_is_not_called_wrong(geometry, batch, seqlen):
+def test_float32_rounding_is_not_called_wrong(geometry, batch, seqlen):
     for seed in range(4):
         rows = attention_latency(
             geometry, batch_sizes=(batch,), seqlens=(seqlen,), dtype=torch.float32, min_run_time=1e-6, seed=seed
@@ -129,34 +124,30 @@ def test_decode_step_rows(tiny_source, tiny_converted):
         assert row["ms_per_token"] == row["us_p50"] / 1e3 > 0
     half = [row["cache_bytes"] for row in rows]
     assert all(after <= before / 2 for before, after in zip(half[:6], half[6:], strict=True))
+    assert models["converted"].config.attention_backend is None, "the check leaves the backend as it was"
 
 
+@pytest.mark.parametrize("layout", ["per-group", "latent"])
 @pytest.mark.parametrize("backend", [None, "mla_fp8_reference"])
-def test_a_step_over_a_cache_of_the_latent_alone(backend, tiny_converted, tmp_path):
-    """From the same checkpoint, and as many numbers; those of 8 bits are all of them then."""
-    mha2mla.convert(tiny_converted, tmp_path / "latent", {"layout": "latent"}, device="cpu", progress=False)
-    model = MHA2MLAForCausalLM.from_pretrained(tmp_path / "latent", attention_backend=backend)
-    row = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)[0]
-    numbers = sum(model.config.layer_geometry(layer).kv_lora_rank for layer in range(2))
-    stored = MHA2MLAForCausalLM.from_pretrained(tiny_converted).config
-    assert 4 * numbers == stored.cache_bytes_per_token(4) == model.config.cache_bytes_per_token(4)
+def test_cached_bytes_count_codes_scales_and_rotary_keys(layout, backend, tiny_converted, tmp_path):
+    """A latent of 8 bits is d_c bytes and a float32 scale."""
+    folder = tiny_converted
+    if layout == "latent":
+        folder = tmp_path / "latent"
+        mha2mla.convert(tiny_converted, folder, {"layout": "latent"}, device="cpu", progress=False)
+    model = MHA2MLAForCausalLM.from_pretrained(folder, attention_backend=backend)
+    (row,) = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)
+    geometries = [model.config.layer_geometry(layer) for layer in range(2)]
+    rotary = sum(0 if layout == "latent" else 4 * each.num_rope_heads * each.qk_rope_head_dim for each in geometries)
+    latent = sum(each.kv_lora_rank for each in geometries)
+    per_token = rotary + (4 * latent if backend is None else latent + 2 * 4)
+    assert row["cache_bytes"] == 2 * 40 * per_token
+    assert rotary + 4 * latent == model.config.cache_bytes_per_token(4)
     assert row["status"] == "ok" or backend is not None  # eight bits are no rounding of 32
-    assert row["cache_bytes"] == 2 * 40 * (4 * numbers if backend is None else numbers + 2 * 4)
-
-
-def test_cached_bytes_count_latents_of_eight_bits_and_their_scales(tiny_converted):
-    model = MHA2MLAForCausalLM.from_pretrained(tiny_converted, attention_backend="mla_fp8_reference")
-    row = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)[0]
-    geometries = [model.config.layer_geometry(layer) for layer in range(model.config.num_hidden_layers)]
-    itemsize = model.dtype.itemsize
-    per_token = sum(
-        each.kv_lora_rank + 4 + each.num_rope_heads * each.qk_rope_head_dim * itemsize for each in geometries
-    )
-    assert row["cache_bytes"] == 2 * 40 * per_token < 2 * 40 * model.config.cache_bytes_per_token(itemsize)
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_a_sliding_sources_step_reads_its_windows(check):
+def test_a_sliding_source_reads_its_windows(check):
     """And holds them in its static cache; ``generate`` holds a token less of each."""
     model = tiny.model("gemma3_text", **tiny.GEMMA3)  # two of three layers have a window of 9
     rows = decode_step_latency({"source": model}, batch_sizes=(2,), seqlens=(5, 40), check=check, **QUICK)
@@ -172,7 +163,7 @@ def test_a_sliding_sources_step_reads_its_windows(check):
         assert row["limit_us"] == pytest.approx((row["read_bytes"] + row["weight_bytes"]) / 1e3)
 
 
-def test_a_sliding_conversions_step_reads_its_windows():
+def test_a_sliding_conversion_reads_its_windows():
     """A latent cache holds every token; its limit is the time to read what the new token sees."""
     model = models.mla_model("some sliding")
     (row,) = decode_step_latency({"converted": model}, batch_sizes=(2,), seqlens=(40,), **QUICK)
@@ -193,7 +184,7 @@ def test_batches_fit_by_what_is_cached(monkeypatch):
         assert fitting_batches(model, 1000) == [1, 8], name
 
 
-def test_a_further_token_takes_what_is_left_of_a_call(tiny_converted, monkeypatch):
+def test_a_further_token_is_the_rest_of_a_call(tiny_converted, monkeypatch):
     """A call that makes n tokens takes n - 1 steps longer than one that makes one."""
     calls = {1: 2.0, 5: 2.0 + 4 * 0.25}  # seconds by new tokens
     monkeypatch.setattr(latency, "median_seconds", lambda model, prompts, new_tokens, runs: calls[new_tokens])
@@ -221,14 +212,13 @@ class WrongMLA(WrongStep, MHA2MLAForCausalLM):
     pass
 
 
-def test_a_model_whose_cached_step_is_wrong_gets_no_speed(tiny_source):
-    rows = decode_step_latency({"source": WrongLlama.from_pretrained(tiny_source)}, seqlens=(40,), **QUICK)
-    assert rows[0]["status"].startswith("wrong: ") and "us_p50" not in rows[0]
-
-
-def test_a_converted_model_whose_cached_step_is_wrong_gets_no_speed(tiny_converted):
-    rows = decode_step_latency({"converted": WrongMLA.from_pretrained(tiny_converted)}, seqlens=(40,), **QUICK)
-    assert rows[0]["status"].startswith("wrong: ") and "us_p50" not in rows[0]
+@pytest.mark.parametrize(
+    ("folder", "model"), [("tiny_source", WrongLlama), ("tiny_converted", WrongMLA)], ids=["source", "converted"]
+)
+def test_a_wrong_cached_step_gets_no_speed(folder, model, request):
+    wrong = model.from_pretrained(request.getfixturevalue(folder))
+    (row,) = decode_step_latency({"model": wrong}, seqlens=(40,), **QUICK)
+    assert row["status"].startswith("wrong: ") and "us_p50" not in row
 
 
 class RoundingLlama(LlamaForCausalLM):
@@ -241,7 +231,7 @@ class RoundingLlama(LlamaForCausalLM):
         return made
 
 
-def test_a_token_whose_yardstick_is_right_by_chance_makes_no_step_wrong(tiny_source):
+def test_a_lucky_yardstick_makes_no_step_wrong(tiny_source):
     torch.manual_seed(0)
     model = {"source": RoundingLlama.from_pretrained(tiny_source)}
     levels = {"levels": ("step", "prefill"), "min_run_time": 1e-6}
@@ -249,19 +239,11 @@ def test_a_token_whose_yardstick_is_right_by_chance_makes_no_step_wrong(tiny_sou
     assert {row["status"] for row in rows} == {"ok"} and len(rows) == 12
 
 
-def test_the_check_leaves_the_backend_as_it_was(tiny_converted):
-    model = MHA2MLAForCausalLM.from_pretrained(tiny_converted)
-    model.config.attention_backend = None
-    decode_step_latency({"converted": model}, seqlens=(8,), **QUICK)
-    assert model.config.attention_backend is None
-
-
-def test_model_latency_joins_all_levels_and_saves_as_it_goes(tiny_source, tiny_converted):
-    levels, saved = ("op", "step", "prefill", "e2e"), []
+def test_model_latency_joins_levels_and_saves_rows(tiny_source, tiny_converted):
+    saved = []
     rows = model_latency(
-        tiny_source, tiny_converted, levels=levels, batch_sizes=[2], seqlens=[33], new_tokens=3, device="cpu",
-        save=lambda rows: saved.append([dict(row) for row in rows]), **QUICK,
-    )  # fmt: skip
+        tiny_source, tiny_converted, save=lambda rows: saved.append([dict(row) for row in rows]), **ALL_LEVELS
+    )
     assert [row["op"] for row in rows if row["implementation"] == "converted"] == ["decode step", "prefill", "generate"]
     assert all(row["status"] == "ok" or row["status"].startswith("missing: ") for row in rows)
     assert [len(each) for each in saved] == list(range(1, len(rows) + 1)) and saved[-1] == rows
@@ -278,11 +260,8 @@ def test_model_latency_joins_all_levels_and_saves_as_it_goes(tiny_source, tiny_c
     assert rows._repr_html_().count("<tr>") == len(rows) + 1
 
 
-def test_nothing_is_checked_only_where_that_is_said(tiny_source, tiny_converted):
-    rows = model_latency(
-        tiny_source, tiny_converted, levels=("op", "step", "prefill", "e2e"), batch_sizes=[2], seqlens=[33],
-        new_tokens=3, check=False, device="cpu", **QUICK,
-    )  # fmt: skip
+def test_unchecked_rows_say_so(tiny_source, tiny_converted):
+    rows = model_latency(tiny_source, tiny_converted, check=False, **ALL_LEVELS)
     timed = [row for row in rows if "us_p50" in row]
     assert len(timed) == 8 and {row["status"] for row in timed} == {NOT_CHECKED}
     assert not any("error" in row for row in rows)
@@ -296,11 +275,10 @@ def test_a_cache_filled_with_noise_is_read_to_its_end(folder, request):
     before = step()
     assert torch.equal(step(), before) and before.isfinite().all()
     layer = step.cache.layers[0]
-    tensor = next(iter(layer.tensors.values())) if hasattr(layer, "tensors") else layer.values
-    last = (
-        tensor.flatten(0, 1)[38] if hasattr(layer, "tensors") else tensor[0, :, 38]
-    )  # the last one behind the new one
-    last.add_(1.0)
+    if hasattr(layer, "tensors"):
+        next(iter(layer.tensors.values())).flatten(0, 1)[38].add_(1.0)  # the newest token before the step's
+    else:
+        layer.values[0, :, 38].add_(1.0)
     after = step()
     assert not torch.equal(after[0], before[0]) and torch.equal(after[1], before[1])
 
@@ -329,7 +307,7 @@ def test_too_little_memory_is_a_row(tiny_source, monkeypatch):
         assert [row["status"].partition(":")[0] for row in rows] == ["ok", "out of memory"]
 
 
-def test_weights_for_which_there_is_no_room_are_rows(tiny_converted):
+def test_weights_without_room_are_rows(tiny_converted):
     def too_large():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a total of 8 GiB.")
 
@@ -374,13 +352,13 @@ class Stubborn(LlamaForCausalLM):
         return out
 
 
-def test_generated_tokens_that_are_wrong_get_no_speed(tiny_source):
+def test_wrong_generated_tokens_get_no_speed(tiny_source):
     model = Stubborn.from_pretrained(tiny_source)
     (row,) = model_rows({"source": model}, levels=["e2e"], seqlens=(9,), new_tokens=3)
     assert row["status"].startswith("wrong: token ") and "us_p50" not in row
 
 
-def test_published_rows_are_of_the_shapes_that_were_named(monkeypatch):
+def test_preset_rows_stand_beside_published_times(monkeypatch):
     small = replace(op_latency.PRESETS["llama-2-7b-decode"], published={(2, 16): (5.0, 3.0)})
     monkeypatch.setattr(op_latency, "PRESETS", {"llama-2-7b-decode": small})
     rows = list(op_latency.preset_latency("llama-2-7b-decode", dtype=torch.float32, device="cpu", **QUICK))
@@ -401,16 +379,13 @@ def test_published_rows_are_of_the_shapes_that_were_named(monkeypatch):
         ({"batch_sizes": [0]}, r"batch_sizes is \[0\]"),
         ({"seqlens": []}, r"seqlens is \[\]"),
         ({"layer": 2}, "layer is 2; expected 0 to 1"),
+        ({"converted": "source"}, "converted has model_type 'llama'; expected 'mha2mla'"),
     ],
 )
 def test_bad_arguments_are_named(tiny_source, tiny_converted, arguments, message):
+    converted = tiny_source if arguments.pop("converted", None) else tiny_converted
     with pytest.raises(ValueError, match=message):
-        model_latency(tiny_source, tiny_converted, device="cpu", **arguments)
-
-
-def test_an_unconverted_model_is_refused(tiny_source):
-    with pytest.raises(ValueError, match="converted has model_type 'llama'; expected 'mha2mla'"):
-        model_latency(tiny_source, tiny_source, device="cpu")
+        model_latency(tiny_source, converted, device="cpu", **arguments)
 
 
 @pytest.mark.gpu

@@ -17,22 +17,9 @@ def _report(ratio=1.1):
         for text in ("builtin:prose", "a/file.txt")
         for part in range(8)
     ]
-    probes = [
-        {
-            "probe": name,
-            "length": 512,
-            "measure": measure,
-            "chance": 0.1,
-            "source": 0.9,
-            "converted": 0.5,
-            "counts": counts,
-        }
-        for name, measure, counts in (
-            ("one key", "accuracy", True),
-            ("sums", "accuracy", False),
-            ("span", "gain", True),
-        )
-    ]
+    values = {"length": 512, "chance": 0.1, "source": 0.9, "converted": 0.5}
+    kinds = (("one key", "accuracy", True), ("sums", "accuracy", False), ("span", "gain", True))
+    probes = [values | {"probe": name, "measure": measure, "counts": counts} for name, measure, counts in kinds]
     return {"by_position": parts, "probes": probes}
 
 
@@ -41,7 +28,7 @@ def _size(path):
         return picture.size
 
 
-def test_a_picture_has_a_part_for_positions_for_choices_and_for_gains(tmp_path):
+def test_a_picture_has_positions_choices_and_gains(tmp_path):
     report = _report()
     plot_quality(report, tmp_path / "new" / "all.png")
     plot_quality(report | {"probes": []}, tmp_path / "positions.png")
@@ -79,7 +66,7 @@ def test_the_picture_of_layers_stays_small(layers, tmp_path):
     assert 1000 < (tmp_path / "plot.png").stat().st_size < 100_000
 
 
-def test_what_has_no_place_on_a_logarithmic_axis_is_left_out(tmp_path):
+def test_values_off_a_logarithmic_axis_are_left_out(tmp_path):
     values = [0.0, math.inf, math.nan, None]
     plot_layers([{"layer": layer, "score_error": value} for layer, value in enumerate(values)], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -95,14 +82,14 @@ def _drawn(tmp_path, *reports) -> str:
     return (tmp_path / "plot.svg").read_text()
 
 
-def test_a_report_of_quality_is_drawn_where_it_was_not_measured(tmp_path):
+def test_a_quality_report_is_drawn_elsewhere(tmp_path):
     names = {"kind": "quality", "source": "/far/away/llama", "converted": "/far/away/llama-mla"}
     svg = _drawn(tmp_path, _report("inf") | names)
     for text in ("llama → llama-mla", "prose, window of 8,192", "one key"):
         assert text in svg
 
 
-def test_losses_are_drawn_against_cached_bytes_by_preset_and_layout(tmp_path):
+def test_losses_are_drawn_against_cached_bytes(tmp_path):
     rows = [
         {"name": f"{share} {name}", "cache_ratio": share, "status": "ok", "512": 1.1, "8192": 1 + lost / share}
         for name, lost in (("shared", 0.1), ("quick, per-group", 0.3))
@@ -118,17 +105,14 @@ def test_losses_are_drawn_against_cached_bytes_by_preset_and_layout(tmp_path):
     assert "quick, per-group 1.6" in svg and "0.5 of the source" in svg and "cached bytes" in svg and "RoPE" not in svg
 
 
-def test_losses_are_drawn_against_the_time_of_the_same_checkpoints(tmp_path):
+def test_losses_are_drawn_against_time(tmp_path):
     def quality(name, ratio):
         rows = [{"seqlen": 512, "perplexity_ratio": 9.0}, {"seqlen": 2048, "perplexity_ratio": ratio}]
         return {"kind": "quality", "converted": f"x/{name}", "rows": [*rows, {**rows[1], "perplexity_ratio": 1.01}]}
 
     def latency(name, time):
         row = {"op": "decode step", "batch": 8, "seqlen": 2048, "status": "ok"}
-        rows = [
-            row | {"implementation": "source", "us_p50": 1.0},
-            row | {"implementation": "converted", "us_p50": time},
-        ]
+        rows = [row | {"implementation": name, "us_p50": us} for name, us in (("source", 1.0), ("converted", time))]
         return {"kind": "latency", "converted": f"elsewhere/{name}", "rows": rows}
 
     reports = [quality("a", 1.2), quality("b", 1.1), latency("a", 20.0), latency("b", 30.0), latency("c", 40.0)]
@@ -163,11 +147,17 @@ def test_tokens_and_batches_are_drawn_against_the_context(tmp_path):
     assert "4,096</text>" in svg and "512</text>" not in svg
 
 
-def test_latencies_without_generate_or_losses_are_no_picture(tmp_path, capsys):
-    report = {"kind": "latency", "random_weights": "tiny", "geometry": "H=4", "rows": []}
-    (tmp_path / "latency.json").write_text(json.dumps(report))
-    assert main(["plot", str(tmp_path / "plot.png"), str(tmp_path / "latency.json")]) == 2
-    assert "'latency' with rows of --level e2e" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({"kind": "latency", "random_weights": "tiny", "geometry": "H=4"}, "'latency' with rows of --level e2e"),
+        ({"kind": "environment"}, "reports are of kind environment; expected one of"),
+    ],
+)
+def test_reports_without_a_picture_are_refused(report, message, tmp_path, capsys):
+    (tmp_path / "report.json").write_text(json.dumps(report | {"rows": []}))
+    assert main(["plot", str(tmp_path / "plot.png"), str(tmp_path / "report.json")]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_record_of_a_conversion_is_drawn_by_layer(tiny_converted, tmp_path, capsys):
@@ -178,9 +168,3 @@ def test_the_record_of_a_conversion_is_drawn_by_layer(tiny_converted, tmp_path, 
     assert main(["plot", str(tmp_path / "two.png"), record, "--more", record]) == 2
     assert main(["plot", str(tmp_path / "no.png"), str(tiny_converted / "README.md")]) == 2
     assert "README.md is not JSON: " in capsys.readouterr().err
-
-
-def test_files_that_say_nothing_of_a_conversion_are_refused(tmp_path, capsys):
-    (tmp_path / "env.json").write_text(json.dumps({"kind": "environment", "rows": []}))
-    assert main(["plot", str(tmp_path / "plot.png"), str(tmp_path / "env.json")]) == 2
-    assert "reports are of kind environment; expected one of" in capsys.readouterr().err
