@@ -13,8 +13,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mha2mla.conversion.extension import CalibrationSource, register
+    from mha2mla.conversion.latent.rules import LowRankRule
     from mha2mla.conversion.presets import PRESETS as presets
     from mha2mla.conversion.recipe import Recipe
+    from mha2mla.conversion.rope.rules import RopeRule
     from mha2mla.eval.inspection import Inspection
     from mha2mla.eval.inspection import inspect_checkpoint as inspect
     from mha2mla.eval.latency import model_latency
@@ -28,31 +31,38 @@ if TYPE_CHECKING:
 
 # Name → where it is, and what it is called there.
 _LAZY = {
+    "CalibrationSource": "mha2mla.conversion.extension:CalibrationSource",
     "ConversionReport": "mha2mla.pipeline:ConversionReport",
     "Inspection": "mha2mla.eval.inspection:Inspection",
     "LatentCache": "mha2mla.modeling:LatentCache",
+    "LowRankRule": "mha2mla.conversion.latent.rules:LowRankRule",
     "MHA2MLAConfig": "mha2mla.modeling:MHA2MLAConfig",
     "MHA2MLAForCausalLM": "mha2mla.modeling:MHA2MLAForCausalLM",
     "MLAGeometry": "mha2mla.geometry:MLAGeometry",
     "QualityReport": "mha2mla.eval.quality:QualityReport",
     "Recipe": "mha2mla.conversion.recipe:Recipe",
+    "RopeRule": "mha2mla.conversion.rope.rules:RopeRule",
     "convert": "mha2mla.pipeline:convert",
     "evaluate_quality": "mha2mla.eval.quality:evaluate_quality",
     "inspect": "mha2mla.eval.inspection:inspect_checkpoint",
     "load": "mha2mla.eval.loading:load",
     "model_latency": "mha2mla.eval.latency:model_latency",
     "presets": "mha2mla.conversion.presets:PRESETS",
+    "register": "mha2mla.conversion.extension:register",
 }
 
 __all__ = [
+    "CalibrationSource",
     "ConversionReport",
     "Inspection",
     "LatentCache",
+    "LowRankRule",
     "MHA2MLAConfig",
     "MHA2MLAForCausalLM",
     "MLAGeometry",
     "QualityReport",
     "Recipe",
+    "RopeRule",
     "__version__",
     "convert",
     "evaluate_quality",
@@ -60,6 +70,7 @@ __all__ = [
     "load",
     "model_latency",
     "presets",
+    "register",
 ]
 
 

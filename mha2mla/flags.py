@@ -81,7 +81,7 @@ def _recipe_flags() -> list[tuple[str, Any, Any]]:
         for each in fields(stage):
             key, hint = stage.prefix + each.name, hints[each.name]
             how = {} if hint is str else {"converter": _number_or_word}
-            default = None if presets.sets(key) else each.default
+            default = None if presets.is_device_dependent(key) else each.default
             found.append(_recipe_flag(key, _shown(each.name, hint), texts[each.name], default, **how))
     return found
 

@@ -99,6 +99,11 @@ class MLAGeometry:
         """The latent that with these rotary numbers is already everything that the source caches."""
         return self.source_cache_numel_per_token - self.rope_width
 
+    @property
+    def is_full_rank(self) -> bool:
+        """The layer is the source's to rounding: every pair rotates and the latent loses nothing."""
+        return self.qk_nope_head_dim == 0 and self.kv_lora_rank >= self.full_kv_lora_rank
+
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes cached per token and layer for elements of ``itemsize`` bytes (2 for bfloat16)."""
         return self.cache_numel_per_token * itemsize

@@ -246,13 +246,13 @@ def converted_config(source: PreTrainedConfig, **target: Any) -> MHA2MLAConfig:
     Raises:
         ValueError: the target does not fit the source.
     """
-    from mha2mla.conversion import layer
+    from mha2mla.conversion import layer_walk
     from mha2mla.conversion.families import adapter_for
     from mha2mla.conversion.recipe import Recipe
 
     recipe = Recipe.from_preset("minimal", **{key: value for key, value in target.items() if value is not None})
     spec = adapter_for(source.to_dict()).specify(source)
-    return layer.converted_config(source, spec, (recipe.geometry(spec),) * source.num_hidden_layers, recipe)
+    return layer_walk.converted_config(source, spec, (recipe.geometry(spec),) * source.num_hidden_layers, recipe)
 
 
 def random_model(config: PreTrainedConfig, device: str | torch.device, dtype: torch.dtype) -> PreTrainedModel:

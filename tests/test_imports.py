@@ -23,10 +23,10 @@ BELOW = {
 }  # fmt: skip
 
 
-def imported(path: Path, deferred: bool = True) -> set[str]:
-    """Modules of ours that a file imports; with ``deferred`` under TYPE_CHECKING and inside functions too."""
+def imported(path: Path) -> set[str]:
+    """Modules of ours that a file imports, under TYPE_CHECKING and inside functions too."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = list(ast.walk(tree)) if deferred else tree.body
+    nodes = list(ast.walk(tree))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     return {name for name in names if name.startswith("mha2mla")}
@@ -64,8 +64,7 @@ def test_modeling_imports_nothing_inside_kernels():
 @pytest.mark.parametrize("room", [room for room in ROOMS if (ROOT / room).is_dir()])
 def test_no_module_imports_one_of_its_room_that_imports_it(room):
     names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in modules(room)}
-    # RoPE rules take a Recipe, which imports them when it validates itself: a circle of deferred imports.
-    graph = {name: imported(path, deferred=room != "conversion") & set(names) for name, path in names.items()}
+    graph = {name: imported(path) & set(names) for name, path in names.items()}
     list(TopologicalSorter(graph).static_order())
 
 

@@ -1,15 +1,13 @@
-"""One source layer and its statistics in, the tensors of one MLA layer out."""
+"""Conversion of one layer: source weights and statistics in, the tensors of an MLA layer out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig
 
 from mha2mla.conversion.calibration.statistics import AttentionSample, LayerStatistics
-from mha2mla.conversion.families import AttentionWeights, SourceSpec
+from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec
 from mha2mla.conversion.fit.closed_form import (
     KeyMaps,
     ScoreWindow,
@@ -18,64 +16,44 @@ from mha2mla.conversion.fit.closed_form import (
     refit_queries,
     score_windows,
 )
-from mha2mla.conversion.latent.rules import LatentFactors, LatentProblem, factorise
-from mha2mla.conversion.recipe import Recipe, is_exact
-from mha2mla.conversion.rope.basis import RotaryBasis
-from mha2mla.conversion.rope.error_cost import joint_key_metric
-from mha2mla.conversion.rope.rules import rotary_basis
+from mha2mla.conversion.latent.rules import LatentFactors, LatentProblem, LowRankRule, factorise
+from mha2mla.conversion.rope.basis import RotaryBasis, joint_key_metric
+from mha2mla.conversion.rope.rules import RopeRule, rotary_basis
 from mha2mla.geometry import MLAGeometry
 
-if TYPE_CHECKING:
-    from mha2mla.modeling.config import MHA2MLAConfig
+
+@dataclass(frozen=True)
+class LayerRules:
+    """The part of a recipe that decides a layer's tensors.
+
+    Attributes:
+        rope, low_rank: the rules.
+        per_group: one rotary key per kv head; else one for all.
+        centered: the values' mean, as far as the latent loses it, goes into ``o_proj.bias``.
+        turn_queries: un-rotated queries are multiplied by half of their mean phase.
+        refit_queries, refit_output: queries and ``o_proj`` are fitted on a sample of the inputs, where there is one.
+    """
+
+    rope: RopeRule
+    low_rank: LowRankRule
+    per_group: bool
+    centered: bool
+    turn_queries: bool
+    refit_queries: bool
+    refit_output: bool
 
 
-def converted_biases(spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe) -> tuple[bool, bool, bool]:
+def converted_biases(spec: SourceSpec, geometry: MLAGeometry, *, centered: bool) -> tuple[bool, bool, bool]:
     """Whether q, kv and o have biases that exact conversion needs; the same for all layers.
 
     A query bias stays. A key bias stays on rotary dims only, and is one of ``k_rope_proj`` where these come from the
-    latent. A value bias, and the mean that a centred latent loses, go
-    through ``o_proj``. Under q/k-norm the key's bias stays with ``k_proj``.
+    latent. A value bias, and the mean that a ``centered`` latent loses, go through ``o_proj``. Under q/k-norm the key's
+    bias stays with ``k_proj``.
     """
     return (
         spec.q_bias,
         spec.k_bias and (spec.qk_norm or geometry.has_rope_cache),
-        spec.o_bias or spec.v_bias or (recipe.latent.centered and not is_exact(geometry)),
-    )
-
-
-def converted_config(
-    source_config: PreTrainedConfig,
-    spec: SourceSpec,
-    geometries: tuple[MLAGeometry, ...],
-    recipe: Recipe,
-) -> MHA2MLAConfig:
-    """The config of the model that ``recipe`` makes of a source; without dtype, architectures and a record of it.
-
-    Args:
-        geometries: of each layer; they differ in what the config holds by layer.
-    """
-    from mha2mla.modeling.config import PER_LAYER, MHA2MLAConfig
-
-    geometry, alike = geometries[0], len(set(geometries)) == 1
-    q_bias, kv_bias, o_bias = converted_biases(spec, geometry, recipe)
-    factors = [table.attention_factor for table in spec.tables]
-    return MHA2MLAConfig(
-        source_config=source_config.to_dict(),
-        **{
-            name: getattr(geometry, name) if alike else [getattr(each, name) for each in geometries]
-            for name in PER_LAYER
-        },
-        v_head_dim=geometry.v_head_dim,
-        num_up_projection_heads=geometry.num_up_projection_heads,
-        rope_from_latent=geometry.rope_from_latent,
-        qk_norm=spec.qk_norm,
-        attention_q_bias=q_bias,
-        attention_kv_bias=kv_bias,
-        attention_o_bias=o_bias,
-        softmax_scale=spec.softmax_scale,
-        rope_attention_scaling=factors[0] if len(set(factors)) == 1 else factors,
-        # Said outright: some configs name a window that their architecture does not look at.
-        layer_types=["full_attention" if window is None else "sliding_attention" for window in spec.sliding_windows],
+        spec.o_bias or spec.v_bias or (centered and not geometry.is_full_rank),
     )
 
 
@@ -101,7 +79,7 @@ class PreparedLayer:
 def prepare_layer(
     spec: SourceSpec,
     geometry: MLAGeometry,
-    recipe: Recipe,
+    rules: LayerRules,
     weights: AttentionWeights,
     statistics: LayerStatistics | None,
 ) -> PreparedLayer:
@@ -109,13 +87,15 @@ def prepare_layer(
 
     Args:
         weights: float64.
-        statistics: of this layer; None when the recipe needs none.
+        statistics: of this layer; None when the rules need none.
     """
-    basis = rotary_basis(spec, geometry, recipe, statistics, weights)
+    basis = rotary_basis(
+        spec, geometry, rules.rope, statistics, weights, per_group=rules.per_group, turn_queries=rules.turn_queries
+    )
     basis = RotaryBasis(**{name: value.to(weights.q_weight.device) for name, value in vars(basis).items()})
     sample = None if statistics is None else statistics.sample
     windows, has_rope_cache = None, geometry.has_rope_cache
-    if recipe.refits_queries(geometry) and sample is not None:
+    if rules.refit_queries and sample is not None:
         windows = score_windows(spec, weights, sample, basis if has_rope_cache else None)
         if has_rope_cache:  # without one this changed nothing: what the latent loses is more
             basis = _refitted(spec, windows, basis, KeyMaps(un_rotated_keys(spec, weights, basis)))
@@ -133,22 +113,20 @@ def _refitted(spec: SourceSpec, windows: list[ScoreWindow], basis: RotaryBasis, 
 
 
 def finish_layer(
-    spec: SourceSpec, geometry: MLAGeometry, recipe: Recipe, prepared: PreparedLayer
+    spec: SourceSpec, geometry: MLAGeometry, rules: LayerRules, prepared: PreparedLayer
 ) -> dict[str, torch.Tensor]:
     """The tensors of one MLA layer at the rank that ``geometry`` says, named as in the checkpoint below ``self_attn.``,
     float64 (``inv_freq`` float32)."""
     weights, basis, sample = prepared.weights, prepared.basis, prepared.sample
-    factors = factorise(
-        recipe.latent.low_rank, prepared.problem, geometry.kv_lora_rank, centered=recipe.latent.centered
-    )
+    factors = factorise(rules.low_rank, prepared.problem, geometry.kv_lora_rank, centered=rules.centered)
     maps = KeyMaps(factors.key_decoder @ factors.encoder)
     if factors.rope_decoder is not None:
         rotary = factors.rope_decoder @ factors.encoder
         maps = KeyMaps(maps.nope, rotary, factors.rope_offset, basis.inv_freq, spec.attention_factor)
     if prepared.windows is not None:
         basis = _refitted(spec, prepared.windows, basis, maps)
-    tensors = assemble(spec, geometry, recipe, weights, basis, factors)
-    if recipe.fit.output and sample is not None and not is_exact(geometry):
+    tensors = assemble(spec, geometry, weights, basis, factors, centered=rules.centered)
+    if rules.refit_output and sample is not None:
         value_map = factors.value_decoder @ factors.encoder
         offset = factors.value_offset
         weight, bias = refit_output(spec, weights, sample, basis, maps, value_map, offset)
@@ -244,14 +222,15 @@ def _input_moments(
 def assemble(
     spec: SourceSpec,
     geometry: MLAGeometry,
-    recipe: Recipe,
     weights: AttentionWeights,
     basis: RotaryBasis,
     factors: LatentFactors,
+    *,
+    centered: bool,
 ) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors from the two choices of a layer (names and shapes: ``modeling.MLAAttention``)."""
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
-    q_bias, kv_bias, o_bias = converted_biases(spec, geometry, recipe)
+    q_bias, kv_bias, o_bias = converted_biases(spec, geometry, centered=centered)
     query_map = torch.cat([basis.query_nope, basis.query_rope], 1)  # [H, d_n + d_r, d]
     # [G d_r, h_kv d]: what is cached of them
     key_rope = basis.key_rope[:, : None if geometry.has_rope_cache else 0].flatten(0, 1)

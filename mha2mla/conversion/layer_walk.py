@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from transformers import PreTrainedConfig
 
 from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationStore, device_for_activations
 from mha2mla.conversion.calibration.blocks import TokenBlocks
@@ -28,10 +29,12 @@ from mha2mla.conversion.fit.reconstruction import (
     reconstruct,
 )
 from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
-from mha2mla.conversion.fit.stage import Fit
-from mha2mla.conversion.layer import PreparedLayer, converted_config, finish_layer, prepare_layer
-from mha2mla.conversion.recipe import Recipe, is_exact
+from mha2mla.conversion.latent.rules import SvdJoint
+from mha2mla.conversion.layer import PreparedLayer, converted_biases, finish_layer, prepare_layer
+from mha2mla.conversion.recipe import Recipe
+from mha2mla.conversion.rope.rules import ByFrequency
 from mha2mla.conversion.source.streaming import BATCH_TOKENS, StreamedModel, first_output, inputs_observed
+from mha2mla.conversion.stages import Fit
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
@@ -43,6 +46,42 @@ _CUDA_BATCH_TOKENS = 16384  # that a layer sees at a time where launches cost mo
 # How much of what earlier layers lost a layer is to make good: what is lost for good is noise to a fit.
 _CORRECTION = 0.5
 _STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text than the moments that it starts from
+
+
+def converted_config(
+    source_config: PreTrainedConfig,
+    spec: SourceSpec,
+    geometries: tuple[MLAGeometry, ...],
+    recipe: Recipe,
+) -> MHA2MLAConfig:
+    """The config of the model that ``recipe`` makes of a source; without dtype, architectures and a record of it.
+
+    Args:
+        geometries: of each layer; they differ in what the config holds by layer.
+    """
+    from mha2mla.modeling.config import PER_LAYER, MHA2MLAConfig
+
+    geometry, alike = geometries[0], len(set(geometries)) == 1
+    q_bias, kv_bias, o_bias = converted_biases(spec, geometry, centered=recipe.latent.centered)
+    factors = [table.attention_factor for table in spec.tables]
+    return MHA2MLAConfig(
+        source_config=source_config.to_dict(),
+        **{
+            name: getattr(geometry, name) if alike else [getattr(each, name) for each in geometries]
+            for name in PER_LAYER
+        },
+        v_head_dim=geometry.v_head_dim,
+        num_up_projection_heads=geometry.num_up_projection_heads,
+        rope_from_latent=geometry.rope_from_latent,
+        qk_norm=spec.qk_norm,
+        attention_q_bias=q_bias,
+        attention_kv_bias=kv_bias,
+        attention_o_bias=o_bias,
+        softmax_scale=spec.softmax_scale,
+        rope_attention_scaling=factors[0] if len(set(factors)) == 1 else factors,
+        # Said outright: some configs name a window that their architecture does not look at.
+        layer_types=["full_attention" if window is None else "sliding_attention" for window in spec.sliding_windows],
+    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +166,7 @@ class LayerWalk:
         """
         if self.windows is None:
             yield from self._walk_blind()
-        elif self.recipe.fit.steps and not all(map(is_exact, self.geometries)):
+        elif self.recipe.fit.steps and not all(each.is_full_rank for each in self.geometries):
             yield from _ConvertedWalk(self).layers()
         else:
             yield from self._walk_source()
@@ -220,17 +259,14 @@ class LayerWalk:
         Raises:
             ReconstructionError: nothing is finite.
         """
-        spec, geometry, recipe = self.spec.of_layer(layer), self.geometries[layer], self.recipe
+        spec, geometry = self.spec.of_layer(layer), self.geometries[layer]
         prepared = {} if prepared is None else prepared
-        no_refits = replace(recipe, fit=replace(recipe.fit, queries=False, output=False))
-        plainest = replace(
-            no_refits,
-            rope=replace(recipe.rope, selection="high"),
-            latent=replace(recipe.latent, rule="svd-joint"),
-        )
+        rules = self.recipe.layer_rules(geometry)
+        no_refits = replace(rules, turn_queries=False, refit_queries=False, refit_output=False)
+        plainest = replace(no_refits, rope=ByFrequency(-1), low_rank=SvdJoint())
         problems: list[str] = []
         for name, chosen, known in (
-            ("the recipe's rules", recipe, statistics),
+            ("the recipe's rules", rules, statistics),
             ("the recipe's rules without refits", no_refits, statistics),
             ("rope.selection high and latent.rule svd-joint", plainest, None),
         ):
@@ -357,7 +393,7 @@ class _ConvertedWalk:
         self._observe(module, layer, collector.add)
         runs = partial(self.sequence.runs, layer, module, self.sequence.first_window(self.stream))
         tensors, fallback = self.sequence.convert(layer, collector.finish(), runs=runs)
-        if is_exact(self.sequence.geometries[layer]):
+        if self.sequence.geometries[layer].is_full_rank:
             return ConvertedLayer(layer, self.sequence.stored(layer, tensors), fallback=fallback)
         with torch.inference_mode(False):
             found, reason = self.sequence.reconstruct(layer, self._problem(module, layer), tensors, self.recipe.fit)

@@ -136,6 +136,6 @@ def with_keys(keys: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return {**{key: value for key, value in keys.items() if key not in dropped}, **given}
 
 
-def sets(key: str) -> bool:
-    """Whether ``key`` depends on the machine: a preset that ``auto`` may name sets it."""
+def is_device_dependent(key: str) -> bool:
+    """Whether the default of ``key`` depends on the machine: a preset that ``auto`` may choose sets it."""
     return any(key in PRESETS[name] for name in ("quick", *MEASURED))

@@ -1,54 +1,38 @@
-"""What a conversion is asked to do: five stages, what they need of a source, and how they are written down."""
+"""Recipe of a conversion: five stages, what they need of a source, and how they are written down."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mha2mla.conversion.calibration.stage import Calibration
-from mha2mla.conversion.fit.stage import Fit
-from mha2mla.conversion.latent.stage import Latent
-from mha2mla.conversion.presets import AUTO, PRESETS, choose_preset, with_keys
-from mha2mla.conversion.rope.stage import Rope
-from mha2mla.conversion.stage import Stage
+from mha2mla.conversion.extension import CalibrationSource, RecipeObject
+from mha2mla.conversion.presets import AUTO, NO_PRESET, PRESETS, choose_preset, with_keys
+from mha2mla.conversion.stages import Calibration, Fit, Latent, Rope, Stage
 from mha2mla.conversion.target import LAYOUTS, Target
 from mha2mla.environment import compute_device
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
-    from mha2mla.conversion.families import SourceSpec
+    from mha2mla.conversion.families.spec import SourceSpec
+    from mha2mla.conversion.latent.rules import LowRankRule
+    from mha2mla.conversion.layer import LayerRules
+    from mha2mla.conversion.rope.rules import RopeRule
 
-# Keys of recipes that had no stages, and what to write for them now.
-_MOVED = {
-    "rope_selection": "rope.selection",
-    "rope_share": "rope.share",
-    "freq_fold": "rope.selection, such as rorope-2",
-    "longrope_table": "rope.longrope_table",
-    "low_rank": "latent.rule",
-    "centered": "latent.centered",
-    "layer_ranks": "latent.ranks",
-    "up_projections": "latent.up_projections",
-    "refit_queries": "fit.queries",
-    "refit_output": "fit.output",
-    "reconstruction_steps": "fit.steps",
-    "reconstruction_tokens": "fit.tokens",
-    "calibration_text": "calibration.text",
-    "calibration_tokens": "calibration.tokens",
-    "calibration_length": "calibration.lengths",
-    "seed": "calibration.seed",
+STAGES: Mapping[str, type[Stage]] = {
+    "target": Target,
+    "rope": Rope,
+    "latent": Latent,
+    "fit": Fit,
+    "calibration": Calibration,
 }
-_FIXED = ("mean_phase", "attended", "query_weighting", "output_weighting", "balanced", "key_weight", "shrinkage")
-_FIXED += ("sequential", "reconstruction_learning_rate", "reconstruction_correction", "reconstruction_precision")
-_FIXED += ("rope_search", "layer_rank_losses")
-# Values that went with what they asked for, and what to write for them now.
-_GONE = {
-    ("rope.share", "auto"): "null for the layout's own, or a number above 0 and less than 1",
-    ("rope.selection", "uneven"): "'rotation', which loses less",
+KEYS: Mapping[str, tuple[str, str]] = {  # as they are written → stage and field
+    made.prefix + each.name: (stage, each.name) for stage, made in STAGES.items() for each in fields(made)
 }
 
 
@@ -59,6 +43,7 @@ class Recipe:
     Keys are given by name, as everywhere else (mappings, YAML, flags, keyword arguments of ``convert``):
     ``"STAGE.KEY"``, or the stage with a mapping of its keys; the target's keys need no stage. ``Recipe(preset="quick",
     cache_ratio=0.25, rope={"selection": "2-norm"})`` is one, and so is ``Recipe(**{"rope.selection": "2-norm"})``.
+    A rule is a name or an object: ``Recipe(rope=TwoNorm(), low_rank=MyFactorizer(), calibration=MyText())``.
 
     Args:
         preset: source of all other keys. Default "auto", the best that the device of this machine can run;
@@ -80,23 +65,44 @@ class Recipe:
     preset: str
 
     def __init__(self, *, preset: str = AUTO, **keys: Any) -> None:
-        whole = {name: value for name, value in keys.items() if isinstance(value, STAGES.get(name, ()))}
-        given = asked_keys({name: value for name, value in keys.items() if name not in whole})
+        self._take(normalize_keys({"preset": preset, **keys}), None)
+
+    def _take(self, keys: Mapping[str, Any], device_type: str | None) -> str:
+        """Sets the stages from normalised ``keys``; the reason for the preset.
+
+        Args:
+            device_type: that "auto" chooses for; None: this machine's.
+        """
+        given = {key: value for key, value in keys.items() if key != "preset"}
+        preset = keys.get("preset", AUTO)
         if preset == AUTO:
-            target = vars(whole["target"]) if "target" in whole else given
-            preset, _ = choose_preset(AUTO, target, compute_device(None).type)
-        for name, value in {**stages_of(preset, given), **whole, "preset": preset}.items():
+            stages_of(NO_PRESET, given)  # a layout that is left open is refused on every machine
+            device_type = device_type or compute_device(None).type
+        preset, why = choose_preset(preset, given, device_type)
+        for name, value in {**stages_of(preset, given), "preset": preset}.items():
             object.__setattr__(self, name, value)
-        if self.target.layout not in self.rope.rule.layouts:
+        layout = self.target.layout
+        if layout not in self.rope_rule.layouts:
             raise ValueError(
-                f"rope.selection is {self.rope.selection!r} in the {self.target.layout} layout; expected one of"
-                f" {', '.join(map(repr, selections(self.target.layout)))}, or another layout"
+                f"rope.selection is {self.rope.selection!r} in the {layout} layout; expected one of"
+                f" {', '.join(map(repr, selections(layout)))}, or another layout"
             )
-        if self.rope.share is not None and not LAYOUTS[self.target.layout].has_rope_cache:
+        if self.rope.share is not None and not LAYOUTS[layout].has_rope_cache:
             raise ValueError(
-                f"rope.share is {self.rope.share!r} in the {self.target.layout} layout; expected none, since it caches"
+                f"rope.share is {self.rope.share!r} in the {layout} layout; expected none, since it caches"
                 " nothing rotary, or layout: shared (or per-group) beside it"
             )
+        return why
+
+    @classmethod
+    def choose(cls, keys: Mapping[str, Any], device_type: str) -> tuple[Recipe, str]:
+        """Recipe of :func:`normalize_keys`'s ``keys`` on a type of device, and the reason for its preset.
+
+        Raises:
+            ValueError: a bad value, or widths without a layout.
+        """
+        recipe = object.__new__(cls)
+        return recipe, recipe._take(keys, device_type)
 
     @classmethod
     def from_preset(cls, name: str, **keys: Any) -> Recipe:
@@ -114,25 +120,50 @@ class Recipe:
         Raises:
             ValueError: no mapping, an unknown key or preset, or a bad value.
         """
-        return cls(**asked_keys(values))
+        recipe = object.__new__(cls)
+        recipe._take(normalize_keys(values), None)
+        return recipe
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """JSON values: a mapping for each stage, and the preset. A rule without a name is its class and fields."""
+        return {**{name: getattr(self, name).to_plain() for name in STAGES}, "preset": self.preset}
 
     def flat(self) -> dict[str, Any]:
-        return {flat: getattr(getattr(self, stage), key) for flat, (stage, key) in KEYS.items()}
+        """The values of :meth:`to_dict` by ``"STAGE.KEY"``."""
+        return _flat({name: getattr(self, name) for name in STAGES})
 
     def changes(self) -> dict[str, Any]:
         """Keys whose values are not the preset's."""
-        usual = Recipe.from_preset(self.preset).flat()
+        usual = _flat(stages_of(self.preset, {}))
         return {key: value for key, value in self.flat().items() if value not in (None, usual[key])}
 
     def for_records(self) -> Recipe:
-        """The same with texts that are files by their names alone: whose folders these were is nobody's business."""
+        """The recipe with texts that are files by their names alone: records name no folders of this machine."""
+        if isinstance(self.calibration.text, RecipeObject):
+            return self
         text = "+".join(
             part.rpartition("/")[2] if part[:1] in "/~" else part for part in self.calibration.text.split("+")
         )
-        return replace(self, calibration=replace(self.calibration, text=text))
+        recipe = copy(self)
+        object.__setattr__(recipe, "calibration", replace(self.calibration, text=text))
+        return recipe
+
+    @property
+    def rope_rule(self) -> RopeRule:
+        from mha2mla.conversion.rope.rules import RopeRule  # with torch, which takes longer than a --help
+
+        return RopeRule.find(self.rope.selection)
+
+    @property
+    def low_rank_rule(self) -> LowRankRule:
+        from mha2mla.conversion.latent.rules import LowRankRule  # with torch
+
+        return LowRankRule.find(self.latent.rule)
+
+    @property
+    def calibration_text(self) -> str | CalibrationSource:
+        text = self.calibration.text
+        return CalibrationSource.find(text) if text in CalibrationSource.names() else text
 
     @property
     def searches_layer_ranks(self) -> bool:
@@ -145,7 +176,7 @@ class Recipe:
         Raises:
             ValueError: the target does not fit the source.
         """
-        self.rope.rule.check(spec)
+        self.rope_rule.check(spec)
         per_query_head = self.latent.up_projections == "query-head"
         return self.target.geometry(spec, self.rope.share, per_query_head=per_query_head)
 
@@ -174,53 +205,64 @@ class Recipe:
         return tuple(replace(common, kv_lora_rank=rank) for rank in ranks)
 
     def measured(self, geometry: MLAGeometry) -> dict[str, bool]:
-        """What is to be measured beside moments, by the names that ``StatisticsCollector`` has for it."""
-        lossy, reads = not is_exact(geometry), self.latent.low_rank.reads_attended
+        """Statistics to collect beside moments, by the arguments of ``StatisticsCollector``."""
+        lossy, reads = not geometry.is_full_rank, self.low_rank_rule.reads_attended
         return {
-            "phases": geometry.qk_nope_head_dim > 0 and (self.rope.rule.reads_phases or self.fit.queries),
+            "phases": geometry.qk_nope_head_dim > 0 and (self.rope_rule.reads_phases or self.fit.queries),
             "attended": lossy and (self.latent.centered or reads),
             "distances": lossy and not geometry.has_rope_cache and reads,
         }
 
-    def refits_queries(self, geometry: MLAGeometry) -> bool:
-        """Whether queries are fitted to keys that are not all the source's own."""
+    def layer_rules(self, geometry: MLAGeometry) -> LayerRules:
+        """The part of the recipe that converts one layer of this ``geometry``."""
+        from mha2mla.conversion.layer import LayerRules  # with torch
+
         lossy_keys = geometry.qk_nope_head_dim > 0 or not geometry.has_rope_cache
-        return self.fit.queries and lossy_keys and not is_exact(geometry)
+        return LayerRules(
+            rope=self.rope_rule,
+            low_rank=self.low_rank_rule,
+            per_group=LAYOUTS[self.target.layout].per_group,
+            centered=self.latent.centered,
+            turn_queries=self.fit.queries,
+            refit_queries=self.fit.queries and lossy_keys and not geometry.is_full_rank,
+            refit_output=self.fit.output and not geometry.is_full_rank,
+        )
 
     def needs_sample(self, geometry: MLAGeometry) -> bool:
         """Whether inputs themselves must be kept, besides their moments."""
-        return not is_exact(geometry) and (self.refits_queries(geometry) or self.fit.output)
+        rules = self.layer_rules(geometry)
+        return rules.refit_queries or rules.refit_output
 
     def needs_calibration(self, geometry: MLAGeometry) -> bool:
         """Whether any statistic of calibration text enters the weights."""
-        if is_exact(geometry):
+        if geometry.is_full_rank:
             return False
-        selects = geometry.qk_nope_head_dim > 0 and self.rope.rule.reads_statistics
-        reads = selects or self.latent.low_rank.reads_statistics or self.latent.centered
+        selects = geometry.qk_nope_head_dim > 0 and self.rope_rule.reads_statistics
+        reads = selects or self.low_rank_rule.reads_statistics or self.latent.centered
         return reads or self.fit.steps > 0 or self.measured(geometry)["phases"] or self.needs_sample(geometry)
 
 
-STAGES: Mapping[str, type[Stage]] = {
-    "target": Target,
-    "rope": Rope,
-    "latent": Latent,
-    "fit": Fit,
-    "calibration": Calibration,
-}
-KEYS: Mapping[str, tuple[str, str]] = {  # as they are written → stage and field
-    made.prefix + each.name: (stage, each.name) for stage, made in STAGES.items() for each in fields(made)
-}
+def _flat(stages: Mapping[str, Stage]) -> dict[str, Any]:
+    """JSON values of stages by ``"STAGE.KEY"``."""
+    return {stage.prefix + key: value for stage in stages.values() for key, value in stage.to_plain().items()}
+
+
+def selections(layout: str) -> tuple[str, ...]:
+    """The names of ``rope.selection`` that ``layout`` knows."""
+    from mha2mla.conversion.rope.rules import RopeRule
+
+    return tuple(name for name in RopeRule.names() if layout in RopeRule.find(name).layouts)
 
 
 def stages_of(preset: str, keys: Mapping[str, Any]) -> dict[str, Stage]:
-    """The stages of ``preset`` with ``keys`` on top, by name; imports no torch.
+    """The stages of ``preset`` with normalised ``keys`` on top, by name; imports no torch.
 
     Raises:
-        ValueError: no such preset, a bad key, or widths where neither says in which layout.
+        ValueError: no such preset, a bad value, or widths where neither says in which layout.
     """
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ValueError(f"preset is {preset!r:.200}; expected one of {', '.join(map(repr, (AUTO, *PRESETS)))}")
-    values = with_keys(PRESETS[preset], asked_keys(keys))
+    values = with_keys(PRESETS[preset], keys)
     stages = {
         stage: made(**{key: values[flat] for flat, (owner, key) in KEYS.items() if owner == stage and flat in values})
         for stage, made in STAGES.items()
@@ -233,58 +275,47 @@ def stages_of(preset: str, keys: Mapping[str, Any]) -> dict[str, Stage]:
     return stages
 
 
-def is_exact(geometry: MLAGeometry) -> bool:
-    """Whether a converted layer is the source layer to rounding: all pairs rotate and nothing is lost."""
-    return geometry.qk_nope_head_dim == 0 and geometry.kv_lora_rank >= geometry.full_kv_lora_rank
-
-
-def selections(layout: str) -> tuple[str, ...]:
-    """The values of ``rope.selection`` that ``layout`` knows."""
-    from mha2mla.conversion.rope.rules import SELECTIONS
-
-    return tuple(name for name, rule in SELECTIONS.items() if layout in rule.layouts)
-
-
-def asked_keys(values: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
-    """The keys of a mapping in one dict, the preset among them; None counts as not given.
+def normalize_keys(*given: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
+    """The keys of all mappings in one flat dict, the preset among them; None counts as not given.
 
     Args:
         others: names that are valid beside the keys, for messages.
 
     Raises:
-        ValueError: no mapping, or a key that is unknown, given twice, or of recipes that had no stages, or a value that
-            is gone.
+        ValueError: no mapping, or a key that is unknown or given twice.
     """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"recipe is {values!r:.200}; expected a mapping of recipe keys")
     found: dict[str, Any] = {}
-    for key, value in _without_stages(values):
-        if key in found:
-            raise ValueError(f"recipe key {key!r} is given twice, by itself and under its stage; expected one of them")
-        if isinstance(value, str) and (key, value) in _GONE:
-            raise ValueError(f"{key} is {value!r}, which earlier versions had; expected {_GONE[key, value]}")
-        elif key in KEYS or key == "preset":
-            found[key] = value
-        elif key in _MOVED:
-            raise ValueError(
-                f"recipe key {key!r} is of recipes that had no stages; expected {_MOVED[key]} in its place"
-            )
-        elif key in _FIXED:
-            raise ValueError(f"recipe key {key!r} is of recipes that had no stages; expected nothing, it is fixed now")
-        else:
-            names = list(dict.fromkeys([*others, "preset", *KEYS]))
-            close = "".join(f", did you mean {name!r}?" for name in get_close_matches(str(key), names, 1))
-            raise ValueError(f"recipe key {key!r} is unknown{close or ';'} expected one of {', '.join(names)}")
-    return {key: value for key, value in found.items() if value is not None}
+    seen = set()
+    for values in given:
+        if not isinstance(values, Mapping):
+            raise ValueError(f"recipe is {values!r:.200}; expected a mapping of recipe keys")
+        for key, value, is_given in _flat_items(values):
+            if key in seen:
+                raise ValueError(
+                    f"recipe key {key!r} is given twice, by itself, under its stage or in the recipe; expected it once"
+                )
+            if key not in KEYS and key != "preset":
+                names = list(dict.fromkeys([*others, "preset", *KEYS]))
+                close = "".join(f", did you mean {name!r}?" for name in get_close_matches(str(key), names, 1))
+                raise ValueError(f"recipe key {key!r} is unknown{close or ';'} expected one of {', '.join(names)}")
+            seen.add(key)
+            if is_given:
+                found[key] = value
+    return found
 
 
-def _without_stages(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a recipe's mapping, those under a stage with its prefix."""
+def _flat_items(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Flat keys, their values, and whether these count as given: None does in a stage's object alone."""
     for key, value in values.items():
-        if key not in STAGES:
-            yield key, value
+        if isinstance(value, RecipeObject) and key == value.keyword:
+            yield value.key, value, True
+        elif key not in STAGES:
+            yield key, value, value is not None
+        elif isinstance(value, STAGES[key]):
+            yield from ((value.prefix + name, each, True) for name, each in vars(value).items())
         elif isinstance(value, Mapping):
-            yield from ((STAGES[key].prefix + str(inner), each) for inner, each in value.items())
+            prefix = STAGES[key].prefix
+            yield from ((prefix + str(inner), each, each is not None) for inner, each in value.items())
         else:
             raise ValueError(f"recipe stage {key!r} is {value!r:.200}; expected a mapping of its keys")
 
@@ -317,7 +348,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def recipe_file(path: str | Path) -> dict[str, Any]:
-    """The keys that a YAML recipe file gives, as :func:`asked_keys` has them.
+    """The keys that a YAML recipe file gives, as :func:`normalize_keys` has them.
 
     Raises:
         ValueError: the file is no YAML mapping of recipe keys.
@@ -331,4 +362,4 @@ def recipe_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"recipe file {path} is not YAML: {error}") from error
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"recipe file {path} is {values!r:.80}; expected a mapping of recipe keys")
-    return asked_keys(values or {})
+    return normalize_keys(values or {})

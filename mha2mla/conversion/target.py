@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mha2mla.conversion.stage import Stage
-from mha2mla.conversion.value_rules import Rule, int_from, is_int, one_of, positive
+from mha2mla.conversion.stages import Check, Stage, int_from, is_int, one_of, positive
 from mha2mla.geometry import MLAGeometry
 
 if TYPE_CHECKING:
@@ -102,11 +101,11 @@ class Target(Stage):
     """
 
     prefix: ClassVar[str] = ""
-    rules: ClassVar[Mapping[str, Rule]] = {
+    checks: ClassVar[Mapping[str, Check]] = {
         "layout": one_of(*LAYOUTS),
         "cache_ratio": positive(1).or_none(),
         "kv_lora_rank": int_from(1, _WIDTH).or_none(),
-        "qk_rope_head_dim": Rule(
+        "qk_rope_head_dim": Check(
             "an even int from 2 on (RoPE turns pairs), or null",
             lambda value: value is None or (is_int(value) and 2 <= value <= _WIDTH and value % 2 == 0),
         ),

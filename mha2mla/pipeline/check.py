@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,10 @@ from mha2mla.checkpoints import CheckpointError, find_checkpoint
 from mha2mla.conversion.calibration.blocks import Windows, listed
 from mha2mla.conversion.calibration.lengths import calibration_lengths, check_length, nearest_length
 from mha2mla.conversion.calibration.windows import evaluation_windows
+from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.families import SourceSpec
-from mha2mla.conversion.presets import AUTO, NO_PRESET, choose_preset
-from mha2mla.conversion.recipe import Recipe, asked_keys
+from mha2mla.conversion.presets import AUTO
+from mha2mla.conversion.recipe import Recipe, normalize_keys
 from mha2mla.conversion.result.destination import check_destination
 from mha2mla.conversion.source.opening import OpenedFolder, Source, open_source
 from mha2mla.conversion.source.streaming import StreamedModel
@@ -45,7 +46,10 @@ _LEAST = {"spill_bytes": 0, "max_shard_bytes": 0, "evaluation_tokens": 2}
 
 @dataclass(frozen=True)
 class Arguments:
-    """What ``convert`` was called with, under the names that it documents.
+    """Arguments of ``convert``, under the names that it documents.
+
+    Attributes:
+        recipe: as it was given, or its keys in one flat dict, the preset among them.
 
     Raises:
         ValueError: one of them is of a wrong kind, by name.
@@ -53,8 +57,7 @@ class Arguments:
 
     source: str | os.PathLike[str]
     destination: str | os.PathLike[str]
-    recipe: Recipe | Mapping[str, Any] | None
-    preset: str | None
+    recipe: Recipe | Mapping[str, Any]
     calibration: str | Windows | None
     evaluation: str | torch.Tensor
     evaluation_tokens: int
@@ -89,19 +92,12 @@ class Arguments:
         """The arguments ``given``, with ``recipe_keys`` in the recipe.
 
         Raises:
-            ValueError: an unknown key, one that the recipe has as well, or a recipe that is no mapping; or as above.
+            ValueError: as :func:`merge_keys`; or as above.
         """
-        if isinstance(given["calibration"], Mapping):  # the recipe's stage of that name
+        if isinstance(given["calibration"], Mapping | CalibrationSource):  # the recipe's stage of that name
             recipe_keys, given["calibration"] = {**recipe_keys, "calibration": given["calibration"]}, None
-        if keys := asked_keys(recipe_keys, others=given):
-            recipe = given["recipe"]
-            if isinstance(recipe, Recipe):
-                raise ValueError(f"{', '.join(keys)} is given beside a Recipe; expected it in the recipe, or a mapping")
-            in_recipe = asked_keys(recipe or {})
-            if twice := sorted(keys.keys() & in_recipe.keys()):
-                raise ValueError(f"{', '.join(twice)} is given by itself and in the recipe; expected one of them")
-            given["recipe"] = in_recipe | keys
-        return cls(**given)
+        recipe = merge_keys(given["recipe"], given["preset"], recipe_keys, others=given)
+        return cls(**{name: value for name, value in given.items() if name != "preset"} | {"recipe": recipe})
 
     def written_dtype(self, opened: OpenedFolder) -> torch.dtype:
         """Of the converted projections: the one that was asked for, else the source's."""
@@ -158,7 +154,7 @@ class Plan:
     recipe: Recipe
     preset: str
     model: StreamedModel
-    calibration: str | Windows | None
+    calibration: str | CalibrationSource | Windows | None
     lengths: tuple[int, ...]
     held_out: tuple[HeldOut, ...]
     notes: tuple[str, ...]
@@ -172,17 +168,17 @@ class Plan:
         return Path(self.arguments.destination)
 
 
-def check(arguments: Arguments, folder: Path) -> Plan:
+def check(arguments: Arguments, folder: Path, recipe: Recipe, why: str) -> Plan:
     """Refuses what cannot be converted as it was asked for.
 
     Args:
+        recipe, why: of :func:`choose_recipe`.
         folder: of the source (:func:`source_folder`).
 
     Raises:
         UnsupportedSourceError, CheckpointError, DestinationError, ValueError: as ``convert``.
     """
     device = compute_device(arguments.device)
-    recipe, why = named_recipe(arguments.recipe, arguments.preset, device)
     changed = ", ".join(f"{name}={value!r}" for name, value in recipe.for_records().changes().items())
     check_destination(arguments.destination, folder, overwrite=arguments.overwrite)
     opened = open_source(folder, longrope_table=recipe.rope.longrope_table)
@@ -190,7 +186,7 @@ def check(arguments: Arguments, folder: Path) -> Plan:
     model = opened.model(device, arguments.compute_dtype)
     lengths = _lengths(opened, recipe, calibration)
     for name, given in (("calibration", calibration), ("evaluation", arguments.evaluation)):
-        for windows in () if given is None or isinstance(given, str) else listed(given):
+        for windows in () if given is None or isinstance(given, str | CalibrationSource) else listed(given):
             if windows.ndim == 2:  # others are refused where they are read
                 check_length(opened.spec, windows.shape[1], f"{name} has windows of {windows.shape[1]} tokens")
     held_out, notes = _held_out(arguments, opened, lengths, with_long=calibration is not None)
@@ -207,38 +203,59 @@ def check(arguments: Arguments, folder: Path) -> Plan:
     )
 
 
-def named_recipe(
-    recipe: Recipe | Mapping[str, Any] | None, preset: str | None, device: torch.device
-) -> tuple[Recipe, str]:
-    """The recipe of ``convert``'s two arguments on a device, and why it has the preset that it has.
+def merge_keys(
+    recipe: Recipe | Mapping[str, Any] | None,
+    preset: str | None,
+    keys: Mapping[str, Any],
+    others: Iterable[str] = (),
+) -> Recipe | dict[str, Any]:
+    """The recipe of ``convert``'s arguments: as it was given, or its keys in one flat dict, the preset among them.
+
+    Args:
+        keys: given beside ``recipe``.
+        others: names that are valid beside keys, for messages.
 
     Raises:
-        ValueError: no recipe, two presets, or a bad key.
+        ValueError: no recipe, two presets, an unknown key, or one that is given twice.
     """
     if not isinstance(recipe, Recipe | Mapping | None):
         raise ValueError(f"recipe is a {type(recipe).__name__}; expected a Recipe or a mapping of its keys")
-    given = {} if isinstance(recipe, Recipe) else asked_keys(recipe or {})
-    named = recipe.preset if isinstance(recipe, Recipe) else given.pop("preset", AUTO)
+    if isinstance(recipe, Recipe):
+        if given := normalize_keys(keys, others=others):
+            raise ValueError(f"{', '.join(given)} is given beside a Recipe; expected it in the recipe, or a mapping")
+        merged, named = recipe, recipe.preset
+    else:
+        merged = normalize_keys(recipe or {}, keys, others=others)
+        named = merged.get("preset", AUTO)
+        merged["preset"] = named if preset is None else preset
     if preset not in (None, named) and named != AUTO:
         raise ValueError(f"preset is {preset!r} beside a recipe of preset {named!r}; expected one of them")
-    if (preset or named) == AUTO:
-        Recipe.from_preset(NO_PRESET, **given)  # what leaves its layout open is refused on every machine
-    chosen, why = choose_preset(preset or named, given, device.type)
-    return recipe if isinstance(recipe, Recipe) else Recipe.from_preset(chosen, **given), why
+    return merged
 
 
-def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str | Windows | None:
-    """What the recipe's statistics are taken of, where any are; refuses a target that does not fit the source."""
+def choose_recipe(recipe: Recipe | Mapping[str, Any], device: torch.device) -> tuple[Recipe, str]:
+    """The recipe of :func:`merge_keys` on a device, and the reason for its preset.
+
+    Raises:
+        ValueError: a bad value, or no such preset.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe, f"{recipe.preset}, as asked for"
+    return Recipe.choose(recipe, device.type)
+
+
+def _calibration(arguments: Arguments, recipe: Recipe, spec: SourceSpec) -> str | CalibrationSource | Windows | None:
+    """The text of the recipe's statistics, where there are any; refuses a target that does not fit the source."""
     geometry = recipe.geometry(spec)
     if not recipe.searches_layer_ranks:
         recipe.geometries(spec)
         if not recipe.needs_calibration(geometry):
             return None
-    return recipe.calibration.text if arguments.calibration is None else arguments.calibration
+    return recipe.calibration_text if arguments.calibration is None else arguments.calibration
 
 
-def _lengths(opened: Source, recipe: Recipe, calibration: str | Windows | None) -> tuple[int, ...]:
-    if calibration is None or isinstance(calibration, str):
+def _lengths(opened: Source, recipe: Recipe, calibration: str | CalibrationSource | Windows | None) -> tuple[int, ...]:
+    if calibration is None or isinstance(calibration, str | CalibrationSource):
         asked = "auto" if calibration is None else recipe.calibration.lengths
         return calibration_lengths(opened.spec, asked, getattr(opened.config, "max_position_embeddings", None))
     return tuple(sorted({windows.shape[-1] for windows in listed(calibration)}))

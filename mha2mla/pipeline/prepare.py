@@ -18,9 +18,9 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import PIECES
 from mha2mla.conversion.calibration.lengths import calibrated_length
 from mha2mla.conversion.calibration.windows import calibration_windows, named_in_errors
+from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
-from mha2mla.conversion.layer import converted_config
-from mha2mla.conversion.layer_walk import LayerWalk
+from mha2mla.conversion.layer_walk import LayerWalk, converted_config
 from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, tensor_hash
 from mha2mla.conversion.source.files import FileIdentity
 from mha2mla.environment import device_name, installed_version
@@ -184,9 +184,11 @@ def _machine(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _text_identity(text: str | Windows | None) -> str | None:
+def _text_identity(text: str | CalibrationSource | Windows | None) -> str | dict[str, Any] | None:
     if text is None:
         return None
+    if isinstance(text, CalibrationSource):
+        return text.to_plain()
     if not isinstance(text, str):
         return "+".join(map(tensor_hash, listed(text)))
     with named_in_errors("calibration", text):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from mha2mla.conversion.families import UnsupportedSourceError
 from mha2mla.conversion.layer_walk import stored
 from mha2mla.conversion.presets import AUTO
-from mha2mla.conversion.recipe import asked_keys
+from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.relayout import latent_config, latent_tensors
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import ShardedWriter
@@ -90,16 +89,13 @@ def _check_recipe(arguments: Arguments) -> None:
     why = (
         f"source {str(arguments.source)!r} is a checkpoint of this package, which is changed without loss or not at all"
     )
-    if arguments.preset not in (None, AUTO):
-        raise ValueError(f"preset is {arguments.preset!r}; expected none: {why}")
-    if recipe is not None and not isinstance(recipe, Mapping):
+    if isinstance(recipe, Recipe):
         raise ValueError(f"recipe is a {type(recipe).__name__}; expected the mapping {{'layout': 'latent'}}: {why}")
-    keys = asked_keys(recipe or {})
-    if keys.get("preset") == AUTO:
-        del keys["preset"]
-    if keys.get("layout") != "latent":
-        raise ValueError(f"layout is {keys.get('layout')!r}; expected 'latent': {why}")
-    if others := {key: value for key, value in keys.items() if key != "layout"}:
+    if recipe["preset"] != AUTO:
+        raise ValueError(f"preset is {recipe['preset']!r}; expected none: {why}")
+    if recipe.get("layout") != "latent":
+        raise ValueError(f"layout is {recipe.get('layout')!r}; expected 'latent': {why}")
+    if others := {key: value for key, value in recipe.items() if key not in ("layout", "preset")}:
         key, value = next(iter(others.items()))
         raise ValueError(f"{key} is {value!r}; expected nothing beside layout='latent': {why}")
 

@@ -13,9 +13,10 @@ import torch
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.calibration.activations import SPILL_BYTES
 from mha2mla.conversion.calibration.blocks import Windows
+from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.fit.reconstruction import ReconstructionError
 from mha2mla.conversion.presets import PresetName, better_than
-from mha2mla.conversion.recipe import Recipe, is_exact
+from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.result.destination import WORK_FOLDER, check_destination, is_converted, temporary_folder
 from mha2mla.conversion.result.writer import DEFAULT_SHARD_BYTES
 from mha2mla.conversion.resume import FinishedLayers, WorkFolder, has_pieces
@@ -27,7 +28,7 @@ from mha2mla.pipeline.check import (
     Arguments,
     Plan,
     check,
-    named_recipe,
+    choose_recipe,
     source_folder,
 )
 from mha2mla.pipeline.prepare import layer_inputs, open_work, prepare
@@ -45,7 +46,7 @@ def convert(
     recipe: Recipe | Mapping[str, Any] | None = None,
     *,
     preset: PresetName | None = None,
-    calibration: str | Windows | Mapping[str, Any] | None = None,
+    calibration: str | CalibrationSource | Windows | Mapping[str, Any] | None = None,
     evaluation: str | torch.Tensor = EVALUATION_TEXT,
     evaluation_tokens: int = EVALUATION_TOKENS,
     device: str | torch.device | None = None,
@@ -77,8 +78,9 @@ def convert(
         destination: folder to create.
         recipe: a ``Recipe``, or a mapping of its keys, such as ``{"cache_ratio": 0.25}``; default half the cache.
         preset: of a recipe that names none; default "auto", the best that the device can run.
-        calibration: overrides the recipe's text: a name for ``texts.load_text``, or token windows, int64 [windows,
-            length], or one of these for each length. A mapping: keys of the recipe's stage of this name.
+        calibration: overrides the recipe's text: a name for ``texts.load_text``, a ``CalibrationSource``, or token
+            windows, int64 [windows, length], or one of these for each length. A mapping: keys of the recipe's stage of
+            this name.
         evaluation: held-out text or token windows of the comparison.
         evaluation_tokens: at most so many of that text.
         device: of the computation; default CUDA where there is one, else the CPU.
@@ -112,14 +114,14 @@ def convert(
     started = time.perf_counter()
     seconds: dict[str, float] = {}
     with _timed(seconds, "prepare"):
-        named_recipe(arguments.recipe, preset, compute_device(device))  # a mistake is said before a source is fetched
+        recipe, why = choose_recipe(arguments.recipe, compute_device(device))  # refused before a source is fetched
         if not os.path.isdir(arguments.source):  # before it is downloaded
             check_destination(arguments.destination, None, overwrite=overwrite)
         folder = source_folder(arguments.source)
     if is_converted(folder):
         return change_layout(arguments, folder, started)
     with _timed(seconds, "prepare"):
-        plan = check(arguments, folder)
+        plan = check(arguments, folder, recipe, why)
     for note in plan.notes:
         arguments.say(note)
     return _run(plan, started, seconds)
@@ -149,7 +151,9 @@ def _run(plan: Plan, started: float, seconds: dict[str, float]) -> ConversionRep
                 write_config(arguments, opened, config, folder)
             with _timed(seconds, "verify"):
                 check_unchanged(opened.folder, files)
-                exact = "the full-rank conversion" if all(map(is_exact, prepared.walk.geometries)) else None
+                exact = (
+                    "the full-rank conversion" if all(each.is_full_rank for each in prepared.walk.geometries) else None
+                )
                 parities = verify(arguments, opened, plan.model, folder, plan.held_out, exact=exact)
             seconds["total"] = time.perf_counter() - started
             target, windows = plan.recipe.target, prepared.walk.windows

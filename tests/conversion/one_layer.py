@@ -97,4 +97,12 @@ def shared_basis(layer: Layer, kept: int, selection: str = "rotation", **keys) -
     width = 2 * layer.spec.num_key_value_heads * layer.spec.head_dim
     keys = {"layout": "shared", "fit_queries": False, "rope_selection": selection} | keys
     recipe = Recipe(qk_rope_head_dim=kept, kv_lora_rank=width - kept, **keys)
-    return rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics, layer.weights)
+    return basis_of(layer, recipe)
+
+
+def basis_of(layer: Layer, recipe: recipes.Recipe, statistics: LayerStatistics | None = ...) -> RotaryBasis:
+    """The rotary basis that ``recipe`` chooses, on the layer's statistics unless others are given."""
+    geometry, found = recipe.geometry(layer.spec), layer.statistics if statistics is ... else statistics
+    rules = recipe.layer_rules(geometry)
+    keys = {"per_group": rules.per_group, "turn_queries": rules.turn_queries}
+    return rotary_basis(layer.spec, geometry, rules.rope, found, layer.weights, **keys)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.statistics import StatisticsCollector
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
-from mha2mla.conversion.latent.rules import LOW_RANKS
+from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.presets import PRESETS
 from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.target import LAYOUTS
@@ -162,7 +162,7 @@ def test_every_rule_is_finite(case, dtype, source):
     attention at all."""
     layer = DegenerateLayer(case, SOURCES[source], dtype)
     assert not not_finite({name: x for name, x in vars(layer.statistics).items() if isinstance(x, torch.Tensor)})
-    expected, rules = source_output(layer), itertools.cycle(itertools.product(LOW_RANKS, (True, False)))
+    expected, rules = source_output(layer), itertools.cycle(itertools.product(LowRankRule.names(), (True, False)))
     for layout in LAYOUTS:
         for selection, (rule, centered) in zip(selections(layout), rules, strict=False):
             keys = {"rope_selection": selection, "latent_rule": rule, "latent_centered": centered, "fit_output": True}
@@ -190,7 +190,7 @@ SCALES = st.sampled_from((0.0, 1e-20, 1e-4, 1.0, 1e2, 1e4))
             Recipe(layout=layout, rope_selection=selection, latent_rule=rule, fit_output=True)
             for layout in LAYOUTS
             for selection in selections(layout)
-            for rule in LOW_RANKS
+            for rule in LowRankRule.names()
         ]
     ),
     dtype=st.sampled_from((torch.float32, torch.float64)),

@@ -9,12 +9,12 @@ import torch
 from mha2mla.conversion.calibration.statistics import StatisticsCollector
 from mha2mla.conversion.families import SourceSpec
 from mha2mla.conversion.latent import rules as latent_rules
-from mha2mla.conversion.latent.rules import LOW_RANKS, factorise
-from mha2mla.conversion.layer import latent_problem, rotary_basis
+from mha2mla.conversion.latent.rules import LowRankRule, factorise
+from mha2mla.conversion.layer import latent_problem
 from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
-from tests.conversion.one_layer import SELECTIONS, Layer, Recipe, shared_basis
+from tests.conversion.one_layer import SELECTIONS, Layer, Recipe, basis_of, shared_basis
 from tests.conversion.tiny import relative
 
 
@@ -26,7 +26,7 @@ def test_full_rank_is_the_source(case, layout):
     assert relative(layer.output(recipe), layer.source_output()) < 2e-6  # the source's cos and sin are float32
     # Nothing is left to choose at full rank, so what holds for one recipe holds for all.
     expected = layer.converted(recipe)
-    for selection, low_rank in itertools.product(selections(layout), LOW_RANKS):
+    for selection, low_rank in itertools.product(selections(layout), LowRankRule.names()):
         other = Recipe(layout=layout, cache_ratio=1.0, rope_selection=selection, latent_rule=low_rank)
         tensors = layer.converted(other)
         assert tensors.keys() == expected.keys()
@@ -96,7 +96,7 @@ def test_the_mean_that_a_latent_loses_of_rotary_keys_is_in_their_bias():
     recipe = Recipe(layout="latent", qk_rope_head_dim=16, kv_lora_rank=12, fit_queries=False)
     tensors, basis = (
         layer.converted(recipe),
-        rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics),
+        basis_of(layer, recipe),
     )
     mean = layer.statistics.mean
     expected = basis.key_rope[0] @ (layer.weights.k_weight @ mean + layer.weights.k_bias)
@@ -150,7 +150,7 @@ def test_value_errors_count_as_the_mlp_is_given_them():
 
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3-biases-yarn"])
 @pytest.mark.parametrize(("layout", "selection"), SELECTIONS)
-@pytest.mark.parametrize("low_rank", LOW_RANKS)
+@pytest.mark.parametrize("low_rank", LowRankRule.names())
 def test_every_recipe_gives_the_tensors_of_its_geometry(case, layout, selection, low_rank):
     layer = Layer(case)
     recipe = Recipe(layout=layout, rope_selection=selection, latent_rule=low_rank, qk_rope_head_dim=8, kv_lora_rank=24)
@@ -185,7 +185,7 @@ def test_maps_per_query_head_start_as_the_same_layer(case, layout):
     assert relative(layer.output(split), layer.output(recipe)) < 1e-12
 
 
-@pytest.mark.parametrize("low_rank", LOW_RANKS)
+@pytest.mark.parametrize("low_rank", LowRankRule.names())
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3"])
 def test_the_error_falls_with_the_rank(case, low_rank):
     layer = Layer(case)
@@ -198,10 +198,10 @@ def test_the_error_falls_with_the_rank(case, low_rank):
         problem = latent_problem(
             layer.spec,
             layer.weights,
-            rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics),
+            basis_of(layer, recipe),
             layer.statistics,
         )
-        factors = factorise(LOW_RANKS[low_rank], problem, rank, centered=True)
+        factors = factorise(LowRankRule.find(low_rank), problem, rank, centered=True)
         approximate = factors.value_decoder @ factors.encoder
         return relative(layer.output(recipe), expected), relative(approximate, problem.value)
 

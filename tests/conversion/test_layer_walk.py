@@ -13,8 +13,8 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.families import adapter_for
 from mha2mla.conversion.fit import reconstruction
 from mha2mla.conversion.fit.reconstruction import ReconstructionError, reconstruct
-from mha2mla.conversion.layer import converted_config, finish_layer, prepare_layer
-from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk, token_weights
+from mha2mla.conversion.layer import finish_layer, prepare_layer
+from mha2mla.conversion.layer_walk import LayerSteps, LayerWalk, converted_config, token_weights
 from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.streaming import StreamedModel
 from tests.conversion import tiny
@@ -342,7 +342,7 @@ def test_failing_closed_forms_give_way_to_plainer_ones(spoil, reason, steps, sou
         assert not second.fallback and len(forms.recipes) == failures + 3
         assert all(torch.isfinite(tensor).all() for tensor in first.tensors.values())
         used, statistics = forms.recipes[failures]
-        assert not used.fit.queries and not used.fit.output and (statistics is None) == (failures == 2)
+        assert not used.refit_queries and not used.refit_output and (statistics is None) == (failures == 2)
     with pytest.raises(ReconstructionError, match=f"layer 0: no rule gives a finite layer: {reason}"):
         list(replace(walk, steps=LayerSteps(forms.prepare, FailingForms(9, spoil).finish)))
 

@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from mha2mla.conversion.presets import MEASURED, PRESETS, better_than, choose_preset, sets
+from mha2mla.conversion.presets import MEASURED, PRESETS, better_than, choose_preset, is_device_dependent
 from mha2mla.conversion.recipe import KEYS, Recipe
 from mha2mla.conversion.target import LAYOUTS, Target
 from mha2mla.environment import compute_device
-from mha2mla.pipeline.check import named_recipe
+from mha2mla.pipeline.check import choose_recipe, merge_keys
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def named_recipe(recipe, preset, device):
+    return choose_recipe(merge_keys(recipe, preset, {}), device)
 
 
 def test_presets_set_keys_that_there_are():
@@ -147,5 +151,5 @@ def test_published_methods_do_not_go_by_this_tools_name():
 
 
 def test_help_shows_a_default_only_where_it_does_not_depend_on_the_machine():
-    assert not sets("rope.longrope_table") and not sets("latent.rule")
-    assert sets("fit.steps") and sets("layout")
+    assert not is_device_dependent("rope.longrope_table") and not is_device_dependent("latent.rule")
+    assert is_device_dependent("fit.steps") and is_device_dependent("layout")

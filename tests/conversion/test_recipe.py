@@ -5,10 +5,9 @@ import pytest
 import yaml
 
 from mha2mla.conversion.families import ADAPTERS
-from mha2mla.conversion.fit.stage import Fit
 from mha2mla.conversion.presets import PRESETS
 from mha2mla.conversion.recipe import Recipe, recipe_file
-from mha2mla.conversion.rope.stage import Rope
+from mha2mla.conversion.stages import Fit, Rope
 from mha2mla.conversion.target import LAYOUTS, Target
 from tests.conversion import tiny
 from tests.conversion.tiny import Recipe as MinimalRecipe
@@ -32,8 +31,9 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
             {"kv_lora_rank": 64, "qk_rope_head_dim": 16},
             "kv_lora_rank is 64 and qk_rope_head_dim 16 but layout is not given; expected layout: shared, which caches",
         ),
-        ({"rope.share": "auto"}, "rope.share is 'auto', which earlier versions had; expected null for the layout's"),
-        ({"rope": {"selection": "uneven"}}, "rope.selection is 'uneven', which earlier versions had; expected 'rotat"),
+        ({"rope": {"selection": "uneven"}}, "rope.selection is 'uneven'; expected one of 'high', 'low'"),
+        ({"reconstruction_steps": 3}, "recipe key 'reconstruction_steps' is unknown"),
+        ({"rope": Fit()}, "recipe stage 'rope' is Fit("),
         ({"latent.rule": "svd"}, "latent.rule is 'svd'; expected one of 'svd-joint'"),
         ({"cache_ratio": 0}, "cache_ratio is 0; expected a number above 0, at most 1"),
         ({"cache_ratio": 1.5}, "cache_ratio is 1.5"),
@@ -64,7 +64,7 @@ SMOLLM2 = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 
         ({"fit": 3}, "recipe stage 'fit' is 3; expected a mapping"),
         ({"fit": {"stops": 3}}, "recipe key 'fit.stops' is unknown, did you mean 'fit.steps'? expected one of preset,"),
         ({"qqq": 3}, "recipe key 'qqq' is unknown; expected one of preset, layout"),
-        ({"fit.steps": 3, "fit": {"steps": 3}}, "recipe key 'fit.steps' is given twice, by itself and under its stage"),
+        ({"fit.steps": 3, "fit": {"steps": 3}}, "recipe key 'fit.steps' is given twice"),
         ({"fit": {"steps": 3}, "fit.steps": None}, "recipe key 'fit.steps' is given twice"),
         ({"target": {"layout": "shared"}, "layout": "latent"}, "recipe key 'layout' is given twice"),
     ],
@@ -98,22 +98,6 @@ def test_keys_lie_beside_one_another_or_in_their_stages(values):
     assert Recipe(preset="minimal", **values) == expected
 
 
-@pytest.mark.parametrize(
-    ("old", "now"),
-    [
-        ("reconstruction_steps", "expected fit.steps in its place"),
-        ("freq_fold", "expected rope.selection, such as rorope-2 in its place"),
-        ("seed", "expected calibration.seed in its place"),
-        ("mean_phase", "expected nothing, it is fixed now"),
-        ("layer_rank_losses", "expected nothing, it is fixed now"),
-    ],
-)
-def test_a_recipe_of_an_earlier_version_is_told_what_to_write(old, now, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(f"preset: quick\n{old}: 1\n")
-    with pytest.raises(ValueError, match=f"recipe key '{old}' is of recipes that had no stages; {now}"):
-        recipe_file(tmp_path / "recipe.yaml")
-
-
 def test_round_trips_through_dict_and_yaml(tmp_path):
     changes = {"layout": "shared", "kv_lora_rank": 96, "qk_rope_head_dim": 32, "latent.rule": "svd-split"}
     recipe = Recipe.from_preset("quick", **changes)
@@ -139,7 +123,7 @@ def test_an_empty_file_is_the_default_recipe(tmp_path):
         ("fit: {steps: 1}\nfit: {tokens: 64}\n", "key 'fit' is given twice"),
         ("fit:\n  steps: 1\n  tokens: 64\n  steps: 2\n", "(?s)key 'fit.steps' is given twice.*line 4"),
         ("fit.steps: 1\nfit.steps: 2\n", "key 'fit.steps' is given twice"),
-        ("fit.steps: 1\nfit:\n  steps: 1\n", "key 'fit.steps' is given twice, by itself and under its stage"),
+        ("fit.steps: 1\nfit:\n  steps: 1\n", "key 'fit.steps' is given twice"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, text, named):

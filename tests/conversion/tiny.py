@@ -268,7 +268,8 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def convert_layer(spec, geometry, recipe, weights, statistics) -> dict[str, torch.Tensor]:
     """The tensors of one MLA layer, named as in the checkpoint below ``self_attn.``."""
-    return finish_layer(spec, geometry, recipe, prepare_layer(spec, geometry, recipe, weights, statistics))
+    rules = recipe.layer_rules(geometry)
+    return finish_layer(spec, geometry, rules, prepare_layer(spec, geometry, rules, weights, statistics))
 
 
 def walk_over(folder: Path, recipe: recipes.Recipe, source=None) -> LayerWalk:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import mha2mla
-from mha2mla.conversion.latent.rules import LOW_RANKS
+from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.result.writer import DestinationError
 from mha2mla.conversion.source.files import SourceChangedError
@@ -28,11 +28,11 @@ def checksums(folder):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
 
 
-LOW_RANK_NAMES = tuple(LOW_RANKS)
+LOW_RANK_NAMES = tuple(LowRankRule.names())
 RULES = [(layout, selection) for layout in LAYOUTS for selection in selections(layout)]
 # Each selection once, by the low-rank rules in turn; then all of them.
-RECIPES = [(*rule, LOW_RANK_NAMES[i % len(LOW_RANKS)]) for i, rule in enumerate(RULES)]
-RECIPES += [(*rule, low_rank) for rule in RULES for low_rank in LOW_RANKS if (*rule, low_rank) not in RECIPES]
+RECIPES = [(*rule, LOW_RANK_NAMES[i % len(LowRankRule.names())]) for i, rule in enumerate(RULES)]
+RECIPES += [(*rule, low_rank) for rule in RULES for low_rank in LowRankRule.names() if (*rule, low_rank) not in RECIPES]
 
 
 @few("layout, selection, low_rank", RECIPES, count=len(RULES))

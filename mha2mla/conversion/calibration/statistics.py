@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mha2mla.conversion.families import AttentionWeights, SourceSpec
-from mha2mla.conversion.families.spec import visible
+from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, visible
 from mha2mla.modeling.rope import turn
 
 _MAP_ELEMENTS = 1 << 24  # of attention maps that exist at a time

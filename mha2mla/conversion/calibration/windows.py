@@ -11,6 +11,7 @@ import torch
 from mha2mla.checkpoints import CheckpointError
 from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
 from mha2mla.conversion.calibration.generated_text import generator_of
+from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.resume import WorkFolder
 from mha2mla.conversion.source.opening import OpenedFolder, Source
 from mha2mla.texts import load_text, mixed_windows, token_windows
@@ -18,7 +19,7 @@ from mha2mla.texts import load_text, mixed_windows, token_windows
 
 def calibration_windows(
     source: Source,
-    text: str | Windows,
+    text: str | CalibrationSource | Windows,
     *,
     lengths: Sequence[int],
     tokens: int,
@@ -31,7 +32,7 @@ def calibration_windows(
 
     Args:
         source: whose tokenizer cuts the text, and which writes ``"generated"`` text.
-        text: what ``texts.mixed_windows`` takes; or windows, which are taken as they are.
+        text: what ``texts.mixed_windows`` takes, or an object that gives windows; or windows, taken as they are.
         lengths: of the windows; they divide the longest.
         tokens: in all, but at least one block for every length.
         seed: of the draw.
@@ -42,7 +43,7 @@ def calibration_windows(
         CheckpointError: the source has no usable tokenizer.
         ValueError: an unusable text or window, by name.
     """
-    if not isinstance(text, str):
+    if not isinstance(text, str | CalibrationSource):
         return TokenBlocks.of([_checked(part, "calibration", source) for part in listed(text)])
     tokenizer, longest = _tokenizer_of(source, "calibration"), max(lengths)
     generate = generator_of(source.folder, tokenizer, seed=seed, device=device, progress=progress, work=work)
@@ -51,7 +52,10 @@ def calibration_windows(
     for length in lengths:
         per_block = longest // length
         with named_in_errors("calibration", text):
-            windows = mixed_windows(tokenizer, text, length, blocks * per_block, seed=seed, generate=generate)
+            if isinstance(text, CalibrationSource):
+                windows = _checked(text.windows(tokenizer, length, blocks * per_block, seed=seed), "windows", source)
+            else:
+                windows = mixed_windows(tokenizer, text, length, blocks * per_block, seed=seed, generate=generate)
         whole = len(windows) // per_block * per_block
         if not whole:
             raise ValueError(
@@ -83,8 +87,8 @@ def _tokenizer_of(source: OpenedFolder, name: str) -> Any:
 
 
 @contextmanager
-def named_in_errors(name: str, text: str) -> Iterator[None]:
-    """Says of which text a ValueError is."""
+def named_in_errors(name: str, text: Any) -> Iterator[None]:
+    """Names the text in a ValueError."""
     try:
         yield
     except ValueError as error:

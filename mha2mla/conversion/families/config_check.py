@@ -10,41 +10,41 @@ from typing import Any
 from transformers.activations import ACT2FN
 
 from mha2mla.conversion.families.spec import UnsupportedSourceError
-from mha2mla.conversion.value_rules import BOOL, Rule, each_is, int_from, is_int, is_number, one_of, positive
+from mha2mla.conversion.stages import BOOL, Check, each_is, int_from, is_int, is_number, one_of, positive
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-_FLAG = Rule("0 or 1", lambda value: isinstance(value, bool) or (is_int(value) and value in (0, 1)))
+_FLAG = Check("0 or 1", lambda value: isinstance(value, bool) or (is_int(value) and value in (0, 1)))
 _WIDTH = int_from(1, 1 << 20)
 _COUNT = int_from(1, 1 << 14)
 _LENGTH = int_from(1, 1 << 31)
-_SHARE = Rule("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
+_SHARE = Check("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1)
 _EPS = positive(1)
-_TOKEN = Rule("an int", lambda value: is_int(value) and abs(value) < 1 << 31)
-_TOKENS = Rule(
+_TOKEN = Check("an int", lambda value: is_int(value) and abs(value) < 1 << 31)
+_TOKENS = Check(
     "an int or a list of ints", lambda value: _TOKEN.allows(value) or each_is(_TOKEN).allows(value)
 ).or_none()
-_ACTIVATION = Rule("an activation that transformers knows", lambda value: isinstance(value, str) and value in ACT2FN)
-_OBJECT = Rule("an object", lambda value: isinstance(value, Mapping)).or_none()
-_TYPE = Rule("a string", lambda value: isinstance(value, str)).or_none()
+_ACTIVATION = Check("an activation that transformers knows", lambda value: isinstance(value, str) and value in ACT2FN)
+_OBJECT = Check("an object", lambda value: isinstance(value, Mapping)).or_none()
+_TYPE = Check("a string", lambda value: isinstance(value, str)).or_none()
 _DTYPE = one_of("float32", "bfloat16", "float16", "float64", "auto").or_none()
 
 
-def _by_layer(rule: Rule) -> Rule:
+def _by_layer(rule: Check) -> Check:
     """One value, or one per layer."""
-    return Rule(f"{rule.expected}, or a list of them", lambda value: rule.allows(value) or each_is(rule).allows(value))
+    return Check(f"{rule.expected}, or a list of them", lambda value: rule.allows(value) or each_is(rule).allows(value))
 
 
 # A field that is absent has the architecture's default, which is looked at, too.
-FIELDS: Mapping[str, Rule] = MappingProxyType(
+FIELDS: Mapping[str, Check] = MappingProxyType(
     {
         "num_hidden_layers": int_from(1, 4096),
         "hidden_size": _WIDTH,
         "intermediate_size": _WIDTH,
         "num_attention_heads": _COUNT,
         "num_key_value_heads": _COUNT.or_none(),
-        "head_dim": Rule(
+        "head_dim": Check(
             "an even int from 2 to 16384", lambda value: is_int(value) and 2 <= value <= 1 << 14 and value % 2 == 0
         ).or_none(),
         "vocab_size": int_from(1, 1 << 24),
@@ -61,7 +61,7 @@ FIELDS: Mapping[str, Rule] = MappingProxyType(
         "tie_word_embeddings": BOOL,
         "use_cache": BOOL.or_none(),
         "output_attentions": BOOL.or_none(),
-        "output_hidden_states": Rule(
+        "output_hidden_states": Check(
             "true, false or a list of ints",
             lambda value: value is None or BOOL.allows(value) or each_is(_TOKEN).allows(value),
         ),
@@ -105,10 +105,10 @@ FIELDS: Mapping[str, Rule] = MappingProxyType(
         "attention_window": _LENGTH.or_none(),
         "num_sink_tokens": int_from(0, 1 << 31),
         "calibrated_length": _LENGTH.or_none(),
-        "transformers_weights": Rule("null: model.safetensors or its index is read", lambda value: value is None),
+        "transformers_weights": Check("null: model.safetensors or its index is read", lambda value: value is None),
     }
 )
-_ROPE_FIELDS: Mapping[str, Rule] = MappingProxyType(
+_ROPE_FIELDS: Mapping[str, Check] = MappingProxyType(
     {
         "rope_type": _TYPE,
         "type": _TYPE,
@@ -196,7 +196,7 @@ def _check_rope(values: Mapping[str, Any], name: str) -> None:
         _refuse(f"{name}.beta_slow", slow, f"less than beta_fast={fast}")
 
 
-def _check_fields(values: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str) -> None:
+def _check_fields(values: Mapping[str, Any], rules: Mapping[str, Check], prefix: str) -> None:
     for name, rule in rules.items():
         if name in values and not rule.allows(values[name]):
             _refuse(prefix + name, values[name], rule.expected)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from mha2mla.conversion.calibration.statistics import GOLDEN, AttentionSample
-from mha2mla.conversion.families import AttentionWeights, SourceSpec
-from mha2mla.conversion.families.spec import visible
+from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, visible
 from mha2mla.conversion.rope.basis import RotaryBasis, rotate
 
 _PAIRS = 2**22  # of a query and a key in all windows of a length, at most, for each head: their scores are kept

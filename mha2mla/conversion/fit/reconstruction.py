@@ -17,7 +17,7 @@ import torch
 
 from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.fit.numerics import deterministic, tf32_on_cuda
-from mha2mla.conversion.fit.stage import Fit
+from mha2mla.conversion.stages import Fit
 from mha2mla.modeling.recorders import CudaGraphs
 
 Forward = Callable[[Mapping[str, torch.Tensor], torch.Tensor], torch.Tensor]

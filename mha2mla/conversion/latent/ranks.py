@@ -19,7 +19,6 @@ from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit.numerics import tf32_on_cuda
 from mha2mla.conversion.fit.reconstruction import ReconstructionProblem
 from mha2mla.conversion.layer_walk import LayerWalk, block_forward, computed, token_weights
-from mha2mla.conversion.recipe import is_exact
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.conversion.target import GRANULE, fast_rank
 from mha2mla.geometry import MLAGeometry
@@ -122,7 +121,7 @@ def measure_losses(
                     prepared=prepared.setdefault(width, {}),
                 )
                 forward = block_forward(converting, layer, module)
-                if weights is not None and not is_exact(converting.geometries[layer]):
+                if weights is not None and not converting.geometries[layer].is_full_rank:
                     problem = ReconstructionProblem(fitted, targets, weights, forward, model.device)
                     found, _ = converting.reconstruct(layer, problem, tensors, fit)
                     tensors = tensors if found is None else found.tensors

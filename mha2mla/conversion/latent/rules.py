@@ -1,14 +1,14 @@
-"""One latent for the keys and the values of a layer: one class a rule, a line in ``LOW_RANKS`` names it."""
+"""Low-rank rules: one latent for the keys and the values of a layer."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar
 
 import torch
+
+from mha2mla.conversion.extension import RecipeObject, register
 
 SHRINKAGE = 0.003  # of the mean variance, in every direction of the inputs' covariances
 _ROUNDING = 1e-12  # of the mean energy of the inputs: variance below it is rounding, and may be negative
@@ -47,7 +47,7 @@ class LatentProblem:
         key: [h_kv, d_n, E], un-rotated keys as linear functions of u (without what is constant over tokens).
         value: [h_kv, d_v, E], values without their bias.
         key_metric: [h_kv, d_n, d_n], cost of a key error e is e^T M e: second moment of the queries that read it. With
-            a ``rotary`` key [n, n], n = h_kv d_n + d_r, of the errors of all keys (``rope.error_cost``).
+            a ``rotary`` key [n, n], n = h_kv d_n + d_r, of the errors of all keys (``joint_key_metric``).
         value_metric: [h_kv, d_v, d_v], cost of a value error: W_O^T g² W_O of the heads that read it, g the gains of
             the norms on the output's way to the MLP.
         covariance: [E, E], of the inputs that keys are fitted to, centred; None when no statistics were taken.
@@ -76,26 +76,37 @@ class LatentProblem:
         return self.key if self.rotary is None else torch.cat([self.key.flatten(0, 1), self.rotary])[None]
 
 
-class LowRankRule(ABC):
-    """A way to factorise.
+class LowRankRule(RecipeObject, ABC):
+    """Low-rank factorisation of keys and values. A subclass is a frozen dataclass, passed as
+    ``Recipe(low_rank=MyRule())``.
+
+    The same problem must give the same factors: a conversion resumes to the bit. What is not finite, or a
+    ``torch.linalg.LinAlgError``, has the layer converted by the plainest rules.
 
     Attributes:
-        reads_statistics: whether it needs calibration text.
-        reads_attended: whether it needs what attention makes of the inputs.
+        reads_statistics: whether it needs calibration text; else moments of the problem may be None.
+        reads_attended: whether it needs moments of what attention makes of the inputs.
     """
+
+    key: ClassVar[str] = "latent.rule"
+    keyword: ClassVar[str] = "low_rank"
 
     reads_statistics: ClassVar[bool] = True
     reads_attended: ClassVar[bool] = False
 
     @abstractmethod
     def factors(self, problem: LatentProblem, rank: int, *, centered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decoder [keys' and values' rows, rank] and encoder [rank, E]; ``rank`` is less than the rows and than E.
+        """Decoder [rows, rank] and encoder [rank, E], float64 on the problem's device: ``decoder @ encoder`` stands for
+        the rows of ``problem.keys``, then of ``problem.value``, both flattened to [rows, E].
 
         Args:
+            rank: width of the latent, less than rows and than E.
             centered: whether the values' mean need not go through the latent.
         """
 
 
+@register("svd-joint")
+@dataclass(frozen=True)
 class SvdJoint(LowRankRule):
     """Truncated SVD of the stacked weights [W_K; W_V] (arXiv 2502.14837)."""
 
@@ -105,6 +116,8 @@ class SvdJoint(LowRankRule):
         return _principal(torch.cat([problem.keys.flatten(0, 1), problem.value.flatten(0, 1)]), None, rank)
 
 
+@register("svd-split")
+@dataclass(frozen=True)
 class SvdSplit(LowRankRule):
     """Keys and values apart, the rank in proportion to their widths; nobody gets more than its width."""
 
@@ -121,6 +134,8 @@ class SvdSplit(LowRankRule):
         return torch.block_diag(*(decoder for decoder, _ in parts)), torch.cat([encoder for _, encoder in parts])
 
 
+@register("balanced-pca")
+@dataclass(frozen=True)
 class BalancedPca(LowRankRule):
     """Principal components of keys and values on calibration text, both scaled to the same energy first (arXiv
     2502.07864)."""
@@ -133,6 +148,8 @@ class BalancedPca(LowRankRule):
         return torch.cat([decoder[: key.shape[0]] / gain, decoder[key.shape[0] :]]), encoder
 
 
+@register("whitened-joint")
+@dataclass(frozen=True)
 class WhitenedJoint(LowRankRule):
     """The same with errors that count as they are seen: a key's by the second moment of the queries that read it, a
     value's after ``o_proj``; values on what attention makes of the inputs, keys half on how the inputs differ under one
@@ -157,21 +174,14 @@ class WhitenedJoint(LowRankRule):
         return torch.cat([key_part.flatten(0, 1), value_part.flatten(0, 1)]), encoder
 
 
-LOW_RANKS: Mapping[str, LowRankRule] = MappingProxyType(
-    {
-        "svd-joint": SvdJoint(),
-        "svd-split": SvdSplit(),
-        "balanced-pca": BalancedPca(),
-        "whitened-joint": WhitenedJoint(),
-    }
-)
-
-
 def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered: bool) -> LatentFactors:
     """A latent of ``rank`` numbers; exact when wide enough.
 
     Args:
         centered: whether the values' mean, as far as the latent loses it, is handed over to ``o_proj``.
+
+    Raises:
+        ValueError: the rule's factors have other shapes.
     """
     key, value = problem.keys.flatten(0, 1), problem.value.flatten(0, 1)
     rows = key.shape[0] + value.shape[0]
@@ -183,6 +193,11 @@ def factorise(rule: LowRankRule, problem: LatentProblem, rank: int, *, centered:
         decoder = torch.cat([key, value]) @ encoder.T
     else:
         decoder, encoder = rule.factors(problem, rank, centered=centered)
+        if decoder.shape != (rows, rank) or encoder.shape != (rank, key.shape[1]):
+            raise ValueError(
+                f"{type(rule).__name__}.factors gave a decoder {tuple(decoder.shape)} and an encoder"
+                f" {tuple(encoder.shape)}; expected {rows, rank} and {rank, key.shape[1]}"
+            )
     un_rotated = problem.key.shape[0] * problem.key.shape[1]
     key_decoder = decoder[:un_rotated].view(*problem.key.shape[:2], rank)
     value_decoder = decoder[key.shape[0] :].view(*problem.value.shape[:2], rank)

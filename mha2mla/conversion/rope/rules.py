@@ -1,4 +1,4 @@
-"""Which rotary pairs of a layer stay rotary: one class a rule, and a line in ``SELECTIONS`` that names it.
+"""RoPE rules: the rotary pairs of a layer that stay rotary.
 
 The candidates are (frequency, kv head). In the per-group layout every head keeps its own best, in the shared one the
 best of all heads together stay, or components of several heads' keys: RoPE commutes with a unitary map within a
@@ -8,15 +8,14 @@ frequency.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
 from mha2mla.conversion.calibration.statistics import LayerStatistics
-from mha2mla.conversion.families import AttentionWeights, SourceSpec
+from mha2mla.conversion.extension import RecipeObject, register
+from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec
 from mha2mla.conversion.rope.basis import (
     RotaryBasis,
     SharedComponents,
@@ -24,11 +23,7 @@ from mha2mla.conversion.rope.basis import (
     per_group_basis,
     shared_basis,
 )
-from mha2mla.conversion.target import LAYOUTS
 from mha2mla.geometry import MLAGeometry
-
-if TYPE_CHECKING:
-    from mha2mla.conversion.recipe import Recipe
 
 # How far the query of an un-rotated pair is multiplied by its mean turn g: the factor is 1 + MEAN_PHASE (g − 1). g
 # alone is the best constant for the tokens that are attended to and overfits them; of 0, 0.5 and 1 halfway was best.
@@ -37,10 +32,12 @@ MEAN_PHASE = 0.5
 
 @dataclass(frozen=True)
 class RopeProblem:
-    """What a rule looks at.
+    """One layer, as a rule looks at it.
 
     Attributes:
-        pairs: how many of a rope head stay.
+        spec: shapes and frequencies of the source layer: ``num_attention_heads`` H, ``num_key_value_heads`` h_kv,
+            ``head_dim`` d, ``inv_freq`` [d // 2].
+        pairs: number of pairs of a rope head that stay.
         statistics: of the layer; None where the rule reads none.
         weights: of the layer; None where they are not at hand (only RoRoPE reads them).
     """
@@ -51,8 +48,11 @@ class RopeProblem:
     weights: AttentionWeights | None
 
 
-class RopeRule(ABC):
-    """A way to choose.
+class RopeRule(RecipeObject, ABC):
+    """Choice of the pairs that stay rotary. A subclass is a frozen dataclass, passed as ``Recipe(rope=MyRule())``.
+
+    The same problem must give the same choice: a conversion resumes to the bit. Rules that score pairs derive from
+    :class:`Scored`; those that mix the pairs of several heads define :meth:`components`.
 
     Attributes:
         layouts: those that it serves.
@@ -60,11 +60,13 @@ class RopeRule(ABC):
         reads_phases: whether it needs attention-weighted distances.
     """
 
+    key: ClassVar[str] = "rope.selection"
+    keyword: ClassVar[str] = "rope"
     layouts: ClassVar[tuple[str, ...]] = ("per-group", "shared", "latent")
     reads_statistics: ClassVar[bool] = True
     reads_phases: ClassVar[bool] = False
 
-    def check(self, spec: SourceSpec) -> None:  # noqa: B027  most serve all
+    def check(self, spec: SourceSpec) -> None:
         """Refuses a source that the rule cannot serve.
 
         Raises:
@@ -73,10 +75,14 @@ class RopeRule(ABC):
 
     @abstractmethod
     def kept(self, problem: RopeProblem, *, per_head: bool) -> torch.Tensor:
-        """[half, h_kv] bool: the pairs that stay, ``pairs`` of every head (``per_head``) or of all together."""
+        """Pairs that stay, bool [d // 2, h_kv] on the CPU: ``problem.pairs`` in each column with ``per_head``, else in
+        all."""
 
     def components(self, problem: RopeProblem) -> SharedComponents:
-        """What the one rotary key of the shared layout holds."""
+        """The one rotary key of the shared and latent layouts, ``problem.pairs`` :class:`SharedComponents`.
+
+        Default: the pairs of :meth:`kept`, each of one head.
+        """
         return axis_components(self.kept(problem, per_head=False))
 
 
@@ -85,7 +91,7 @@ class Scored(RopeRule):
 
     @abstractmethod
     def scores(self, problem: RopeProblem) -> torch.Tensor:
-        """[half, h_kv] float64."""
+        """Score of every pair, float64 [d // 2, h_kv] on the CPU."""
 
     def kept(self, problem: RopeProblem, *, per_head: bool) -> torch.Tensor:
         scores = self.scores(problem)
@@ -96,6 +102,8 @@ class Scored(RopeRule):
         return kept.scatter_(0, best, True)
 
 
+@register("low", sign=1)
+@register("high", sign=-1)
 @dataclass(frozen=True)
 class ByFrequency(Scored):
     """Highest (``sign`` −1: ``inv_freq`` falls with its index) or lowest frequencies, the same for all heads."""
@@ -109,6 +117,8 @@ class ByFrequency(Scored):
         return self.sign * index.expand(half, problem.spec.num_key_value_heads)
 
 
+@register("uniform")
+@dataclass(frozen=True)
 class Uniform(RopeRule):
     """Evenly spaced over the frequencies."""
 
@@ -121,6 +131,8 @@ class Uniform(RopeRule):
         return kept
 
 
+@register("2-norm")
+@dataclass(frozen=True)
 class TwoNorm(Scored):
     """Largest root mean square |q| · |k| (arXiv 2502.14837, S_2-norm)."""
 
@@ -131,6 +143,8 @@ class TwoNorm(Scored):
         return query.T.cpu() * _key_energy(statistics).sqrt()
 
 
+@register("rotation")
+@dataclass(frozen=True)
 class Rotation(Scored):
     """Largest E|q|² E|k|² (1 − |g|²), g = E exp(iθΔ) over attention-weighted distances Δ without the sink column:
     1 − |g|² is the variance of the turn, which no constant factor replaces. In the shared layout the candidates are the
@@ -145,6 +159,9 @@ class Rotation(Scored):
         return unitary_components(problem.spec, problem.statistics, problem.pairs)
 
 
+@register("rorope-4", fold=4)
+@register("rorope-2", fold=2)
+@register("rorope")
 @dataclass(frozen=True)
 class RoRoPE(RopeRule):
     """RoRoPE with FreqFold (arXiv 2502.07864): real principal components of the keys of all heads within ``fold``
@@ -167,39 +184,49 @@ class RoRoPE(RopeRule):
         return folded_components(problem.spec, moment, problem.pairs, self.fold)
 
 
-SELECTIONS: Mapping[str, RopeRule] = MappingProxyType(
-    {
-        "high": ByFrequency(-1),
-        "low": ByFrequency(1),
-        "uniform": Uniform(),
-        "2-norm": TwoNorm(),
-        "rotation": Rotation(),
-        "rorope": RoRoPE(),
-        "rorope-2": RoRoPE(2),
-        "rorope-4": RoRoPE(4),
-    }
-)
-
-
 def rotary_basis(
     spec: SourceSpec,
     geometry: MLAGeometry,
-    recipe: Recipe,
+    rule: RopeRule,
     statistics: LayerStatistics | None,
     weights: AttentionWeights | None = None,
+    *,
+    per_group: bool,
+    turn_queries: bool,
 ) -> RotaryBasis:
-    """The rotary basis that ``recipe`` chooses for one layer, before its queries are refitted."""
-    phase = _query_phase(spec, statistics if recipe.fit.queries else None)
-    rule, per_group = recipe.rope.rule, LAYOUTS[recipe.target.layout].per_group
+    """The rotary basis that ``rule`` chooses for one layer, before its queries are refitted.
+
+    Args:
+        per_group: one rotary key per kv head; else one for all.
+        turn_queries: multiply un-rotated queries by half of their mean phase.
+
+    Raises:
+        ValueError: the rule's choice has another shape, dtype or number of pairs.
+    """
+    phase = _query_phase(spec, statistics if turn_queries else None)
     problem = RopeProblem(spec, geometry.qk_rope_head_dim // 2, statistics, weights)
-    everything = None
+    half, kv_heads = spec.head_dim // 2, spec.num_key_value_heads
     if geometry.qk_nope_head_dim == 0:
-        everything = torch.ones(spec.head_dim // 2, spec.num_key_value_heads, dtype=torch.bool)
-    if per_group:
-        kept = rule.kept(problem, per_head=True) if everything is None else everything
-        return per_group_basis(spec, kept, phase)
-    components = rule.components(problem) if everything is None else axis_components(everything)
-    return shared_basis(spec, geometry, components, phase)
+        kept = torch.ones(half, kv_heads, dtype=torch.bool)
+    elif per_group:
+        kept = rule.kept(problem, per_head=True)
+        counts = kept.sum(0).tolist()
+        if kept.dtype != torch.bool or kept.shape != (half, kv_heads) or set(counts) != {problem.pairs}:
+            raise ValueError(
+                f"{type(rule).__name__}.kept gave {kept.dtype} {tuple(kept.shape)} with {counts} pairs by head;"
+                f" expected bool {half, kv_heads} with {problem.pairs} of each"
+            )
+    else:
+        components = rule.components(problem)
+        if components.encode.shape != (problem.pairs, kv_heads, half):
+            raise ValueError(
+                f"{type(rule).__name__} gave components {tuple(components.encode.shape)}; expected"
+                f" {problem.pairs, kv_heads, half}: pairs, kv heads, frequencies"
+            )
+        return shared_basis(spec, geometry, components, phase)
+    return (
+        per_group_basis(spec, kept, phase) if per_group else shared_basis(spec, geometry, axis_components(kept), phase)
+    )
 
 
 def rotation_cost(phase: torch.Tensor) -> torch.Tensor:

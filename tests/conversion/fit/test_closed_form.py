@@ -7,18 +7,17 @@ import torch
 
 from mha2mla.conversion.calibration.statistics import AttentionSample, StatisticsCollector
 from mha2mla.conversion.fit import closed_form
-from mha2mla.conversion.latent.rules import LOW_RANKS, factorise
+from mha2mla.conversion.latent.rules import LowRankRule, factorise
 from mha2mla.conversion.layer import (
     finish_layer,
     latent_problem,
     prepare_layer,
-    rotary_basis,
     rotary_keys,
     un_rotated_keys,
 )
 from mha2mla.conversion.target import LAYOUTS
 from tests.conversion import tiny
-from tests.conversion.one_layer import Layer
+from tests.conversion.one_layer import Layer, basis_of
 from tests.conversion.plain_mla import plain_mla_attention
 from tests.conversion.tiny import Recipe, relative
 
@@ -40,8 +39,7 @@ class SampledLayer(Layer):
 
 def basis_and_keys(layer: Layer, **keys):
     recipe = Recipe(**{"layout": "shared", "qk_rope_head_dim": 8, "kv_lora_rank": 40, **keys})
-    geometry = recipe.geometry(layer.spec)
-    basis = rotary_basis(layer.spec, geometry, recipe, layer.statistics, layer.weights)
+    basis = basis_of(layer, recipe)
     return basis, un_rotated_keys(layer.spec, layer.weights, basis)
 
 
@@ -56,7 +54,7 @@ def maps_of(layer: Layer, layout: str):
             closed_form.score_windows(layer.spec, layer.weights, layer.statistics.sample, basis),
         )
     problem = latent_problem(layer.spec, layer.weights, basis, layer.statistics, has_rope_cache=False)
-    factors = factorise(LOW_RANKS["whitened-joint"], problem, rank, centered=True)
+    factors = factorise(LowRankRule.find("whitened-joint"), problem, rank, centered=True)
     maps = closed_form.KeyMaps(
         factors.key_decoder @ factors.encoder,
         factors.rope_decoder @ factors.encoder,
@@ -242,11 +240,12 @@ def test_a_window_shorter_than_the_stride_still_asks(monkeypatch):
 def test_what_is_prepared_serves_every_rank(layout):
     layer = SampledLayer("qwen3-biases-yarn")
     recipes = [Recipe(layout=layout, qk_rope_head_dim=4, kv_lora_rank=rank, fit_output=True) for rank in (8, 24)]
-    prepared = prepare_layer(layer.spec, recipes[0].geometry(layer.spec), recipes[0], layer.weights, layer.statistics)
+    first = recipes[0].geometry(layer.spec)
+    prepared = prepare_layer(layer.spec, first, recipes[0].layer_rules(first), layer.weights, layer.statistics)
     for recipe in recipes:
         geometry = recipe.geometry(layer.spec)
         alone = tiny.convert_layer(layer.spec, geometry, recipe, layer.weights, layer.statistics)
-        shared = finish_layer(layer.spec, geometry, recipe, prepared)
+        shared = finish_layer(layer.spec, geometry, recipe.layer_rules(geometry), prepared)
         assert (
             all(torch.equal(shared[name], tensor) for name, tensor in alone.items()) and shared.keys() == alone.keys()
         )

@@ -10,7 +10,7 @@ from mha2mla.conversion.calibration.activations import ActivationStore
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.fit import reconstruction
 from mha2mla.conversion.fit.reconstruction import ReconstructionError, ReconstructionProblem, reconstruct
-from mha2mla.conversion.fit.stage import Fit
+from mha2mla.conversion.stages import Fit
 from tests.conversion import tiny
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from mha2mla.conversion.latent.rules import LOW_RANKS, LatentProblem, _alternate, _principal, factorise
+from mha2mla.conversion.latent.rules import LatentProblem, LowRankRule, _alternate, _principal, factorise
 
 
 def covariance(size, seed):
@@ -78,12 +78,12 @@ def problem(kv_heads=2, nope=6, width=8, features=24):
     )
 
 
-@pytest.mark.parametrize("low_rank", LOW_RANKS)
+@pytest.mark.parametrize("low_rank", LowRankRule.names())
 def test_the_own_objective_falls_with_the_rank_to_nothing(low_rank):
     given = problem(features=40)
     losses = []
     for rank in (2, 8, 16, 24, 28):
-        factors = factorise(LOW_RANKS[low_rank], given, rank, centered=True)
+        factors = factorise(LowRankRule.find(low_rank), given, rank, centered=True)
         assert factors.encoder.shape == (rank, 40) and factors.key_decoder.shape == (2, 6, rank)
         identity = torch.eye(40, dtype=torch.float64)
         losses.append(
@@ -101,20 +101,20 @@ def test_the_own_objective_falls_with_the_rank_to_nothing(low_rank):
 
 
 def test_more_rank_than_there_is_makes_empty_channels():
-    factors = factorise(LOW_RANKS["whitened-joint"], problem(), 40, centered=True)
+    factors = factorise(LowRankRule.find("whitened-joint"), problem(), 40, centered=True)
     assert factors.encoder.shape == (40, 24) and float(factors.encoder[28:].abs().max()) == 0.0
     assert torch.equal(factors.value_decoder[0], torch.eye(28, 40, dtype=torch.float64)[12:20])
 
 
 def test_a_latent_as_wide_as_the_input_holds_it():
     given = problem(nope=8, features=20)  # 32 rows
-    for rule in LOW_RANKS.values():
+    for rule in map(LowRankRule.find, LowRankRule.names()):
         factors = factorise(rule, given, 21, centered=True)
         assert torch.allclose(factors.value_decoder @ factors.encoder, given.value)
         assert factors.value_offset is None
 
 
 def test_a_split_rank_goes_to_keys_and_values_by_width():
-    factors = factorise(LOW_RANKS["svd-split"], problem(), 14, centered=True)
+    factors = factorise(LowRankRule.find("svd-split"), problem(), 14, centered=True)
     assert (factors.key_decoder[..., 6:] == 0).all() and (factors.value_decoder[..., :6] == 0).all()
     assert (factors.key_decoder[..., :6] != 0).any(1).all()

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from mha2mla.conversion.layer import rotary_basis
 from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.rope import rules as rope_rules
 from mha2mla.conversion.target import LAYOUTS
-from tests.conversion.one_layer import Layer, Recipe, frequencies, shared_basis
+from tests.conversion.one_layer import Layer, Recipe, basis_of, frequencies, shared_basis
 
 # A fold treats neighbouring frequencies as one: what it mixes commutes only nearly.
 EXACT = [name for name in selections("shared") if not name.startswith("rorope-")]
@@ -51,7 +50,7 @@ def test_a_kept_pair_keeps_both_its_halves():
     """A dim kept without its partner."""
     layer = Layer("llama-mha")
     recipe = Recipe(rope_selection="2-norm", qk_rope_head_dim=6, kv_lora_rank=32)
-    basis = rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics)
+    basis = basis_of(layer, recipe)
     for head in range(4):
         rows = basis.key_rope[head].view(6, 4, 16)
         chosen = rows.nonzero()
@@ -66,7 +65,7 @@ def test_the_attention_factor_reaches_un_rotated_pairs_squared():
     layer = Layer("llama-yarn")
     assert layer.spec.attention_factor == 1.3
     recipe = Recipe(qk_rope_head_dim=4, kv_lora_rank=56, fit_queries=False, rope_selection="high")
-    basis = rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, layer.statistics)
+    basis = basis_of(layer, recipe)
     assert torch.allclose(basis.query_nope.square().sum(-1), torch.full((4, 12), 1.3**4, dtype=torch.float64))
     assert torch.equal(basis.query_rope.square().sum(-1), torch.ones(4, 4, dtype=torch.float64))
 
@@ -79,7 +78,7 @@ def test_the_mean_phase_is_a_linear_fold_of_the_query(layout, strength, monkeypa
     recipe = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=32)
     monkeypatch.setattr(rope_rules, "MEAN_PHASE", strength)
     plain = Recipe(layout=layout, qk_rope_head_dim=8, kv_lora_rank=32, fit_queries=False)
-    folded, unfolded = (rotary_basis(layer.spec, r.geometry(layer.spec), r, layer.statistics) for r in (recipe, plain))
+    folded, unfolded = (basis_of(layer, r) for r in (recipe, plain))
     factor = 1 + strength * (layer.statistics.mean_phase - 1)
     turn = torch.cat(
         [

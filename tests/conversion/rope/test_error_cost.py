@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from mha2mla.conversion.layer import rotary_basis
-from mha2mla.conversion.rope.basis import rotate
-from mha2mla.conversion.rope.error_cost import joint_key_metric
-from tests.conversion.one_layer import Layer
+from mha2mla.conversion.rope.basis import joint_key_metric, rotate
+from tests.conversion.one_layer import Layer, basis_of
 from tests.conversion.tiny import Recipe
 
 DISTANCES = (0, 1, 7, 30)
@@ -19,7 +17,7 @@ def test_the_cost_is_the_mean_squared_score_error(case, share_fitted):
     layer = Layer(case)
     spec, generator = layer.spec, torch.Generator().manual_seed(2)
     recipe = Recipe(layout="latent", qk_rope_head_dim=8, kv_lora_rank=24, fit_queries=share_fitted)
-    basis = rotary_basis(spec, recipe.geometry(spec), recipe, layer.statistics)
+    basis = basis_of(layer, recipe)
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     query = torch.randn(heads, 20, d, generator=generator, dtype=torch.float64)
     shares = torch.zeros(heads, 40, dtype=torch.float64)
@@ -46,7 +44,7 @@ def test_far_away_only_what_turns_alike_goes_together():
     layer = Layer("llama", num_key_value_heads=4)
     spec = layer.spec
     recipe = Recipe(layout="latent", rope_selection="high", qk_rope_head_dim=16, kv_lora_rank=24)
-    basis = rotary_basis(spec, recipe.geometry(spec), recipe, layer.statistics)
+    basis = basis_of(layer, recipe)
     shares = torch.full((4, 1 << 16), 2.0**-16, dtype=torch.float64)
     metric = joint_key_metric(spec, basis, layer.statistics.query_second_moment, shares)
     scale = metric.diagonal().sqrt()

@@ -4,19 +4,18 @@ import pytest
 import torch
 
 from mha2mla.conversion.families import AttentionWeights
-from mha2mla.conversion.layer import rotary_basis
 from mha2mla.conversion.rope.rules import RoRoPE, folded_components, key_second_moment, rotation_cost
-from tests.conversion.one_layer import Layer, Recipe, frequencies, shared_basis
+from tests.conversion.one_layer import Layer, Recipe, basis_of, frequencies, shared_basis
 
 
 @pytest.mark.parametrize(("selection", "expected"), [("high", [0, 1]), ("low", [6, 7]), ("uniform", [0, 4])])
 def test_fixed_rules_choose_by_frequency(selection, expected):
     layer = Layer("llama")
     recipe = Recipe(rope_selection=selection, qk_rope_head_dim=4, kv_lora_rank=32, fit_queries=False)
-    basis = rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, None)
+    basis = basis_of(layer, recipe, None)
     assert frequencies(layer.spec, basis).tolist() == [expected, expected]
     recipe = Recipe(layout="shared", rope_selection=selection, qk_rope_head_dim=8, kv_lora_rank=32, fit_queries=False)
-    basis = rotary_basis(layer.spec, recipe.geometry(layer.spec), recipe, None)
+    basis = basis_of(layer, recipe, None)
     wanted = [0, 2, 4, 6] if selection == "uniform" else sorted(2 * expected)
     assert frequencies(layer.spec, basis).tolist() == [wanted]
 

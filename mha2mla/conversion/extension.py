@@ -1,0 +1,123 @@
+"""Objects that a recipe takes in place of a name: RoPE rules, low-rank rules, calibration sources. Imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+PLUGINS = "mha2mla.rules"  # group of entry points: modules that register names
+T = TypeVar("T", bound="type[RecipeObject]")
+
+
+class RecipeObject:
+    """Base of the three kinds: ``RopeRule``, ``LowRankRule``, ``CalibrationSource``.
+
+    A class of a kind is a frozen dataclass, and its fields are JSON values. A conversion records the import path and
+    the fields of an instance that has no registered name; a resumed run compares them. A converted checkpoint loads
+    without the class.
+
+    Attributes:
+        key: recipe key that takes the kind.
+        keyword: argument of ``Recipe`` that takes an instance: ``Recipe(rope=TwoNorm())``.
+    """
+
+    key: ClassVar[str]
+    keyword: ClassVar[str]
+    _named: ClassVar[dict[tuple[str, str], RecipeObject]] = {}
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Registered names of this kind."""
+        return tuple(name for key, name in cls._named if key == cls.key)
+
+    @classmethod
+    def find(cls, value: str | Self) -> Self:
+        """``value`` itself, or the instance that has this name."""
+        return cls._named[cls.key, value] if isinstance(value, str) else value
+
+    def to_plain(self) -> dict[str, Any]:
+        """Import path and fields, as records hold them."""
+        return {"class": f"{type(self).__module__}:{type(self).__qualname__}", **asdict(self)}
+
+
+class CalibrationSource(RecipeObject, ABC):
+    """Calibration text of the caller's own, passed as ``Recipe(calibration=MyText())``: a frozen dataclass.
+
+    The same arguments must give the same windows: a conversion resumes to the bit.
+    """
+
+    key: ClassVar[str] = "calibration.text"
+    keyword: ClassVar[str] = "calibration"
+
+    @abstractmethod
+    def windows(self, tokenizer: Any, length: int, count: int, *, seed: int) -> torch.Tensor:
+        """At most ``count`` windows of tokens, int64 [windows, length] on the CPU.
+
+        Args:
+            tokenizer: the source model's, a tokenizer of transformers.
+            length: tokens of a window; called once for each of the recipe's ``calibration.lengths``.
+            seed: the recipe's ``calibration.seed``.
+        """
+
+
+def register(name: str, **fields: Any) -> Callable[[T], T]:
+    """Class decorator: YAML, flags and presets know the instance ``cls(**fields)`` by ``name``.
+
+    Raises:
+        ValueError: the class is no frozen dataclass of a kind that a recipe takes, or another class has the name.
+    """
+
+    def add(cls: T) -> T:
+        if not hasattr(cls, "key") or not is_dataclass(cls) or not cls.__dataclass_params__.frozen:
+            raise ValueError(
+                f"{cls.__qualname__} is registered as {name!r}; expected a frozen dataclass of a RopeRule, LowRankRule"
+                " or CalibrationSource"
+            )
+        other = RecipeObject._named.get((cls.key, name))
+        if other is not None and other.to_plain()["class"] != cls(**fields).to_plain()["class"]:
+            raise ValueError(f"{cls.key} {name!r} is {type(other).__qualname__} already; expected another name")
+        RecipeObject._named[cls.key, name] = cls(**fields)
+        return cls
+
+    return add
+
+
+def is_registered(key: str, name: str) -> bool:
+    """Whether ``name`` is registered under a recipe key; an unknown one loads the entry points of :data:`PLUGINS`."""
+    if (key, name) not in RecipeObject._named:
+        for point in entry_points(group=PLUGINS):
+            point.load()
+    return (key, name) in RecipeObject._named
+
+
+def named_or_itself(key: str, value: Any) -> Any:
+    """The registered name of an instance that has one, the instance of a record, or ``value`` itself.
+
+    Raises:
+        ValueError: a record names a class that is not imported, or other fields than it has.
+    """
+    if isinstance(value, Mapping) and isinstance(value.get("class"), str):
+        value = _from_plain(key, value)
+    if isinstance(value, RecipeObject):
+        same = (name for (kind, name), each in RecipeObject._named.items() if kind == key and each == value)
+        return next(same, value)
+    return value
+
+
+def _from_plain(key: str, record: Mapping[str, Any]) -> RecipeObject:
+    fields = {name: value for name, value in record.items() if name != "class"}
+    module, _, name = record["class"].partition(":")
+    found = getattr(sys.modules.get(module), name, None)  # importing what a file names would run any code
+    if not (isinstance(found, type) and issubclass(found, RecipeObject)):
+        raise ValueError(f"{key} is of class {record['class']!r:.200}; expected one that is imported")
+    try:
+        return found(**fields)
+    except TypeError as error:
+        raise ValueError(f"{key} is {dict(record)!r:.200}; expected the fields of its class: {error}") from error
