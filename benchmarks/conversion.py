@@ -1,4 +1,4 @@
-"""What conversions cost in perplexity: our presets beside the peers', and what each key of a recipe gives.
+"""Perplexity of conversions: our presets beside the peers', and the effect of each key of a recipe.
 
     python benchmarks/conversion.py compare --json benchmarks/results/h200-conversion.json
     python benchmarks/conversion.py compare --only "0.5 quick" --device cpu
@@ -43,7 +43,7 @@ RATIOS = (0.5, 0.3125, 0.1875)
 # None of them is what a row calibrates on. The first is too short for long windows.
 TEXTS = ("builtin:prose", *LONG_TEXTS)
 LENGTHS = "512,2048,longest"
-_CHECK_TOKENS = 512  # of convert's own comparison, which these rows do not read
+_CHECK_TOKENS = 512  # convert's own comparison, which these rows do not read
 
 # Keys whose other value an ablation tries, one at a time, from the preset that it starts from.
 ABLATIONS: dict[str, tuple[Any, ...]] = {

@@ -95,7 +95,7 @@ def _random_tokens(vocabulary: int, windows: int, length: int, *, seed: int) -> 
 def _recipe_and_tokens(
     preset: str | None, given: dict[str, Any], windows: int, length: int, steps: int, config: LlamaConfig
 ) -> tuple[mha2mla.Recipe, list[torch.Tensor]]:
-    """What is converted by, and random windows of every length that it calibrates on."""
+    """Recipe, and random windows of every length that it calibrates on."""
     lengths, tokens = (length,), windows * length
     keys = {"calibration.tokens": tokens, "calibration.lengths": length, "fit.steps": steps}
     recipe = mha2mla.Recipe.from_dict(
@@ -185,7 +185,7 @@ def convert_scale(
 
 
 def _row(report: mha2mla.ConversionReport, size: int, before: resource.struct_rusage) -> dict[str, Any]:
-    """What a conversion of a source of ``size`` bytes took, since ``before``."""
+    """Cost of a conversion of a source of ``size`` bytes, since ``before``."""
     after, seconds = resource.getrusage(resource.RUSAGE_SELF), [row["seconds"] for row in report.layers]
     return {
         "layers": len(seconds),
@@ -196,7 +196,7 @@ def _row(report: mha2mla.ConversionReport, size: int, before: resource.struct_ru
         "seconds_write": report.seconds["write"],
         "seconds_verify": report.seconds["verify"],
         "seconds_total": report.seconds["total"],
-        # Of all threads: what wall time would be on one core that nobody else uses.
+        # Sum over threads: the wall time on one core without other load.
         "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "seconds_of_32_layers": 32 / len(seconds) * report.seconds["total"],
         "peak_rss_gib": report.peak_rss_bytes / 2**30,

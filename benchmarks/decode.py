@@ -4,7 +4,7 @@
     python benchmarks/decode.py speed --only "H128"        # shapes.py has the names
     python benchmarks/decode.py gqa        # beside FlashAttention-3 on the same pages
     python benchmarks/decode.py fp8        # beside bfloat16 over the same tokens
-    python benchmarks/decode.py host --profile true
+    python benchmarks/decode.py host --profile
 
 ``runner.py`` says what the numbers of speeds are. Of ``fp8``, ``error`` is against float64 over the cache as it is
 stored, ``original_error`` over the cache before it was rounded to e4m3, ``bf16_error`` what the bfloat16 op has there;
@@ -42,7 +42,7 @@ from mha2mla.testing.problems import Problem, exact, judge
 
 
 def peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor) -> dict[str, Peer]:
-    """Of the call itself; and the attention of the MHA model behind it."""
+    """Peers of the call itself, and the attention of the MHA model behind it."""
     problem = case.problem
     peers = mla_peers(problem, inputs, expected)
     if case.mha_head_dim is not None:
@@ -56,7 +56,7 @@ def gqa_peers_of(case: SpeedCase, inputs: dict[str, Any], expected: torch.Tensor
 
 
 def fp8_jobs(case: SpeedCase) -> list[CompileJob]:
-    """Of the fp8 op and of the bfloat16 op beside it."""
+    """Jobs of the fp8 op and of the bfloat16 op beside it."""
     return [job for op in (FP8, MLA) for job in decode_jobs(case, op)]
 
 

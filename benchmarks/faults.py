@@ -32,7 +32,7 @@ class Fault:
 
 
 def faults_of(text: str) -> Iterator[Fault]:
-    """Of lines that begin with ``#`` (name), ``@`` (file), ``?`` (tests, ``-k``), ``-`` (right) and ``+`` (wrong)."""
+    """Faults from lines that begin with # (name), @ (file), ? (tests, ``-k``), - (right) and + (wrong)."""
     for part in text.split("\n# ")[1:]:
         name, *lines = part.partition("\n\n")[0].split("\n")
         said = {sign: [line[1:] for line in lines if line[:1] == sign] for sign in "@?-+"}

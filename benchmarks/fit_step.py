@@ -110,8 +110,8 @@ def replayed(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]
 
 
 def shares(step: Callable[[], Any], device: torch.device) -> tuple[dict[str, float], list[str]]:
-    """Of a step's time in kernels (ops on a CPU): what is attention, products of matrices and the rest; and the names
-    of the attention's kernels."""
+    """Shares of attention, matrix products and the rest in a step's time in kernels (ops on a CPU); names of the
+    attention's kernels."""
     on_cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
         step()

@@ -1,4 +1,4 @@
-"""What an e4m3 cache of a converted model's latents costs in perplexity, beside the latents as computed.
+"""Perplexity over an e4m3 cache of a converted model's latents, beside the latents as computed.
 
     python benchmarks/fp8_loss.py SOURCE CONVERTED --json benchmarks/results/h200-fp8-loss.json
 

@@ -1,4 +1,4 @@
-"""What a token of generate costs: captured, uncaptured, and the graph alone; and the first token beside the source's.
+"""Time of a token of generate: captured, uncaptured, and the graph alone; and the first token beside the source's.
 
     python benchmarks/generate.py --json benchmarks/results/h200-generate.json
     python benchmarks/generate.py --layers 32 --batches "[1, 8, 16]"
@@ -62,7 +62,7 @@ def measure(
 
 @torch.inference_mode()
 def replay_seconds(replay: Any, count: int) -> float:
-    """Of one replay among many; each may cache a token more."""
+    """Time of one replay among many; each may cache a token more."""
     wait()
     began = time.perf_counter()
     for _ in range(count):

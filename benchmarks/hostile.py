@@ -356,7 +356,7 @@ def all_cases(at: Path) -> list[Case]:
             if tensor.dim() != 2:
                 del changes["flat"]
             if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]:
-                del changes["transposed"]  # which no header shows: its digest does (inspect --verify)
+                del changes["transposed"]  # no header shows it: its digest does (inspect --verify)
             found += [
                 (f"tensor {name}: {what}", (name, WEIGHTS), _tensors(WEIGHTS, name, change))
                 for what, change in changes.items()

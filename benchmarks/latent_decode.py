@@ -62,7 +62,7 @@ def cases() -> list[SpeedCase]:
 
 
 def stored_form(problem: LatentProblem) -> Problem:
-    """Of as many numbers: rotary keys as wide as the other's, up to a third of them. Beside codes 16-bit latents."""
+    """The stored form of as many elements, up to a third of them rotary keys; beside codes, 16-bit latents."""
     if problem.codes:
         return replace(problem, codes=False)
     kept = min(problem.qk_rope_head_dim, problem.kv_lora_rank // 24 * 8)

@@ -1,4 +1,4 @@
-"""What a decode call costs in time beside what the conversion lost: fitted conversions on record, timed on a GPU.
+"""Time of a decode call beside the loss of the conversion: fitted conversions on record, timed on a GPU.
 
     python benchmarks/loss_and_time.py --json benchmarks/results/h200-loss-and-time.json
     mha2mla plot docs/loss-and-time.svg benchmarks/results/h200-loss-and-time.json

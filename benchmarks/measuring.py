@@ -1,4 +1,4 @@
-"""How a case is checked and timed: the read rate R, timing in turn, and the columns that a row gets."""
+"""Checking and timing of a case: the read rate R, timing in turn, and the columns that a row gets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def start_measuring() -> None:
-    """What a process that measures does once, while others compile: imports, CUDA's start, and unpacking the peers."""
+    """Start-up of a process that measures, while others compile: imports, CUDA's start, and unpacking the peers."""
     start_device(torch.device("cuda"))
     for namespace, op in (("_vllm_fa3_C", "fwd"), ("_flashmla_C", "dense_decode_fwd")):
         load_peer(namespace, op)
@@ -103,7 +103,7 @@ def check_then_time(
 
 
 def decode_jobs(case: SpeedCase, op: PagedOp | None = None) -> list[CompileJob]:
-    """What a decode case launches on this machine's GPU; ``op`` in place of the problem's."""
+    """Kernels that a decode case launches on this machine's GPU; ``op`` in place of the problem's."""
     here = torch.device("cuda", torch.cuda.current_device())
     calls = [(len(case.problem.lengths), lambda resident: resident)]
     return [compile_job(op or case.problem.op, compiled_shape(case.problem.shape()), here, calls)]

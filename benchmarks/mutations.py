@@ -1,4 +1,4 @@
-"""Whether the tests can fail: deliberate faults (``benchmarks/faults.py``), one at a time, and who must notice.
+"""Check that the tests can fail: deliberate faults (``benchmarks/faults.py``), one at a time, and who must notice.
 
     python benchmarks/mutations.py
     python benchmarks/mutations.py --only "fsync" --timeout 120
@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.faults import FAULTS, Fault
-from benchmarks.recording import Recording
+from benchmarks.recording import Recording, command
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = ("mha2mla", "tests", "benchmarks", "notebooks", "docs", "README.md", "LICENSE", "Makefile", "pyproject.toml")
@@ -44,7 +44,7 @@ def copy_tree(root: Path, folder: Path) -> None:
 
 
 def run_tests(tree: Path, fault: Fault, timeout: float) -> tuple[str, str, float]:
-    """What the tests of a fault say of a tree: "pass", "fail", "hang" or "error"; their last lines; their seconds."""
+    """Result of a fault's tests on a tree: "pass", "fail", "hang" or "error"; their last lines; their seconds."""
     started = time.perf_counter()
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *fault.tests]
     command += ["-k", fault.only] if fault.only else []
@@ -146,8 +146,8 @@ def run(
     budget: float | None = None,
     json: str | None = None,
     workers: int = 1,
-) -> int:
-    """Tries the faults and prints what became of each; 1 if one survived or could not be tried.
+) -> bool:
+    """Tries the faults and prints the outcome of each; False if one survived or could not be tried.
 
     Args:
         only: faults whose name or file contains this text.
@@ -172,10 +172,8 @@ def run(
     bad = [row for row in rows if not row["status"].startswith(CAUGHT)]
     title = f"{len(rows)} of {len(faults)} faults tried, {len(bad)} not caught"
     table.show(title, ("fault", "file", "status", "seconds"))
-    return int(bool(bad) or not rows)
+    return bool(rows) and not bad
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    sys.exit(auto_cli(run))
+    sys.exit(command(run, cpu=True))

@@ -51,7 +51,7 @@ PREDICTED_RATE, PREDICTED_FIXED = 4.2, 4.0  # TB/s, and µs beside reading: of a
 
 
 def theirs(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
-    """As the model has it where there is no product of ours."""
+    """The model's own product where there is no product of ours."""
     out = F.linear(x, weight)
     return silu_mul(*out.chunk(2, dim=-1)) if gated else out
 
@@ -61,8 +61,8 @@ def ours(x: Tensor, weight: Tensor, gated: bool) -> Tensor:
 
 
 def microseconds(call: Callable[..., Tensor], x: Tensor, weights: list[Tensor], gated: bool, seconds: float) -> float:
-    """Of a norm and one product among others of their kind, one after another: as in a step, where what a product may
-    ask for before the norm has ended is asked for."""
+    """Time of a norm and one product among others of their kind, in turn: as in a step, where a product may prefetch
+    before the norm has ended."""
     scale = x.new_ones(x.shape[1])
     graph = captured(lambda: [call(rms_norm(x, scale, 1e-5)[0], weight, gated) for weight in weights])
     return replay_ms(graph, seconds) * 1e3 / len(weights)

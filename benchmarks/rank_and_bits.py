@@ -32,7 +32,7 @@ from mha2mla.eval.report import print_table
 from mha2mla.predictions import Predictor
 from mha2mla.texts import load_text, token_windows
 
-RANKS = (0.5, 1.0, 0.75, 0.44, 0.625)  # of the numbers that the source caches, the most telling ones first
+RANKS = (0.5, 1.0, 0.75, 0.44, 0.625)  # relative to the elements that the source caches, the most telling ones first
 LENGTHS = (512, 8192)
 GROUP = 32  # ranks are multiples of it
 KV_CACHES = [KVCodes(bits, keys) for bits in (8, 4, 3, 2) for keys in ("channel", "token")]
@@ -151,7 +151,7 @@ def _paired(caches: Sequence[Any], *models: Any) -> list[tuple[Any, Callable]]:
 
 
 def _name(rank: int, codes: LatentCodes) -> str:
-    """Of a row: what differs from the defaults."""
+    """Name of a row: settings that differ from the defaults."""
     usual = LatentCodes(codes.bits, codes.basis)
     others = {name: value for name, value in vars(codes).items() if value != getattr(usual, name)}
     return ", ".join((f"latent of {rank}, {codes.bits} bits, {codes.basis}", *(f"{k} {v}" for k, v in others.items())))

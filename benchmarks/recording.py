@@ -1,4 +1,4 @@
-"""What a benchmark measured: rows that are said and kept in a file as they come, then shown as a table; its exit code.
+"""Rows of a benchmark, printed and written to a file as they come, then shown as a table; its exit code.
 
 A table's headings are the keys of its file.
 """
@@ -47,9 +47,12 @@ class Recording:
 
 
 def command(*verbs: Callable[..., bool], cpu: bool = False) -> int:
-    """The exit status of a benchmark's command line: 1 where something is not right; ``cpu``: it runs without a GPU."""
-    from jsonargparse import auto_cli
+    """Exit status of a benchmark's command line: 1 where something is not right; ``cpu``: it runs without a GPU."""
+    from cyclopts import App, Parameter
 
+    app = App(default_parameter=Parameter(consume_multiple=True, negative_iterable=()), result_action="return_value")
+    for verb in verbs:
+        (app.default if len(verbs) == 1 else app.command)(verb)
     if not cpu and not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
         sys.exit(f"{sys.argv[0]}: no CUDA device is available")
-    return 0 if auto_cli(list(verbs)) else 1
+    return 0 if app() else 1

@@ -28,8 +28,8 @@ from mha2mla.files import report_file
 from mha2mla.kernels.parallel_compilation import compile_in_processes, run_in_workers
 
 TIMEOUT = 240.0  # seconds for one case, peers included
-PIPE_WIDTH = 260  # of the table where no terminal says how wide it may be
-# Of every benchmark's table, in this order; those of no row are left out.
+PIPE_WIDTH = 260  # width of the table outside a terminal
+# Columns of every benchmark's table, in this order; those of no row are left out.
 COLUMNS = (
     "preset", "cache_ratio", "loss", "name", "stored", "MB", "MB_bf16", "kernel", "rows",
     "num_stages", "ctas_per_sm", "num_ctas", "splits", "error", "torch_error", "original_error", "bf16_error", "us_p20",

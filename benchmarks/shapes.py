@@ -1,4 +1,4 @@
-"""What the speed benchmarks measure, and what each case has to reach. Numbers only, no GPU: a new row is a line."""
+"""Cases of the speed benchmarks, and the target of each. Numbers only, no GPU: a new row is a line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FA3_PREFILL = ("FA3_varlen_us", "FA3_batch_us")
 
 @dataclass(frozen=True)
 class Target:
-    """What a time has to reach; the strictest of what is given counts.
+    """Target of a time; the strictest of what is given counts.
 
     Attributes:
         us: microseconds at most.
@@ -132,7 +132,7 @@ def decode_cases() -> list[SpeedCase]:
     add(*llama, 64, 2048, page_size=16, target=Target(than=(llama_2048, 1.03)))
     add(32, 1, 512, 64, 64, 4096, page_size=16, target=Target(than=(steps[32, 1, 512, 64], 1.03)))
     for shape in (llama, (32, 8, 512, 16)):
-        add(*shape, 64, 1028)  # what the window leaves to read
+        add(*shape, 64, 1028)  # the part of the window
         add(*shape, 64, 16384, window=1024, sinks=4)
     return cases
 

@@ -1,7 +1,7 @@
 """Python calls of one eager decode step of ``generate``: how many, into how many functions of how many files.
 
     python benchmarks/step_calls.py
-    python benchmarks/step_calls.py --tree true
+    python benchmarks/step_calls.py --tree
 
 The model is a random two-layer Llama in layout ``latent`` on the CPU. Steps before the counted one warm up: they
 allocate pages, fuse weights and make plans. A call is a ``call`` event of ``sys.setprofile`` in a file below

@@ -1,6 +1,6 @@
 """A decode step of a converted model: its time in a CUDA graph against what memory allows, and its kernels one by one.
 
-    python benchmarks/step_timeline.py --json benchmarks/results/h200-step.json --timeline true
+    python benchmarks/step_timeline.py --json benchmarks/results/h200-step.json --timeline
     python benchmarks/step_timeline.py --device cpu
 
 Weights and caches are random numbers, of Llama-2-7B's and Llama-3-8B's shapes. The limit reads all weights of a step
@@ -57,7 +57,7 @@ FREE += ("_unsafe_view", "_reshape_alias")
 
 
 def layout_config(layout: str, layers: int, small: bool = False) -> MHA2MLAConfig:
-    """Of a layout's model."""
+    """Config of a layout's model."""
     name, kv_heads, kind, widths, few = LAYOUTS[layout]
     changes = SMALL | {"num_key_value_heads": kv_heads} if small else {}
     source = source_config(name, num_hidden_layers=layers, **changes)
@@ -207,7 +207,7 @@ def measure(
 
 
 def summary(timeline: list[dict[str, Any]], layers: int) -> dict[str, Any]:
-    """Of a replay: kernels, milliseconds inside them (kernels that wait for others overlap) and between them, and from
+    """Kernels of a replay, milliseconds inside them (kernels that wait for others overlap) and between them, and from
     its middle about as many kernels as a layer has."""
     busy, gaps = (sum(max(0.0, each[key]) for each in timeline) / 1e3 for key in ("us", "gap_us"))
     length, middle = -(-len(timeline) // layers), len(timeline) // 2

@@ -75,7 +75,7 @@ def measure(model: MHA2MLAForCausalLM, batch: int, context: int, replays: int) -
     row["eager_ms"] = _eager_ms(run)
     graph = captured(run)
     _together()
-    row["ms"] = replay_ms(graph, least=replays)  # as many on every rank, since each waits for the others in it
+    row["ms"] = replay_ms(graph, least=replays)  # the same number on every rank, since each waits for the others in it
     row["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return row | {"ratio": row["ms"] / limit} | _parts(graph)
 
@@ -85,7 +85,7 @@ def _parts(graph: torch.cuda.CUDAGraph, replays: int = 3) -> dict[str, float]:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        _together()  # what starts the profiler takes a rank longer than another
+        _together()  # starting the profiler takes one rank longer than another
         for _ in range(replays):
             graph.replay()
         torch.cuda.synchronize()

@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """What runs ``mha2mla …`` or ``vllm …`` where only the modules lie on the path."""
+    """Command that runs ``mha2mla …`` or ``vllm …`` where only the modules lie on the path."""
     return [sys.executable, "-m", MODULES[words[0]], *words[1:]]
 
 

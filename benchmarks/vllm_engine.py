@@ -17,7 +17,7 @@ from mha2mla.trial_models import ShapeName, converted_config, source_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, ShapeName] = {"smollm2": "smollm2-135m", "llama-2-7b": "llama-2-7b", "llama-3-8b": "llama-3-8b"}
-# Of what layouts are called here; others are the recipes', at half of the cache.
+# Recipe keys by layout's name here; others are the recipes', at half of the cache.
 TARGETS = {
     ("smollm2", "by-layer"): {"layout": "latent", "cache_ratio": 0.5},
     ("llama-2-7b", "latent"): {"layout": "latent", "cache_ratio": 0.125},
@@ -41,7 +41,7 @@ FAMILIES = {
 
 
 def random_config(shape: str, layout: str, layers: int | None = None, positions: int = 8192) -> MHA2MLAConfig:
-    """What a conversion would give of one of :data:`SHAPES`, or of a small model of one of :data:`FAMILIES`."""
+    """Config of a conversion of one of :data:`SHAPES`, or of a small model of one of :data:`FAMILIES`."""
     keys: dict[str, Any] = {} if layers is None else {"num_hidden_layers": layers}
     keys |= {"max_position_embeddings": positions, "eos_token_id": None, "pad_token_id": 0, "dtype": "bfloat16"}
     if shape in FAMILIES:

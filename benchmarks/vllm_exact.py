@@ -18,7 +18,7 @@ from benchmarks.vllm_engine import checkpoint, engine, greedy, prompts_of
 from mha2mla.modeling import MHA2MLAConfig
 
 PROMPT_LENGTHS = (12, 40, 100, 333, 700, 1500)
-# What a row says of vLLM's own work, by its metrics' names: that pages were taken away, and drafts taken.
+# Counters of vLLM in a row, by its metrics' names: preempted pages, accepted drafts.
 COUNTED = {
     "preempted": "vllm:num_preemptions",
     "drafted": "vllm:spec_decode_num_draft_tokens",
@@ -127,7 +127,7 @@ def exact(arguments: argparse.Namespace, table: Recording) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of vLLM's engine."""
+    """Arguments of vLLM's engine."""
     options = {
         "enforce_eager": arguments.eager,
         "enable_prefix_caching": not arguments.no_prefix_caching,
@@ -153,7 +153,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine(arguments: argparse.Namespace) -> str:
-    """How the engine ran, in words."""
+    """Settings that the engine ran with, in words."""
     said = {
         "eager" if arguments.eager else "compiled, CUDA graphs": True,
         "no prefix caching": arguments.no_prefix_caching,

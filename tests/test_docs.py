@@ -12,9 +12,8 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
-import jsonargparse
 import pytest
-from cyclopts import CycloptsError
+from cyclopts import App, CycloptsError
 
 import mha2mla
 from mha2mla.conversion.recipe import recipe_file
@@ -92,14 +91,14 @@ class Captured(Exception):
     """Carries the parser of a script out of it, at the moment when it would have read its arguments."""
 
 
-def parser_of(script: Path) -> argparse.ArgumentParser:
+def parser_of(script: Path) -> argparse.ArgumentParser | App:
     def capture(self, *_, **__):
         raise Captured(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [str(script), "--help"])  # which no script refuses where there is no GPU
-        for kind in (argparse.ArgumentParser, jsonargparse.ArgumentParser):
-            patch.setattr(kind, "parse_args", capture)
+        patch.setattr(argparse.ArgumentParser, "parse_args", capture)
+        patch.setattr(App, "__call__", capture)
         with pytest.raises(Captured) as caught:
             runpy.run_path(str(script), run_name="__main__")
     return caught.value.args[0]
@@ -116,8 +115,10 @@ def check(words: list[str]) -> None:
             compile(code, "-c", "exec")
         case ["python", script, *arguments]:
             assert (ROOT / script).is_file()
-            if re.search(r"auto_cli|ArgumentParser|command\(", (ROOT / script).read_text(encoding="utf-8")):
-                parser_of(ROOT / script).parse_args(arguments)
+            if re.search(r"ArgumentParser|command\(", (ROOT / script).read_text(encoding="utf-8")):
+                parser = parser_of(ROOT / script)
+                options = {"exit_on_error": False, "print_error": False} if isinstance(parser, App) else {}
+                parser.parse_args(arguments, **options)
             else:
                 assert not arguments
         case ["torchrun", "--nproc-per-node", _, script, *arguments]:

@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-pytest.importorskip("jsonargparse")
-
 from benchmarks import rank_and_bits
 
 
