@@ -52,7 +52,7 @@ def test_the_record_of_the_conversion_is_shown(tiny_converted, tmp_path, capsys)
         assert text in out
 
 
-def test_the_length_that_a_conversion_was_made_for_is_part_of_the_checkpoint(tiny_converted, tiny_source, tmp_path):
+def test_calibrated_length_is_part_of_a_checkpoint(tiny_converted, tiny_source, tmp_path):
     """What was calibrated at 512 tokens was used at 8192, where it was worthless, without a word."""
     assert AutoConfig.from_pretrained(tiny_converted).calibrated_length == 64
     assert inspect_checkpoint(tiny_converted).summary["calibrated length"] == "up to 64 tokens"
@@ -82,11 +82,10 @@ def test_a_checkpoint_of_an_earlier_version_is_shown(tiny_converted, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(old).config.calibrated_length is None
 
 
-def test_bad_arguments_are_named(tiny_converted):
-    with pytest.raises(ValueError, match="lengths has 0"):
-        inspect_checkpoint(tiny_converted, lengths=[0])
-    with pytest.raises(ValueError, match="batches has -1"):
-        inspect_checkpoint(tiny_converted, batches=[-1])
+@pytest.mark.parametrize(("name", "value"), [("lengths", 0), ("batches", -1)])
+def test_bad_arguments_are_named(name, value, tiny_converted):
+    with pytest.raises(ValueError, match=f"{name} has {value}"):
+        inspect_checkpoint(tiny_converted, **{name: [value]})
 
 
 def test_growth_of_the_weights_is_said(tiny_converted, tiny_source):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from mha2mla.eval.latent_basis import (
@@ -88,32 +88,6 @@ def test_a_pass_over_a_coded_kv_cache_is_decoding(name, keys):
     found = QuantizedKV(model, codes).run(model, ids).logits
     assert torch.equal(model(ids, use_cache=False).logits, plain), "the model is left as it was"
     assert models.relative_error(found, by_loop(model, codes, ids)) < 1e-6 < 1e-3 < models.relative_error(found, plain)
-
-
-class InPairs(KVCodes):
-    """Tokens become codes two at a time, as transformers' residual of two makes them."""
-
-    def coded_tokens(self, length):
-        return super().coded_tokens(length) // 2 * 2
-
-
-@torch.no_grad()
-def test_one_pass_is_transformers_quantized_layer():
-    """Called token by token after two, since its first update returns what it was given."""
-    model, ids = source("llama"), models.tokens(1, LENGTH)
-    quantized = QuantizedKV(model, InPairs(bits=4, keys="token", group=8, residual=1))
-
-    class Layer(QuantizedLayer):
-        def _quantize(self, tensor, axis):
-            return quantized._quantizer.round(tensor)
-
-        def _dequantize(self, q_tensor):
-            return q_tensor
-
-    cache = Cache(layers=[Layer(residual_length=2) for _ in model.model.layers])
-    parts = ids[:, :2], *ids[:, 2:].split(1, dim=1)
-    expected = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
-    assert models.relative_error(quantized.run(model, ids).logits, expected) < 1e-6
 
 
 @torch.no_grad()

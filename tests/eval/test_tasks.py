@@ -90,7 +90,8 @@ def test_a_folder_of_tasks_is_run_on_both_models_without_a_network(tiny_source, 
         ("local_writing", "exact_match"),
     }
     # Noise never spells an answer: a score of nothing has no recovery.
-    assert by_name["local_writing", "exact_match"].recovery is None
+    writing = by_name["local_writing", "exact_match"]
+    assert writing.recovery is None and writing.to_dict()["recovery"] is None
     accuracy = by_name["local_choices", "acc"]
     assert accuracy.num_samples == len(DOCUMENTS) and accuracy.higher_is_better is True
     assert (accuracy.source, accuracy.converted) == (_accuracy(tiny_source), _accuracy(tiny_converted))
@@ -119,11 +120,6 @@ def test_without_lm_eval_it_says_what_to_install(tiny_source, folder, monkeypatc
     monkeypatch.setitem(sys.modules, "lm_eval.api.registry", None)
     with pytest.raises(ImportError, match=r"tasks need lm-eval: pip install -e '\.\[eval\]' in the clone"):
         evaluate_tasks(tiny_source, tiny_source, folder=folder)
-
-
-def test_a_score_of_nothing_has_no_recovery():
-    row = TaskRow("task", "acc", "none", True, 4, 0.0, 0.5, None, None)
-    assert row.recovery is None and row.to_dict()["recovery"] is None
 
 
 @pytest.mark.parametrize(
