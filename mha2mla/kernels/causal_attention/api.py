@@ -87,7 +87,7 @@ def _compilation_failure(heads: int, widths: tuple[int, int], dtype: torch.dtype
 def gradients_reference(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, softmax_scale: float, length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v: as ``gradients.launch_gradients``; float32 inside, float64 of float64 tensors."""
+    """Gradients of q, k and v, as ``gradients.launch_gradients``; float32 inside, float64 for float64 tensors."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_w, k_w, v_w, d_out_w = (x.to(dtype).unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v, d_out))
     lse, delta = (x.to(dtype).unflatten(1, (-1, length)).transpose(0, 1)[..., None] for x in (lse, delta))

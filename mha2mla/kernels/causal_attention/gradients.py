@@ -25,7 +25,7 @@ STAGES = 2  # tiles of the others that are in flight
 
 @dataclass(frozen=True)
 class GradientShape:
-    """What must be static of a call.
+    """Static part of a call.
 
     Attributes:
         heads: of queries, keys and values alike.

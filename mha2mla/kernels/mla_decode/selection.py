@@ -103,6 +103,10 @@ def refusal(shape: DecodeShape, *, latent_alone: bool = False, codes: bool = Fal
             f"kv_lora_rank is {width}; kernels over e4m3 latents take at most {MAX_CODES}",
         ),
         (
+            not latent_alone or width <= MAX_LATENT,
+            f"kv_lora_rank is {width}; TileLang kernels that make rotary keys take at most {MAX_LATENT}",
+        ),
+        (
             not latent_alone or rope <= MAX_ROPE_ALONE,
             f"qk_rope_head_dim is {rope}; TileLang kernels that make rotary keys take at most {MAX_ROPE_ALONE}",
         ),
@@ -421,7 +425,7 @@ def _registers(
     lean: int = 0,
     streamers: int = 1,
 ) -> tuple[int, int, int] | None:
-    """Registers of a thread that computes (and holds ``held`` more numbers of the scores), makes keys of so many
+    """Registers of a thread that computes (and holds ``held`` more scores), makes keys of so many
     columns of the latent, and streams (in one of ``streamers`` warpgroups); None if they are not enough. ``lean``:
     fewer for computing and streaming."""
     makers = -(-qk_rope_head_dim // KEY_TILE)

@@ -148,28 +148,20 @@ def launch(
     choice: Any,
     data: Sequence[Tensor | None],
     block_table: Tensor,
-    softmax_scale: float,
-    causal: bool,
-    window: int,
-    sinks: int,
-    schedule: Tensor,
-    splits: Tensor,
-    partial_out: Tensor,
-    partial_lse: Tensor,
+    settings: tuple[float, ...],
+    buffers: tuple[Tensor, ...],
     out: Tensor,
     lse: Tensor,
-    numbers: tuple[float, ...] = (),
     through: tuple[Tensor, Tensor] | None = None,
 ) -> Launch | None:
-    """Run decode and combine kernel; what ran is the answer, or None where there was nothing to run them on.
+    """Runs decode and combine kernel; returns what ran, or None where there was nothing to run them on.
 
     Args:
-        op, shape, choice: the op, the compiled shape and its kernel, of ``op.dispatch``.
-        data: the op's arguments, checked.
-        numbers: the op's.
+        op, shape, choice: the op, the compiled shape and its kernel.
+        data, block_table, out, lse: as in the op's schema, checked.
+        settings: softmax_scale, causal, window (-1: none), sinks, and the op's own numbers.
+        buffers: schedule, splits, partial_out and partial_lse of a plan.
         through: as :class:`Launch` takes it; there are pages then.
-        block_table, softmax_scale, causal, window, sinks, schedule, splits, partial_out, partial_lse, out, lse: as in
-            the op's schema.
     """
     batch, seqlen_q, _, width = out.shape
     if batch == 0 or seqlen_q == 0:
@@ -178,19 +170,17 @@ def launch(
         out.zero_()
         lse.fill_(-torch.inf)
         return None
-    tail = (softmax_scale, int(causal), NO_WINDOW if window < 0 else window, sinks, *numbers)
+    softmax_scale, causal, window, *others = settings
+    given = [int(data[index] is not None) for index in op.optional]
     with on_device(out.device):
         made = Launch(
             op,
-            *compile_kernels(op, shape, choice, capability_of(out.device), batch, width, partial_lse.shape[0]),
-            shape=out.shape,
-            absent=tuple(index for index in op.optional if data[index] is None),
-            numbers=tail + tuple(int(data[index] is not None) for index in op.optional),
-            schedule=schedule,
-            splits=splits,
-            partial_out=partial_out,
-            partial_lse=partial_lse,
-            lse=lse,
+            *compile_kernels(op, shape, choice, capability_of(out.device), batch, width, buffers[-1].shape[0]),
+            out.shape,
+            tuple(index for index in op.optional if data[index] is None),
+            (softmax_scale, int(causal), NO_WINDOW if window < 0 else window, *others, *given),
+            *buffers,
+            lse,
             like_query=data[0].shape == out.shape and data[0].is_contiguous(),
         )
     made(data, block_table, out, lse, through)

@@ -276,10 +276,10 @@ class PagedOp:
         """Runs a checked call; what was launched, for calls like it."""
         count = len(self.arguments)
         data, numbers, call = call[:count], call[count : count + len(self.numbers)], call[count + len(self.numbers) :]
-        (
-            block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, window, sinks, schedule, splits,
-            partial_out, partial_lse, out, lse,
-        ) = call  # fmt: skip
+        block_table, cache_seqlens, cache_starts, softmax_scale, causal, backend, window, sinks, *buffers, out, lse = (
+            call
+        )
+        schedule, splits = buffers[:2]
         query = data[0]
         served = dispatch(self, backend, *sizes.static, query.dtype, query.device)
         if served is None:
@@ -294,15 +294,13 @@ class PagedOp:
         check_aligned(out=out, **dict(zip(self.names, data, strict=True)))
         if schedule is None:
             plan = self.plan(sizes.by_name, query, block_table, cache_seqlens, cache_starts, causal, None, 0, backend)
-            window, sinks, schedule, splits, partial_out, partial_lse = plan.buffers
+            window, sinks, *buffers = plan.buffers
         elif schedule.shape[0] == 0:
             raise ValueError(
                 "plan was made for the reference backend; expected one for TileLang, which serves this call"
             )
-        return _launch()(
-            self, *served, data, block_table, softmax_scale, causal, window, sinks, schedule,
-            splits, partial_out, partial_lse, out, lse, numbers, through=through,
-        )  # fmt: skip
+        settings = (softmax_scale, causal, window, sinks, *numbers)
+        return _launch()(self, *served, data, block_table, settings, buffers, out, lse, through)
 
 
 def _empty_lse(like: Tensor, shape: Sequence[int]) -> Tensor:

@@ -68,13 +68,6 @@ def test_one_kv_head_whose_values_are_its_keys_is_mla():
     torch.testing.assert_close(call(inputs), mla, rtol=1e-13, atol=1e-14)
 
 
-def test_lse_is_a_natural_log():
-    inputs = dataclasses.replace(BASE, lengths=(5,), seqlen_q=1).inputs(torch.float64)
-    k = inputs["k_cache"][inputs["block_table"][0, 0].long(), :5].repeat_interleave(3, 1)
-    score = torch.einsum("hd,thd->ht", inputs["q"][0, 0], k) * inputs["softmax_scale"]
-    torch.testing.assert_close(call(inputs, return_lse=True)[1][0, :, 0], torch.logsumexp(score, -1))
-
-
 def test_a_cache_without_pages_is_one_with_pages():
     """[slots, max_len, G, d] as the docstring says."""
     slots, max_len, page = 4, 48, 16
@@ -89,12 +82,6 @@ def test_a_cache_without_pages_is_one_with_pages():
             q[b : b + 1].transpose(1, 2), *mine, scale=0.3, enable_gqa=True
         )
         torch.testing.assert_close(out[b : b + 1], expected.transpose(1, 2))
-
-
-def test_lengths_beyond_the_table_are_clamped():
-    inputs = dataclasses.replace(BASE, lengths=(16, 32, 48), slack=0).inputs(torch.float32)
-    inputs["block_table"] = inputs["block_table"][:, :1].contiguous()
-    torch.testing.assert_close(call(inputs), call(inputs, cache_seqlens=torch.full((3,), 16, dtype=torch.int32)))
 
 
 def test_empty_batch_empty_cache_and_size_one_are_served():
@@ -116,16 +103,8 @@ BAD = {
     "v_cache.shape": lambda i: {"v_cache": i["v_cache"][:-1]},
     r"k_cache.shape\[2\]": lambda i: {name: i[name].repeat(1, 1, 2, 1) for name in ("k_cache", "v_cache")},
     r"q.stride\(-1\)": lambda i: {"q": i["q"].mT.contiguous().mT},
-    "block_table.dtype": lambda i: {"block_table": i["block_table"].long()},
-    "block_table.shape": lambda i: {"block_table": i["block_table"][:1]},
-    r"block_table.stride\(-1\)": lambda i: {"block_table": i["block_table"].T.contiguous().T},
-    "cache_seqlens.shape": lambda i: {"cache_seqlens": i["cache_seqlens"][:2]},
-    "cache_starts.dtype": lambda i: {"cache_starts": i["cache_seqlens"].float()},
-    "softmax_scale": lambda i: {"softmax_scale": float("nan")},
-    "backend is": lambda i: {"backend": "triton"},
     "refuses this call": lambda i: {"backend": "tilelang"},
     "out.shape": lambda i: {"out": i["q"][..., :8].contiguous()},
-    "block_table.device": lambda i: {"block_table": i["block_table"].to("meta")},
 }
 
 
@@ -134,13 +113,6 @@ def test_bad_input_is_named(named):
     inputs = BASE.inputs(torch.float32)
     with pytest.raises(ValueError, match=named):
         call(inputs, **BAD[named](inputs))
-
-
-def test_sixteen_byte_rows():
-    inputs = BASE.inputs(torch.bfloat16)
-    wide = torch.zeros(*inputs["k_cache"].shape[:3], 25, dtype=torch.bfloat16)[..., :24]
-    with pytest.raises(ValueError, match=r"k_cache.stride\(1\) is 50; expected a multiple of 8"):
-        call(inputs, k_cache=wide)
 
 
 def test_a_plan_refuses_other_shapes():
@@ -154,17 +126,6 @@ def test_a_plan_refuses_other_shapes():
         call(dataclasses.replace(BASE, lengths=(4, 4)).inputs(torch.float32), plan=plan)
     with pytest.raises(ValueError, match="causal=True; expected False"):
         call(inputs, plan=plan, causal=False)
-
-
-def test_a_plan_for_other_lengths_is_refused_by_the_reference():
-    inputs = BASE.inputs(torch.float32)
-    plan = BASE.plan(inputs)
-    call(inputs, plan=plan)
-    changed = inputs | {"cache_seqlens": inputs["cache_seqlens"] - 1}
-    with pytest.raises(ValueError, match="plan was last refreshed for tokens .*; expected"):
-        call(changed, plan=plan)
-    plan.refresh(changed["cache_seqlens"], changed["cache_starts"])
-    call(changed, plan=plan)
 
 
 def test_schema_and_fake_do_not_drift():

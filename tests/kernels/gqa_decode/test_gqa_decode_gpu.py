@@ -53,31 +53,8 @@ def check(problem: GQAProblem, dtype: torch.dtype = torch.bfloat16, planned: boo
     out = inputs["q"].new_full((*inputs["q"].shape[:3], problem.v_head_dim), torch.nan)
     _, lse = gqa_decode(**inputs, plan=plan, out=out, return_lse=True, backend="tilelang")
     judgement = judge(inputs, out, lse, **problem.visibility)
-    if not judgement.ok:
-        again, _ = gqa_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
-        repeats = torch.equal(again.view(torch.int16), out.view(torch.int16))
-        pytest.fail(
-            f"{problem.name} {dtype}, {'planned' if planned else 'not planned'}: {judgement}; called again, the bits "
-            f"are {'the same' if repeats else 'others'}; {worst_rows(problem, inputs, out, lse, plan)}; "
-            f"{select_kernel(problem.shape(dtype_name(dtype)), capability()).reason}",
-            pytrace=False,
-        )
-
-
-def worst_rows(problem: GQAProblem, inputs: dict, out: torch.Tensor, lse: torch.Tensor, plan=None) -> str:
-    """The rows farthest from float64, with what they are and in how many pieces their sequence was read."""
-    expected, expected_lse = exact(inputs, **problem.visibility)
-    distance = (out.double() - expected).abs().amax(-1).nan_to_num(nan=torch.inf)  # [B, S_q, H]
-    shown = []
-    for row in distance.flatten().topk(min(6, distance.numel())).indices.tolist():
-        b, s, h = (int(i) for i in torch.unravel_index(torch.tensor(row), distance.shape))
-        pieces = "" if plan is None else f", {int(plan.splits[b, 0])} pieces"
-        shown.append(
-            f"sequence {b} ({problem.lengths[b]} tokens{pieces}) token {s} head {h}: "
-            f"off by {float(distance[b, s, h]):.2e}, {int(out[b, s, h].isnan().sum())} NaN, "
-            f"lse {float(lse[b, h, s]):.6g} for {float(expected_lse[b, h, s]):.6g}"
-        )
-    return f"{int((distance > 1e-2).sum())} of {distance.numel()} rows are off by more than 0.01: " + " | ".join(shown)
+    chosen = select_kernel(problem.shape(dtype_name(dtype)), capability()).reason
+    assert judgement.ok, f"{problem.name} {dtype}: {judgement}; {chosen}"
 
 
 @pytest.mark.parametrize("problem", SHAPES, ids=name)
@@ -203,103 +180,9 @@ def test_addresses_do_not_overflow_32_bits():
     assert torch.equal(far_away, near)
 
 
-def test_empty_batch_and_no_pages_are_served():
-    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
-    none = {k: v[:0] if k in ("q", "block_table", "cache_seqlens") else v for k, v in inputs.items()}
-    assert gqa_decode(**none, backend="tilelang").shape == (0, 1, 9, 64)
-    out, lse = gqa_decode(
-        **(inputs | {k: inputs[k][:0] for k in ("k_cache", "v_cache")}), return_lse=True, backend="tilelang"
-    )
-    assert out.abs().sum() == 0 and (lse == -torch.inf).all()
-
-
-def test_a_graph_captured_at_one_length_serves_others():
-    """The plan is made inside the graph, so it follows the lengths."""
-    problem = dataclasses.replace(SHAPES[1], lengths=(100, 100, 100), slack=20)
-    inputs = problem.inputs(torch.bfloat16, "cuda")
-    for cache in ("k_cache", "v_cache"):
-        inputs[cache] = torch.randn_like(inputs[cache]).repeat(10, 1, 1, 1)
-    pages = inputs["k_cache"].shape[0]
-    inputs["block_table"] = torch.randint(0, pages, inputs["block_table"].shape, dtype=torch.int32, device="cuda")
-    plan = problem.plan(inputs, "tilelang")
-
-    def step():
-        plan.refresh(inputs["cache_seqlens"])
-        return gqa_decode(**inputs, plan=plan, return_lse=True, backend="tilelang")
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = step()
-    for lengths in ((1, 0, 1400), (64, 65, 0), (0, 0, 0), (1400, 1399, 2), (9999, 5, 7)):
-        inputs["cache_seqlens"].copy_(torch.tensor(lengths))
-        for buffer in (plan.partial_out, plan.partial_lse, out, lse):
-            buffer.fill_(torch.nan)
-        plan.schedule.fill_(-(2**31))
-        plan.splits.fill_(-7)
-        graph.replay()
-        seen = inputs["cache_seqlens"].clamp(max=problem.capacity)
-        judgement = judge(inputs | {"cache_seqlens": seen}, out, lse)
-        assert judgement.ok, judgement.reason
-
-
-def test_one_compilation_serves_all_lengths_and_batches():
-    from mha2mla.kernels.split_kv.launch import compile_choice
-
-    before = compile_choice.cache_info().misses
-    for i in range(1, 31):
-        problem = GQAProblem(
-            9, 3, 64, 64, (i * 7,) * (1, 2, 3, 50, 200)[i % 5], window=None if i % 3 else 30 + i, slack=i % 4
-        )
-        inputs = problem.inputs(torch.bfloat16, "cuda")
-        gqa_decode(**inputs, plan=problem.plan(inputs, "tilelang"), backend="tilelang")
-    assert compile_choice.cache_info().misses - before <= 1
-
-
-def test_it_runs_on_the_current_stream():
-    """The kernel waits for what its own stream does before it, and for nothing else."""
-    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
-    expected = gqa_decode(**inputs, backend="tilelang")
-    late = {**inputs, "q": torch.zeros_like(inputs["q"])}
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        late["q"].copy_(inputs["q"])
-        out = gqa_decode(**late, backend="tilelang")
-    stream.synchronize()
-    assert torch.equal(out, expected)
-
-
-def test_no_host_synchronisation():
-    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
-    plan = SHAPES[1].plan(inputs, "tilelang")
-    gqa_decode(**inputs, plan=plan, backend="tilelang")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        plan.refresh(inputs["cache_seqlens"])
-        gqa_decode(**inputs, plan=plan, backend="tilelang")
-        gqa_decode(**inputs, backend="tilelang")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def test_it_breaks_no_compiled_graph():
-    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
-    compiled = torch.compile(lambda i: gqa_decode(**i, backend="tilelang"), fullgraph=True)
-    assert torch.equal(compiled(inputs), gqa_decode(**inputs, backend="tilelang"))
-
-
-def test_schema_and_fake_do_not_drift():
-    inputs = SHAPES[1].inputs(torch.bfloat16, "cuda")
-    tensors = [inputs[name] for name in ("q", "k_cache", "v_cache", "block_table", "cache_seqlens", "cache_starts")]
-    torch.library.opcheck(torch.ops.mha2mla.gqa_decode.default, (*tensors, 0.3, True, "tilelang"))
-
-
 @pytest.mark.parametrize("problem", [SHAPES[1], SHAPES[2]], ids=name)
 def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem):
-    """What sm_80 would run (mma.sync, its shared memory), on this GPU: no wgmma, no TMA."""
+    """Code for sm_80 (mma.sync, its shared memory) on this GPU: no wgmma, no TMA."""
     import tilelang
 
     from mha2mla.kernels.gqa_decode.api import GQA

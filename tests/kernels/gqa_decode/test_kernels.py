@@ -21,6 +21,8 @@ from mha2mla.kernels.gqa_decode.selection import (
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS, SEQLENS_Q, SHARED_MEMORY, shared_memory_limit, tile_rows
 from mha2mla.testing.problems import GQAProblem
 from tests.few import few
+from tests.kernels import compiled
+from tests.kernels.compiled import for_cpu
 from tests.kernels.gqa_decode.problems import assert_right, poison_unseen_pages, run_kernels
 from tests.kernels.problems import random_work
 
@@ -63,7 +65,7 @@ def test_packed_tiles_hold_every_row_once():
 
 @cache
 def compiled_for_cpu(shape: GQAShape, max_rows: int, block_tokens: int, splits: int):
-    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
+    pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.gqa_decode.api import GQA
     from mha2mla.kernels.machine import Machine
     from mha2mla.kernels.split_kv.combine import make_combine
@@ -72,13 +74,7 @@ def compiled_for_cpu(shape: GQAShape, max_rows: int, block_tokens: int, splits: 
     choice = next(choice for choice in list_kernels(shape, 80) if choice.kernel == "portable")
     choice = dataclasses.replace(choice, tiling=tiling, block_tokens=block_tokens)
     merge = make_combine(shape.heads, shape.v_head_dim, "float32", splits, on_cpu=True)
-    return [
-        tilelang.compile(
-            function, target="c", target_host="c", execution_backend="cython",
-            pass_configs={"tirx.disable_vectorize": True},
-        )
-        for function in (GQA.make_split(replace(shape, dtype="float32"), choice, Machine(True)), merge)
-    ]  # fmt: skip
+    return for_cpu(GQA.make_split(replace(shape, dtype="float32"), choice, Machine(True))), for_cpu(merge)
 
 
 def run_on_cpu(problem: GQAProblem, num_ctas: int, work=None, max_rows=32, block_tokens=64, splits=64, compiled_q=None):
@@ -184,13 +180,9 @@ GATED = [
 def gate(shape: GQAShape, choice, capability: int):
     from mha2mla.kernels.gqa_decode.api import GQA
     from mha2mla.kernels.machine import PASS_CONFIGS
-    from mha2mla.testing.compile_gate import compile_only, find_tool
 
-    if find_tool("nvcc") is None:
-        pytest.skip("nvcc is neither on PATH nor installed by pip")
     arch = "sm_90a" if capability == 90 else f"sm_{capability}"
-    (report,) = compile_only(GQA.make_split(shape, choice), arch, PASS_CONFIGS)
-    assert report.complaints(shared_memory_limit(capability)) == [], choice.reason
+    report = compiled.gate(GQA.make_split(shape, choice), PASS_CONFIGS, arch, shared_memory_limit(capability))
     memory = streamed_shared_memory if choice.kernel == "streamed" else portable_shared_memory
     depth = choice.num_stages if choice.kernel == "streamed" else choice.block_tokens
     promised = memory(choice.tiling, shape.qk_head_dim, shape.v_head_dim, depth)

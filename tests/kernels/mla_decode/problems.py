@@ -1,4 +1,4 @@
-"""What several decode tests make of a problem: its name, a judged run on a GPU, a call over fp8 latents."""
+"""Helpers of decode tests: a problem's name, a judged run on a GPU, a call over fp8 latents."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_halves_partition_the_columns(d_c, d_r, groups):
 
 
 def test_scores_of_both_halves_add_up_to_all():
-    """As ``load_own_rope_queries`` and ``multiply_scores`` cut them, padding and overlapping windows among it."""
+    """Cut as ``load_own_rope_queries`` and ``multiply_latent`` do, with padding and overlapping windows."""
     make = torch.Generator().manual_seed(0)
     for d_c, d_r in ((520, 40), (1000, 24), (1024, 64), (768, 8)):
         cut = halve(tile_rows(4, 1, 1, 32, 128), d_c, d_r)

@@ -15,7 +15,7 @@ MULTIPROCESSORS = 132
 @pytest.mark.parametrize(("kv_lora_rank", "rope"), [(128, 16), (256, 32), (256, 64), (512, 16), (512, 64), (960, 64)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_32_heads_are_served_as_their_neighbours(layout, kv_lora_rank, rope):
-    """What a decode step reads is the cache, once for each tile of heads: more heads never take fewer tiles, 32 take no
+    """A decode step reads the cache once for each tile of heads: more heads never take fewer tiles, 32 take no
     more than 64 do, by kernels that stream, on every multiprocessor."""
     choices = {
         heads: select_kernel(DecodeShape(heads, LAYOUTS[layout](heads), kv_lora_rank, rope, 64, 1, "bfloat16"), 90)

@@ -86,7 +86,7 @@ def check_choice(problem: Problem, choice) -> None:
 )
 @pytest.mark.parametrize("older_capability", [80, 89])
 def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem, older_capability):
-    """What sm_80 and sm_89 would run (mma.sync, their shared memory), on this GPU: no wgmma, no TMA."""
+    """Code for sm_80 and sm_89 (mma.sync, their shared memory) on this GPU: no wgmma, no TMA."""
     import tilelang
 
     from mha2mla.kernels.machine import PASS_CONFIGS, target_of

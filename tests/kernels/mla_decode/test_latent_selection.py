@@ -1,4 +1,4 @@
-"""Which kernel serves a cache of the latent alone, and each of them compiled for GPUs that are not here."""
+"""Kernels chosen for a cache of the latent alone, and each compiled for GPUs that are not here."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from mha2mla.geometry import MLAGeometry
 from mha2mla.kernels import dequantize_latent, explain_mla_decode, mla_decode, plan_mla_decode, quantize_latent
 from mha2mla.kernels.mla_decode.quantization import CODES, SMALLEST_SCALE
 from mha2mla.kernels.mla_decode.selection import DecodeShape, column_of_code, select_kernel
-from mha2mla.kernels.split_kv.choice import shared_memory_limit
 from mha2mla.testing.problems import Problem, exact
 from tests.few import few
+from tests.kernels.compiled import gate
 from tests.kernels.mla_decode.problems import fp8_inputs
 from tests.kernels.problems import torch_at
 
@@ -69,7 +69,7 @@ def test_reference_is_decode_over_the_dequantised_cache(problem):
 
 
 def test_error_beside_the_original_cache():
-    """What a user loses: against the unquantised cache, about the relative error of e4m3 (2^-5 on average)."""
+    """Loss against the unquantised cache: about the relative error of e4m3 (2^-5 on average)."""
     problem = Problem(8, 1, 128, 16, (300, 200))
     original = problem.inputs(torch.float64)
     inputs, _ = fp8_inputs(problem, torch.float64)
@@ -77,15 +77,6 @@ def test_error_beside_the_original_cache():
     error = (mla_decode(**inputs) - expected).norm() / expected.norm()
     assert 1e-3 < error < 0.06
     assert (torch_at(original, torch.float64) - expected).norm() / expected.norm() < 1e-12
-
-
-def test_empty_batch_and_no_pages():
-    inputs, _ = fp8_inputs(Problem(4, 2, 32, 8, (5, 0)), torch.bfloat16)
-    none = {name: inputs[name][:0] for name in ("q_latent", "q_pe", "block_table", "cache_seqlens")}
-    assert mla_decode(**inputs | none).shape == (0, 1, 4, 32)
-    empty = {name: inputs[name][:0] for name in ("latent_cache", "latent_scale", "rope_cache")}
-    out, lse = mla_decode(**inputs | empty, return_lse=True)
-    assert not out.any() and (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize(
@@ -107,14 +98,6 @@ def test_refusals_name_the_argument(change, message):
     inputs, _ = fp8_inputs(Problem(4, 2, 32, 8, (5,)), torch.float32)
     with pytest.raises(ValueError, match=message):
         mla_decode(**inputs | change)
-
-
-def test_a_misaligned_row_is_refused():
-    inputs, _ = fp8_inputs(Problem(4, 2, 32, 8, (5,)), torch.bfloat16)
-    shape = inputs["latent_cache"].shape
-    wide = torch.zeros(*shape[:2], 40, dtype=torch.uint8).view(torch.float8_e4m3fn)[..., :32]
-    with pytest.raises(ValueError, match=r"latent_cache.stride\(0\) is 2560|latent_cache.stride\(1\) is 40"):
-        mla_decode(**inputs | {"latent_cache": wide})
 
 
 def test_explain():
@@ -190,13 +173,9 @@ def test_kernels_fit_a_hopper(shape):
     from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
     from mha2mla.kernels.mla_decode.fp8 import make_fp8
     from mha2mla.kernels.mla_decode.selection import fp8_shared_memory
-    from mha2mla.testing.compile_gate import compile_only, find_tool
 
-    if find_tool("nvcc") is None:
-        pytest.skip("there is no nvcc")
     choice = select_kernel(shape, 90, codes=True)
-    (report,) = compile_only(make_fp8(shape, choice), "sm_90a", SMALL_PASS_CONFIGS)
-    assert report.complaints(shared_memory_limit(90)) == [], choice.reason
+    report = gate(make_fp8(shape, choice), SMALL_PASS_CONFIGS)
     promised = fp8_shared_memory(
         choice.tiling, shape.kv_lora_rank, shape.qk_rope_head_dim, shape.page_size, choice.num_stages
     )

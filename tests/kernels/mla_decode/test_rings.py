@@ -14,7 +14,7 @@ TILES = 5
 
 
 def comes_to_an_end(choice: KernelChoice, d_r: int, *, turns: bool) -> bool:
-    """Whether ``choice`` runs through TILES tiles; each role is a generator of conditions that it waits for."""
+    """True where ``choice`` runs through TILES tiles; each role is a generator of conditions that it waits for."""
     rope = rope_blocks(choice.tiling, d_r)
     chunks, total = rope.chunks_per_block, rope.num_blocks * rope.chunks_per_block
     by_block, rows = rope.block_rows < choice.tiling.rows, choice.tiling.rows // choice.warpgroups

@@ -16,7 +16,7 @@ GEOMETRIES = [
 
 
 def scores(tiling: RowTiling, rope: RopeBlocks, d_r: int, queries, keys):
-    """What ``swap_ab_ws`` computes for a tile of one token: [rows, tokens] from [heads_per_tile, d_r] and
+    """Scores of ``swap_ab_ws`` for a tile of one token: [rows, tokens] from [heads_per_tile, d_r] and
     [tokens, columns of the tile], in the kernel's own indices."""
     group, groups, part, chunk = tiling.heads_per_group, tiling.groups_per_tile, rope.block_rows, rope.chunk_columns
     by_block = part < tiling.rows

@@ -7,8 +7,8 @@ import torch
 
 from mha2mla.kernels import mla_decode
 from mha2mla.kernels.mla_decode.api import mla_decode_w_uv, serves_w_uv
-from mha2mla.testing import compile_gate
 from mha2mla.testing.problems import Problem
+from tests.kernels.compiled import gate
 
 
 def test_it_serves_few_rows_of_a_hopper_only():
@@ -20,15 +20,14 @@ def test_it_serves_few_rows_of_a_hopper_only():
     assert not serves_w_uv(inputs["q_latent"], inputs["latent_cache"], v_up, inputs["block_table"], None)
 
 
-@pytest.mark.skipif(compile_gate.find_tool("nvcc") is None, reason="there is no nvcc")
 def test_compile_gate():
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.machine import SMALL_PASS_CONFIGS
     from mha2mla.kernels.split_kv.combine_w_uv import make_combine_w_uv
 
     function = make_combine_w_uv(heads=32, maps=8, width=448, outputs=128, dtype="bfloat16")
-    (report,) = compile_gate.compile_only(function, "sm_90a", SMALL_PASS_CONFIGS)
-    assert report.complaints(232_448) == [] and report.spill_bytes == 0
+    report = gate(function, SMALL_PASS_CONFIGS)
+    assert report.spill_bytes == 0
     assert report.registers <= 128  # two blocks a multiprocessor
 
 
@@ -69,7 +68,7 @@ def test_no_block_of_a_cluster_reads_before_it_waits():
     ),
 )
 def test_right_beside_the_merge_and_the_product(problem, maps, outputs):
-    """As near to float64 as twice the two ops that it stands for; the same bits again; poisoned workspaces."""
+    """At most twice the error of the two ops that it replaces; the same bits again; poisoned workspaces."""
     inputs = problem.inputs(torch.bfloat16, "cuda")
     plan = problem.plan(inputs, "tilelang")
     make = torch.Generator("cuda").manual_seed(maps)

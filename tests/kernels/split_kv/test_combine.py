@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from mha2mla.kernels.split_kv.combine import SIZES, combine_rows, compile_combine, make_combine
+from tests.kernels.compiled import for_cpu
 
 COUNTS = (0, 1, 2, 5, 9, 16, 17, 70)
 
 
 def partials(heads: int, width: int, device: str) -> list[torch.Tensor]:
-    """Of sequences with COUNTS partials each, the first in the second place of a CTA; what nobody reads is NaN."""
+    """Partials of sequences with COUNTS each, the first in the second place of a CTA; what nobody reads is NaN."""
     make = torch.Generator().manual_seed(width)
     starts = [sum(COUNTS[:i]) for i in range(len(COUNTS))]
     splits = torch.tensor([[count, 2 * start + 1] for count, start in zip(COUNTS, starts, strict=True)])
@@ -54,11 +55,7 @@ def check(kernel, heads: int, width: int, device: str, dtype: torch.dtype) -> No
 
 def test_on_cpu_target():
     """A width that no block of the merge takes whole; a quarter of a block divides it."""
-    tilelang = pytest.importorskip("tilelang", reason="TileLang is not installed")
-    function = make_combine(3, 160, "float32", 16, on_cpu=True)
-    configs = {"tirx.disable_vectorize": True}
-    kernel = tilelang.compile(function, target="c", target_host="c", execution_backend="cython", pass_configs=configs)
-    check(kernel, 3, 160, "cpu", torch.float32)
+    check(for_cpu(make_combine(3, 160, "float32", 16, on_cpu=True)), 3, 160, "cpu", torch.float32)
 
 
 @pytest.mark.gpu

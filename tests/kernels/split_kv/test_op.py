@@ -1,4 +1,4 @@
-"""What follows from the declaration of a paged op, on one that nothing else uses: keys that are their own values."""
+"""Consequences of declaring a paged op, on one that nothing else uses: keys that are their own values."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_what_select_says_is_the_reason(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What kernels were called with that do nothing but what TileLang's host code does: refuse other dtypes and sizes.
+    """Arguments of stand-in kernels, which refuse other dtypes and sizes as TileLang's host code does.
     The op is served by them on a CPU."""
     calls = []
 

@@ -1,4 +1,4 @@
-"""What split-KV decoding hands from kernel to kernel is float32, whatever the model's dtype."""
+"""Partials of split-KV decoding are float32, whatever the model's dtype."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_plans_workspace_is_float32(ctas, dtype):
 
 
 def dtypes_of(function) -> dict[str, str]:
-    """Of a TileLang function's tensors, by name."""
+    """Dtypes of a TileLang function's tensors, by name."""
     return {buffer.name: str(buffer.dtype) for buffer in function.buffer_map.values()}
 
 
