@@ -75,7 +75,7 @@ __all__ = [
 
 
 def _is_command() -> bool:
-    """Whether this process is ``mha2mla VERB`` or ``python -m mha2mla VERB``, which imports the package to find it."""
+    """True if this process is ``mha2mla VERB`` or ``python -m mha2mla VERB``, which imports the package to find it."""
     script = sys.argv[0] if sys.argv else ""
     return os.path.basename(script) == "mha2mla" or (script == "-m" and "mha2mla" in sys.orig_argv)
 

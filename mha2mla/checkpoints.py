@@ -142,7 +142,7 @@ def find_checkpoint(checkpoint: str | os.PathLike[str], name: str) -> str:
 
 
 def model_type(checkpoint: str | os.PathLike[str]) -> str | None:
-    """What the ``config.json`` of a folder says; None: it is no folder here, or its config does not say.
+    """``model_type`` in the ``config.json`` of a folder; None: no folder here, or none in its config.
 
     Raises:
         CheckpointError: the file is damaged.

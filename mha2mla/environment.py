@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 _LARGEST_INT = 2**31 - 1
 LIBRARIES = ("mha2mla", "torch", "triton", "transformers", "tilelang", "apache-tvm-ffi", "safetensors", "numpy", "vllm")
 _SMI_FIELDS = {
@@ -59,7 +59,7 @@ def collect_environment(device: int = 0) -> dict[str, Any]:
 
 
 def installed_version(name: str = "mha2mla") -> str | None:
-    """Of a package; None where it is not installed, such as this one run from a folder on PYTHONPATH."""
+    """Version of a package; None where it is not installed, such as this one run from a folder on PYTHONPATH."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -11,8 +11,8 @@ from typing import Any
 
 from mha2mla.files import Kind, output_file
 
-KEYS = ("id", "prompt", "messages")  # which say whether two lines ask for the same
-ANSWER_KEYS = ("answer", "finished", "prompt_tokens", "new_tokens")  # what an answer adds to its prompt
+KEYS = ("id", "prompt", "messages")  # equal in two lines that ask for the same
+ANSWER_KEYS = ("answer", "finished", "prompt_tokens", "new_tokens")  # added by an answer to its prompt
 _MARKS = ("answer", "finished", "model", "sampling")  # keys by which a line is known for one of :class:`Answers`
 ANSWERS = Kind("answers file", lambda head: head.lstrip().startswith(b"{"))  # every line is checked by Answers
 
@@ -146,7 +146,7 @@ def _key(task: Mapping[str, Any]) -> str:
 
 
 def checkpoint_digest(checkpoint: str) -> str:
-    """What tells a checkpoint from others at the same path: sha256 of config, tokenizer and weights, in hex.
+    """Identity of a checkpoint among others at the same path: sha256 of config, tokenizer and weights, in hex.
 
     A converted checkpoint's shards are hashed here only where they are younger than the record with their digests; of a
     hub id it is the commit.

@@ -27,12 +27,12 @@ from mha2mla.checkpoints import CheckpointError, NamedError, regular_file
 
 # safetensors' names of the dtypes that weights may have; others are quantised, or no numbers.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-FREQUENCIES = ".self_attn.inv_freq"  # of a converted layer
+FREQUENCIES = ".self_attn.inv_freq"  # tensors of a converted layer
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a file's header says of a tensor; dtype by safetensors' name."""
+    """A tensor in a file's header; dtype by safetensors' name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,7 +40,7 @@ class StoredTensor:
 
     @classmethod
     def of(cls, piece: Any, file: str) -> StoredTensor:
-        """Of a slice of ``safe_open``."""
+        """Header of a slice of ``safe_open``."""
         return cls(tuple(piece.get_shape()), piece.get_dtype(), file)
 
     @property
@@ -125,7 +125,7 @@ def _check_stored(model: PreTrainedModel, stored: Mapping[str, StoredTensor], wh
 
 
 def _is_base(name: str) -> bool:
-    """Whether a tensor belongs to the base model, not to a head on it."""
+    """True if a tensor belongs to the base model, not to a head on it."""
     return name.startswith("model.")
 
 

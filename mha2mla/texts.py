@@ -70,7 +70,7 @@ def load_text(name: str | Path) -> str:
 
 
 def text_identity(name: str | Path) -> str:
-    """What :func:`mixed_windows` is given by ``name``: the name, and for files a hash of what is in them.
+    """Identity of the text ``name`` for :func:`mixed_windows`: the name, and for files a hash of what is in them.
 
     Raises:
         ValueError: a part is neither a file nor a name of :func:`load_text`.
@@ -313,7 +313,7 @@ def token_windows(tokenizer: Any, text: str, length: int, count: int, *, seed: i
 
 
 def plain_tokens(tokenizer: Any, text: str) -> list[int]:
-    """Of a text without special ones, however long it is."""
+    """Tokens of a text without special ones, of any length."""
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 

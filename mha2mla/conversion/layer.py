@@ -44,7 +44,7 @@ class LayerRules:
 
 
 def converted_biases(spec: SourceSpec, geometry: MLAGeometry, *, centered: bool) -> tuple[bool, bool, bool]:
-    """Whether q, kv and o have biases that exact conversion needs; the same for all layers.
+    """Need of q, kv and o for a bias in exact conversion, as three bools; the same for all layers.
 
     A query bias stays. A key bias stays on rotary dims only, and is one of ``k_rope_proj`` where these come from the
     latent. A value bias, and the mean that a ``centered`` latent loses, go through ``o_proj``. Under q/k-norm the key's
@@ -59,7 +59,7 @@ def converted_biases(spec: SourceSpec, geometry: MLAGeometry, *, centered: bool)
 
 @dataclass(frozen=True)
 class PreparedLayer:
-    """What the conversion of a layer is before a rank is chosen for its latent.
+    """Conversion of a layer before a rank is chosen for its latent.
 
     Attributes:
         weights: of the source, float64.
@@ -164,7 +164,7 @@ def latent_problem(
     *,
     has_rope_cache: bool = True,
 ) -> LatentProblem:
-    """What the latent of this layer must hold, once the rotary part is chosen: that too without ``has_rope_cache``."""
+    """Content of this layer's latent, once the rotary part is chosen: that too without ``has_rope_cache``."""
     heads, kv_heads, d = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     key = un_rotated_keys(spec, weights, basis)
     value = weights.v_weight.view(kv_heads, d, -1)

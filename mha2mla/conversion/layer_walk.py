@@ -40,12 +40,12 @@ from mha2mla.geometry import MLAGeometry
 if TYPE_CHECKING:
     from mha2mla.modeling.config import MHA2MLAConfig
 
-SAMPLE_TOKENS = 32768  # of a layer's inputs that closed-form fits look at
+SAMPLE_TOKENS = 32768  # tokens of a layer's inputs that closed-form fits look at
 FIRST_SAMPLE_TOKENS = 8192  # the same where gradient steps follow
 _CUDA_BATCH_TOKENS = 16384  # that a layer sees at a time where launches cost more than the work
-# How much of what earlier layers lost a layer is to make good: what is lost for good is noise to a fit.
+# Share of earlier layers' loss that a layer makes good: the rest is noise to a fit.
 _CORRECTION = 0.5
-_STATISTICS_TOKENS = 32768  # of the converted stream; a fit needs more text than the moments that it starts from
+_STATISTICS_TOKENS = 32768  # tokens of the converted stream; a fit needs more text than its initial moments
 
 
 def converted_config(
@@ -106,7 +106,7 @@ class ConvertedLayer:
     fallback: str = ""
 
     def record(self) -> dict[str, Any]:
-        """What belongs to the tensors, as JSON."""
+        """Record beside the tensors, as JSON."""
         return {name: value for name, value in vars(self).items() if name not in ("layer", "tensors")}
 
 
@@ -291,7 +291,7 @@ class LayerWalk:
     def reconstruct(
         self, layer: int, problem: ReconstructionProblem, tensors: Mapping[str, torch.Tensor], fit: Fit
     ) -> tuple[Reconstruction | None, str]:
-        """What gradient steps make of a layer; or None, and why its closed form stays."""
+        """Layer after gradient steps; or None, and why its closed form stays."""
         try:
             found = self.steps.reconstruct(problem, tensors, fit, seed=self.recipe.calibration.seed, layer=layer)
         except (ReconstructionError, torch.linalg.LinAlgError) as error:
@@ -309,7 +309,7 @@ class LayerWalk:
 
     @torch.inference_mode()
     def runs(self, layer: int, module: nn.Module, inputs: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the decoder layer ``module`` has a finite output with ``tensors`` as its attention."""
+        """True if the decoder layer ``module`` has a finite output with ``tensors`` as its attention."""
         made = block_forward(self, layer, module)(computed(tensors, self.model), inputs)
         return bool(torch.isfinite(made).all())
 
@@ -328,7 +328,7 @@ class LayerWalk:
 
     @cached_property
     def _config(self) -> MHA2MLAConfig:
-        """Of the result, for attention that is computed here."""
+        """Config of the result, for attention that is computed here."""
         config = converted_config(self.model.config, self.spec, self.geometries, self.recipe)
         config._attn_implementation = REPEATABLE_ATTENTION
         return config
@@ -343,7 +343,7 @@ class LayerWalk:
 
 def stored(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """A converted layer's tensors as the checkpoint has them: of ``dtype``, but float32 where that would lose."""
-    full = ("inv_freq", "o_proj.bias")  # what the source adds in two places would lose its last bits in one
+    full = ("inv_freq", "o_proj.bias")  # the source's two additions would lose its last bits in one
     # Contiguous, as they come back from disk: strides choose kernels, and so the last bits of what follows.
     return {name: tensor.to(torch.float32 if name in full else dtype).contiguous() for name, tensor in tensors.items()}
 

@@ -24,7 +24,7 @@ _PER_LAYER = ("num_rope_heads", "kv_lora_rank", "qk_rope_head_dim")
 
 
 def latent_geometry(geometry: MLAGeometry) -> MLAGeometry:
-    """What a layer that caches rotary keys becomes."""
+    """Result for a layer that caches rotary keys."""
     width = geometry.rope_width
     return replace(
         geometry,
@@ -60,7 +60,7 @@ def latent_tensors(geometry: MLAGeometry, tensors: Mapping[str, torch.Tensor]) -
         geometry.rope_width,
     )
     order = torch.arange(width).view(groups, 2, rope // 2).transpose(0, 1).flatten()
-    rows = torch.cat([torch.arange(rank), rank + order])  # of an encoder
+    rows = torch.cat([torch.arange(rank), rank + order])  # row order of an encoder
     place = order.argsort().view(groups, rope).repeat_interleave(heads // groups, 0)  # [H, d_r], of a query's dims
 
     def spread(query: torch.Tensor) -> torch.Tensor:

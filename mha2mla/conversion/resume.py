@@ -1,4 +1,4 @@
-"""What a conversion under way has finished, on disk, so that a run that was cut off can go on where it was."""
+"""Finished layers of a conversion under way, on disk: a run that was cut off goes on from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CODE = ("conversion", "modeling", "data", "texts.py", "geometry.py", "pipeline"
 
 
 class ResumeError(ValueError):
-    """What an interrupted conversion left belongs to another conversion; the message says what differs."""
+    """An interrupted conversion's files belong to another conversion; the message says what differs."""
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
@@ -193,7 +193,7 @@ class FinishedLayers(Mapping[int, dict[str, torch.Tensor]]):
 
 
 def has_pieces(folder: Path) -> bool:
-    """Whether a work folder holds anything that a :class:`WorkFolder` has put there."""
+    """True if a work folder holds anything that a :class:`WorkFolder` has put there."""
     return any(folder.glob(f"[!.]*{_SUFFIX}"))
 
 

@@ -31,7 +31,7 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, task: Mapping[str, Any], chat: bool) -> list[int]:
-    """Of a prompt as it stands, or, of messages and with ``chat``, by the tokenizer's chat template.
+    """Tokens of a prompt as it stands, or, of messages and with ``chat``, by the tokenizer's chat template.
 
     Raises:
         ValueError: the tokenizer has no such template.
@@ -89,7 +89,7 @@ def answer_all(
 
 @dataclass(frozen=True)
 class Turn:
-    """What an answer in a conversation took: tokens, seconds to the first and for all, and bytes in the cache."""
+    """Cost of an answer in a conversation: tokens, seconds to the first and for all, and bytes in the cache."""
 
     new_tokens: int
     first_seconds: float

@@ -18,14 +18,14 @@ from mha2mla.modeling import BatchModel, paged_model
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.recorders import CudaGraphs, Recorder
 
-_SHARE_OF_FREE = 0.8  # of the GPU's free memory: prompts need some beside the cache
+_SHARE_OF_FREE = 0.8  # share of the GPU's free memory: prompts need some beside the cache
 _CPU_BYTES = 2**30
-_ANY = Sampling()  # of rows whose token nobody reads
+_ANY = Sampling()  # sampling of rows whose token is not read
 
 
 @dataclass
 class Progress:
-    """What a loop did.
+    """Counters of a loop.
 
     Attributes:
         steps: of the model.
@@ -105,7 +105,7 @@ class Loop:
 
     @property
     def cache_bytes_per_token(self) -> float:
-        """Of all layers."""
+        """Bytes of all layers."""
         allocator = self.cache.allocator
         return self.cache.nbytes / (allocator.num_pages * allocator.page_size)
 
@@ -209,7 +209,7 @@ class Loop:
 
 
 def _pages_for(model: BatchModel, page_size: int, most: int) -> int:
-    """As many as memory allows, at most ``most``."""
+    """Pages that memory allows, at most ``most``."""
     one = model.paged_cache(1, page_size)
     room = _CPU_BYTES
     if one.device.type == "cuda":

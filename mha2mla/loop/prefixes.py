@@ -1,4 +1,4 @@
-"""Which sequences have which beginnings in the cache: full pages only, so that shared ones are never written."""
+"""Prefix caching: sequences' beginnings in the cache, full pages only, so that shared ones are never written."""
 
 from __future__ import annotations
 

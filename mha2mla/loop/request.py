@@ -1,4 +1,4 @@
-"""What somebody asks for, and how far it is."""
+"""Requests and their progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the tokens of a request are chosen, and when they end.
+    """Sampling of a request's tokens, and its end.
 
     Args:
         max_new_tokens: at most so many.
@@ -92,7 +92,7 @@ class Request:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether tokens are still to be chosen, beside those in flight."""
+        """True if tokens are still to be chosen, beside those in flight."""
         return self.finished is None and self.length - len(self.prompt) < self.sampling.max_new_tokens
 
     def receive(self, token: int) -> None:

@@ -54,7 +54,7 @@ def choose(
 
 
 class History:
-    """Which tokens occurred in the request of each slot, on the device: [slots, V] bool."""
+    """Tokens that occurred in the request of each slot, on the device: [slots, V] bool."""
 
     def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
         self._occurred = torch.zeros(slots, vocabulary, dtype=torch.bool, device=device)
@@ -81,7 +81,7 @@ def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor
     """``logits`` with -inf where no limit, each [B, 1], allows a token. The likeliest one always stays."""
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     probability = ordered.softmax(-1)
-    before = probability.cumsum(-1) - probability  # of the likelier ones
+    before = probability.cumsum(-1) - probability  # probability of the likelier ones
     rank = torch.arange(logits.shape[1], device=logits.device)
     stays = (rank < top_k) & (before < top_p) & (probability >= min_p * probability[:, :1])
     stays[:, 0] = True

@@ -140,7 +140,7 @@ class Scheduler:
         return [self._chunk(request, count) for request, count in wanted.items()]
 
     def complete(self, chunks: list[Chunk], tokens: list[int]) -> list[Request]:
-        """What the device chose for each chunk of a step. Returns the requests that got a token they wanted."""
+        """Takes the token chosen for each chunk of a step. Returns the requests that got a token they wanted."""
         given = []
         for chunk, token in zip(chunks, tokens, strict=True):
             request = chunk.request

@@ -100,11 +100,11 @@ class Arguments:
         return cls(**{name: value for name, value in given.items() if name != "preset"} | {"recipe": recipe})
 
     def written_dtype(self, opened: OpenedFolder) -> torch.dtype:
-        """Of the converted projections: the one that was asked for, else the source's."""
+        """Dtype of the converted projections: the one that was asked for, else the source's."""
         return self.dtype or opened.dtype
 
     def source_name(self, folder: Path) -> str:
-        """What the caller called the source, which is in ``folder``: a hub id, or a folder's last part."""
+        """Name that the caller gave the source, which is in ``folder``: a hub id, or a folder's last part."""
         return folder.name if Path(self.source).exists() else str(self.source)
 
     def say(self, text: str) -> None:
@@ -128,7 +128,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, opened: OpenedFolder, text: str | torch.Tensor, length: int, tokens: int) -> HeldOut:
-        """As :func:`evaluation_windows` reads it."""
+        """Evaluation text as :func:`evaluation_windows` reads it."""
         name = text.rpartition("/")[2] if isinstance(text, str) else "token windows of the caller"
         return cls(name, evaluation_windows(opened, text, length=length, tokens=tokens))
 

@@ -49,7 +49,7 @@ class Prepared:
     searches: dict[str, Any]
 
     def config(self) -> MHA2MLAConfig:
-        """Of the result, with records of how it was made, without dtype and architectures."""
+        """Config of the result, with records of how it was made, without dtype and architectures."""
         plan, windows = self.plan, self.walk.windows
         config = converted_config(plan.opened.config, plan.spec, self.walk.geometries, plan.recipe)
         config.recipe = plan.recipe.for_records().to_dict()
@@ -114,7 +114,7 @@ def _measured_ranks(plan: Plan, work: WorkFolder, walk: LayerWalk) -> tuple[list
 
 
 def layer_inputs(prepared: Prepared) -> dict[str, Any]:
-    """What layers depend on that was found out on the way, beside the request."""
+    """Findings that layers depend on, beside the request."""
     windows = prepared.walk.windows
     shapes = [geometry.to_dict() for geometry in prepared.walk.geometries]
     return {"geometries": shapes, "calibration": None if windows is None else tensor_hash(windows.tokens)}

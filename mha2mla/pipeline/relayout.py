@@ -28,7 +28,7 @@ MADE = "moved, exactly, into the layout that caches the latent alone"
 
 
 def change_layout(arguments: Arguments, folder: Path, started: float) -> ConversionReport:
-    """What ``convert`` does with a converted checkpoint in ``folder``: streams it into ``{"layout": "latent"}``.
+    """Streams a converted checkpoint in ``folder`` into ``{"layout": "latent"}``.
 
     There is nothing to go on from after an interrupt, which leaves nothing: a layer takes as long as its bytes.
 

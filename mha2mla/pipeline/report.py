@@ -39,7 +39,7 @@ def _peak_rss_bytes() -> int:
 
 @dataclass(frozen=True, repr=False)
 class ConversionReport:
-    """What ``convert`` did and measured.
+    """Result of ``convert``.
 
     Attributes:
         name: last part of the destination.
@@ -128,7 +128,7 @@ class ConversionReport:
         return {**values, "cache_ratio": self.cache_ratio, "weight_growth": self.weight_growth}
 
     def lines(self) -> dict[str, str]:
-        """What one wants to know at the end: the ratio at two lengths, the cache, the weights, where, how to load it,
+        """Summary at the end: the ratio at two lengths, the cache, the weights, where, how to load it,
         what is better."""
         parity, long_parity = self.parity, self.long_parity
         ratio = f"{parity.perplexity_ratio:.4f} x the source's in windows of {self.evaluation_length:,} tokens"
@@ -243,7 +243,7 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
 
 
 def serving_on_cuda(config: MHA2MLAConfig, written: torch.dtype, device: torch.device) -> tuple[LayerAttention, ...]:
-    """What will serve the layers on CUDA, where that is worth a question, in the 16 bits that kernels take; warns of
+    """Backends of the layers on CUDA, where there is a choice, in the 16 bits that kernels take; warns of
     geometries that no kernel serves, once they are known and before they cost any work."""
     from mha2mla.modeling import what_serves
 

@@ -110,7 +110,7 @@ def convert(
     Warns:
         UserWarning: on a GPU no kernel will serve a layer's geometry, with the limit that it exceeds.
     """
-    arguments = Arguments.with_keys(**locals())  # which are this function's own arguments so far
+    arguments = Arguments.with_keys(**locals())  # this function's own arguments so far
     started = time.perf_counter()
     seconds: dict[str, float] = {}
     with _timed(seconds, "prepare"):
@@ -191,7 +191,7 @@ def _leftovers_named(arguments: Arguments, work: WorkFolder) -> Iterator[None]:
         yield
     except BaseException as error:
         if has_pieces(work.folder):
-            if isinstance(error, ParityError):  # of finished layers, which the same command would only judge again
+            if isinstance(error, ParityError):  # finished layers, which the same command would only judge again
                 again = "resume='never' (--resume never) begins anew"
             elif arguments.resume == "never":
                 again = "the same command without resume='never' (--resume never) goes on from there"

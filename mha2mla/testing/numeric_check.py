@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-NOT_CHECKED = "not checked"  # how the status of a row begins whose output nobody judged
+NOT_CHECKED = "not checked"  # prefix of the status of a row without a check
 UNIT = torch.finfo(torch.float32).eps / 2  # sums are kept in float32 whatever the dtype of the inputs
 ERROR_FACTOR = 2.0  # an output may be this many times as far from float64 as plain torch at the same dtype
 

@@ -24,7 +24,7 @@ from mha2mla.kernels.split_kv.plan import TILE_TOKENS, DecodePlan
 from mha2mla.kernels.split_kv.reference import Span, attended_span
 from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
 
-UNUSED_PAGE = 2147480000  # what FlashMLA's tests put into table entries that nobody may read
+UNUSED_PAGE = 2147480000  # FlashMLA's tests put it into table entries that nobody may read
 CHUNK_TOKENS = 2**17  # tokens that the float64 reference takes at a time: its gathers hold 8 bytes a number
 
 

@@ -20,13 +20,13 @@ _STAGES = 8  # graphs of a run: each sees as much of the cache as is filled by i
 _ALIGNMENT = 64  # keys; what fused attention wants of a mask's rows, and to spare
 _CPU_ROWS = 64
 _CUDA_ROWS = 2048
-_MEMORY_SHARE = 0.25  # of an accelerator's memory, for the keys, the values and the predictions of all rows
+_MEMORY_SHARE = 0.25  # share of an accelerator's memory for the keys, the values and the predictions of all rows
 
 NextLogits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def rows_at_once(model: nn.Module, length: int) -> int:
-    """How many rows of ``length`` tokens ``model`` decodes side by side; the same on every machine of a kind."""
+    """Number of rows of ``length`` tokens that ``model`` decodes side by side; the same on every machine of a kind."""
     if model.device.type != "cuda":
         return _CPU_ROWS
     config = model.config.get_text_config(decoder=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-LENGTHS = (512, 2048, 8192)  # of windows, where nobody asked for others
+LENGTHS = (512, 2048, 8192)  # default lengths of windows
 Windows = torch.Tensor | Sequence[torch.Tensor]  # int64 [windows, length], or one of these per length
 
 

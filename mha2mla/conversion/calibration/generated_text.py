@@ -17,11 +17,11 @@ from mha2mla.environment import usual_dtype
 from mha2mla.terminal import progress_bar
 from mha2mla.texts import end_tokens, plain_tokens, prompts, start_tokens
 
-_BLANK_SHARE = 1 / 3  # of the documents, that begin with any word
-_CUT_SHARE = 0.5  # of the windows, that begin within a document
+_BLANK_SHARE = 1 / 3  # share of documents that begin with any word
+_CUT_SHARE = 0.5  # share of windows that begin within a document
 _LONGEST_CUT = 64  # tokens
 ROW = 512  # tokens that are written in one go, unless said otherwise
-PIECES = "rows-"  # how the names of the pieces of unfinished text begin
+PIECES = "rows-"  # prefix of the names of unfinished pieces
 
 
 def generator_of(
@@ -130,7 +130,7 @@ def _write(
     progress: bool,
 ) -> torch.Tensor:
     """int64 [rows, length]."""
-    forced = [next(starts) for _ in range(rows)]  # what each row must say next, before it may choose
+    forced = [next(starts) for _ in range(rows)]  # tokens that each row must emit before it may choose
     current = torch.tensor([queue.pop(0) for queue in forced], device=model.device)
     written = [current]
     logits_of = decoder(model, rows, length)

@@ -9,10 +9,12 @@ import torch
 from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, visible
 from mha2mla.modeling.rope import turn
 
-_MAP_ELEMENTS = 1 << 24  # of attention maps that exist at a time
+_MAP_ELEMENTS = 1 << 24  # elements of the attention maps that exist at a time
 _ATTENDED_STRIDE = 8  # averages of neighbouring queries are alike: an eighth of them costs an eighth
 _FEWEST_SAMPLED = 4  # windows of a length, where there are so many: one long window is not what long windows are like
-_QUERIES = 1024  # of a window, whose attention is looked at: a token of a long window costs what one of these does
+_QUERIES = (
+    1024  # tokens of a window whose attention is looked at: a token of a long window costs what one of these does
+)
 GOLDEN = (5**0.5 - 1) / 2
 
 
@@ -32,7 +34,7 @@ class AttentionSample:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """What the conversion of one layer reads of the calibration text. float64 / complex128.
+    """Calibration statistics for the conversion of one layer, float64 / complex128.
 
     u is the encoder's input: the normed hidden state x, or under q/k-norm [normed keys of all kv heads | x].
     q and k are taken before RoPE, after biases and norms; z_j = k_j + i k_{j + d/2} is a rotary pair.

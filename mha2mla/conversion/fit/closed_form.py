@@ -13,11 +13,11 @@ from mha2mla.conversion.calibration.statistics import GOLDEN, AttentionSample
 from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, visible
 from mha2mla.conversion.rope.basis import RotaryBasis, rotate
 
-_PAIRS = 2**22  # of a query and a key in all windows of a length, at most, for each head: their scores are kept
-_STEPS = 2  # of conjugate gradients; more fit the sample and not the next text
+_PAIRS = 2**22  # pairs of a query and a key in all windows of a length, at most, for each head: their scores are kept
+_STEPS = 2  # conjugate-gradient steps; more overfit the sample
 _RIDGE = 0.3  # keeps to the start, relative to the energy of a direction
 _OUTPUT_STRIDE = 2
-_OUTPUT_PAIRS = 2**22  # of one window, at most
+_OUTPUT_PAIRS = 2**22  # per window, at most
 _OUTPUT_RIDGES = (0.003, 0.03, 0.3, 3.0)  # relative to the mean energy of a feature
 
 
@@ -54,7 +54,7 @@ def fitted_queries(basis: RotaryBasis, maps: KeyMaps) -> torch.Tensor:
 def refit_queries(
     spec: SourceSpec, windows: Sequence[ScoreWindow], query_map: torch.Tensor, maps: KeyMaps
 ) -> torch.Tensor:
-    """What queries should be for given keys: [H, d_n (+ d_r), d], float64, in place of ``query_map``.
+    """Least-squares queries for given keys: [H, d_n (+ d_r), d], float64, in place of ``query_map``.
 
     Least squares on the source's scores, less rotary ones where these are given (``ScoreWindow.target``): e[s, t]. A
     query s sees its errors under its own attention p, and softmax drops what is the same for all tokens, so the loss is
@@ -171,7 +171,7 @@ def refit_output(
 
 
 def _mean(rows: torch.Tensor, share: torch.Tensor, centred: bool) -> torch.Tensor:
-    """Of rows [n, width], each as often as ``share`` [n, 1] says; zero unless ``centred``."""
+    """Mean of rows [n, width], each as often as ``share`` [n, 1] says; zero unless ``centred``."""
     return (rows * share).sum(0) / share.sum() if centred else torch.zeros_like(rows[0])
 
 
@@ -184,13 +184,13 @@ def _ridge_regression(
     counted = features * share
     gram = counted.T @ features
     energy = gram.diagonal().mean()
-    gram.diagonal().add_(torch.where(energy > 0, ridge * energy, 1))  # of nothing, nothing follows
+    gram.diagonal().add_(torch.where(energy > 0, ridge * energy, 1))  # a target of zeros gets a map of zeros
     return torch.linalg.solve(gram, counted.T @ target).T, mean, target_mean
 
 
 @dataclass(frozen=True)
 class ScoreWindow:
-    """What some queries of one window ask of its keys, and what a rotary part leaves of it.
+    """Some queries of one window with their scores, and the rest that a rotary part leaves.
 
     Attributes:
         query: [H, queries, d], before RoPE.
@@ -305,7 +305,7 @@ def _score_window(
     stride: int,
     index: int,
 ) -> tuple[ScoreWindow, torch.Tensor]:
-    """Of the inputs [length, hidden] of window number ``index``, every ``stride``-th query; and the rotary part of its
+    """Every ``stride``-th query of the inputs [length, hidden] of window number ``index``; and the rotary part of its
     scores [H, queries, length] ([1, queries, length] where there is none), minus infinity for what it does not see.
 
     Windows begin at different queries, spread evenly: at the same positions in all of them, the turn of a pair between

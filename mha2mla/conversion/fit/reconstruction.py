@@ -28,9 +28,9 @@ _LARGEST_BIAS = 16.0  # times its weight, that a bias counts as; SmolLM2's reach
 _NARROW = ("cuda",)  # where the products of a step are bfloat16
 _BETAS = (0.9, 0.98)
 _EPSILON = 1e-12  # the loss starts at one, but a gradient per weight is far below that
-_WARM_UP = 0.05  # of the steps
+_WARM_UP = 0.05  # share of the steps
 _CLIP = 2.0  # times the running average of the gradient's norm
-_BASIS_SHARE = 1 / 64  # of the steps: as many batches the bases of the gradients are estimated from,
+_BASIS_SHARE = 1 / 64  # share of the steps: from as many batches the bases of the gradients are estimated from,
 _BASIS_BATCHES = (8, 32)  # but at least and at most so many
 _WIDEST_BASIS = 4096  # a wider side stays as it is: its eigenvectors cost more than they save
 _CHECKS = 8  # times that the held-out loss is looked at
@@ -43,7 +43,7 @@ class ReconstructionError(ValueError):
 
 @dataclass(frozen=True)
 class ReconstructionProblem:
-    """What one layer is fitted to.
+    """Target of the fit of one layer.
 
     The loss of a batch is the mean over tokens of ``weights`` · mean_d (forward(tensors, inputs) − targets)².
 
@@ -63,7 +63,7 @@ class ReconstructionProblem:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What came of a fit.
+    """Result of a fit.
 
     Attributes:
         tensors: of the layer; those that were tuned are float32.

@@ -9,7 +9,7 @@ import yaml
 
 CARD_FILE = "README.md"
 PLOT_FILE = "loss_per_layer.png"
-RECORD_FILE = "conversion.json"  # what was measured
+RECORD_FILE = "conversion.json"  # record of the measurements
 
 # Keys of a layer's row -> headings; other keys (losses of the reconstruction, seconds) follow under their own names.
 _LAYER_HEADINGS = {

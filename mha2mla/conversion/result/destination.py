@@ -78,7 +78,7 @@ def check_replaceable(destination: Path, *, overwrite: bool) -> None:
 
 
 def is_written_by_conversion(name: str) -> bool:
-    """Whether a conversion may write a file of that name, relative to its folder."""
+    """True if a conversion may write a file of that name, relative to its folder."""
     return name in _FILES or _SHARD.fullmatch(name) is not None or is_companion(name)
 
 

@@ -22,7 +22,7 @@ class DestinationError(ValueError):
 
 
 def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder itself, not a link to one."""
+    """True if ``path`` is a folder itself, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -53,7 +53,7 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
         DestinationError: the file system does not take it (full, for one); the message names the file.
     """
     try:
-        path.touch()  # which gives it the mode that the umask leaves; safetensors' own is the owner's alone
+        path.touch()  # with the mode that the umask leaves; safetensors' own is the owner's alone
         mode = path.stat().st_mode
         save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
         path.chmod(mode)

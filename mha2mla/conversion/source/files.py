@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from mha2mla.checkpoints import CheckpointError, regular_file
 
-# What a checkpoint carries beside weights and config.
+# Files of a checkpoint beside weights and config.
 _COMPANIONS = (
     "tokenizer*",
     "*.model",
@@ -48,7 +48,7 @@ def companions(folder: Path) -> list[str]:
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file of that name, relative to its folder, is copied with a checkpoint."""
+    """True if a file of that name, relative to its folder, is copied with a checkpoint."""
     path = PurePath(name)
     patterns = [PurePath(pattern) for pattern in _COMPANIONS]
     return path.suffix not in _CODE and any(
@@ -69,7 +69,7 @@ def copy_files(folder: Path, names: Iterable[str], destination: Path) -> None:
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What tells a file from another one.
+    """Identity of a file.
 
     Attributes:
         sha256: of its content.

@@ -1,4 +1,4 @@
-"""What a source says of its licence and its name on the hub, for the card of what is made of it."""
+"""Licence and hub name of a source, for the card of its conversion."""
 
 from __future__ import annotations
 

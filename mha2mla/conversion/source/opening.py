@@ -28,7 +28,7 @@ _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
 _LARGEST = 1e15  # sums of squares of larger ones overflow float32
-_MAPPED_BYTES = 1 << 26  # of the source that stay in memory while it is looked at
+_MAPPED_BYTES = 1 << 26  # bytes of the source that stay in memory during the check
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class OpenedFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the projections."""
+        """Dtype of the projections."""
         return self.reader.tensor("model.layers.0.self_attn.o_proj.weight").dtype
 
     def model(self, device: torch.device, dtype: torch.dtype) -> StreamedModel:
@@ -81,7 +81,7 @@ class OpenedFolder:
         return read_tokenizer(str(self.folder), "source")
 
     def identity(self) -> tuple[dict[str, FileIdentity], dict[str, FileIdentity]]:
-        """Of config and weights, and of the other files that end up in the result; reads them whole."""
+        """Identity of config, weights and the other files that end up in the result; reads them whole."""
         index = [INDEX_FILE] if self._has(INDEX_FILE) else []
         return (
             identify(self.folder, [CONFIG_FILE, *self.reader.files()]),
@@ -121,7 +121,7 @@ class Source(OpenedFolder):
     spec: SourceSpec
 
     def check_weights(self, *, progress: bool = False) -> None:
-        """As of every folder; and no projection of an attention is zero everywhere."""
+        """Checks those of every folder, and that no projection of an attention is zero everywhere."""
         super().check_weights(progress=progress)
         for layer in range(self.spec.num_layers):
             self._check_attention(layer)
@@ -164,7 +164,7 @@ def read_tokenizer(checkpoint: str, name: str) -> Any:
 
 
 def check_model_folder(folder: Path) -> None:
-    """What every verb asks of a folder before transformers opens it: converted, of a family, or of another model.
+    """Check of a folder before transformers opens it: converted, of a family, or of another model.
 
     Weights that are no safetensors files are left to transformers, which unpickles numbers alone.
 
@@ -245,7 +245,7 @@ def _given(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config_values(folder: Path) -> dict[str, Any]:
-    """Of ``config.json``, in a folder where opening files is safe."""
+    """Content of ``config.json``, in a folder where opening files is safe."""
     if not (folder / CONFIG_FILE).exists():
         raise CheckpointError(f"{str(folder)!r} has no {CONFIG_FILE}")
     check_folder(folder)
@@ -268,7 +268,7 @@ def _config(folder: Path, values: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _companions(folder: Path) -> tuple[str, ...]:
-    """Of a source; the JSON among them is JSON."""
+    """Companion files of a source; the JSON among them is JSON."""
     found = companions(folder)
     for name in found:
         if name.endswith(".json"):

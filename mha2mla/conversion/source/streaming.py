@@ -108,7 +108,7 @@ class StreamedModel:
         return first_output(layer(hidden, **self.layer_arguments(index, hidden)))
 
     def layer_arguments(self, index: int, hidden: torch.Tensor) -> dict[str, Any]:
-        """What the model hands to layer ``index``, and the layer to its attention, beside ``hidden`` states of windows
+        """Arguments of layer ``index``, and of its attention, beside ``hidden`` states of windows
         [windows, length, hidden] that start at position 0."""
         position = torch.arange(hidden.shape[1], device=self.device)[None]
         return {
@@ -120,12 +120,12 @@ class StreamedModel:
         }
 
     def _rotary_kind(self, index: int) -> tuple[str, ...]:
-        """What the source's rotary module asks beside positions: the layer's type, where it has a table for each."""
+        """Arguments of the source's rotary module beside positions: the layer's type, where it has a table for each."""
         by_type = isinstance(self._rotary.rope_type, dict)
         return (self._rotary.config.layer_types[index],) if by_type else ()
 
     def final_norm(self) -> nn.Module:
-        """What stands between the last layer and the head."""
+        """The norm between the last layer and the head."""
         return self._fill(self.skeleton.model.norm, "model.norm.")
 
     def head_rows(self, start: int, stop: int) -> torch.Tensor:
@@ -174,5 +174,5 @@ def inputs_observed(layer: nn.Module, receive: Callable[[torch.Tensor], None]) -
 
 
 def first_output(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Of a module that may give more than hidden states."""
+    """Hidden states of a module that may return more."""
     return output[0] if isinstance(output, tuple) else output
