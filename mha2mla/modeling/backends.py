@@ -41,13 +41,6 @@ from mha2mla.modeling.registry import (
 )
 
 
-def _rope(tensors: Tensors, constants: AttentionConstants) -> LatentRope | None:
-    """What rotary keys are computed from; None where they are cached."""
-    if tensors.get("rope_weight") is None:
-        return None
-    return LatentRope(tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0], constants.attention_scaling)
-
-
 def _mla_plan(
     backend: str | None, cache: Tensors, batch: Batch, constants: AttentionConstants, dtype: torch.dtype
 ) -> MixedPlan:
@@ -120,11 +113,15 @@ def _mla_attend(
     backend: str | None, tensors: Tensors, cache: Tensors, batch: Batch, plan: Plan, constants: AttentionConstants
 ) -> Tensor:
     q_nope, q_pe = tensors["q_nope"], tensors["q_pe"]
+    rope = None  # where rotary keys are cached
+    if tensors.get("rope_weight") is not None:
+        parameters = tensors["rope_weight"], tensors["rope_bias"], tensors["inv_freq"][0]
+        rope = LatentRope(*parameters, constants.attention_scaling)
     layer = (cache["latent_cache"], cache.get("rope_cache"), tensors["k_up"], tensors["v_up"])
     options = {
         "softmax_scale": constants.softmax_scale,
         "latent_scale": cache.get("latent_scale"),
-        "rope": _rope(tensors, constants),
+        "rope": rope,
         "backend": backend,
     }
     if not isinstance(plan, DecodePlan):

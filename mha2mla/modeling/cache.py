@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from mha2mla.modeling.visibility import (
     is_recorded,
     visible_tokens,
 )
+
+_DEVICE = attrgetter("device")
 
 
 class LatentCache(Cache):
@@ -153,7 +156,7 @@ class LatentCache(Cache):
 
     def step(
         self,
-        attentions: Sequence[nn.Module],
+        decoder_layers: Sequence[nn.Module],
         attention_mask: Any,
         position_ids: Tensor | None,
         shape: tuple[int, int],
@@ -165,7 +168,7 @@ class LatentCache(Cache):
         (``visibility.py``).
 
         Args:
-            attentions: the model's :class:`~mha2mla.modeling.MLAAttention`, whose weights say where layers run.
+            decoder_layers: of the model; the weights of their ``self_attn`` say where layers run.
             attention_mask: [B, T] with T >= cached + S, or what the source's model takes.
             position_ids: [B or 1, S].
             shape: new tokens, [B, S].
@@ -185,7 +188,7 @@ class LatentCache(Cache):
         if query_length > MAX_DECODE_QUERY_LENGTH and is_recorded(position_ids.device):
             obeys = False  # their plans are the host's work, from lengths that a replay does not have
         # A plan is for pages that do not grow under it.
-        if (self.is_empty and torch.is_grad_enabled()) or not self._open_for(attentions, batch, query_length):
+        if (self.is_empty and torch.is_grad_enabled()) or not self._open_for(decoder_layers, batch, query_length):
             return None
         obeys = obeys and not output_attentions
         attends = tuple([obeys and layer.attends(query_length) for layer in self.layers])
@@ -197,7 +200,7 @@ class LatentCache(Cache):
         for layer in self.layers:  # all cache the same tokens
             if layer.device not in on_device:
                 on_device[layer.device] = layer.append_to(position_ids, first_visible)
-        batches = tuple([on_device[layer.device] for layer in self.layers])
+        batches = tuple(map(on_device.get, map(_DEVICE, self.layers)))
         if query_length > MAX_DECODE_QUERY_LENGTH and True in attends:
             cached = self.layers[0].get_seq_length()
             lengths = torch.tensor([[query_length] * batch, [cached] * batch, starts or [0] * batch], dtype=torch.int32)
@@ -210,14 +213,15 @@ class LatentCache(Cache):
                 self.planned_for, self.planner = pages, StepPlanner()
         return self.planner.step(self.layers, batches, query_length, attends)
 
-    def _open_for(self, attentions: Sequence[nn.Module], batch: int, query_length: int) -> bool:
+    def _open_for(self, decoder_layers: Sequence[nn.Module], batch: int, query_length: int) -> bool:
         """Makes room in all layers; False where an empty cache cannot know where its layers will run (offloading)."""
         first = self.layers[0]
-        if first.is_initialized and not first.is_empty and first.has_room(batch, query_length):
-            return True  # layers hold the same tokens
+        fits = first.is_compileable or first._length + query_length <= first.max_pages * first.page_size
+        if fits and not first.is_empty and batch == first.batch_size:
+            return True  # all layers hold the same tokens
         kinds = []
-        for layer, attention in zip(self.layers, attentions, strict=True):
-            weight = attention.v_b_proj
+        for layer, decoder_layer in zip(self.layers, decoder_layers, strict=True):
+            weight = decoder_layer.self_attn.v_b_proj
             if layer.is_initialized:
                 kinds.append((layer.dtype, layer.device))
             elif weight.device.type == "meta":

@@ -75,6 +75,8 @@ def fused_weight(x: Tensor, parts: Sequence[nn.Module]) -> tuple[Tensor, Tensor 
             return None
         if (part.bias is not None) != with_bias:
             return None
+    if len(parts) == 1:
+        return (parts[0].weight, parts[0].bias) if type(parts[0].weight) is nn.Parameter else None
     weight = _adjacent(tuple(map(_WEIGHT, parts)))
     bias = _adjacent(tuple(map(_BIAS, parts))) if with_bias else None
     return None if weight is None or (with_bias and bias is None) else (weight, bias)
@@ -88,9 +90,11 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 def own_map(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Weight and bias of an ``nn.Linear`` with a bias, offloaded or not; None: a call of it computes something else."""
-    if is_plain(module, nn.Linear):
+    if type(module) is not nn.Linear:
+        return None
+    if not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__):
         return module.weight, module.bias
-    if type(module) is nn.Linear and hasattr(module, "_hf_hook"):
+    if hasattr(module, "_hf_hook"):
         from accelerate.utils import align_module_device  # offloading has imported it
 
         with align_module_device(module):
@@ -126,7 +130,7 @@ def _adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
         if each.data_ptr() != address or each.untyped_storage().data_ptr() != storage:
             return None
         address, rows = address + each.nbytes, rows + each.shape[0]
-    return first if len(parameters) == 1 else first.detach().as_strided((rows, *first.shape[1:]), first.stride())
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
 
 
 def _may_move(parameters: Sequence[Tensor]) -> bool:

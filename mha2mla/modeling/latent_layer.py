@@ -185,11 +185,6 @@ class LatentLayer(CacheLayerMixin):
             return self.max_pages
         return max(pages, 2 * self.max_pages)
 
-    def has_room(self, batch: int, new_tokens: int) -> bool:
-        """True where the pages of ``batch`` sequences take ``new_tokens`` more."""
-        fits = self.is_compileable or self._length + new_tokens <= self.max_pages * self.page_size
-        return fits and batch == self.batch_size
-
     def open(
         self, batch: int, new_tokens: int, dtype: torch.dtype, device: torch.device, max_pages: int | None = None
     ) -> None:

@@ -265,11 +265,11 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
         with torch.no_grad() if no_history else nullcontext():
             if latent is not None and latent.is_empty and not (torch.is_grad_enabled() or is_recorded(tokens.device)):
                 self._prepare_decoder()
-            layers, shape = [layer.self_attn for layer in self.model.layers], (batch, query_length)
             step = None
             if latent is not None:
                 latent.serve_by(self.config.attention_backend)
-                step = latent.step(layers, attention_mask, position_ids, shape, output_attentions)
+                shape = (batch, query_length)
+                step = latent.step(self.model.layers, attention_mask, position_ids, shape, output_attentions)
             attentions: dict[int, Tensor] = {}
             outputs = run_base_model(
                 self.model,
@@ -351,7 +351,7 @@ class MHA2MLAForCausalLM(MHA2MLAPreTrainedModel, LatentGenerationMixin, BatchMod
         """``attention_mask``, as the base model makes from it what the expanded layers look at."""
         if step is None:
             return attention_mask
-        if all(plan is not None for plan in step.plans):
+        if None not in step.plans:
             # The base model passes a 4-D mask on as it is: spares building one that no layer looks at.
             return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         if cache.is_compileable and not cache.is_empty and "flash" in self.config._attn_implementation:
