@@ -185,8 +185,8 @@ class LayerWalk:
             self.model.embed(store)
             for layer in range(self.spec.num_layers):
                 started = time.perf_counter()
-                collector = self.collector(layer) if layer in missing else None
                 module, window = self.model.layer(layer), self.first_window(store)
+                collector = self.collector(layer) if layer in missing else None
                 self.model.run_layer(
                     module,
                     layer,

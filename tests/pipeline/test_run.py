@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import mha2mla
 from mha2mla.conversion.latent.rules import LowRankRule
 from mha2mla.conversion.recipe import selections
 from mha2mla.conversion.result.writer import DestinationError
+from mha2mla.conversion.source.checkpoint import CheckpointReader
 from mha2mla.conversion.source.files import SourceChangedError
 from mha2mla.conversion.target import LAYOUTS
 from mha2mla.pipeline import prepare, run, verify
@@ -202,3 +204,19 @@ def test_a_gpu_converts_as_a_cpu_does(layout, source, tmp_path):
         losses = [math.log(report.parity.perplexity_converted) for report in (on_gpu, on_cpu)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert convert(source, tmp_path / "default", recipe, device=None).device == "cuda"
+
+
+def test_convert_reads_a_key_projection_three_times(source, tmp_path):
+    """To check it, to take statistics and convert by, and to verify."""
+    reads, code = [], CheckpointReader._read.__code__
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code is code:
+            reads.append(frame.f_locals["name"])
+
+    sys.setprofile(count)
+    try:
+        convert(source, tmp_path / "out", {**SHORT, "preset": "quick"})
+    finally:
+        sys.setprofile(None)
+    assert reads.count("model.layers.0.self_attn.k_proj.weight") == 3

@@ -34,6 +34,7 @@ class CheckpointReader:
             raise CheckpointError(f"source {str(self.folder)!r} is not a folder")
         self._files: dict[str, Any] = {}
         self._shard_of: dict[str, str] = {}
+        self._kept_prefix, self._kept = None, {}
         single, index = (os.path.lexists(self.folder / name) for name in (SINGLE_FILE, INDEX_FILE))
         if not single and not index:
             found = sorted(
@@ -59,8 +60,19 @@ class CheckpointReader:
         return self._files[shard]
 
     def release(self) -> None:
-        """Unmaps the files, so that what was read leaves this process's memory; reading opens them again."""
+        """Forgets kept tensors and unmaps the files, so that these leave memory; reading opens them again."""
+        self.keep(None)
+        self.unmap()
+
+    def unmap(self) -> None:
         self._files.clear()
+
+    def keep(self, prefix: str | None) -> None:
+        """Reads tensors whose names begin with ``prefix`` once until ``release`` or another prefix.
+
+        :meth:`tensor` then hands out the same memory again: nothing may be written to it.
+        """
+        self._kept_prefix, self._kept = prefix, {}
 
     def names(self) -> frozenset[str]:
         return frozenset(self._shard_of)
@@ -83,7 +95,15 @@ class CheckpointReader:
         Raises:
             CheckpointError: absent, not of floating-point numbers, or a value is NaN or infinite.
         """
+        if name in self._kept:
+            return self._kept[name]
         self.header(name).check_dtype(name)
+        tensor = self._read(name)
+        if self._kept_prefix is not None and name.startswith(self._kept_prefix):
+            self._kept[name] = tensor
+        return tensor
+
+    def _read(self, name: str) -> torch.Tensor:
         return self._finite(name, self._open(self._shard_of[name]).get_tensor(name).clone())
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:

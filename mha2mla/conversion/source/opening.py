@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mha2mla.terminal import progress_bar
 _ADAPTER_FILE = "adapter_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _GENERATION_CONFIG = "generation_config.json"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LARGEST = 1e15  # sums of squares of larger ones overflow float32
 _MAPPED_BYTES = 1 << 26  # bytes of the source that stay in memory during the check
 
@@ -97,20 +99,30 @@ class OpenedFolder:
         Raises:
             CheckpointError: a tensor is not of floating-point numbers, or has a NaN, infinite or absurdly large one,
                 or a negative frequency.
-            UnsupportedSourceError: the embedding is zero everywhere.
+            UnsupportedSourceError: the embedding, or a projection of a source's attention, is zero everywhere.
         """
-        names, mapped = sorted(self.reader.names()), 0
-        for name in progress_bar(names, desc="check", unit="tensor", show=progress):
+        last = {layer[0]: name for name in sorted(self.reader.names()) if (layer := _LAYER.match(name))}
+        current, mapped = None, 0
+        for name in progress_bar(sorted(self.reader.names()), desc="check", unit="tensor", show=progress):
+            layer = _LAYER.match(name)
+            if layer and layer[0] != current:
+                current = layer[0]
+                self.reader.keep(f"{current}self_attn.")
             if not name.endswith("rotary_emb.inv_freq"):  # computed from the config, whatever is stored
                 tensor = self.reader.tensor(name)
                 mapped += tensor.nbytes
                 _check_magnitude(name, tensor)
                 if name.endswith(FREQUENCIES):
                     check_frequencies(name, tensor)
+            if layer and name == last[current]:
+                self._check_attention(int(layer[1]))
             if mapped > _MAPPED_BYTES:
-                self.reader.release()
+                self.reader.unmap()
                 mapped = 0
         self.reader.release()
+
+    def _check_attention(self, layer: int) -> None:
+        """Refuses what no attention can be, once all of a layer's tensors were read."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +132,8 @@ class Source(OpenedFolder):
     adapter: FamilyAdapter
     spec: SourceSpec
 
-    def check_weights(self, *, progress: bool = False) -> None:
-        """Checks those of every folder, and that no projection of an attention is zero everywhere."""
-        super().check_weights(progress=progress)
-        for layer in range(self.spec.num_layers):
-            self._check_attention(layer)
-            self.reader.release()
-
     def _check_attention(self, layer: int) -> None:
+        """Refuses a projection that is zero everywhere."""
         cpu = torch.device("cpu")
         weights = self.adapter.attention_weights(self.reader, self.spec, layer, device=cpu, dtype=torch.float32)
         names = self.adapter.attention_names(self.spec, layer)

@@ -81,6 +81,8 @@ class StreamedModel:
             store.write(part, table[store.blocks.tokens[part]].to(self.dtype) * scale.to(self.dtype))
 
     def layer(self, index: int) -> nn.Module:
+        """Layer ``index`` with its weights. The source keeps those of its attention until it is released."""
+        self.source.keep(f"model.layers.{index}.self_attn.")
         return self._fill(self.skeleton.model.layers[index], f"model.layers.{index}.")
 
     @torch.inference_mode()
