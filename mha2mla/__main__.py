@@ -26,7 +26,7 @@ def main() -> int:
         raise KeyboardInterrupt
 
     def repeat(number: int, frame: FrameType | None) -> None:
-        if not _is_interrupt(sys.exc_info()[1]):  # else somebody is clearing up
+        if not _is_interrupt(sys.exc_info()[1]):  # else a handler is cleaning up
             raise KeyboardInterrupt
 
     def unraisable(found: "sys.UnraisableHookArgs") -> None:
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Whether it is a KeyboardInterrupt, or was raised because of one."""
+    """A KeyboardInterrupt, or an error raised because of one."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return error is not None

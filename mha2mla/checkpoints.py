@@ -1,4 +1,4 @@
-"""Checkpoints by folder or hub id, and safe access to their files. Imports no torch: mistakes are said at once."""
+"""Checkpoints by folder or hub id, and safe access to their files. Imports no torch: mistakes are found at once."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class CheckpointError(NamedError):
 
 @contextmanager
 def damage_named(what: str) -> Iterator[None]:
-    """Names what other code was given when it fails, in whatever way damaged files make it.
+    """Names the input of other code that fails on damaged files.
 
     Raises:
-        CheckpointError: ``what``, and the error in short. What is not the file's fault passes as it is: errors that
-            name something already, too little memory, a package that is not installed.
+        CheckpointError: ``what``, and the error in short. Other errors pass: those that name something already, too
+            little memory, a package that is not installed.
     """
     try:
         yield

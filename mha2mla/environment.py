@@ -125,11 +125,11 @@ def cache_folder() -> Path:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what is freed for what is allocated next. Where there is another C library, nothing happens.
+    """Makes glibc reuse freed memory in place of returning it to the system. Without glibc it does nothing.
 
-    Activations of a layer come and go with every batch. By itself glibc maps each from 32 MiB on anew, and the clearing
-    of their pages by the system was a fifth of a conversion's CPU time. Of the whole process, so only for one whose
-    work this is: what it once took stays its own until it ends.
+    Activations of a layer come and go with every batch. glibc maps each from 32 MiB on anew by default, and clearing
+    their pages took a fifth of a conversion's CPU time. The setting holds for the whole process, whose memory never
+    shrinks afterwards: call it only in a process that converts.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -154,7 +154,7 @@ def _run(*command: str, cwd: Path | None = None) -> str | None:
 
 def _commit() -> str | None:
     here = Path(__file__).resolve().parent
-    # An installed copy may lie inside somebody else's repository: only a tracked file makes the commit ours.
+    # An installed copy may lie inside another repository: only a tracked file makes the commit ours.
     if _run("git", "ls-files", "--error-unmatch", Path(__file__).name, cwd=here) is not None:
         commit = _run("git", "rev-parse", "--short=12", "HEAD", cwd=here)
         if commit:

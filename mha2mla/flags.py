@@ -35,6 +35,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Json = Annotated[str | None, Parameter(metavar="FILE", help="also write what is printed to this JSON file.")]
 
 
+def torch_dtype(name: str | None) -> Any:
+    import torch
+
+    return None if name is None else getattr(torch, name)
+
+
 def flag(key: str) -> str:
     return "--" + key.replace("_", "-")
 

@@ -183,7 +183,7 @@ def join_windows(parts: Sequence[list[dict[str, Tensor]]], windows: int) -> list
 
 
 def perplexity(mean_nll: float) -> float:
-    """exp that says infinity instead of raising: a broken model has a perplexity too."""
+    """exp, infinite in place of an overflow: a broken model has a perplexity too."""
     return math.exp(mean_nll) if mean_nll < 700 else math.inf if mean_nll == mean_nll else math.nan
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: which parameters they make, and what their headers must say."""
+"""Tensors of a checkpoint: the parameters that they make, and checks of their headers."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class StoredParameters:
         """Holds the tensors of a checkpoint against the model's: all there, of its shapes, floats, and no others.
 
         Args:
-            stored: name -> what the header says of it.
+            stored: name -> header.
             where: folder, for messages.
             unknown: the error of a tensor that the model has no place for.
 

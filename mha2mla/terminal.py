@@ -59,7 +59,7 @@ class ForgivingStream:
 
 @contextmanager
 def forgiving_streams() -> Iterator[None]:
-    """Standard output and error of a command: inside, writing to them never raises, and neither does leaving."""
+    """Redirects standard output and error so that neither writing nor leaving raises."""
     # Where one is closed, the next file that is opened, a checkpoint's perhaps, would take its number and get its text.
     for _ in range(3):
         number = os.open(os.devnull, os.O_RDWR)
@@ -77,7 +77,7 @@ def forgiving_streams() -> Iterator[None]:
 
 
 def _empty(stream: TextIO | None, nowhere: TextIO) -> None:
-    """Nothing is left that the interpreter could fail to write when it ends."""
+    """Flushes a stream, so that the interpreter cannot fail to at its end."""
     try:
         if stream is not None:
             stream.flush()

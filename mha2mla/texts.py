@@ -318,7 +318,7 @@ def plain_tokens(tokenizer: Any, text: str) -> list[int]:
 
 
 def end_tokens(model: torch.nn.Module) -> list[int]:
-    """Tokens after which ``generate`` says no more."""
+    """Tokens after which ``generate`` stops."""
     ends = model.generation_config.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
 

@@ -238,7 +238,7 @@ def source_config(name: ShapeName, **changes: Any) -> PreTrainedConfig:
 
 
 def converted_config(source: PreTrainedConfig, **target: Any) -> MHA2MLAConfig:
-    """What a conversion of ``source`` would give, every layer with the same widths.
+    """Config of a conversion of ``source``, every layer with the same widths.
 
     Args:
         target: ``layout``, and ``cache_ratio`` or ``kv_lora_rank`` with ``qk_rope_head_dim``, as recipes have them.

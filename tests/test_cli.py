@@ -114,7 +114,7 @@ def test_lists_need_no_brackets():
     assert parsed_recipe("--latent.ranks", "8,16") == {"latent.ranks": [8, 16]}
 
 
-def test_a_repeated_flag_extends_words_and_replaces_values():
+def test_repeated_flags_extend_words_replace_values():
     given = parse("generate", "m", "--seed", "3", "--prompt", "a", "b", "--seed", "4", "--prompt", "c")
     assert given == {"model": "m", "seed": 4, "prompt": ["a", "b", "c"]}
     given = parse("eval", "latency", "a", "b", "--seqlens", "1", "--seqlens", "2,3", "--level", "op", "--level=step")

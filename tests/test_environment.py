@@ -96,7 +96,7 @@ print(faults())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's own")
-def test_a_freed_block_is_not_cleared_by_the_system_again():
+def test_keep_freed_memory_avoids_page_faults():
     found = [
         int(
             subprocess.run([sys.executable, "-c", FAULTS, module.__file__, how], capture_output=True, check=True).stdout

@@ -151,7 +151,7 @@ def test_pictures_are_of_the_kind_that_they_are_named(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.SVG", "a.pdf", "a.png", "b.svg"]
 
 
-def test_a_report_does_not_replace_what_appeared_meanwhile(tmp_path):
+def test_write_output_spares_a_file_that_appeared(tmp_path):
     path = report_file(tmp_path / "r.json", "quality")
     path.write_text("mine")
     with pytest.raises(ValueError, match="no report of kind 'quality'"):

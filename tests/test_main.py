@@ -84,7 +84,7 @@ def test_an_interrupt_at_any_moment_is_one_line(moment, tiny_source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# What stands in for the verbs; main() below it is the command's own.
+# Stand-in for the verbs; main() below it is the command's own.
 FAKE = """
 import signal, sys, types
 fake = types.ModuleType("mha2mla.cli")
@@ -144,7 +144,7 @@ def test_an_interrupt_is_not_lost(body):
     ended(started("-c", FAKE.format(body=body)))
 
 
-def test_clearing_up_after_an_interrupt_is_not_interrupted():
+def test_cleanup_after_interrupt_is_not_interrupted():
     """An interrupt is repeated where it was lost, and nowhere else."""
     body = """
 from contextlib import contextmanager
@@ -164,7 +164,7 @@ def run():
     assert output_of(process) == "removed\nmha2mla: interrupted\n" and process.returncode == 130
 
 
-def test_an_interrupt_while_the_interpreter_ends_is_quiet():
+def test_interrupt_at_interpreter_exit_is_quiet():
     process = started("-c", FAKE.format(body="import atexit\natexit.register(interrupt)\ndef run():\n    return 0\n"))
     output = output_of(process)
     assert process.returncode == 130 and "Traceback" not in output
@@ -176,7 +176,7 @@ def test_a_fault_of_ours_keeps_its_traceback():
     assert process.returncode == 1 and "Traceback" in output and "ours" in output
 
 
-def test_a_log_gets_few_states_of_bars_that_others_draw():
+def test_log_gets_few_lines_of_foreign_bars():
     """lm-eval's; by default a bar has a state every tenth of a second."""
     body = """
 def run():

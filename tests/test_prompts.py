@@ -85,7 +85,7 @@ def test_a_prompt_with_a_key_of_answers_is_refused(key, tmp_path):
     assert Answers(tmp_path / "out", MADE_BY, key_prefix="our_").remaining(tasks) == [(0, tasks[0])]
 
 
-def test_a_checkpoint_digest_is_of_what_answers_depend_on(tmp_path):
+def test_checkpoint_digest_covers_every_input(tmp_path):
     """Weights of the same size under the same path had "answers already"."""
     files = {"config.json": "{}", "model.safetensors": "0" * 100, "tokenizer.json": "{}", "generation_config.json": ""}
     for name, text in files.items():
@@ -101,7 +101,7 @@ def test_a_checkpoint_digest_is_of_what_answers_depend_on(tmp_path):
     assert checkpoint_digest(str(tmp_path)) == digest
 
 
-def test_a_recorded_digest_is_read_where_it_is_of_the_shard(tmp_path):
+def test_checkpoint_digest_reads_recorded_ones(tmp_path):
     """Hashing 16 GB takes a while; a shard that was put there later is hashed all the same."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("weights")

@@ -88,7 +88,7 @@ def run(tmp_path, redirection, size=1, **environment):
         ("2> /dev/full", 1, {}),
     ],
 )
-def test_what_was_done_is_success_whatever_becomes_of_its_output(redirection, size, environment, tmp_path):
+def test_lost_output_is_success(redirection, size, environment, tmp_path):
     status, output, done = run(tmp_path, redirection, size, **environment)
     assert status == 0 and done, output
     assert b"Traceback" not in output and b"Error" not in output
@@ -96,7 +96,7 @@ def test_what_was_done_is_success_whatever_becomes_of_its_output(redirection, si
         assert b" ? x" in output or b"? ? x" in output
 
 
-def test_a_closed_standard_stream_does_not_become_a_file_of_the_checkpoint(tmp_path):
+def test_closed_stream_does_not_become_a_file(tmp_path):
     """The lowest free number goes to the next file, and what libraries print would be written into it."""
     script = f"""
 import os
@@ -114,7 +114,7 @@ with forgiving_streams():
 
 
 @pytest.mark.slow
-def test_a_conversion_under_a_closed_standard_error_is_a_conversion(tiny_source, tmp_path):
+def test_convert_with_closed_streams(tiny_source, tmp_path):
     command = f"{sys.executable} -m mha2mla convert {tiny_source} {tmp_path / 'out'} --device cpu"
     command += " --calibration.tokens 256 --calibration.lengths 64 >&- 2>&-"
     environment = {**os.environ, "PYTHONPATH": str(Path(mha2mla.__file__).parents[1])}

@@ -9,7 +9,7 @@ from tests.conversion import tiny
 ALL = 10**6  # windows: more than any text has
 
 
-def test_builtin_texts_are_there_and_of_different_kinds():
+def test_builtin_texts_differ():
     manual, prose = load_text("builtin:pydoc"), load_text("builtin:prose")
     assert len(manual) > 200_000 and manual == load_text("builtin:pydoc")
     assert 14_000 < len(prose) < 20_000
@@ -43,7 +43,7 @@ def test_a_bad_name_is_refused(name, named):
         load_text(name)
 
 
-def test_a_dataset_without_the_package_says_what_to_install(monkeypatch):
+def test_dataset_without_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"needs the datasets package: pip install -e '\.\[eval\]' in the clone"):
         load_text("hf:owner/name")
@@ -78,7 +78,7 @@ def test_windows_tile_the_text_behind_a_start_token():
     assert torch.equal(token_windows(tokenizer, text, 11, 2), windows[:2])
 
 
-def test_drawn_windows_are_reproducible_and_in_text_order():
+def test_token_windows_seed_reproduces_in_order():
     tokenizer = tiny.tokenizer()
     text = load_text("builtin:prose")
     everything = token_windows(tokenizer, text, 64, ALL).tolist()
@@ -96,12 +96,12 @@ def test_drawn_windows_are_reproducible_and_in_text_order():
         ({"length": 64, "count": 1}, "at least one window"),
     ],
 )
-def test_a_text_that_is_too_short_or_a_bad_argument_is_named(keys, named):
+def test_token_windows_names_bad_argument(keys, named):
     with pytest.raises(ValueError, match=named):
         token_windows(tiny.tokenizer(), "ten bytes!", **keys)
 
 
-def test_the_standard_library_is_prose_without_the_evaluation_text():
+def test_stdlib_text_lacks_the_prose_text():
     text = load_text("builtin:stdlib")
     assert len(text) > 1_000_000 and text == load_text("builtin:stdlib")
     prose = load_text("builtin:prose")
@@ -142,7 +142,7 @@ def test_prompts_have_a_place_for_the_topic():
     assert not any(line.replace("{}", "") in prose for line in instructions + openings if len(line) > 20)
 
 
-def test_texts_of_packages_are_long_and_of_one_kind_each():
+def test_package_texts_are_long_and_distinct():
     opticks, licences = load_text("builtin:opticks"), load_text("builtin:licences")
     assert "TREATISE" in opticks and len(opticks) > 500_000
     assert "You may convey verbatim copies of the Program" in licences and "Covered Software" in licences
@@ -156,7 +156,7 @@ def test_texts_of_packages_are_long_and_of_one_kind_each():
     assert not [line for line in lines if line in manual]
 
 
-def test_a_found_text_that_is_not_there_or_another_one_is_refused(monkeypatch, tmp_path):
+def test_package_text_missing_or_changed_is_refused(monkeypatch, tmp_path):
     from importlib.machinery import ModuleSpec
 
     from mha2mla import texts
@@ -173,7 +173,7 @@ def test_a_found_text_that_is_not_there_or_another_one_is_refused(monkeypatch, t
         load_text("builtin:opticks")
 
 
-def test_a_text_of_long_tokens_is_cut_where_a_whole_one_would_be():
+def test_token_windows_of_long_tokens():
     """The beginning of a text is tokenized for its first windows; one of longer tokens than texts have, whole."""
     tokenizer = tiny.tokenizer()
     text = load_text("builtin:prose")

@@ -14,7 +14,7 @@ from mha2mla.trial_models import SHAPES, converted_config, random_model, random_
         ("smollm2-135m", 0.1345), ("smollm2-1.7b", 1.71),
     ],
 )  # fmt: skip
-def test_shapes_have_as_many_parameters_as_their_models(name, billions):
+def test_shapes_have_published_parameter_counts(name, billions):
     model = random_model(source_config(name), "meta", torch.bfloat16)
     assert sum(each.numel() for each in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
 

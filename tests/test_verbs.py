@@ -1,4 +1,4 @@
-"""What the verbs do: their output, their records, and exit code 1 where something is wrong."""
+"""Verbs: their output, their records, and exit code 1 where something is wrong."""
 
 import json
 
