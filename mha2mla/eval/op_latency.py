@@ -216,10 +216,8 @@ def _judge_source(out: Tensor, inputs: AttentionInputs) -> Judgement:
         PlainAttention((q.transpose(0, 1),), (k.transpose(0, 1),), v.transpose(0, 1), None, inputs.softmax_scale)
         for q, k, v in zip(inputs.q, inputs.k, inputs.v, strict=True)
     ]
-    outs, roundings = plain_attention(sequences, out.dtype)
-    exact = torch.stack([sequence.to(torch.float64).attend() for sequence in sequences])
-    rounding = None if roundings is None else torch.stack(roundings)
-    return verdict(out.transpose(1, 2), None, exact, None, torch.stack(outs), rounding)
+    exact, _, torch_out, rounding = plain_attention(sequences, out.dtype)
+    return verdict(out.transpose(1, 2).flatten(0, 1), None, exact, None, torch_out, rounding)
 
 
 def _mla_row(

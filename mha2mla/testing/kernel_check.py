@@ -1,6 +1,6 @@
 """The decode kernels against float64 on random geometries, calls and plans: ``mha2mla check kernels``.
 
-Seeded; kernels are compiled in parallel and launched in a process of their own, under a time-out.
+Kernels are compiled in parallel and launched in a process of their own, under a time-out.
 """
 
 from __future__ import annotations
@@ -68,37 +68,29 @@ class Case:
         return resident if self.share is None else max(1, round(self.share * resident))
 
 
-def draw_geometry(rng: random.Random) -> tuple[Problem, str]:
-    """A problem over stored rotary keys, without lengths, and a dtype; popular geometries often."""
+def draw_geometry(rng: random.Random, latent: bool) -> tuple[Problem, str]:
+    """A problem without lengths, and a dtype; popular geometries often. ``latent``: over a cache of the latent alone,
+    every third one of e4m3 latents; else over stored rotary keys."""
+    page, seqlen_q = rng.choice((16, 32, 64, 64, 128)), rng.choice((1, 1, 1, 2, 4, 8))
+    paged = {"lengths": (), "page_size": page, "seqlen_q": seqlen_q}
+    dtype = rng.choice(("bfloat16", "bfloat16", "float16"))
+    if latent:
+        heads = rng.choice((1, 8, 9, 14, 16, 24, 32, 40, 64, 128, rng.randint(1, 128)))
+        d_c = rng.choice((72, 120, 192, 256, 384, 512, 1024, *[8 * rng.randint(1, 64)] * 5, 8 * rng.randint(65, 128)))
+        d_r = rng.choice((32, 64, 64, 96, 128, 8 * rng.randint(1, 16)))
+        extra = {"scaling": rng.choice((1.0, 1.3)), "codes": rng.random() < 1 / 3}
+        return LatentProblem(heads, 1, d_c, d_r, **paged, **extra), dtype
     heads = rng.choice((1, 3, 8, 9, 12, 14, 16, 24, 32, 40, 48, 56, 63, 64, 126, 128, *[rng.randint(1, 128)] * 8))
     groups = rng.choice((1, heads, rng.choice([g for g in range(1, heads + 1) if heads % g == 0])))
     wide = (520, 576, 768, 960, 1024, 8 * rng.randint(65, 128))
     d_c = rng.choice((64, 80, 96, 128, 144, 192, 256, 320, 384, 448, 512, *[8 * rng.randint(1, 64)] * 8, *wide))
     widest = min(MAX_ROPE_SHARED if groups == 1 else MAX_ROPE_PER_HEAD, MAX_ROPE_WIDTH // groups // 8 * 8)
     d_r = min(widest, rng.choice((8, 16, 24, 32, 64, *[8 * rng.randint(1, widest // 8)] * 3)))
-    page, seqlen_q = rng.choice((16, 32, 64, 64, 128)), rng.choice((1, 1, 1, 2, 4, 8))
-    problem = Problem(heads, groups, d_c, d_r, (), page_size=page, seqlen_q=seqlen_q)
-    return problem, rng.choice(("bfloat16", "bfloat16", "float16"))
-
-
-def draw_latent_geometry(rng: random.Random) -> tuple[LatentProblem, str]:
-    """Same as :func:`draw_geometry`, over a cache of the latent alone; every third one of e4m3 latents."""
-    problem = LatentProblem(
-        rng.choice((1, 8, 9, 14, 16, 24, 32, 40, 64, 128, rng.randint(1, 128))),
-        1,
-        rng.choice((72, 120, 192, 256, 384, 512, 1024, *[8 * rng.randint(1, 64)] * 5, 8 * rng.randint(65, 128))),
-        rng.choice((32, 64, 64, 96, 128, 8 * rng.randint(1, 16))),
-        (),
-        page_size=rng.choice((16, 32, 64, 64, 128)),
-        seqlen_q=rng.choice((1, 1, 1, 2, 4, 8)),
-        scaling=rng.choice((1.0, 1.3)),
-        codes=rng.random() < 1 / 3,
-    )
-    return problem, rng.choice(("bfloat16", "bfloat16", "float16"))
+    return Problem(heads, groups, d_c, d_r, **paged), dtype
 
 
 def draw_call(rng: random.Random, geometry: Problem, longest: int, most_sequences: int) -> Problem:
-    """Random dynamic arguments for a geometry: batch, lengths, starts, window, sinks, layout, table width, numbers."""
+    """A call of a geometry: batch, lengths, starts, window, sinks, layout, table width, seed."""
     page = geometry.page_size
     edges = (0, 1, page - 1, page, page + 1, 63, 64, 65, 127, 128, 130)
 
@@ -125,40 +117,43 @@ def draw_call(rng: random.Random, geometry: Problem, longest: int, most_sequence
     )
 
 
-def draw_cases(
-    count: int,
-    seed: int,
+def is_served(problem: Problem, dtype: str) -> bool:
+    """True where some kernel takes the geometry."""
+    return problem.op.refusal(problem.shape(dtype)) is None
+
+
+def draw_group(
+    rng: random.Random,
+    group: int = 0,
     *,
     calls: int = 4,
     longest: int = 3000,
     most_sequences: int = 40,
-    accepts: Callable[[Problem, str], bool] = lambda problem, dtype: problem.op.refusal(problem.shape(dtype)) is None,
+    accepts: Callable[[Problem, str], bool] = is_served,
 ) -> list[Case]:
-    """``count`` geometries times ``calls`` calls. The n-th geometry of a seed is the same whatever ``count`` is; every
-    fourth one is of a cache of the latent alone.
+    """``calls`` calls of one geometry that ``accepts``; every fourth group is of a cache of the latent alone.
 
     Args:
-        count, seed, calls: as :func:`check_kernels`.
-        longest: cached tokens of a sequence at most.
-        most_sequences: sequences of a batch at most.
-        accepts: predicate of a geometry and a dtype; others are drawn anew.
+        longest, most_sequences: most cached tokens of a sequence, and sequences of a batch.
     """
-    cases = []
-    for group in range(count):
-        rng = random.Random(f"{seed}/{group}")
-        draw = draw_latent_geometry if group % 4 == 3 else draw_geometry
-        geometry, dtype = draw(rng)
-        while not accepts(geometry, dtype):
-            geometry, dtype = draw(rng)
-        for call in range(calls):
-            problem = draw_call(rng, geometry, longest, most_sequences)
-            cases.append(Case(group, problem, dtype, rng.random() if call % 2 else None, call))
-    return cases
+    geometry, dtype = draw_geometry(rng, group % 4 == 3)
+    while not accepts(geometry, dtype):
+        geometry, dtype = draw_geometry(rng, group % 4 == 3)
+    return [
+        Case(group, draw_call(rng, geometry, longest, most_sequences), dtype, rng.random() if call % 2 else None, call)
+        for call in range(calls)
+    ]
+
+
+def draw_cases(count: int, seed: int, **options: Any) -> list[Case]:
+    """:func:`draw_group` of ``count`` geometries. The n-th one of a seed is the same whatever ``count`` is."""
+    groups = [draw_group(random.Random(f"{seed}/{group}"), group, **options) for group in range(count)]
+    return [case for cases in groups for case in cases]
 
 
 @torch.inference_mode()
 def check_case(case: Case, device: torch.device) -> dict[str, Any]:
-    """Runs one case and compares it with float64: the call, its plan, and that repeating it gives the same bits.
+    """Runs one case over poison; compares it with float64, its plan with the oracle's, and repetitions bit by bit.
 
     Returns:
         ``status`` ("ok" or "wrong: …") and the measured errors.
@@ -171,7 +166,10 @@ def check_case(case: Case, device: torch.device) -> dict[str, Any]:
         plan = plan_for(plan, case.num_ctas(plan.num_ctas))
     wrong, first = "", None
     for _ in range(REPEATS):
-        refresh_poisoned(plan, inputs)
+        for workspace in (plan.partial_out, plan.partial_lse):
+            workspace.fill_(torch.nan)
+        plan.schedule.fill_(UNUSED_PAGE)
+        plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
         out = torch.full_like(inputs["q_latent"], torch.nan)
         out, lse = mla_decode(**inputs, plan=plan, out=out, return_lse=True, backend=backend)
         if first is None:
@@ -203,14 +201,6 @@ def plan_for(plan: DecodePlan, num_ctas: int) -> DecodePlan:
         partial_out=plan.partial_out.new_empty(num_ctas, *plan.partial_out.shape[1:]),
         partial_lse=plan.partial_lse.new_empty(num_ctas, *plan.partial_lse.shape[1:]),
     )
-
-
-def refresh_poisoned(plan: DecodePlan, inputs: dict[str, Any]) -> None:
-    """Fills a plan for a call, over poison: NaN in its workspace, and unused rows of its schedule."""
-    for workspace in (plan.partial_out, plan.partial_lse):
-        workspace.fill_(torch.nan)
-    plan.schedule.fill_(UNUSED_PAGE)
-    plan.refresh(inputs["cache_seqlens"], inputs["cache_starts"])
 
 
 def plan_error(problem: Problem, plan: DecodePlan) -> str:
@@ -331,19 +321,12 @@ def check_in_processes(
 
 def case_row(case: Case, device: torch.device) -> dict[str, Any]:
     """The columns that name a case, and its kernel."""
-    problem = case.problem
+    problem, lengths = case.problem, case.problem.lengths
     kernel = problem.op.choose(case.shape(), device).kernel if device.type == "cuda" else "reference"
+    sizes = {"dtype": case.dtype, "kernel": kernel, "batch": len(lengths), "longest": max(lengths, default=0)}
     names = ("starts", "causal", "window", "sinks", "combined", "scale", "seed")
-    return {
-        "group": case.group,
-        "call": case.call,
-        **problem.columns,
-        "dtype": case.dtype,
-        "kernel": kernel,
-        "batch": len(problem.lengths),
-        "longest": max(problem.lengths, default=0),
-        **{name: getattr(problem, name) for name in names},
-    }
+    numbers = {"group": case.group, "call": case.call}
+    return numbers | problem.columns | sizes | {name: getattr(problem, name) for name in names}
 
 
 def not_right(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -1,7 +1,4 @@
-"""The numeric check of an op's output: its distance from float64, relative to plain torch at the same dtype.
-
-One function judges them all: decode and prefill kernels, the rows of ``eval latency``, whole decode steps.
-"""
+"""The numeric check of an op's output: its distance from float64, relative to plain torch at the same dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-NOT_CHECKED = "not checked"  # prefix of the status of a row without a check
+NOT_CHECKED = "not checked"  # begins the status of a row whose output was not checked
 UNIT = torch.finfo(torch.float32).eps / 2  # sums are kept in float32 whatever the dtype of the inputs
 ERROR_FACTOR = 2.0  # an output may be this many times as far from float64 as plain torch at the same dtype
 
@@ -22,8 +19,8 @@ class Judgement:
     """Verdict on an output, with its numbers.
 
     Attributes:
-        ok: whether it is.
-        reason: what is wrong, in words with the numbers; empty if nothing is.
+        ok: the output is right.
+        reason: the fault, with its numbers; empty where ``ok``.
         error, torch_error: Frobenius-relative, of the output and of plain torch at the same dtype.
         largest, torch_largest: the largest absolute ones.
         lse_error: largest absolute error of the log-sum-exp over rows that see a token.
@@ -59,23 +56,21 @@ def verdict(
 ) -> Judgement:
     """Judges ``out`` and ``lse`` against float64's, beside ``torch_out``, the same formula in torch.
 
-    Right means: both errors at most ``factor`` times torch's, or what ``rounding`` lets expect if that is more, and
-    half a unit in the last place (torch's rounding of a few numbers may be nothing by chance); inf and NaN where
-    float64 has them; rows that see no token exactly 0 with a log-sum-exp of -inf; the other log-sum-exps within the
-    rounding of float32 products, and ``factor`` times torch's error, or what ``lse_rounding`` lets expect, where that
-    rounds more than these.
+    Right means: both errors at most ``factor`` times torch's, or than ``rounding`` predicts if that is more, and half a
+    unit in the last place (torch's rounding of a few elements may be nothing by chance); inf and NaN where float64 has
+    them; rows that see no token exactly 0 with a log-sum-exp of -inf; the other log-sum-exps within the rounding of
+    float32 products, and ``factor`` times torch's error, or than ``lse_rounding`` predicts, where that rounds more.
 
     Args:
         out, expected, torch_out: [..., rows, heads, d]; ``torch_out`` in the dtype of the inputs.
         lse, expected_lse: [..., heads, rows]. ``lse`` is None where an implementation has none; without
             ``expected_lse`` every row sees a token.
-        rounding: as ``expected``: root mean square of each number's error in a formula that is right
-            (:meth:`PlainAttention.rounding`); None: torch's error alone says.
-        torch_lse: as ``expected_lse``, in torch with what the formula rounds before scores are products of it: rotary
-            keys that are not inputs. None: there is nothing of the kind.
-        lse_rounding: as ``expected_lse``: root mean square of the error that the same rounding is expected to put on it
-            (:meth:`PlainAttention.lse_rounding`). Who rounds other numbers than torch, such
-            as halves of a key, has errors as large as torch's and not the same ones; over the few rows of a short call
+        rounding: as ``expected``: root mean square of each element's error in a formula that is right
+            (:meth:`PlainAttention.rounding`); None: torch's error alone.
+        torch_lse: as ``expected_lse``, in torch with rotary keys made at the inputs' dtype; None: keys are inputs.
+        lse_rounding: as ``expected_lse``: root mean square of the error that this rounding of keys is expected to put
+            on it (:meth:`PlainAttention.lse_rounding`). A kernel that rounds other intermediates than torch, such as
+            halves of a key, has errors as large as torch's and not the same ones; over the few rows of a short call
             torch's largest is small by chance now and then.
         factor: of another form of the same sum, which may be further from float64 than the same form.
     """
@@ -156,6 +151,10 @@ class PlainAttention:
         """[S, H, d_v] at the inputs' dtype, every intermediate held in it; rows that see nothing are 0."""
         return self._weighted(self._weights(self._scores()), self.values)
 
+    def lse(self) -> Tensor:
+        """[H, S] log-sum-exp of the scores; -inf of rows that see nothing."""
+        return torch.logsumexp(self._scores(), -1).T
+
     def rounding(self) -> Tensor:
         """[S, H, d_v] of float64 inputs: root mean square that rounding to float32 is expected to put on
         :meth:`attend`, to first order in u.
@@ -205,7 +204,8 @@ class PlainAttention:
 
     @staticmethod
     def _weights(score: Tensor) -> Tensor:
-        return torch.softmax(score, -1).nan_to_num(0)  # rows that see nothing
+        sees_nothing = (score == -torch.inf).all(-1, keepdim=True)
+        return torch.where(sees_nothing, 0, torch.softmax(score, -1))
 
     @staticmethod
     def _weighted(weight: Tensor, values: Tensor) -> Tensor:
@@ -215,14 +215,18 @@ class PlainAttention:
 
 def plain_attention(
     sequences: Iterable[PlainAttention], dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor] | None]:
-    """``attend()`` of each sequence at ``dtype``, and ``rounding()`` where ``dtype`` is float32.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Attention of at least one sequence in float64, and at ``dtype`` in torch.
 
-    In 16 bits the inputs' own rounding, which plain torch has too, is a hundred times larger.
+    Returns:
+        out [N, H, d_v] and lse [H, N] in float64, over the rows of all sequences; out at ``dtype``; and its expected
+        rounding, None in 16 bits, where the inputs' own rounding, which torch has too, is a hundred times larger.
     """
-    outs, roundings = [], []
+    found = []
     for sequence in sequences:
-        outs.append(sequence.to(dtype).attend())
-        if dtype == torch.float32:
-            roundings.append(sequence.to(torch.float64).rounding())
-    return outs, roundings if dtype == torch.float32 else None
+        wide = sequence.to(torch.float64)
+        precision = torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+        rounding = [wide.rounding() * precision] if dtype.itemsize >= 4 else []
+        found.append((wide.attend(), wide.lse().T, sequence.to(dtype).attend(), *rounding))
+    out, lse, torch_out, *rounding = map(torch.cat, zip(*found, strict=True))
+    return out, lse.T, torch_out, rounding[0] if rounding else None

@@ -1,4 +1,4 @@
-"""Decode problems: one generator of shapes and poisoned inputs, and what their outputs are compared with.
+"""Decode problems: shapes, poisoned inputs, and the check of their outputs against float64.
 
 Tests, benchmarks and ``mha2mla check kernels`` all draw from here; everything runs on the device of the inputs.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,8 +23,7 @@ from mha2mla.kernels.split_kv.plan import TILE_TOKENS, DecodePlan
 from mha2mla.kernels.split_kv.reference import Span, attended_span
 from mha2mla.testing.numeric_check import Judgement, PlainAttention, plain_attention, verdict
 
-UNUSED_PAGE = 2147480000  # FlashMLA's tests put it into table entries that nobody may read
-CHUNK_TOKENS = 2**17  # tokens that the float64 reference takes at a time: its gathers hold 8 bytes a number
+UNUSED_PAGE = 2147480000  # in table entries that must not be read, as in FlashMLA's tests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,8 +345,7 @@ class GQAProblem(PagedProblem):
 
 
 def _op_of(inputs: dict[str, Any]) -> tuple[PagedOp, tuple[str, ...], tuple[str, ...]]:
-    """The op whose reference judges a call :func:`with_keys`, and the names of its queries and caches in the order of
-    their parts."""
+    """The op of a call :func:`with_keys`, and the names of its queries and caches in the order of their parts."""
     op = GQA if "k_cache" in inputs else MLA
     queries, caches = ([a.name for a in op.arguments if a.names[0] == first] for first in ("B", "P"))
     return op, tuple(queries), tuple(caches)
@@ -384,41 +381,26 @@ def with_keys(inputs: dict[str, Any], dtype: torch.dtype = torch.float64) -> dic
 
 
 def exact(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> tuple[Tensor, Tensor]:
-    """The reference in float64 on the same (rounded) inputs, a few sequences at a time where they are long.
+    """out [B, S_q, H, d] and lse [B, H, S_q] in float64 on the same (rounded) inputs.
 
     Args:
         inputs: as :meth:`Problem.inputs` or :meth:`GQAProblem.inputs` makes them.
         window, sinks: of the plan.
-
-    Returns:
-        out [B, S_q, H, d] and lse [B, H, S_q], float64.
     """
-    inputs = with_keys(inputs)
-    op, queries, caches = _op_of(inputs)
-    batch, pages = inputs["block_table"].shape
-    rows = max(inputs[name].shape[1:-1].numel() for name in caches)  # that a page's tokens have of the caches
-    step = max(1, CHUNK_TOKENS // max(1, pages * rows))
-    if batch <= step:
-        wide = inputs | {name: inputs[name].double() for name in (*queries, *caches)}
-        return resolve_name(op.reference)(**wide, window=window, sinks=sinks)
-    parts = [exact(_take(inputs, slice(b, b + step)), window, sinks) for b in range(0, batch, step)]
-    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+    found = [
+        (wide.attend(), wide.lse())
+        for wide in (sequence.to(torch.float64) for sequence in sequences(inputs, window, sinks))
+    ]
+    return tuple(map(torch.stack, zip(*found, strict=True))) if found else _nothing(inputs)
 
 
-def _take(inputs: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """Some sequences of a call, with only their pages: the rest of a large cache need not be cast."""
-    _, queries, caches = _op_of(inputs)
-    table, num_pages = inputs["block_table"][rows], inputs[caches[0]].shape[0]
-    valid = (table >= 0) & (table < num_pages)
-    pages, renamed = torch.unique(table[valid], return_inverse=True)
-    if not pages.numel():
-        pages = torch.zeros(1, dtype=torch.long, device=table.device)  # the reference wants a page to point at
-    small = torch.full_like(table, UNUSED_PAGE)
-    small[valid] = renamed.int()
-    taken = {name: inputs[name][rows] for name in ("cache_seqlens", *queries)}
-    taken |= {name: inputs[name][pages.long()] for name in caches}
-    starts = inputs["cache_starts"]
-    return inputs | taken | {"block_table": small, "cache_starts": None if starts is None else starts[rows]}
+def _nothing(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The out and lse of no sequence."""
+    op, (query, *_), caches = _op_of(inputs)
+    _, seqlen_q, heads, _ = inputs[query].shape
+    width = inputs[caches[1] if op is GQA else caches[0]].shape[-1]
+    wide = {"dtype": torch.float64, "device": inputs[query].device}
+    return torch.empty(0, seqlen_q, heads, width, **wide), torch.empty(0, heads, seqlen_q, **wide)
 
 
 def sequences(inputs: dict[str, Any], window: int | None = None, sinks: int = 0) -> Iterator[PlainAttention]:
@@ -451,8 +433,6 @@ def judge(
 ) -> Judgement:
     """Compares an output of a decode op with float64, and plain torch at the queries' dtype with float64.
 
-    What right means, :func:`mha2mla.testing.numeric_check.verdict` says.
-
     Args:
         inputs: as :meth:`Problem.inputs` or :meth:`GQAProblem.inputs` makes them.
         out: [B, S_q, H, d]. lse: [B, H, S_q], or None where an implementation has none.
@@ -464,18 +444,19 @@ def judge(
 def expected(
     inputs: dict[str, Any], window: int | None = None, sinks: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Arguments of :func:`verdict` behind out and lse: float64's out and lse, plain torch's out, expected rounding, the
-    lse of rotary keys that torch makes at the queries' dtype, and what such keys are expected to put on it."""
-    dtype = inputs[_op_of(inputs)[1][0]].dtype
-    makes_keys = inputs.get("rope") is not None
-    torch_lse = exact(with_keys(inputs, dtype), window, sinks)[1] if makes_keys else None
-    inputs = with_keys(inputs)
-    out, lse = exact(inputs, window, sinks)
-    if not out.shape[0]:
-        return out, lse, out.to(dtype), None, None, None
-    outs, roundings = plain_attention(sequences(inputs, window, sinks), dtype)
-    of_keys = None
-    if makes_keys:
-        wide = (sequence.to(torch.float64) for sequence in sequences(inputs, window, sinks))
-        of_keys = torch.stack([sequence.lse_rounding(1, dtype) for sequence in wide])
-    return out, lse, torch.stack(outs), None if roundings is None else torch.stack(roundings), torch_lse, of_keys
+    """Arguments of :func:`verdict` behind out and lse, by its names: expected, expected_lse, torch_out, rounding,
+    torch_lse and lse_rounding."""
+    query = inputs[_op_of(inputs)[1][0]]
+    held = with_keys(inputs)
+    if not query.shape[0]:
+        out, lse = _nothing(held)
+        return out, lse, out.to(query.dtype), None, None, None
+    rows = query.shape[:2]
+    out, lse, torch_out, rounding = plain_attention(sequences(held, window, sinks), query.dtype)
+    judged = [None if x is None else x.unflatten(0, rows) for x in (out, torch_out, rounding)]
+    torch_lse = lse_rounding = None
+    if inputs.get("rope") is not None:
+        torch_lse = exact(with_keys(inputs, query.dtype), window, sinks)[1]
+        wide = (sequence.to(torch.float64) for sequence in sequences(held, window, sinks))
+        lse_rounding = torch.stack([sequence.lse_rounding(1, query.dtype) for sequence in wide])
+    return judged[0], lse.unflatten(1, rows).transpose(0, 1), *judged[1:], torch_lse, lse_rounding

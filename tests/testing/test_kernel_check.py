@@ -1,4 +1,4 @@
-"""The check of random geometries: its draws, its verdicts, and that nothing can hang it."""
+"""The check of random geometries: its draws, its verdicts, and workers that fail or hang."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from mha2mla.kernels import parallel_compilation
 from mha2mla.kernels.split_kv.plan import FIELDS
@@ -18,6 +20,8 @@ from mha2mla.testing.kernel_check import (
     check_in_processes,
     check_kernels,
     draw_cases,
+    draw_group,
+    is_served,
     plan_error,
     plan_for,
     summarize,
@@ -25,30 +29,33 @@ from mha2mla.testing.kernel_check import (
 from mha2mla.testing.problems import Problem
 
 
-def test_what_is_drawn_is_within_the_contract_and_repeats():
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.randoms(use_true_random=False), st.integers(0, 3))
+def test_random_calls_are_served_and_right(rng, group):
+    """By the reference; the calls of a geometry share a compilation."""
+    cases = draw_group(rng, group, calls=2, longest=200, most_sequences=4)
+    assert len({case.shape() for case in cases}) == 1 and is_served(cases[0].problem, cases[0].dtype)
+    assert [check_case(case, torch.device("cpu"))["status"] for case in cases] == ["ok"] * 2
+
+
+def test_draws_repeat_and_vary():
     cases = draw_cases(150, 0, calls=3)
     assert cases == draw_cases(150, 0, calls=3)
     assert cases[: 3 * 20] == draw_cases(20, 0, calls=3)
     assert cases[0] != draw_cases(1, 1)[0]
-    for case in cases:
-        problem = case.problem
-        assert problem.op.refusal(problem.shape(case.dtype)) is None
-        assert case.shape() == next(c for c in cases if c.group == case.group).shape(), "one compilation a geometry"
     problems = [case.problem for case in cases]
     for name, least in {"heads": 40, "num_rope_heads": 15, "kv_lora_rank": 25, "qk_rope_head_dim": 10}.items():
         assert len({getattr(problem, name) for problem in problems}) > least
     assert {problem.seqlen_q for problem in problems} == set(range(1, 9))
     assert {problem.page_size for problem in problems} == {16, 32, 64, 128}
-    assert any(problem.heads % 2 for problem in problems)
-    assert any(0 in problem.lengths for problem in problems)
     assert {problem.window is None for problem in problems} == {True, False}
 
 
-def test_check_kernels_passes_the_reference():
-    rows = check_kernels(12, seed=3, device="cpu", calls=2, progress=False)
-    assert [row["status"] for row in rows] == ["ok"] * 24
+def test_check_kernels_summarizes_by_kernel():
+    rows = check_kernels(4, seed=3, device="cpu", calls=2, progress=False)
+    assert [row["status"] for row in rows] == ["ok"] * 8
     (row,) = summarize(rows)
-    assert row["calls"] == 24 and row["status"] == "ok" and not row["wrong"] and row["ratio"] <= 2
+    assert row["calls"] == 8 and row["status"] == "ok" and not row["wrong"] and row["ratio"] <= 2
 
 
 def test_check_kernels_budget_leaves_rows():
@@ -69,7 +76,7 @@ def test_wrong_numbers_are_reported(monkeypatch):
     assert check_case(case, torch.device("cpu"))["status"].startswith("wrong: relative error")
 
 
-def test_no_gpu_is_said_by_name():
+def test_no_gpu_is_refused_by_name():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match="device is cuda; no CUDA device is available here"):

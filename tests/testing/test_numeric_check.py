@@ -1,4 +1,4 @@
-"""The rule of "how wrong may it be", and the textbook formula and rounding that it takes."""
+"""The numeric check, and the baseline formula and rounding that it takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mla(q: torch.Tensor, latent: torch.Tensor, scale: float) -> PlainAttention:
     return PlainAttention((q[None],), (latent[:, None],), latent[:, None], None, scale)
 
 
-def test_the_textbook_is_torchs_attention():
+def test_plain_attention_is_torchs():
     q, k, v = torch.randn(5, 6, 16), torch.randn(40, 3, 16), torch.randn(40, 3, 16)
     visible = torch.ones(5, 40, dtype=torch.bool).tril(35)
     expected = scaled_dot_product_attention(

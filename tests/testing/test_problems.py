@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from mha2mla.kernels import mla_decode, mla_prefill_varlen
-from mha2mla.testing import problems
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.prefill_problems import PrefillProblem, sample
 from mha2mla.testing.prefill_problems import judge as judge_prefill
 from mha2mla.testing.problems import UNUSED_PAGE, Problem, exact, judge
-from tests.kernels.problems import torch_at
 
 STREAMING = Problem(
     6, 3, 24, 8, (0, 1, 70, 700, 401), page_size=16, seqlen_q=2, window=50, sinks=5, starts=(0, 0, 3, 65, 401)
@@ -38,14 +38,14 @@ def test_the_same_seed_gives_the_same_numbers():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window, sinks", [(None, 0), (1, 0), (50, 5), (1000, 1000)])
-def test_reference_and_plain_torch_agree(window, sinks, causal):
+def test_reference_and_judge_agree(window, sinks, causal):
     """Two independent ways to write the formula, both in float64."""
-    from dataclasses import replace
-
     problem = replace(STREAMING, window=window, sinks=sinks, causal=causal)
     inputs = problem.inputs(torch.float64)
-    expected, _ = exact(inputs, **problem.visibility)
-    assert errors(torch_at(inputs, torch.float64, **problem.visibility), expected)[0] < 1e-14
+    found = mla_decode(**inputs, plan=problem.plan(inputs), return_lse=True)
+    for each, wanted in zip(found, exact(inputs, **problem.visibility), strict=True):
+        seen = wanted.isfinite()
+        assert torch.equal(each[~seen], wanted[~seen]) and errors(each[seen], wanted[seen])[0] < 1e-14
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,14 +72,6 @@ def test_what_is_wrong_is_said():
     assert "relative error" in reason(out * 1.001)
     assert "wrong rows" in reason(out, lse.nan_to_num(neginf=0.0))
     assert "lse is off" in reason(out, lse * 1.01)
-
-
-def test_long_sequences_are_compared_in_chunks(monkeypatch):
-    inputs = STREAMING.inputs(torch.float32)
-    whole = exact(inputs, **STREAMING.visibility)
-    monkeypatch.setattr(problems, "CHUNK_TOKENS", 1000)
-    for part, expected in zip(exact(inputs, **STREAMING.visibility), whole, strict=True):
-        torch.testing.assert_close(part, expected)
 
 
 def test_pairs_are_counted():
