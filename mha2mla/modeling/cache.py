@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,8 +27,6 @@ from mha2mla.modeling.visibility import (
     is_recorded,
     visible_tokens,
 )
-
-_DEVICE = attrgetter("device")
 
 
 class LatentCache(Cache):
@@ -200,7 +197,7 @@ class LatentCache(Cache):
         for layer in self.layers:  # all cache the same tokens
             if layer.device not in on_device:
                 on_device[layer.device] = layer.append_to(position_ids, first_visible)
-        batches = tuple(map(on_device.get, map(_DEVICE, self.layers)))
+        batches = tuple([on_device[layer.device] for layer in self.layers])
         if query_length > MAX_DECODE_QUERY_LENGTH and True in attends:
             cached = self.layers[0].get_seq_length()
             lengths = torch.tensor([[query_length] * batch, [cached] * batch, starts or [0] * batch], dtype=torch.int32)
