@@ -43,17 +43,9 @@ class GQAStatic:
     choice: KernelChoice
     machine: Machine = GPU
 
-    @property
-    def rows(self) -> int:
-        return self.choice.tiling.rows
-
-    @property
-    def qk_cols(self) -> int:
-        return padded_columns(self.shape.qk_head_dim)
-
-    @property
-    def v_cols(self) -> int:
-        return padded_columns(self.shape.v_head_dim)
+    rows = property(lambda k: k.choice.tiling.rows)
+    qk_cols = property(lambda k: padded_columns(k.shape.qk_head_dim))
+    v_cols = property(lambda k: padded_columns(k.shape.v_head_dim))
 
 
 class GQATypes(Types):

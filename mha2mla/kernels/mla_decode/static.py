@@ -13,7 +13,7 @@ from tilelang import tvm
 
 from mha2mla.kernels.machine import GPU, Buffers, Machine
 from mha2mla.kernels.mla_decode.selection import DecodeShape
-from mha2mla.kernels.split_kv.choice import KernelChoice, RowTiling
+from mha2mla.kernels.split_kv.choice import KernelChoice
 from mha2mla.kernels.split_kv.device import Types
 
 
@@ -24,26 +24,11 @@ class MLAStatic:
     shape: DecodeShape
     choice: KernelChoice
 
-    @property
-    def tiling(self) -> RowTiling:
-        return self.choice.tiling
-
-    @property
-    def dtype(self) -> str:
-        """Dtype of queries, rotary keys and output."""
-        return self.shape.dtype
-
-    @property
-    def page_size(self) -> int:
-        return self.shape.page_size
-
-    @property
-    def d_c(self) -> int:
-        return self.shape.kv_lora_rank
-
-    @property
-    def d_r(self) -> int:
-        return self.shape.qk_rope_head_dim
+    tiling = property(lambda k: k.choice.tiling)
+    dtype = property(lambda k: k.shape.dtype)  # of queries, rotary keys and output
+    page_size = property(lambda k: k.shape.page_size)
+    d_c = property(lambda k: k.shape.kv_lora_rank)
+    d_r = property(lambda k: k.shape.qk_rope_head_dim)
 
     def rope_dim(self, column):
         """Index in its query of rope column ``column`` of the tile."""

@@ -48,23 +48,11 @@ BY_COLUMN = T.GemmWarpPolicy.FullCol
 class Static(MLAStatic):
     machine: Machine = GPU
 
-    @property
-    def block(self) -> int:
-        """Cached tokens a step."""
-        return self.choice.block_tokens
-
-    @property
-    def latent_cols(self) -> int:
-        return padded_latent_columns(self.d_c, self.choice.threads)
-
-    @property
-    def rope_cols(self) -> int:
-        return padded_rope_columns(self.tiling.groups_per_tile * self.d_r)
-
-    @property
-    def policy(self):
-        """Warps of score products; 256 threads split heads over two warpgroups (and d_c in output products)."""
-        return BY_COLUMN if self.choice.threads > 128 else BY_ROW
+    block = property(lambda k: k.choice.block_tokens)  # cached tokens a step
+    latent_cols = property(lambda k: padded_latent_columns(k.d_c, k.choice.threads))
+    rope_cols = property(lambda k: padded_rope_columns(k.tiling.groups_per_tile * k.d_r))
+    # Of score products: 256 threads split heads over two warpgroups (and d_c in output products).
+    policy = property(lambda k: BY_COLUMN if k.choice.threads > 128 else BY_ROW)
 
 
 def allocate(k: Static) -> Buffers:
@@ -155,25 +143,12 @@ def make_swap_ab(shape: DecodeShape, choice: KernelChoice, machine: Machine = GP
     return mla_decode_swap_ab
 
 
-@dataclass(frozen=True)
 class LatentStatic(Static):
-    @property
-    def half(self) -> int:
-        """Columns of the first elements of all pairs; the second ones follow."""
-        return padded_rope_columns(self.pairs)
-
-    @property
-    def rope_cols(self) -> int:
-        return 2 * self.half
-
-    @property
-    def weight_cols(self) -> int:
-        """Columns of W_KR in shared memory at a time."""
-        return self.latent_cols if self.choice.variant == "resident" else 64
-
-    @property
-    def pairs(self) -> int:
-        return self.d_r // 2
+    pairs = property(lambda k: k.d_r // 2)
+    half = property(lambda k: padded_rope_columns(k.pairs))  # columns of all pairs' first elements; the second follow
+    rope_cols = property(lambda k: 2 * k.half)
+    # Columns of W_KR in shared memory at a time.
+    weight_cols = property(lambda k: k.latent_cols if k.choice.variant == "resident" else 64)
 
     def rope_dim(self, column):
         return column // self.half * self.pairs + T.min(column % self.half, self.pairs - 1)

@@ -86,17 +86,11 @@ def tile_rows(
     rows = 8 if packed else 16
     while rows < head_rows * tokens_per_tile:
         rows *= 2
+    token_tiles = -(-seqlen_q // tokens_per_tile)
     return RowTiling(
-        tokens_per_tile=tokens_per_tile,
-        token_tiles=-(-seqlen_q // tokens_per_tile),
-        heads_per_group=group,
-        groups_per_tile=groups_per_tile,
-        tiles_per_group=tiles_per_group,
-        heads_per_tile=heads_per_tile,
-        head_rows=head_rows,
-        rows=rows,
-        head_tiles=head_tiles,
-    )
+        tokens_per_tile, token_tiles, group, groups_per_tile, tiles_per_group, heads_per_tile, head_rows, rows,
+        head_tiles,
+    )  # fmt: skip
 
 
 DTYPES = ("bfloat16", "float16")
@@ -106,17 +100,8 @@ MERGED_ROWS = 8  # B S_q at most, where the merge goes through a map a head: wha
 MAX_SPLITS = 512  # partials of one sequence that the combine holds weights for; CTAs are never more
 
 # Shared memory a block may use, bytes, by compute capability (CUDA C++ programming guide, "Technical Specifications").
-SHARED_MEMORY = {
-    80: 166912,
-    86: 101376,
-    87: 166912,
-    89: 101376,
-    90: 232448,
-    100: 232448,
-    103: 232448,
-    120: 101376,
-    121: 101376,
-}
+SHARED_MEMORY = dict.fromkeys((80, 87), 166912)
+SHARED_MEMORY |= dict.fromkeys((86, 89, 120, 121), 101376) | dict.fromkeys((90, 100, 103), 232448)
 
 
 def shared_memory_limit(capability: int) -> int:

@@ -143,33 +143,22 @@ class PagedOp:
             except _REFUSALS:
                 pass  # by kernels or torch: the checks say why
         out, lse, launch = self._checked(
-            data, *indices, softmax_scale, causal, backend, plan, out, return_lse, numbers, through
+            data, indices, softmax_scale, causal, backend, plan, out, return_lse, numbers, through
         )
         if launch is not None and like is not None:
             plan.memory.keep(indices, like, launch)
         return (out, lse) if return_lse else out
 
     def _checked(
-        self,
-        data: tuple[Tensor | None, ...],
-        block_table: Tensor,
-        cache_seqlens: Tensor,
-        cache_starts: Tensor | None,
-        softmax_scale: float,
-        causal: bool,
-        backend: str | None,
-        plan: DecodePlan | None,
-        out: Tensor | None,
-        return_lse: bool,
-        numbers: tuple[float, ...],
+        self, data: tuple[Tensor | None, ...], indices: tuple[Tensor | None, ...], softmax_scale: float, causal: bool,
+        backend: str | None, plan: DecodePlan | None, out: Tensor | None, return_lse: bool, numbers: tuple[float, ...],
         through: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Any]:
+    ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
         """A call of which nothing is known: out, lse, and what an eager one launched."""
         check_backend(backend)
         check_scale(softmax_scale)
-        indices = (block_table, cache_seqlens, cache_starts)
-        tensors = (*data, *indices)
-        layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in (*tensors, out)]
+        tensors = (*data, *indices, out)
+        layouts = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
         # Dynamo traces the check itself: its sizes may be symbols, which cannot be remembered.
         sizes = (_check if torch.compiler.is_compiling() else _check_once)(self, *layouts)
         call = (*data, *numbers, *indices, softmax_scale, causal, backend)
@@ -178,7 +167,7 @@ class PagedOp:
         out = data[0].new_empty(sizes.out) if out is None else out
         buffers = _NO_PLAN
         if plan is not None:
-            plan.check(out, block_table, sizes.page, causal)
+            plan.check(out, indices[0], sizes.page, causal)
             buffers = plan.buffers
         eager = in_plain_eager_mode(data[0])  # the dispatcher costs as much as the kernel's launch
         lse = plan.lse if eager and plan is not None and not return_lse else None

@@ -32,29 +32,6 @@ def test_reference_is_the_formula(dtype, starts):
         assert errors(torch_at(inputs, torch.float64), out)[0] < 1e-14
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (1, 0), (20, 3), (2, 40), (500, 4)])
-def test_windows_and_sinks_are_the_definition(window, sinks, causal):
-    problem = dataclasses.replace(BASE, starts=(0, 1, 30), window=window, sinks=sinks, causal=causal)
-    inputs = problem.inputs(torch.float64)
-    out = call(inputs, plan=problem.plan(inputs))
-    for b, length in enumerate(problem.lengths):
-        for s in range(problem.seqlen_q):
-            position = length - 1 - (problem.seqlen_q - 1 - s) * causal
-            start = problem.starts[b]
-            tokens = [
-                t for t in range(start, position + 1) if window is None or t > position - window or t < start + sinks
-            ]
-            rows = [t % problem.page_size for t in tokens]
-            pages = [int(inputs["block_table"][b, t // problem.page_size]) for t in tokens]
-            k, v = inputs["k_cache"][pages, rows], inputs["v_cache"][pages, rows]
-            for h in range(problem.heads):
-                g = h // (problem.heads // problem.num_kv_heads)
-                score = k[:, g] @ inputs["q"][b, s, h] * problem.softmax_scale
-                expected = torch.softmax(score, 0) @ v[:, g] if tokens else torch.zeros_like(out[b, s, h])
-                torch.testing.assert_close(out[b, s, h], expected, rtol=1e-12, atol=1e-13)
-
-
 def test_one_kv_head_whose_values_are_its_keys_is_mla():
     """Multi-query attention over the latent itself: what absorbed MLA is without rotary keys."""
     inputs = dataclasses.replace(BASE, num_kv_heads=1, qk_head_dim=16).inputs(torch.float64)

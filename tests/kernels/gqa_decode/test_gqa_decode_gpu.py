@@ -164,22 +164,6 @@ def test_strided_inputs_are_not_misread():
     assert torch.equal(out, plain)
 
 
-def test_addresses_do_not_overflow_32_bits():
-    """Pages more than 2^31 elements into the cache."""
-    page, heads, width = 64, 32, 128
-    pages = 2**31 // (page * heads * width) + 8
-    k, v = (torch.empty(pages, page, heads, width, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    few = GQAProblem(heads, heads, width, width, (130,)).inputs(torch.bfloat16, "cuda")
-    used = few["block_table"][0, :3].long()
-    far = torch.arange(pages - 3, pages, device="cuda")
-    k[far], v[far] = few["k_cache"][used], few["v_cache"][used]
-    far_away = gqa_decode(
-        **(few | {"k_cache": k, "v_cache": v, "block_table": far.int()[None].contiguous()}), backend="tilelang"
-    )
-    near = gqa_decode(**(few | {"block_table": used.int()[None].contiguous()}), backend="tilelang")
-    assert torch.equal(far_away, near)
-
-
 @pytest.mark.parametrize("problem", [SHAPES[1], SHAPES[2]], ids=name)
 def test_the_portable_kernel_with_the_instructions_of_older_gpus(problem):
     """Code for sm_80 (mma.sync, its shared memory) on this GPU: no wgmma, no TMA."""
