@@ -59,7 +59,8 @@ def converted_config(
     Args:
         geometries: of each layer; they differ in what the config holds by layer.
     """
-    from mha2mla.modeling.config import PER_LAYER, MHA2MLAConfig
+    from mha2mla.modeling.config import MHA2MLAConfig
+    from mha2mla.modeling.configuration_mha2mla import PER_LAYER
 
     geometry, alike = geometries[0], len(set(geometries)) == 1
     q_bias, kv_bias, o_bias = converted_biases(spec, geometry, centered=recipe.latent.centered)

@@ -9,8 +9,12 @@ from mha2mla.modeling.batch import CacheCapacityError, SequenceBatch
 from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.heads import MHA2MLAForSequenceClassification, MHA2MLAModel
-from mha2mla.modeling.model import MHA2MLAForCausalLM, MHA2MLAPreTrainedModel
+from mha2mla.modeling.model import (
+    MHA2MLAForCausalLM,
+    MHA2MLAForSequenceClassification,
+    MHA2MLAModel,
+    MHA2MLAPreTrainedModel,
+)
 from mha2mla.modeling.paged_cache import PagedCache
 from mha2mla.modeling.pages import StaleBatchError
 from mha2mla.modeling.registry import AttentionBackend, AttentionRegistry

@@ -16,17 +16,10 @@ from mha2mla.modeling.batch import UniformBatch
 from mha2mla.modeling.cache_layout import PAGE_SIZE
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.modeling.latent_layer import LatentLayer
+from mha2mla.modeling.modeling_mha2mla import host_may_look, is_padding_mask, is_recorded
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.step import AttentionStep, StepPlanner
-from mha2mla.modeling.visibility import (
-    REFUSED_MASK,
-    are_side_by_side,
-    are_to_the_end,
-    host_may_look,
-    is_padding_mask,
-    is_recorded,
-    visible_tokens,
-)
+from mha2mla.modeling.visibility import REFUSED_MASK, are_side_by_side, are_to_the_end, visible_tokens
 
 
 class LatentCache(Cache):

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.modeling_mha2mla import is_padding_mask, is_recorded
 from mha2mla.modeling.recordable import fingerprint
 from mha2mla.modeling.recorders import CudaGraphs, Recorder
-from mha2mla.modeling.visibility import is_padding_mask, is_recorded
 
 # Caches are as long as the call may become, up to so many tokens behind the prompt; beyond, they grow by doubling.
 _ROOM_FOR_ANSWER = 4096

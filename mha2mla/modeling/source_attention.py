@@ -28,9 +28,10 @@ from mha2mla.kernels import (
     gqa_decode,
     plan_gqa_decode,
 )
+from mha2mla.modeling.modeling_mha2mla import host_may_look
 from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.step import AttentionStep
-from mha2mla.modeling.visibility import are_side_by_side, host_may_look, visible_tokens
+from mha2mla.modeling.visibility import are_side_by_side, visible_tokens
 
 NAME = "mha2mla"
 _PAGES = (64, 32, 16)  # tokens a page, the best first

@@ -12,10 +12,12 @@ else the absorbed one, and the device asserts that there is no hole.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from mha2mla.modeling.modeling_mha2mla import first_shown
 
 if TYPE_CHECKING:
     from mha2mla.modeling.cache import LatentCache
@@ -52,11 +54,6 @@ def are_to_the_end(shown: VisibleTokens) -> Tensor:
     return ((shown.starts + shown.counts == shown.length) | (shown.counts == 0)).all()
 
 
-def is_padding_mask(attention_mask: Any) -> bool:
-    """Whether it says of every token whether it is seen: [B, T]."""
-    return isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-
-
 def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleTokens:
     """What ``attention_mask`` [B, T] shows of the first ``length`` (int or []) tokens. Worked out on its device."""
     token = torch.arange(1, attention_mask.shape[1] + 1, device=attention_mask.device)
@@ -65,66 +62,6 @@ def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleToken
         length = length.to(token.device) if isinstance(length, Tensor) else length
         shown = shown & (token <= length)
     return VisibleTokens(first_shown(shown).int(), shown.sum(dim=-1), (shown * token).amax(dim=-1), length)
-
-
-def first_shown(shown: Tensor) -> Tensor:
-    """[...] int64, the first True of ``shown`` [..., T]; 0 where there is none."""
-    # Inductor of torch 2.11 cannot view bools that it computes as bytes; elsewhere that spares a copy.
-    numbers = shown.to(torch.uint8) if torch.compiler.is_compiling() else shown.view(torch.uint8)
-    return numbers.argmax(dim=-1)
-
-
-def under_window(
-    attention_mask: Any, window: int, sinks: int, query: Tensor, tokens: int, implementation: str
-) -> Tensor:
-    """A mask of the expanded form under a user's window: what ``attention_mask`` shows of the last ``window`` tokens up
-    to each query's own, and of the first ``sinks`` that it shows the query.
-
-    A query's own token is the last one that its row of the mask shows.
-
-    Args:
-        attention_mask: [B or 1, 1, S, T] of booleans, or added to scores; None: causal, from the last token on.
-        query: [B, H, S, d]; shape, dtype and device are looked at.
-        tokens: T.
-        implementation: of attention.
-
-    Returns:
-        [B or 1, 1, S, T], of booleans; added to scores where the given one is, or the implementation expects that.
-
-    Raises:
-        ValueError: the implementation takes other masks, and knows no sinks.
-    """
-    if any(name in implementation for name in ("flash", "flex")):
-        raise ValueError(
-            f"attn_implementation is {implementation!r} with attention_window={window} and num_sink_tokens={sinks};"
-            " expected 'sdpa' or 'eager' where the expanded form attends"
-        )
-    token, additive = torch.arange(tokens, device=query.device), None
-    if attention_mask is None:
-        length = query.shape[2]
-        shown = (token <= torch.arange(tokens - length, tokens, device=query.device)[:, None])[None, None]
-        additive = query.new_zeros(shown.shape) if implementation == "eager" else None
-    elif attention_mask.dtype == torch.bool:
-        shown = attention_mask
-    else:
-        shown, additive = attention_mask > torch.finfo(attention_mask.dtype).min / 2, attention_mask
-    own, first = (shown * token).amax(-1, keepdim=True), first_shown(shown)[..., None]
-    seen = shown & ((token > own - window) | (token < first + sinks))
-    return seen if additive is None else additive.masked_fill(~seen, torch.finfo(additive.dtype).min)
-
-
-def is_recorded(device: torch.device) -> bool:
-    """Whether what runs is compiled or captured now, to be replayed without the host."""
-    if torch.compiler.is_compiling():
-        return True
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def host_may_look(attention_mask: Tensor, query_length: int) -> bool:
-    """Whether a step of ``query_length`` new tokens may wait for the mask's values."""
-    if is_recorded(attention_mask.device):
-        return False
-    return query_length > 1 or attention_mask.device.type == "cpu"
 
 
 def check_mask(attention_mask: Tensor, batch: int, query_length: int, cache: LatentCache | None) -> Tensor:

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 import mha2mla
 from mha2mla.conversion import parity
 from mha2mla.conversion.target import LAYOUTS
-from mha2mla.modeling.rope import apply_rotary, rotary_cos_sin
+from mha2mla.modeling.modeling_mha2mla import apply_rope, rotary_cos_sin
 from tests.conversion import tiny
 from tests.conversion.tiny import SHORT
 
@@ -77,11 +77,11 @@ def test_errors_of_layers(family, layout, tmp_path):
         seen = weights > 0
         reference = centred(weights.double().clamp_min(1e-300).log(), seen)
         geometry, position = attention.geometry, torch.arange(40)[None]
-        rotary = rotary_cos_sin(position, attention.inv_freq, model.config.rope_attention_scaling, torch.float32)
+        cos, sin = rotary_cos_sin(position, attention.inv_freq, model.config.rope_attention_scaling, torch.float32)
         heads, groups = geometry.num_attention_heads, geometry.num_rope_heads
         q_nope, q_pe, latent, k_pe = attention._encoded(given["hidden_states"])
-        q_pe = apply_rotary(q_pe.unflatten(2, (groups, -1)), *rotary).flatten(2, 3)
-        k_pe = attention._rotary_keys(latent, position) if k_pe is None else apply_rotary(k_pe, *rotary)
+        q_pe = apply_rope(q_pe.unflatten(2, (groups, -1)), cos[..., None, :], sin[..., None, :]).flatten(2, 3)
+        k_pe = attention._rotary_keys(latent, position) if k_pe is None else apply_rope(k_pe, cos, sin)
         scores = torch.einsum("bshr,bthr->bhst", q_pe, k_pe.repeat_interleave(heads // geometry.num_rope_heads, 2))
         if geometry.qk_nope_head_dim:  # in the latent layout all pairs of so small a model rotate
             k_nope = torch.einsum("btc,hnc->bthn", latent, attention.k_b_proj)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GenerationConfig, StoppingCriteria
 
-from mha2mla.modeling import LatentCache, positions
+from mha2mla.modeling import LatentCache, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
 from mha2mla.modeling.captured import StepCapture
 from mha2mla.modeling.recorders import CudaGraphs
@@ -52,7 +52,7 @@ def as_on_a_gpu(monkeypatch):
     def host_may_look(mask, query_length):
         return query_length > 1 and not isinstance(_get_current_dispatch_mode(), Tape)
 
-    for room in (cache_module, positions):
+    for room in (cache_module, modeling_mha2mla):
         monkeypatch.setattr(room, "host_may_look", host_may_look)
 
 

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling import ATTENTION_BACKENDS, LatentCache, MHA2MLAConfig
 from mha2mla.modeling.config import (
-    SCHEMA_VERSION,
     cache_bytes,
     cache_bytes_per_token,
     cached_tokens,
     layer_token_bytes,
     visible_tokens,
 )
+from mha2mla.modeling.configuration_mha2mla import SCHEMA_VERSION
 from tests.conversion import tiny
 from tests.modeling import models
 
@@ -147,8 +147,6 @@ def test_a_newer_schema_is_refused(tmp_path):
         ({"rope_attention_scaling": None}, "rope_attention_scaling is None in layer 0; expected a positive number"),
         ({"rope_attention_scaling": [1.0, "2"]}, "rope_attention_scaling is '2' in layer 1"),
         ({"rope_attention_scaling": float("inf")}, "rope_attention_scaling is inf in layer 0"),
-        ({"mla_form": "best"}, "mla_form is 'best'; expected one of"),
-        ({"decode_backend": "cuda"}, "decode_backend is 'cuda'; expected one of"),
         ({"attention_backend": "nope"}, "attention_backend is 'nope'; expected one of"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types\[1\] is 'chunked_attention'"),
     ],
@@ -182,27 +180,6 @@ def test_names_that_there_are_not_are_refused_whenever_they_come(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**stored, name: value}))
     with pytest.raises(ValueError, match=message):
         AutoConfig.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("keys", "backend"),
-    [
-        ({"mla_form": "auto", "decode_backend": None}, None),
-        ({"mla_form": "absorbed", "decode_backend": None, "attention_backend": "mla_reference"}, "mla_reference"),
-        ({"mla_form": "auto", "decode_backend": "tilelang", "attention_backend": None}, "mla_paged"),
-        ({"mla_form": "absorbed", "decode_backend": "reference"}, "mla_reference"),
-        ({"mla_form": "expanded", "decode_backend": "reference"}, "mla_expanded"),
-    ],
-)
-def test_older_checkpoints_say_it_by_two_keys(keys, backend, tmp_path):
-    models.mla_model().save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**stored, **keys}))
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert config.attention_backend == backend
-    assert not {"mla_form", "decode_backend"} & config.to_dict().keys()
-    with pytest.raises(ValueError, match="mla_form is no key any more; expected attention_backend, one of"):
-        config.mla_form = "expanded"
 
 
 def test_a_backend_of_ones_own_may_be_named_once_it_is_registered(monkeypatch):

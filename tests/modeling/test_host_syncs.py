@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mha2mla.kernels.mla_decode import reference
-from mha2mla.modeling import LatentCache, positions
+from mha2mla.modeling import LatentCache, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
 from mha2mla.modeling.step import AttentionStep
 from tests.modeling import models
@@ -52,7 +52,7 @@ def as_on_a_gpu(monkeypatch):
 
         return call
 
-    for room in (cache_module, positions):
+    for room in (cache_module, modeling_mha2mla):
         monkeypatch.setattr(room, "host_may_look", lambda mask, query_length: query_length > 1)
     monkeypatch.setattr(reference, "mla_decode_reference", unwatched(reference.mla_decode_reference))
     monkeypatch.setattr(AttentionStep, "check", unwatched(AttentionStep.check))

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from mha2mla.modeling import LatentCache, positions
+from mha2mla.modeling import LatentCache, modeling_mha2mla
 from mha2mla.modeling import cache as cache_module
 from tests.few import few
 from tests.modeling import models
@@ -51,7 +51,7 @@ def test_fuzz_against_the_uncached_forward(seed, monkeypatch):
     numbers, looks = numbering(rng, mask), rng.random() < 0.6
     expected = model(ids, attention_mask=mask, use_cache=False).logits  # at places
     if not looks:
-        monkeypatch.setattr(positions, "host_may_look", lambda given, query_length: False)
+        monkeypatch.setattr(modeling_mha2mla, "host_may_look", lambda given, query_length: False)
     cache = LatentCache(model.config, max_cache_len=rng.choice([None, 32]), page_size=16)
     for start, stop in pieces(rng, length):
         model.config.attention_backend = models.FORMS[rng.choice(["auto", "absorbed", "expanded"])]
@@ -112,7 +112,7 @@ def test_a_prompt_is_looked_at_once(static, monkeypatch):
         read = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda x, name=name, read=read: (reads.append(name), read(x))[1])
     monkeypatch.setattr(cache_module, "host_may_look", lambda given, query_length: query_length > 1)
-    monkeypatch.setattr(positions, "host_may_look", lambda given, query_length: query_length > 1)
+    monkeypatch.setattr(modeling_mha2mla, "host_may_look", lambda given, query_length: query_length > 1)
     ids, numbers = models.tokens(2, 9), torch.arange(9)[None]
     for given, expected in (({}, []), ({"position_ids": numbers}, ["__bool__"])):
         cache = LatentCache(model.config, max_cache_len=16 if static else None, page_size=16)

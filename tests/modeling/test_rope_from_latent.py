@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, QuantizedCache, StaticCache
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling import positions
+from mha2mla.modeling import modeling_mha2mla
 from tests.few import each
 from tests.modeling import models
 from tests.modeling.full_rank import full_rank, full_rank_geometry
@@ -181,7 +181,7 @@ def test_the_device_asserts_where_the_host_may_not_look(monkeypatch):
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     among_shown = (mask.cumsum(1) - 1).clamp(min=0)
-    monkeypatch.setattr(positions, "host_may_look", lambda given, query_length: query_length > 1)
+    monkeypatch.setattr(modeling_mha2mla, "host_may_look", lambda given, query_length: query_length > 1)
     cache = DynamicCache()
     model(ids[:, :8], attention_mask=mask[:, :8], position_ids=among_shown[:, :8], past_key_values=cache)
     for right in (among_shown[:, 8:], torch.tensor([[8], [8]]), torch.tensor([[8]])):

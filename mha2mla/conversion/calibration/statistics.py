@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, visible
-from mha2mla.modeling.rope import turn
+from mha2mla.modeling.modeling_mha2mla import apply_rope
 
 _MAP_ELEMENTS = 1 << 24  # elements of the attention maps that exist at a time
 _ATTENDED_STRIDE = 8  # averages of neighbouring queries are alike: an eighth of them costs an eighth
@@ -192,8 +192,8 @@ class StatisticsCollector:
         angle = position[:, None] * spec.inv_freq.to(query.device, torch.float64)  # [length, half]
         cos, sin = angle.cos().to(query.dtype), angle.sin().to(query.dtype)
         turns = torch.cat([cos, sin], -1)
-        query = turn(query, cos, sin) * (spec.pair_factors.repeat(2) ** 2 * spec.softmax_scale).to(query)
-        key = turn(key, cos, sin).repeat_interleave(spec.group_size, 1)
+        query = apply_rope(query, cos, sin) * (spec.pair_factors.repeat(2) ** 2 * spec.softmax_scale).to(query)
+        key = apply_rope(key, cos, sin).repeat_interleave(spec.group_size, 1)
         # Queries of a long window stand for their neighbours; windows begin at different ones (see fit/closed_form.py).
         stride = max(1, length // _QUERIES)
         first = int(self._attention_windows * GOLDEN % 1 * stride)

@@ -8,7 +8,7 @@ import torch
 
 from mha2mla.conversion.families.spec import SourceSpec, pair_factors
 from mha2mla.geometry import MLAGeometry
-from mha2mla.modeling.rope import turn
+from mha2mla.modeling.modeling_mha2mla import apply_rope
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def rotate(x: torch.Tensor, inv_freq: torch.Tensor, position: torch.Tensor, scal
     """
     angle = position.double()[:, None] * inv_freq.to(position.device, torch.float64)[:, None]
     factor = pair_factors(inv_freq, scaling).to(position.device)[:, None]
-    return turn(x, (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype))
+    return apply_rope(x, (angle.cos() * factor).to(x.dtype), (angle.sin() * factor).to(x.dtype))
 
 
 def joint_key_metric(
