@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mha2mla
-from mha2mla.serving.export import export
 from mha2mla.trial_models import tiny_checkpoint
 
 REMOTE = """import sys; from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,8 +40,7 @@ def main(source: str | None, work: str) -> None:
     alone = model(**tokenizer("Keys", return_tensors="pt")).logits[0]
     torch.testing.assert_close(model(**batch).logits[1, : len(alone)], alone, rtol=1e-4, atol=1e-4)
 
-    export(folder, f"{work}/remote", "remote-code")
-    command = [sys.executable, "-c", REMOTE, f"{work}/remote"]
+    command = [sys.executable, "-c", REMOTE, folder]
     ran = subprocess.run(command, env={**os.environ, "HF_MODULES_CACHE": work}, stdout=-1, text=True, check=True)
     module, tokens = ran.stdout.splitlines()[-1].split("|")
     assert module.startswith("transformers_modules.") and tokens == str(answer)

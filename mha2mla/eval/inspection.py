@@ -172,7 +172,7 @@ def inspect_checkpoint(
 
 
 def verify_weights(checkpoint: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Compares every file of weights of a converted folder with the digests that its conversion recorded.
+    """Compares the digests of a converted folder's weights and code with the record of its conversion.
 
     Returns:
         A row per file: ``file``, ``bytes``, ``sha256``.
@@ -181,7 +181,10 @@ def verify_weights(checkpoint: str | os.PathLike[str]) -> list[dict[str, Any]]:
         CheckpointError: a file differs from what was written, has no digest, or is missing; naming it.
     """
     folder = Path(find_converted(checkpoint, "checkpoint"))
-    reader, recorded = open_converted(folder).reader, _record(str(folder)).get("weights_sha256")
+    from mha2mla.modeling.config import CODE_FILES
+
+    reader, record = open_converted(folder).reader, _record(str(folder))
+    recorded = record.get("weights_sha256")
     if not isinstance(recorded, dict):
         raise CheckpointError(
             f"{folder / RECORD_FILE} has no weights_sha256; expected a digest of every file of weights"
@@ -191,7 +194,10 @@ def verify_weights(checkpoint: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise CheckpointError(
             f"{missing[0]} is in one of {folder} and weights_sha256 of its {RECORD_FILE}; expected both"
         )
+    code = record.get("code_sha256") or {}
+    files += [name for name in CODE_FILES if name in code or os.path.lexists(folder / name)]
     found = {name: each.sha256 for name, each in identify(folder, files).items()}
+    recorded = {**dict.fromkeys(files), **recorded, **code}
     for name in files:
         if found[name] != recorded[name]:
             raise CheckpointError(

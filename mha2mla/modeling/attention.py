@@ -14,9 +14,9 @@ from mha2mla.kernels import LatentRope, rotary_keys, rotate_keys
 from mha2mla.modeling import modeling_mha2mla
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.config import MHA2MLAConfig
+from mha2mla.modeling.fused_projections import affine_map, own_map, project
 from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.shards import HeadShard
-from mha2mla.modeling.stacking import affine_map, own_map, project
 from mha2mla.modeling.step import AttentionStep
 
 _NO_TRAINING = (
@@ -36,6 +36,8 @@ class MLAAttention(modeling_mha2mla.MLAAttention):
     def __init__(self, config: MHA2MLAConfig, layer_idx: int, source: nn.Module) -> None:
         super().__init__(config, layer_idx, source)
         self.shard: HeadShard | None = None  # what tensor parallelism left of the heads
+        # Their weights are fused for decode.
+        self.input_projections = ("q_proj", "k_proj", "v_a_proj") if config.qk_norm else ("q_proj", "kv_a_proj")
 
     def split_heads(self, rank: int, size: int) -> None:
         """Makes it compute the part of the heads that is ``rank``'s among ``size`` (``tensor_parallel.py``).

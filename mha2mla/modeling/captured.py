@@ -123,7 +123,7 @@ class CapturedSteps:
             return None
         if key not in self._steps:
             self._pages.padding_is_left = cache.padding_is_left
-            self._steps[key] = self._recorded(model._forward, inputs, logits_to_keep)
+            self._steps[key] = self._recorded(model.forward, inputs, logits_to_keep)
         if (step := self._steps[key]) is None:
             return None
         step.buffers.load(*inputs)
@@ -177,7 +177,7 @@ class CapturedSteps:
             buffers.load(*inputs)
             arguments = (buffers.tokens, buffers.mask, buffers.positions, pages)
             logits, replay = self._recorder.record(
-                lambda: forward(*arguments, None, None, True, False, False, logits_to_keep).logits,
+                lambda: forward(*arguments, use_cache=True, logits_to_keep=logits_to_keep).logits,
                 lambda: pages.crop(-query_length),
                 input_ids.device,
             )

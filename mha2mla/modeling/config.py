@@ -47,8 +47,7 @@ class MHA2MLAConfig(configuration_mha2mla.MHA2MLAConfig):
         """Writes config.json, and beside it the code that loads the checkpoint where this package is not installed."""
         self.auto_map = dict(AUTO_MAP)
         super().save_pretrained(save_directory, **options)
-        for name in CODE_FILES:
-            shutil.copyfile(Path(__file__).with_name(name), Path(save_directory, name))
+        copy_code(save_directory)
 
     def layer_geometry(self, layer_idx: int) -> MLAGeometry:
         """Shape of layer ``layer_idx``.
@@ -80,6 +79,12 @@ class MHA2MLAConfig(configuration_mha2mla.MHA2MLAConfig):
         """Bytes that the source model caches per token, all layers, for elements of ``itemsize`` bytes."""
         numbers = (self.layer_geometry(i).source_cache_numel_per_token for i in range(self.num_hidden_layers))
         return itemsize * sum(numbers)
+
+
+def copy_code(folder: str | os.PathLike[str]) -> None:
+    """Copies :data:`CODE_FILES` into a folder."""
+    for name in CODE_FILES:
+        shutil.copyfile(Path(__file__).with_name(name), Path(folder, name))
 
 
 def cache_bytes_per_token(config: PreTrainedConfig, itemsize: int) -> int:

@@ -21,9 +21,9 @@ from mha2mla.modeling.batch_model import BatchModel
 from mha2mla.modeling.cache import LatentCache
 from mha2mla.modeling.captured import CapturedSteps, StepCapture
 from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.modeling.decoder import run_base_model
+from mha2mla.modeling.decoder import FusedDecoder, run_base_model
 from mha2mla.modeling.generation import LatentGenerationMixin
-from mha2mla.modeling.modeling_mha2mla import is_padding_mask
+from mha2mla.modeling.modeling_mha2mla import is_padding_mask, is_recorded
 from mha2mla.modeling.outputs import refuse_gradients
 from mha2mla.modeling.registry import AttentionConstants
 from mha2mla.modeling.served import LayerAttention, what_serves
@@ -98,6 +98,7 @@ class MHA2MLAForCausalLM(
         super().__init__(config)
         self._length_watch = LengthWatch(config)
         self.step_capture = StepCapture()
+        self._decoder: FusedDecoder | None = None
 
     @can_return_tuple
     def forward(
@@ -195,6 +196,8 @@ class MHA2MLAForCausalLM(
             position_ids = latent.next_positions(query_length, tokens.device)
         no_history = self._refuses_gradients(latent, inputs_embeds)
         with torch.no_grad() if no_history else nullcontext():
+            if latent is not None and latent.is_empty and not (torch.is_grad_enabled() or is_recorded(tokens.device)):
+                self._prepare_decoder()
             step = None
             if latent is not None:
                 latent.serve_by(self.config.attention_backend)
@@ -202,6 +205,7 @@ class MHA2MLAForCausalLM(
                 step = latent.step(self.model.layers, attention_mask, position_ids, shape, weights)
             outputs = run_base_model(
                 self.model,
+                self._decoder,
                 input_ids=input_ids,
                 attention_mask=self._mask_of_base_model(attention_mask, latent, step, query_length, tokens.device),
                 position_ids=position_ids,
@@ -215,6 +219,9 @@ class MHA2MLAForCausalLM(
             if outputs.hidden_states is not None:
                 outputs.hidden_states = tuple([refuse_gradients(each) for each in outputs.hidden_states])
         return outputs, step
+
+    def _prepare_decoder(self) -> None:
+        self._decoder = FusedDecoder.prepare(self.model)
 
     def _refuses_gradients(self, cache: LatentCache | None, inputs_embeds: Tensor | None) -> bool:
         """Whether gradients of this call would lack the part of them that goes through cached tokens.
@@ -263,7 +270,7 @@ class MHA2MLAForCausalLM(
 
     def _batch_logits(self, batch: SequenceBatch, arguments: dict[str, Any], kept: Tensor | None) -> Tensor:
         self._length_watch.see_batch(batch.lengths[:2].sum(0))
-        hidden = run_base_model(self.model, **arguments).last_hidden_state[0]
+        hidden = run_base_model(self.model, self._decoder, **arguments).last_hidden_state[0]
         return self.lm_head(hidden if kept is None else hidden.index_select(0, kept))
 
     def _execution_device(self, layer_idx: int = 0) -> torch.device:

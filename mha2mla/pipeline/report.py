@@ -16,6 +16,7 @@ import torch
 from mha2mla.conversion.parity import ParityReport
 from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE, model_card
 from mha2mla.conversion.result.writer import ShardedWriter
+from mha2mla.conversion.source.files import identify
 from mha2mla.conversion.source.metadata import card_metadata
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
@@ -220,10 +221,12 @@ def write_report(arguments: Arguments, device: torch.device, folder: Path, repor
     installed."""
     from mha2mla.eval.plots import plot_layers
     from mha2mla.eval.report import write_json
+    from mha2mla.modeling.config import CODE_FILES
 
     environment = collect_environment(device.index or 0)
     values = {**report.to_dict(), "source": report.source_name, "destination": report.name}
     fields = {key: value for key, value in values.items() if key != "layers"}
+    fields["code_sha256"] = {name: each.sha256 for name, each in identify(folder, CODE_FILES).items()}
     write_json(folder / RECORD_FILE, kind="conversion", rows=values["layers"], environment=environment, **fields)
     plot: str | None = PLOT_FILE
     try:

@@ -70,6 +70,7 @@ def refusals(config: MHA2MLAConfig) -> list[str]:
         f"the source's model_type is {source.model_type!r}; layers like theirs have {', '.join(FAMILIES)}": (
             source.model_type not in FAMILIES
         ),
+        f"attention_window is {config.attention_window}, which they do not have": config.attention_window is not None,
         "the MLP has biases, which they have not": bool(getattr(source, "mlp_bias", False)),
     }
     return [reason for reason, holds in checks.items() if holds]

@@ -1,28 +1,32 @@
-"""Converted checkpoints for programs that do not have this package: DeepSeek-V3's classes, or a file of remote code."""
+"""Converted checkpoints for programs without this package: DeepSeek-V3's classes, or the folder's own code."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mha2mla.checkpoints import CONFIG_FILE, NamedError, find_converted, read_json
-from mha2mla.conversion.result.card import RECORD_FILE
+from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE
 from mha2mla.conversion.result.destination import check_destination, temporary_folder
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.checkpoint import INDEX_FILE, CheckpointReader
-from mha2mla.conversion.source.files import copy_files
+from mha2mla.conversion.source.files import copy_files, identify
 from mha2mla.conversion.source.opening import open_converted
-from mha2mla.modeling.config import MHA2MLAConfig
-from mha2mla.serving import deepseek, remote_model
+from mha2mla.modeling.config import AUTO_MAP, CODE_FILES, MHA2MLAConfig, copy_code
+from mha2mla.serving import deepseek
 from mha2mla.stored_tensors import check_frequencies
 
 FORMATS = ("deepseek-v3", "remote-code")
-CODE_FILE = "modeling_mha2mla.py"
+_DEEPSEEK_CARD = """
+## This export
+
+Written by `mha2mla export --format deepseek-v3`: the tensors are those of transformers' `DeepseekV3ForCausalLM`, which
+loads this folder without the package and without code of its own. The numbers above were measured before the export.
+"""
 
 
 def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], format: str) -> Path:
@@ -32,7 +36,7 @@ def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], 
         folder: of a converted checkpoint; never written to.
         destination: folder to make.
         format: "deepseek-v3", for transformers' own classes, where the logits are the same; or "remote-code": the same
-            weights beside one file of code, for ``from_pretrained(…, trust_remote_code=True)``.
+            weights beside this version's code, for ``from_pretrained(…, trust_remote_code=True)``.
 
     Returns:
         ``destination``.
@@ -49,10 +53,6 @@ def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], 
     opened = open_converted(source)
     config, reader = opened.config, opened.reader
     opened.model(torch.device("cpu"), torch.float32)
-    if config.attention_window is not None:
-        raise ValueError(
-            f"attention_window is {config.attention_window}; expected None: neither format has a window of the user's"
-        )
     frequencies = _frequencies(config, reader) if format == "deepseek-v3" else None
     with temporary_folder(destination, overwrite=False) as work:
         opened.check_weights()
@@ -61,21 +61,31 @@ def export(folder: str | os.PathLike[str], destination: str | os.PathLike[str], 
             _write_remote_code(source, work, reader)
         else:
             _write_deepseek(config, frequencies, reader, work)
+        _copy_card_and_record(source, work, format)
     return destination
 
 
 def _write_remote_code(source: Path, work: Path, reader: CheckpointReader) -> None:
-    values = read_json(source, CONFIG_FILE)
-    module = Path(CODE_FILE).stem
-    values["auto_map"] = {
-        "AutoConfig": f"{module}.MHA2MLAConfig",
-        "AutoModelForCausalLM": f"{module}.MHA2MLAForCausalLM",
-    }
-    _write_json(work / CONFIG_FILE, values)
-    shutil.copyfile(remote_model.__file__, work / CODE_FILE)
-    # The record has the digests of the weights, which are copied as they are.
-    others = [name for name in (INDEX_FILE, RECORD_FILE) if (source / name).is_file()]
-    copy_files(source, [*reader.files(), *others], work)
+    _write_json(work / CONFIG_FILE, {**read_json(source, CONFIG_FILE), "auto_map": AUTO_MAP})
+    copy_code(work)
+    index = [INDEX_FILE] if (source / INDEX_FILE).is_file() else []
+    copy_files(source, [*reader.files(), *index], work)
+
+
+def _copy_card_and_record(source: Path, work: Path, format: str) -> None:
+    """The model card with its plot, and conversion.json with the digests of the weights and code of the export."""
+    copy_files(source, [name for name in (CARD_FILE, PLOT_FILE) if (source / name).is_file()], work)
+    if format == "deepseek-v3" and (work / CARD_FILE).is_file():
+        with open(work / CARD_FILE, "a", encoding="utf-8") as card:
+            card.write(_DEEPSEEK_CARD)
+    if (source / RECORD_FILE).is_file():
+        weights = identify(work, CheckpointReader(work).files())
+        code = identify(work, [name for name in CODE_FILES if (work / name).is_file()])
+        digests = {
+            f"{kind}_sha256": {name: each.sha256 for name, each in files.items()}
+            for kind, files in (("weights", weights), ("code", code))
+        }
+        _write_json(work / RECORD_FILE, {**read_json(source, RECORD_FILE), **digests, "exported_as": format})
 
 
 def _frequencies(config: MHA2MLAConfig, reader: CheckpointReader) -> deepseek.Frequencies:
@@ -122,4 +132,4 @@ def _attention(layer: int) -> str:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

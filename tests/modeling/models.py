@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM
+from mha2mla.modeling import MHA2MLAConfig, MHA2MLAForCausalLM, configuration_mha2mla, modeling_mha2mla
 
 SIZES = {
     "vocab_size": 96,
@@ -163,6 +163,19 @@ def mla_config(case: str = "per-group", **keys) -> MHA2MLAConfig:
 def mla_model(case: str = "per-group", **keys) -> MHA2MLAForCausalLM:
     """A random MLA model in float32."""
     return randomise(MHA2MLAForCausalLM(mla_config(case, **keys)).eval())
+
+
+def as_file(model: MHA2MLAForCausalLM) -> modeling_mha2mla.MHA2MLAForCausalLM:
+    """The model again, by the classes of the file that lies in converted folders."""
+    config = configuration_mha2mla.MHA2MLAConfig(**model.config.to_dict())
+    made = modeling_mha2mla.MHA2MLAForCausalLM(config).eval()
+    made.set_attn_implementation(model.config._attn_implementation)
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+# Both definitions of a model: with the package, and without.
+BUILDS = {"package": lambda model: model, "file": as_file}
 
 
 def randomise(model):

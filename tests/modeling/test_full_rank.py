@@ -8,12 +8,17 @@ from tests.modeling import models
 from tests.modeling.full_rank import full_rank
 
 
+@pytest.fixture(params=models.BUILDS)
+def build(request):
+    return models.BUILDS[request.param]
+
+
 @each("case, implementation", models.SOURCES, ["sdpa", "eager"])
 @torch.no_grad()
-def test_logits_are_the_sources(case, implementation):
+def test_logits_are_the_sources(case, implementation, build):
     """Scale, pairing, and biases, norms, head width, rope scaling, tied embeddings, sliding windows."""
     source = models.source_model(case)
-    model = full_rank(source)
+    model = build(full_rank(source))
     model.set_attn_implementation(implementation)
     assert model.config._attn_implementation == model.model.config._attn_implementation == implementation
     ids = models.tokens(2, 37)
@@ -37,10 +42,10 @@ def test_cached_decode(case, form):
         assert models.relative_error(logits, expected[:, step]) < 1e-5
 
 
-@pytest.mark.parametrize("case", models.SOURCES)
-def test_greedy_tokens_of_a_padded_batch(case):
+@each("case, rope_from_latent", models.SOURCES, [False, True])
+def test_greedy_tokens_of_a_padded_batch(case, rope_from_latent, build):
     source = models.source_model(case)
-    model = full_rank(source)
+    model = build(full_rank(source, rope_from_latent=rope_from_latent))
     ids, mask = models.tokens(3, 12), torch.ones(3, 12, dtype=torch.long)
     for row, padding in enumerate((0, 5, 11)):
         ids[row, :padding], mask[row, :padding] = 0, 0
@@ -52,10 +57,10 @@ def test_greedy_tokens_of_a_padded_batch(case):
 
 @pytest.mark.parametrize("case", ["mistral", "mixtral", "qwen3-moe", "gemma3"])  # no value bias, RoPE in bfloat16
 @torch.no_grad()
-def test_bfloat16_is_the_source_bit_by_bit(case):
+def test_bfloat16_is_the_source_bit_by_bit(case, build):
     """The same products in the same order: rounding, too, is the source's (c is the values, and W_UV copies them)."""
     source = models.source_model(case)
-    model = full_rank(source).to(torch.bfloat16)
+    model = build(full_rank(source)).to(torch.bfloat16)
     rotary = source.model.rotary_emb
     tables = {name: table.clone() for name, table in rotary.named_buffers()}
     source.to(torch.bfloat16)

@@ -15,6 +15,11 @@ def padded():
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.fixture(params=models.BUILDS)
+def build(request):
+    return models.BUILDS[request.param]
+
+
 def eager(model):
     model.set_attn_implementation("eager")
     return model
@@ -23,9 +28,9 @@ def eager(model):
 class TestAttentions:
     @pytest.mark.parametrize("case", ["llama", "qwen3", "mistral-sliding"])
     @torch.no_grad()
-    def test_are_the_sources(self, case, padded):
+    def test_are_the_sources(self, case, padded, build):
         source = eager(models.source_model(case))
-        model = eager(full_rank(source))
+        model = build(eager(full_rank(source)))
         expected = source(**padded, output_attentions=True, use_cache=False).attentions
         for keys in ({"use_cache": False}, {"use_cache": True}):
             attentions = model(**padded, output_attentions=True, **keys).attentions
@@ -48,19 +53,19 @@ class TestAttentions:
         out = model.generate(ids, max_new_tokens=3, output_attentions=True, return_dict_in_generate=True)
         assert [len(step) for step in out.attentions] == [2, 2, 2]
 
-    def test_are_refused_where_nothing_computes_them(self, padded):
-        model = models.mla_model()
+    def test_are_refused_where_nothing_computes_them(self, padded, build):
+        model = build(models.mla_model())
         with pytest.raises(ValueError, match="output_attentions is True with attn_implementation 'sdpa'; expected 'ea"):
             model(**padded, output_attentions=True)
         assert model(**padded).attentions is None
 
-    def test_the_config_may_ask_for_them(self, padded):
-        model = eager(models.mla_model())
+    def test_the_config_may_ask_for_them(self, padded, build):
+        model = build(eager(models.mla_model()))
         model.config.output_attentions = True
         assert len(model(**padded).attentions) == 2
 
-    def test_while_checkpointing(self, padded):
-        model = eager(models.mla_model()).train()
+    def test_while_checkpointing(self, padded, build):
+        model = build(eager(models.mla_model())).train()
         model.gradient_checkpointing_enable()
         out = model(**padded, labels=padded["input_ids"], output_attentions=True)
         out.loss.backward()
@@ -69,9 +74,9 @@ class TestAttentions:
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3-moe"])
 class TestRouters:
-    def test_loss_is_the_sources(self, case, padded):
+    def test_loss_is_the_sources(self, case, padded, build):
         source = models.source_model(case, router_aux_loss_coef=0.5)
-        model = full_rank(source)
+        model = build(full_rank(source))
         inputs = {**padded, "labels": padded["input_ids"], "use_cache": False}
         without = model(**inputs).loss
         for keys in ({}, {"attention_mask": None}):
@@ -104,13 +109,44 @@ class TestRouters:
         torch.testing.assert_close(*losses)
 
 
-def test_a_model_without_routers_has_no_router_loss(padded):
-    out = models.mla_model()(**padded, output_router_logits=True)
+@torch.no_grad()
+def test_hidden_states_are_the_sources(padded, build):
+    """Asked for in the call, by the config, and of a step over a cache."""
+    source = models.source_model("qwen3")
+    model = build(full_rank(source))
+    expected = source(**padded, output_hidden_states=True).hidden_states
+    called = model(**padded, output_hidden_states=True).hidden_states
+    assert model(**padded).hidden_states is None
+    model.config.output_hidden_states = True
+    ids, mask = padded.values()
+    cache = model(ids[:, :11], attention_mask=mask[:, :11]).past_key_values
+    step = model(ids[:, 11:], attention_mask=mask, past_key_values=cache).hidden_states
+    for found, start in ((called, 3), (model(**padded).hidden_states, 3), (step, 11)):
+        assert len(found) == len(expected) == 3
+        for ours, theirs in zip(found, expected, strict=True):
+            assert models.relative_error(ours[:, start - 12 :], theirs[:, start:]) < models.TOLERANCE
+    assert not model(**padded, output_hidden_states=False).hidden_states
+    made = model.generate(**padded, max_new_tokens=3, return_dict_in_generate=True, output_hidden_states=True)
+    assert [len(each) for each in made.hidden_states] == [3, 3, 3]
+
+
+def test_loss_counts_items_of_the_batch(padded, build):
+    """``num_items_in_batch``, as a trainer gives it that accumulates gradients."""
+    source = models.source_model("llama")
+    labels = padded["input_ids"].clone()
+    labels[1, :4] = -100  # padding, and the token behind it
+    given = {**padded, "labels": labels}
+    for keys in ({}, {"num_items_in_batch": 7}):
+        torch.testing.assert_close(build(full_rank(source))(**given, **keys).loss, source(**given, **keys).loss)
+
+
+def test_a_model_without_routers_has_no_router_loss(padded, build):
+    out = build(models.mla_model())(**padded, output_router_logits=True)
     assert "aux_loss" not in out and "router_logits" not in out
 
 
-def test_inputs_are_given_once(padded):
-    model = models.mla_model()
+def test_inputs_are_given_once(padded, build):
+    model = build(models.mla_model())
     with pytest.raises(ValueError, match="input_ids and inputs_embeds: neither given; expected exactly one"):
         model()
     with pytest.raises(ValueError, match="input_ids and inputs_embeds: both given"):

@@ -38,6 +38,9 @@ import mha2mla  # registers the model type
 model, tokenizer = mha2mla.load("{name}")
 ```
 
+Without the package, `trust_remote_code=True` runs `modeling_mha2mla.py`, the same model in plain torch, which lies \
+beside the weights.
+
 ## Cache and weights
 
 | | source | converted |

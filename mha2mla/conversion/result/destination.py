@@ -15,10 +15,11 @@ from mha2mla.conversion.result.writer import DestinationError, is_folder, remove
 from mha2mla.conversion.source.checkpoint import INDEX_FILE
 from mha2mla.conversion.source.files import is_companion
 from mha2mla.files import sync, try_to_write
+from mha2mla.modeling.config import CODE_FILES
 
 WORK_FOLDER = "work"
 _SHARD = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
-_FILES = frozenset({CONFIG_FILE, INDEX_FILE, CARD_FILE, PLOT_FILE, RECORD_FILE})
+_FILES = frozenset({CONFIG_FILE, INDEX_FILE, CARD_FILE, PLOT_FILE, RECORD_FILE, *CODE_FILES})
 _MOST_LISTED = 5
 
 
