@@ -316,7 +316,7 @@ def inspect_checkpoint(
     fields = dict(vars(found))
     if verify:
         fields["verified"] = inspection.verify_weights(checkpoint)
-        print(f"weights are what the conversion wrote: {len(fields['verified'])} files")
+        print(f"weights and code are what the conversion wrote: {len(fields['verified'])} files")
     if record is not None:
         write_json(record, kind="inspection", rows=fields.pop("geometries"), **fields)
 
@@ -357,7 +357,7 @@ def export(
     Args:
         checkpoint: folder of a converted checkpoint; never written to.
         destination: folder to write; appears whole or not at all.
-        format: deepseek-v3 for the classes that transformers has; remote-code for one file of code beside the weights,
+        format: deepseek-v3 for the classes that transformers has; remote-code for this version's code and the weights,
             which trust_remote_code=True runs.
     """
     find_converted(checkpoint, "checkpoint")

@@ -14,11 +14,12 @@ BELOW = {
     "geometry": set(),
     "kernels": {"geometry"},
     "testing": {"geometry", "kernels", "environment", "terminal"},
-    "modeling": {"geometry", "kernels", "stored_tensors"},
+    "families": set(),
+    "modeling": {"families", "geometry", "kernels", "stored_tensors"},
     "loop": {"modeling", "prompts", "terminal"},
     "conversion": {
-        "geometry", "modeling", "checkpoints", "stored_tensors", "environment", "predictions", "terminal", "texts",
-        "files",
+        "families", "geometry", "modeling", "checkpoints", "stored_tensors", "environment", "predictions", "terminal",
+        "texts", "files",
     },
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The decoder stack of a served step, by fewer and longer kernels than transformers' modules launch.
 
-Layers of the families below are known: norm, attention, residual, norm, gated MLP, residual. Where all that such a
-layer would do is that, its norm takes the residual along, gate and up are one product, and the activation takes both.
+Layers of families with a ``llama_decoder`` are known: norm, attention, residual, norm, gated MLP, residual. Where a
+layer does only that, its norm takes the residual along, gate and up are one product, and the activation takes both.
 A :class:`FusedDecoder` is made with a cache, and checked in every step: a module with a hook, or another one in its
 place (an adapter), leaves the step to the base model.
 """
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from mha2mla.families import FAMILIES
 from mha2mla.kernels import rms_norm
 from mha2mla.modeling.fused_projections import fuse_weights, project, project_gated
 from mha2mla.modeling.recordable import HOST_ROPE
 from mha2mla.modeling.step import AttentionStep
 
-# model_type -> how transformers names the family's classes; the forward of their model, layer, norm and MLP is Llama's.
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _SILU = type(ACT2FN["silu"])
 _IGNORED = ("attention_mask", "use_cache")  # options that no layer looks at where backends attend
 
@@ -192,7 +191,8 @@ def _attend(attention: nn.Module, hidden_states: Tensor, inv_freq: Tensor, step:
 def _own_classes(model: nn.Module) -> tuple[str | None, str]:
     """How transformers names the classes of the model's family, and the module that they are in."""
     name = model.config.model_type
-    return FAMILIES.get(name), f"transformers.models.{name}.modeling_{name}"
+    family = FAMILIES.get(name)
+    return family and family.llama_decoder, f"transformers.models.{name}.modeling_{name}"
 
 
 def _is_own(module: nn.Module, name: str, home: str) -> bool:

@@ -227,11 +227,11 @@ class MLAAttention(nn.Module):
             query, encoded = self._project(hidden_states, self.q_proj, self.kv_a_proj)
             query = query.unflatten(-1, (-1, sum(widths)))
         queries = query.split(widths, dim=-1)
+        if not geometry.has_rope_cache:
+            return *queries, encoded + value if self.config.qk_norm else encoded, None
         latent, k_pe = encoded.tensor_split((geometry.kv_lora_rank,), dim=-1)
         if self.config.qk_norm:
             latent = latent + value
-        if not geometry.has_rope_cache:
-            return *queries, latent, None
         return *queries, latent, k_pe.unflatten(-1, (-1, geometry.qk_rope_head_dim))
 
     def _normed(self, projected: Tensor, norm: nn.Module) -> Tensor:

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mha2mla.families import FAMILIES
 from mha2mla.modeling.config import MHA2MLAConfig
 
 CONSTANT = 4096.0  # C: exact in 16 bits, and |c|² / 2C² is far below their precision
 LATENT_MULTIPLE = 8  # of the latent's channels
-# Families whose layers are DeepSeek's: RMSNorm, attention, RMSNorm, gated MLP.
-FAMILIES = ("llama", "mistral", "qwen2")
+# Their layers are DeepSeek's: RMSNorm, attention, RMSNorm, gated MLP.
+_LIKE_DEEPSEEK = [name for name, family in FAMILIES.items() if family.llama_decoder and not family.qk_norm]
 GUARD = "model.kv_a_proj_with_mqa_needs_its_bias"
 
 
@@ -67,8 +68,8 @@ def refusals(config: MHA2MLAConfig) -> list[str]:
         f"cos and sin are scaled by {sorted(scalings)} (YaRN, longrope), which they do in their own way": (
             scalings != {1.0}
         ),
-        f"the source's model_type is {source.model_type!r}; layers like theirs have {', '.join(FAMILIES)}": (
-            source.model_type not in FAMILIES
+        f"the source's model_type is {source.model_type!r}; layers like theirs have {', '.join(_LIKE_DEEPSEEK)}": (
+            source.model_type not in _LIKE_DEEPSEEK
         ),
         f"attention_window is {config.attention_window}, which they do not have": config.attention_window is not None,
         "the MLP has biases, which they have not": bool(getattr(source, "mlp_bias", False)),

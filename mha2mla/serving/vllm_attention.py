@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from mha2mla.conversion.families import ADAPTERS
+from mha2mla.families import FAMILIES
 from mha2mla.kernels import MAX_DECODE_QUERY_LENGTH
 from mha2mla.modeling.backends import ATTENTION_BACKENDS
 from mha2mla.modeling.batch import token_places
@@ -226,7 +226,7 @@ class MLAParallelAttention(nn.Module, AttentionLayerBase):
         if config.qk_norm:
             kv_width = whole.num_key_value_heads * head_dim
             model_type = config.source_config["model_type"]
-            over_all = not ADAPTERS[model_type].norm_per_head
+            over_all = not FAMILIES[model_type].norm_per_head
             if over_all and size > 1:
                 raise ValueError(
                     f"tensor_parallel_size is {size}; expected 1: {model_type} normalises the queries of all heads"

@@ -2,7 +2,6 @@
 
 # No postponed annotations: vLLM looks at those of forward().
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,54 +18,26 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.utils import maybe_prefix
 from vllm.sequence import IntermediateTensors
 
+from mha2mla.families import FAMILIES, Family
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.serving.shards import attention_name, expert_parts, placement
 from mha2mla.serving.vllm_attention import MLAParallelAttention
 
 
-@dataclass(frozen=True)
-class Family:
-    """How a source's decoder layer is put together.
-
-    Attributes:
-        norms: in front of the attention, behind it, in front of the MLP, behind it; None where there is none.
-        norm: class of all norms.
-        scaled_embeddings: multiplied by sqrt(hidden), rounded to the model's dtype.
-    """
-
-    norms: tuple[str | None, str | None, str | None, str | None]
-    norm: type[nn.Module] = RMSNorm
-    scaled_embeddings: bool = False
-
-
-_PRE = Family(("input_layernorm", None, "post_attention_layernorm", None))
-_POST = Family((None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
-FAMILIES = {
-    **dict.fromkeys(
-        ("llama", "smollm3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "olmoe", "phi3"), _PRE
-    ),
-    **dict.fromkeys(("olmo2", "olmo3"), _POST),
-    "gemma3_text": Family(
-        (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
-        GemmaRMSNorm,
-        scaled_embeddings=True,
-    ),
-}
-
-
 def family_of(config: MHA2MLAConfig) -> Family:
     """Raises ValueError, by name, for a source that vLLM's layers are not put together for here."""
     model_type = config.source_config["model_type"]
-    if model_type not in FAMILIES:
+    served = {name: family for name, family in FAMILIES.items() if family.served_by_vllm}
+    if model_type not in served:
         raise ValueError(
-            f"the source's model_type is {model_type!r}; expected one that is served by vLLM: {', '.join(FAMILIES)}"
+            f"the source's model_type is {model_type!r}; expected one that is served by vLLM: {', '.join(served)}"
         )
-    return FAMILIES[model_type]
+    return served[model_type]
+
+
+def norm_class(family: Family) -> type[nn.Module]:
+    """vLLM's class of all norms of a family."""
+    return GemmaRMSNorm if family.norm_offset else RMSNorm
 
 
 class GatedMLP(nn.Module):
@@ -129,7 +100,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: MHA2MLAConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         source, family = config.build_source_config(), family_of(config)
-        self.self_attn = MLAParallelAttention(config, layer_idx, family.norm, vllm_config, f"{prefix}.self_attn")
+        self.self_attn = MLAParallelAttention(config, layer_idx, norm_class(family), vllm_config, f"{prefix}.self_attn")
         activation = getattr(source, "hidden_activation", None) or source.hidden_act
         if _is_dense(source, layer_idx):
             bias = bool(getattr(source, "mlp_bias", False))
@@ -138,7 +109,7 @@ class DecoderLayer(nn.Module):
             self.mlp = ExpertMLP(source, activation, f"{prefix}.mlp")
         self.norms = family.norms
         for name in filter(None, family.norms):
-            setattr(self, name, family.norm(config.hidden_size, eps=config.rms_norm_eps))
+            setattr(self, name, norm_class(family)(config.hidden_size, eps=config.rms_norm_eps))
 
     def forward(self, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         before_attention, after_attention, before_mlp, after_mlp = self.norms
@@ -173,7 +144,7 @@ class VLLMModel(nn.Module):
             DecoderLayer(config, index, vllm_config, f"{prefix}.layers.{index}")
             for index in range(config.num_hidden_layers)
         )
-        self.norm = family.norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = norm_class(family)(config.hidden_size, eps=config.rms_norm_eps)
         self.embedding_scale = None
         if family.scaled_embeddings:  # as the source rounds it
             self.embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=vllm_config.model_config.dtype))

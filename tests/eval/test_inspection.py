@@ -114,7 +114,7 @@ def test_verify_finds_a_transposed_square(max_shard_bytes, tmp_path, capsys):
     tiny.convert(source, tmp_path / "mla", {**tiny.SHORT, "cache_ratio": 0.5}, max_shard_bytes=max_shard_bytes)
     assert main(["inspect", str(tmp_path / "mla"), "--verify"]) == 0
     files = sorted(path.name for path in (tmp_path / "mla").glob("*.safetensors"))
-    assert f"weights are what the conversion wrote: {len(files)} files" in capsys.readouterr().out
+    assert f"weights and code are what the conversion wrote: {len(files) + 2} files" in capsys.readouterr().out
     name = "model.layers.0.self_attn.o_proj.weight"
     for file in files:
         tensors = load_file(tmp_path / "mla" / file)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mha2mla.conversion.families.adapters import ADAPTERS
-from mha2mla.conversion.families.family import FamilyAdapter
+from mha2mla.conversion.families.family import ADAPTERS, FamilyAdapter
 from mha2mla.conversion.families.spec import AttentionWeights, SourceSpec, UnsupportedSourceError
 
 __all__ = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,36 +13,18 @@ from transformers import PreTrainedConfig
 
 from mha2mla.conversion.families.rotary import rotary_table
 from mha2mla.conversion.families.spec import AttentionWeights, RotaryTable, SourceSpec, UnsupportedSourceError
+from mha2mla.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from mha2mla.conversion.source.checkpoint import CheckpointReader
 
 
-@dataclass(frozen=True)
-class FamilyAdapter:
-    """A family whose decoder layers look like Llama's: RoPE on halves, separate q/k/v/o, one rotary table.
+class FamilyAdapter(Family):
+    """A family as conversion reads it.
 
-    Fields state what differs. ``specify`` refuses what it cannot convert, before any weight is read. Only the attention
-    is described: MLPs, experts and norms around it are copied, and run by the source's own classes.
+    ``specify`` refuses what cannot be converted, before any weight is read. Only the attention is described: MLPs,
+    experts and norms around it are copied, and run by the source's own classes.
     """
-
-    model_type: str
-    # Which of q, k, v, o have a bias, or the key of the config that says it.
-    biased: tuple[bool | str, ...] = ("attention_bias",) * 4
-    fused_qkv: bool = False  # q, k and v are the rows of one projection
-    qk_norm: bool = False
-    norm_per_head: bool = True
-    norm_offset: float = 0.0
-    mixture_of_experts: bool = False
-    window_in_every_layer: bool = False
-    rotating_layers: str | None = None  # the key that says which layers rotate; None: all
-    table_by_layer_type: bool = False  # rope_parameters holds parameters for each of layer_types
-    partial_rotary: bool = False  # its code looks at partial_rotary_factor
-    neighbours_pair: bool = False  # rotary pairs are (2j, 2j + 1) instead of halves
-    softmax_width: str | None = None  # the key of the number whose root divides q·k; None: the head's width
-    # Norms that the attention's output passes on its way to the MLP.
-    norms_to_mlp: tuple[str, ...] = ("post_attention_layernorm",)
-    refused: tuple[tuple[str, str], ...] = ()  # keys that must not be set, and why
 
     def sliding_windows(self, config: PreTrainedConfig) -> tuple[int | None, ...]:
         """Visible tokens per layer, None for all."""
@@ -178,3 +162,8 @@ class FamilyAdapter:
 def _padded(inv_freq: torch.Tensor, head_dim: int) -> torch.Tensor:
     """A table for whole heads: dims that do not rotate have a frequency of zero."""
     return torch.nn.functional.pad(inv_freq, (0, head_dim // 2 - inv_freq.numel()))
+
+
+ADAPTERS: Mapping[str, FamilyAdapter] = MappingProxyType(
+    {name: FamilyAdapter(**vars(family)) for name, family in FAMILIES.items()}
+)
