@@ -12,15 +12,13 @@ else the absorbed one, and the device asserts that there is no hole.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from mha2mla.modeling.modeling_mha2mla import first_shown
-
-if TYPE_CHECKING:
-    from mha2mla.modeling.cache import LatentCache
 
 REFUSED_MASK = (
     "attention_mask hides tokens between visible ones, and the absorbed form cannot; expected left padding at most "
@@ -64,12 +62,12 @@ def visible_tokens(attention_mask: Tensor, length: int | Tensor) -> VisibleToken
     return VisibleTokens(first_shown(shown).int(), shown.sum(dim=-1), (shown * token).amax(dim=-1), length)
 
 
-def check_mask(attention_mask: Tensor, batch: int, query_length: int, cache: LatentCache | None) -> Tensor:
+def check_mask(attention_mask: Tensor, batch: int, query_length: int, cache: Cache | None) -> Tensor:
     """``attention_mask`` as [B, T], T at least the tokens that are cached and new.
 
     Args:
         attention_mask: [B or 1, T].
-        cache: what the new tokens come after, or None.
+        cache: a LatentCache, or None.
 
     Raises:
         ValueError: another number of sequences, or of tokens. (How many a static cache holds is known to its device
