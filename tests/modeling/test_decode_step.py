@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mha2mla.kernels import DecodePlan
-from mha2mla.modeling import LatentCache, backends
+from mha2mla.modeling import LatentCache, backends, modeling_mha2mla
 from tests.modeling import models
 
 
@@ -142,12 +142,11 @@ def test_the_backend_may_change_between_steps(used):
 @torch.no_grad()
 def test_places_are_computed_once_per_step(monkeypatch):
     """Rotation and writing are one op, which all layers hand the same positions and slots."""
-    from mha2mla.modeling import attention
 
     model = models.mla_model()
     ids = models.tokens(2, 10)
     expected = model(ids, use_cache=False).logits[:, 9:]
-    monkeypatch.setattr(attention, "rotary_cos_sin", None)
+    monkeypatch.setattr(modeling_mha2mla, "rotary_cos_sin", None)
     seen, op = [], backends.mla_append
 
     def counted(*args, **keys):
