@@ -1,4 +1,4 @@
-"""What kernel tests share: the package's decode problems, its verdict as an assertion, and compiled kernels by hand."""
+"""Decode problems of kernel tests: the numeric check as an assertion, random plans, compiled kernels by hand."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def write_work(
 
 
 def spans_of(inputs: dict, window: int | None = None, sinks: int = 0) -> list[Span]:
-    """What some query of each sequence sees."""
+    """Tokens of each sequence that some query sees."""
     capacity = inputs["block_table"].shape[1] * inputs["latent_cache"].shape[1]
     lengths = inputs["cache_seqlens"].tolist()
     starts = [0] * len(lengths) if inputs["cache_starts"] is None else inputs["cache_starts"].tolist()
@@ -145,7 +145,7 @@ def random_schedule_call(draw: random.Random) -> dict:
 
 
 def same_schedule(planner, call: dict, device: str = "cpu") -> bool:
-    """Whether a compiled planner writes what the oracle writes, wherever the oracle writes something."""
+    """True where a compiled planner writes what the oracle writes, wherever the oracle writes something."""
     lengths, starts, num_ctas = call["lengths"], call["starts"], call["num_ctas"]
     spans = [
         attended_span(

@@ -1,4 +1,4 @@
-"""What every kernel's arguments must be, whatever the op."""
+"""Arguments of every kernel."""
 
 import pytest
 import tilelang.language as T

@@ -142,7 +142,7 @@ def with_a_hole(name: str, device: str) -> tuple:
 
 @pytest.mark.parametrize("name", ["mla_decode", "gqa_decode", "fp8"])
 def test_no_page_inside_a_length_is_refused_by_references(name):
-    """As an index, -1 is the last page: somebody else's."""
+    """The index -1 is another sequence's page."""
     op, holes, _ = with_a_hole(name, "cpu")
     with pytest.raises(
         ValueError, match=r"block_table\[1, 1\] is -1, and token 64 of the sequence is visible; expected"

@@ -380,21 +380,10 @@ def compile_attention_varlen(major_minor: int, shape: VarlenShape):
 
 
 def launch_attention_varlen(
-    q: Tensor,
-    q_pe: Tensor | None,
-    k: Tensor,
-    k_pe: Tensor | None,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    softmax_scale: float,
-    causal: bool,
-    window: int,
-    sinks: int,
-    out: Tensor,
+    q: Tensor, q_pe: Tensor | None, k: Tensor, k_pe: Tensor | None, v: Tensor, cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor, max_seqlen_q: int, softmax_scale: float, causal: bool, window: int, sinks: int, out: Tensor,
     lse: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Run the kernel; arguments as in :func:`mha2mla.kernels.attention_varlen`, a second part of q and k or None, and a
     window of -1 is none."""
     batch = cu_seqlens_q.shape[0] - 1

@@ -13,25 +13,19 @@ from mha2mla.kernels.skinny_linear.selection import ROW_BUCKETS
 
 
 def make_rms_norm(
-    *,
-    width: int,
-    dtype: str,
-    residual: bool,
-    vector: int = 1,
-    threads: int = 256,
-    dependent: bool = False,
+    *, width: int, dtype: str, residual: bool, vector: int = 1, threads: int = 256, dependent: bool = False,
     on_cpu: bool = False,
-):
+):  # fmt: skip
     """A TileLang function ``rms_norm``, a block a row; the number of rows is a run-time value.
 
     Args:
-        width: numbers of a row.
+        width: elements of a row.
         dtype: of all tensors.
-        residual: whether ``base`` is added before, and the sum written; else both are any [rows, width] tensors.
-        vector: numbers that a thread moves at a time; divides width, and pointers are aligned to so many.
+        residual: ``base`` is added before, and the sum written; else both are any [rows, width] tensors.
+        vector: elements that a thread moves at a time; divides width, and pointers are aligned to so many.
         threads: of a block, a multiple of 32.
         dependent: launch it as a programmatic dependent of the kernel before, for whose end its row waits and not its
-            weight, which nobody writes; its own dependents begin once it has its row, before which what they ask for
+            weight, which no kernel writes; its own dependents begin once it has its row, before which what they ask for
             would come (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
 
@@ -116,7 +110,7 @@ def make_silu_mul(*, width: int, dtype: str, vector: int = 1, threads: int = 128
     """A TileLang function ``silu_mul``; the number of rows is a run-time value.
 
     Args:
-        width: numbers of a row.
+        width: elements of a row.
         dtype, vector, threads, on_cpu: as of :func:`make_rms_norm`.
 
     The function's arguments: gate and up [rows, width] (run-time strides), out [rows, width] (contiguous).

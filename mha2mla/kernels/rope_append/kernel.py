@@ -19,20 +19,9 @@ LARGEST_FLOAT = 3.4028234663852886e38
 
 
 def append_parts(
-    *,
-    heads: int,
-    num_rope_heads: int,
-    row_width: int,
-    qk_rope_head_dim: int,
-    num_tables: int,
-    page_size: int,
-    dtype: str,
-    interleaved: bool,
-    vector: int,
-    block_tokens: int,
-    threads: int,
-    on_cpu: bool = False,
-) -> SimpleNamespace:
+    *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int, page_size: int,
+    dtype: str, interleaved: bool, vector: int, block_tokens: int, threads: int, on_cpu: bool = False,
+) -> SimpleNamespace:  # fmt: skip
     """Body of a block; arguments as of :func:`make_rope_append`.
 
     Returns:
@@ -45,8 +34,8 @@ def append_parts(
     half = qk_rope_head_dim // 2
     groups, queries = max(1, num_rope_heads), max(1, heads)
     threads = 1 if on_cpu else threads
-    # Elements of each kind that a block handles; they go round the threads one by one. (T.Parallel finds no layout for
-    # some of these shapes, such as 9 heads of 8 pairs.) Rows and pairs do so in vectors.
+    # Angles, and vectors of rows and pairs, of a block; threads take them in turn. (T.Parallel finds no layout for some
+    # of these shapes, such as 9 heads of 8 pairs.)
     row_vector, pairs = gcd(max(1, row_width), vector), gcd(half, max(1, vector // 2) if interleaved else vector)
     row_vectors, half_vectors = max(1, row_width) // row_vector, half // pairs
     angles, numbers = block_tokens * num_tables * half, block_tokens * row_vectors if row_width else 0
@@ -65,8 +54,8 @@ def append_parts(
         return 2 * pair + 1 if interleaved else pairs + pair
 
     def product(a, b):
-        # Rounded by itself: which of two products is fused into their sum is the compiler's choice, another for each
-        # width of row, and a cached key must not depend on what else its token writes.
+        # Rounded by itself: the compiler fuses one of two products into their sum, another one for each width of row,
+        # and a cached key must not depend on its token's other writes.
         return a * b if on_cpu else T.ieee_mul(a, b)
 
     def parts(p):
@@ -154,21 +143,10 @@ def stride(i, *tensors):
 
 
 def make_rope_append(
-    *,
-    heads: int,
-    num_rope_heads: int,
-    row_width: int,
-    qk_rope_head_dim: int,
-    num_tables: int,
-    page_size: int,
-    dtype: str,
-    interleaved: bool,
-    vector: int = 1,
-    block_tokens: int = 4,
-    threads: int = 128,
-    dependent: bool = False,
-    on_cpu: bool = False,
-):
+    *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int, page_size: int,
+    dtype: str, interleaved: bool, vector: int = 1, block_tokens: int = 4, threads: int = 128,
+    dependent: bool = False, on_cpu: bool = False,
+):  # fmt: skip
     """A TileLang function ``rope_append``; tokens and pages are run-time values.
 
     Args:
@@ -179,7 +157,7 @@ def make_rope_append(
         page_size: tokens per page.
         dtype: of rows, keys, queries and caches.
         interleaved: pairs are neighbours (x_0, x_1), …; else halves (x_0, x_{d_r / 2}), ….
-        vector: numbers that a thread moves at a time, at most; every row and pointer is aligned to so many.
+        vector: elements that a thread moves at a time, at most; every row and pointer is aligned to so many.
         block_tokens, threads: of a block.
         dependent: launch it as a programmatic dependent of the kernel before (sm_90 and newer).
         on_cpu: compile for TileLang's C target.
@@ -187,7 +165,7 @@ def make_rope_append(
     The function's arguments: rows [N,width], keys [N,G,d_r] and queries [N,H,d_r] (run-time strides: parts of one
     projection are read where they lie), positions [N] int32, slots [N] int32, inv_freq [num_tables,d_r/2] float32;
     row_cache [P,page,width] and rope_cache [P,page,G*d_r] (run-time strides), out [N,H,d_r]; scaling float32. What is
-    left out is passed as any tensor with a size of at least one everywhere.
+    tensor is absent is passed as any with a size of at least one everywhere.
     """
     accum = T.float32
     machine = Machine(on_cpu)
@@ -232,18 +210,9 @@ def make_rope_append(
 
 
 def make_append_w_uk(
-    *,
-    heads: int,
-    num_rope_heads: int,
-    row_width: int,
-    qk_rope_head_dim: int,
-    num_tables: int,
-    page_size: int,
-    kv_heads: int,
-    inner: int,
-    dtype: str,
-    vector: int = 1,
-):
+    *, heads: int, num_rope_heads: int, row_width: int, qk_rope_head_dim: int, num_tables: int, page_size: int,
+    kv_heads: int, inner: int, dtype: str, vector: int = 1,
+):  # fmt: skip
     """A TileLang function ``append_w_uk`` for sm_90: a block for each token as of ``rope_append``, then those of
     ``w_uk``; tokens and pages are run-time values.
 
@@ -310,14 +279,9 @@ def make_append_w_uk(
 
 
 def make_quantize_rows(
-    *,
-    row_width: int,
-    page_size: int,
-    dtype: str,
-    code_dtype: str = "float8_e4m3fn",
-    block_tokens: int = 8,
+    *, row_width: int, page_size: int, dtype: str, code_dtype: str = "float8_e4m3fn", block_tokens: int = 8,
     on_cpu: bool = False,
-):
+):  # fmt: skip
     """A TileLang function ``quantize_rows``; tokens and pages are run-time values.
 
     Args:
@@ -402,18 +366,9 @@ def compile_append_w_uk(major_minor: int, **static):
 
 
 def launch_rope_append(
-    rows: Tensor,
-    keys: Tensor,
-    query: Tensor,
-    row_cache: Tensor,
-    rope_cache: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    inv_freq: Tensor,
-    out: Tensor,
-    attention_scaling: float,
-    interleaved: bool,
-) -> None:
+    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor,
+    slots: Tensor, inv_freq: Tensor, out: Tensor, attention_scaling: float, interleaved: bool,
+) -> None:  # fmt: skip
     """Run the kernel; shapes as in :func:`mha2mla.kernels.mla_append`. What is empty (queries, keys, rows, a cache) is
     left out: rows alone are written, or keys alone, or nothing and only queries are rotated."""
     tokens, heads, rope = query.shape
@@ -459,20 +414,9 @@ def launch_rope_append(
 
 
 def launch_append_w_uk(
-    rows: Tensor,
-    keys: Tensor,
-    query: Tensor,
-    row_cache: Tensor,
-    rope_cache: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    inv_freq: Tensor,
-    out: Tensor,
-    attention_scaling: float,
-    x: Tensor,
-    k_up: Tensor,
-    mapped: Tensor,
-) -> None:
+    rows: Tensor, keys: Tensor, query: Tensor, row_cache: Tensor, rope_cache: Tensor, positions: Tensor,
+    slots: Tensor, inv_freq: Tensor, out: Tensor, attention_scaling: float, x: Tensor, k_up: Tensor, mapped: Tensor,
+) -> None:  # fmt: skip
     """Run the kernel; shapes as in :func:`mha2mla.kernels.rope_append.api.append_w_uk`. Without keys, or a cache of
     them, rows and queries are all."""
     _, heads, rope = query.shape

@@ -34,19 +34,9 @@ static __device__ __forceinline__ void put_quad(const float* from, const float* 
 
 
 def make_streamed_linear(
-    *,
-    columns: int,
-    outputs: int,
-    rows: int,
-    dtype: str,
-    gated: bool = False,
-    biased: bool = False,
-    blocks: int = 1,
-    split: int = 1,
-    depth: int = 64,
-    stages: int = 8,
-    resident: int = 2,
-):
+    *, columns: int, outputs: int, rows: int, dtype: str, gated: bool = False, biased: bool = False, blocks: int = 1,
+    split: int = 1, depth: int = 64, stages: int = 8, resident: int = 2,
+):  # fmt: skip
     """A TileLang function ``streamed_linear`` for sm_90, of at most ``rows`` rows of x, a run-time value.
 
     Args:
@@ -161,7 +151,7 @@ def make_streamed_linear(
 
     @T.macro
     def write(m, out, n0):
-        """This CTA's share of the outputs, 8 numbers a thread, rounded once."""
+        """This CTA's share of the outputs, 8 elements a thread, rounded once."""
         for j in T.serial(T.ceildiv(rows * share // 8, WARPGROUP)):
             e = j * WARPGROUP + T.get_thread_binding()
             r, c = e // (share // 8), e % (share // 8) * 8

@@ -179,16 +179,9 @@ VECTOR = 8  # numbers that strides of x are a multiple of
 
 
 def make_up_projection(
-    *,
-    heads: int,
-    groups: int,
-    inner: int,
-    outer: int,
-    dtype: str,
-    transposed: bool,
-    dependent: bool,
+    *, heads: int, groups: int, inner: int, outer: int, dtype: str, transposed: bool, dependent: bool,
     rows: int = GROUP_ROWS,
-):
+):  # fmt: skip
     """A TileLang function ``up_projection``; tokens are a run-time value.
 
     Args:

@@ -108,7 +108,7 @@ def test_nan_does_not_cross_requests(causal, bad):
 
 
 def test_infinite_values_add_up_as_in_torch():
-    """As torch adds them up: an infinity wins, two of different signs are NaN, and only where they are seen."""
+    """Sums are torch's: an infinity wins, two of different signs are NaN, and only where they are seen."""
     q, k = torch.zeros(3, 1, 8), torch.zeros(3, 1, 8)
     v = torch.tensor([[1.0, torch.inf, 2.0], [torch.inf, -torch.inf, 3.0], [0.0, 1.0, torch.nan]])[:, None]
     bounds = torch.tensor([0, 3], dtype=torch.int32)

@@ -97,7 +97,7 @@ def test_sliding_windows_and_sinks(window, sinks, widths, starts):
     exact = problem.exact(**limits)
     assert bool(layout_of(problem.plan(**limits)).waves) == (window >= 30)
     assert error(problem.run(**limits), exact) < 2e-6
-    # As many tokens at a time as a query has: longer spans under a window run in pieces.
+    # Only a query's tokens fit at a time: longer spans under a window run in pieces.
     assert error(problem.run(**limits, max_expanded_tokens=30), exact) < 2e-6
 
 
@@ -232,3 +232,55 @@ def test_gqa_windows_and_sinks(limits):
     assert bool(layout_of(plan).waves) == (limits["window"] == 17)
     out = gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
     assert error(out, gqa_exact(batch, query, keys, values, **limits)) < 2e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("widths", "dtype"),
+    # Not every pair: each op's own tests have both dtypes, and a pair takes up to ten compilations.
+    list(zip(widths_on_gpu(), (torch.bfloat16, torch.float16, torch.bfloat16, torch.bfloat16), strict=True)),
+    ids=("per head", "per group", "shared", "from the latent"),
+)
+def test_kernels_are_as_right_as_torch(widths, dtype):
+    lengths = ([1, 1, 4, 40, 300, 0, 1, 129], [700, 0, 90, 500, 1000, 5, 64, 0])
+    problem = Problem.make(widths, lengths, dtype, "cuda", tokens=4)
+    for limits in ({}, {"window": 150, "sinks": 4}):
+        exact = problem.exact(**limits)
+        torch_error = error(problem.run(backend="reference", **limits), exact)
+        for options in ({}, {"max_expanded_tokens": 512}):
+            out = problem.run(**options, **limits)
+            assert not out.isnan().any() and not out[476:].any()
+            assert error(out, exact) < 2 * torch_error
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_gqa_kernels_are_as_right_as_torch():
+    lengths = ([1, 1, 40, 300, 0, 1, 129], [700, 0, 500, 1000, 5, 64, 0])
+    batch, *tensors = gqa_problem(torch.bfloat16, "cuda", 32, 8, 128, 128, 64, lengths)
+
+    def run(backend=None, **options):
+        plan = plan_gqa_attention(
+            *tensors[1:], batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=32,
+            backend=backend, **options,
+        )  # fmt: skip
+        return gqa_attention(*tensors, plan, softmax_scale=SCALE, backend=backend)
+
+    for limits in ({}, {"window": 150, "sinks": 4}):
+        exact = gqa_exact(batch, *tensors, **limits)
+        torch_error = error(run("reference", **limits), exact)
+        for options in ({}, {"max_expanded_tokens": 512}):
+            out = run(**options, **limits)
+            assert not out.isnan().any() and error(out, exact) < 2 * torch_error
+
+
+@pytest.mark.gpu
+def test_no_synchronisation():
+    problem = Problem.make(widths_on_gpu()[1], ([1, 1, 40, 300], [700, 0, 500, 90]), torch.float16, "cuda")
+    problem.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -60,7 +60,7 @@ def test_the_form_follows_from_flop():
 
 
 def test_a_plan_for_other_lengths_in_the_same_tensors():
-    """What a CUDA graph replays: the batch's tensors change, and the plan is refreshed on the device."""
+    """A CUDA graph's replay: the batch's tensors change, and the plan is refreshed on the device."""
     problem = Problem.make(WIDTHS["per group"], ([1, 1], [9, 20]), rows=4)
     plan = problem.plan()
     problem.batch.cache_seqlens.sub_(torch.tensor([2, 7, 0, 0], dtype=torch.int32))

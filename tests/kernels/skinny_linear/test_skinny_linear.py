@@ -82,7 +82,7 @@ def test_is_faster_as_measured():
     few = {"rows": 8, "gated": False, "sms": 132}
     assert is_faster(4096, 4096, **few) and is_faster(2048, 2048, **few)
     assert not is_faster(576, 576, **few) and not is_faster(8192, 1024, **few)
-    # Of more than 64 rows only where CTAs fill their waves: not 80 tiles, and not 1.1 waves of gate and up.
+    # More than 64 rows only where CTAs fill their waves: not 80 tiles, and not 1.1 waves of gate and up.
     many = {"rows": 128, "sms": 132}
     assert is_faster(4096, 14336, gated=False, **many) and is_faster(28672, 4096, gated=True, **many)
     assert not is_faster(5120, 5120, gated=False, **many) and not is_faster(37888, 3584, gated=True, **many)
@@ -100,7 +100,7 @@ def test_opcheck(gated):
     [(4096, 11008, 16, False), (22016, 4096, 64, True), (6656, 4096, 8, False), (28672, 4096, 128, True)],
 )
 def test_streamed_linear_fits_a_hopper(outputs, columns, rows, gated):
-    """As many CTAs as are to fit a multiprocessor do, nothing spills, and products are the tensor cores'."""
+    """The planned CTAs fit a multiprocessor, nothing spills, and products are the tensor cores'."""
     pytest.importorskip("tilelang", reason="TileLang is not installed")
     from mha2mla.kernels.machine import EXACT_PASS_CONFIGS
     from mha2mla.kernels.skinny_linear.streamed import make_streamed_linear
@@ -124,7 +124,7 @@ def test_streamed_linear_fits_a_hopper(outputs, columns, rows, gated):
     ("columns", "outputs"), [(576, 96), (1536, 576), (4096, 4096), (11008, 64), (2112, 32), (2048, 5120), (96, 40000)]
 )
 def test_kernel_on_a_gpu(columns, outputs, dtype, gated):
-    """As near to float64 as twice torch's own at the dtype, whatever lies behind x, and the same each time."""
+    """Over NaN behind x; the same bits each time."""
     for rows in (1, 5, 8, 16, 27, 64, 65, 128):
         x, weight = given(rows, columns, outputs, dtype, "cuda", seed=rows)
         wide = torch.full((rows + 1, columns), torch.nan, dtype=dtype, device="cuda")
