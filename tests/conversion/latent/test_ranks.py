@@ -37,7 +37,7 @@ def test_the_hand_out_is_the_best_there_is(curves, extra):
     step, least, most = 8, 16, 64
     losses = [{rank: scale * math.exp(-rate * rank) for rank in (16, 32, 64)} for scale, rate in curves]
     budget = len(losses) * least + extra * step
-    found = allocate(losses, budget, step=step, least=least, most=most)
+    found = allocate(losses, budget, step=step, most=most)
     assert sum(found) <= budget and all(least <= rank <= most and (rank - least) % step == 0 for rank in found)
     assert sum(found) == min(budget, most * len(losses))
     choices = range(least, most + 1, step)
@@ -47,6 +47,11 @@ def test_the_hand_out_is_the_best_there_is(curves, extra):
         if sum(ranks) <= budget
     )
     assert sum(map(loss_at, losses, found)) == pytest.approx(best, rel=1e-9)
+
+
+def test_no_layer_gets_a_rank_below_its_measured_ones():
+    almost_free = {32: 1e-9, 64: 1e-10}
+    assert allocate([almost_free, {32: 1.0, 64: 0.1}], 128, step=16, most=128) == [32, 96]
 
 
 def test_a_loss_never_rises_with_the_rank():
@@ -76,7 +81,7 @@ def test_what_is_measured_falls_with_the_rank_and_repeats(layout, steps, source)
     assert len(geometries) == LAYERS
     assert sum(each.cache_numel_per_token for each in geometries) <= LAYERS * uniform.cache_numel_per_token
     losses = {int(rank): values for rank, values in found.items()}
-    assert len(losses) >= 2
+    assert len(losses) >= 3 and min(losses) <= min(ranks)
     for layer in range(LAYERS):
         by_rank = [losses[rank][layer] for rank in sorted(losses)]
         assert all(0 < loss < 5 for loss in by_rank) and by_rank[-1] < by_rank[0]
