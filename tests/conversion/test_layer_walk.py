@@ -303,6 +303,19 @@ def test_a_layer_without_steps_keeps_its_closed_form(fail, reason, sources, tmp_
     assert all(torch.equal(tensor, failing.start[1][name].float()) for name, tensor in made[1].tensors.items())
 
 
+def test_inherited_errors_do_not_outweigh_a_layers_own(sources, tmp_path):
+    """A first layer that goes astray: what nothing can mend counts less than once in the losses of the others."""
+
+    def astray(problem, tensors, fit, *, seed, layer):
+        found = reconstruct(problem, tensors, fit, seed=seed, layer=layer)
+        if layer > 0:
+            return found
+        return replace(found, tensors={**found.tensors, "v_b_proj": found.tensors["v_b_proj"] * 1e4})
+
+    walk = sequence(sources("llama"), Fitted(fit_steps=2), tmp_path, steps=LayerSteps(reconstruct=astray))
+    assert all(layer.loss_before < 1 for layer in walk)
+
+
 class FailingForms:
     """Closed forms of which the first ``failures`` of a layer fail; ``spoil`` instead of an error where given."""
 
