@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mha2mla
 from benchmarks.recording import Recording, command
-from mha2mla.conversion.calibration.lengths import calibration_lengths
+from mha2mla.conversion.calibration.blocks import calibration_lengths
 from mha2mla.conversion.calibration.windows import calibration_windows
 from mha2mla.conversion.recipe import Recipe
 from mha2mla.conversion.source.opening import open_source

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.recording import Recording, command
-from mha2mla.conversion.calibration.lengths import calibration_lengths
+from mha2mla.conversion.calibration.blocks import calibration_lengths
 from mha2mla.conversion.calibration.windows import calibration_windows
 from mha2mla.conversion.fit import reconstruction
 from mha2mla.conversion.fit.repeatable import deterministic_sdpa, repeatable_attention

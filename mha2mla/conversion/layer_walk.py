@@ -20,7 +20,6 @@ from mha2mla.conversion.calibration.activations import SPILL_BYTES, ActivationSt
 from mha2mla.conversion.calibration.blocks import TokenBlocks
 from mha2mla.conversion.calibration.statistics import LayerStatistics, StatisticsCollector
 from mha2mla.conversion.families import FamilyAdapter, SourceSpec
-from mha2mla.conversion.fit.numerics import tf32_on_cuda
 from mha2mla.conversion.fit.reconstruction import (
     Forward,
     Reconstruction,
@@ -28,7 +27,7 @@ from mha2mla.conversion.fit.reconstruction import (
     ReconstructionProblem,
     reconstruct,
 )
-from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION
+from mha2mla.conversion.fit.repeatable import REPEATABLE_ATTENTION, tf32_on_cuda
 from mha2mla.conversion.latent.rules import SvdJoint
 from mha2mla.conversion.layer import PreparedLayer, converted_biases, finish_layer, prepare_layer
 from mha2mla.conversion.recipe import Recipe

@@ -14,8 +14,7 @@ import torch
 from tqdm import tqdm
 
 from mha2mla.checkpoints import CheckpointError, find_checkpoint
-from mha2mla.conversion.calibration.blocks import Windows, listed
-from mha2mla.conversion.calibration.lengths import calibration_lengths, check_length, nearest_length
+from mha2mla.conversion.calibration.blocks import Windows, calibration_lengths, check_length, listed, nearest_length
 from mha2mla.conversion.calibration.windows import evaluation_windows
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.families import SourceSpec

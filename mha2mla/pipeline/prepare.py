@@ -5,6 +5,8 @@ Each is a piece of the work folder: saved when it is found, and found there by t
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,21 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, listed
+from mha2mla.conversion.calibration.blocks import TokenBlocks, Windows, calibrated_length, listed
 from mha2mla.conversion.calibration.generated_text import PIECES
-from mha2mla.conversion.calibration.lengths import calibrated_length
 from mha2mla.conversion.calibration.windows import calibration_windows, named_in_errors
 from mha2mla.conversion.extension import CalibrationSource
 from mha2mla.conversion.latent.ranks import choose_layer_ranks
 from mha2mla.conversion.layer_walk import LayerWalk, converted_config
+from mha2mla.conversion.result.writer import DestinationError, save_tensors
 from mha2mla.conversion.resume import ResumeError, WorkFolder, code_hash, tensor_hash
 from mha2mla.conversion.source.files import FileIdentity
-from mha2mla.environment import device_name, installed_version
+from mha2mla.environment import cache_folder, device_name, installed_version
+from mha2mla.files import atomic_write
 from mha2mla.geometry import MLAGeometry
 from mha2mla.modeling.config import MHA2MLAConfig
 from mha2mla.pipeline.check import Plan
-from mha2mla.pipeline.kept_text import KeptText
 from mha2mla.texts import DATASET, GENERATED, text_identity
 
 _TEXT, _RANKS = "text", "layer-ranks"  # pieces of the work
@@ -57,6 +60,41 @@ class Prepared:
         config.source_config = {**config.source_config, "_name_or_path": name}
         config.calibrated_length = calibrated_length(plan.spec, () if windows is None else windows.window_lengths)
         return config
+
+
+class KeptText:
+    """Token windows in ``texts/KEY.safetensors`` of the cache folder; KEY is a hash of all that decides them.
+
+    Args:
+        request: JSON values: hashes of the source's files, names of texts, lengths, tokens, seed, device, versions and
+            code. A cache ratio is not among them.
+
+    Attributes:
+        path: of the file.
+    """
+
+    def __init__(self, request: Any) -> None:
+        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+        self.path = cache_folder() / "texts" / f"{key}.safetensors"
+
+    def read(self) -> TokenBlocks | None:
+        """The windows as they were written; None where there are none, or the file is damaged."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                windows, about = file.get_tensor("windows").clone(), file.metadata() or {}
+            blocks = TokenBlocks(windows, tuple(json.loads(about["lengths"])))
+            return blocks if about["sha256"] == tensor_hash(windows) else None
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return None
+
+    def write(self, windows: TokenBlocks) -> str | None:
+        """Keeps them, whole or not at all; why they could not be kept, or None."""
+        about = {"lengths": json.dumps(windows.lengths), "sha256": tensor_hash(windows.tokens)}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.path, lambda temporary: save_tensors({"windows": windows.tokens}, temporary, about))
+        except (DestinationError, OSError) as error:
+            return str(error)
 
 
 def open_work(plan: Plan, folder: Path, weights: dict[str, FileIdentity]) -> WorkFolder:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mha2mla.conversion.parity import ParityReport
-from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE, model_card
+from mha2mla.conversion.result.card import CARD_FILE, PLOT_FILE, RECORD_FILE, card_metadata, model_card
 from mha2mla.conversion.result.writer import ShardedWriter
 from mha2mla.conversion.source.files import identify
-from mha2mla.conversion.source.metadata import card_metadata
 from mha2mla.conversion.source.opening import OpenedFolder
 from mha2mla.conversion.source.streaming import StreamedModel
 from mha2mla.environment import collect_environment, describe_environment, installed_version

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from mha2mla.conversion.calibration import windows
 from mha2mla.conversion.calibration.blocks import TokenBlocks
-from mha2mla.pipeline.kept_text import KeptText
+from mha2mla.pipeline.prepare import KeptText
 from tests.conversion import tiny
 from tests.conversion.tiny import convert
 

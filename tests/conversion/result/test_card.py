@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import mha2mla
-from mha2mla.conversion.source.metadata import card_metadata
+from mha2mla.conversion.result.card import card_metadata
 
 QUICK = {"preset": "minimal", "cache_ratio": 1.0}
 
