@@ -90,7 +90,7 @@ def register(name: str, **fields: Any) -> Callable[[T], T]:
 
 
 def is_registered(key: str, name: str) -> bool:
-    """Whether ``name`` is registered under a recipe key; an unknown one loads the entry points of :data:`PLUGINS`."""
+    """True for a registered name under a recipe key; an unknown name loads the entry points of :data:`PLUGINS`."""
     if (key, name) not in RecipeObject._named:
         for point in entry_points(group=PLUGINS):
             point.load()

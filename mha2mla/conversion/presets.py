@@ -16,7 +16,7 @@ PresetName = Literal[
 NO_PRESET = "minimal"
 AUTO = "auto"  # no preset yet: choose_preset names one when the device is known
 
-# What other methods do not have.
+# Keys that switch off what the published methods do not have.
 _PUBLISHED: dict[str, Any] = {
     "latent.centered": False,
     "fit.queries": False,
@@ -36,7 +36,7 @@ _FITTED: dict[str, Any] = {
     "calibration.tokens": 144 * 8192,
 }
 
-# What each sets beside the stages' own defaults.
+# Keys that each preset sets beside the stages' own defaults.
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         # The defaults alone: seconds, and text that no model must write. To try things with, not to keep.
@@ -137,5 +137,5 @@ def with_keys(keys: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
 
 
 def is_device_dependent(key: str) -> bool:
-    """Whether the default of ``key`` depends on the machine: a preset that ``auto`` may choose sets it."""
+    """True where the default of ``key`` depends on the machine: a preset that ``auto`` may choose sets it."""
     return any(key in PRESETS[name] for name in ("quick", *MEASURED))

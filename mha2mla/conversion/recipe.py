@@ -38,7 +38,7 @@ KEYS: Mapping[str, tuple[str, str]] = {  # as they are written → stage and fie
 
 @dataclass(frozen=True, init=False)
 class Recipe:
-    """How a layer is turned into MLA, and how many elements per token it may cache.
+    """Rules that turn layers into MLA, and the elements per token that these may cache.
 
     Keys are given by name, as everywhere else (mappings, YAML, flags, keyword arguments of ``convert``):
     ``"STAGE.KEY"``, or the stage with a mapping of its keys; the target's keys need no stage. ``Recipe(preset="quick",
@@ -167,7 +167,7 @@ class Recipe:
 
     @property
     def searches_layer_ranks(self) -> bool:
-        """Whether the ranks of the layers must be measured before there are geometries."""
+        """True where the ranks of the layers must be measured before there are geometries."""
         return self.latent.ranks == "measured" and self.target.cache_ratio != 1.0
 
     def geometry(self, spec: SourceSpec) -> MLAGeometry:
@@ -229,12 +229,12 @@ class Recipe:
         )
 
     def needs_sample(self, geometry: MLAGeometry) -> bool:
-        """Whether inputs themselves must be kept, besides their moments."""
+        """True where inputs themselves must be kept, besides their moments."""
         rules = self.layer_rules(geometry)
         return rules.refit_queries or rules.refit_output
 
     def needs_calibration(self, geometry: MLAGeometry) -> bool:
-        """Whether any statistic of calibration text enters the weights."""
+        """True where any statistic of calibration text enters the weights."""
         if geometry.is_full_rank:
             return False
         selects = geometry.qk_nope_head_dim > 0 and self.rope_rule.reads_statistics

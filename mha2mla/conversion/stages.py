@@ -110,7 +110,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Rope(Stage):
-    """Which rotary pairs of a layer stay rotary, and how much of a budget they get.
+    """Rotary part: the pairs of a layer that stay rotary, and their share of a budget.
 
     Args:
         selection: the rule, by name or as a ``RopeRule``. ``"high"`` / ``"low"``: highest / lowest frequencies;
@@ -118,7 +118,7 @@ class Rope(Stage):
             leaving a pair un-rotated costs, in the shared layout over a unitary basis of all heads; ``"rorope"``,
             ``"rorope-2"``, ``"rorope-4"``: RoRoPE with FreqFold (arXiv 2502.07864). Each is a class of ``rope.rules``.
         share: rotary share of a ``cache_ratio``'s budget; None: the layout's own.
-        longrope_table: which of longrope's two tables becomes the layer's: ``"short"`` (lengths up to the original
+        longrope_table: longrope's table that becomes the layer's: ``"short"`` (lengths up to the original
             maximum) or ``"long"``.
     """
 
@@ -142,7 +142,7 @@ _RANKS = each_is(int_from(1, 1 << 24))
 
 @dataclass(frozen=True)
 class Latent(Stage):
-    """How un-rotated keys and values become one latent, and how the rank is shared out among the layers.
+    """Latent: the low-rank rule of un-rotated keys and values, and the ranks of the layers.
 
     Args:
         rule: by name or as a ``LowRankRule``. ``"svd-joint"``: truncated SVD of the stacked weights [W_K; W_V] (arXiv
@@ -155,7 +155,7 @@ class Latent(Stage):
             hold one.
         ranks: ``"uniform"``: every layer's is the target's. ``"measured"``: layers get different ranks with the same
             sum, by what each loses when it alone is converted (``latent.ranks``). Or the ranks, one per layer.
-        up_projections: whether W_UK and W_UV are given per ``"kv-head"``, as the source's maps are, or per
+        up_projections: heads of W_UK and W_UV: per ``"kv-head"``, as the source's maps are, or per
             ``"query-head"``, as DeepSeek's: the same cache and the same decode kernel, more weights and longer
             prefills, and gradient steps lose less with them. Without gradient steps the same model.
     """
@@ -179,7 +179,7 @@ class Latent(Stage):
 
 @dataclass(frozen=True)
 class Fit(Stage):
-    """How a converted layer is fitted to what the source computes.
+    """Fit of a converted layer to the output of the source's.
 
     Args:
         queries: turn un-rotated queries by half of their mean phase, and fit them to what the source's scores lack, by

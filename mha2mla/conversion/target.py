@@ -1,4 +1,4 @@
-"""What a converted layer caches: the layouts, and the rule from a share of the source's cache to a geometry."""
+"""Cache of a converted layer: layouts, and the rule from a share of the source's cache to a geometry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WIDTH = 1 << 24
 
 @dataclass(frozen=True)
 class Layout:
-    """How rotary keys are cached.
+    """Form in which rotary keys are cached.
 
     Attributes:
         rope_share: of a budget that is rotary, where nobody says otherwise: the best of those tried.
@@ -84,7 +84,7 @@ def fast_rank(geometry: MLAGeometry) -> int:
 
 @dataclass(frozen=True)
 class Target(Stage):
-    """How many numbers per token a layer may cache, and how its rotary keys lie there.
+    """Elements per token that a layer may cache, and the layout of its rotary keys.
 
     Either ``cache_ratio`` or the pair ``kv_lora_rank`` and ``qk_rope_head_dim``; with neither, ``cache_ratio`` is 0.5.
 
@@ -129,7 +129,7 @@ class Target(Stage):
             object.__setattr__(self, "cache_ratio", DEFAULT_CACHE_RATIO)
 
     def geometry(self, spec: SourceSpec, rope_share: float | None, *, per_query_head: bool) -> MLAGeometry:
-        """What a layer of ``spec`` becomes.
+        """The geometry of a converted layer of ``spec``.
 
         Args:
             rope_share: of a ``cache_ratio``'s budget; None: the layout's own.

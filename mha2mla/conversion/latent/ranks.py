@@ -73,7 +73,7 @@ def rank_step(kv_lora_rank: int) -> int:
 
 
 def most_rank(geometry: MLAGeometry, step: int) -> int:
-    """Of a layer: where the uniform rank has a fast decode kernel, no layer leaves it for a wider latent."""
+    """Largest rank of a layer: where the uniform rank has a fast decode kernel, no layer gets one without."""
     most = min(geometry.full_kv_lora_rank, math.floor(MOST * geometry.kv_lora_rank / step) * step)
     fast = fast_rank(geometry)
     return min(most, fast) if geometry.kv_lora_rank <= fast else most

@@ -41,7 +41,7 @@ class LatentFactors:
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """What a latent must reproduce, and how errors count. All float64.
+    """Keys and values that a latent must reproduce, and the cost of their errors. All float64.
 
     Attributes:
         key: [h_kv, d_n, E], un-rotated keys as linear functions of u (without what is constant over tokens).
@@ -286,7 +286,7 @@ def _moments(problem: LatentProblem, shrinkage: float, centered: bool) -> tuple[
 
 
 def _balance(key: torch.Tensor, covariance: torch.Tensor, value: torch.Tensor, value_covariance: torch.Tensor) -> float:
-    """What keys are multiplied by so that they have the values' energy."""
+    """Factor on keys that gives them the values' energy."""
     if not key.shape[0]:
         return 1.0
     key_energy, value_energy = (

@@ -13,7 +13,7 @@ from mha2mla.modeling.modeling_mha2mla import apply_rope
 
 @dataclass(frozen=True)
 class RotaryBasis:
-    """What one layer's RoPE becomes: a table of frequencies and linear maps, all float64, acting on post-norm vectors.
+    """RoPE of one converted layer: a table of frequencies and linear maps, all float64, acting on post-norm vectors.
 
     With k the layer's keys of all kv heads, stacked (before RoPE), and q_h the query of head h:
     k_pe[g] = ``key_rope[g]`` k, q_pe[h] = ``query_rope[h]`` q_h (both then rotated by ``inv_freq[g]``),

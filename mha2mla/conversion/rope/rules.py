@@ -25,7 +25,7 @@ from mha2mla.conversion.rope.basis import (
 )
 from mha2mla.geometry import MLAGeometry
 
-# How far the query of an un-rotated pair is multiplied by its mean turn g: the factor is 1 + MEAN_PHASE (g − 1). g
+# The query of an un-rotated pair is multiplied by 1 + MEAN_PHASE (g − 1), g its mean turn. g
 # alone is the best constant for the tokens that are attended to and overfits them; of 0, 0.5 and 1 halfway was best.
 MEAN_PHASE = 0.5
 
