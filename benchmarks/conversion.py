@@ -22,9 +22,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from cyclopts import Parameter
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -129,7 +130,34 @@ def ablations(
     return cases
 
 
-def compare(ratios: list[float] | None = None, seed: int = 0, model: str | None = None, **how: Any) -> bool:
+@dataclass(frozen=True)
+class Evaluation:
+    """Rows to measure, and how.
+
+    Args:
+        only: measure rows whose name contains this; several: joined by commas, no spaces.
+        json: file to write after every row; rows that are there already are kept.
+        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
+        texts: evaluation texts.
+        lengths: tokens of a window, joined by commas; "longest" is what the source takes.
+        max_tokens: of each text.
+    """
+
+    only: str | None = None
+    json: str | None = None
+    device: str | None = None
+    texts: list[str] | None = None
+    lengths: str = LENGTHS
+    max_tokens: int = 24576
+
+
+Flags = Annotated[Evaluation, Parameter(name="*")]
+DEFAULTS = Evaluation()
+
+
+def compare(
+    ratios: list[float] | None = None, seed: int = 0, model: str | None = None, evaluation: Flags = DEFAULTS
+) -> bool:
     """Peers and presets at several cache ratios.
 
     Args:
@@ -139,7 +167,7 @@ def compare(ratios: list[float] | None = None, seed: int = 0, model: str | None 
     """
     source = model or str(fetch_smollm2())
     cases = comparison(ratios or RATIOS, kv_width=kv_width_of(source), seed=seed)
-    return measure_cases(cases, source, "conversion", "Conversions", **how)
+    return measure_cases(cases, source, "conversion", "Conversions", evaluation)
 
 
 def ablation(
@@ -148,7 +176,7 @@ def ablation(
     ratios: list[float] | None = None,
     seed: int = 0,
     model: str | None = None,
-    **how: Any,
+    evaluation: Flags = DEFAULTS,
 ) -> bool:
     """A preset with one key changed at a time; its own rows are always measured.
 
@@ -161,7 +189,7 @@ def ablation(
     """
     cases = ablations(preset, ratios or (0.5, 0.3125), layout=layout, seed=seed)
     source = model or str(fetch_smollm2())
-    return measure_cases(cases, source, "conversion-ablation", f"Ablation of {preset}", **how)
+    return measure_cases(cases, source, "conversion-ablation", f"Ablation of {preset}", evaluation)
 
 
 def kv_width_of(source: str) -> int:
@@ -203,39 +231,22 @@ class Calibration:
         return self._drawn[key]
 
 
-def measure_cases(
-    cases: Sequence[Case],
-    source: str,
-    kind: str,
-    title: str,
-    *,
-    only: str | None = None,
-    json: str | None = None,
-    device: str | None = None,
-    texts: list[str] | None = None,
-    lengths: str = LENGTHS,
-    max_tokens: int = 24576,
-) -> bool:
-    """Measures rows, and says whether all could be.
+def measure_cases(cases: Sequence[Case], source: str, kind: str, title: str, evaluation: Evaluation) -> bool:
+    """Measures rows, and returns whether all could be.
 
     Args:
         cases: of the table.
         source: folder or hub id.
         kind: of the file.
         title: of the table.
-        only: measure rows whose name contains this; several: joined by commas, no spaces.
-        json: file to write after every row; rows that are there already are kept.
-        device: cpu, cuda, cuda:1, …; default CUDA when there is one.
-        texts: evaluation texts.
-        lengths: tokens of a window, joined by commas; "longest" is what the source takes.
-        max_tokens: of each text.
     """
+    only, json, device, lengths = evaluation.only, evaluation.json, evaluation.device, evaluation.lengths
     parts = [""] if only is None else re.split(",(?! )", only)
     named = [case for case in cases if any(part in case.name for part in parts)]
     chosen = [case for case in cases if case.is_base or case in named]
     if not named:
         raise ValueError(f"only is {only!r}; expected parts of {', '.join(case.name for case in cases)}")
-    texts = list(texts or TEXTS)
+    texts, max_tokens = evaluation.texts or list(TEXTS), evaluation.max_tokens
     measured = {"model": Path(source).name, "texts": texts, "lengths": lengths, "max_tokens": max_tokens}
     table = Recording(kind, json, measured=measured)
     measured["commit"] = table.environment.get("commit")

@@ -55,4 +55,4 @@ def command(*verbs: Callable[..., bool], cpu: bool = False) -> int:
         (app.default if len(verbs) == 1 else app.command)(verb)
     if not cpu and not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
         sys.exit(f"{sys.argv[0]}: no CUDA device is available")
-    return 0 if app() else 1
+    return int(app(sys.argv[1:]) is False)  # None after --help

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("rich")
 
-from benchmarks import decode, latent_decode, runner, sanitize
+from benchmarks import conversion, decode, latent_decode, recording, runner, sanitize
 from benchmarks.peers import checked
 from benchmarks.shapes import SpeedCase, Target, decode_case, decode_cases, fp8_cases, gqa_cases, prefill_cases
 from mha2mla.kernels.attention_varlen.warp_specialised import hopper_tiling
@@ -112,3 +112,36 @@ def test_every_case_gets_a_row_and_only_right_ones_a_speed(benchmark, tmp_path, 
 def test_a_budget_ends_the_run(benchmark, capsys):
     assert runner.run(benchmark, [SpeedCase("one", RIGHT), SpeedCase("two", RIGHT)], budget=1e-9)
     assert "not reached within the budget: 2 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "given"),
+    [
+        ("--help", 0, []),
+        ("first --numbers [1,2] --flag", 0, [([1, 2], True)]),
+        ("first --numbers 3 4", 1, [([3, 4], False)]),
+        ("second name --count 2", 0, [("name", 2)]),
+    ],
+)
+def test_a_verb_that_is_false_is_exit_code_1(words, code, given, monkeypatch):
+    calls = []
+
+    def first(numbers: list[int], flag: bool = False) -> bool:
+        calls.append((numbers, flag))
+        return flag
+
+    def second(name: str, count: int) -> bool:
+        calls.append((name, count))
+        return True
+
+    monkeypatch.setattr("sys.argv", ["benchmark", *words.split()])
+    assert recording.command(first, second, cpu=True) == code and calls == given
+
+
+def test_flags_of_conversions_have_types(monkeypatch):
+    asked = []
+    monkeypatch.setattr(conversion, "measure_cases", lambda *arguments: asked.append(arguments[-1]) or True)
+    words = "ablation --model m --ratios [0.5] --texts a b --max-tokens 64 --only x"
+    monkeypatch.setattr("sys.argv", ["conversion.py", *words.split()])
+    assert recording.command(conversion.compare, conversion.ablation, cpu=True) == 0
+    assert asked == [conversion.Evaluation(only="x", texts=["a", "b"], max_tokens=64)]
