@@ -189,18 +189,12 @@ class Problem(PagedProblem):
 
     def plan(self, inputs: dict[str, Any], backend: str | None = None) -> DecodePlan:
         """The plan for these inputs, with the problem's window and sinks."""
+        keys = inputs["latent_cache"] if inputs["rope_cache"] is None else inputs["rope_cache"]
         return plan_mla_decode(
-            inputs["q_latent"],
-            inputs["latent_cache"] if inputs["rope_cache"] is None else inputs["rope_cache"],
-            inputs["block_table"],
-            inputs["cache_seqlens"],
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            cache_starts=inputs["cache_starts"],
-            causal=self.causal,
-            backend=backend,
-            latent_dtype=inputs["latent_cache"].dtype,
-            **self.visibility,
-        )
+            inputs["q_latent"], keys, inputs["block_table"], inputs["cache_seqlens"],
+            qk_rope_head_dim=self.qk_rope_head_dim, cache_starts=inputs["cache_starts"], causal=self.causal,
+            backend=backend, latent_dtype=inputs["latent_cache"].dtype, **self.visibility,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -332,16 +326,9 @@ class GQAProblem(PagedProblem):
     def plan(self, inputs: dict[str, Any], backend: str | None = None) -> DecodePlan:
         """The plan for these inputs, with the problem's window and sinks."""
         return plan_gqa_decode(
-            inputs["q"],
-            inputs["k_cache"],
-            inputs["block_table"],
-            inputs["cache_seqlens"],
-            v_head_dim=self.v_head_dim,
-            cache_starts=inputs["cache_starts"],
-            causal=self.causal,
-            backend=backend,
-            **self.visibility,
-        )
+            inputs["q"], inputs["k_cache"], inputs["block_table"], inputs["cache_seqlens"], v_head_dim=self.v_head_dim,
+            cache_starts=inputs["cache_starts"], causal=self.causal, backend=backend, **self.visibility,
+        )  # fmt: skip
 
 
 def _op_of(inputs: dict[str, Any]) -> tuple[PagedOp, tuple[str, ...], tuple[str, ...]]:

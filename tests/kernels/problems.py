@@ -167,19 +167,10 @@ def same_schedule(planner, call: dict, device: str = "cpu") -> bool:
     splits = torch.full_like(expected_splits, -7).to(device)
     seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
     planner(
-        seqlens,
-        torch.tensor(starts, dtype=torch.int32, device=device) if starts else seqlens,
-        schedule,
-        splits,
-        num_ctas,
-        call["capacity"],
-        call["seqlen_q"],
-        int(call["causal"]),
-        int(starts is not None),
-        -1 if call["window"] is None else call["window"],
-        call["sinks"],
-        call["num_splits"],
-    )
+        seqlens, torch.tensor(starts, dtype=torch.int32, device=device) if starts else seqlens, schedule, splits,
+        num_ctas, call["capacity"], call["seqlen_q"], int(call["causal"]), int(starts is not None),
+        -1 if call["window"] is None else call["window"], call["sinks"], call["num_splits"],
+    )  # fmt: skip
     written = expected != -(2**31)
     schedule = torch.where(written, schedule.cpu(), expected)
     return torch.equal(schedule, expected) and torch.equal(splits.cpu(), expected_splits)
@@ -232,23 +223,10 @@ def run_kernels(
         offsets = inputs["block_table"] if rope.page_offsets is None else rope.page_offsets
         keys, last = (rope.weight, rope.bias, rope.inv_freq, offsets), (rope.scaling, rope.page_offsets is not None)
     split(
-        q,
-        inputs["q_pe"],
-        inputs["latent_cache"],
-        *([inputs["latent_scale"]] if "latent_scale" in inputs else []),
-        *keys,
-        inputs["block_table"],
-        schedule,
-        partial_out,
-        partial_lse,
-        out,
-        lse,
-        inputs["softmax_scale"],
-        int(inputs["causal"]),
-        NO_WINDOW if window is None else window,
-        sinks,
-        *map(float, last[:1]),
+        q, inputs["q_pe"], inputs["latent_cache"], *([inputs["latent_scale"]] if "latent_scale" in inputs else []),
+        *keys, inputs["block_table"], schedule, partial_out, partial_lse, out, lse, inputs["softmax_scale"],
+        int(inputs["causal"]), NO_WINDOW if window is None else window, sinks, *map(float, last[:1]),
         *map(int, last[1:]),
-    )
+    )  # fmt: skip
     merge(splits, partial_out, partial_lse, out, lse)
     return out, lse

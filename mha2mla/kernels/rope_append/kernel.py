@@ -394,19 +394,11 @@ def launch_rope_append(
         # With a table a head a token's angles occupy a block, and four tokens' make it wait.
         alone = inv_freq.numel() >= BLOCK_THREADS
         kernel = compile_rope_append(
-            capability(query.device),
-            block_tokens=1 if alone else 4,
-            dependent=capability(query.device) >= 90,
-            heads=heads,
-            num_rope_heads=groups,
-            row_width=width,
-            qk_rope_head_dim=rope,
-            num_tables=inv_freq.shape[0],
-            page_size=page_size,
-            dtype=dtype_name(query.dtype),
-            interleaved=interleaved,
+            capability(query.device), block_tokens=1 if alone else 4, dependent=capability(query.device) >= 90,
+            heads=heads, num_rope_heads=groups, row_width=width, qk_rope_head_dim=rope, num_tables=inv_freq.shape[0],
+            page_size=page_size, dtype=dtype_name(query.dtype), interleaved=interleaved,
             vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
-        )
+        )  # fmt: skip
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
             out, attention_scaling,
@@ -427,18 +419,11 @@ def launch_append_w_uk(
         keys = with_dense_rows(keys) if groups else query[:, :1]
         rope_cache = rope_cache.flatten(2) if groups else query.as_strided((pages, page_size, rope), (0, 0, 1))
         kernel = compile_append_w_uk(
-            capability(query.device),
-            heads=heads,
-            num_rope_heads=groups,
-            row_width=rows.shape[1],
-            qk_rope_head_dim=rope,
-            num_tables=inv_freq.shape[0],
-            page_size=page_size,
-            kv_heads=len(k_up),
-            inner=x.shape[2],
-            dtype=dtype_name(query.dtype),
+            capability(query.device), heads=heads, num_rope_heads=groups, row_width=rows.shape[1],
+            qk_rope_head_dim=rope, num_tables=inv_freq.shape[0], page_size=page_size, kv_heads=len(k_up),
+            inner=x.shape[2], dtype=dtype_name(query.dtype),
             vector=vector_of(rows, keys, query, row_cache, rope_cache, out),
-        )
+        )  # fmt: skip
         kernel(
             rows, keys, query, positions.contiguous(), slots.contiguous(), inv_freq.contiguous(), row_cache, rope_cache,
             out, attention_scaling, with_dense_rows(x), k_up, mapped,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mha2mla.kernels import LatentRope, mla_attention, plan_mla_attention, rotary_keys
+from mha2mla.kernels import LatentRope, mla_attention, plan_gqa_attention, plan_mla_attention, rotary_keys
 from mha2mla.modeling.batch import SequenceBatch
 from tests.kernels.oracles import attend_sequences, mla_attention_reference, rows_of
 
@@ -61,16 +61,9 @@ class Problem:
 
     @classmethod
     def make(
-        cls,
-        widths,
-        lengths=LENGTHS,
-        dtype=torch.float32,
-        device="cpu",
-        combined=False,
-        starts=None,
-        rows=None,
+        cls, widths, lengths=LENGTHS, dtype=torch.float32, device="cpu", combined=False, starts=None, rows=None,
         tokens=0,
-    ):
+    ):  # fmt: skip
         """Everything that no query may look at is NaN. ``rows`` that the batch is padded to; ``tokens`` that pad the
         queries, behind them."""
         page = widths.page
@@ -157,6 +150,12 @@ def gqa_problem(dtype=torch.float32, device="cpu", heads=6, kv_heads=2, width=16
     problem = Problem.make(widths, lengths, dtype, device)
     values = problem.latent_cache.unflatten(-1, (kv_heads, value)).contiguous()
     return problem.batch, problem.q_pe, problem.rope_cache, values
+
+
+def gqa_plan(batch, keys, values, heads=6, **options):
+    return plan_gqa_attention(
+        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=heads, **options
+    )
 
 
 def gqa_exact(batch, query, keys, values, dtype=torch.float64, window=None, sinks=0):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mha2mla.kernels import attention_combine, gqa_attention, mla_attention, plan_gqa_attention
+from mha2mla.kernels import attention_combine, gqa_attention, mla_attention
 from mha2mla.kernels.mixed_attention.api import MAX_PARTIALS, gather_rows
 from mha2mla.kernels.mla_decode.quantization import dequantize_latent, quantize_latent
 from tests.kernels.mixed_attention.problems import (
@@ -17,6 +17,7 @@ from tests.kernels.mixed_attention.problems import (
     Widths,
     error,
     gqa_exact,
+    gqa_plan,
     gqa_problem,
     layout_of,
     widths_on_gpu,
@@ -215,10 +216,7 @@ def test_sequences_that_see_nothing_or_less_than_they_ask(limit, device):
 @pytest.mark.parametrize("limit", [20, 16384])
 def test_gqa_mix_equals_sequences_one_by_one(limit):
     batch, query, keys, values = gqa_problem()
-    plan = plan_gqa_attention(
-        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6,
-        max_expanded_tokens=limit,
-    )  # fmt: skip
+    plan = gqa_plan(batch, keys, values, max_expanded_tokens=limit)
     out = gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
     assert error(out, gqa_exact(batch, query, keys, values)) < 2e-6
 
@@ -226,9 +224,7 @@ def test_gqa_mix_equals_sequences_one_by_one(limit):
 @pytest.mark.parametrize("limits", [{"window": 5}, {"window": 5, "sinks": 2}, {"window": 17, "sinks": 3}])
 def test_gqa_windows_and_sinks(limits):
     batch, query, keys, values = gqa_problem()
-    plan = plan_gqa_attention(
-        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6, **limits
-    )
+    plan = gqa_plan(batch, keys, values, **limits)
     assert bool(layout_of(plan).waves) == (limits["window"] == 17)
     out = gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
     assert error(out, gqa_exact(batch, query, keys, values, **limits)) < 2e-6
@@ -261,10 +257,7 @@ def test_gqa_kernels_are_as_right_as_torch():
     batch, *tensors = gqa_problem(torch.bfloat16, "cuda", 32, 8, 128, 128, 64, lengths)
 
     def run(backend=None, **options):
-        plan = plan_gqa_attention(
-            *tensors[1:], batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=32,
-            backend=backend, **options,
-        )  # fmt: skip
+        plan = gqa_plan(batch, *tensors[1:], heads=32, backend=backend, **options)
         return gqa_attention(*tensors, plan, softmax_scale=SCALE, backend=backend)
 
     for limits in ({}, {"window": 150, "sinks": 4}):

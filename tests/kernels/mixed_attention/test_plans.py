@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mha2mla.geometry import MLAGeometry
-from mha2mla.kernels import gqa_attention, plan_gqa_attention
+from mha2mla.kernels import gqa_attention
 from mha2mla.kernels.mixed_attention.layout import absorbs_up_to, lay_out
-from tests.kernels.mixed_attention.problems import SCALE, WIDTHS, Problem, error, gqa_problem, layout_of
+from tests.kernels.mixed_attention.problems import SCALE, WIDTHS, Problem, error, gqa_plan, gqa_problem, layout_of
 
 
 @settings(max_examples=100, deadline=None)
@@ -95,9 +95,7 @@ def test_a_plan_of_long_queries_is_for_its_lengths(window):
 
 def test_a_gqa_plan_that_was_not_refreshed_is_refused():
     batch, query, keys, values = gqa_problem()
-    plan = plan_gqa_attention(
-        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
-    )
+    plan = gqa_plan(batch, keys, values)
     gqa_attention(query, keys, values, plan, softmax_scale=SCALE)
     batch.cache_seqlens.sub_(1)
     with pytest.raises(ValueError, match="plan was (last refreshed|made) for"):
@@ -198,7 +196,5 @@ def test_opcheck():
         ),
     )  # fmt: skip
     batch, query, keys, values = gqa_problem()
-    plan = plan_gqa_attention(
-        keys, values, batch.block_table, batch.cache_seqlens, batch.lengths, num_attention_heads=6
-    )
+    plan = gqa_plan(batch, keys, values)
     torch.library.opcheck(torch.ops.mha2mla.gqa_attention.default, (query, keys, values, *plan.fields(), SCALE, None))
