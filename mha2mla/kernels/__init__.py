@@ -23,7 +23,8 @@ from mha2mla.kernels.pointwise.api import rms_norm, silu_mul
 from mha2mla.kernels.rope_append.api import MAX_SLOTS, append_w_uk, gqa_append, mla_append, slots_of
 from mha2mla.kernels.skinny_linear.api import skinny_linear
 from mha2mla.kernels.skinny_linear.selection import is_skinny
-from mha2mla.kernels.split_kv.plan import MAX_BATCH, DecodePlan
+from mha2mla.kernels.split_kv.plan import DecodePlan
+from mha2mla.kernels.split_kv.schedule import MAX_BATCH
 
 __all__ = [
     "MAX_BATCH",

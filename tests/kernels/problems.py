@@ -8,8 +8,8 @@ import random
 
 import torch
 
-from mha2mla.kernels.split_kv.plan import FIELDS, Column
 from mha2mla.kernels.split_kv.reference import Fragment, Span, attended_span, plan_fragments, write_schedule
+from mha2mla.kernels.split_kv.schedule import FIELDS, Column
 from mha2mla.testing.numeric_check import errors
 from mha2mla.testing.problems import UNUSED_PAGE, Problem, exact, judge, sequences
 

@@ -29,7 +29,7 @@ from mha2mla.kernels.split_kv.device import (
     take_work,
     zero_masked,
 )
-from mha2mla.kernels.split_kv.plan import TILE_TOKENS
+from mha2mla.kernels.split_kv.schedule import TILE_TOKENS
 
 CONSUMERS = WARPGROUP  # threads that compute
 BLOCK = 64  # cached tokens per tile: the M of one wgmma

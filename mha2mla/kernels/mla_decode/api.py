@@ -25,32 +25,32 @@ _KEYS = (  # the fields of LatentRope
 )
 
 
-def _declare(suffix: str, latent_alone: bool, codes: bool) -> PagedOp:
+def _declare(suffix: str, has_rope_cache: bool, codes: bool) -> PagedOp:
     name = "mla_decode" + suffix
     latent = [Argument("latent_cache", "P page d_c", CODES if codes else None)]
     scale = [Argument("latent_scale", "P page", torch.float32)] if codes else []
-    keys = _KEYS if latent_alone else (Argument("rope_cache", "P page (G d_r)"),)
+    keys = (Argument("rope_cache", "P page (G d_r)"),) if has_rope_cache else _KEYS
     return PagedOp(
         name=name,
         arguments=(Argument("q_latent", "B S_q H d_c"), Argument("q_pe", "B S_q H d_r"), *latent, *scale, *keys),
         out=Argument("out", "B S_q H d_c"),
-        shape=latent_shape if latent_alone else DecodeShape,
-        static=("H", *(() if latent_alone else ("G",)), "d_c", "d_r", "page", "S_q"),
-        refusal=partial(refusal, latent_alone=latent_alone, codes=codes),
-        select=partial(select_kernel, latent_alone=latent_alone, codes=codes),
+        shape=DecodeShape if has_rope_cache else latent_shape,
+        static=("H", *(("G",) if has_rope_cache else ()), "d_c", "d_r", "page", "S_q"),
+        refusal=partial(refusal, has_rope_cache=has_rope_cache, codes=codes),
+        select=partial(select_kernel, has_rope_cache=has_rope_cache, codes=codes),
         package="mha2mla.kernels.mla_decode",
         modules={"latent_portable": "swap_ab", "latent_fp8": "latent_ws", "latent_cluster": "swap_ab_cluster"},
         reference=f"mha2mla.kernels.mla_decode.reference:{name}_reference",
-        numbers=("scaling",) if latent_alone else (),
-        guards_indices=codes and not latent_alone,
-        opaque_smem_writes=latent_alone,
+        numbers=() if has_rope_cache else ("scaling",),
+        guards_indices=codes and has_rope_cache,
+        opaque_smem_writes=not has_rope_cache,
     )
 
 
-MLA = _declare("", latent_alone=False, codes=False)
-FP8 = _declare("_fp8", latent_alone=False, codes=True)
-LATENT = _declare("_latent", latent_alone=True, codes=False)
-LATENT_FP8 = _declare("_latent_fp8", latent_alone=True, codes=True)
+MLA = _declare("", has_rope_cache=True, codes=False)
+FP8 = _declare("_fp8", has_rope_cache=True, codes=True)
+LATENT = _declare("_latent", has_rope_cache=False, codes=False)
+LATENT_FP8 = _declare("_latent_fp8", has_rope_cache=False, codes=True)
 
 
 def _op(latent_dtype: torch.dtype | None, has_rope_cache: bool) -> PagedOp:

@@ -82,12 +82,12 @@ def latent_shape(
     return DecodeShape(heads, 1, kv_lora_rank, qk_rope_head_dim, page_size, seqlen_q, dtype)
 
 
-def refusal(shape: DecodeShape, *, latent_alone: bool = False, codes: bool = False) -> str | None:
+def refusal(shape: DecodeShape, *, has_rope_cache: bool = True, codes: bool = False) -> str | None:
     """Why no TileLang kernel serves a shape on any GPU, or None.
 
     Args:
         shape: of the call.
-        latent_alone: kernels make the rotary keys.
+        has_rope_cache: rotary keys are cached, and not made of the latent.
         codes: latents are e4m3.
     """
     width, rope = shape.kv_lora_rank, shape.qk_rope_head_dim
@@ -103,11 +103,11 @@ def refusal(shape: DecodeShape, *, latent_alone: bool = False, codes: bool = Fal
             f"kv_lora_rank is {width}; kernels over e4m3 latents take at most {MAX_CODES}",
         ),
         (
-            not latent_alone or width <= MAX_LATENT,
+            has_rope_cache or width <= MAX_LATENT,
             f"kv_lora_rank is {width}; TileLang kernels that make rotary keys take at most {MAX_LATENT}",
         ),
         (
-            not latent_alone or rope <= MAX_ROPE_ALONE,
+            has_rope_cache or rope <= MAX_ROPE_ALONE,
             f"qk_rope_head_dim is {rope}; TileLang kernels that make rotary keys take at most {MAX_ROPE_ALONE}",
         ),
         *refusals(shape),
@@ -519,9 +519,9 @@ def _latent_cluster(shape: DecodeShape, tiling: RowTiling, limit: int) -> Candid
         yield rank, choice if used <= limit and registers is not None else None, used
 
 
-def _candidates(shape: DecodeShape, capability: int, limit: int, latent_alone: bool, codes: bool) -> Candidates:
+def _candidates(shape: DecodeShape, capability: int, limit: int, has_rope_cache: bool, codes: bool) -> Candidates:
     """Every configuration; smaller ranks are expected to be faster."""
-    hopper, packed = capability == HOPPER, codes and not latent_alone
+    hopper, packed = capability == HOPPER, codes and has_rope_cache
     if codes and not hopper:
         raise ValueError(
             f"the GPU has compute capability {capability / 10}; kernels over e4m3 latents need {HOPPER / 10} (Hopper)"
@@ -529,18 +529,20 @@ def _candidates(shape: DecodeShape, capability: int, limit: int, latent_alone: b
     tilings = dict.fromkeys(
         tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups, packed=packed)
         for max_rows in ((32, 16) if packed else (64, 32, 16))
-        for max_groups in ((1,) if latent_alone else (128, 64, 32, 16, 8, 4, 2, 1))
+        for max_groups in ((1,) if not has_rope_cache else (128, 64, 32, 16, 8, 4, 2, 1))
     )
     # Two CTAs share columns of a latent alone only where one takes them with no tiling: halves of a key are rounded
     # each.
     fits_one = hopper and shape.kv_lora_rank <= WIDE_LATENT
-    alone = [entry for tiling in tilings if fits_one and latent_alone for entry in _latent_ws(shape, tiling, limit)]
-    if latent_alone and not codes:
+    alone = [
+        entry for tiling in tilings if fits_one and not has_rope_cache for entry in _latent_ws(shape, tiling, limit)
+    ]
+    if not has_rope_cache and not codes:
         yield from alone
     for tiling in tilings:
         if codes:
-            yield from (_latent_fp8 if latent_alone else _fp8)(shape, tiling, limit)
-        elif latent_alone:
+            yield from (_fp8 if has_rope_cache else _latent_fp8)(shape, tiling, limit)
+        elif not has_rope_cache:
             if hopper and not any(choice for _, choice, _ in alone):
                 yield from _latent_cluster(shape, tiling, limit)
             yield from _latent_portable(shape, tiling, capability, limit)
@@ -553,26 +555,26 @@ def _candidates(shape: DecodeShape, capability: int, limit: int, latent_alone: b
 
 
 def list_kernels(
-    shape: DecodeShape, capability: int, *, latent_alone: bool = False, codes: bool = False
+    shape: DecodeShape, capability: int, *, has_rope_cache: bool = True, codes: bool = False
 ) -> list[KernelChoice]:
     """Every configuration that fits the device, the one that the rule would choose first.
 
     Args:
         shape: of the call.
         capability: compute capability, 90 for Hopper.
-        latent_alone, codes: as in :func:`refusal`.
+        has_rope_cache, codes: as in :func:`refusal`.
 
     Raises:
         ValueError: with the numbers, if no configuration fits into shared memory or registers; or codes on another GPU
             than a Hopper.
     """
     limit = shared_memory_limit(capability)
-    return rank_choices(shape, capability, _candidates(shape, capability, limit, latent_alone, codes))
+    return rank_choices(shape, capability, _candidates(shape, capability, limit, has_rope_cache, codes))
 
 
 @lru_cache(maxsize=4096)
 def select_kernel(
-    shape: DecodeShape, capability: int, *, latent_alone: bool = False, codes: bool = False
+    shape: DecodeShape, capability: int, *, has_rope_cache: bool = True, codes: bool = False
 ) -> KernelChoice:
     """The kernel and tiles for ``shape``; arguments and errors as :func:`list_kernels`."""
-    return list_kernels(shape, capability, latent_alone=latent_alone, codes=codes)[0]
+    return list_kernels(shape, capability, has_rope_cache=has_rope_cache, codes=codes)[0]

@@ -39,7 +39,7 @@ from mha2mla.kernels.split_kv.device import (
     store,
     take_work,
 )
-from mha2mla.kernels.split_kv.plan import TILE_TOKENS
+from mha2mla.kernels.split_kv.schedule import TILE_TOKENS
 
 BY_COLUMN = T.GemmWarpPolicy.FullCol
 

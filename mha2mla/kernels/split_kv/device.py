@@ -12,7 +12,7 @@ from tilelang import tvm
 
 from mha2mla.kernels.machine import GPU, Machine
 from mha2mla.kernels.split_kv.choice import RowTiling
-from mha2mla.kernels.split_kv.plan import FIELDS, TILE_TOKENS, Column
+from mha2mla.kernels.split_kv.schedule import FIELDS, TILE_TOKENS, Column
 
 # Far below any real score in float32, and finite: differences of it are not NaN. Subtract before scaling: contracted
 # to a fused multiply-add, ``m * scale - m * scale`` is the rounding error of 1e30, and its exponential infinite.
@@ -30,7 +30,7 @@ class Types:
         dtype: of queries, caches and output.
         machine: target of the kernel.
 
-    Attributes: ``block_table`` [B,max_pages], ``schedule`` [num_ctas+B,FIELDS] (int32; ``plan.Column``), the outputs
+    Attributes: ``block_table`` [B,max_pages], ``schedule`` [num_ctas+B,FIELDS] (int32, of ``Column``), the outputs
     ``partial_out`` [num_ctas,2,S_q,H,width] and ``partial_lse`` [num_ctas,2,S_q,H] (float32) for sequences in several
     fragments, ``out`` [B,S_q,H,width] and ``lse`` [B,H,S_q] (float32) for those in one. All lse are natural logs, -inf
     where a row sees none of the tokens; rows that nothing points at are left as they were. After the tensors a kernel

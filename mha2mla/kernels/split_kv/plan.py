@@ -1,11 +1,4 @@
-"""The work split of a decode step: made on the device from the lengths, once for all layers that share a shape.
-
-A cache is read in tiles of ``TILE_TOKENS`` tokens. A fixed number of CTAs each take a contiguous piece of the
-concatenation of all attended tiles of all sequences. The part of one sequence in one CTA is a *fragment*. A sequence
-that lies in one fragment is written to the output at once; of a sequence in several fragments each writes a *partial*
-(output and log-sum-exp) that the combine kernel merges. ``plan_kernel.py`` computes the schedule on the device;
-``reference.plan_fragments`` is its oracle.
-"""
+"""The work split of a decode step: made on the device from the lengths, once for all layers that share a shape."""
 
 from __future__ import annotations
 
@@ -17,34 +10,10 @@ from torch import Tensor
 
 from mha2mla.kernels.devices import in_plain_eager_mode, register
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS
+from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
 
-TILE_TOKENS = 64
-FRAGMENT_TILES = 1  # what starting and ending a sequence costs, in tiles
-MAX_BATCH = 4096  # sequences that the planner's shared memory holds
-FIELDS = 16  # columns of a schedule
 MOST_LAUNCHES = 64  # that a plan remembers: a model's layers are a few kinds of calls
 MAX_BLOCKS = 65535  # of CTAs in the dimension of a grid that counts them
-
-
-class Column:
-    """Columns of ``schedule`` [num_ctas + B, FIELDS] int32, of which a row is one fragment.
-
-    Row i < num_ctas is the first fragment of CTA i; rows that nothing points at are unspecified.
-    """
-
-    SEQUENCE = 0
-    FIRST = 1  # first tile, counted among the attended tiles of the sequence
-    TILES = 2  # number of tiles, > 0
-    SLOT = 3  # place of its partial, partial[slot // 2, slot % 2]; -1: the fragment is the whole sequence
-    NEXT = 4  # first fragments only: row of fragment f > 0 of this CTA is NEXT + f
-    COUNT = 5  # first fragments only: fragments of this CTA; 0: the CTA is idle, the rest of the row unspecified
-    START = 6  # first token that is not padding
-    STOP = 7  # tokens cached
-    LOW = 8  # first token of the sliding window of the first query; START without a window
-    SINK_STOP = 9  # tokens START ... SINK_STOP - 1 are sinks that lie before LOW
-    TILE0 = 10  # tile (token // TILE_TOKENS) of attended tile 0
-    SINK_TILES = 11  # attended tiles 0 ... SINK_TILES - 1 follow TILE0, the others WINDOW_TILE
-    WINDOW_TILE = 12
 
 
 @dataclass
@@ -104,7 +73,7 @@ class DecodePlan:
         shape: (B, S_q, H, d) of the output that it was made for; d is d_c, or d_v of a GQA model.
         capacity: tokens that a sequence's page table holds.
         causal, window, sinks: as in :func:`plan_mla_decode`.
-        schedule: [num_ctas + B, 16] int32; :class:`Column` describes it. Without rows where the reference backend
+        schedule: [num_ctas + B, 16] int32; ``schedule.Column`` describes it. Without rows where the reference backend
             serves.
         splits: [B, 2] int32, fragments of each sequence and where their partials begin; where the reference backend
             serves, the first visible token and the length of each, by which it refuses a plan of other lengths.

@@ -30,7 +30,7 @@ from mha2mla.kernels.split_kv.combine import SIZES, make_combine
 @cache
 def compiled_split(op, shape, max_rows: int, max_groups: int, block_tokens: int, variant: str):
     kernel = "latent_portable" if op is LATENT else "swap_ab"
-    choice = next(c for c in list_kernels(shape, 90, latent_alone=op is LATENT) if c.kernel == kernel)
+    choice = next(c for c in list_kernels(shape, 90, has_rope_cache=op is not LATENT) if c.kernel == kernel)
     tiling = tile_rows(shape.heads, shape.num_rope_heads, shape.seqlen_q, max_rows, max_groups)
     choice = replace(choice, tiling=tiling, block_tokens=block_tokens, threads=1, variant=variant)
     return for_cpu(op.make_split(replace(shape, dtype="float32"), choice, Machine(True)))

@@ -23,8 +23,8 @@ from mha2mla.kernels.split_kv.choice import SEQLENS_Q, shared_memory_limit
 from mha2mla.kernels.split_kv.op import PagedOp
 from tests.few import few
 
-select, listed = partial(select_kernel, latent_alone=True), partial(list_kernels, latent_alone=True)
-refuse = partial(refusal, latent_alone=True)
+select, listed = partial(select_kernel, has_rope_cache=False), partial(list_kernels, has_rope_cache=False)
+refuse = partial(refusal, has_rope_cache=False)
 
 
 def shape(heads: int, d_c: int, d_r: int, page: int = 64, seqlen_q: int = 1, dtype: str = "bfloat16") -> DecodeShape:

@@ -19,7 +19,7 @@ from mha2mla.kernels.mla_decode.api import MLA
 from mha2mla.kernels.mla_decode.selection import DecodeShape, list_kernels, select_kernel
 from mha2mla.kernels.split_kv import op
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS, SEQLENS_Q, SHARED_MEMORY, shared_memory_limit, tile_rows
-from mha2mla.kernels.split_kv.plan import FIELDS, MAX_BATCH
+from mha2mla.kernels.split_kv.schedule import FIELDS, MAX_BATCH
 from tests.kernels.problems import Problem, assert_right, errors, torch_at
 
 ROOT = Path(__file__).parents[3]

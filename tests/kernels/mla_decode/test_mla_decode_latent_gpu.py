@@ -160,7 +160,7 @@ def test_every_kernel_under_plans_that_no_planner_makes(problem):
 
     draw, here = random.Random(0), capability()
     merge = compile_combine(problem.heads, problem.kv_lora_rank, "bfloat16", max(SIZES), here)
-    every = reversed(list_kernels(problem.shape(), here, latent_alone=True))
+    every = reversed(list_kernels(problem.shape(), here, has_rope_cache=False))
     by_kernel = {(choice.kernel, choice.variant, choice.ctas_per_sm): choice for choice in every}
     inputs, tiles = problem.inputs(torch.bfloat16, "cuda"), [span.tiles for span in problem.spans()]
     for choice in by_kernel.values():

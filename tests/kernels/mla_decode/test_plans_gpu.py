@@ -10,7 +10,7 @@ import torch
 
 from mha2mla.kernels import mla_decode, plan_mla_decode
 from mha2mla.kernels.split_kv.choice import MAX_SPLITS
-from mha2mla.kernels.split_kv.plan import MAX_BATCH
+from mha2mla.kernels.split_kv.schedule import MAX_BATCH
 from tests.kernels.mla_decode.problems import capability, check, name
 from tests.kernels.problems import Problem, assert_right, errors, exact, random_schedule_call, same_schedule
 

@@ -41,7 +41,7 @@ def test_no_block_of_a_cluster_reads_before_it_waits():
     wide, latent = DecodeShape(32, 8, 896, 16, 64, 1, "bfloat16"), latent_shape(32, 1024, 64, 64, 1, "bfloat16")
     for function, given in (
         (MLA.make_split(wide, select_kernel(wide, 90)), "schedule"),
-        (LATENT.make_split(latent, select_kernel(latent, 90, latent_alone=True)), "schedule"),
+        (LATENT.make_split(latent, select_kernel(latent, 90, has_rope_cache=False)), "schedule"),
         (make_combine_w_uv(heads=4, maps=2, width=256, outputs=32, dtype="bfloat16"), "splits"),
     ):
         script = function.script()
